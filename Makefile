@@ -1,5 +1,6 @@
 # make demo     train a small language model, breadth-first over 4 processes, and draw its timeline
 # make test     check and test everything
+# make docs     the site with all pages, in site/: open site/index.html (the first time it installs the generator)
 # make predict  predicted beside measured step time on this machine, for six layouts
 # make reproduce  the facts and figures of the breadth-first paper, and BPipe's, simulated: docs/reproduction/
 # make schedules  the table and the pictures of all families of schedules: docs/schedules/
@@ -27,7 +28,7 @@ BIN         := $(VENV)/bin
 STAMP       := $(VENV)/.installed
 LOADED      := numba llvmlite numpy pydantic pydantic_core rich tyro
 
-.PHONY: demo test plan-demo predict reproduce schedules plan-speed bench-network bench-overhead bench-balance speed check \
+.PHONY: demo test docs plan-demo predict reproduce schedules plan-speed bench-network bench-overhead bench-balance speed check \
         format clean
 
 demo: $(STAMP)
@@ -35,6 +36,14 @@ demo: $(STAMP)
 
 test: check
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -b html -W --keep-going -q -d $(VENV)/doctrees docs site
+	@echo "written: site/index.html"
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[docs]'
+	@touch $@
 
 plan-demo: $(STAMP)
 	$(BIN)/python benchmarks/plan_demo.py $(ARGS)
@@ -75,7 +84,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) outputs .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) outputs site .ruff_cache .pytest_cache .hypothesis
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@echo "Making $(VENV) ..."

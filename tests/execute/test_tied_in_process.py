@@ -189,7 +189,7 @@ def test_a_last_reduction_before_the_head_is_done_is_refused_on_one_rank_too():
     tied.bind(row)
     assert [slot for slot, calls in enumerate(row.before) if calls] == [0, 5]
     late = RankRow(parse_schedule("0F0 1F0 1I0 0B0 0REDUCE_GRAD 1W0 1REDUCE_GRAD"), 0, None)
-    with pytest.raises(UserError, match="the last 0REDUCE_GRAD stands before a backward of stage 1"):
+    with pytest.raises(UserError, match="the last 0REDUCE_GRAD precedes a backward of stage 1"):
         tied.bind(late)
 
 

@@ -8,9 +8,9 @@ from pipeloom.analysis.summary import longest_rank_s
 from pipeloom.cost.costs import StageCosts
 from pipeloom.errors import ConfigError
 from pipeloom.families import make_schedule
-from pipeloom.families.climb import Ground, climb
 from pipeloom.families.greedy import Task, best_schedule
-from pipeloom.families.weave import of_inputs, weave
+from pipeloom.families.local_search import SearchProblem, local_search
+from pipeloom.families.weight_gradients import insert_weight_gradients, without_weight_gradients
 from pipeloom.passes import lower
 from pipeloom.schedule import PLACEMENTS, Placement
 from pipeloom.schedule.ledger import KeptBytes, most_in_rows
@@ -136,14 +136,16 @@ def test_changed_orders_are_better_where_memory_is_short_and_never_worse():
 
 def test_more_tries_from_a_start_are_never_worse_and_keep_what_a_rank_has_room_for():
     wanted = task(Placement.v(2, 2), 4, (3, 2, 1), 3)
-    clocks = [wanted.clock.changed(patience, pulls=False) for patience in (0.0, 1.0)]
-    ground = Ground(wanted.placement, wanted.budgets, clocks, end_of)
-    orders = [of_inputs(row) for row in best_schedule(wanted, tries=0).schedule.rows]
-    start = min((weave(orders, wanted.placement, wanted.budgets, clock) for clock in clocks), key=end_of)
-    ends = [end_of(climb(ground, start, tries, 5)) for tries in (0, 50, 500)]
+    clocks = [wanted.clock.with_patience(patience, pulls=False) for patience in (0.0, 1.0)]
+    problem = SearchProblem(wanted.placement, wanted.budgets, clocks, end_of)
+    orders = [without_weight_gradients(row) for row in best_schedule(wanted, tries=0).schedule.rows]
+    start = min(
+        (insert_weight_gradients(orders, wanted.placement, wanted.budgets, clock) for clock in clocks), key=end_of
+    )
+    ends = [end_of(local_search(problem, start, tries, 5)) for tries in (0, 50, 500)]
     assert ends == sorted(ends, reverse=True)
     assert ends[-1] < ends[0] == end_of(start)
-    assert end_of(climb(ground, start, 500, 5)) == ends[-1]
+    assert end_of(local_search(problem, start, 500, 5)) == ends[-1]
 
 
 def end_of(woven):

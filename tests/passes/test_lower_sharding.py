@@ -318,8 +318,8 @@ def test_wrong_knobs_are_refused(change, words):
         change(lower(make_schedule("1f1b", pp=2, num_microbatches=2)))
 
 
-def test_the_table_of_gathers_in_the_design_is_what_the_pass_makes():
-    page = (Path(__file__).parents[2] / "docs" / "design.md").read_text(encoding="utf-8")
+def test_the_table_of_gathers_in_the_docs_is_what_the_pass_makes():
+    page = (Path(__file__).parents[2] / "docs" / "concepts" / "sharding.md").read_text(encoding="utf-8")
     numbers = r"\| (\d+) \| (\d+) \| ([\d, ]+) \| ([\d, ]+) \|\n"
     table = re.findall(numbers, page)
     assert len(table) == 3

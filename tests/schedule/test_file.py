@@ -143,9 +143,9 @@ def test_everything_that_is_wrong_in_a_file_is_named_at_once(tmp_path):
         "line 3: expected a name such as recipe.family, found 'recipe.Family'",
         f"line 4: there is no promise 'max_stage_input'; did you mean 'max_stage_inputs'? known: {', '.join(PROMISES)}",
         "line 6: partners must be whole numbers of at most 15 digits, found '1234567890123456'",
-        "line 6: partners must stand before the rows",
+        "line 6: partners must precede the rows",
         "line 7: partners is there a second time",
-        "line 7: partners must stand before the rows",
+        "line 7: partners must precede the rows",
     ]
 
 

@@ -39,7 +39,7 @@ FAULTS = {
     ),
     "an eviction is never undone": (0, "0F1", "0EVICT0 0F1", "swaps-in-turn", 0, 3, "0LOAD0 is missing"),
     "an eviction before its forward": (
-        (0, "0F0", "0EVICT0 0F0 0LOAD0", "swaps-in-turn", 0, 1, "0EVICT0 does not stand between 0F0 and 0LOAD0")
+        (0, "0F0", "0EVICT0 0F0 0LOAD0", "swaps-in-turn", 0, 1, "0EVICT0 is not between 0F0 and 0LOAD0")
     ),
     "a forward comes twice": (0, "0F0", "0F0 0F0", "unique", 0, 2, "0F0 appears a second time"),
     "a backward is missing": (1, "1B1 ", "", "complete", 1, 2, "1B1 is missing"),
@@ -48,7 +48,7 @@ FAULTS = {
     "a send on another rank": (1, "1F1", "1F1 0SEND_F1", "on-its-rank", 1, 6, "0SEND_F1 belongs to rank 0"),
     "a reduction on another rank": (0, "0RESHARD", "0RESHARD 1REDUCE_GRAD", "on-its-rank", 0, 10, "rank 1"),
     "a backward before its forward": (
-        (1, "1RECV_F0 1F0 1B0", "1B0 1RECV_F0 1F0", "forward-before-backward", 1, 0, "1B0 stands before 1F0")
+        (1, "1RECV_F0 1F0 1B0", "1B0 1RECV_F0 1F0", "forward-before-backward", 1, 0, "1B0 precedes 1F0")
     ),
     "two sends crossed": (
         0,
@@ -69,16 +69,16 @@ FAULTS = {
         "0RECV_B1 takes what rank 1 sends as 1SEND_B0",
     ),
     "a receive behind its user": (
-        (1, "1RECV_F1 1F1", "1F1 1RECV_F1", "receive-before-compute", 1, 5, "1RECV_F1 stands behind 1F1")
+        (1, "1RECV_F1 1F1", "1F1 1RECV_F1", "receive-before-compute", 1, 5, "1RECV_F1 follows 1F1")
     ),
     "a gradient received behind its user": (
-        (0, "0RECV_B1 0B1", "0B1 0RECV_B1", "receive-before-compute", 0, 8, "0RECV_B1 stands behind 0B1")
+        (0, "0RECV_B1 0B1", "0B1 0RECV_B1", "receive-before-compute", 0, 8, "0RECV_B1 follows 0B1")
     ),
     "a send before its producer": (
-        (0, "0F1 0SEND_F1", "0SEND_F1 0F1", "send-after-compute", 0, 3, "0SEND_F1 stands before 0F1")
+        (0, "0F1 0SEND_F1", "0SEND_F1 0F1", "send-after-compute", 0, 3, "0SEND_F1 precedes 0F1")
     ),
     "a gradient sent before its producer": (
-        (1, "1B0 1SEND_B0", "1SEND_B0 1B0", "send-after-compute", 1, 2, "1SEND_B0 stands before 1B0")
+        (1, "1B0 1SEND_B0", "1SEND_B0 1B0", "send-after-compute", 1, 2, "1SEND_B0 precedes 1B0")
     ),
     "a send behind the last stage": (1, "1F1", "1F1 1SEND_F1", "messages-complete", 1, 6, "does not change rank"),
     "a receive before the first stage": (0, "0F0", "0RECV_F0 0F0", "messages-complete", 0, 1, "does not change rank"),

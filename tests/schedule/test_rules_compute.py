@@ -38,15 +38,15 @@ FAULTS = {
     "a stage too many": (0, "0F1", "0F1 4F0", "in-range", 0, 2, "stage 4, but stages are 0..3"),
     "a token slice too many": (1, "1F1", "1F1 1F1.1", "in-range", 1, 2, "token slice 1, but they are 0..0"),
     "a backward before its forward": (
-        (0, "2F1 2B0 2B1", "2B0 2B1 2F1", "forward-before-backward", 0, 4, "2B1 stands before 2F1")
+        (0, "2F1 2B0 2B1", "2B0 2B1 2F1", "forward-before-backward", 0, 4, "2B1 precedes 2F1")
     ),
     "weights without inputs": (0, "2B0", "2W0", "complete", 0, None, "2I0 is missing"),
     "inputs without weights": (0, "2B0", "2I0", "complete", 0, None, "2W0 is missing"),
     "whole and split backward": (0, "2B0", "2B0 2I0", "complete", 0, 4, "2B0 and 2I0 are both there"),
     "all three backwards": (0, "2B0", "2B0 2I0 2W0", "complete", 0, 4, "2B0 and 2I0 are both there"),
-    "weights before inputs": (1, "1B0", "1W0 1I0", "forward-before-backward", 1, 6, "1W0 stands before 1I0"),
+    "weights before inputs": (1, "1B0", "1W0 1I0", "forward-before-backward", 1, 6, "1W0 precedes 1I0"),
     "inputs before the forward": (
-        (1, "3F1 3B0 3B1", "3I1 3F1 3B0 3W1", "forward-before-backward", 1, 3, "3I1 stands before 3F1")
+        (1, "3F1 3B0 3B1", "3I1 3F1 3B0 3W1", "forward-before-backward", 1, 3, "3I1 precedes 3F1")
     ),
     "a send": (0, "0F0", "0F0 0SEND_F0", "kinds-of-level", 0, 1, "does not belong in a compute-only schedule"),
     "a reduction": (0, "0B1", "0B1 0REDUCE_GRAD", "kinds-of-level", 0, 8, "does not belong in a compute-only"),

@@ -65,7 +65,7 @@ FAULTS = {
         GRADIENT,
         1,
         10,
-        "1SEND_TIED_GRAD stands before 1W1, which adds to it",
+        "1SEND_TIED_GRAD precedes 1W1, which adds to it",
     ),
     "a gradient received behind the reduction": (
         0,
@@ -74,7 +74,7 @@ FAULTS = {
         GRADIENT,
         0,
         14,
-        "0RECV_TIED_GRAD stands behind the last 0REDUCE_GRAD, which has to reduce it",
+        "0RECV_TIED_GRAD follows the last 0REDUCE_GRAD, which has to reduce it",
     ),
     "messages of the edge in another order": (
         0,
@@ -113,7 +113,7 @@ def test_weights_received_behind_the_first_forward_are_refused_where_the_edge_al
     rows = (rows[0], rows[1].replace("1SEND_F0", "1F0 1SEND_F0"), rows[2])
     error = refused(*rows, num_microbatches=1, first_backward_stage=3)
     assert (error.rule, error.rank, error.slot) == (WEIGHTS, 2, 2)
-    assert "2RECV_TIED stands behind 2F0, which uses it" in str(error)
+    assert "2RECV_TIED follows 2F0, which uses it" in str(error)
 
 
 def test_two_stages_of_one_rank_send_each_other_nothing():

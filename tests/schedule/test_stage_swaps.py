@@ -216,7 +216,7 @@ FAULTS = {
     "an update twice": ("1UPDATE", "1UPDATE 1UPDATE", "update-each-stage-once", 22, "1UPDATE appears a second time"),
     "an update left out": (" 0UPDATE 0SWAP_OUT 2SWAP_IN", " 0SWAP_OUT 2SWAP_IN", "update-each-stage-once", None,
                              "0UPDATE is missing"),
-    "an update too early": ("0B1 0UPDATE", "0UPDATE 0B1", "update-each-stage-once", 18, "0B1 stands behind 0UPDATE"),
+    "an update too early": ("0B1 0UPDATE", "0UPDATE 0B1", "update-each-stage-once", 18, "0B1 follows 0UPDATE"),
 }  # fmt: skip
 
 

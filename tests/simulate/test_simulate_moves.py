@@ -68,12 +68,12 @@ def test_what_is_evicted_is_not_in_memory():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("0F0 0EVICT0 0B0", "0EVICT0 stands alone: 0LOAD0 is missing"),
-        ("0F0 0LOAD0 0B0", "0LOAD0 stands alone: 0EVICT0 is missing"),
-        ("0EVICT0 0F0 0LOAD0 0B0", "0EVICT0 does not stand between 0F0 and 0LOAD0"),
-        ("0F0 0LOAD0 0EVICT0 0B0", "0EVICT0 does not stand between 0F0 and 0LOAD0"),
-        ("0F0 0EVICT0 0B0 0LOAD0", "0LOAD0 stands behind 0B0, which needs it"),
-        ("0F0 0EVICT0 0I0 0LOAD0 0W0", "0LOAD0 stands behind 0I0, which needs it"),
+        ("0F0 0EVICT0 0B0", "0EVICT0 has no partner: 0LOAD0 is missing"),
+        ("0F0 0LOAD0 0B0", "0LOAD0 has no partner: 0EVICT0 is missing"),
+        ("0EVICT0 0F0 0LOAD0 0B0", "0EVICT0 is not between 0F0 and 0LOAD0"),
+        ("0F0 0LOAD0 0EVICT0 0B0", "0EVICT0 is not between 0F0 and 0LOAD0"),
+        ("0F0 0EVICT0 0B0 0LOAD0", "0LOAD0 follows 0B0, which needs it"),
+        ("0F0 0EVICT0 0I0 0LOAD0 0W0", "0LOAD0 follows 0I0, which needs it"),
         ("0F0 0EVICT0 0LOAD0", "0EVICT0 keeps what no backward needs"),
         ("0F0 0EVICT0 0EVICT0 0LOAD0 0B0", "0EVICT0 appears a second time"),
     ],

@@ -6,7 +6,7 @@ Other distributions add theirs through entry points of the group ``pipeloom.fami
 import pkgutil
 from importlib import import_module
 
-from pipeloom.families.answer import Rows
+from pipeloom.families.check_rows import Rows
 from pipeloom.families.family import (
     FAMILIES,
     Choice,

@@ -1,7 +1,7 @@
-"""What a family of schedules is, and the registry by name.
+"""Families of schedules, their registry, and the choice of one with its sizes.
 
-A new family is one file: a function that returns each rank's compute actions, under ``@family(...)``. Everything else
-(proof, lowering, simulation, picture, run) reads the schedule that it returns.
+A new family is one file: a function that returns each rank's compute actions, under ``@family(...)``. Verification,
+lowering, simulation, pictures and training take the schedule that it returns.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from pipeloom.errors import ConfigError, FamilyError
-from pipeloom.families.answer import Rows, blamed, checked, place_of
+from pipeloom.families.check_rows import Rows, checked_rows, naming_family, place_of
 from pipeloom.passes import add_slices
 from pipeloom.passes.recompute import recompute_beyond
 from pipeloom.registry import Registry
@@ -20,13 +20,13 @@ from pipeloom.terminal.words import count, format_bytes, unknown_name
 
 @dataclass(frozen=True)
 class Request:
-    """The sizes for which a family makes rows.
+    """Sizes for which a family makes rows.
 
     Attributes:
         placement: stage -> pipeline rank.
         num_microbatches: micro-batches of a step, at least 1.
-        group_size: micro-batches that run through one local stage before the next, where a family groups.
-        num_slices: token slices of a micro-batch; families that are not ``slices_itself`` need not look.
+        group_size: micro-batches that run through one local stage before the next, for grouped families.
+        num_slices: token slices of a micro-batch; 1 unless the family is ``slices_itself``.
     """
 
     placement: Placement
@@ -41,7 +41,7 @@ class Request:
 
     @property
     def is_looped(self) -> bool:
-        """Whether stages go round the ranks, which the closed forms for warm-up assume."""
+        """Whether the placement is looped (stage ``s`` on rank ``s % pp``), as closed forms for warm-up assume."""
         return self.placement == Placement.looped(self.placement.num_ranks, self.loops)
 
     def local_stages(self, rank: int) -> tuple[int, ...]:
@@ -51,15 +51,15 @@ class Request:
 
 Rule = Callable[[Request], Rows]
 HeldInputs = Sequence[Sequence[int]]
-"""For each rank, for each of its stages, the stage inputs that it holds when it holds the most."""
+"""For each rank, for each of its stages, the stage inputs held at the rank's peak."""
 StageInputs = Callable[[Request], HeldInputs | None]
-"""What ranks hold, without making the rows; ``None`` where only the rows show it."""
+"""Closed form of the stage inputs at the peak; ``None`` where only the rows show them."""
 SameAs = Callable[[Request], str | None]
-"""Another family that makes the same rows for a request of whole sequences; ``None`` where none does."""
+"""Another family that makes the same rows for a request of whole sequences, or ``None``."""
 
 
 def _no_rule(_request: Request) -> Rows:
-    raise AssertionError("a family has its rule when it is registered")
+    raise AssertionError("registration sets the rule of a family")
 
 
 @dataclass(frozen=True)
@@ -73,18 +73,18 @@ class Family:
         is_looped: takes several stages for each rank; otherwise exactly one.
         is_grouped: takes a group size.
         has_backward: trains; otherwise forward only.
-        splits_backward: runs the two halves of backwards apart.
+        splits_backward: runs input gradients and weight gradients as separate actions.
         is_found: searches for its rows.
-        loops: the stages for each rank that it takes, where it takes one number of them alone.
-        placement: the one that it runs on; ``None`` for any.
-        instead: the family to use when ``is_looped`` is violated.
-        stage_inputs: a closed form, with which a search need not make a schedule to see that it is too large;
+        loops: the only number of stages for each rank that it takes; ``None`` for any.
+        placement: the only placement that it takes; ``None`` for any.
+        instead: family that an error suggests for several stages a rank, if ``is_looped`` is false.
+        stage_inputs: closed form of stage inputs, with which the planner rejects layouts without making a schedule;
             ``None`` where there is none.
-        slices_itself: makes rows of token slices where ``num_slices`` is above 1, on a looped placement. All other rows
-            are made of whole micro-batches, and sliced in place (``pipeloom.passes.add_slices``).
-        same_as: where its schedule is that of another family, which family; ``None`` where it never is.
+        slices_itself: makes rows of token slices on a looped placement. Rows of all other families are made of whole
+            micro-batches and then sliced (``pipeloom.passes.add_slices``).
+        same_as: names another family where that one makes the same schedule; ``None`` where none ever does.
         rule: makes the rows.
-        summary: one line for people: the first of the rule's docstring.
+        summary: the first line of the rule's docstring.
     """
 
     name: str
@@ -128,26 +128,26 @@ family = Family
 FAMILIES: Registry[Family] = Registry("schedule", "pipeloom.families", Family)
 """Every family by name."""
 _ACTION_BYTES = 150
-"""What an action takes while its schedule is made and proved: 173 to 185 bytes in steps of two million."""
+"""Memory for each action while its schedule is made and verified: 173 to 185 bytes in steps of two million."""
 _ALWAYS_THERE = 2**28
-"""Bytes that are taken to be there: the planner makes thousands of small schedules, and the check reads files."""
+"""Bytes that need no check: the planner makes thousands of small schedules, and the check reads files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Which schedule is wanted: a family and its sizes.
+    """A family and its sizes.
 
     Attributes:
         family: a key of ``FAMILIES``.
         pp: pipeline ranks, at least 1.
         num_microbatches: micro-batches of a step, at least 1.
         loops: stages for each rank, at least 1.
-        group_size: for grouped families, between as many micro-batches as have ``pp`` slices and
-            ``num_microbatches``; ``None`` for the former, which is ``pp`` where sequences are whole.
+        group_size: for grouped families, from ``smallest_group`` (``pp`` for whole sequences) to
+            ``num_microbatches``; ``None`` for the smallest.
         placement: a key of ``PLACEMENTS``; ``None`` for the family's own, or looped.
         num_slices: token slices of each micro-batch, at least 1; 1 for whole sequences.
-        keep: for each rank the stage inputs that it keeps with everything computed from them until their backwards;
-            what is beyond is recomputed (``recompute_beyond``). ``None`` for all.
+        keep: for each rank the stage inputs for which it keeps all activations until the backward; the others are
+            recomputed (``recompute_beyond``). ``None`` for all.
     """
 
     family: str
@@ -160,7 +160,7 @@ class Choice:
     keep: tuple[int, ...] | None = None
 
     def problems(self) -> list[str]:
-        """Everything that is wrong with the choice, one sentence each; empty if nothing is."""
+        """All problems of the choice, one sentence each."""
         sizes = (
             ("pp", self.pp),
             ("loops", self.loops),
@@ -187,11 +187,11 @@ class Choice:
 
     @property
     def least_bytes(self) -> int:
-        """Memory that making the schedule takes at least."""
+        """Lower bound of the memory that making the schedule takes."""
         return self.num_actions * _ACTION_BYTES
 
     def _size_problems(self) -> list[str]:
-        """A schedule that this host has no memory for, whatever is done with it."""
+        """A problem if this host lacks the memory to make the schedule."""
         if self.least_bytes <= _ALWAYS_THERE:
             return []
         available = available_memory()
@@ -249,12 +249,12 @@ class Choice:
 
     @property
     def smallest_group(self) -> int:
-        """Fewest micro-batches of a group, with a slice for each rank at least: fewer leave some without work."""
+        """Fewest micro-batches of a group: with fewer slices than ranks some ranks would be idle."""
         return -(-self.pp // self.num_slices) if self._slices_itself else self.pp
 
     @property
     def known_group_size(self) -> int:
-        """The group size that is taken where none is given: the smallest, or all micro-batches where they are fewer."""
+        """Default group size: the smallest, or all micro-batches where they are fewer."""
         return min(self.smallest_group, self.num_microbatches)
 
     @property
@@ -262,7 +262,7 @@ class Choice:
         return FAMILIES[self.family].slices_itself and (self.loops == 1 or self.placement in (None, "looped"))
 
     def placed(self) -> Placement:
-        """The stages, and the rank of each.
+        """The placement of stages on ranks.
 
         Raises:
             KeyError: no placement has that name (``problems`` reports it).
@@ -271,7 +271,7 @@ class Choice:
 
     @property
     def placement_name(self) -> str:
-        """A key of ``PLACEMENTS``: the chosen one, else what the family runs on, else looped."""
+        """A key of ``PLACEMENTS``: the chosen one, else the family's own, else looped."""
         known = FAMILIES.get(self.family)
         own = known.placement if known is not None else None
         return self.placement or own or "looped"
@@ -280,17 +280,17 @@ class Choice:
         """The compute-only schedule.
 
         Raises:
-            ConfigError: with everything that is wrong with the choice.
-            ScheduleError: the family's rows break a rule, which is a fault of the family.
-            FamilyError: the family raises, or returns no rows of actions.
+            ConfigError: with all problems of the choice.
+            ScheduleError: the family's rows break a rule.
+            FamilyError: the family raises, or returns something else than rows of actions.
         """
         problems = self.problems()
         if problems:
             raise ConfigError(problems, f"schedule '{self.family}'")
         chosen, request = FAMILIES[self.family], self._request
         placement = request.placement
-        with blamed(self.family, chosen.rule):
-            answer = checked(self.family, chosen.rule, chosen.rule(request))
+        with naming_family(self.family, chosen.rule):
+            answer = checked_rows(self.family, chosen.rule, chosen.rule(request))
             schedule = Schedule(
                 rows=tuple(map(Row.of, answer.rows)),
                 placement=placement,
@@ -299,7 +299,7 @@ class Choice:
                 first_backward_stage=0 if chosen.has_backward else placement.num_stages,
                 max_stage_inputs=tuple(answer.max_stage_inputs),
             )
-        # The family made whole micro-batches; any order of those can be cut in place.
+        # The family made whole micro-batches; any order of those can be sliced in place.
         if request.num_slices < self.num_slices:
             schedule = add_slices(schedule, self.num_slices)
         if self.keep is None:
@@ -315,7 +315,7 @@ class Choice:
 
     @property
     def same_as(self) -> str:
-        """One family for all choices that make the same schedule of whole sequences: its own, or the one it equals."""
+        """Representative of all families that make the same schedule for this choice of whole sequences."""
         name = self.family
         while (same_as := FAMILIES[name].same_as) is not None and (other := same_as(self._request)) is not None:
             name = other
@@ -323,16 +323,16 @@ class Choice:
 
     @property
     def stage_inputs(self) -> HeldInputs | None:
-        """What ranks hold when they hold the most, stage by stage; ``None`` without a closed form for it."""
+        """Stage inputs at each rank's peak, by stage; ``None`` without a closed form."""
         closed_form = FAMILIES[self.family].stage_inputs
         if closed_form is None:
             return None
-        with blamed(self.family, closed_form):
+        with naming_family(self.family, closed_form):
             return closed_form(self._request)
 
 
 def make_schedule(name: str, **sizes: Any) -> Schedule:
-    """``Choice(family=name, ...).make()``: a compute-only schedule."""
+    """Make the compute-only schedule ``Choice(family=name, ...)``."""
     return Choice(family=name, **sizes).make()
 
 

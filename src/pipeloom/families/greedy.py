@@ -1,8 +1,8 @@
-"""The best schedule that is found for given seconds of stages and given memory of ranks.
+"""Searches a schedule for given seconds of stages and given memory of ranks.
 
-Rows are made on a clock: by lists of priorities, and by weaving gradients of weights into the orders of the families.
-The clock decides which is best, and a local search changes the best ones. It is the idea of arXiv 2401.10241, section
-3.1, with more to choose from; how far it stays from the best that there is, is in ``docs/simulate.md``.
+Candidates come from list scheduling with several priority rules, and from the orders of the families with weight
+gradients inserted. A local search improves the fastest of them. This extends the heuristic of arXiv 2401.10241, section
+3.1; ``docs/simulate.md`` compares its results with optimal ones.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,45 +14,51 @@ from typing import Literal
 import numpy as np
 
 from pipeloom.errors import ConfigError, ScheduleError
-from pipeloom.families.climb import Ground, climb
 from pipeloom.families.family import FAMILIES, Choice, Request, Rows, family
-from pipeloom.families.weave import Clock, Woven, made_of, of_inputs, weave
+from pipeloom.families.local_search import SearchProblem, local_search
+from pipeloom.families.weight_gradients import (
+    StageCosts,
+    TimedRows,
+    insert_weight_gradients,
+    timed_rows,
+    without_weight_gradients,
+)
 from pipeloom.schedule import PLACEMENTS, Placement, Row, Schedule
 from pipeloom.schedule.compiled import kernel
 from pipeloom.schedule.kernels import clocked
 
 Aim = Literal["step", "rank"]
-"""What is to be short: the whole step; or the longest time from a rank's first action to its last, which is how fast
-steps follow each other if no rank waits for all others between them."""
+"""What to minimize: the time of the whole step; or the longest time from a rank's first action to its last, which is
+the time per step if ranks need not wait for each other between steps."""
 
 _PATIENCE = (0.0, 1.0)
 TRIES = 500
-"""Changes that each climb of a local search tries; fewer where there are many actions."""
-_CLIMBS = 12
-"""From the best starts, in turn; each changes other actions."""
-_MOST_WOVEN = 100_000
-"""Actions that the changed orders of one climb have, all together."""
+"""Changes that each run of the local search tries; fewer where there are many actions."""
+_RUNS = 12
+"""Runs of the local search; they begin with the best candidates in turn, each with another seed."""
+_MOST_ACTIONS = 100_000
+"""Limit of the actions in all changed orders of one run of the local search."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a schedule is wanted for.
+    """The input of a search for a schedule.
 
     Attributes:
         placement: stage -> rank; every rank has equally many stages.
         num_microbatches: of the step.
         forward_s: for each stage, seconds of its forward for one micro-batch.
-        input_s: for each stage, seconds of the gradient of its input.
-        weight_s: for each stage, seconds of the gradients of its weights.
-        boundary_s: for each boundary between a stage and the next one, seconds of moving one tensor over it; empty
-            where that takes none. Where both are on one rank it takes none in any case.
-        budgets: for each rank the most that it may keep of micro-batches, in the unit of ``kept``.
-        kept: for each stage what it keeps of a micro-batch from its forward to the end of the gradient of its input;
-            empty for 1 each, so that budgets are stage inputs.
-        pending: for each stage what it keeps from there to the end of the gradients of its weights; empty for as much.
+        input_s: for each stage, seconds of its input gradient.
+        weight_s: for each stage, seconds of its weight gradient.
+        boundary_s: for each boundary between a stage and the next one, seconds of one message; empty for 0. Ignored
+            where both stages are on one rank.
+        budgets: for each rank its limit of activation memory, in the unit of ``kept``.
+        kept: for each stage the memory that a micro-batch takes from its forward to the end of its input gradient;
+            empty for 1 each, so that budgets count stage inputs.
+        pending: for each stage the memory from there to the end of its weight gradient; empty for the same.
 
     Raises:
-        ConfigError: sizes that do not fit each other, or a rank without room for an input of each of its stages.
+        ConfigError: lengths that do not match, or a rank whose budget is below one micro-batch on each of its stages.
     """
 
     placement: Placement
@@ -66,7 +72,7 @@ class Task:
     pending: Sequence[float] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be."""
+        """Check lengths and budgets."""
         problems = self._problems()
         if problems:
             raise ConfigError(problems, "the task of a schedule")
@@ -93,13 +99,13 @@ class Task:
         ]
 
     @cached_property
-    def clock(self) -> Clock:
-        """What stages take and keep."""
+    def clock(self) -> StageCosts:
+        """Seconds and memory of stages, as the clock takes them."""
         num_stages = self.placement.num_stages
         kept = np.array(self.kept or np.ones(num_stages), np.float64)
         crosses = np.array([self.placement.crosses(stage) for stage in range(num_stages)])
         over_s = np.append(np.array(self.boundary_s or np.zeros(num_stages - 1), np.float64), 0.0)
-        return Clock(
+        return StageCosts(
             seconds=np.array([self.forward_s, self.input_s, self.weight_s], np.float64),
             over_s=np.where(crosses, over_s, 0.0),
             kept=kept,
@@ -107,19 +113,19 @@ class Task:
         )
 
 
-Candidate = tuple[str, Woven]
-"""What made rows, for people, and the rows."""
+Candidate = tuple[str, TimedRows]
+"""How rows were made, for reports, and the rows."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A schedule that was found.
+    """Result of a search.
 
     Attributes:
-        schedule: compute actions, with the stage inputs that its ranks hold as its promise.
-        step_s: seconds of the step on the clock of its task.
+        schedule: compute actions; ``max_stage_inputs`` is what its ranks hold.
+        step_s: seconds of the step, messages included.
         rank_s: the longest time from a rank's first action to the end of its last.
-        origin: what made it, for people.
+        origin: how it was made, for reports.
     """
 
     schedule: Schedule
@@ -129,53 +135,53 @@ class Found:
 
 
 def best_schedule(task: Task, aim: Aim = "step", tries: int = TRIES) -> Found:
-    """The best schedule that is found; the same task always gives the same one.
+    """Search for the fastest schedule; deterministic, and not always optimal.
 
     Args:
         task: seconds, memory and sizes.
-        aim: what is to be short.
-        tries: changes that each climb of a local search tries; 0 takes the best start as it is.
+        aim: what to minimize.
+        tries: changes that each run of the local search tries; 0 skips the local search.
     """
     unit_s = float(task.clock.seconds.max())
 
-    def seconds(woven: Woven) -> tuple[float, ...]:
-        times = _times(task, woven)
+    def seconds(timed: TimedRows) -> tuple[float, ...]:
+        times = _times(task, timed)
         return tuple(round(each_s / unit_s, 6) for each_s in (times if aim == "step" else times[::-1]))
 
-    def shortest(woven: Woven) -> float:
-        return seconds(woven)[0]
+    def shortest(timed: TimedRows) -> float:
+        return seconds(timed)[0]
 
     def merit(candidate: Candidate) -> tuple[float, ...]:
         return (*seconds(candidate[1]), _kept(task, candidate[1]))
 
     starts = sorted(_candidates(task), key=merit)
-    origin, woven = starts[0]
-    if tries and shortest(woven) > _least_s(task, aim) / unit_s * (1 + 1e-6):
+    origin, timed = starts[0]
+    if tries and shortest(timed) > _least_s(task, aim) / unit_s * (1 + 1e-6):
         changed = [(f"{name}, changed", better) for name, better in _changed(task, starts, shortest, tries)]
-        origin, woven = min([starts[0], *changed], key=merit)
-    step_s, rank_s = _times(task, woven)
-    made = Schedule(woven.rows, task.placement, task.num_microbatches)
+        origin, timed = min([starts[0], *changed], key=merit)
+    step_s, rank_s = _times(task, timed)
+    made = Schedule(timed.rows, task.placement, task.num_microbatches)
     return Found(replace(made, max_stage_inputs=made.peak_stage_inputs), step_s, rank_s, origin)
 
 
 def _changed(
-    task: Task, starts: Sequence[Candidate], merit: Callable[[Woven], float], tries: int
+    task: Task, starts: Sequence[Candidate], merit: Callable[[TimedRows], float], tries: int
 ) -> Iterator[Candidate]:
-    """What a local search makes of the first few that differ."""
+    """What the local search makes of the first few distinct candidates."""
     different: dict[tuple[bytes, ...], Candidate] = {}
     for start in starts:
         different.setdefault(tuple(b"".join(array.tobytes() for array in row.arrays) for row in start[1].rows), start)
-    clocks = [task.clock.changed(patience, pulls=False) for patience in _PATIENCE]
-    ground = Ground(task.placement, task.budgets, clocks, merit)
+    clocks = [task.clock.with_patience(patience, pulls=False) for patience in _PATIENCE]
+    problem = SearchProblem(task.placement, task.budgets, clocks, merit)
     num_actions = 2 * task.placement.num_stages * task.num_microbatches
-    best = list(different.values())[:_CLIMBS]
-    for seed in range(_CLIMBS):
-        name, woven = best[seed % len(best)]
-        yield name, climb(ground, woven, min(tries, _MOST_WOVEN // num_actions), seed)
+    best = list(different.values())[:_RUNS]
+    for seed in range(_RUNS):
+        name, timed = best[seed % len(best)]
+        yield name, local_search(problem, timed, min(tries, _MOST_ACTIONS // num_actions), seed)
 
 
 def _least_s(task: Task, aim: Aim) -> float:
-    """Seconds that no schedule goes below: a rank's work, for a whole step behind what its first forward waits for."""
+    """Lower bound: a rank's work; for a whole step also the forwards before its first one."""
     clock, least_s = task.clock, 0.0
     for rank in range(task.placement.num_ranks):
         own = task.placement.stages_of(rank)
@@ -185,17 +191,17 @@ def _least_s(task: Task, aim: Aim) -> float:
     return least_s
 
 
-def _kept(task: Task, woven: Woven) -> float:
-    """The most that ranks keep of micro-batches, added up over ranks."""
+def _kept(task: Task, timed: TimedRows) -> float:
+    """Peak activation memory, summed over ranks."""
     kept, pending = task.clock.kept, task.clock.pending
     change = np.stack([kept, np.zeros_like(kept), pending - kept, -pending])  # by the kinds F, B, I, W
-    return sum(float(np.cumsum(change[row.kind, row.stage]).max()) for row in woven.rows)
+    return sum(float(np.cumsum(change[row.kind, row.stage]).max()) for row in timed.rows)
 
 
-def _times(task: Task, woven: Woven) -> tuple[float, float]:
-    """Seconds of the step, and of the rank that takes longest."""
+def _times(task: Task, timed: TimedRows) -> tuple[float, float]:
+    """``step_s`` and ``rank_s`` of ``Found``."""
     begins, ends = list[float](), list[float]()
-    for row, starts in zip(woven.rows, woven.starts, strict=True):
+    for row, starts in zip(timed.rows, timed.starts, strict=True):
         half = np.maximum(row.kind - 1, 0)
         begins.append(float(starts.min()))
         ends.append(float((starts + task.clock.seconds[half, row.stage]).max()))
@@ -207,23 +213,25 @@ def _candidates(task: Task) -> Iterator[Candidate]:
     among = range(3) if is_looped else range(1)
     for rule in product(range(3), among, among, among):
         for patience, keeps_room in product(_PATIENCE, (True, False) if is_looped else (True,)):
-            woven = _listed(task, rule, patience, keeps_room=keeps_room)
-            if woven is not None:
-                yield f"priorities {rule}, patience {patience:g}", woven
-    whole = task.clock.held_whole()
+            timed = _listed(task, rule, patience, keeps_room=keeps_room)
+            if timed is not None:
+                yield f"priorities {rule}, patience {patience:g}", timed
+    whole = task.clock.keeping_all()
     for name, orders in _orders(task.placement, task.num_microbatches):
         for patience, pulls in product(_PATIENCE, (False, True) if is_looped else (False,)):
             for clock in (task.clock,) if whole is task.clock else (task.clock, whole):
                 try:
-                    woven = weave(orders, task.placement, task.budgets, clock.changed(patience, pulls=pulls))
+                    timed = insert_weight_gradients(
+                        orders, task.placement, task.budgets, clock.with_patience(patience, pulls=pulls)
+                    )
                 except ScheduleError:
                     continue  # it does not fit
-                yield f"{name}, patience {patience:g}{', ahead' * pulls}{', whole' * (clock is whole)}", woven
+                yield f"{name}, patience {patience:g}{', ahead' * pulls}{', whole' * (clock is whole)}", timed
 
 
 @lru_cache(maxsize=64)
 def _orders(placement: Placement, num_microbatches: int) -> tuple[tuple[str, tuple[Row, ...]], ...]:
-    """The orders of forwards and gradients of inputs of every family that runs on the placement, each order once."""
+    """The orders of forwards and input gradients of every family that runs on the placement, each order once."""
     pp = placement.num_ranks
     loops = placement.num_stages // pp
     placements = [name for name, make in PLACEMENTS.items() if make(pp, loops) == placement]
@@ -232,34 +240,34 @@ def _orders(placement: Placement, num_microbatches: int) -> tuple[tuple[str, tup
         for where in placements:
             choice = Choice(family=name, pp=pp, loops=loops, num_microbatches=num_microbatches, placement=where)
             if not choice.problems():
-                found.setdefault(tuple(map(of_inputs, choice.make().rows)), name)
+                found.setdefault(tuple(map(without_weight_gradients, choice.make().rows)), name)
                 break
     return tuple((name, orders) for orders, name in found.items())
 
 
-def _listed(task: Task, rule: Sequence[int], patience: float, *, keeps_room: bool) -> Woven | None:
-    """Rows from one list of priorities; ``None`` where they come to no end, see ``clocked.listing``."""
+def _listed(task: Task, rule: Sequence[int], patience: float, *, keeps_room: bool) -> TimedRows | None:
+    """Rows from one priority rule; ``None`` where a rank runs out of memory (``clocked.list_schedule``)."""
     placement = task.placement
     state = clocked.begin(placement.num_ranks, placement.num_stages, task.num_microbatches)
-    run = kernel(clocked.listing, state.kind.size)
+    run = kernel(clocked.list_schedule, state.kind.size)
     run(task.clock.world(placement, task.budgets), state, np.array(rule, np.int64), patience, keeps_room)
-    return made_of(state)
+    return timed_rows(state)
 
 
 @family("zb-1p", is_looped=False, instead="interleaved-zb", splits_backward=True, is_found=True)
 def zb_1p(request: Request) -> Rows:
-    """The best found in 1F1B's memory with forward and both halves equally long (arXiv 2401.10241, section 3.1)."""
+    """The best found in 1F1B's memory where F, I and W take equally long (arXiv 2401.10241, section 3.1)."""
     return _found(request, "zb-1p")
 
 
 @family("zb-2p", is_looped=False, instead="interleaved-zb", splits_backward=True, is_found=True)
 def zb_2p(request: Request) -> Rows:
-    """The same in twice 1F1B's memory: ranks never stand still once they have begun (arXiv 2401.10241, section 3.1)."""
+    """The same in twice 1F1B's memory; ranks are never idle after their first action (arXiv 2401.10241, 3.1)."""
     return _found(request, "zb-2p")
 
 
 INPUTS_BY_RANKS = {"zb-1p": 1, "zb-2p": 2}
-"""For each family that searches how many stage inputs a rank may hold, as a multiple of the number of ranks."""
+"""For each family that searches: stage inputs that a rank may hold, as a multiple of the number of ranks."""
 
 
 def _found(request: Request, name: str) -> Rows:

@@ -1,4 +1,4 @@
-"""One forward, one backward in turn: 1F1B, depth-first (interleaved 1F1B) and the hybrid between the two ends."""
+"""1F1B, depth-first (interleaved 1F1B), and the hybrid of depth-first and breadth-first."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from pipeloom.schedule import Kind, Row, Schedule
 
 
 def inputs_in_turn(hops_back: int) -> StageInputs:
-    """The closed form of what ranks hold; where the placement asks for more warm-up there is none.
+    """Closed form of stage inputs; none for placements that are not looped, which may need more warm-up.
 
     Args:
         hops_back: as for ``alternate``.
@@ -31,7 +31,7 @@ def inputs_in_turn(hops_back: int) -> StageInputs:
 
 
 def _taken(group_sizes: Sequence[int], loops: int, number: int) -> list[int]:
-    """How many of a rank's first forwards are on each of its stages."""
+    """For each local stage the number of those among a rank's first ``number`` forwards that run it."""
     held, left = [0] * loops, number
     # Forwards go through all local stages for a group before the next group, so that is the order of what is held.
     for size in group_sizes:
@@ -44,7 +44,7 @@ def _taken(group_sizes: Sequence[int], loops: int, number: int) -> list[int]:
 
 
 def _most_inputs(request: Request, hops_back: int, extra: int) -> list[int]:
-    """One more than warm-up forwards, of slices; as micro-batches, rounded up."""
+    """For each rank its most stage inputs: warm-up forwards and one more, in micro-batches, rounded up."""
     most, among = request.num_microbatches * request.loops, request.num_slices
     # Plus the forward right before the first backward, which is the first that frees an input.
     return [min(-(-(number + 1) // among), most) for number in _warmups(request, hops_back, extra)]
@@ -62,12 +62,12 @@ def one_forward_one_backward(request: Request) -> Rows:
 
 
 def _of_few_microbatches(request: Request) -> str | None:
-    """With one loop twice the warm-up makes no difference where micro-batches are over before it."""
+    """With one loop and at most two micro-batches the longer warm-up never ends, so the rows are those of 1F1B."""
     return "1f1b" if request.loops == 1 and request.num_microbatches <= 2 else None
 
 
 def _of_one_group(request: Request) -> str | None:
-    """Groups make no difference with one loop, and where they are as many as those of P."""
+    """The hybrid equals depth-first with one loop, and where both have equally many groups."""
     # Groups depend on the size only through their number (`_groups`).
     sizes = (request.group_size, request.placement.num_ranks)
     groups = {max(1, request.num_microbatches // size) for size in sizes}  # what is left over is spread
@@ -108,7 +108,7 @@ def hybrid(request: Request) -> Rows:
 
 
 def in_turn(forwards: Row, backwards: Row, num_warmup: int) -> Row:
-    """Some forwards, then forward and backward in turn, then the rest of the backwards."""
+    """``num_warmup`` forwards, then forward and backward in turn, then the rest of the backwards."""
     rest = forwards[num_warmup:]
     return forwards[:num_warmup] + rest.alternate(backwards[: len(rest)]) + backwards[len(rest) :]
 
@@ -116,13 +116,16 @@ def in_turn(forwards: Row, backwards: Row, num_warmup: int) -> Row:
 def alternate(request: Request, hops_back: int) -> Rows:
     """Warm-up forwards, then forward and backward in turn, then the rest of the backwards.
 
-    A rank waits with its first backward until the gradient can have come back to it: it is ``hops_back``
-    times the number of ranks between its last stage and the model's end, after all but the last local
-    stage of the first group, and after all slices but one of a micro-batch more. On a looped placement that is exact.
-    On another one, where a rank's stages lie at unequal distances, it may deadlock: every rank then warms up for some
-    forwards more, found by bisection between none and all.
+    The warm-up of a rank lasts until its first gradient can arrive: ``hops_back`` times the number of stages behind
+    its last one, plus the first group on all its earlier stages, plus all slices but one of a micro-batch. On a
+    looped placement that is exact. On others it may deadlock; then every rank gets the same number of further warm-up
+    forwards, the fewest that do not deadlock, found by bisection.
+
+    Args:
+        request: sizes.
+        hops_back: forwards of warm-up for each stage between a rank's last stage and the model's last.
     """
-    # One rank waits for nobody: no warm-up at all holds the least.
+    # One rank waits for no other: no warm-up at all holds the least.
     if request.group_size == request.placement.num_ranks == 1:
         return _one_by_one(request)
     if request.is_looped:
@@ -151,7 +154,7 @@ def _deadlocks(request: Request, answer: Rows) -> bool:
     try:
         Schedule(tuple(map(Row.of, answer.rows)), request.placement, request.num_microbatches)
     except ScheduleError as error:
-        # Anything else is a mistake of this rule, which more warm-up must not hide.
+        # Any other rule is broken by a bug of this function, which more warm-up must not hide.
         if error.rule != "acyclic":
             raise
         return True
@@ -171,7 +174,7 @@ def _with_warmup(request: Request, hops_back: int, extra: int) -> Rows:
 
 
 def _warmups(request: Request, hops_back: int, extra: int) -> list[int]:
-    """For each rank the forwards of slices before its first backward, but for the one right before it."""
+    """For each rank its warm-up forwards, in slices; one more forward follows before the first backward."""
     placement, among = request.placement, request.num_slices
     most = request.num_microbatches * request.loops * among
     first_group = _groups(request.num_microbatches, request.group_size)[0]
@@ -185,8 +188,8 @@ def _warmups(request: Request, hops_back: int, extra: int) -> list[int]:
 def _groups(num_microbatches: int, group_size: int) -> list[range]:
     """Micro-batches in groups of at least ``group_size``, as even as possible, larger ones first.
 
-    A group below P slices would deadlock the alternation, so a remainder is spread over the groups. Fewer
-    micro-batches than ``group_size`` make one group.
+    A group of fewer than P slices would deadlock, so a remainder is spread over the groups. Fewer micro-batches than
+    ``group_size`` make one group.
     """
     num_groups = max(1, num_microbatches // group_size)
     # Rounded up, so that larger groups come first: the warm-up is the first group's, and a larger one needs more.

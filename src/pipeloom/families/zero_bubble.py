@@ -1,8 +1,8 @@
-"""Zero-bubble schedules: backwards in two halves, of which the second fills what would be bubbles."""
+"""Zero-bubble schedules: backwards are split, and weight gradients fill what would be bubbles."""
 
 from pipeloom.families.family import HeldInputs, Request, Rows, StageInputs, family
 from pipeloom.families.one_forward_one_backward import alternate, in_turn, inputs_in_turn
-from pipeloom.families.weave import of_inputs, woven
+from pipeloom.families.weight_gradients import rows_with_weight_gradients, without_weight_gradients
 from pipeloom.schedule import PLACEMENTS, Kind, Row
 
 
@@ -23,7 +23,7 @@ def zb_h1(request: Request) -> Rows:
 
 
 def _of_few_microbatches(request: Request) -> str | None:
-    """Twice the warm-up makes no difference where micro-batches are over before it."""
+    """With two micro-batches or fewer the longer warm-up never ends, so the rows are the same."""
     return "zb-h1" if request.num_microbatches <= 2 else None
 
 
@@ -46,14 +46,14 @@ def _one_stage(request: Request, ahead: int) -> Rows:
     orders = [
         in_turn(
             Row.grid(Kind.FORWARD, [rank], microbatches),
-            # Gradients of weights are not in the order: `woven` puts them where a rank would stand still.
+            # Weight gradients are not in the order: they are inserted where a rank would be idle.
             Row.grid(Kind.BACKWARD_INPUT, [rank], microbatches),
             min(ahead * (pp - rank - 1), request.num_microbatches),
         )
         for rank in range(pp)
     ]
     most = min(ahead * (pp - 1) + 1, request.num_microbatches)
-    return woven(request.placement, orders, [most] * pp)
+    return rows_with_weight_gradients(request.placement, orders, [most] * pp)
 
 
 def _as_the_first(request: Request) -> HeldInputs | None:
@@ -63,7 +63,7 @@ def _as_the_first(request: Request) -> HeldInputs | None:
 
 
 def _without_loops(request: Request) -> str | None:
-    """ZB-H1 is its case of one loop; on a V all families with split backwards are alike for one micro-batch."""
+    """ZB-H1 is the case of one loop; on a V all families with split backwards are equal for one micro-batch."""
     if request.loops == 1:
         return "zb-h1"
     is_one_on_a_v = request.num_microbatches == 1 and request.placement == PLACEMENTS["v"](
@@ -77,5 +77,5 @@ def interleaved_zb(request: Request) -> Rows:
     """Depth-first with split backwards and half its warm-up, ZB-H1 with loops (PyTorch: InterleavedZeroBubble)."""
     whole = alternate(request, hops_back=1)
     # One hop of warm-up for each rank and not two, as in PyTorch's ScheduleInterleavedZeroBubble (multiply_factor = 1).
-    orders = [of_inputs(Row.of(row)) for row in whole.rows]
-    return woven(request.placement, orders, [max(whole.max_stage_inputs)] * len(orders))
+    orders = [without_weight_gradients(Row.of(row)) for row in whole.rows]
+    return rows_with_weight_gradients(request.placement, orders, [max(whole.max_stage_inputs)] * len(orders))

@@ -1,4 +1,4 @@
-"""BPipe (Kim et al., ICML 2023) for any schedule: full pipeline ranks keep a part of what they hold on empty ones."""
+"""BPipe (Kim et al., ICML 2023) for any schedule: full pipeline ranks evict activations to empty ones."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -27,32 +27,32 @@ def balance(
     budget_bytes: Sequence[float] | None = None,
     partners: Sequence[int] | None = None,
 ) -> Schedule:
-    """Pair the ranks, and let the fuller one of each pair evict to the other what it needs last.
+    """Pair the ranks; the fuller one of each pair evicts the activations with the latest backwards to the other.
 
-    The fullest rank is paired with the emptiest, the next with the next, by the peak of what they hold; with 1F1B that
-    is ``s`` with ``P - 1 - s``. Without budgets, the fuller rank of a pair keeps what both hold together, and one input
-    that is under way, halved, in whole inputs: at most ``ceil((P + 2) / 2)`` micro-batches with 1F1B, as BPipe does. It
-    keeps more where its partner would otherwise be the fuller one, or where a transfer would be late.
+    Pairs follow the peaks of activation memory: the fullest rank with the emptiest, and so on; with 1F1B that is ``s``
+    with ``P - 1 - s``. Without budgets the fuller rank keeps half of what both hold together plus one input in
+    transfer, in whole inputs: at most ``ceil((P + 2) / 2)`` micro-batches with 1F1B, as BPipe. It keeps more where its
+    partner would otherwise be the fuller one, or where a transfer would be late.
 
-    The order of compute is untouched. An eviction stands as late as it is in time for what needs its room, a load one
-    compute action before its backward (in a pause right before it, if there is no other time). Everything is in
-    time on the clock of ``seconds_of``; with another machine, loads may be late and evictions take longer, which costs
-    time or memory, never correctness.
+    The order of compute does not change. An eviction starts as late as it can while it frees its memory in time; a load
+    ends one compute action before its backward, or in idle time right before it. Transfers are in time on the clock of
+    ``seconds_of``. On a machine with other times loads may be late and evictions take longer, which costs time or
+    memory, never correctness.
 
     Args:
-        schedule: at any level, without evictions; compute actions alone are lowered first.
-        kept: what stages keep of micro-batches; ``None`` for 1 each.
+        schedule: at any level, without evictions; a compute-only schedule is lowered first.
+        kept: activation memory of each stage for a micro-batch; ``None`` for 1 each.
         seconds_of: seconds of every action, of ``EVICT`` and ``LOAD`` too. By default a backward is two forwards, and a
             transfer takes one.
-        budget_bytes: for each rank the most that it may hold, what it accepts and what is under way included: evictions
-            are then only as many as that takes. ``None``: balance each pair.
-        partners: pairs to take instead of those of the profile; see ``Schedule.partners``.
+        budget_bytes: for each rank its limit, which includes accepted activations and those in transfer; only as many
+            are evicted as it takes. ``None``: balance each pair.
+        partners: pairs to use instead; see ``Schedule.partners``.
 
     Returns:
         The schedule with evictions, loads and ``partners``, at the level with communication.
 
     Raises:
-        UserError: it evicts already, arguments have a wrong length, or the budget cannot be kept: who lacks what.
+        UserError: it evicts already, arguments have a wrong length, or ranks cannot keep the budget; names them.
     """
     if schedule.facts.has(Kind.EVICT):
         raise UserError("the schedule evicts already; balance one without EVICT and LOAD")
@@ -67,7 +67,7 @@ def balance(
 def find_partners(
     schedule: Schedule, kept: KeptBytes | None = None, *, seconds_of: SecondsOf = nominal_s
 ) -> tuple[int, ...]:
-    """The pairs that ``balance`` would choose, for which no transfer needs to have a price yet.
+    """The pairs that ``balance`` would choose; needs no seconds of transfers.
 
     Raises:
         UserError: arguments have a wrong length.
@@ -81,10 +81,10 @@ def _partners(schedule: Schedule, kept: KeptBytes, seconds_of: SecondsOf) -> tup
 
 
 def pair_ranks(profile: Sequence[float]) -> tuple[int, ...]:
-    """For each rank its partner: the fullest has the emptiest, and so on; an odd one in the middle has itself.
+    """For each rank its partner: the fullest with the emptiest, and so on; an odd rank in the middle gets itself.
 
     Args:
-        profile: for each rank the bytes that it holds; of equally full ranks the lower ones come first.
+        profile: for each rank its peak in bytes. Ties: the lower rank counts as fuller.
     """
     # By rank where the profile is equal, so that one schedule has one set of pairs.
     order = sorted(range(len(profile)), key=lambda rank: (-profile[rank], rank))
@@ -103,7 +103,7 @@ def _checked(partners: Sequence[int], num_ranks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Balancer:
-    """A lowered schedule with partners, and how large and slow things are."""
+    """A lowered schedule with partners, its seconds and bytes."""
 
     schedule: Schedule
     seconds_of: SecondsOf
@@ -119,7 +119,7 @@ class _Balancer:
         def plans_of(clock: Clock, held: Balance, one: int, other: int) -> tuple[Plan, Plan]:
             row = self._row(clock, held, one)
             plan = make_room(row, budget[one], allows_late=True)
-            # What it accepts counts for the other rank too, which may then have to evict in turn.
+            # Accepted activations count for the other rank, too, which may then have to evict in turn.
             accepting = self._row(clock, held, other).with_more(*_accepted(row, plan.moves))
             return plan, make_room(accepting, budget[other], allows_late=True)
 
@@ -128,7 +128,7 @@ class _Balancer:
         return found
 
     def _settled(self, plans_of: Callable[[Clock, Balance, int, int], tuple[Plan, Plan]]) -> Schedule:
-        """With the plans of the fuller rank of each pair and of the other, made on the clock that they give."""
+        """The schedule with the plans of both ranks of each pair, made on the clock that results from them."""
         assert self.schedule.partners is not None
         pairs = [(rank, other) for rank, other in enumerate(self.schedule.partners) if rank < other]
 
@@ -143,9 +143,9 @@ class _Balancer:
         return settle(self.schedule, self.seconds_of, Kind.EVICT, plan)
 
     def _pair_plan(self, clock: Clock, held: Balance, one: int, other: int) -> Plan:
-        """The plan whose fuller rank is the least full, of those with a cap from the half of both on, in whole inputs.
+        """The plan with the smallest peak of both ranks, over limits in whole inputs from half of both peaks up.
 
-        The smaller the cap, the fuller is the other rank: it is the one at which both meet, or the one below.
+        A smaller limit makes the other rank fuller: the best is where both meet, or the one below.
         """
         row, mine = self._row(clock, held, one), held.peak(one)
         unit = max((kept.size for kept in row.kept), default=0.0)
@@ -156,7 +156,7 @@ class _Balancer:
 
         @cache
         def ends_at(number: int) -> tuple[float, float]:
-            """What the two ranks hold at most with a cap."""
+            """Peaks of both ranks with a limit."""
             plan = make_room(row, caps[number])
             both = zip(held.of(other), _accepted(row, plan.moves), strict=True)
             return caps[number] + plan.missing_bytes, peak_of(*map(np.concatenate, both))
@@ -165,7 +165,7 @@ class _Balancer:
             mine_then, beside = ends_at(number)
             return beside <= mine_then * (1 + 1e-9)
 
-        # A plan takes a sweep over the row, so the caps are not all tried.
+        # A plan takes a pass over the row, so bisection instead of trying all limits.
         meeting = bisect_left(range(len(caps) - 1), True, key=is_even)
         best = min(range(max(0, meeting - 1), meeting + 1), key=lambda number: (max(ends_at(number)), -number))
         return make_room(row, caps[best])
@@ -178,7 +178,7 @@ class _Balancer:
 
 
 def _accepted(row: RowClock, moves: Sequence[Move]) -> tuple[Seconds, Bytes]:
-    """When a rank's moves make its partner hold how many bytes more or fewer."""
+    """Times and bytes (positive or negative) of the changes that a rank's moves make at its partner."""
     starts = [start_s for start_s, _ in lane_times(row, moves, row.out)]
     ends = [end_s for _, end_s in lane_times(row, moves, row.back)]
     sizes = np.array([move.kept.size for move in moves])

@@ -1,4 +1,4 @@
-"""Sizes and budgets that passes take of what is kept for backwards: checked, and compared with what ranks hold."""
+"""Checks of the activation sizes and budgets that passes take, and of a schedule against a budget."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ from pipeloom.terminal.words import count
 
 
 def checked_kept(schedule: Schedule, kept: KeptBytes | None) -> KeptBytes:
-    """What stages keep of micro-batches; 1 each for ``None``.
+    """Activation memory of each stage for a micro-batch; 1 each for ``None``.
 
     Raises:
-        UserError: values are more or fewer than stages or slices, or one is negative or infinite; all are named.
+        UserError: lengths that are not those of stages or slices, negative or infinite values; names all of them.
     """
     kept = kept or KeptBytes()
     wanted = {name: schedule.num_slices if name == "shares" else schedule.num_stages for name in KeptBytes._fields}
@@ -26,10 +26,10 @@ def checked_kept(schedule: Schedule, kept: KeptBytes | None) -> KeptBytes:
 
 
 def checked_budget(schedule: Schedule, budget_bytes: Sequence[float]) -> Sequence[float]:
-    """For each rank the most that it may hold.
+    """For each rank its limit.
 
     Raises:
-        UserError: they are not numbers of bytes, one for each rank.
+        UserError: not one number of bytes for each rank.
     """
     _refuse([_wrong("budget_bytes", budget_bytes, schedule.num_ranks)])
     return budget_bytes
@@ -42,7 +42,7 @@ def _refuse(problems: Sequence[str]) -> None:
 
 
 def _wrong(name: str, values: PerStage, length: int) -> str:
-    """What is wrong with some numbers of bytes; empty if nothing is."""
+    """The problem of some numbers of bytes; empty without one."""
     found = np.asarray(values, np.float64)
     if len(found) == length and bool(((found >= 0) & np.isfinite(found)).all()):
         return ""
@@ -50,15 +50,15 @@ def _wrong(name: str, values: PerStage, length: int) -> str:
 
 
 def kept_on(schedule: Schedule, clock: tuple[Seconds, Seconds], kept: KeptBytes) -> Balance:
-    """What ranks keep between forwards and backwards on a clock, for themselves and for partners."""
+    """Activation memory of ranks over time, for themselves and for partners."""
     return Ledger.of_kept(schedule, kept).on(schedule.num_ranks, *clock)
 
 
 def refuse_missing(schedule: Schedule, seconds_of: SecondsOf, kept: KeptBytes, budget: Sequence[float]) -> None:
-    """Compare what a schedule holds with a budget.
+    """Compare the peaks of a schedule with a budget.
 
     Raises:
-        UserError: some rank holds more: which ones, and how much is missing.
+        UserError: ranks that hold more, with the missing bytes.
     """
     held = kept_on(schedule, times(schedule, seconds_of), kept)
     # Sums of bytes in another order differ by rounding.

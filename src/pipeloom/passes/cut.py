@@ -1,4 +1,4 @@
-"""Passes that cut compute actions: micro-batches into token slices, backwards into halves for input and weights."""
+"""Passes that split compute actions: micro-batches into token slices, backwards into input and weight gradients."""
 
 import numpy as np
 
@@ -9,12 +9,12 @@ from pipeloom.schedule.schedule import Level, Schedule
 
 
 def add_slices(schedule: Schedule, num_slices: int) -> Schedule:
-    """Every action becomes its token slices where it stands: a forward's ascending, a backward's descending.
+    """Replace every action by its token slices: ascending for a forward, descending for a backward.
 
-    A token attends to those before it, so a slice needs keys and values of the earlier ones on its stage, and gives
-    their gradients back before they go backward (TeraPipe, arXiv 2102.07988, section 3.2). Ranks then begin as
-    soon as the first slice of a micro-batch reaches them, and hold as much as they held before. Whatever the schedule:
-    who ran micro-batches one after the other can run their slices so, so that the result has no deadlock either.
+    A token attends to earlier tokens. So the forward of a slice needs keys and values of the earlier slices on its
+    stage, and its backward adds to their gradients before their own backwards (TeraPipe, arXiv 2102.07988, section
+    3.2). Ranks can begin when the first slice of a micro-batch arrives, and hold as much as before. The order of
+    micro-batches does not change, so the result cannot deadlock if the schedule did not.
 
     Args:
         schedule: compute-only, of whole micro-batches.
@@ -32,34 +32,34 @@ def add_slices(schedule: Schedule, num_slices: int) -> Schedule:
 
 
 def sliced(row: Row, num_slices: int) -> Row:
-    """Compute actions of whole micro-batches, each as its slices in the order in which a stage may run them."""
+    """A row of whole micro-batches with each action replaced by its slices, in the order that dependencies allow."""
     kind, stage, microbatch, _ = (np.repeat(array, num_slices) for array in row.arrays)
     ascending = np.arange(num_slices, dtype=np.int32)
     is_forward = row.is_kind(Kind.FORWARD)[:, None]
-    # Back in reverse: the gradient of a slice's keys and values is complete when all later slices have gone back.
+    # Backwards in reverse: the gradient of a slice's keys and values is complete after the backwards of later slices.
     part = np.where(is_forward, ascending, ascending[::-1]).astype(np.int32).reshape(-1)
     return Row(kind, stage, microbatch, part)
 
 
 def split_backward(schedule: Schedule, delay: int | None = 0) -> Schedule:
-    """Split every whole backward into its halves (arXiv 2401.10241, section 2).
+    """Split every whole backward into input gradient (I) and weight gradient (W) (arXiv 2401.10241, section 2).
 
-    The half for the input stands where the backward stood, so that nobody waits longer for its result. That for the
-    weights stands behind the rank's ``delay``-th half for an input after it, or at the end of the row. A delay keeps
-    stage inputs longer, so that the schedule's promise of how many there are falls.
+    I takes the place of the backward, so that no rank waits longer for its result. W follows the rank's ``delay``-th
+    next I, or is at the end of the row. With a delay stage inputs are held longer, so the result has no
+    ``max_stage_inputs``.
 
     Args:
-        schedule: of compute actions; halves that it has already stay where they are.
-        delay: how many of the rank's backwards later; with 0 right behind its own. ``None``: at the end of the row.
+        schedule: compute-only; backwards that are split already stay as they are.
+        delay: W follows this many backwards later; 0 is right behind its own I, ``None`` the end of the row.
 
     Raises:
-        UserError: ``delay`` is below 0, or the schedule has its communication already.
+        UserError: ``delay`` is below 0, or the schedule has communication already.
     """
     if delay is not None and delay < 0:
         raise UserError(f"delay must be at least 0, found {delay}")
     if schedule.level is not Level.COMPUTE:
         raise UserError("backwards are split before sends and receives are added; start from a compute-only schedule")
-    # Right behind each other the halves free an input when the whole backward did, so the promise still holds.
+    # I and W right behind each other free an input when the whole backward did, so the limit still holds.
     promises = {} if delay == 0 else {"max_stage_inputs": None}
     return schedule.with_rows((_split(row, delay) for row in schedule.rows), schedule.level, **promises)
 

@@ -1,4 +1,4 @@
-"""Lowering: schedule -> schedule, adding what the machine needs. Each result is verified at its level."""
+"""Lowering: adds sends and receives to a compute-only schedule."""
 
 import numpy as np
 
@@ -11,16 +11,15 @@ from pipeloom.schedule.schedule import Level, Schedule
 
 
 def lower(schedule: Schedule, receive_buffers: int = 2) -> Schedule:
-    """Make a compute-only schedule ready to run: add a send and a receive for every tensor that changes rank.
+    """Add a send and a receive for every tensor that changes rank.
 
-    A send follows the compute action whose result it sends. A receive stands as early as its rank has a
-    free buffer for the directed edge, in the order in which the other side sends: a buffer is taken when
-    the receive is posted and is free again when the compute action that uses it has run. Where the order
-    of the sends forces a receive earlier than the buffers allow, the order wins, since anything else
-    would deadlock.
+    A send follows the compute action whose result it sends. A receive is posted as soon as its rank has a free buffer
+    for the directed edge, in the order of the sends. It takes a buffer when it is posted; the compute action that uses
+    the tensor frees it. Where the order of the sends forces a receive before a buffer is free, the order takes
+    precedence, since anything else would deadlock.
 
     Args:
-        schedule: at any level; one that has its communication already is returned as it is.
+        schedule: at any level; one with communication is returned as it is.
         receive_buffers: receives posted and not yet used, for each directed edge; at least 1.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Passes of data parallelism: gather and drop sharded weights, reduce gradients. All work row by row."""
+"""Passes of data parallelism: gathers and releases of sharded weights, reductions of gradients. Each row by itself."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ from pipeloom.schedule.schedule import Level, Schedule
 from pipeloom.schedule.sharding import arrivals, fewest_stays
 
 SharedState = Literal["none", "optimizer", "gradients", "full"]
-"""What data-parallel ranks share instead of holding it whole: nothing, or the optimizer's state and more."""
+"""What data-parallel ranks shard: nothing, optimizer state (ZeRO-1), also gradients (ZeRO-2), also weights (ZeRO-3)."""
 
 
 @dataclass(frozen=True)
 class Unshard:
-    """Gathers of sharded weights; ``add_unshard`` explains both numbers.
+    """Gathers of sharded weights; see ``add_unshard``.
 
     Attributes:
-        residency: stages of a rank that are gathered at once; ``None``: each is gathered once a step, and kept.
-        prefetch: visits of stages by which a gather starts early.
+        residency: most stages of a rank that are gathered at the same time; ``None``: each is gathered once a step.
+        prefetch: number of visits by which a gather starts early.
     """
 
     residency: int | None
@@ -45,11 +45,11 @@ class ReduceGrad:
 def exchanges(
     shard: SharedState, *, residency: int, prefetch: int, gradient_buffers: int | None
 ) -> tuple[Unshard | None, ReduceGrad]:
-    """What a level of sharding takes: gathers where the optimizer leaves shards, and reductions.
+    """Gathers and reductions of a level of sharding.
 
     Args:
-        shard: what data-parallel ranks share.
-        residency: stages gathered at once where weights are sharded at all times.
+        shard: the level.
+        residency: most stages gathered at the same time; only for ``"full"``.
         prefetch: see ``Unshard``.
         gradient_buffers: see ``ReduceGrad``; only where gradients are sharded.
     """
@@ -58,7 +58,7 @@ def exchanges(
 
 
 def add_data_parallel(schedule: Schedule, unshard: Unshard | None, reduce_grad: ReduceGrad | None) -> Schedule:
-    """Add gathers, and then reductions, which stand behind the gathers at the same place; ``None`` for neither."""
+    """Add gathers, and then reductions, which follow the gathers at the same place; ``None`` for neither."""
     if unshard is not None:
         schedule = add_unshard(schedule, unshard.residency, unshard.prefetch)
     return schedule if reduce_grad is None else add_reduce_grad(schedule, reduce_grad.gradient_buffers)
@@ -72,22 +72,22 @@ def row_with_exchanges(row: Row, unshard: Unshard | None, reduce_grad: ReduceGra
 
 
 def add_unshard(schedule: Schedule, residency: int | None, prefetch: int) -> Schedule:
-    """Gather each stage's weights for the visits to it, and drop them in between, with the fewest gathers.
+    """Gather each stage's weights for its visits and release them in between, with the fewest gathers.
 
-    A *visit* is a run of a rank's actions that compute on one stage's weights; the second half of a split backward,
-    which does not, neither makes a visit nor ends one. A gather stands in the row as early as a place for it
-    is free, but not more than ``prefetch`` visits before its own. A stage is dropped right after the last visit before
-    its place is needed by another whose next visit is nearer, or after its last visit of the step. Gathers keep
-    the order of the visits for which they are.
+    A *visit* is a run of consecutive actions of a rank that use one stage's weights. The weight gradient of a split
+    backward does not use them, so it neither makes nor ends a visit. A gather starts as soon as ``residency`` allows,
+    at most ``prefetch`` visits early. When a place is needed, the stage whose next visit is furthest ahead is released
+    after its latest visit (Belady), every stage after its last visit of the step. Gathers have the order of their
+    visits.
 
-    Run it before ``add_reduce_grad``, which places each reduction with regard to the gathers; a reduction that is there
-    already stands behind the gathers at the same place.
+    Run it before ``add_reduce_grad``, which places each reduction with regard to the gathers; a reduction that exists
+    already follows the gathers at the same place.
 
     Args:
         schedule: with all communication but gathers.
-        residency: stages of a rank that may be gathered at once, those being gathered included; at least 1. ``None``:
-            every stage is gathered once, for its first visit, and kept, as for a sharded optimizer state.
-        prefetch: how many visits ahead a gather may start; with 0 it starts when the visit before its own has ended.
+        residency: most stages of a rank that are gathered at the same time, those in transfer included; at least 1.
+            ``None``: every stage is gathered once, for its first visit, and kept, as for a sharded optimizer state.
+        prefetch: number of visits by which a gather may start early; 0: at the end of the visit before its own.
 
     Raises:
         UserError: ``residency`` or ``prefetch`` is too small, or stages are gathered already.
@@ -124,19 +124,19 @@ def visits(row: Row, kinds: Collection[Kind]) -> tuple[NDArray[np.intp], NDArray
 
 
 def add_reduce_grad(schedule: Schedule, gradient_buffers: int | None = None) -> Schedule:
-    """Add gradient reductions, the fewest that ``gradient_buffers`` allow; a schedule that has some keeps them.
+    """Add gradient reductions, the fewest that ``gradient_buffers`` allows; a schedule with reductions keeps them.
 
-    With room for every gradient there is one reduction for each stage that trains, right after the last action that
-    adds to its gradient. With less, a stage is reduced early where its buffer is needed and its own next backward is
-    furthest ahead; that is right after its last backward before that, and what later backwards add is reduced
-    again. The first backward of a gradient then waits for the reduction that frees its buffer (``facts.Graph``).
+    With a buffer for every stage there is one reduction for each stage that trains, right after the last action that
+    adds to its gradient. With fewer, the stage whose next backward is furthest ahead is reduced when its buffer is
+    needed, right after its latest backward; its later backwards are reduced again. The first backward that needs a
+    buffer waits for the reduction that frees it (``facts.Graph``).
 
-    A reduction stands behind gathers at the same place of the row that are needed before its buffer is.
+    A reduction follows gathers at the same place of the row that are needed before its buffer is.
 
     Args:
         schedule: with its other communication.
-        gradient_buffers: stages whose unreduced gradients a rank can hold at once, those being reduced included; at
-            least 1. ``None``: all.
+        gradient_buffers: most stages of a rank with unreduced gradients, those in reduction included; at least 1.
+            ``None``: all.
 
     Raises:
         UserError: ``gradient_buffers`` is below 1, or the schedule has reductions already and they are to be limited.
@@ -168,7 +168,7 @@ _GATHERS = Kind.UNSHARD.code, Kind.RESHARD.code
 
 
 def _behind_gathers(row: Row, slot: int, needed_at: int) -> int:
-    """The slot of the last of the drops and gathers right behind ``slot`` that are needed before ``needed_at``."""
+    """The last slot of the releases and gathers right behind ``slot`` that are needed before ``needed_at``."""
     while slot + 1 < len(row) and row.kind[slot + 1] in _GATHERS:
         if row.kind[slot + 1] == _GATHERS[0] and _next_compute(row, slot + 1) > needed_at:
             break

@@ -1,4 +1,4 @@
-"""Passes of a model that does not fit on its devices: updates within the row, and stages that come and go."""
+"""Passes for a model that is larger than its device: updates in the row, swaps of whole stages with the host."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -14,18 +14,18 @@ from pipeloom.schedule.schedule import Level, Schedule
 from pipeloom.schedule.sharding import arrivals, fewest_stays
 
 UpdatePlace = Literal["at once", "at the end", "in the next step"]
-"""Where a row has the update of a stage: behind what completes its gradient; behind everything else; before the stage's
-first use in the next step, of which this row then has the updates that the step before owes."""
+"""Where a row has the update of a stage: right after its gradient is complete; at the end of the row; or before the
+stage's first use in the next step. Then each row begins with the updates of the step before."""
 
 
 def place_of_updates(num_stages: int, *, needs_norm: bool) -> UpdatePlace:
-    """Where updates are with which the fewest stages are swapped, on one rank.
+    """The place of updates with the fewest swaps, on one rank.
 
     Args:
         num_stages: of the model.
-        needs_norm: whether an update needs the norm of the whole model's gradient, as clipping does: then it cannot be
-            done at once. In the next step it comes with the stage's first visit, which hides it; but with two stages
-            the second one is on its way by then.
+        needs_norm: whether an update needs the norm of the whole model's gradient, as clipping does; then it must wait
+            for the end of the step. In the next step it belongs to the stage's first visit, which hides it; but with
+            two stages the second one is already in transfer by then.
     """
     if not needs_norm:
         return "at once"
@@ -37,11 +37,10 @@ def add_updates(schedule: Schedule, place: UpdatePlace) -> Schedule:
 
     Args:
         schedule: with its other communication.
-        place: where. At the end those stages come first that were used last, which are on the device still.
+        place: see ``UpdatePlace``. At the end the stages that were used last are updated first: they are on the device.
 
     Raises:
-        UserError: the schedule has updates already; or they wait for the whole gradient, of which other ranks have a
-            part.
+        UserError: the schedule has updates already; or they need the norm of a gradient that several ranks hold.
     """
     if schedule.facts.has(Kind.UPDATE):
         raise UserError("the schedule updates weights already; start from one without UPDATE")
@@ -65,7 +64,7 @@ def _with_updates(row: Row, place: UpdatePlace) -> Row:
             "at the end": len(row) - 1,
             "in the next step": uses[0] - 1,
         }[place]
-        # Of several at one place the stage that was used last comes first: it is still on the device.
+        # Of several at one place the stage that was used last is first: it is still on the device.
         added.append((slot, -uses[-1], Action(Kind.UPDATE, stage)))
     return row.with_actions(added)
 
@@ -73,22 +72,22 @@ def _with_updates(row: Row, place: UpdatePlace) -> Row:
 def add_stage_swaps(
     schedule: Schedule, max_resident: int, *, sizes: Sequence[int] | None = None, ahead: int = 1
 ) -> Schedule:
-    """Keep stages in the memory of the host and bring them to the device for the visits to them, as rarely as possible.
+    """Keep stages in host memory and swap them in for their visits, with the fewest swaps.
 
-    A *visit* is a run of actions that use one stage. A stage is brought as early as there is room, but not more than
-    ``ahead`` visits before its own, and goes right after the last visit before its room is needed by another whose next
-    visit is nearer. No stage is on the device where the step begins, and none where it ends, so that every step, and
-    an evaluation between two, begins alike. Breadth-first on one rank with room for two of S stages takes 2 S - 2 swaps
-    in, whatever the number of micro-batches (as ATOM, arXiv 2403.10504).
+    A *visit* is a run of consecutive actions that use one stage. A stage is swapped in as soon as there is room, at
+    most ``ahead`` visits early. When room is needed, the stage whose next visit is furthest ahead is swapped out after
+    its latest visit. No stage is on the device at the begin and at the end of a step, so that steps, and evaluations
+    between them, begin alike. Breadth-first on one rank with room for two of S stages takes 2 S - 2 swaps in, for any
+    number of micro-batches (as ATOM, arXiv 2403.10504).
 
     Args:
-        schedule: with its other communication, and its updates if they are to be in it.
-        max_resident: room of each rank, in units of ``sizes``; those on their way take it too.
-        sizes: for each stage what room it takes, such as bytes; ``None`` for one each, so that the room is stages.
-        ahead: 1 hides a swap behind the visit before; with 0 every swap is waited for.
+        schedule: with its other communication, and with updates if they are part of it.
+        max_resident: room of each rank, in units of ``sizes``; stages in transfer count.
+        sizes: for each stage its room, such as bytes; ``None`` for 1 each.
+        ahead: number of visits by which a swap may start early; 1 hides it behind the visit before, 0 exposes it.
 
     Raises:
-        UserError: a stage does not fit, or the schedule gathers, swaps or sends what this cannot be combined with.
+        UserError: a stage exceeds the room, or the schedule has actions that cannot be combined with swaps.
     """
     if ahead < 0:
         raise UserError(f"ahead must be at least 0, found {ahead}")

@@ -1,4 +1,4 @@
-"""The pass for a matrix that embedding and head share: its weights to the last stage, its gradient back."""
+"""The pass for tied embeddings: sends the matrix from the first stage to the last one, and its gradient back."""
 
 import numpy as np
 
@@ -10,22 +10,22 @@ from pipeloom.schedule.schedule import Level, Schedule
 
 
 def add_tied(schedule: Schedule) -> Schedule:
-    """Add the messages about a tied matrix, which belongs to the first stage.
+    """Add the messages of a matrix that embedding and head share; it belongs to the first stage.
 
-    The weights are sent before the first forward of all, to which nothing on their edge comes first, and their receive
-    opens the row of the last stage's rank. The gradient is sent right after the last backward that adds to it, behind
-    the gradient of that backward's input, for which a whole pipeline waits. Its receive stands behind the last action
-    of the first stage's rank that has to end before that backward anyway, so that it is posted in time and its buffer
-    is not taken longer than needed; where the order of the edge forces it elsewhere, the order wins.
+    The weights are sent before the first forward, before all other messages of their edge, and their receive is the
+    first action of the last stage's rank. The gradient is sent right after the last backward that adds to it, behind
+    the input gradient of that backward, for which the whole pipeline waits. Its receive follows the last action of the
+    first stage's rank that precedes that backward in the dependency graph, so that it is posted in time and holds its
+    buffer no longer than needed; the order of the edge takes precedence.
 
     Run it before ``add_unshard`` and ``add_reduce_grad``, or behind them.
 
     Args:
         schedule: with its sends and receives. It is returned as it is where the first and the last stage are on one
-            rank, whose executor then hands the matrix over.
+            rank: the executor then passes the matrix within the rank.
 
     Raises:
-        UserError: the schedule has no sends and receives yet, or has these messages already.
+        UserError: the schedule is compute-only, or has these messages already.
     """
     if schedule.level is Level.COMPUTE:
         raise UserError("the messages about a tied matrix come behind the others; call pipeloom.passes.lower first")
@@ -36,7 +36,7 @@ def add_tied(schedule: Schedule) -> Schedule:
         return schedule
     lender, borrower = schedule.rows[owner[0]], schedule.rows[owner[-1]]
     first_compute = int(lender.is_kind(*COMPUTE_KINDS).argmax())
-    # Before the first forward: later it would stand between activations that follow each other closely (decision 13).
+    # Before the first forward: later it would delay the activations on its edge (decision 13).
     stages = schedule.num_stages
     lent = [(first_compute - 1, 0, tied_action(Kind.SEND_TIED, stages))]
     borrowed = [(-1, 0, tied_action(Kind.RECV_TIED, stages))]

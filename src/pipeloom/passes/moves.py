@@ -1,4 +1,4 @@
-"""What backwards need moves while it is not used: to the memory of the host, or to partners first (``balance``)."""
+"""Offloads activations to host memory, alone or after ``balance`` has evicted some to partner ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from pipeloom.schedule.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Moves:
-    """What may move.
+    """How activations leave ranks between forward and backward.
 
     Attributes:
         balance: whether full pipeline ranks evict to empty ones.
-        offload: whether what is too much for the budget goes to the host; not without one.
-        budget_bytes: the most that each rank may hold; ``None``: pairs of ranks share evenly.
+        offload: whether activations beyond the budget go to the host; needs a budget.
+        budget_bytes: limit of activation memory of each rank; ``None``: pairs of ranks share evenly.
     """
 
     balance: bool = False
@@ -30,7 +30,7 @@ class Moves:
 
     @property
     def is_any(self) -> bool:
-        """Whether anything may move."""
+        """Whether any activation may move."""
         return self.balance or self.offload
 
 
@@ -42,13 +42,13 @@ def add_moves(
     seconds_of: SecondsOf = nominal_s,
     partners: Sequence[int] | None = None,
 ) -> Schedule:
-    """``balance`` or ``offload`` or both: then pairs of ranks share first, and the host takes what is still too much.
+    """Apply ``balance``, ``offload`` or both: first pairs of ranks share, then the host takes the rest.
 
     Arguments and errors are those of ``balance`` and ``offload``.
     """
     budget = None if moves.budget_bytes is None else [moves.budget_bytes] * schedule.num_ranks
     if moves.balance:
-        # With both, pairs share evenly first, and only what is still too much takes the slower way to the host.
+        # With both, pairs share evenly first, and only the rest takes the slower way to the host.
         own = None if moves.offload else budget
         schedule = balance(schedule, kept, seconds_of=seconds_of, budget_bytes=own, partners=partners)
     if moves.offload and budget is not None:
@@ -63,18 +63,18 @@ def offload(
     budget_bytes: Sequence[float],
     seconds_of: SecondsOf = nominal_s,
 ) -> Schedule:
-    """Offload what it takes to keep every rank within its budget, and reload it before its backward.
+    """Offload as few activations as keep every rank within its budget, and reload them before their backwards.
 
-    Where a rank would hold too much, that is offloaded which is needed last. It leaves and comes back as late as it
-    can, where its lane of the two between device and host is free, so that no backward waits for it on the clock of
-    ``seconds_of``. Only where that is not enough, things come back late, and the step takes longer by what is exposed;
-    ``pipeloom.simulation`` says by how much.
+    Where a rank would exceed its budget, the activations with the latest backward are offloaded. Both transfers start
+    as late as possible while their lane is free, so that no backward waits for them on the clock of ``seconds_of``.
+    Only where that is not enough, reloads are late, and the step takes longer by what is exposed
+    (``pipeloom.simulate``).
 
     Args:
-        schedule: at any level, without offloads; compute actions alone are lowered first. One that is balanced stays
-            so, and what partners accept counts.
-        kept: what stages keep of micro-batches; ``None`` for 1 each.
-        budget_bytes: for each rank the most that it may hold.
+        schedule: at any level, without offloads; a compute-only schedule is lowered first. Evictions of a balanced one
+            stay, and activations that partners accept count.
+        kept: activation memory of each stage for a micro-batch; ``None`` for 1 each.
+        budget_bytes: for each rank its limit.
         seconds_of: seconds of every action, of ``OFFLOAD`` and ``RELOAD`` too. By default a backward is two
             forwards, and a transfer takes one.
 
@@ -82,8 +82,8 @@ def offload(
         The schedule with ``OFFLOAD`` and ``RELOAD``, at the level with communication.
 
     Raises:
-        UserError: the schedule offloads already, arguments have a wrong length, or the budget cannot be kept: which
-            ranks, and what is missing.
+        UserError: the schedule offloads already, arguments have a wrong length, or ranks cannot keep the budget; names
+            them and the missing bytes.
     """
     if schedule.facts.has(Kind.OFFLOAD):
         raise UserError("the schedule offloads already; start from one without OFFLOAD and RELOAD")

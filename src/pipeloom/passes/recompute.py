@@ -1,4 +1,4 @@
-"""The pass that recomputes only where a rank is short of memory: micro-batch by micro-batch, stage by stage."""
+"""The pass that recomputes only as much as memory requires, for each micro-batch and stage."""
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -18,21 +18,21 @@ _ENDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 def recompute_beyond(
     schedule: Schedule, room: Sequence[float], kept: Sequence[float], left: Sequence[float]
 ) -> Schedule:
-    """Recompute as little as it takes for what ranks keep between forwards and backwards to have room.
+    """Recompute as few forwards as keep the activation memory of every rank within its limit.
 
-    A forward whose backward has an ``R`` before it keeps its stage's input alone. ``R`` stands right before that
-    backward, so that it runs while the rank waits for the gradient. Where too much would be kept, what is kept the
-    longest from there on gives way. For equal stages that recomputes the fewest, since it is how to drop the fewest
-    intervals such that no more than a number of the others overlap. Half a backward counts as the whole.
+    A forward with an ``R`` before its backward keeps only its stage's input. ``R`` is right before the backward, so
+    that it runs while the rank waits for the gradient. Where memory is exceeded, the activations with the latest
+    backward are recomputed. For equal stages that is the fewest recomputations: it drops the fewest intervals such that
+    at most a given number of the others overlap. An input gradient counts as the backward.
 
     Args:
-        schedule: before anything is swapped or recomputed, with or without communication.
-        room: for each rank the bytes, or any other unit, that it has for what is kept.
-        kept: for each stage what a micro-batch keeps there between forward and backward.
-        left: for each stage what it keeps where it is recomputed.
+        schedule: without moves and recomputations, with or without communication.
+        room: for each rank its limit, in bytes or any other unit.
+        kept: for each stage the memory of a micro-batch between forward and backward.
+        left: for each stage the same where it is recomputed.
 
     Raises:
-        UserError: with everything recomputed a rank has still too little room; says which, and how much is missing.
+        UserError: a rank exceeds its limit with everything recomputed; names it and what is missing.
     """
     if len(room) != schedule.num_ranks:
         wanted = f"expected {count(schedule.num_ranks, 'number')} of room, one for each rank"
@@ -55,9 +55,9 @@ def recompute_beyond(
 def _with_recomputation(
     row: Row, actions: Sequence[Action], room: float, kept: Sequence[float], left: Sequence[float]
 ) -> Row | None:
-    """A rank's row with ``R`` where it has to be; ``None`` if it has too little room.
+    """A rank's row with its recomputations; ``None`` if it exceeds its limit with all of them.
 
-    Slices count as if each kept what a micro-batch does, so that sums are exact: the room is that of as many.
+    Slices count as much as micro-batches, and ``room`` is that many times larger, so that sums are exact.
     """
     end_of = {_of(action): slot for slot, action in enumerate(actions) if action.kind in _ENDS}
     again = _dropped(actions, end_of, room, kept, left)
@@ -76,9 +76,9 @@ def _of(action: Action) -> Action:
 def _dropped(
     actions: Sequence[Action], end_of: dict[Action, int], room: float, kept: Sequence[float], left: Sequence[float]
 ) -> set[Action] | None:
-    """Forwards that keep their input alone; ``None`` if all of them would not be enough.
+    """Forwards to recompute; ``None`` if all of them would not be enough.
 
-    Once something is recomputed, the largest part has to have room for its return.
+    If any is recomputed, the limit must leave room for the activations of the largest while its backward runs.
     """
     if not end_of:
         return set()
@@ -94,7 +94,7 @@ def _dropped(
                 heappush(longest, (-end_of[action], action))
                 while held > room - spare and longest:
                     end, victim = heappop(longest)
-                    # What has gone back already is still in the heap, and frees nothing.
+                    # Forwards whose backward is over are still in the heap, and free nothing.
                     if -end > slot:
                         again.add(victim)
                         held -= kept[victim.stage] - left[victim.stage]
@@ -108,7 +108,7 @@ def _dropped(
 
 
 def _all_recomputed(actions: Sequence[Action], kept: Sequence[float], left: Sequence[float]) -> float:
-    """What a rank holds at most with everything recomputed."""
+    """A rank's peak with everything recomputed."""
     change = [left[a.stage] * ((a.kind is Kind.FORWARD) - (a.kind in _ENDS)) for a in actions]
     more = max((kept[a.stage] - left[a.stage] for a in actions if a.kind in _ENDS), default=0.0)
     return float(np.cumsum(change).max(initial=0.0)) + more

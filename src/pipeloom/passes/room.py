@@ -1,11 +1,11 @@
-"""Making room in a row: what a rank keeps for backwards leaves it for a while, and comes back before it is needed.
+"""Plans which activations of a rank move out, when, and when they come back: the core of ``balance`` and ``offload``.
 
-The core of the passes that swap activations (``balance``, ``offload``). A plan is made on a clock of the schedule, on
-which it must not matter: what leaves does so as late as it can, in time for the action that needs its room; what comes
-back does so as late as it can, in time for its backward. So the compute actions keep their times.
+A plan is made on a clock of the schedule and must not change the times of compute actions: a move out ends in time for
+the action that needs its memory, a move back ends in time for its backward, and both start as late as they can.
 
-Which one leaves: what is needed last, as page replacement does that knows the future (Belady, IBM Systems Journal 5
-(2), 1966), so that few have to. On 1F1B that is the newest micro-batch, the choice of BPipe (Kim et al., ICML 2023).
+The activations with the latest backward move out, as in page replacement with known future (Belady, IBM Systems Journal
+5 (2), 1966), so that few have to move. With 1F1B that is the newest micro-batch, the choice of BPipe (Kim et al., ICML
+2023).
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -24,19 +24,19 @@ from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
 
 _ROUNDS = 12
-"""How often a plan with late loads is made again on the clock that it gives."""
+"""Most iterations of a plan with late loads: each changes the clock on which the next one is made."""
 
 Clock = tuple[Seconds, Seconds]
 """Starts and ends of all actions of a schedule."""
 
 
 class Part(NamedTuple):
-    """What a stage keeps of a micro-batch or of a token slice.
+    """Activations of a stage for a micro-batch or a token slice.
 
     Attributes:
-        used: the compute action of the rank, counted from 0, that needs it first.
-        made: the one that makes it.
-        forward: that one.
+        used: number of the rank's compute action, from 0, that uses them first.
+        made: number of the forward that makes them.
+        forward: that forward.
         size: bytes.
     """
 
@@ -47,12 +47,12 @@ class Part(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Something leaves and comes back.
+    """A move out and the move back.
 
     Attributes:
-        kept: what.
-        out_after, back_after: the compute actions behind which both stand.
-        out_s, back_s: when both start at the latest.
+        kept: what moves.
+        out_after, back_after: numbers of the compute actions that they follow in the row.
+        out_s, back_s: their latest start times.
     """
 
     kept: Part
@@ -64,12 +64,12 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What leaves a rank.
+    """The moves of a rank.
 
     Attributes:
-        moves: in the order in which it was found that they have to.
-        missing_bytes: by how much too much is left at the worst moment; 0 if nothing is.
-        is_late: whether something comes back later than its backward could start.
+        moves: in the order in which they were chosen.
+        missing_bytes: largest excess over the limit; 0 if the limit is kept.
+        is_late: whether some backward waits for its move back.
     """
 
     moves: tuple[Move, ...] = ()
@@ -79,13 +79,13 @@ class Plan:
 
 @dataclass
 class _Lane:
-    """When a lane is busy: stretches that do not overlap."""
+    """Busy intervals of a lane, disjoint and ascending."""
 
     begins: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
 
     def latest(self, earliest_s: float, deadline_s: float, seconds: float) -> float | None:
-        """The latest start of a free stretch that is over by a deadline; ``None`` if it would start too early."""
+        """The latest start of a free interval that ends by a deadline; ``None`` if it would start too early."""
         number, end_s = bisect_left(self.begins, deadline_s), deadline_s
         while end_s - seconds >= earliest_s:
             if not number or self.ends[number - 1] <= end_s - seconds:
@@ -95,7 +95,7 @@ class _Lane:
         return None
 
     def earliest(self, earliest_s: float, seconds: float) -> float:
-        """The earliest start of a free stretch."""
+        """The earliest start of a free interval."""
         number, start_s = bisect_right(self.ends, earliest_s), earliest_s
         while number < len(self.begins) and self.begins[number] < start_s + seconds:
             start_s = self.ends[number]
@@ -103,12 +103,12 @@ class _Lane:
         return start_s
 
     def take(self, start_s: float, seconds: float) -> None:
-        """Make a stretch busy."""
+        """Make an interval busy."""
         insort(self.begins, start_s)
         insort(self.ends, start_s + seconds)
 
     def free(self, start_s: float, seconds: float) -> None:
-        """Make a stretch free again that was taken."""
+        """Make an interval free that ``take`` made busy."""
         self.begins.remove(start_s)
         self.ends.remove(start_s + seconds)
 
@@ -119,11 +119,11 @@ class RowClock:
 
     Attributes:
         begin_s, end_s: of its compute actions.
-        held_bytes: for each compute action the most that is held from the end of the one before it to its own.
-        kept: what could leave, in the order in which it is made.
-        out: what moves it away.
-        seconds_of: how long that takes.
-        busy: (kind, start, end) of what already runs on the lanes of both.
+        held_bytes: for each compute action the peak from the end of the one before it to its own end.
+        kept: activations that could move, in the order of their forwards.
+        out: kind of the move out.
+        seconds_of: seconds of both moves.
+        busy: (kind, start, end) of the actions that use the lanes of both moves already.
     """
 
     begin_s: list[float]
@@ -136,11 +136,11 @@ class RowClock:
 
     @property
     def back(self) -> Kind:
-        """What brings it back."""
+        """Kind of the move back."""
         return LOAD_OF[self.out]
 
     def lane(self, kind: Kind) -> _Lane:
-        """A lane with what already runs there."""
+        """A lane with its busy intervals."""
         lane = _Lane()
         for other, start_s, end_s in self.busy:
             if other.lane == kind.lane:
@@ -148,7 +148,7 @@ class RowClock:
         return lane
 
     def with_more(self, changed_s: Seconds, more: Bytes) -> "RowClock":
-        """The same with other things held besides."""
+        """The same with further changes of memory (times, bytes)."""
         held = np.array(self.held_bytes) + _most_held(self.end_s, changed_s, more)
         return replace(self, held_bytes=held.tolist())
 
@@ -166,13 +166,13 @@ def row_clock(
     """A rank's row on a clock.
 
     Args:
-        schedule: nothing of it moves by ``out`` yet.
+        schedule: without moves of the kind ``out``.
         rank: whose row.
         clock: starts and ends of all actions.
-        held: when the rank holds how many bytes more or fewer.
-        sizes: for each stage, micro-batch and slice what is kept (``KeptBytes.moved``).
-        out: what moves things away.
-        seconds_of: how long that and its counterpart take.
+        held: times and bytes of the changes of the rank's memory.
+        sizes: for each stage, micro-batch and slice its bytes (``KeptBytes.moved``).
+        out: kind of the moves out.
+        seconds_of: seconds of the moves out and back.
     """
     row = schedule.rows[rank]
     first = int(schedule.facts.columns.first[rank])
@@ -193,26 +193,26 @@ def row_clock(
 
 
 def _most_held(ends: Sequence[float], changed_s: Seconds, more: Bytes) -> Bytes:
-    """The most that is held from one end to the next."""
+    """Peaks between consecutive end times."""
     if not len(changed_s):
         return np.zeros(len(ends))
-    # At one time what goes comes before what is added: it makes the room for it.
+    # Of changes at one time, releases come first: they make room for the others.
     order = np.lexsort((more, changed_s))
     changed_s, total = changed_s[order], np.cumsum(more[order])
     begins = np.concatenate([[-np.inf], ends[:-1]])
     first = np.searchsorted(changed_s, begins, side="left")
     last = np.searchsorted(changed_s, ends, side="left")
-    # what is held when a stretch begins is what the changes up to there leave, and of those what goes at once is gone
+    # Memory at the begin of an interval: the sum of all changes up to it, releases at that very time included.
     at_begin = np.searchsorted(changed_s, begins, side="right") - 1
     entry = np.where(at_begin >= 0, total[np.maximum(at_begin, 0)], 0.0)
-    # reduceat takes no index behind the end; every second of its maxima lies between two stretches and is left out.
+    # reduceat takes no index behind the end; every second of its maxima lies between two intervals and is left out.
     padded = np.append(total, -np.inf)
     most = np.maximum.reduceat(padded, np.stack([first, last], axis=1).reshape(-1))[::2]
     return np.maximum(entry, np.where(first < last, most, -np.inf))
 
 
 def _movable(row: Row, sizes: Bytes) -> list[Part]:
-    """What a backward needs, or a recomputation before it, and nothing moves yet."""
+    """Activations that a backward, or a recomputation before it, uses and that no action moves yet."""
     computes = row.take(row.is_kind(*COMPUTE_KINDS))
     known = {(a.stage, a.microbatch, a.slice) for a in row.take(row.is_kind(*LOAD_OF))}
     made: dict[tuple[int, int | None, int], tuple[int, Action]] = {}
@@ -229,7 +229,7 @@ def _movable(row: Row, sizes: Bytes) -> list[Part]:
 
 @dataclass
 class _Planner:
-    """Sweeps over a row once."""
+    """Makes the plan of a row in one pass over its compute actions."""
 
     clock: RowClock
     allows_late: bool
@@ -237,23 +237,23 @@ class _Planner:
     is_late: bool = False
     away_bytes: float = 0.0
     returning: dict[int, list[int]] = field(default_factory=dict)
-    """Numbers of moves by the first compute action before which they are back."""
+    """First compute action after a move back -> numbers of such moves."""
     seconds: dict[tuple[Kind, int, int], float] = field(default_factory=dict)
-    """Answers so far."""
+    """Cache of ``seconds_of``."""
 
     def __post_init__(self) -> None:
         self.outs, self.backs = self.clock.lane(self.clock.out), self.clock.lane(self.clock.back)
         self.least_s = 1e-9 * self.clock.end_s[-1]  # less than any time that matters
 
     def plan(self, limit_bytes: float) -> Plan:
-        """Let things leave wherever more than the limit is held."""
+        """Move activations out wherever the limit is exceeded."""
         there: list[Part] = []  # ascending by use
         arriving = iter(self.clock.kept)
         following = next(arriving, None)
         missing_bytes = 0.0
         for step, held in enumerate(self.clock.held_bytes):
             self.away_bytes -= sum(self.moves[number].kept.size for number in self.returning.get(step, ()))
-            # Its backward has begun: it can no longer leave.
+            # Their backwards have begun, so they can no longer move out.
             while there and there[0].used <= step:
                 there.pop(0)
             # Above a rounding error of sums in another order.
@@ -269,13 +269,13 @@ class _Planner:
         return Plan(tuple(self.moves), missing_bytes, self.is_late)
 
     def _away(self, number: int) -> None:
-        """Note that something is away from now on."""
+        """Count a move's bytes as moved out until its move back."""
         move = self.moves[number]
         self.away_bytes += move.kept.size
         self.returning.setdefault(move.back_after + 1, []).append(number)
 
     def _postpone(self, step: int) -> bool:
-        """Let something that comes back now do so later: in the pause before its backward."""
+        """Delay a move back that is due now into the idle time before its backward; whether one could be delayed."""
         coming = self.returning.get(step, [])
         for number in coming:
             move = self.moves[number]
@@ -295,12 +295,12 @@ class _Planner:
         return False
 
     def _leave(self, there: list[Part], step: int) -> bool:
-        """Let what is needed last of what can go by a step do so."""
-        # Late is the last resort: what comes back late delays its backward, and all that follows.
+        """Move out the activations with the latest backward that can move by ``step``; whether there were any."""
+        # Late moves are the last resort: they delay their backward and all that follows.
         for in_time in (True, False) if self.allows_late else (True,):
-            # From the end of the list, which is what is needed last.
+            # From the end of the list, where the latest backwards are.
             for place in range(len(there) - 1, -1, -1):
-                # What is needed last may have no free stretch on the lanes; then the one before it leaves.
+                # The latest may have no free interval on the lanes; then the one before it moves.
                 move = self._move(there[place], step, in_time=in_time)
                 if move is not None:
                     del there[place]
@@ -317,7 +317,7 @@ class _Planner:
         return self.seconds[key]
 
     def _last_before(self, start_s: float, kept: Part) -> int:
-        """The last compute action that ends before a load, and before the backward for which it is."""
+        """The last compute action that ends before a move back starts, at most the one before its backward."""
         return min(bisect_right(self.clock.end_s, start_s + self.least_s), kept.used) - 1
 
     def _move(self, kept: Part, step: int, *, in_time: bool) -> Move | None:
@@ -326,7 +326,7 @@ class _Planner:
         out_s = self.outs.latest(clock.end_s[kept.made] - self.least_s, clock.end_s[step - 1], takes_s)
         if out_s is None:
             return None
-        # Back only behind the action whose room it left for, or it would have left for nothing.
+        # Back only behind the action whose memory it made free, or the move would have been useless.
         earliest_s = max(out_s + takes_s, clock.end_s[step])
         back_s = self._back_s(kept, earliest_s, takes_back_s, in_time=in_time)
         if back_s is None:
@@ -337,7 +337,7 @@ class _Planner:
         return Move(kept, out_after, self._last_before(back_s, kept), out_s, back_s)
 
     def _back_s(self, kept: Part, earliest_s: float, takes_s: float, *, in_time: bool) -> float | None:
-        """When it has to start to come back: one compute action ahead, or, where only that is left, in the pause."""
+        """Start of the move back: to end one compute action early, else in the idle time before its backward."""
         if not in_time:
             return self.backs.earliest(earliest_s, takes_s)
         # One action early where possible: a load that is a little late then delays nothing.
@@ -349,19 +349,19 @@ class _Planner:
 
 
 def make_room(clock: RowClock, limit_bytes: float, *, allows_late: bool = False) -> Plan:
-    """What has to leave a rank, and when, so that it never holds more than a limit.
+    """Plan the moves that keep a rank within a limit.
 
     Args:
         clock: the rank's row.
-        limit_bytes: the most that it may hold, what is under way included.
-        allows_late: whether something may come back too late rather than not leave.
+        limit_bytes: of activation memory, transfers in progress included.
+        allows_late: whether a backward may wait for its activations where the limit cannot be kept otherwise.
     """
     return _Planner(clock, allows_late).plan(limit_bytes)
 
 
 def lane_times(clock: RowClock, moves: Sequence[Move], kind: Kind) -> list[tuple[float, float]]:
-    """When the moves of a kind start and end on their lane, for each move: each as soon as its place and the lane are
-    free, and what comes back no sooner than it is away.
+    """For each move its start and end on the lane of ``kind``: as soon as its place in the row and the lane allow; a
+    move back no sooner than the end of the move out.
     """
     is_out = kind is clock.out
     gone_s = [end_s for _, end_s in lane_times(clock, moves, clock.out)] if not is_out else [0.0] * len(moves)
@@ -377,7 +377,7 @@ def lane_times(clock: RowClock, moves: Sequence[Move], kind: Kind) -> list[tuple
 
 
 def _with_moves(row: Row, moves: Sequence[Move], out: Kind) -> Row:
-    """A row with what its plan moves; each action stands before the next compute action."""
+    """A row with the moves of its plan."""
     if not moves:
         return row
     slots = [*np.flatnonzero(row.is_kind(*COMPUTE_KINDS)).tolist(), len(row)]
@@ -387,15 +387,15 @@ def _with_moves(row: Row, moves: Sequence[Move], out: Kind) -> Row:
 
 
 def settle(schedule: Schedule, seconds_of: SecondsOf, out: Kind, plan: Callable[[Clock], Sequence[Plan]]) -> Schedule:
-    """The schedule with a plan that was made on its own clock.
+    """The schedule with plans that were made on its own clock.
 
-    Where nothing comes back late, that is the clock of the schedule without it. Otherwise backwards wait, and what they
-    wait for gives others more time: the plan is made again on the clock that it gives, until nothing is late there.
+    Where no move back is late, that is the clock of the schedule without moves. Otherwise backwards wait, which gives
+    other moves more time: the plans are made again on the resulting clock, until no move is late.
 
     Args:
-        schedule: nothing of it moves by ``out`` yet.
-        seconds_of: of every action, what moves included.
-        out: what moves things away.
+        schedule: without moves of the kind ``out``.
+        seconds_of: seconds of every action, moves included.
+        out: kind of the moves out.
         plan: clock -> for each rank its plan.
     """
     clock = times(schedule, seconds_of)

@@ -40,7 +40,7 @@ class KeptBytes(NamedTuple):
     """For each stage what it keeps of a micro-batch, or of each of its token slices, in bytes or any other unit.
 
     Attributes:
-        whole: from the forward to the end of the backward, or of its first half; empty for 1 each.
+        whole: from the forward to the end of the backward, or of its input gradient; empty for 1 each.
         pending: between the halves of the backward; empty for as much as before. It never moves.
         recomputed: from the forward until it is recomputed, where it is; empty for nothing.
         shares: of each token slice in what is not given slice by slice; empty where they are alike.
@@ -185,7 +185,7 @@ class Ledger(NamedTuple):
             end_s: the same.
             span_s: when the step begins and ends.
         """
-        # The step itself stands behind all actions, where -1 finds it.
+        # The step itself follows all actions, where -1 finds it.
         starts, ends = np.append(start_s, span_s[0]), np.append(end_s, span_s[1])
         times = np.where(self.at_end, ends[self.node], starts[self.node])
         order = np.lexsort((self.more, times, self.rank))
@@ -341,7 +341,7 @@ class _Each:
         self._moved = kept.moved(schedule) if self._facts.has(Kind.RECOMPUTE) else None
 
     def whole(self, node: Ints) -> Bytes:
-        """From the forward, or from where it runs again, to the end of the backward or of its first half."""
+        """From the forward, or from where it runs again, to the end of the backward or of its input gradient."""
         _, stage, _, part, _ = self._facts.columns
         return self._whole[stage[node], part[node]]
 

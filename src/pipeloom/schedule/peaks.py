@@ -18,7 +18,7 @@ _HALVES = (
     (Kind.FORWARD, (Kind.BACKWARD, Kind.BACKWARD_INPUT)),
     (Kind.BACKWARD_INPUT, (Kind.BACKWARD_WEIGHT,)),
 )
-"""What begins and what ends that an input is kept: whole, and what of it waits for the second half."""
+"""What begins and what ends that an input is kept: whole, and what of it waits for the weight gradient."""
 
 _AT_ONCE = 4096
 """Actions whose states are looked at together."""
@@ -32,7 +32,7 @@ class Peaks(NamedTuple):
 
     Attributes:
         placement: stage -> rank.
-        whole: for each rank [moment, number of its stage] inputs until the end of the backward or of its first half.
+        whole: for each rank [moment, local stage] inputs until the end of the backward or of its input gradient.
         pending: the same between the halves of split backwards.
     """
 

@@ -111,7 +111,7 @@ def _head_problems(line: int, words: Sequence[str], head: Mapping[str, str], *, 
     if name in head:
         problems.append(f"{name} is there a second time")
     if has_rows:
-        problems.append(f"{name[:_MOST_SHOWN]} must stand before the rows")
+        problems.append(f"{name[:_MOST_SHOWN]} must precede the rows")
     return [f"line {line}: {problem}" for problem in problems]
 
 

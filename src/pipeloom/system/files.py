@@ -27,7 +27,7 @@ def read_text(file: Path, what: str = "", most_bytes: int = MOST_BYTES) -> str:
 
     Args:
         file: what to read.
-        what: stands before the file in messages, such as ``the schedule``.
+        what: precedes the file in messages, such as ``the schedule``.
         most_bytes: that it may have.
 
     Raises:
@@ -60,8 +60,8 @@ def write_text(file: Path, text: str, what: str = "", advice: str = "", *, paren
     Args:
         file: where to.
         text: of the file.
-        what: stands before the file in messages, such as ``the trace``.
-        advice: stands behind the reason.
+        what: precedes the file in messages, such as ``the trace``.
+        advice: follows the reason.
         parents: whether folders that are missing are made.
 
     Raises:

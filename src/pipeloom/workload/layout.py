@@ -1,4 +1,4 @@
-"""The layout: axis sizes of a run, how its batch is cut, and where each rank stands. No process groups."""
+"""The layout: axis sizes of a run, how its batch is cut, and the position of each rank. No process groups."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ def even_slices(num_tokens: int, number: int, multiple: int = 1) -> tuple[int, .
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands on the axes of the layout, each counted from 0."""
+    """Position of a rank on the axes of the layout, each counted from 0."""
 
     pipeline: int
     data: int
@@ -37,7 +37,7 @@ class Coordinates(NamedTuple):
 
 
 def place_of(pipeline: int, order: tuple[int, ...] | None) -> int:
-    """Where a pipeline rank stands on the pipeline axis, counted from 0.
+    """Position of a pipeline rank on the pipeline axis, counted from 0.
 
     Args:
         pipeline: the rank.
@@ -103,7 +103,7 @@ class Layout:
     """The same for each layer by itself, in order. None: recompute for all layers."""
 
     pipeline_order: tuple[int, ...] | None = None
-    """Pipeline ranks in the order in which they stand on the devices, such as 0 7 1 6 2 5 3 4: so that partners which
+    """Pipeline ranks in the order of the devices, such as 0 7 1 6 2 5 3 4: so that partners which
     swap activations share a node. None: ascending."""
 
     @property
@@ -139,13 +139,13 @@ class Layout:
         return self.recompute_layers or (self.recompute,) * num_layers
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a rank, 0..num_ranks-1, stands."""
+        """Position of a rank, 0..num_ranks-1."""
         others, tensor = divmod(rank, self.tp)
         place, data = divmod(others, self.dp)
         return Coordinates(self.pipeline_order[place] if self.pipeline_order else place, data, tensor)
 
     def rank_at(self, place: Coordinates) -> int:
-        """The rank that stands there."""
+        """The rank at a position."""
         # The order of the axes as Megatron-LM has it (see the class).
         return (place_of(place.pipeline, self.pipeline_order) * self.dp + place.data) * self.tp + place.tensor
 

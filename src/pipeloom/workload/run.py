@@ -37,7 +37,7 @@ class Run:
         recompute_layers: what each layer recomputes; ``None`` where ``recompute`` says it for all.
         placement: stage -> pipeline rank, a key of ``PLACEMENTS``; which layers a balanced partition gives to a stage
             depends on it.
-        pipeline_order: pipeline ranks in the order in which they stand on the devices; ``None`` for ascending.
+        pipeline_order: pipeline ranks in the order of the devices; ``None`` for ascending.
         slices: tokens of each slice that sequences are cut into; empty for whole ones.
     """
 

@@ -242,7 +242,7 @@ class Tied(MessagePart):
             the_head = f"stage {last}, whose head shares a matrix with it"
             complete_at, head_complete_at = (slots(stage, *ADDS_TO_GRADIENT)[-1] for stage in (0, last))
             if reductions and reductions[-1] < head_complete_at:
-                raise UserError(f"the last 0REDUCE_GRAD stands before a backward of {the_head}")
+                raise UserError(f"the last 0REDUCE_GRAD precedes a backward of {the_head}")
             if updates and complete_at < head_complete_at:
                 raise UserError(f"0UPDATE follows a gradient that {the_head}, has yet to add to")
             if updates:

@@ -1,4 +1,4 @@
-"""What rows that are made on a clock have in common: what stages take and keep, and how far ranks have come."""
+"""Kernels that make rows by running ranks on a clock: insertion of weight gradients, and list scheduling."""
 
 from typing import NamedTuple
 
@@ -9,21 +9,21 @@ from pipeloom.schedule.kernels.waits import BACKWARD_INPUT, BACKWARD_WEIGHT, FOR
 
 NEVER = np.inf
 EXACT = 1 + 1e-12
-"""Room for what rounding adds."""
+"""Tolerance for rounding in sums of memory."""
 
 
 class World(NamedTuple):
-    """What stages take and keep, and what ranks have room for.
+    """Seconds and memory of stages, and the memory limits of ranks.
 
     Attributes:
         stages: [rank, number] -> stage, ascending.
         owner: for each stage its rank.
-        seconds: [0, stage] of forwards, [1, stage] of first halves of backwards, [2, stage] of second halves.
-        over_s: for each boundary the seconds of moving a tensor over it; 0 on one rank.
-        kept: for each stage what a micro-batch keeps there from its forward to the end of the first half.
-        pending: for each stage what it keeps from there to the end of the second half.
-        reserve: for each stage the room that later stages of its rank need.
-        room: for each rank how much it can keep.
+        seconds: [0, stage] of forwards, [1, stage] of input gradients, [2, stage] of weight gradients.
+        over_s: for each boundary the seconds of a message; 0 where both stages are on one rank.
+        kept: for each stage the memory that a micro-batch takes from its forward to the end of the input gradient.
+        pending: for each stage the memory that it takes from there to the end of the weight gradient.
+        reserve: for each stage the memory that later stages of its rank need for one micro-batch.
+        room: for each rank its memory limit.
     """
 
     stages: Ints
@@ -37,16 +37,16 @@ class World(NamedTuple):
 
 
 class State(NamedTuple):
-    """How far ranks have come.
+    """Progress of the ranks.
 
     Attributes:
-        kind, stage, microbatch, starts: [rank, slot] the actions that were run; a start of -1 for none yet.
-        count: for each rank how many.
-        end: [0, stage, micro-batch] of forwards, [1, ...] of first halves; ``NEVER`` before.
-        waiting: for each rank the slot after which its first halves still wait for the second.
-        clock, held: for each rank when it is free, and what it keeps.
-        turn: for each rank its clock; ``NEVER`` where it is at its end, or where nobody knows when what it waits for
-            comes.
+        kind, stage, microbatch, starts: [rank, slot] of the actions that have run; start -1 for a slot that is empty.
+        count: for each rank the number of its actions that have run.
+        end: [0, stage, micro-batch] end times of forwards, [1, ...] of input gradients; ``NEVER`` before they run.
+        waiting: for each rank the slot of its oldest input gradient whose weight gradient has not run, or a slot
+            before it.
+        clock, held: for each rank the time at which it is free, and the memory in use.
+        turn: for each rank its clock; ``NEVER`` at the end of its row, or while the time of its next input is unknown.
     """
 
     kind: Ints
@@ -62,7 +62,7 @@ class State(NamedTuple):
 
 
 def begin(num_ranks: int, num_stages: int, num_microbatches: int) -> State:
-    """Nothing has been run yet."""
+    """The state before any action."""
     # A forward and two halves of a backward for each stage and micro-batch; every rank has as many stages.
     shape = num_ranks, 3 * num_stages // num_ranks * num_microbatches
     return State(
@@ -80,27 +80,27 @@ def begin(num_ranks: int, num_stages: int, num_microbatches: int) -> State:
 
 
 def earliest(state: State) -> int:
-    """The rank that is free first of those that go on; -1 for none."""
-    # Of equal ones argmin returns the first, so that the same input makes the same rows. It looks at every rank, which
-    # for a thousand of them takes less time than a heap in Python.
+    """The rank with the smallest turn; -1 if no rank can continue."""
+    # argmin returns the first of equal ones, so that the same input makes the same rows. For a thousand ranks a linear
+    # search takes less time than a heap in Python.
     rank = int(state.turn.argmin())
     return rank if state.turn[rank] < NEVER else -1
 
 
 def go_on(state: State, rank: int) -> None:
-    """Let a rank look for its next action when it is free."""
+    """Schedule a rank's next choice for the time at which it is free."""
     state.turn[rank] = state.clock[rank] if state.count[rank] < state.kind.shape[1] else NEVER
 
 
 def has_pending(state: State, rank: int) -> bool:
-    """Whether a second half waits; ``waiting`` then points to the first half before it, the oldest."""
+    """Whether a rank has a weight gradient to run; advances ``waiting`` to the oldest."""
     while state.waiting[rank] < state.count[rank] and state.kind[rank, state.waiting[rank]] != BACKWARD_INPUT:
         state.waiting[rank] += 1
     return state.waiting[rank] < state.count[rank]
 
 
 def ready_at(half: int, stage: int, microbatch: int, end: Floats, over_s: Floats) -> float:
-    """When what a forward (0) or a first half (1) uses has come to its rank; ``NEVER`` while nobody knows."""
+    """Time at which the inputs of a forward (0) or an input gradient (1) arrive; ``NEVER`` while unknown."""
     if half == 0:
         return 0.0 if stage == 0 else end[0, stage - 1, microbatch] + over_s[stage - 1]
     ready = end[0, stage, microbatch]
@@ -110,7 +110,7 @@ def ready_at(half: int, stage: int, microbatch: int, end: Floats, over_s: Floats
 
 
 def run(world: World, state: State, rank: int, half: int, stage: int, microbatch: int) -> None:
-    """Run a forward (0), a first half (1) or a second half (2) now."""
+    """Run a forward (0), an input gradient (1) or a weight gradient (2) now."""
     slot, now = state.count[rank], state.clock[rank]
     kind = FORWARD if half == 0 else BACKWARD_INPUT if half == 1 else BACKWARD_WEIGHT
     state.kind[rank, slot], state.stage[rank, slot], state.microbatch[rank, slot] = kind, stage, microbatch
@@ -125,33 +125,33 @@ def run(world: World, state: State, rank: int, half: int, stage: int, microbatch
     state.end[half, stage, microbatch] = state.clock[rank]
     neighbor = stage + 1 if half == 0 else stage - 1
     if 0 <= neighbor < world.owner.size:
-        # The neighbor may have waited for this; it looks again.
+        # The neighbor may have waited for this output, so it chooses again.
         go_on(state, world.owner[neighbor])
 
 
 def run_pending(world: World, state: State, rank: int) -> None:
-    """Run the second half that has waited longest."""
+    """Run the oldest weight gradient that has not run."""
     slot = state.waiting[rank]
     state.waiting[rank] += 1
     run(world, state, rank, 2, state.stage[rank, slot], state.microbatch[rank, slot])
 
 
 def wait(state: State, rank: int, ready: float) -> None:
-    """Stand still until something comes, or until somebody knows when it comes."""
+    """Stay idle until ``ready``; if that is unknown, until a neighbor's action wakes the rank."""
     if ready < NEVER:
         state.clock[rank] = ready
     state.turn[rank] = ready
 
 
 class Order(NamedTuple):
-    """Rows of forwards and first halves, joined.
+    """Rows of forwards and input gradients, joined.
 
     Attributes:
         kind, stage, microbatch: of every action.
         first: for each rank the number of its first action; behind them the number of all.
         place: for each rank its next action.
         is_done: whether an action was run before its turn.
-        ahead: for each rank where the next forward of its first stage behind ``place`` is looked for.
+        ahead: for each rank the action from which the search for a forward of its first stage continues.
     """
 
     kind: Ints
@@ -163,24 +163,24 @@ class Order(NamedTuple):
     ahead: Longs
 
 
-def weave(world: World, state: State, order: Order, patience: float, pulls: bool) -> None:
-    """Run rows on a clock, and put a second half wherever a rank would stand still or has no room.
+def insert_weight_gradients(world: World, state: State, order: Order, patience: float, pulls: bool) -> None:
+    """Run rows on a clock, and insert a weight gradient wherever a rank would be idle or has no memory.
 
-    Every rank runs its row in order. Where the next action cannot start yet, or has no room for its input, the rank
-    runs the second half of its oldest backward that waits for it.
+    Every rank runs its row in order. Where the next action cannot start yet, or has no memory for its input, the rank
+    runs its oldest weight gradient.
 
     Args:
-        world: what stages take and keep.
-        state: where nothing has been run; a rank that has not come to its end then had no room, or waits for itself.
+        world: seconds, memory and limits.
+        state: as ``begin`` returns it. A rank that has not finished its row afterwards lacked memory, or deadlocked.
         order: the rows.
-        patience: the least part of a second half's seconds that the next action must be away for it to run first.
-        pulls: whether a rank that would stand still runs the next forward of its first stage before its turn.
+        patience: a weight gradient runs first only if the next action starts at least this fraction of it later.
+        pulls: whether an idle rank runs the next forward of its first stage out of turn.
     """
     while True:
         rank = earliest(state)
         if rank < 0:
             return
-        # What was pulled ahead has been run.
+        # Actions that ran out of turn are skipped.
         while order.place[rank] < order.first[rank + 1] and order.is_done[order.place[rank]]:
             order.place[rank] += 1
         node, now, is_pending = order.place[rank], state.clock[rank], has_pending(state, rank)
@@ -188,7 +188,7 @@ def weave(world: World, state: State, order: Order, patience: float, pulls: bool
             if is_pending:
                 run_pending(world, state, rank)
             else:
-                # Its row is over.
+                # The end of its row.
                 state.turn[rank] = NEVER
             continue
         half = 0 if order.kind[node] == FORWARD else 1
@@ -211,16 +211,16 @@ def weave(world: World, state: State, order: Order, patience: float, pulls: bool
 
 
 def is_far(world: World, state: State, rank: int, ready: float, patience: float) -> bool:
-    """Whether what comes then leaves time for the oldest second half."""
+    """Whether an action that starts at ``ready`` leaves time for the oldest weight gradient."""
     taken = world.seconds[2, state.stage[rank, state.waiting[rank]]]
-    # With no patience at all, still more than rounding.
+    # With patience 0 the wait must still exceed rounding.
     return ready - state.clock[rank] >= max(patience * taken, 1e-12 * taken)
 
 
 def ahead_of(world: World, state: State, order: Order, rank: int) -> int:
-    """The next forward of a rank's first stage if it can run before its turn, with room for later stages; else -1."""
+    """The next forward of a rank's first stage that can run out of turn and leaves memory for later stages; else -1."""
     here, end = world.stages[rank, 0], order.first[rank + 1]
-    # The search goes on where it ended before: all searches of a rank together pass its row once.
+    # The search continues where it ended before: all searches of a rank together read its row once.
     node = max(order.ahead[rank], order.place[rank] + 1)
     while node < end and (order.is_done[node] or order.kind[node] != FORWARD or order.stage[node] != here):
         node += 1
@@ -236,20 +236,19 @@ BACKWARD_FIRST, IN_TURN, FORWARD_FIRST = range(3)
 LATER_FIRST, OLDER_FIRST, EARLIER_FIRST = range(3)
 
 
-def listing(world: World, state: State, rule: Longs, patience: float, keeps_room: bool) -> None:
-    """Run what goes first on a list of priorities.
+def list_schedule(world: World, state: State, rule: Longs, patience: float, keeps_room: bool) -> None:
+    """List scheduling: a free rank runs the action of highest priority among those that can start.
 
-    A rank that is free runs the best forward or first half that it can; where there is none, or no room, it runs the
-    oldest second half.
+    Where neither a forward nor an input gradient can start, or memory is full, it runs its oldest weight gradient.
 
     Args:
-        world: what stages take and keep.
-        state: where nothing has been run; a rank that has not come to its end then had no room.
-        rule: what goes first of forwards and backwards; of the forwards; of the backwards; and, where a rank has run
-            all forwards of its first stage, of forwards and backwards.
-        patience: the least part of a second half's seconds that anything else must be away for it to run first.
-        keeps_room: whether a forward leaves room for an input of each later stage of its rank, so that a micro-batch
-            that is under way always comes to the end.
+        world: seconds, memory and limits.
+        state: as ``begin`` returns it. A rank that has not finished its row afterwards lacked memory.
+        rule: priorities between forwards and backwards; among forwards; among backwards; and, after a rank has run all
+            forwards of its first stage, between forwards and backwards.
+        patience: a weight gradient runs first only if everything else starts at least this fraction of it later.
+        keeps_room: whether a forward must leave memory for an input of each later stage of its rank, so that every
+            micro-batch can reach its backward.
     """
     num_microbatches = state.end.shape[2]
     done = np.zeros((2, world.owner.size), np.int64)
@@ -277,15 +276,15 @@ def listing(world: World, state: State, rule: Longs, patience: float, keeps_room
 def find_best(
     world: World, state: State, rank: int, rule: Longs, done: Longs, best: Longs, keeps_room: bool
 ) -> tuple[float, bool]:
-    """Write the stages of the best forward and first half that can run to ``best``.
+    """Write the stages of the forward and the input gradient of highest priority that can start to ``best``.
 
     Returns:
-        When the next one that cannot run yet is ready, and whether a forward is that has no room.
+        The time at which the next one can start, and whether a forward that could start lacks memory.
     """
     soonest, is_full, now = NEVER, False, state.clock[rank]
     for here in world.stages[rank]:
         for half in range(2):
-            # Micro-batches of a stage go in ascending order, so the next one is known.
+            # A stage takes its micro-batches in ascending order.
             turn = done[half, here]
             if turn == state.end.shape[2]:
                 continue
@@ -301,7 +300,7 @@ def find_best(
 
 
 def goes_first(order: int, stage: int, other: int, microbatch: int, other_microbatch: int) -> bool:
-    """Whether a stage's next action goes before that of another stage, which comes earlier in the model."""
+    """Whether a stage's next action has priority over that of ``other``, an earlier stage of the model."""
     if order == LATER_FIRST:
         return stage > other
     if order == OLDER_FIRST:
@@ -310,7 +309,7 @@ def goes_first(order: int, stage: int, other: int, microbatch: int, other_microb
 
 
 def choose(best: Longs, order: int, was_forward: bool) -> int:
-    """0 for the forward, 1 for the backward, -1 where there is neither."""
+    """0 for the forward, 1 for the backward, -1 if there is neither."""
     if best[0] < 0 or best[1] < 0:
         return 0 if best[0] >= 0 else 1 if best[1] >= 0 else -1
     if order == IN_TURN:

@@ -75,7 +75,7 @@ def post(users: Ints, begin: Longs, first_node: Longs, receive_buffers: int) -> 
     """For each message the node before which its receive is posted.
 
     Receive ``k`` of an edge needs a buffer: all but ``receive_buffers - 1`` of the earlier ones are used. It must
-    stand before its user, and before the user of every later receive, since receives stay in order.
+    precede its user, and before the user of every later receive, since receives stay in order.
 
     Args:
         users: for each message the node that uses it.
@@ -86,7 +86,7 @@ def post(users: Ints, begin: Longs, first_node: Longs, receive_buffers: int) -> 
     posted = users.copy()
     latest_uses = np.zeros(receive_buffers, np.int32)  # the largest so far, ascending
     for edge in range(begin.size - 1):
-        # From the last one: a receive stands before the user of every later one, since they stay in order.
+        # From the last one: a receive precedes the user of every later one, since they stay in order.
         for number in range(begin[edge + 1] - 2, begin[edge] - 1, -1):
             posted[number] = min(posted[number], posted[number + 1])
         earliest = first_node[edge]

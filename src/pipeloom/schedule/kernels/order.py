@@ -1,4 +1,4 @@
-"""What stands before an action: on its stage, and on its lane."""
+"""What precedes an action: on its stage, and on its lane."""
 
 import numpy as np
 
@@ -31,7 +31,7 @@ def states(kind: Ints, stage: Ints, role: Ints, num_stages: int) -> tuple[Bytes,
 
 
 def number_on_lanes(lane: Ints, num_lanes: int) -> Ints:
-    """For each node how many stand before it on its lane."""
+    """For each node how many precede it on its lane."""
     count = np.zeros(num_lanes, np.int32)
     numbers = np.zeros(lane.size, np.int32)
     for node in range(lane.size):

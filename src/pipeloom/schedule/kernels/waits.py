@@ -49,7 +49,7 @@ def place(kind: Ints, stage: Ints, microbatch: Ints, part: Ints, shape: Shape) -
 
 
 def input_gradient(stage: int, microbatch: int, part: int, shape: Shape, is_split: Bools) -> int:
-    """The key of the action that makes the gradient for a stage's input: the backward, or its first half."""
+    """The key of the action that makes the gradient for a stage's input: the backward, or its input gradient."""
     kind = BACKWARD_INPUT if is_split[stage, microbatch, part] else BACKWARD
     return key_of(kind, stage, microbatch, part, shape)
 

@@ -144,15 +144,15 @@ def _slot_near(facts: Facts, rank: int, about: Action) -> int | None:
 
 
 def forward_before_backward(facts: Facts) -> Fault | None:
-    """On its rank, a micro-batch's forward stands before its backward, and I before W; what recomputes, in between."""
+    """On its rank, a micro-batch's forward precedes its backward, and I before W; what recomputes, in between."""
     ways = list[tuple[Nodes, Say]]()
     for kind, before in _ORDER.items():
         node, first = facts.node_of[kind.code], facts.node_of[before.code]
         is_early = (node >= 0) & (first > node)
-        ways.append((node[is_early], lambda a, _: f"{a} stands before {a._replace(kind=_ORDER[a.kind])}"))
+        ways.append((node[is_early], lambda a, _: f"{a} precedes {a._replace(kind=_ORDER[a.kind])}"))
     again = facts.node_of[Kind.RECOMPUTE.code]
     is_late = (again >= 0) & (facts.input_gradients < again)
-    ways.append((again[is_late], lambda action, _: f"{action} stands behind the backward that needs it"))
+    ways.append((again[is_late], lambda action, _: f"{action} follows the backward that needs it"))
     return fault_at(facts, *ways)
 
 
@@ -162,7 +162,7 @@ _ORDER = {
     Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT,
     Kind.RECOMPUTE: Kind.FORWARD,
 }
-"""What stands before what, of the same micro-batch."""
+"""What precedes what, of the same micro-batch."""
 
 
 def acyclic(facts: Facts) -> Fault | None:

@@ -48,17 +48,17 @@ def send_after_compute(facts: Facts) -> Fault | None:
     for kind, made in ((Kind.SEND_F, facts.node_of[Kind.FORWARD.code]), (Kind.SEND_B, facts.input_gradients)):
         sent = facts.node_of[kind.code]
         early = sent[(sent >= 0) & (made > sent)]
-        ways.append((early, lambda a, _: f"{a} stands before {facts.needs(a)[0]}, whose result it sends"))
+        ways.append((early, lambda a, _: f"{a} precedes {facts.needs(a)[0]}, whose result it sends"))
     return fault_at(facts, *ways)
 
 
 def receive_before_compute(facts: Facts) -> Fault | None:
-    """A receive stands before the compute action that uses it."""
+    """A receive precedes the compute action that uses it."""
     ways = list[tuple[Nodes, Say]]()
     for kind, user in ((Kind.RECV_F, facts.node_of[Kind.FORWARD.code]), (Kind.RECV_B, facts.input_gradients)):
         taken = facts.node_of[kind.code]
         late = taken[(taken >= 0) & (user < taken)]
-        ways.append((late, lambda a, _: f"{a} stands behind {_user_of(facts, a)}, which uses it"))
+        ways.append((late, lambda a, _: f"{a} follows {_user_of(facts, a)}, which uses it"))
     return fault_at(facts, *ways)
 
 
@@ -115,12 +115,12 @@ def swaps_in_turn(facts: Facts) -> Fault | None:
         is_outside = has_both & ~is_frozen & ~has_rival & ~((made < out) & (out < back))
         is_late = has_both & ~is_frozen & (user < back)
         ways += [(out[has_rival], _say_rival), (out[is_outside], _say_outside)]
-        ways.append((back[is_late], lambda a, _: f"{a} stands behind {_user_of(facts, a)}, which needs it"))
+        ways.append((back[is_late], lambda a, _: f"{a} follows {_user_of(facts, a)}, which needs it"))
     return fault_at(facts, *ways)
 
 
 def _say_alone(action: Action, _: int) -> str:
-    return f"{action} stands alone: {action._replace(kind=action.kind.partner)} is missing"
+    return f"{action} has no partner: {action._replace(kind=action.kind.partner)} is missing"
 
 
 def _say_rival(action: Action, _: int) -> str:
@@ -130,7 +130,7 @@ def _say_rival(action: Action, _: int) -> str:
 
 def _say_outside(action: Action, _: int) -> str:
     made, back = (action._replace(kind=kind) for kind in (Kind.FORWARD, action.kind.partner))
-    return f"{action} does not stand between {made} and {back}"
+    return f"{action} is not between {made} and {back}"
 
 
 def evicts_to_another(facts: Facts) -> Fault | None:
@@ -190,7 +190,7 @@ def tied_weights_in_time(facts: Facts) -> Fault | None:
     return fault_at(
         facts,
         (sent[is_sharded], lambda action, _: f"{action} sends weights of stage 0 while they are sharded"),
-        (taken[first < taken], lambda action, _: f"{action} stands behind {facts.action(first)}, which uses it"),
+        (taken[first < taken], lambda action, _: f"{action} follows {facts.action(first)}, which uses it"),
     )
 
 
@@ -205,10 +205,10 @@ def tied_gradient_in_time(facts: Facts) -> Fault | None:
         facts,
         (
             sent[last_added > sent],
-            lambda action, _: f"{action} stands before {facts.action(last_added)}, which adds to it",
+            lambda action, _: f"{action} precedes {facts.action(last_added)}, which adds to it",
         ),
         (
             taken[last_reduced < taken],
-            lambda action, _: f"{action} stands behind the last {facts.action(last_reduced)}, which has to reduce it",
+            lambda action, _: f"{action} follows the last {facts.action(last_reduced)}, which has to reduce it",
         ),
     )

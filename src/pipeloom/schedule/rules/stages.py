@@ -182,7 +182,7 @@ def update_each_stage_once(facts: Facts) -> Fault | None:
             updates[stage < facts.first_backward_stage],
             lambda action, _: f"{action} updates a stage that runs no backward",
         ),
-        (final[is_late], lambda a, _: f"{a} stands behind {a.stage}UPDATE, which uses the gradient"),
+        (final[is_late], lambda a, _: f"{a} follows {a.stage}UPDATE, which uses the gradient"),
     )
     trains = np.arange(facts.shape[0]) >= facts.first_backward_stage
     missing = np.flatnonzero(trains & (updated_at == len(facts.ranks))).tolist()

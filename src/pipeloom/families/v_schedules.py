@@ -1,10 +1,9 @@
-"""Families on a V: each rank has a stage on the way there and one on the way back, so the first rank has both ends.
+"""Families on a V placement: each rank has one stage on the way down and one on the way back; rank 0 has both ends.
 
-ZB-V, V-Half and V-Min repeat a building block (arXiv 2405.15362, section 3): when the ranks run the forwards and the
-gradients of inputs of one micro-batch, on a clock on which each takes one unit. Every micro-batch follows the one
-before by six units, in which a rank does everything that it has to do for one. How long the block keeps inputs decides
-the memory. What stands still at the beginning and the end is squeezed out, since a schedule has no times, and the
-gradients of weights are woven in.
+ZB-V, V-Half and V-Min repeat a building block (arXiv 2405.15362, section 3): the times at which ranks run the forwards
+and the input gradients of one micro-batch, where each takes one unit. Each micro-batch follows the previous one after
+six units, which is the work of a rank for one micro-batch. The time for which the block keeps inputs sets the memory. A
+schedule has no times, so idle time at both ends disappears; weight gradients are inserted afterwards.
 """
 
 from collections.abc import Sequence
@@ -15,18 +14,18 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeloom.families.family import Request, Rows, family
-from pipeloom.families.weave import woven
+from pipeloom.families.weight_gradients import rows_with_weight_gradients
 from pipeloom.schedule import Kind, Row
 
-# Forward, gradient of the input and gradient of the weights, one unit each, on two stages.
+# Forward, input gradient and weight gradient, one unit each, on two stages.
 _PERIOD = 6
 
 
 class _Hops(NamedTuple):
-    """Units from a rank's action to that of the next rank, on the way there and on the way back.
+    """Units between the actions of neighboring ranks, on the way down (``there``) and on the way ``back``.
 
-    Inputs live for about ``2 P (there + back)`` units on a rank's two stages together, so that ``(there + back) / 6``
-    of what 1F1B holds is held (arXiv 2405.15362, section 3.2).
+    Inputs live for about ``2 P (there + back)`` units on a rank's two stages together, which is ``(there + back) / 6``
+    of the activation memory of 1F1B (arXiv 2405.15362, section 3.2).
     """
 
     there: int
@@ -34,23 +33,23 @@ class _Hops(NamedTuple):
 
 
 def _on_a_v(request: Request) -> list[list[int]]:
-    """The closed form for ZB-V: the way there as far as it goes, on both stages together what 1F1B holds."""
+    """The closed form for ZB-V: both stages together hold as much as 1F1B."""
     pp, count = request.placement.num_ranks, request.num_microbatches
     there = [min(2 * pp - 1 - rank, count) for rank in range(pp)]
     return [[held, 2 * min(pp, count) - held] for held in there]
 
 
 def _at_half(request: Request) -> list[list[int]]:
-    """The closed form for V-Half: P + 2 inputs together, or P + 1; every other rank has one more on the way back."""
+    """The closed form for V-Half: both stages together hold P + 2 inputs, or P + 1."""
     pp, count = request.placement.num_ranks, request.num_microbatches
     most, back = 2 * ((pp + 2) // 2), [1 + (rank + 1) // 2 for rank in range(pp)]
     return [[min(most - held, count), min(held, count)] for held in back]
 
 
 def _at_least(request: Request) -> list[list[int]]:
-    """The closed form for V-Min: on every third rank one input more on the way back; pauses leave room unused.
+    """The closed form for V-Min.
 
-    Where the block pauses (P is not 1 more than a multiple of 3), short steps are over before some ranks hold the most.
+    Where P is not 1 more than a multiple of 3 the block pauses, and short steps end before some ranks hold the most.
     """
     pp, count = request.placement.num_ranks, request.num_microbatches
     found, most = list[list[int]](), 2 * ((pp + 4) // 3)
@@ -64,7 +63,7 @@ def _at_least(request: Request) -> list[list[int]]:
 
 
 def _in_pairs(request: Request) -> list[list[int]]:
-    """The closed form for DualPipe-V: 2 P + 1 together, one less on the way there from rank to rank."""
+    """The closed form for DualPipe-V: both stages together hold 2 P + 1 inputs."""
     pp, count = request.placement.num_ranks, request.num_microbatches
     return [[min(2 * pp - rank, count), min(rank + 1, count)] for rank in range(pp)]
 
@@ -78,7 +77,7 @@ _family = partial(family, is_looped=True, loops=2, placement="v", splits_backwar
 
 @_family("zb-v", stage_inputs=_on_a_v)
 def zb_v(request: Request) -> Rows:
-    """A V in 1F1B's memory, in which ranks never stand still once they have begun (arXiv 2401.10241, section 6)."""
+    """A V in 1F1B's memory; ranks are never idle after their first action (arXiv 2401.10241, section 6)."""
     # One unit there and five back keep (1 + 5) / 6 of 1F1B's inputs, all of its memory (arXiv 2405.15362, section 3.2).
     return _repeated(request, _Hops(1, 5), request.placement.num_ranks, pulls=True)
 
@@ -116,13 +115,13 @@ def _repeated(request: Request, hops: _Hops, most_microbatches: int, *, pulls: b
         )
         # Only the order of the times remains: a row has no times, and pauses at both ends close up by themselves.
         orders.append(actions.take(np.argsort(at.reshape(-1))))
-    return woven(request.placement, orders, [2 * min(most_microbatches, count)] * pp, pulls=pulls)
+    return rows_with_weight_gradients(request.placement, orders, [2 * min(most_microbatches, count)] * pp, pulls=pulls)
 
 
 def _block(pp: int, hops: _Hops) -> list[tuple[int, int, int, int]]:
-    """For each rank when it runs its two forwards and its two gradients of inputs, no two at once in any period.
+    """For each rank the times of its two forwards and its two input gradients, distinct modulo the period.
 
-    The pauses at the turns of the V are the shortest for which there is such a block.
+    The pauses at the turns of the V are the shortest for which such a block exists.
     """
     there, back = (hop * (pp - 1) for hop in hops)
     # Shortest sum first; six units are enough, since a pause of a whole period shifts nothing within it.
@@ -154,7 +153,7 @@ def dualpipe_v(request: Request) -> Rows:
     pp, count = request.placement.num_ranks, request.num_microbatches
     # The rule needs 2 P micro-batches for its way in and out; with fewer, those too many are left out afterwards.
     orders = [_paired(request.local_stages(rank), pp, rank, max(count, 2 * pp)) for rank in range(pp)]
-    # Leaving whole micro-batches out keeps every order between the others, so no new deadlock can come of it.
+    # Leaving whole micro-batches out keeps the order of the others, so it cannot create a deadlock.
     rows = [row.take(row.microbatch < count) for row in orders]
     return Rows(rows, [min(2 * pp + 1, 2 * count)] * pp)
 
@@ -182,7 +181,7 @@ def _paired(stages: Sequence[int], pp: int, rank: int, count: int) -> Row:
 def _numbered(steps: Sequence[tuple[Kind, int]]) -> Row:
     """Actions by kind and stage, for which each stage takes its micro-batches in ascending order.
 
-    A gradient of weights belongs to the oldest gradient of the input of its stage that waits for it.
+    A weight gradient belongs to the oldest input gradient of its stage that waits for it.
     """
     number = {step: n for n, step in enumerate(dict.fromkeys(steps))}
     which = np.array([number[step] for step in steps])

@@ -1,4 +1,4 @@
-"""What the rule of a family returns or raises. A mistake in it is one message, which names the family and the line."""
+"""Checks of what the rule of a family returns or raises; an error names the family, its file and the line."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,10 +12,10 @@ from pipeloom.schedule import Action, Kind, Row
 
 _Result = TypeVar("_Result")
 _WIDTH = 80
-"""Most characters of a value in a message."""
+"""Longest repr of a value in a message, in characters."""
 _HINT = "PIPELOOM_TRACEBACK=1 prints the traceback"
 _MOST = 5
-"""Most problems of an answer that are named: one mistake in a loop is in every row."""
+"""Most problems in one message: a mistake in a loop is in every row."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Rows:
     """The rows that a rule returns.
 
     Attributes:
-        rows: each rank's compute actions: any sequences of actions, such as lists; ``Row``s are made fast.
-        max_stage_inputs: the family's promise of how many stage inputs each rank holds; verified.
+        rows: for each rank its compute actions: any sequence of actions; a ``Row`` is the fastest to make.
+        max_stage_inputs: for each rank the most stage inputs that it holds; verified.
     """
 
     rows: Sequence[Sequence[Action]]
@@ -32,11 +32,11 @@ class Rows:
 
 
 @contextmanager
-def blamed(name: str, rule: Callable[..., Any]) -> Iterator[None]:
-    """Meanwhile an exception is a mistake of a family, unless it is a message already.
+def naming_family(name: str, rule: Callable[..., Any]) -> Iterator[None]:
+    """Context in which an exception of a family's rule becomes an error that names the family.
 
     Raises:
-        FamilyError: for any other exception; says which, in which line of the family's file.
+        FamilyError: for any exception that is no ``PipeloomError``; contains it and its line in the family's file.
     """
     try:
         yield
@@ -50,11 +50,11 @@ def blamed(name: str, rule: Callable[..., Any]) -> Iterator[None]:
         raise FamilyError(f"the family '{name}' raised {said(error)}, in {where}; {_HINT}") from error
 
 
-def checked(name: str, rule: Callable[..., Any], answer: Any) -> Rows:
-    """The answer of a rule, if it has the form of one; whether it is a legal schedule is not looked at.
+def checked_rows(name: str, rule: Callable[..., Any], answer: Any) -> Rows:
+    """What a rule returned, if it has the right types; whether the schedule is legal is not checked here.
 
     Raises:
-        FamilyError: says what else it is.
+        FamilyError: with what was expected and found.
     """
     problems = list(islice(_problems(answer), _MOST))
     if problems:
@@ -78,7 +78,7 @@ def _problems(answer: Any) -> Iterator[str]:
 
 
 def _row_problems(rank: int, row: Any) -> Iterator[str]:
-    # Arrays of numbers: there is nothing else they could hold, and a look at each would take longer than the rule.
+    # Arrays of numbers cannot hold anything else, and a check of each would take longer than the rule.
     if isinstance(row, Row):
         return
     if not _is_list(row):
@@ -109,7 +109,7 @@ def _is_list(found: Any) -> bool:
 
 def _shown(value: Any) -> str:
     try:
-        # A stranger's repr may raise anything, and its fault is not the one to report.
+        # The repr of a plug-in's value may raise anything, and that is not the error to report.
         text = repr(value)
     except Exception:
         text = f"a {type(value).__name__}"

@@ -1,0 +1,47 @@
+"""How Sphinx builds the site: ``make docs``. Nothing is loaded from a network, neither here nor by the pages."""
+
+import sys
+from importlib.metadata import version as version_of
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "_site"))
+
+import generated
+
+project = "pipeloom"
+author = "The pipeloom authors"
+copyright = "The pipeloom authors, Apache-2.0"
+release = version = version_of("pipeloom")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_design"]
+exclude_patterns = ["_site"]
+root_doc = "index"
+nitpicky = False  # annotations name types that have no page of their own
+
+myst_enable_extensions = ["attrs_inline", "attrs_block", "colon_fence", "deflist"]
+myst_heading_anchors = 4
+myst_links_external_new_tab = False
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_class_signature = "separated"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+html_theme = "furo"
+html_title = "pipeloom"
+html_static_path = ["_site/static"]
+html_css_files = ["site.css"]
+html_show_sphinx = False
+html_copy_source = False
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#1f5f99", "color-brand-content": "#1f5f99"},
+    "dark_css_variables": {"color-brand-primary": "#7cb7ee", "color-brand-content": "#7cb7ee"},
+}
+copybutton_prompt_text = "$ "
+
+
+def setup(app):
+    """Fill in what is generated while the pages are read."""
+    app.connect("source-read", generated.fill_in)

@@ -1,0 +1,112 @@
+"""The site: links, navigation and generated parts, without the generator; and a strict build where there is one."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from pipeloom.cli import COMMANDS
+from pipeloom.config import RunConfig
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+
+
+@pytest.fixture(scope="module")
+def generated():
+    sys.path.insert(0, str(DOCS / "_site"))
+    try:
+        yield importlib.import_module("generated")
+    finally:
+        sys.path.remove(str(DOCS / "_site"))
+
+
+@cache
+def anchors(page, fill):
+    """What a link may name on a page: its headings, as GitHub and MyST write them, and marks of its own."""
+    text = re.sub(r"^```.*?^```$", "", fill(page.read_text(encoding="utf-8")), flags=re.M | re.S)
+    slugs, found = re.findall(r"^#{1,6} +(.+)$", text, flags=re.M), set(re.findall(r"\{#([\w-]+)\}", text))
+    for title in slugs:
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title)
+        found.add(re.sub(r"[^\w\- ]", "", words.strip().lower()).replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_every_link_and_anchor_of_a_page_exists(page, generated):
+    text = re.sub(r"^```(?!\{).*?^```$", "", generated.filled(page.read_text(encoding="utf-8")), flags=re.M | re.S)
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_file(), f"links to {link}, which does not exist"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target, generated.filled), f"links to {link}, which has no such heading"
+
+
+def test_every_page_is_in_the_navigation():
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```\{toctree\}\n(.*?)^```$", index, flags=re.M | re.S)
+    entries = {line for block in blocks for line in block.splitlines() if line and not line.startswith(":")}
+    named = {page.relative_to(DOCS).with_suffix("").as_posix() for page in PAGES}
+    # The first page of a folder lists the others.
+    listed = {name for name in named if f"{name.rpartition('/')[0]}/README" in entries}
+    assert named - entries - listed == {"index"}
+    assert entries <= named
+
+
+def test_every_marker_has_a_part_and_every_part_a_page(generated):
+    found = [name for page in PAGES for name in generated.MARKER.findall(page.read_text(encoding="utf-8"))]
+    assert sorted(found) == sorted(generated.GENERATED)
+
+
+def test_the_reference_has_every_setting_with_its_meaning(generated):
+    text = generated.run_file()
+    for section, options in get_type_hints(RunConfig).items():
+        for item in fields(options):
+            entry = re.search(rf"^\[`{section}\.{item.name}`\]\{{#\S+\}}\n: (.+)", text, flags=re.M)
+            assert entry, f"{section}.{item.name} is missing"
+            assert len(entry[1].partition(" *")[0].split()) >= 1, f"{section}.{item.name} has no description"
+
+
+def test_the_reference_has_every_command(generated):
+    assert re.findall(r"^## (.+)$", generated.commands(), flags=re.M) == list(COMMANDS)
+
+
+def test_the_picture_and_the_list_of_packages_are_complete(generated):
+    packages = {path.stem for path in (ROOT / "src" / "pipeloom").iterdir() if not path.name.startswith("_")}
+    packages -= {"py"}  # py.typed
+    drawn = set(re.findall(r"<text[^>]*>([^<]+)</text>", generated.architecture()))
+    assert packages == {name for text in drawn for name in text.split(" · ")}
+    tree = set(re.findall(r"^    (\w+)(?:/|\.py) ", (DOCS / "design.md").read_text(encoding="utf-8"), flags=re.M))
+    assert packages == tree
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="Sphinx is not installed: pip install '.[docs]'")
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path):
+    words = [
+        "-b",
+        "html",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-d",
+        str(tmp_path / "doctrees"),
+        str(DOCS),
+        str(tmp_path / "site"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *words], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for page in (tmp_path / "site").rglob("*.html"):
+        loaded = re.findall(r"<(?:script|img|link|iframe)[^>]*?(?:src|href)=\"(https?:)?//", page.read_text())
+        assert not loaded, f"{page.name} loads something from a network"
+    index = (tmp_path / "site" / "searchindex.js").read_text(encoding="utf-8")
+    assert all(f'"{page.relative_to(DOCS).with_suffix("").as_posix()}"' in index for page in PAGES)
