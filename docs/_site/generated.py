@@ -132,8 +132,10 @@ def _entry(name: str, hint: Any, default: Any, text: str, anchor: str | None = N
 
 
 def _markdown(text: str) -> str:
-    """A docstring's sentence in Markdown: code in one pair of backticks, no other markup."""
-    return re.sub(r"([*<_\[])", r"\\\1", re.sub(r"``(.*?)``", r"`\1`", " ".join(text.split())))
+    """A docstring's sentence in Markdown: code in one pair of backticks, links to pages, no other markup."""
+    one_line = re.sub(r"``(.*?)``", r"`\1`", " ".join(text.split()))
+    plain = re.sub(r"([*<_\[])", r"\\\1", one_line)
+    return re.sub(r"docs/([\w/-]+)\.md", r"[\1](../\1.md)", plain)
 
 
 def _settings(options_class: type) -> list[tuple[str, Any, Any, str]]:

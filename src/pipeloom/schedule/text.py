@@ -28,7 +28,7 @@ _MOST_DIGITS = 15
 _MOST_SHOWN = 60
 _MOST_PROBLEMS = 20
 _MOST_MISSING = 100_000
-"""Forwards that may be missing where the rules, which have room for each, say so."""
+"""Largest number of missing forwards that the rules report one by one."""
 
 
 def format_schedule(schedule: Schedule, recipe: Mapping[str, str] | None = None) -> str:
