@@ -1,6 +1,8 @@
 # make demo     train a small language model, breadth-first over 4 processes, and draw its timeline
 # make test     check and test everything
 # make docs     the site with all pages, in site/: open site/index.html (the first time it installs the generator)
+# make dist     the wheel and the source archive, in dist/, both tested in empty environments
+# make docs-commands   every command of README, docs and examples executed, with few steps (about 6 minutes)
 # make predict  predicted beside measured step time on this machine, for six layouts
 # make reproduce  the facts and figures of the breadth-first paper, and BPipe's, simulated: docs/reproduction/
 # make schedules  the table and the pictures of all families of schedules: docs/schedules/
@@ -28,7 +30,7 @@ BIN         := $(VENV)/bin
 STAMP       := $(VENV)/.installed
 LOADED      := numba llvmlite numpy pydantic pydantic_core rich tyro
 
-.PHONY: demo test docs plan-demo predict reproduce schedules plan-speed bench-network bench-overhead bench-balance speed check \
+.PHONY: demo test docs dist docs-commands plan-demo predict reproduce schedules plan-speed bench-network bench-overhead bench-balance speed check \
         format clean
 
 demo: $(STAMP)
@@ -44,6 +46,14 @@ docs: $(VENV)/.docs
 $(VENV)/.docs: $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[docs]'
 	@touch $@
+
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist > $(VENV)/built.txt 2>&1 || { cat $(VENV)/built.txt; exit 1; }
+	$(BIN)/python tests/support/distribution.py dist $(ARGS)
+
+docs-commands: $(STAMP)
+	$(BIN)/python tests/support/documented.py $(ARGS)
 
 plan-demo: $(STAMP)
 	$(BIN)/python benchmarks/plan_demo.py $(ARGS)
@@ -84,7 +94,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) outputs site .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist outputs site src/pipeloom.egg-info .ruff_cache .pytest_cache .hypothesis
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@echo "Making $(VENV) ..."

@@ -1,17 +1,20 @@
-"""The commands that README, docs and examples show: found, parsed by the real command line, executed where that is cheap.
+"""The commands that README, docs and examples show: found, parsed by the real command line, executed where it is cheap.
 
-``python tests/support/documented.py`` executes all that need neither root nor a second host, and prints what was done with
-each and why (``make docs-commands``). ``tests/from_outside/test_documented_commands.py`` executes the quick ones.
+``python tests/support/documented.py`` executes all that need neither root nor a second host, and prints what was done
+with each and why (``make docs-commands``). ``tests/from_outside/test_documented_commands.py`` executes the quick ones.
 """
 
 import argparse
 import atexit
 import importlib
+import json
+import os
 import re
 import shlex
 import shutil
 import sys
 import tempfile
+import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +28,7 @@ import tomli_w
 from commands import TRAINS, run_command
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from plugins import write_plugin
 
 from pipeloom.cli import COMMANDS, main
 from pipeloom.cli.flags import flag_problems
@@ -45,12 +49,14 @@ class Shown:
         line: of the page.
         words: of the command, without comments.
         is_inline: whether it stands within a sentence, where it may be a part of a command.
+        fails: whether it shows what fails: ``|| true`` stands behind it.
     """
 
     page: str
     line: int
     words: tuple[str, ...]
     is_inline: bool = False
+    fails: bool = False
 
     def __str__(self) -> str:
         return shlex.join(self.words)
@@ -58,7 +64,14 @@ class Shown:
 
 @dataclass(frozen=True)
 class Done:
-    """What was done with a command: ``executed``, ``parsed`` or ``wrong``; why not executed, or what was wrong; CPU seconds."""
+    """What was done with a command.
+
+    Attributes:
+        shown: the command.
+        what: ``executed``, ``parsed`` or ``wrong``.
+        why: it was not executed, or what was wrong.
+        cpu_s: CPU seconds.
+    """
 
     shown: Shown
     what: str
@@ -80,12 +93,15 @@ def shown_commands(root: Path = ROOT) -> dict[str, list[Shown]]:
     return {name: commands for name, commands in found.items() if commands}
 
 
+_LANGUAGE = re.compile(r"^({code-block} )?(sh|console|text)?( |$)")
+
+
 def _of_markdown(page: str, text: str, first_line: int = 1) -> Iterator[Shown]:
     for token in MarkdownIt("commonmark").enable("table").parse(text):
         line = first_line + (token.map or [0])[0]
-        if token.type == "fence" and token.info.startswith("{"):
+        if token.type == "fence" and re.match(r"\{(?!code-block)", token.info):
             yield from _of_markdown(page, token.content, line + 1)  # a directive, whose content is Markdown
-        elif token.type in ("fence", "code_block") and token.info.strip() in ("", "sh", "bash", "console", "shell", "text"):
+        elif token.type == "code_block" or (token.type == "fence" and _LANGUAGE.search(token.info)):
             yield from _of_block(page, token, line + (token.type == "fence"))
         for child in token.children or []:
             words = _words(child.content) if child.type == "code_inline" else ()
@@ -101,16 +117,18 @@ def _of_block(page: str, token: Token, line: int) -> Iterator[Shown]:
         whole = begun + text.removeprefix("$ ")
         begun = whole[:-1] if whole.endswith("\\") else ""
         if not begun and (words := _words(whole)):
-            yield Shown(page, line + number, words)
+            yield Shown(page, line + number, words, fails="|| true" in whole)
 
 
 def _words(text: str) -> tuple[str, ...]:
-    """Words of a line that is a command, without its comment; none of another line."""
-    first = text.split()[:2]
-    if not first or first[0].removeprefix(".venv/bin/") not in PROGRAMS or (len(first) > 1 and first[1].endswith(":")):
+    """Words of a line that is a command, without its comment and what a shell does for it; none of another line."""
+    text = text.replace("COMMAND", "schedule").replace("FAMILY", "1f1b")  # any will do
+    command = re.sub(r"^(\w+=\S+ +)*(\.venv/bin/)?| +(\|\||\||>|&&) .*", "", text)
+    first = command.split()[:2]
+    # "pipeloom train: ..." begins a message
+    if not first or first[0] not in PROGRAMS or len(first) < 2 or first[1][-1] in ":,;":
         return ()
-    words = shlex.split(text.replace(".venv/bin/", "", 1), comments=True)
-    return tuple(words) if len(words) > 1 and re.fullmatch(r"[\w./~'-][^,;]*|\.\.\.", words[1]) else ()
+    return tuple(shlex.split(command, comments=True))
 
 
 class _Parsed(BaseException):
@@ -156,7 +174,7 @@ def parse(words: tuple[str, ...], folder: Path) -> str:
 
 
 def parse_part(words: tuple[str, ...]) -> str:
-    """Read a command of a sentence, which may lack what it needs: the command and its flags are there, or what is not."""
+    """Read a command of a sentence, which may lack what it needs; returns which command or flag there is not."""
     if words[0] not in COMMANDS:
         return f"there is no command {words[0]}"
     options = getattr(importlib.import_module(f"pipeloom.cli.{words[0]}"), "Options", RunConfig)
@@ -175,28 +193,45 @@ SMALL = {
 QUICK = {
     "train": SMALL | {"training.steps": "2", "training.validation-batches": "1", "training.sample-tokens": "4"},
     "verify": SMALL,
-    "export": {},
+    "plan": {"families": "1f1b", "recompute": "full", "shards": "none", "ways": "none", "explain": ""},
+    "tradeoff": {"batch-per-device": "1", "devices": "64", "methods": "1f1b"},
+    "slices": {"unit": "128"},
     "profile": {"budget-s": "4"},
-    "plan": {"budget-s": "5"},
 }
 
 
 def quick(words: tuple[str, ...], number: int) -> tuple[str, ...]:
     """The command with settings that make it quick."""
     flags = {word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")}
+    sets = {flag.replace(".no-", ".").removeprefix("no-") for flag in flags}
     if flags & {"help", "help-all"}:
         return words
-    extra = {name: value for name, value in QUICK.get(words[0], {}).items() if name not in flags}
+    extra = {name: value for name, value in QUICK.get(words[0], {}).items() if name not in sets}
     if words[0] in ("train", "verify") and not ({"model.tokenizer", "data.tokenizer"} & flags and "bpe" in words):
         extra.pop("data.bpe-vocab-size")
     if words[0] == "train" and "output.folder" not in flags:
         extra["output.folder"] = f"outputs/{number}"
-    return (*words, *(word for name, value in extra.items() for word in (f"--{name}", value)))
+    if "checkpoint.resume" in flags and "training.steps" in extra:
+        extra["training.steps"] = "102"  # what is resumed has 100
+    written = [(f"--{name}", value) if value else (f"--no-{name}",) for name, value in extra.items()]
+    return (*words, *(word for flag in written for word in flag))
 
 
 TEXT = "".join(f"The quick brown fox number {n} jumps over the lazy dog.\n" for n in range(800))
-MODEL = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 256, "mlp": "swiglu", "vocab": 257}
-RECIPE = {"training": {"steps": 2}}
+MODEL = {
+    "name": "small",
+    "tied": False,
+    "layers": 4,
+    "hidden": 64,
+    "heads": 4,
+    "kv_heads": 4,
+    "ffn": 256,
+    "mlp": "swiglu",
+    "vocab": 257,
+}
+RECIPE = {"training": {"steps": 20}, "optimizer": {"lr": 1e-3, "lr_warmup_steps": 2}}
+HUGGING_FACE = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 14, "num_attention_heads": 2,
+                "intermediate_size": 64, "vocab_size": 257, "rms_norm_eps": 1e-5}  # fmt: skip
 
 
 def _write_readers_files(folder: Path, text: str) -> None:
@@ -204,7 +239,14 @@ def _write_readers_files(folder: Path, text: str) -> None:
     shutil.copytree(ROOT / "examples", folder / "examples")
     catalog = ROOT / "src" / "pipeloom" / "catalog"
     small = {"num_layers": 14} | {name.replace("-", "_"): int(value) for name, value in _section("model").items()}
-    run = {"model": small, "data": {"path": "text.txt", "seq_len": 16}, **RECIPE, "layout": {"pp": 2, "loops": 2}}
+    run = {
+        "model": small,
+        "data": {"path": "text.txt", "seq_len": 16, "tokenizer": "bytes"},
+        "layout": {"pp": 2, "loops": 2},
+    } | RECIPE
+    if "--model.preset" in text or "--model.file" in text:
+        run |= {"model": {}, "layout": {"pp": 8, "loops": 1, "recompute": "full"}, "machine": {"cluster": "dgx-h100"}}
+        run["schedule"] = {"family": "1f1b"}
     files = {
         "text.txt": TEXT,
         "texts/one.txt": TEXT,
@@ -216,25 +258,29 @@ def _write_readers_files(folder: Path, text: str) -> None:
         "small.toml": tomli_w.dumps(MODEL),
         "mine.toml": (catalog / "clusters" / "dgx-a100.toml").read_text(),
         "cluster.toml": (catalog / "clusters" / "laptop.toml").read_text(),
+        "my.txt": "max_stage_inputs = 2 2\n0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n",
+        "their.csv": "0F0,0F1,,,,0B0,0B1\n,1F0,1F1,1B0,1B1,,\n",
+        "config.json": json.dumps(HUGGING_FACE),
         "program.toml": (catalog / "software" / "megatron-2021.toml").read_text(),
     }
     for name, content in files.items():
         if name == "text.txt" or name.partition("/")[0] in text:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(content, encoding="utf-8")
-    if re.search(r"\bRUN\b(?!\.)", text):
-        shutil.copytree(_trained(), folder / "RUN")
+    for name in ("RUN", "first-run"):
+        if re.search(rf"\b{name}\b(?!\.)", text):
+            shutil.copytree(_trained(), folder / name)
 
 
 @cache
 def _trained() -> Path:
-    """The folder of a run, which pages call RUN; made once."""
+    """The folder of a run of 100 steps, which pages call RUN; made once."""
     folder = Path(tempfile.mkdtemp(prefix="pipeloom-docs-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    words = ["--layout.pp", "1", "--layout.loops", "2", "--layout.num-microbatches", "2", "--checkpoint.every", "50"]
-    words += ["--training.steps", "100", "--training.no-predict", "--output.folder", "RUN"]
-    done, _ = run_command(*quick(("train", *words), 0), folder=folder, imported=TRAINS)
+    words = "--model.num-layers 2 --layout.pp 1 --layout.loops 2 --layout.num-microbatches 2 --output.folder RUN"
+    words += " --training.steps 100 --training.no-predict --checkpoint.every 100"
+    done, _ = run_command(*quick(("train", *words.split()), 0), folder=folder, imported=TRAINS)
     assert done.returncode == 0, done.stderr
     return folder / "RUN"
 
@@ -244,7 +290,7 @@ def _section(name: str) -> dict[str, str]:
 
 
 LEFT_OUT = {
-    r"^make (bench-network|test|check|format|clean|demo|.*)": "a target of make, which has its own test or takes minutes",
+    r"^make ": "a target of make, which takes minutes or changes this environment",
     r"^pip ": "tests/from_outside/test_distribution.py installs",
     r"^torchrun .*--nnodes": "needs several hosts",
     r"^python ": "a script that takes minutes",
@@ -262,6 +308,7 @@ def check_page(commands: list[Shown], folder: Path, *, executes_all: bool) -> It
         executes_all: also those that start processes.
     """
     _write_readers_files(folder, " ".join(map(str, commands)))
+    plugins = _install_plugins(commands[0].page, folder / "plugins")
     for number, shown in enumerate(commands):
         program, *words = shown.words
         if shown.is_inline:
@@ -275,12 +322,43 @@ def check_page(commands: list[Shown], folder: Path, *, executes_all: bool) -> It
         if why:
             yield _judged(shown, parse_part(words), why)
         elif words[0] in SLOW and not executes_all and "--help" not in words:
-            yield _judged(shown, parse(words, folder), "starts processes: make docs-commands")
+            problem = parse_part(words) if plugins else parse(words, folder)
+            yield _judged(shown, problem, "starts processes: make docs-commands")
         else:
-            # what its own lines trained and tests of commands in one process share is imported once
-            done, _ = run_command(*quick(words, number), folder=folder, timeout_s=120, imported=TRAINS)
-            wrong = f"status {done.returncode}: {done.stderr}" if done.returncode else ""
-            yield Done(shown, "wrong" if wrong else "executed", wrong, done.cpu_s)
+            status, printed, cpu_s = _execute(quick(words, number), folder, plugins)
+            is_wrong = bool(status) != shown.fails
+            yield Done(shown, "wrong" if is_wrong else "executed", f"status {status}: {printed}" * is_wrong, cpu_s)
+
+
+def _execute(words: tuple[str, ...], folder: Path, plugins: Path | None) -> tuple[int, str, float]:
+    """Run a command in a folder; returns its status, what it printed on stderr, and its CPU seconds."""
+    if plugins is not None:
+        path = os.pathsep.join([str(plugins), *sys.path])
+        done, _ = run_command(*words, folder=folder, timeout_s=120, PYTHONPATH=path)
+    elif words[0] in SLOW and "--help" not in words:
+        done, _ = run_command(*words, folder=folder, timeout_s=300, imported=TRAINS)
+    else:
+        begin, printed = time.process_time(), StringIO()
+        with chdir(folder), redirect_stdout(printed), redirect_stderr(printed):
+            try:
+                status = main(words)
+            except SystemExit as end:  # of --help
+                status = int(end.code or 0)
+        return status, printed.getvalue(), time.process_time() - begin
+    return done.returncode, done.stdout + done.stderr, done.cpu_s
+
+
+def _install_plugins(page: str, folder: Path) -> Path | None:
+    """Write the distributions that a page shows, Python and entry point; ``None`` if it shows none."""
+    if not page.endswith(".md"):
+        return None
+    text = (ROOT / page).read_text(encoding="utf-8")
+    shown = re.findall(r"```python\n(.*?)```(?:(?!```).)*```toml\n(\[project.entry.*?)```", text, flags=re.DOTALL)
+    for code, project in shown:
+        ((group, points),) = tomllib.loads(project)["project"]["entry-points"].items()
+        ((name, module),) = points.items()
+        write_plugin(folder, module, code, {group: name})
+    return folder if shown else None
 
 
 def _judged(shown: Shown, problem: str, why: str) -> Done:
@@ -310,7 +388,10 @@ def _other_problem(words: tuple[str, ...], folder: Path) -> str:
 
 def _make_problem(words: tuple[str, ...], folder: Path) -> str:
     makefile = (ROOT / "Makefile").read_text()
-    targets, knobs = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.M)), set(re.findall(r"^([A-Z_]+) *\?=", makefile, re.M))
+    targets, knobs = (
+        set(re.findall(r"^([a-z][a-z-]*):", makefile, re.M)),
+        set(re.findall(r"^([A-Z_]+) *\?=", makefile, re.M)),
+    )
     names = {word.partition("=")[0] for word in words}
     return ", ".join(f"the Makefile has no {name}" for name in sorted(names - targets - knobs))
 
@@ -356,17 +437,22 @@ def table(done: list[Done]) -> str:
     return "\n".join([*lines, "", f"{len(done)} commands", *(f"{n:5} {what}" for what, n in sums.most_common())])
 
 
-if __name__ == "__main__":
+def _main() -> int:
+    """Execute commands and print what was done with each; returns the exit status."""
     parser = argparse.ArgumentParser(description="Execute the commands that README, docs and examples show.")
     parser.add_argument("pages", nargs="*", help="only these pages, such as docs/plan.md")
     parser.add_argument("--quick", action="store_true", help="only parse those that start processes")
     options = parser.parse_args()
-    all_done: list[Done] = []
-    for _page, _commands in shown_commands().items():
-        if not options.pages or _page in options.pages:
-            with tempfile.TemporaryDirectory(prefix="pipeloom-docs-") as _folder:
-                for _done in check_page(_commands, Path(_folder), executes_all=not options.quick):
-                    all_done.append(_done)
-                    print(f"{_done.what:<9} {_done.cpu_s:5.1f} s  {_page}:{_done.shown.line}  {_done.shown}", flush=True)
-    print(f"\n{table(all_done)}")
-    sys.exit(any(d.what == "wrong" for d in all_done))
+    done: list[Done] = []
+    for page, commands in shown_commands().items():
+        if not options.pages or page in options.pages:
+            with tempfile.TemporaryDirectory(prefix="pipeloom-docs-") as folder:
+                for one in check_page(commands, Path(folder), executes_all=not options.quick):
+                    done.append(one)
+                    sys.stderr.write(f"{one.what:<9} {one.cpu_s:5.1f} s  {page}:{one.shown.line}  {one.shown}\n")
+    sys.stdout.write(table(done) + "\n")
+    return int(any(one.what == "wrong" for one in done))
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
