@@ -61,6 +61,11 @@ _LIGHT, _BETWEEN, _HALF, _DARK, _DARKEST, _GRAY = Shade
 class Kind(StrEnum):
     """What an action does. The value is the letter in an action's text; PyTorch's runtime has the same, or none.
 
+    Examples:
+        >>> from pipeloom import Kind
+        >>> Kind("F"), Kind.BACKWARD_INPUT.words
+        (<Kind.FORWARD: 'F'>, 'backward for the input')
+
     Attributes:
         code: its number in arrays and kernels, the number of its row. Compute comes first, then what names a
             micro-batch, then what names a stage: kernels compare codes.
