@@ -15,7 +15,9 @@
 #
 # The first use makes .venv; nothing is needed but Python >= 3.11 and make. Knobs:
 #   PYTHON=python3.12        another interpreter
-#   PIP_ARGS="..."           for pip, such as --extra-index-url with PyTorch's index of CPU builds
+#   TORCH_INDEX=             PyTorch as pip is configured, on PyPI with 3 GB of CUDA libraries; without a GPU the default is
+#                            PyTorch's index of CPU builds, 0.2 GB
+#   PIP_ARGS="..."           for pip, such as a mirror
 #   CONSTRAINTS=/dev/null    the newest torch, or one that is installed already (see SYSTEM_SITE)
 #   SYSTEM_SITE=1            use the packages that the interpreter has, its torch among them
 #   ARGS="..."               for pipeloom or pytest
@@ -24,9 +26,11 @@ VENV        ?= .venv
 CONSTRAINTS ?= constraints.txt
 PIP_ARGS    ?=
 SYSTEM_SITE ?=
+TORCH_INDEX ?= $(if $(SYSTEM_SITE)$(wildcard /dev/nvidia* /dev/dxg /Library),,https://download.pytorch.org/whl/cpu)
 ARGS        ?=
 TRAINING    := pipeloom.training.trainer, pipeloom.training.export, torch._dynamo, torch.distributed.checkpoint
 BIN         := $(VENV)/bin
+PIP         := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile $(PIP_ARGS) -c $(CONSTRAINTS)
 STAMP       := $(VENV)/.installed
 LOADED      := numba llvmlite numpy pydantic pydantic_core rich tyro
 
@@ -44,7 +48,7 @@ docs: $(VENV)/.docs
 	@echo "written: site/index.html"
 
 $(VENV)/.docs: $(STAMP)
-	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[docs]'
+	$(PIP) -e '.[docs]'
 	@touch $@
 
 dist: $(STAMP)
@@ -100,7 +104,11 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@echo "Making $(VENV) ..."
 	$(PYTHON) -m venv $(if $(SYSTEM_SITE),--system-site-packages) $(VENV)
 	@echo "Installing what pipeloom needs into it (once; about a minute, PyTorch is large) ..."
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[dev]'
+	@if [ -n "$(TORCH_INDEX)" ]; then \
+	  $(PIP) --no-deps --no-index torch 2> /dev/null || \
+	  $(PIP) --no-deps --retries 0 --timeout 20 --index-url $(TORCH_INDEX) torch 2> /dev/null || \
+	  echo "$(TORCH_INDEX) has no PyTorch for this machine or cannot be reached: taking what pip finds (3 GB from PyPI)"; fi
+	$(PIP) -e '.[dev]'
 	@echo "Compiling what commands load first, and loops (once; about 15 seconds) ..."
 	@for folder in $(LOADED:%=$(VENV)/lib/python*/site-packages/%); do \
 	  if [ -d $$folder ]; then $(BIN)/python -m compileall -q $$folder; fi; \
