@@ -34,8 +34,8 @@ PIP         := $(BIN)/python -m pip install -q --disable-pip-version-check --no-
 STAMP       := $(VENV)/.installed
 LOADED      := numba llvmlite numpy pydantic pydantic_core rich tyro
 
-.PHONY: demo test docs dist docs-commands plan-demo predict reproduce schedules plan-speed bench-network bench-overhead bench-balance speed check \
-        format clean
+.PHONY: demo test docs dist docs-commands plan-demo predict reproduce schedules plan-speed bench-network bench-overhead \
+        bench-balance speed check format clean
 
 demo: $(STAMP)
 	$(BIN)/pipeloom train $(ARGS)
