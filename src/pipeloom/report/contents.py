@@ -59,11 +59,18 @@ def page_contents(run: Run) -> dict[str, Any]:
         empty = {"timeline": None, "bubble": None, "communication": None, "pipelines": nothing, "over_time": nothing}
         return contents | empty
     return contents | {
-        "timeline": timeline_contents(traces, run.schedule.num_stages, step),
+        "timeline": timeline_contents(traces, _titles(step)),
         "bubble": _bubble(run.schedule, traces),
         "communication": _communication(traces),
         "pipelines": _pipelines(run),
         "over_time": over_time_contents(run, run.schedule, traces),
+    }
+
+
+def _titles(step: int | None) -> dict[str, str]:
+    return {
+        "measured": "measured in one step" if step is None else f"measured in step {step}",
+        "predicted": "predicted before the first step, from profiled stages",
     }
 
 
