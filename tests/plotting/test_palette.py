@@ -1,6 +1,7 @@
 """The palette: for readers with any color vision, on light and dark grounds, and in print."""
 
 import re
+from importlib.resources import files
 from itertools import combinations, pairwise, product
 
 import numpy as np
@@ -19,8 +20,8 @@ from pipeloom.plotting.palette import (
     channels,
     contrast,
     fill_of,
+    page_colors,
 )
-from pipeloom.report import timeline_style
 from pipeloom.schedule.kinds import COMPUTE_LANE_KINDS, KINDS, Kind
 
 # Machado, Oliveira and Fernandes, "A Physiologically-based Model for Simulation of Color Vision Deficiency",
@@ -124,14 +125,14 @@ def test_every_kind_has_a_color():
     assert category(Kind.EVICT) == category(Kind.RELOAD) == category(Kind.SWAP_IN) == "move"
 
 
-def test_text_of_a_page_has_contrast_in_both_modes():
-    sheets = re.findall(r"\{([^{}]*--(?:forward|paper):[^{}]*)\}", timeline_style())
-    colors = [dict(re.findall(r"--([\w-]+): (#\w{6});", sheet)) for sheet in sheets]
-    modes = [kinds | others for kinds, others in zip(colors[:2], colors[2:], strict=True)]
+def test_text_of_a_page_has_contrast_in_both_modes_and_kinds_have_their_colors():
+    sheet = (files("pipeloom.report") / "colors.css").read_text(encoding="utf-8")
+    modes = [dict(re.findall(r"--([\w-]+): (#\w{6});", part)) for part in re.findall(r"\{([^{}]*)\}", sheet)]
     assert len(modes) == 2
-    for mode in modes:
+    for mode, colors in zip(modes, page_colors(), strict=True):
+        assert colors.items() <= mode.items()
         for ink in ("ink", "muted", "measured", "predicted"):
             assert all(contrast(mode[ink], mode[ground]) >= 4.5 for ground in ("paper", "panel", "row", "lane")), ink
         assert contrast(mode["focus"], mode["paper"]) >= 3
-    assert all(name in mode for mode in modes for name in HUES)
     assert (modes[0]["measured"], modes[0]["predicted"]) == (MEASURED, PREDICTED)
+    assert (modes[0]["row"], modes[1]["row"], modes[1]["paper"]) == (ROW, DARK_ROW, DARK_PAPER)

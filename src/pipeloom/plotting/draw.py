@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.errors import UserError
-from pipeloom.plotting.figure import headline, new_figure, plain, save
+from pipeloom.plotting.figure import headline, new_figure, plain, save, svg_text
 from pipeloom.plotting.labels import Label, place_labels
 from pipeloom.plotting.palette import BAND, PAPER, ROW, SERIES, Fill, category, channels, fill_of
 from pipeloom.schedule.action import Action
@@ -104,6 +104,11 @@ def plot_timelines(traces: Mapping[str, Trace], files: Sequence[Path], *, unit: 
     figure = _timelines_figure(traces, unit, scale)
     for file in files:
         save(figure, file)
+
+
+def timelines_svg(traces: Mapping[str, Trace], *, unit: str, scale: float) -> str:
+    """What ``plot_timelines`` draws, as the text of an SVG picture."""
+    return svg_text(_timelines_figure(traces, unit, scale))
 
 
 def _timelines_figure(traces: Mapping[str, Trace], unit: str, scale: float) -> "Figure":

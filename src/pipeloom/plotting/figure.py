@@ -1,5 +1,6 @@
 """Figures without a display, and the files that they become."""
 
+from io import StringIO
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING
@@ -55,3 +56,13 @@ def save(figure: "Figure", file: Path) -> None:
         figure.set_layout_engine("none")  # it has placed everything; a second file needs it no more
     except OSError as error:
         raise UserError(f"cannot write the picture {file}: {error.strerror}") from error
+
+
+def svg_text(figure: "Figure") -> str:
+    """A figure as the text of an SVG picture."""
+    from matplotlib import rc_context
+
+    text = StringIO()
+    with rc_context(_STYLE):
+        figure.savefig(text, format="svg", metadata=_METADATA[".svg"])
+    return text.getvalue()

@@ -128,16 +128,11 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def style_sheet() -> str:
-    """The palette as CSS variables, ``--forward`` and so on, for pages whose root element has ``data-mode``."""
+def page_colors() -> tuple[dict[str, str], dict[str, str]]:
+    """Name -> color, of a light page and of a dark one: what ``report/colors.css`` has as CSS variables."""
     fills = {name: fill_of(name) for name in HUES}
     light = {name: fill.fill for name, fill in fills.items()} | {"idle": _IDLE}
-    dark = {name: fill.dark_fill for name, fill in fills.items()} | {"idle": _DARK_IDLE}
-    modes = [":root { %s }", '@media screen { :root[data-mode="dark"]:not([data-printing]) { %s } }']
-    return "".join(
-        mode % " ".join(f"--{name}: {value};" for name, value in colors.items()) + "\n"
-        for mode, colors in zip(modes, (light, dark), strict=True)
-    )
+    return light, {name: fill.dark_fill for name, fill in fills.items()} | {"idle": _DARK_IDLE}
 
 
 def _ink_on(color: str) -> str:

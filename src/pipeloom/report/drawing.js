@@ -1,5 +1,6 @@
 "use strict";
-// What pages share: elements, axes, the color mode, and the timelines of a step.
+// What the report and the playground draw with: elements, timelines on a canvas, bars and curves.
+// It computes where the ink goes, and nothing else.
 
 const root = document.documentElement;
 
@@ -22,9 +23,12 @@ function chosenMode(mode) {
   }
 }
 
+function systemMode() {
+  return systemDark.matches ? "dark" : "light";
+}
+
 // Pictures on a canvas keep their pixels: they listen for "modechange" and are drawn again.
 function setMode(mode) {
-  if (root.dataset.mode === mode) return;
   root.dataset.mode = mode;
   window.dispatchEvent(new Event("modechange"));
 }
@@ -33,30 +37,29 @@ function isDark() {
   return root.dataset.mode === "dark" && !root.hasAttribute("data-printing");
 }
 
-// Sets the mode of the page, the system's unless the reader chose one, and returns a button for the other one.
-function modeSwitch() {
-  const node = element("button", { type: "button", class: "mode" });
-  const show = (mode) => {
-    setMode(mode);
-    node.textContent = mode === "dark" ? "Light mode" : "Dark mode";
-  };
-  let chosen = chosenMode();
-  const system = () => (systemDark.matches ? "dark" : "light");
-  show(chosen === "dark" || chosen === "light" ? chosen : system());
-  node.addEventListener("click", () => {
-    chosen = root.dataset.mode === "dark" ? "light" : "dark";
-    chosenMode(chosen);
-    show(chosen);
-  });
-  systemDark.addEventListener("change", () => chosen || show(system()));
-  return node;
-}
-
+setMode(chosenMode() ?? systemMode());
+systemDark.addEventListener("change", () => {
+  if (chosenMode() === null) setMode(systemMode());
+});
 for (const name of ["beforeprint", "afterprint"]) {
   window.addEventListener(name, () => {
     root.toggleAttribute("data-printing", name === "beforeprint"); // paper is light
     window.dispatchEvent(new Event("modechange"));
   });
+}
+
+// A button for the other mode.
+function modeButton() {
+  const node = element("button", { type: "button", class: "mode" });
+  const show = () => (node.textContent = root.dataset.mode === "dark" ? "Light mode" : "Dark mode");
+  node.addEventListener("click", () => {
+    const mode = root.dataset.mode === "dark" ? "light" : "dark";
+    chosenMode(mode);
+    setMode(mode);
+  });
+  window.addEventListener("modechange", show);
+  show();
+  return node;
 }
 
 // ---------------------------------------------------------------- elements
@@ -120,19 +123,17 @@ function grouped(value, digits) {
 const MARGIN = 12;
 const AXIS = 26;
 const TITLE = 26;
-let numTimelines = 0;
 
-// The timelines of `data` (timeline.py) on one time axis. `box` and `toolbar()` go into the page, then `resize()`.
 class Timeline {
-  constructor(data) {
+  // The suffix of ids sets timelines of one page apart.
+  constructor(data, suffix = "") {
+    this.suffix = suffix;
     this.withLanes = false;
-    this.suffix = numTimelines || "";
-    numTimelines += 1;
     this.canvas = element("canvas", {
       tabindex: "0",
       role: "application",
       "aria-roledescription": "timelines",
-      "aria-describedby": "keys" + this.suffix,
+      "aria-describedby": "keys" + suffix,
     });
     this.tip = element("div", { class: "tip" });
     this.range = element("span", { class: "view", role: "status" });
@@ -141,36 +142,28 @@ class Timeline {
     this.listen();
   }
 
+  // What is drawn from now on, all of it in view.
   take(data) {
     this.data = data;
     this.view = [0, data.end];
     this.hovered = null;
-    this.tip.style.display = "none";
-    const panels = data.panels.map((panel) => `${panel.title}: ${panel.makespan}`);
-    this.canvas.setAttribute("aria-label", `timelines of the step, ${panels.join("; ")}`);
-    this.where = new Map(); // box by panel and action
-    data.panels.forEach((panel, number) => {
-      for (const rank of panel.ranks) for (const lane of rank.lanes) for (const box of lane.boxes) {
-        this.where.set(number + ":" + this.name(box) + ":" + rank.label, box);
-      }
-    });
+    this.where = null;
+    const titles = data.panels.map((panel) => `${panel.title}: ${panel.makespan}`).join("; ");
+    this.canvas.setAttribute("aria-label", `timelines of the step, ${titles}`);
   }
 
-  // Shows other data; a part of the step that is in view stays in view.
-  update(data) {
-    const [from, to] = this.view.map((time) => time / this.data.end);
-    this.take(data);
-    this.view = [from * data.end, to * data.end];
-    this.resize();
-  }
-
-  // A time as text; `digits` behind the point.
-  text(time, digits) {
-    return grouped(time * this.data.scale, digits);
-  }
-
-  get unit() {
-    return this.data.unit ? " " + this.data.unit : "";
+  // The box of an action of a rank in a panel; undefined if there is none.
+  boxOf(panel, name, rank) {
+    // Made when somebody points at something: it has an entry for each box.
+    if (this.where === null) {
+      this.where = new Map();
+      this.data.panels.forEach((one, number) => {
+        for (const { label, lanes } of one.ranks) for (const lane of lanes) for (const box of lane.boxes) {
+          this.where.set(number + ":" + this.name(box) + ":" + label, box);
+        }
+      });
+    }
+    return this.where.get(panel + ":" + name + ":" + rank);
   }
 
   name([kind, stage, microbatch, slice]) {
@@ -230,7 +223,7 @@ class Timeline {
 
   resize() {
     const height = this.layOut();
-    this.width = Math.max(this.box.clientWidth, 280);
+    this.width = Math.max(this.box.clientWidth, 300);
     this.gutter = this.width < 600 ? 74 : 96;
     // At least two pixels for each unit: a printed or zoomed canvas is not drawn again.
     this.scale = Math.max(window.devicePixelRatio || 1, 2);
@@ -265,19 +258,18 @@ class Timeline {
     this.drawHover(pen);
     pen.restore();
     this.canvas.dataset.boxes = drawn;
-    const digits = (this.view[1] - this.view[0]) * this.data.scale < 2 ? 3 : 1;
-    const [from, to] = this.view.map((time) => this.text(time, digits));
-    this.range.textContent = `${from} to ${to}${this.unit}`;
+    root.dataset.boxes = drawn;
+    const digits = this.view[1] - this.view[0] < 2e6 ? 3 : 1;
+    const [from, to] = this.view.map((time) => grouped(time / 1e6, digits));
+    this.range.textContent = `${from} to ${to} ${this.data.unit}`;
   }
 
   drawFrame(pen) {
-    pen.font = "600 13px system-ui, sans-serif";
     for (const { title, name, makespan, top } of this.titles) {
       pen.font = "600 13px system-ui, sans-serif";
       pen.fillStyle = color("ink");
       pen.textAlign = "left";
-      const room = this.width - this.gutter - MARGIN - 80;
-      const text = pen.measureText(title).width < room ? title : name;
+      const text = pen.measureText(title).width < this.width - this.gutter - MARGIN - 80 ? title : name;
       pen.fillText(text, this.gutter, top);
       const width = pen.measureText(text).width;
       pen.fillStyle = color("muted");
@@ -297,25 +289,24 @@ class Timeline {
   }
 
   drawAxis(pen) {
-    const { scale } = this.data;
-    const { values, digits } = ticks(this.view[0] * scale, this.view[1] * scale, Math.min(12, this.width / 80));
+    const { values, digits } = ticks(this.view[0] / 1e6, this.view[1] / 1e6, Math.min(12, this.width / 80));
     pen.font = "11px system-ui, sans-serif";
     pen.textAlign = "center";
     for (const value of values) {
-      const x = Math.round(this.x(value / scale)) + 0.5;
+      const x = Math.round(this.x(value * 1e6)) + 0.5;
       pen.fillStyle = color("tick");
       for (const row of this.rows) pen.fillRect(x - 0.5, row.top, 1, row.height);
       pen.fillStyle = color("muted");
       pen.fillRect(x - 0.5, this.bottom, 1, 4);
       const text = grouped(value, digits);
-      // At the right edge the middle of a number would leave the canvas.
-      pen.fillText(text, Math.min(x, this.width - 1 - pen.measureText(text).width / 2), this.bottom + 14);
+      // At the right edge a number in the middle of its tick would leave the canvas.
+      pen.fillText(text, Math.min(x, this.width - MARGIN - pen.measureText(text).width / 2), this.bottom + 14);
     }
     pen.fillStyle = color("axis");
     pen.fillRect(this.gutter, this.bottom, this.width - this.gutter - MARGIN, 1);
     pen.textAlign = "right";
     pen.fillStyle = color("muted");
-    pen.fillText(this.data.unit ? `time (${this.data.unit})` : "time", this.gutter - 10, this.bottom + 14);
+    pen.fillText(`time (${this.data.unit})`, this.gutter - 10, this.bottom + 14);
   }
 
   // Number of compute boxes that are in view.
@@ -357,7 +348,7 @@ class Timeline {
     pen.lineWidth = 2;
     for (const row of this.rows) {
       if (row.rank !== this.hovered.row.rank || row.lane.label !== this.hovered.row.lane.label) continue;
-      const box = this.where.get(row.panel + ":" + name + ":" + row.rank);
+      const box = this.boxOf(row.panel, name, row.rank);
       if (box === undefined) continue;
       const left = this.x(box[4]);
       pen.strokeRect(left, row.top, Math.max(this.x(box[4] + box[5]) - left, 1), row.height);
@@ -399,18 +390,18 @@ class Timeline {
     if (microbatch !== null) lines.push(`, micro-batch ${microbatch}` + (slice ? `, slice ${slice}` : ""));
     lines.push(element("br"), element("span", {}, `${row.rank}, ${row.lane.label}`));
     this.data.panels.forEach((panel, number) => {
-      const one = this.where.get(number + ":" + this.name(box) + ":" + row.rank);
+      const one = this.boxOf(number, this.name(box), row.rank);
       if (one === undefined) return;
-      const [start, duration] = [one[4], one[5]].map((time) => this.text(time, 3) + this.unit);
-      lines.push(element("br"), element("span", {}, panel.name + " "), `starts at ${start}, takes ${duration}`);
+      const [start, duration] = [one[4], one[5]].map((time) => grouped(time / 1e6, 3));
+      lines.push(element("br"), element("span", {}, panel.name + " "), `starts at ${start} ${this.data.unit}, takes ${duration} ${this.data.unit}`);
     });
     return lines;
   }
 
   show(from, to) {
     const end = this.data.end;
-    // Not closer than a thousandth of the unit: times are whole nanoseconds.
-    const width = Math.min(Math.max(to - from, 1e-3 / this.data.scale), end);
+    // Not closer than a thousandth of the unit: times are whole millionths of it.
+    const width = Math.min(Math.max(to - from, 1000), end);
     const start = Math.min(Math.max(from, 0), end - width);
     this.view = [start, start + width];
     this.draw();
@@ -480,8 +471,110 @@ class Timeline {
   }
 }
 
-// The colors of kinds, then the tones of the stages of a rank.
-function timelineKeys(data) {
+// What the colors of a timeline are: kinds, then tones of the stages of a rank.
+function stageKeys(data) {
   const kinds = data.legend.map(([name, text]) => ({ name: text, style: `kind ${name}` }));
   return keys([...kinds, ...data.tones.map(([name, ...fills]) => ({ name, fills }))]);
+}
+
+// ---------------------------------------------------------------- where the time goes
+
+function bars(data) {
+  const [left, width, height, gap] = [180, 820, 15, 14];
+  const picture = svg("svg", { role: "img", "aria-label": "bubble account" });
+  let top = 4;
+  for (const group of [...data.groups, data.total]) {
+    if (group === data.total) top += 10;
+    const middle = top + (data.traces.length * (height + 2)) / 2;
+    picture.append(svg("text", { class: "strong", x: 0, y: middle + 3 }, group.label));
+    group.bars.forEach((bar, number) => {
+      picture.append(svg("text", { x: left - 8, y: top + 11, "text-anchor": "end" }, data.traces[number]));
+      let x = left;
+      bar.forEach(([share, text], cause) => {
+        const { name, key } = data.causes[cause];
+        const words = `${group.label}, ${data.traces[number]}: ${name} ${text}`;
+        const attributes = { x, y: top, width: share * width, height, class: `cause ${key}` };
+        picture.append(svg("rect", attributes, svg("title", {}, words)));
+        x += share * width;
+      });
+      top += height + 2;
+    });
+    top += gap;
+  }
+  picture.setAttribute("viewBox", `0 0 ${left + width + 6} ${top - gap + 4}`);
+  return picture;
+}
+
+function meanings(causes) {
+  const list = element("dl", { class: "causes" });
+  for (const { name, key, meaning } of causes) {
+    const sign = element("i", { class: `cause ${key}` });
+    list.append(element("div", {}, element("dt", {}, sign, name), element("dd", {}, meaning)));
+  }
+  return list;
+}
+
+// ---------------------------------------------------------------- curves
+
+const WIDTH = 620;
+
+function frame(width, height, title) {
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title });
+  const node = element("div", {}, element("h3", {}, title), picture);
+  return { node, picture };
+}
+
+function path(points, x, y, style) {
+  let text = "";
+  let open = false;
+  for (const [at, value] of points) {
+    // A value that was not finite is a gap in the line.
+    if (value === null) open = false;
+    else {
+      text += `${open ? "L" : "M"}${x(at).toFixed(2)} ${y(value).toFixed(2)}`;
+      open = true;
+    }
+  }
+  return svg("path", { d: text, class: style });
+}
+
+function axes(picture, { x, y, across, up, bottom, left, right, unit }) {
+  for (const value of up.values) {
+    picture.append(
+      svg("line", { class: "axis", x1: left, x2: right, y1: y(value), y2: y(value) }),
+      svg("text", { x: left - 8, y: y(value) + 4, "text-anchor": "end" }, grouped(value, up.digits)),
+    );
+  }
+  for (const value of across.values) {
+    picture.append(svg("text", { x: x(value), y: bottom + 16, "text-anchor": "middle" }, grouped(value, across.digits)));
+  }
+  picture.append(svg("text", { x: right, y: bottom + 32, "text-anchor": "end" }, unit));
+}
+
+function overTime(data) {
+  const [height, left, right, top] = [150, 40, WIDTH - 12, 8];
+  const bottom = height - 38;
+  const x = (time) => left + (time / data.end) * (right - left);
+  const y = (held) => bottom - (held / Math.max(data.most, 1)) * (bottom - top);
+  const panels = data.ranks.map((rank) => {
+    const { node, picture } = frame(WIDTH, height, `${rank.label}, ${rank.peak}`);
+    const up = ticks(0, Math.max(data.most, 1), 4);
+    axes(picture, { x, y, across: ticks(0, data.end, 6), up: { ...up, digits: 0 }, bottom, left, right, unit: `time (${data.unit})` });
+    rank.curves.forEach((points, number) => {
+      const steps = points.flatMap(([time, held], k) => (k ? [[time, points[k - 1][1]], [time, held]] : [[time, held]]));
+      const trace = data.traces[number];
+      if (trace === "measured") {
+        picture.append(path([...steps, [points.at(-1)[0], 0], [points[0][0], 0]], x, y, "area"));
+      }
+      picture.append(path(steps, x, y, `line ${trace}`));
+    });
+    return node;
+  });
+  const legend = keys(data.traces.map((name) => ({ name, style: `line ${name}` })));
+  return section(
+    data.title,
+    data.note,
+    legend,
+    element("div", { class: "grid" }, ...panels),
+  );
 }

@@ -1,11 +1,11 @@
-// Lays out what the report's JSON holds. It computes where the ink goes, and nothing else; drawing.js comes before it.
+// Lays out what the JSON of a report contains, with what drawing.js draws.
 
 // ---------------------------------------------------------------- head
 
 function head(contents) {
   const facts = contents.facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)));
   const title = contents.title.replaceAll(" x ", " \u00d7 ");
-  const nodes = [element("header", {}, element("h1", {}, title), element("p", {}, contents.folder), modeSwitch())];
+  const nodes = [element("header", {}, element("h1", {}, title), element("p", {}, contents.folder), modeButton())];
   if (contents.unfinished !== null) nodes.push(unfinished(contents.unfinished));
   return [...nodes, element("dl", { class: "facts" }, ...facts)];
 }
@@ -40,50 +40,15 @@ function timelines(data) {
   const timeline = new Timeline(data);
   const node = section(
     "The step",
-    "A row for each rank and a box for each action, colored by what it does; in a box, if there is room, stage, letter and micro-batch.",
+    "A row for each rank and a box for each action, colored by what it does; where there is room, a box has its stage, letter and micro-batch.",
     timeline.toolbar(),
     timeline.box,
-    timelineKeys(data),
+    stageKeys(data),
   );
   return { node, timeline };
 }
 
-// ---------------------------------------------------------------- bubble account
-
-function bars(data) {
-  const [left, width, height, gap] = [180, 820, 15, 14];
-  const picture = svg("svg", { role: "img", "aria-label": "bubble account" });
-  let top = 4;
-  for (const group of [...data.groups, data.total]) {
-    if (group === data.total) top += 10;
-    const middle = top + (data.traces.length * (height + 2)) / 2;
-    picture.append(svg("text", { class: "strong", x: 0, y: middle + 3 }, group.label));
-    group.bars.forEach((bar, number) => {
-      picture.append(svg("text", { x: left - 8, y: top + 11, "text-anchor": "end" }, data.traces[number]));
-      let x = left;
-      bar.forEach(([share, text], cause) => {
-        const { name, key } = data.causes[cause];
-        const words = `${group.label}, ${data.traces[number]}: ${name} ${text}`;
-        const attributes = { x, y: top, width: share * width, height, class: `cause ${key}` };
-        picture.append(svg("rect", attributes, svg("title", {}, words)));
-        x += share * width;
-      });
-      top += height + 2;
-    });
-    top += gap;
-  }
-  picture.setAttribute("viewBox", `0 0 ${left + width + 6} ${top - gap + 4}`);
-  return picture;
-}
-
-function meanings(causes) {
-  const list = element("dl", { class: "causes" });
-  for (const { name, key, meaning } of causes) {
-    const sign = element("i", { class: `cause ${key}` });
-    list.append(element("div", {}, element("dt", {}, sign, name), element("dd", {}, meaning)));
-  }
-  return list;
-}
+// ---------------------------------------------------------------- where the time goes
 
 function pairedHeads(traces, groups) {
   const first = element("tr", {}, element("th", { class: "text" }));
@@ -173,69 +138,6 @@ function communication(data) {
 
 // ---------------------------------------------------------------- curves
 
-const WIDTH = 620;
-
-function frame(width, height, title) {
-  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title });
-  const node = element("div", {}, element("h3", {}, title), picture);
-  return { node, picture };
-}
-
-function path(points, x, y, style) {
-  let text = "";
-  let open = false;
-  for (const [at, value] of points) {
-    // A value that was not finite is a gap in the line.
-    if (value === null) open = false;
-    else {
-      text += `${open ? "L" : "M"}${x(at).toFixed(2)} ${y(value).toFixed(2)}`;
-      open = true;
-    }
-  }
-  return svg("path", { d: text, class: style });
-}
-
-function axes(picture, { x, y, across, up, bottom, left, right, unit }) {
-  for (const value of up.values) {
-    picture.append(
-      svg("line", { class: "axis", x1: left, x2: right, y1: y(value), y2: y(value) }),
-      svg("text", { x: left - 8, y: y(value) + 4, "text-anchor": "end" }, grouped(value, up.digits)),
-    );
-  }
-  for (const value of across.values) {
-    picture.append(svg("text", { x: x(value), y: bottom + 16, "text-anchor": "middle" }, grouped(value, across.digits)));
-  }
-  picture.append(svg("text", { x: right, y: bottom + 32, "text-anchor": "end" }, unit));
-}
-
-function overTime(data) {
-  const [height, left, right, top] = [150, 40, WIDTH - 12, 8];
-  const bottom = height - 38;
-  const x = (time) => left + (time / data.end) * (right - left);
-  const y = (held) => bottom - (held / Math.max(data.most, 1)) * (bottom - top);
-  const panels = data.ranks.map((rank) => {
-    const { node, picture } = frame(WIDTH, height, `${rank.label}, ${rank.peak}`);
-    const up = ticks(0, Math.max(data.most, 1), 4);
-    axes(picture, { x, y, across: ticks(0, data.end, 6), up: { ...up, digits: 0 }, bottom, left, right, unit: "time (ms)" });
-    rank.curves.forEach((points, number) => {
-      const steps = points.flatMap(([time, held], k) => (k ? [[time, points[k - 1][1]], [time, held]] : [[time, held]]));
-      const trace = data.traces[number];
-      if (trace === "measured") {
-        picture.append(path([...steps, [points.at(-1)[0], 0], [points[0][0], 0]], x, y, "area"));
-      }
-      picture.append(path(steps, x, y, `line ${trace}`));
-    });
-    return node;
-  });
-  const legend = keys(data.traces.map((name) => ({ name, style: `line ${name}` })));
-  return section(
-    data.title,
-    data.note,
-    legend,
-    element("div", { class: "grid" }, ...panels),
-  );
-}
-
 function curve(data, width) {
   const [height, left, right, top] = [width > WIDTH ? 300 : 230, 60, width - 14, 12];
   const bottom = height - 40;
@@ -317,7 +219,6 @@ function build() {
   // Last: a canvas has no width before it is in the page.
   if (step !== null) step.timeline.resize();
   root.dataset.expected = step === null ? 0 : contents.timeline.boxes;
-  if (step !== null) root.dataset.boxes = step.timeline.canvas.dataset.boxes;
   root.dataset.state = "ready";
 }
 

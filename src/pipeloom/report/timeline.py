@@ -1,86 +1,109 @@
-"""What a page needs to draw timelines: boxes with whole nanoseconds, colors, the style sheet and the script."""
+"""What a page needs to draw timelines: boxes with times in whole numbers, and colors."""
 
 from collections.abc import Mapping
-from importlib.resources import files
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipeloom.analysis.summary import summarize
 from pipeloom.plotting.draw import box_fill, legend_names, legend_tones, stage_places
-from pipeloom.plotting.palette import style_sheet
+from pipeloom.plotting.palette import Fill
+from pipeloom.schedule.action import Action
 from pipeloom.schedule.kinds import COMPUTE_KINDS, KINDS
-from pipeloom.trace import Span, Trace
+from pipeloom.schedule.row import NO_MICROBATCH, Row
+from pipeloom.trace import Trace
 
-_Places = Mapping[int, tuple[int, int]]
-_Palette = dict[tuple[str, ...], int]
-
-
-def timeline_style() -> str:
-    """The style sheet of pages with timelines: the palette, both color modes, and the timelines themselves."""
-    return style_sheet() + _asset("drawing.css")
+_Palette = dict[Fill, int]
 
 
-def timeline_script() -> str:
-    """The script of pages with timelines: ``new Timeline(timeline_contents(...))``, ``modeSwitch()`` and helpers."""
-    return _asset("drawing.js")
+@dataclass(frozen=True)
+class Unit:
+    """A unit of time.
+
+    Attributes:
+        name: for people.
+        per_s: how many of them a second has.
+        digits: behind the point, of a makespan.
+    """
+
+    name: str
+    per_s: float
+    digits: int
+
+
+MILLISECONDS = Unit("ms", 1e3, 1)
 
 
 def timeline_contents(
-    traces: Mapping[str, Trace], titles: Mapping[str, str], unit: str = "ms", scale: float = 1e3
+    traces: Mapping[str, Trace], titles: Mapping[str, str], unit: Unit = MILLISECONDS
 ) -> dict[str, Any]:
-    """Panels of ranks of lanes of boxes, one below the other, for ``Timeline`` of the script.
+    """Panels of ranks of lanes of boxes, for ``Timeline`` of ``drawing.js``.
 
     A box is (kind, stage, micro-batch, slice, start, duration, colors): kind and colors as indices into the lists
-    beside the panels, times in nanoseconds from the start of the step.
+    beside the panels, times in millionths of the unit from the start of the step.
 
     Args:
-        traces: name -> what to draw.
-        titles: the headline of each name.
-        unit: of times on the page; empty for costs without a unit.
-        scale: units for each second.
+        traces: by name; they have one time axis.
+        titles: of the same names.
+        unit: of all times.
     """
     palette: _Palette = {}
-    panels = []
-    for name, trace in traces.items():
-        makespan = f"{summarize(trace).makespan_s * scale:,.1f} {unit}".rstrip()
-        ranks = _ranks(trace, stage_places(trace), palette)
-        panels.append({"name": name, "title": titles[name], "makespan": makespan, "ranks": ranks})
-    longest = max((trace.end_s - trace.start_s for trace in traces.values()), default=0.0)
     shown = list(traces.values())
+    panels = [
+        {
+            "name": name,
+            "title": titles[name],
+            "makespan": f"{summarize(trace).makespan_s * unit.per_s:,.{unit.digits}f} {unit.name}",
+            "ranks": _ranks(trace, palette, unit),
+        }
+        for name, trace in traces.items()
+    ]
+    longest = max((trace.end_s - trace.start_s for trace in traces.values()), default=0.0)
     return {
         "panels": panels,
-        "end": max(round(longest * 1e9), 1),
-        "unit": unit,
-        "scale": scale / 1e9,
+        "end": max(round(longest * unit.per_s * 1e6), 1),
+        "unit": unit.name,
         "palette": [list(colors) for colors in palette],
         "kinds": [[kind.value, kind.words, kind in COMPUTE_KINDS] for kind in KINDS],
         "legend": [list(names) for names in legend_names(shown)],
-        "tones": [[text, fill.fill, fill.dark_fill] for text, fill in legend_tones(shown[0])] if shown else [],
+        "tones": [[text, fill.fill, fill.dark_fill] for text, fill in legend_tones(shown[0])],
         "boxes": sum(len(trace.compute()) for trace in shown),
     }
 
 
-def _ranks(trace: Trace, places: _Places, palette: _Palette) -> list[dict[str, Any]]:
-    boxes: dict[tuple[int, Any], list[list[int | None]]] = {}
-    # By time: the page stops searching for the box below the pointer at the first one behind it.
-    for span in sorted(trace.spans, key=lambda span: (span.start_s, span.end_s)):
-        # Numbers of colors and kinds, not their text: a step may have a hundred thousand boxes.
-        colors = palette.setdefault(box_fill(span.action, places), len(palette))
-        boxes.setdefault((span.rank, span.lane), []).append(_box(span, trace.start_s, colors))
+def _ranks(trace: Trace, palette: _Palette, unit: Unit) -> list[dict[str, Any]]:
+    spans, row = trace.spans, trace.spans.row
+    # Whole millionths are shorter as text than fractions, and neighbors that touch still do.
+    begin, end = (
+        np.rint((at_s - trace.start_s) * unit.per_s * 1e6).astype(np.int64) for at_s in (spans.start_s, spans.end_s)
+    )
+    color = _color_numbers(row, stage_places(trace), palette)
+    columns = np.stack([row.kind, row.stage, row.microbatch, row.slice, begin, end - begin, color], axis=1)
+
+    def boxes(places: NDArray[np.intp]) -> list[list[int | None]]:
+        # By time: the page stops searching for the box below the pointer at the first one behind it.
+        places = places[np.lexsort((spans.end_s[places], spans.start_s[places]))]
+        found: list[list[int | None]] = columns[places].tolist()
+        for number in np.flatnonzero(row.microbatch[places] == NO_MICROBATCH).tolist():
+            found[number][2] = None
+        return found
+
     return [
         {
             "label": f"rank {rank}",
-            "lanes": [{"label": str(lane), "boxes": boxes[rank, lane]} for lane in trace.lanes(rank)],
+            "lanes": [{"label": str(lane), "boxes": boxes(spans.by_lane[rank, lane])} for lane in trace.lanes(rank)],
         }
         for rank in range(trace.num_ranks)
     ]
 
 
-def _box(span: Span, origin_s: float, colors: int) -> list[int | None]:
-    kind, stage, microbatch, part = span.action
-    # Whole nanoseconds are shorter as text than seconds, and neighbors that touch still do.
-    begin, end = round((span.start_s - origin_s) * 1e9), round((span.end_s - origin_s) * 1e9)
-    return [kind.code, stage, microbatch, part, begin, end - begin, colors]
-
-
-def _asset(name: str) -> str:
-    return (files(__package__ or "pipeloom.report") / name).read_text(encoding="utf-8")
+def _color_numbers(row: Row, places: Mapping[int, tuple[int, int]], palette: _Palette) -> NDArray[np.intp]:
+    """For each action the number of its colors in the palette, to which those that it lacks are added."""
+    # Numbers of colors and kinds, not their text: a step may have a hundred thousand boxes.
+    num_stages = 1 + int(row.stage.max(initial=0))
+    which, number = np.unique(row.kind.astype(np.int64) * num_stages + row.stage, return_inverse=True)
+    pairs = (divmod(one, num_stages) for one in which.tolist())
+    colors = [box_fill(Action(KINDS[kind], stage), places) for kind, stage in pairs]
+    return np.array([palette.setdefault(one, len(palette)) for one in colors], np.intp)[number.reshape(-1)]
