@@ -16,7 +16,6 @@ from pipeloom.plotting.palette import (
     PREDICTED,
     ROW,
     SERIES,
-    category,
     channels,
     contrast,
     fill_of,
@@ -74,8 +73,8 @@ def difference(one, other, vision):
     return float(np.linalg.norm(seen(one, vision) - seen(other, vision)))
 
 
-COMPUTE = sorted({category(kind) for kind in COMPUTE_LANE_KINDS})
-LANES = [COMPUTE, ["gather", "reduction"], ["message", "move"]]
+COMPUTE = sorted({kind.color for kind in COMPUTE_LANE_KINDS})
+LANES = [COMPUTE, ["gather", "reduce"], ["message", "move"]]
 GROUNDS = {"light": (0, ROW, PAPER), "dark": (2, DARK_ROW, DARK_PAPER)}
 
 
@@ -121,8 +120,8 @@ def test_tones_become_lighter_from_stage_to_stage():
 
 
 def test_every_kind_has_a_color():
-    assert {category(kind) for kind in KINDS} == set(HUES)
-    assert category(Kind.EVICT) == category(Kind.RELOAD) == category(Kind.SWAP_IN) == "move"
+    assert {kind.color for kind in KINDS} == set(HUES)
+    assert Kind.EVICT.color == Kind.RELOAD.color == Kind.SWAP_IN.color == "move"
 
 
 def test_text_of_a_page_has_contrast_in_both_modes_and_kinds_have_their_colors():

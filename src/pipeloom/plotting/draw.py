@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pipeloom.errors import UserError
 from pipeloom.plotting.figure import headline, new_figure, plain, save, svg_text
 from pipeloom.plotting.labels import Label, place_labels
-from pipeloom.plotting.palette import BAND, PAPER, ROW, SERIES, Fill, category, channels, fill_of
+from pipeloom.plotting.palette import BAND, PAPER, ROW, SERIES, Fill, channels, fill_of
 from pipeloom.schedule.action import Action
 from pipeloom.schedule.facts import Seconds
 from pipeloom.schedule.kinds import COMPUTE_LANE_KINDS, KINDS, LOAD_OF, OUT_OF
@@ -161,7 +161,7 @@ def stage_places(trace: Trace) -> dict[int, tuple[int, int]]:
 def box_fill(action: Action, places: Mapping[int, tuple[int, int]]) -> Fill:
     """The colors of an action's box; only compute has tones, as other lanes have few boxes and no room for a key."""
     place = places.get(action.stage, (0, 1)) if action.kind in COMPUTE_LANE_KINDS else (0, 1)
-    return fill_of(category(action.kind), *place)
+    return fill_of(action.kind.color, *place)
 
 
 class _Bars(NamedTuple):
@@ -286,7 +286,7 @@ _KEYS = {
     "update": "optimizer step",
     "message": "message",
     "gather": "weight gather",
-    "reduction": "gradient reduction",
+    "reduce": "gradient reduction",
     "move": "move out, then back",
 }
 
@@ -294,7 +294,7 @@ _KEYS = {
 def legend_names(traces: Sequence[Trace]) -> list[tuple[str, str]]:
     """(category, text) of everything that is drawn, in the order of a legend."""
     kinds = {KINDS[kind] for trace in traces for kind in np.unique(trace.spans.row.kind).tolist()}
-    drawn = {category(kind) for kind in kinds}
+    drawn = {kind.color for kind in kinds}
     return [(name, text) for name, text in _KEYS.items() if name in drawn]
 
 

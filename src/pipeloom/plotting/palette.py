@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from pipeloom.schedule.kinds import Group, Kind
-
 Color = tuple[float, float, float]
 """Red, green and blue from 0 to 1, in sRGB."""
 
@@ -41,35 +39,16 @@ HUES: Mapping[str, str] = {
     "recompute": "#ddcc77",
     "message": "#aa4499",
     "gather": "#44aa99",
-    "reduction": "#332288",
+    "reduce": "#332288",
     "move": "#cc6677",
     "update": "#000000",
 }
-"""A color for each category of actions: Tol's nine, and black, which is white on a dark ground."""
+"""The colors that the table of kinds names (``Kind.color``): Tol's nine, and black, which is white on a dark ground."""
 SERIES = ("#332288", "#cc6677", "#117733", "#aa4499", "#999933", "#44aa99", "#882255")
 """Lines of a chart, in this order; they have markers of their own, too."""
-MEASURED, PREDICTED, BAND, NEUTRAL = HUES["reduction"], HUES["weight-gradient"], HUES["recompute"], "#a9afb7"
+MEASURED, PREDICTED, BAND, NEUTRAL = HUES["reduce"], HUES["weight-gradient"], HUES["recompute"], "#a9afb7"
 """What was measured, what was predicted, a range or a front behind curves, and what others did."""
 
-_OF_KIND = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "input-gradient",
-    Kind.BACKWARD_WEIGHT: "weight-gradient",
-    Kind.RECOMPUTE: "recompute",
-    Kind.REDUCE_GRAD: "reduction",
-}
-_OF_GROUP = {
-    Group.SEND: "message",
-    Group.RECEIVE: "message",
-    Group.TIED_SEND: "message",
-    Group.TIED_RECEIVE: "message",
-    Group.MOVE_OUT: "move",
-    Group.MOVE_BACK: "move",
-    Group.STAGE_SWAP: "move",
-    Group.COLLECTIVE: "gather",
-    Group.UPDATE: "update",
-}
 _FIRST_FORWARD, _LAST_FORWARD = mix("#88ccee", "#4477aa", 0.45), mix("#88ccee", PAPER, 0.35)
 """Tones of a rank's first and last stage. Forwards are light: theirs begin with some of the scheme "bright"'s blue."""
 _OTHER_TONES = 0.32
@@ -92,11 +71,6 @@ class Fill(NamedTuple):
     ink: str
     dark_fill: str
     dark_ink: str
-
-
-def category(kind: Kind) -> str:
-    """What an action of this kind counts as in pictures: a key of ``HUES``."""
-    return _OF_KIND.get(kind) or _OF_GROUP[kind.group]
 
 
 @lru_cache(maxsize=1024)
