@@ -8,10 +8,10 @@ import pytest
 from any_runs import COUNT, DATA, TRAINED, runs
 
 from pipeloom.cli import main
-from pipeloom.cli.simulate import simulate_config
 from pipeloom.config.file import format_run, parse_run, read_run_file
 from pipeloom.errors import UserError
 from pipeloom.planner.run_file import run_config
+from pipeloom.planner.run_step import predict_step
 from pipeloom.predict.sizes import sizes_in_training
 from pipeloom.recipe import build, schedule_text
 from pipeloom.schedule import Kind
@@ -29,7 +29,7 @@ def trained(config):
 
 
 def simulated(config):
-    return simulate_config(config).schedule_text
+    return predict_step(config).schedule_text
 
 
 def printed(config):
@@ -39,7 +39,7 @@ def printed(config):
 
 def planned(config):
     """What a plan writes of the same step, and what its run file trains with."""
-    step = simulate_config(config)
+    step = predict_step(config)
     assert printed(run_of(step, config)) == step.schedule_text
     return step.schedule_text
 
@@ -104,7 +104,7 @@ def test_moves_that_are_placed_by_seconds_are_executed_where_they_were_planned(w
     others = []
     for config, text in zip(runs(), outcomes(), strict=True):
         if "_bytes" in text and not text.startswith("refused"):
-            placed = simulate_config(config, by_seconds=True).schedule_text
+            placed = predict_step(config, by_seconds=True).schedule_text
             assert outcome(trained, with_file(config, placed)) == placed
             others.append(placed != text)
     assert 0 < sum(others) < len(others)
@@ -115,7 +115,7 @@ def test_token_slices_that_a_simulation_chooses_are_trained(with_file):
     chosen, whole_fits = set(), set()
     pairs = [pair for pair in zip(runs(), outcomes(), strict=True) if pair[0].layout.token_slices]
     for config in [config for config, text in pairs if not text.startswith("refused")][::4]:
-        step = simulate_config(with_slices(config, "auto"))
+        step = predict_step(with_slices(config, "auto"))
         again = run_of(step, config)
         assert trained(again) == step.schedule_text == trained(with_file(again, step.schedule_text))
         chosen.add(len(step.run.slices))

@@ -1,4 +1,4 @@
-"""Which numbers a setting may have, written into its type, so that a limit stands next to the field that it is for."""
+"""Limits of numeric settings, as annotations of their types."""
 
 import math
 import sys
@@ -10,12 +10,12 @@ from pipeloom.terminal.words import and_finite
 
 @dataclass(frozen=True)
 class Limits:
-    """The values of a number; NaN is never one of them.
+    """Allowed values of a number; never NaN.
 
     Attributes:
-        least: the smallest one.
-        above: where given, they are larger than this.
-        most: the largest one; every number is finite unless this is not.
+        least: smallest value.
+        above: values must be larger than this; ``None`` for no such limit.
+        most: largest value; infinity is allowed only if this is infinite.
     """
 
     least: float = -math.inf
@@ -23,7 +23,7 @@ class Limits:
     most: float = sys.float_info.max
 
     def refusal(self, value: float) -> str | None:
-        """What the value must be and is not; ``None`` for a value within the limits."""
+        """The limit that a value violates, as a phrase; ``None`` for a value within the limits."""
         if self.most < sys.float_info.max and value > self.most:
             return f"must be at most {self.most:,}, found {value:,}"
         if self.least <= value <= self.most and (self.above is None or value > self.above):
@@ -33,17 +33,17 @@ class Limits:
 
 
 Count = Annotated[int, Limits(least=1)]
-"""A whole number of things of which there is at least one."""
+"""An integer of at least 1."""
 CountOrNone = Annotated[int, Limits(least=0)]
-"""A whole number of things; 0 for none."""
+"""An integer of at least 0."""
 Positive = Annotated[float, Limits(above=0)]
 """A number above 0."""
 Fraction = Annotated[float, Limits(least=0, most=1)]
-"""A share of a whole."""
+"""A number from 0 to 1."""
 
 
 def limits_of(hint: Any) -> list[Limits]:
-    """The limits in the type of a setting, which may be one of several alternatives."""
-    # `Count | None` has them in an alternative, and `Count` in itself.
+    """The limits in the type of a setting, which may be a union."""
+    # `Count | None` has them in a member of the union, `Count` in itself.
     types = (hint, *get_args(hint))
     return [limit for one in types for limit in getattr(one, "__metadata__", ()) if isinstance(limit, Limits)]
