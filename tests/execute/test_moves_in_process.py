@@ -232,6 +232,6 @@ def test_after_a_failed_step_nobody_waits_for_anything_of_it():
     behind = lane.start(iter(()))
     assert behind.wait(10)
     for one in (pending, behind):  # the lane does nothing more
-        with pytest.raises(RunError, match="the step was given up"):
+        with pytest.raises(RunError, match="the step was aborted"):
             one.take()
     lane.close()
