@@ -2,6 +2,7 @@
 
 import json
 import logging
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def test_a_notebook_is_text_and_short_cells_without_outputs(notebook):
         assert len(cell["source"]) <= MOST_LINES
         assert cell.get("outputs", []) == []
         assert cell.get("execution_count") is None
-    pairs = zip(cells, cells[1:], strict=False)
+    pairs = pairwise(cells)
     code = sum(one["cell_type"] == other["cell_type"] == "code" for one, other in pairs)
     assert code <= len(cells) // 6, "text between the cells"
 

@@ -50,9 +50,9 @@ class Picture(Pictured):
 def plot(what: Drawable | Mapping[str, Drawable], file: str | Path | None = None) -> Picture:
     """Draw timelines: a row for each pipeline rank, a color for each kind of action, the micro-batch in each box.
 
-    A schedule is drawn on a clock on which all of a rank's stages together take 1 for the forward of a micro-batch and 2
-    for its backward, so that schedules with other numbers of stages do the same work. Of more than 16 ranks or 3,000
-    compute actions the first are drawn, as the headline says.
+    A schedule is drawn on a clock on which the stages of a rank together take 1 for the forward of a micro-batch and 2
+    for its backward, so that schedules with different numbers of stages do the same work. Of more than 16 ranks or
+    3,000 compute actions the first are drawn, as the headline says.
 
     Examples:
         >>> from pipeloom import make_schedule, plot
