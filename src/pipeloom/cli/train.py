@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from pipeloom.checkpoint.checkpoint_choice import Choice, choose_checkpoint, refuse_steps
 from pipeloom.checkpoint.checkpoint_folder import FOLDER, TOKENIZER, UNCHECKED, can_be_checked, name_of, read_info
-from pipeloom.cli.run_config import other_axes, parse_config
+from pipeloom.cli.reference import Command
+from pipeloom.cli.run_config import TRAINING, other_axes, parse_config
 from pipeloom.config import RunConfig, find_problems, hyperparameter_problems
 from pipeloom.predict.describe import why_training_may_differ
 from pipeloom.schedule import Kind
@@ -20,12 +21,21 @@ if TYPE_CHECKING:
     from pipeloom.runs.run_folder import RunFolder
     from pipeloom.training.trainer import RunResult, RunSummary
 
-_SUMMARY = "Train a language model with a pipeline of processes."
+COMMAND = Command(
+    name="train",
+    options=RunConfig,
+    examples={
+        "pipeloom train": "the demo: a small model on four processes",
+        "pipeloom train --data.path notes.txt --layout.pp 2 --training.steps 500": "on a text of yours",
+        "pipeloom train run.toml --checkpoint.resume outputs/demo": "a run file, from a checkpoint",
+    },
+    settings=TRAINING,
+)
 
 
 def run(words: list[str]) -> int:
     """Parse the configuration, then train with own processes or with those of a launcher."""
-    config = parse_config(words, "train", _SUMMARY, RunConfig(), _problems)
+    config = parse_config(COMMAND, words, _problems)
     from pipeloom.execute.processes.world import is_first
     from pipeloom.runs.run_folder import RunFolder
     from pipeloom.runs.run_start import take_run_folder

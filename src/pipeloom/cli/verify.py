@@ -3,7 +3,8 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pipeloom.cli.run_config import other_axes, parse_run_config
+from pipeloom.cli.reference import Command
+from pipeloom.cli.run_config import VERIFICATION, other_axes, parse_config
 from pipeloom.config import RunConfig, TrainingConfig
 from pipeloom.errors import UserError
 from pipeloom.terminal.words import count
@@ -12,9 +13,16 @@ if TYPE_CHECKING:
     from pipeloom.data.text import Data
     from pipeloom.execute.processes.world import World
 
-_SUMMARY = (
-    "Prove that the configured pipeline computes the loss and the gradients of a single process, parameter by "
-    "parameter. Runs in float64 by default, so that rounding explains no difference."
+COMMAND = Command(
+    name="verify",
+    options=RunConfig,
+    examples={
+        "pipeloom verify": "the demo in float64, where rounding explains no difference",
+        "pipeloom verify run.toml --layout.shard full --layout.dp 2": "a run file with another layout",
+    },
+    settings=VERIFICATION,
+    # In float32 a lost micro-batch of many could hide in a difference of 1e-9.
+    default=RunConfig(training=TrainingConfig(dtype="float64")),
 )
 _NUM_BATCHES = 2
 _REFERENCE_S = 3600.0
@@ -23,9 +31,7 @@ _REFERENCE_S = 3600.0
 
 def run(words: list[str]) -> int:
     """Parse the configuration, run both, compare; 0 if they agree, 1 if not."""
-    # In float64 rounding explains no difference of 1e-9; in float32 a lost micro-batch of many could hide in it.
-    default = RunConfig(training=TrainingConfig(dtype="float64"))
-    config = parse_run_config(words, "verify", _SUMMARY, default)
+    config = parse_config(COMMAND, words)
     from pipeloom.data.text import load_data
     from pipeloom.execute.processes.world import is_first
     from pipeloom.training.memory_check import check_memory

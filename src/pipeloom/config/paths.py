@@ -4,13 +4,11 @@ import os
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
+
+from pipeloom.workload.limits import Names, notes_of
 
 _Config = TypeVar("_Config")
-
-_IS_FILE_BY_FORM = object()
-NameOrFile = Annotated[str, _IS_FILE_BY_FORM]
-"""The type of a setting that is a name of the catalog, or a file; see ``names_file``."""
 
 
 def names_file(name: str) -> bool:
@@ -21,11 +19,6 @@ def names_file(name: str) -> bool:
 def with_absolute_paths(config: _Config, folder: Path = Path()) -> _Config:
     """The same settings with every path absolute: relative ones begin at a folder, ``~`` at the user's home."""
     return _change(config, lambda path: _absolute(folder / expand_home(path)))
-
-
-def with_home(config: _Config) -> _Config:
-    """The same settings with every path's ``~`` expanded."""
-    return _change(config, expand_home)
 
 
 def expand_home(path: Path) -> Path:
@@ -54,6 +47,6 @@ def _change(config: Any, change: Callable[[Path], Path]) -> Any:
             changed[item.name] = _change(value, change)
         elif isinstance(value, Path) and value != Path():  # which represents an empty text
             changed[item.name] = change(value)
-        elif _IS_FILE_BY_FORM in getattr(hints[item.name], "__metadata__", ()) and names_file(value):
+        elif any(isinstance(note, Names) and note.or_file for note in notes_of(hints[item.name])) and names_file(value):
             changed[item.name] = str(change(Path(value)))
     return replace(config, **changed)
