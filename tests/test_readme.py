@@ -17,7 +17,7 @@ from pipeloom.analysis.summary import summarize
 from pipeloom.cli import main
 from pipeloom.config import find_problems
 from pipeloom.config.file import read_run_file
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.families import make_schedule
 from pipeloom.simulation import simulate
 
@@ -82,7 +82,7 @@ def test_the_numbers_in_the_readme_are_those_of_its_commands():
     numbers = {}
     for family, loops, costs in (("1f1b", 1, (4, 8)), ("breadth-first", 4, (1, 2))):
         schedule = make_schedule(family, pp=4, loops=loops, num_microbatches=8)
-        summary = summarize(simulate(schedule, UniformCosts(*costs)))
+        summary = summarize(simulate(schedule, Costs(*costs)))
         numbers[family] = summary.bubble_overhead, max(schedule.peak_stage_inputs)
     assert f"{numbers['1f1b'][0]:.3f}" in README
     assert f"{numbers['breadth-first'][0]:.3f}" in README

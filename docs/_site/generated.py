@@ -1,24 +1,24 @@
-"""Parts of pages that are generated: options of the run file and of every command, and the Python API.
+"""Parts of pages that are generated: options of the run file and of every command, the Python API, the architecture.
 
 A line ``<!-- generated: NAME -->`` of a page is replaced by what the function of that name returns, as Markdown. The
-definitions are those of the command line, so that a page cannot differ from it. Sphinx is not needed here: the tests
-call the same functions.
+definitions are those of the command line (``pipeloom.cli.reference``), so that a page cannot differ from it. Sphinx is
+not needed here: the tests call the same functions.
 """
 
 import inspect
 import re
-import textwrap
-from dataclasses import MISSING, fields
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 from architecture import picture
 
 from pipeloom.cli import COMMANDS
 from pipeloom.cli.reference import Option, command_of, options_of, section_text, settings_of_runs
-from pipeloom.config import RunConfig
 
 MARKER = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+_VALUES = {"N": "integer", "X": "number", "TEXT": "text", "PATH": "path", "N ...": "integers"}
+"""What the help calls a value -> its type, where the reference says it in words."""
 _SIBLINGS = """
 
 ```{toctree}
@@ -44,36 +44,37 @@ def filled(text: str) -> str:
 
 @cache
 def run_file() -> str:
-    """Every section and key of the run file."""
+    """Every section and setting of the run file."""
     parts = []
-    for section in fields(RunConfig):
-        text = section_text(section.name)
-        parts.append(f"## {section.name}\n\n{text[:1].upper()}{text[1:]}.\n")
-        parts += [_entry(one, one.name) for one in settings_of_runs() if one.group == section.name]
+    for section, options in groupby(settings_of_runs(), key=lambda option: option.group):
+        text = section_text(section)
+        parts.append(f"## {section}\n\n{_markdown(text[:1].upper() + text[1:])}.\n")
+        parts += [_entry(option.name, option, option.name) for option in options]
     return "\n".join(parts)
 
 
 @cache
 def commands() -> str:
-    """Every command: its usage, and the options that are not settings of the run file."""
+    """Every command: what it does, examples, and its options without the settings of a run file."""
     parts = []
     for name, summary in COMMANDS.items():
-        command = command_of(name)
-        parts.append(f"## {name}\n\n{summary[0].upper()}{summary[1:]}.\n")
-        about = " ".join(inspect.cleandoc(command.options.__doc__ or "").partition("\n\n")[2].split())
-        parts.append(f"{about}\n" if about else "")
-        examples = "\n".join(command.examples)
-        parts.append(f"```text\n{examples}\n```\n")
-        if command.settings:
-            parts.append(
-                f"`pipeloom {name} [CONFIG] [--section.setting VALUE ...]` takes a run file, and as flags "
-                f"[the settings of it](run-file.md) that the command reads. Its other options:\n"
-            )
-        parts += [
-            _entry(one, one.place or one.flags[0], anchor=f"{name}-{one.name}")
-            for one in options_of(command)
-            if not one.group
+        command, options = command_of(name), options_of(name)
+        places = [
+            f" [{option.place}]" if _is_optional(option) else f" {option.place}" for option in options if option.place
         ]
+        flags = " [--section.setting VALUE ...]" if command.settings else ""
+        about = inspect.cleandoc(command.options.__doc__ or "").partition("\n\n")[2]
+        width = max(map(len, command.examples), default=0)
+        examples = [f"{line:<{width}}  # {what}" if what else line for line, what in command.examples.items()]
+        parts.append(f"## {name}\n\n{summary[:1].upper()}{summary[1:].rstrip('.')}.\n")
+        parts += [f"{_markdown(about)}\n"] if about else []
+        parts.append(f"Usage: `pipeloom {name}{''.join(places)} [OPTIONS]{flags}`\n")
+        parts.append("\n".join(["```sh examples", *examples, "```\n"]))
+        parts += [_entry(option.shown, option, f"{name}-{option.name}") for option in options if not option.group]
+        if command.settings:
+            read = sorted({setting.partition(".")[0] for setting in command.settings})
+            links = ", ".join(f"[{section}](run-file.md#{section})" for section in read)
+            parts.append(f"It reads these settings of the [run file](run-file.md), which are flags as well: {links}.\n")
     return "\n".join(parts)
 
 
@@ -82,49 +83,54 @@ def api() -> str:
     """Every public name of the package, by what it is."""
     import pipeloom
 
-    names = getattr(pipeloom, "__all__", [])
-    groups: dict[str, list[str]] = {"Functions": [], "Classes": [], "Modules and values": []}
-    for name in names:
+    groups: dict[str, list[str]] = {"Functions": [], "Classes": [], "Modules": []}
+    for name in getattr(pipeloom, "__all__", ()):
         value = getattr(pipeloom, name)
-        kind = "Classes" if inspect.isclass(value) else "Functions" if callable(value) else "Modules and values"
-        groups[kind].append(name)
+        groups["Classes" if inspect.isclass(value) else "Functions" if callable(value) else "Modules"].append(name)
     parts = []
     for title, members in groups.items():
-        if members:
-            parts.append(f"## {title}\n")
-        parts += [
-            f"### {name}\n\n```{{eval-rst}}\n{_directive(name, getattr(pipeloom, name))}\n```\n" for name in members
-        ]
+        parts += [f"## {title}\n"] if members else []
+        parts += [f"```{{eval-rst}}\n{_directive(name)}\n```\n" for name in members]
     return "\n".join(parts)
-
-
-def _directive(name: str, value: Any) -> str:
-    if inspect.isclass(value):
-        return f".. autoclass:: pipeloom.{name}\n   :members:"
-    if inspect.ismodule(value):
-        return f".. automodule:: {value.__name__}\n   :members:\n   :imported-members:"
-    return f".. autofunction:: pipeloom.{name}" if callable(value) else f".. autodata:: pipeloom.{name}\n   :no-value:"
-
-
-def _entry(option: Option, name: str, anchor: str | None = None) -> str:
-    """An option as an item of a definition list, which can be linked to."""
-    plain = f"#{(anchor or name).replace('.', '-').replace('_', '-')}"
-    kind = "on or off" if option.is_switch else option.value if not option.place else ""
-    names = ", ".join(f"`{one}`" for one in option.choices)
-    default = "required" if option.default is MISSING else f"default: {option.shown_default or 'none'}"
-    facts = [f"`{kind}`" if kind else "", names, option.limits, default]
-    body = textwrap.indent(f"{_markdown(option.text)} *{'; '.join(fact for fact in facts if fact)}*", "  ").strip()
-    return f"[`{name}`]{{{plain}}}\n: {body}\n"
-
-
-def _markdown(text: str) -> str:
-    """A docstring's sentence in Markdown: code in one pair of backticks, no other markup."""
-    return re.sub(r"([*<_\[])", r"\\\1", re.sub(r"``(.*?)``", r"`\1`", " ".join(text.split())))
 
 
 def architecture() -> str:
     """The picture of the packages, in the page itself, so that it takes the page's colors."""
     return f"```{{raw}} html\n{picture()}\n```\n"
+
+
+def _directive(name: str) -> str:
+    import pipeloom
+
+    value = getattr(pipeloom, name)
+    if inspect.ismodule(value):
+        return f".. automodule:: {value.__name__}\n   :members:\n   :imported-members:"
+    if not inspect.isclass(value):
+        return f".. autofunction:: pipeloom.{name}"
+    # Of a named tuple, whose own text describes its fields.
+    fields = ", ".join(getattr(value, "_fields", ()))
+    return f".. autoclass:: pipeloom.{name}\n   :members:" + (f"\n   :exclude-members: {fields}" if fields else "")
+
+
+def _is_optional(option: Option) -> bool:
+    return bool(option.shown_default) or option.default is None
+
+
+def _entry(shown: str, option: Option, anchor: str) -> str:
+    """An option as an item of a definition list, which can be linked to."""
+    facts = [_VALUES.get(option.value, ""), option.limits, ", ".join(f"`{one}`" for one in option.choices)]
+    facts += ["true or false"] if option.is_switch else []
+    facts += [f"default: {_markdown(option.shown_default)}"] if option.shown_default else []
+    said = "; ".join(fact for fact in facts if fact)
+    identity = re.sub(r"[._]", "-", anchor)
+    return f"[`{shown}`]{{#{identity}}}\n: {_markdown(option.text)}{f' *[{said}]*' if said else ''}\n"
+
+
+def _markdown(text: str) -> str:
+    """A docstring's sentence in Markdown: code in one pair of backticks, links to pages, no other markup."""
+    one_line = re.sub(r"``(.*?)``", r"`\1`", " ".join(text.split()))
+    plain = re.sub(r"([*<_\[])", r"\\\1", one_line)
+    return re.sub(r"docs/([\w/-]+)\.md", r"[\1](../\1.md)", plain)
 
 
 GENERATED = {"run_file": run_file, "commands": commands, "api": api, "architecture": architecture}

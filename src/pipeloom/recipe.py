@@ -1,8 +1,8 @@
-"""How the schedule of a run is made: a family's rows, then passes in one fixed order.
+"""Makes the schedule of a run: a family's rows, then passes in a fixed order.
 
-Training, simulation, planning and ``pipeloom schedule`` choose ``Knobs``, make a ``Recipe`` of them (``run_recipe``)
-and build it here, so that what is simulated is what is trained; ``tests/conformance`` compares their rows. Passes take
-bytes and seconds as ``Sizes`` and ``Timing``.
+Training, simulation, planning and ``pipeloom schedule`` choose ``Knobs``, convert them to a ``Recipe`` (``run_recipe``)
+and build it here, so that they use the same schedule; ``tests/conformance`` compares their rows. Passes take bytes and
+seconds as ``Sizes`` and ``Timing``.
 """
 
 from collections import OrderedDict
@@ -33,10 +33,10 @@ from pipeloom.schedule.stage_swaps import Amounts, refuse_large, stage_sizes
 
 @dataclass(frozen=True)
 class Residence:
-    """Stages that visit the device.
+    """The limit of stages on the device, for models that are larger than it.
 
     Attributes:
-        room: of the device for stages: bytes, or a number of stages.
+        room: bytes, or a number of stages.
         is_bytes: whether ``room`` is bytes.
     """
 
@@ -50,15 +50,15 @@ class Recipe:
 
     Attributes:
         start: a family and its sizes, or a schedule, such as one from a file.
-        receive_buffers: receives posted ahead for each directed edge; ``None``: no lane has messages, and ranks
+        receive_buffers: receives posted ahead for each directed edge; ``None``: no sends and receives, since ranks
             exchange tensors within their compute actions.
-        lends_tied: whether the first stage lends the last one the matrix that embedding and head share.
-        unshard: gathers; ``None`` without.
-        reduce_grad: reductions; ``None`` without.
-        updates: where rows have the optimizer's step of each stage; ``None``: it is not in the schedule.
-        residence: stages that visit the device; ``None``: all are there.
-        moves: what leaves ranks between forward and backward.
-        given: the schedule itself, which only has to fit what all others make; ``None``: it is made.
+        lends_tied: whether the first stage sends the last one the matrix that embedding and head share.
+        unshard: gathers; ``None`` for none.
+        reduce_grad: reductions; ``None`` for none.
+        updates: where rows have the optimizer's step of each stage; ``None``: not in the schedule.
+        residence: limit of stages on the device; ``None``: all stages stay there.
+        moves: of activations, between forward and backward.
+        given: a schedule from a file to use in place of the one that is made, if it fits; ``None`` for none.
     """
 
     start: Choice | Schedule
@@ -73,17 +73,17 @@ class Recipe:
 
 
 def shared_state(shard: SharedState, *, dp: int, sequence_parallel: bool) -> SharedState | None:
-    """What ranks with the same stages share; ``None`` where they exchange nothing.
+    """The level of sharding among ranks with the same stages; ``None`` where they exchange nothing.
 
-    With sequence parallelism tensor-parallel ranks add up the gradients of what each of them holds whole, whatever the
-    data axis is, since each has those of its own tokens.
+    With sequence parallelism tensor-parallel ranks reduce the gradients of parameters that each of them holds whole,
+    for any ``dp``, since each rank has the gradients of its own tokens.
 
     Args:
-        shard: what data-parallel ranks share, if there are several.
+        shard: level of sharding if there are several data-parallel ranks.
         dp: data-parallel ranks.
         sequence_parallel: whether tensor-parallel ranks split the tokens.
     """
-    # Without replicas there is nothing to share out, whatever the setting.
+    # Without replicas there is nothing to shard.
     if dp > 1:
         return shard
     return "none" if sequence_parallel else None
@@ -91,20 +91,20 @@ def shared_state(shard: SharedState, *, dp: int, sequence_parallel: bool) -> Sha
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """What a configuration, the planner or a table chooses of a run's schedule.
+    """Choices of a run's schedule, by a configuration, the planner or a table of runs.
 
     Attributes:
         choice: family and sizes.
         receive_buffers: receives posted ahead, for each directed edge.
-        residency: stages gathered at once where weights are sharded at all times (``exchanges``).
-        prefetch: visits of stages by which a gather starts early.
-        gradient_buffers: stages whose unreduced gradients a rank has room for; ``None`` for all.
-        device_budget: most bytes of stages on the device at once; ``None``: all are there. One rank only.
+        residency: most stages gathered at the same time, for fully sharded weights (``exchanges``).
+        prefetch: number of visits by which a gather starts early.
+        gradient_buffers: most stages of a rank with unreduced gradients; ``None`` for all.
+        device_budget: most bytes of stages on the device at the same time; ``None``: all stages stay there. One rank
+            only.
         needs_norm: whether an update needs the norm of the whole gradient (``place_of_updates``).
-        moves: what leaves ranks between forward and backward.
-        found: the family's schedule, where its order was searched for the seconds of a run; ``None`` as the family
-            makes it.
-        given: the schedule itself, if it is not made.
+        moves: of activations, between forward and backward.
+        found: compute-only schedule that was searched for the seconds of a run; ``None``: the family's own.
+        given: a schedule from a file; ``None`` for none.
     """
 
     choice: Choice
@@ -123,10 +123,10 @@ def run_recipe(knobs: Knobs, *, shard: SharedState | None, lends_tied: bool, sen
     """The recipe of a training run.
 
     Args:
-        knobs: what was chosen.
-        shard: what ranks with the same stages share (``shared_state``); ``None``: they exchange nothing.
+        knobs: the choices.
+        shard: level of sharding (``shared_state``); ``None``: ranks with the same stages exchange nothing.
         lends_tied: see ``Recipe``.
-        sends: whether messages between pipeline ranks have lanes.
+        sends: whether pipeline ranks exchange tensors by sends and receives.
     """
     choice, budget = knobs.choice, knobs.device_budget
     unshard, reduce_grad = None, None
@@ -148,23 +148,23 @@ def run_recipe(knobs: Knobs, *, shard: SharedState | None, lends_tied: bool, sen
 
 
 class Sizes(Protocol):
-    """Bytes of a run's stages: closed forms, or counted on stages."""
+    """Bytes of a run's stages: closed forms, or measured on stages."""
 
     def kept(self, schedule: Schedule, /) -> KeptBytes:
-        """What stages keep of micro-batches for their backwards."""
+        """Activation memory of stages."""
         ...
 
     def stages(self) -> Sequence[Amounts]:
-        """For each stage the bytes of its weights, gradient and state."""
+        """For each stage the bytes of its weights, gradient and optimizer state."""
         ...
 
 
 class PlacedBy(NamedTuple):
-    """What moves are placed by.
+    """Seconds and partners by which moves are placed.
 
     Attributes:
         seconds_of: seconds of every action.
-        partners: for each rank the one that it evicts to; ``None``: those of the profile of what ranks hold.
+        partners: for each rank its partner; ``None``: by the peaks of ranks (``pair_ranks``).
     """
 
     seconds_of: SecondsOf
@@ -172,11 +172,11 @@ class PlacedBy(NamedTuple):
 
 
 Timing = Callable[[Schedule, KeptBytes], PlacedBy]
-"""Seconds by which moves are placed in a schedule, given what stages keep."""
+"""(schedule, activation memory) -> seconds by which moves are placed in it."""
 
 
 def nominal(_schedule: Schedule, _kept: KeptBytes) -> PlacedBy:
-    """A backward takes two forwards, and moving what a forward keeps takes one."""
+    """Nominal seconds: a forward and a move take 1, a backward 2."""
     return PlacedBy(nominal_s)
 
 
@@ -185,17 +185,17 @@ def build(recipe: Recipe, sizes: Sizes | None = None, timing: Timing = nominal) 
 
     Args:
         recipe: what to build.
-        sizes: bytes, for recipes with moves or with a residence in bytes; ``None``: each stage keeps 1 of each
-            micro-batch.
+        sizes: bytes, for recipes with moves or with a residence in bytes; ``None``: a micro-batch takes 1 on each
+            stage.
         timing: seconds, for recipes with moves.
 
     Raises:
-        UserError: the family cannot be made with these sizes, passes cannot be combined, a budget cannot be kept, or
-            the schedule that is given does not fit.
+        UserError: the family does not take these sizes, passes cannot be combined, a budget cannot be kept, or the
+            given schedule does not fit.
     """
     schedule = _unmoved(recipe, sizes)
     if recipe.given is not None:
-        # The run's own is made all the same: a file has to do the same work.
+        # The run's own schedule is made, too: the file must do the same work.
         return recipe.given.fitted(schedule, recipe_lines(recipe, schedule, sizes))
     if not recipe.moves.is_any:
         return schedule
@@ -205,12 +205,12 @@ def build(recipe: Recipe, sizes: Sizes | None = None, timing: Timing = nominal) 
 
 
 def schedule_text(recipe: Recipe, schedule: Schedule, sizes: Sizes | None = None) -> str:
-    """A schedule that ``build`` returned as the text of a file, with what it promises and how it was made.
+    """The text of a schedule file, with promises and recipe.
 
     Args:
-        recipe: of which.
-        schedule: that was built.
-        sizes: with which.
+        recipe: of the schedule.
+        schedule: as ``build`` returned it.
+        sizes: as for ``build``.
     """
     if recipe.given is not None:
         return format_schedule(schedule, recipe.given.recipe)
@@ -218,13 +218,13 @@ def schedule_text(recipe: Recipe, schedule: Schedule, sizes: Sizes | None = None
 
 
 def recipe_lines(recipe: Recipe, schedule: Schedule, sizes: Sizes | None = None) -> dict[str, str]:
-    """How a schedule is made, by the names of settings; empty for one that does not begin with a family.
+    """A recipe as setting -> value; empty for one that does not begin with a family.
 
-    Two recipes that make the same rows for the same seconds have the same lines.
+    Recipes that make the same rows for the same seconds have equal lines.
 
     Args:
         recipe: of a run.
-        schedule: that it makes; before anything moves in it, or after.
+        schedule: its schedule, with or without moves.
         sizes: as for ``build``.
     """
     choice, moves, residence = recipe.start, recipe.moves, recipe.residence
@@ -248,13 +248,13 @@ def recipe_lines(recipe: Recipe, schedule: Schedule, sizes: Sizes | None = None)
         kept = KeptBytes() if sizes is None else sizes.kept(schedule)
         lines |= {name: "true" for name in ("balance", "offload") if getattr(moves, name)}
         lines["activation_budget"] = None if moves.budget_bytes is None else f"{moves.budget_bytes:.15g}"
-        # A float holds 15 digits whatever they are; more would show how a sum was rounded.
+        # 15 digits survive any conversion; more would show how a sum was rounded.
         lines["kept_bytes"] = " ".join(f"{each:.15g}" for each in kept.by_stage(schedule.num_stages))
     return {name: str(value) for name, value in lines.items() if value is not None}
 
 
 def _unmoved(recipe: Recipe, sizes: Sizes | None) -> Schedule:
-    """The schedule with everything but what leaves ranks between forward and backward."""
+    """The schedule with everything but moves of activations."""
     schedule, residence = communicating(recipe), recipe.residence
     trains = schedule.first_backward_stage < schedule.num_stages
     # A step that only evaluates has no gradient to update with.
@@ -271,21 +271,21 @@ def _unmoved(recipe: Recipe, sizes: Sizes | None) -> Schedule:
 
 
 def communicating(recipe: Recipe) -> Schedule:
-    """The part of a recipe that takes neither bytes nor seconds; the last few of families are remembered.
+    """The schedule of the part of a recipe that needs neither bytes nor seconds; recent ones are cached.
 
     Raises:
         UserError: as ``build``.
     """
     if isinstance(recipe.start, Schedule):
         return add_data_parallel(_sending(recipe.start, recipe), recipe.unshard, recipe.reduce_grad)
-    # What is added by bytes or seconds differs between runs that are otherwise alike, so it is not remembered.
+    # What needs bytes or seconds differs between runs that are otherwise equal, so it is not cached.
     return _SCHEDULES.get(_without_bytes(recipe))
 
 
 def without_messages(recipe: Recipe) -> Graph:
-    """What ``communicating`` makes, without its messages: it takes no longer, and is made in a fraction of the time.
+    """The graph of ``communicating`` without messages, whose step takes no longer and which is faster to make.
 
-    Outputs are where they are needed as soon as they are computed. Nothing can run that, and nobody proves it.
+    Outputs reach other ranks at once. It is a lower bound for the planner, not executable and not verified.
 
     Raises:
         UserError: as ``build``.
@@ -305,7 +305,7 @@ def _exchanges(recipe: Recipe) -> bool:
 
 
 def _make(recipe: Recipe) -> Schedule:
-    """What comes before is remembered for itself: recipes that differ in exchanges share their messages."""
+    """Each prefix of a recipe is cached, too: recipes that differ in exchanges share the schedule with messages."""
     if isinstance(recipe.start, Schedule):
         return recipe.start
     if _exchanges(recipe):
@@ -317,7 +317,7 @@ def _make(recipe: Recipe) -> Schedule:
 
 
 def _sending(schedule: Schedule, recipe: Recipe) -> Schedule:
-    """With messages between pipeline ranks, where they have a lane."""
+    """The schedule with sends and receives, if the recipe has them."""
     if recipe.receive_buffers is not None:
         schedule = lower(schedule, recipe.receive_buffers)
     return add_tied(schedule) if recipe.lends_tied else schedule
@@ -335,11 +335,11 @@ _Made = TypeVar("_Made", Schedule, Graph)
 
 
 class _Remembered(Generic[_Made]):
-    """What was made last, as much as has a given number of actions together: layouts of a search share schedules.
+    """Least-recently-used cache with a limit on the sum of actions: layouts of a search share schedules.
 
     Args:
-        make: from a recipe.
-        most_actions: of all that is remembered.
+        make: recipe -> value.
+        most_actions: limit.
     """
 
     def __init__(self, make: Callable[[Recipe], _Made], most_actions: int) -> None:

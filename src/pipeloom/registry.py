@@ -1,8 +1,8 @@
-"""Names that users write -> what they mean: those of the package, and those that other distributions add.
+"""Registries: names that users write -> values of the package and of plug-ins of other distributions.
 
-A module adds its values when it is imported. So a value from outside is one file: a script imports it, or an entry
-point of the registry's group names it; these are imported when somebody looks for a name that is not there, or for all
-names. A plug-in that is broken is left out, and one sentence names its distribution and its mistake.
+A module adds its values when it is imported. So a plug-in is one file: a script imports it, or an entry point of the
+registry's group names it. Entry points are imported at the first lookup of a name that is missing, or of all names. A
+broken plug-in is left out; a message names its distribution and the error.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ _REGISTRIES: list["Registry[Any]"] = []
 
 
 def broken_plugins() -> list[str]:
-    """One sentence for each plug-in that could not be used, of the registries that were read so far."""
+    """One sentence for each broken plug-in, of the registries that have been read."""
     return [sentence for registry in _REGISTRIES for sentence in registry.broken.values()]
 
 
@@ -34,7 +34,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
 
     Attributes:
         what, group, kind: as given.
-        broken: name of each plug-in that could not be used -> a sentence that says why.
+        broken: name of a broken plug-in -> one sentence with the reason.
     """
 
     def __init__(self, what: str, group: str, kind: type[Value]) -> None:
@@ -50,7 +50,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
         """Add a value; returns it.
 
         Raises:
-            UserError: it is of another type, or the name is taken; says by which distribution.
+            UserError: it has another type, or the name is taken.
         """
         if not isinstance(value, self.kind):
             raise UserError(f"a {self.what} must be of type {self.kind.__name__}, found {value!r:.80} for '{name}'")
@@ -61,18 +61,18 @@ class Registry(Mapping[str, Value], Generic[Value]):
         return value
 
     def add_later(self, name: str, make: Callable[[], Value]) -> None:
-        """Add a value of the package that is only made when somebody looks it up."""
+        """Add a value of the package that is made at its first lookup."""
         self._makers[name] = make
 
     def remove(self, name: str) -> None:
-        """Remove a value that was added, so that a notebook may add another one; nothing if there is none."""
+        """Remove a value if it exists, so that a notebook may add another one of its name."""
         self._values.pop(name, None)
 
     def find(self, name: str) -> Value:
         """The value of a name.
 
         Raises:
-            UserError: there is none; with close names, or why a plug-in of that name is left out.
+            UserError: there is none; contains close names, or why a plug-in of that name is left out.
         """
         if name not in self:
             raise UserError(self.unknown(name))

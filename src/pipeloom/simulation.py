@@ -1,4 +1,4 @@
-"""Schedule + costs -> trace: the schedule, run on a clock of costs."""
+"""The simulator: schedule and costs -> trace."""
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.cost.costs import Costs
+from pipeloom.cost.costs import ActionCosts
 from pipeloom.errors import UserError
 from pipeloom.schedule import Action, Schedule
 from pipeloom.schedule.clock import example, occurring, seconds_of_all
@@ -22,15 +22,14 @@ from pipeloom.trace import Spans, Trace
 
 @dataclass(frozen=True)
 class Sharing:
-    """What several ranks draw on at once: the cores of a host, the network card of a node.
+    """Resources that several ranks use at the same time: the cores of a host, the network card of a node.
 
-    While ``n`` actions draw on a resource of capacity ``c``, each runs at the speed ``min(1, c / n)``: its seconds
-    from the costs are those it takes alone.
+    While ``n`` actions use a resource of capacity ``c``, each runs at the speed ``min(1, c / n)``; costs are the
+    seconds of an action that runs alone.
 
     Attributes:
-        resource_of: (action, rank) -> the resource that the action draws on, or ``None``; the same for all
-            micro-batches.
-        capacity: resource -> actions that it serves at full speed.
+        resource_of: (action, rank) -> the resource that the action uses, or ``None``; the same for all micro-batches.
+        capacity: resource -> number of actions that it serves at full speed.
     """
 
     resource_of: Callable[[Action, int], Hashable | None]
@@ -39,13 +38,12 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Host:
-    """The processor of each rank, which launches the rank's actions one after the other, in the order of its row.
+    """The processor of each rank, which launches the rank's actions one by one in the order of its row.
 
     Attributes:
-        launch_s: action -> seconds of the host; the same for all micro-batches. The action starts no earlier than their
-            end.
-        run_ahead: most compute actions of a rank that are launched and have not ended; the host waits for one of them
-            before it launches anything more. ``None`` for no limit.
+        launch_s: action -> seconds of the launch; the same for all micro-batches. The action starts after its launch.
+        run_ahead: most compute actions of a rank that are launched and have not ended; at the limit the host waits.
+            ``None`` for no limit.
 
     Raises:
         UserError: ``run_ahead`` is below 1.
@@ -55,23 +53,29 @@ class Host:
     run_ahead: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a host that may launch nothing."""
+        """Check ``run_ahead``."""
         if self.run_ahead is not None and self.run_ahead < 1:
             raise UserError(f"run_ahead must be at least 1, found {self.run_ahead}")
 
 
-def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None, host: Host | None = None) -> Trace:
-    """Run a schedule on a clock.
+def simulate(schedule: Schedule, costs: ActionCosts, sharing: Sharing | None = None, host: Host | None = None) -> Trace:
+    """Simulate a step: start and end of every action of a schedule. Deterministic.
 
-    An action starts when everything it waits for has ended: the actions whose results it uses, the action
-    before it on its lane, and, for communication, the compute action before it in its row
-    (``pipeloom.schedule.facts``). The same input gives the same trace.
+    An action starts when all actions that it waits for have ended: those whose results it uses, the one before it on
+    its lane, and, for communication, the compute action before it in its row (``pipeloom.schedule.facts``).
+
+    Examples:
+        >>> from pipeloom import Costs, make_schedule, simulate, summarize
+        >>> schedule = make_schedule("breadth-first", pp=4, loops=4, num_microbatches=8)
+        >>> trace = simulate(schedule, Costs(forward_s=1.0, backward_s=2.0))
+        >>> trace.end_s, summarize(trace).bubble_overhead
+        (105.0, 0.09375)
 
     Args:
-        schedule: at any level. Without communication, tensors arrive at once.
+        schedule: at any level. In a compute-only schedule tensors arrive at once.
         costs: seconds of each action.
-        sharing: resources that slow actions down when several draw on them; ``None`` if there are none.
-        host: what launches the actions; ``None`` if that takes no time.
+        sharing: resources that several ranks share; ``None`` for none.
+        host: launches of actions; ``None`` if they take no time.
 
     Returns:
         A trace that begins at 0, spans in row order. With ``host``, behind them a span of the host's lane for each
@@ -112,8 +116,8 @@ def _refuse_negative(facts: Facts, seconds: Seconds) -> None:
         )
 
 
-def _price_stage_swaps(facts: Facts, costs: Costs, seconds: Seconds) -> None:
-    """Write the seconds of swaps of whole stages, which depend on what the row does with the stage in between."""
+def _price_stage_swaps(facts: Facts, costs: ActionCosts, seconds: Seconds) -> None:
+    """Write the seconds of swaps of whole stages, which depend on the contents that change between the swaps."""
     if facts.row.is_kind(*STAGE_SWAP_KINDS).any():
         for row, first in zip(facts.rows, facts.columns.first.tolist(), strict=False):
             for slot, content in stage_moves(row).items():
@@ -123,8 +127,8 @@ def _price_stage_swaps(facts: Facts, costs: Costs, seconds: Seconds) -> None:
 def _times_launched(graph: Graph, seconds: Seconds, host: Host) -> tuple[Seconds, Seconds]:
     """Starts and ends of the actions, then of their launches.
 
-    A launch is a node like any other: it waits for the launch before it in the row and, where the host must not run
-    ahead any more, for the compute action ``run_ahead`` places before; the action waits for its launch.
+    Launches are nodes of the graph: each waits for the launch before it in the row and for the compute action
+    ``run_ahead`` places before; the action waits for its launch.
     """
     facts, size = graph.facts, graph.num_nodes
     nodes, first = np.arange(size), facts.columns.first
@@ -141,7 +145,7 @@ def _times_launched(graph: Graph, seconds: Seconds, host: Host) -> tuple[Seconds
 
 
 def _throttled_by(facts: Facts, run_ahead: int) -> NDArray[np.int64]:
-    """For each action the compute action of its rank that has to end before it is launched; -1 for none."""
+    """For each action the compute action that must end before its launch; -1 for none."""
     is_compute = facts.row.is_kind(*COMPUTE_KINDS)
     computes = np.append(np.flatnonzero(is_compute), -1)
     num_before = np.cumsum(is_compute) - is_compute
@@ -150,10 +154,10 @@ def _throttled_by(facts: Facts, run_ahead: int) -> NDArray[np.int64]:
 
 
 def _times_sharing(graph: Graph, seconds: Seconds, sharing: Sharing) -> tuple[Seconds, Seconds]:
-    """Starts and ends where actions slow each other down."""
+    """Starts and ends with shared resources."""
     facts = graph.facts
     kind, stage = facts.columns[:2]
-    # Number 0, without a limit, is for actions that share nothing.
+    # Resource 0 has no limit: for actions that share nothing.
     resources: dict[Hashable, int] = {None: 0}
     table = np.zeros((len(KINDS), facts.shape[0]), np.int32)
     for code, place in np.argwhere(occurring(facts).any(axis=2)).tolist():

@@ -91,7 +91,7 @@ def test_home_is_expanded_in_flags(tmp_path, monkeypatch):
 def test_a_dot_is_the_current_folder_and_no_empty_path(tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     assert parse_config(train.COMMAND, list(words)).data.path == tmp_path
-    with pytest.raises(ConfigError, match="data.path must be a text file or a folder, found nothing;"):
+    with pytest.raises(ConfigError, match="--data.path must be a path or None, found ''"):
         parse_config(train.COMMAND, ["--data.path", ""])
 
 

@@ -8,10 +8,10 @@ import pytest
 from any_runs import COUNT, DATA, TRAINED, runs
 
 from pipeloom.cli import main
-from pipeloom.cli.simulate import simulate_config
 from pipeloom.config.file import format_run, parse_run, read_run_file
 from pipeloom.errors import UserError
 from pipeloom.planner.run_file import run_config
+from pipeloom.planner.run_step import predict_step
 from pipeloom.predict.sizes import sizes_in_training
 from pipeloom.recipe import build, schedule_text
 from pipeloom.schedule import Kind
@@ -29,7 +29,7 @@ def trained(config):
 
 
 def simulated(config):
-    return simulate_config(config).schedule_text
+    return predict_step(config).schedule_text
 
 
 def printed(config):
@@ -39,7 +39,7 @@ def printed(config):
 
 def planned(config):
     """What a plan writes of the same step, and what its run file trains with."""
-    step = simulate_config(config)
+    step = predict_step(config)
     again, problems = parse_run(parse_toml(format_run(run_config(step, None, "laptop", "pipeloom")), "it"))
     assert problems == []
     again = replace(again, optimizer=config.optimizer)  # which a plan leaves to its reader

@@ -8,7 +8,7 @@ from ink import cut_texts, overlaps, texts_of
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_reduce_grad, add_unshard, balance, lower
@@ -22,7 +22,7 @@ BEGINNINGS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
 def example(num_microbatches=2):
     schedule = lower(make_schedule("breadth-first", pp=2, loops=2, num_microbatches=num_microbatches))
-    return simulate(schedule, UniformCosts(1, 2, 0.5))
+    return simulate(schedule, Costs(1, 2, 0.5))
 
 
 def boxes(trace, tmp_path):
@@ -64,8 +64,7 @@ def test_collectives_that_take_time_have_a_box_each_and_a_word_below(tmp_path):
     schedule = lower(make_schedule("breadth-first", pp=2, loops=2, num_microbatches=2))
     schedule = add_reduce_grad(add_unshard(schedule, 1, 1))
     without, gathered, both = (
-        simulate(schedule, UniformCosts(1, 2, 0.5, unshard_s, reduce_s))
-        for unshard_s, reduce_s in [(0, 0), (1, 0), (1, 1)]
+        simulate(schedule, Costs(1, 2, 0.5, unshard_s, reduce_s)) for unshard_s, reduce_s in [(0, 0), (1, 0), (1, 1)]
     )
     assert boxes(gathered, tmp_path) - boxes(without, tmp_path) == 2 * 3
     assert boxes(both, tmp_path) - boxes(gathered, tmp_path) == 2 * 2
@@ -75,7 +74,7 @@ def test_collectives_that_take_time_have_a_box_each_and_a_word_below(tmp_path):
 def test_what_leaves_and_comes_back_has_a_box_each_and_words_below(tmp_path):
     plain = make_schedule("1f1b", pp=4, num_microbatches=8)
     swapped = balance(plain)
-    before, after = (simulate(schedule, UniformCosts(1, 2, evict_s=1)) for schedule in (plain, swapped))
+    before, after = (simulate(schedule, Costs(1, 2, evict_s=1)) for schedule in (plain, swapped))
     assert -boxes(before, tmp_path) + boxes(after, tmp_path) == 3 + 3
     text = (tmp_path / "count.svg").read_text(encoding="utf-8")
     assert "strips below: to the partner or the host (light); and from there (dark)" in text
@@ -102,13 +101,13 @@ def test_a_trace_without_compute_can_be_drawn(tmp_path):
 
 
 def test_split_backwards_and_forward_only_steps_can_be_drawn(tmp_path):
-    split = simulate(parse_schedule("0F0 0I0 0W0\n1F0 1I0 1W0"), UniformCosts(1, 2))
-    forwards = simulate(parse_schedule("0F0\n1F0"), UniformCosts(1, 2))
+    split = simulate(parse_schedule("0F0 0I0 0W0\n1F0 1I0 1W0"), Costs(1, 2))
+    forwards = simulate(parse_schedule("0F0\n1F0"), Costs(1, 2))
     assert boxes(split, tmp_path) - boxes(forwards, tmp_path) == 4 + 4  # and two halves of two stages in the legend
 
 
 def test_shades_and_numbers_are_told(tmp_path):
-    sliced = simulate(parse_schedule("0F0 0F0.1 0R0.1 0I0.1 0W0.1 0B0"), UniformCosts(1, 2))
+    sliced = simulate(parse_schedule("0F0 0F0.1 0R0.1 0I0.1 0W0.1 0B0"), Costs(1, 2))
     file = tmp_path / "sliced.svg"
     plot_timeline(sliced, [file], title="sliced")
     text = file.read_text(encoding="utf-8")
@@ -129,7 +128,7 @@ def test_boxes_are_drawn_all_at_once_however_many_there_are(tmp_path, monkeypatc
     for name in ("add_collection", "barh", "add_patch", "annotate"):
         monkeypatch.setattr(Axes, name, counted(name, getattr(Axes, name)))
     schedule = add_reduce_grad(lower(make_schedule("1f1b", pp=4, num_microbatches=500)))
-    trace = simulate(schedule, UniformCosts(1, 2, 0.5, 1, 1))
+    trace = simulate(schedule, Costs(1, 2, 0.5, 1, 1))
     plot_timeline(trace, [tmp_path / "large.png"], title="large")
     assert len(trace.compute()) == 4000
     assert calls == {"add_collection": 2}  # compute, and a strip of collectives; no number fits a box
@@ -158,7 +157,7 @@ def test_rows_of_very_many_ranks_share_a_height_that_a_picture_has(tmp_path, mon
 def test_a_box_has_the_place_and_the_color_of_its_action(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr("pipeloom.plotting.draw._save", lambda figure, _: figures.append(figure))
-    trace = simulate(parse_schedule("0F0 0B0\n1F0 1B0"), UniformCosts(1, 2))
+    trace = simulate(parse_schedule("0F0 0B0\n1F0 1B0"), Costs(1, 2))
     plot_timeline(trace, [tmp_path / "few.png"], title="few", scale=10)
     (boxes_,) = (part for part in figures[0].axes[0].collections if isinstance(part, PolyCollection))
     found = {
@@ -178,7 +177,7 @@ LONG = "a headline that goes on, " * 12 + "with $\\alpha$ and \x1b[31m"
 def test_no_text_of_a_timeline_is_cut_or_lies_on_another(loops):
     schedule = lower(make_schedule("breadth-first", pp=2, loops=loops, num_microbatches=4))
     schedule = add_reduce_grad(add_unshard(schedule, 1, 1))
-    trace = simulate(schedule, UniformCosts(1, 2, 0.5, 1, 1))
+    trace = simulate(schedule, Costs(1, 2, 0.5, 1, 1))
     figure = _timelines_figure({LONG: trace, "below": trace}, "units of cost", 1.0)
     assert cut_texts(figure) == []
     assert overlaps(figure) == []

@@ -75,12 +75,12 @@ def of_any_order(recipe):
             of_any_order(PLAIN),
             ["token slices: 1 in the file, 2 in the run"],
         ),
-        (TIED, of_any_order(PLAIN), ["rank 0: 0SEND_TIED is missing, which is a part of the run"]),
-        (PLAIN, of_any_order(TIED), ["rank 0, slot 2: 0SEND_TIED, which is no part of the run"]),
+        (TIED, of_any_order(PLAIN), ["rank 0: 0SEND_TIED is missing, which the run has"]),
+        (PLAIN, of_any_order(TIED), ["rank 0, slot 2: 0SEND_TIED, which the run does not have"]),
         (
             replace(SHARDED, reduce_grad=None),
             of_any_order(replace(SHARDED, reduce_grad=ReduceGrad(None))),
-            ["rank 0, slot 34: 0REDUCE_GRAD, which is no part of the run"],
+            ["rank 0, slot 34: 0REDUCE_GRAD, which the run does not have"],
         ),
         (
             SHARDED,
@@ -100,7 +100,7 @@ def of_any_order(recipe):
         (
             replace(SWAPPED, updates="at once"),
             of_any_order(SWAPPED),
-            ["rank 0: updates are not of the same step as those of the run"],
+            ["rank 0: updates belong to another step than those of the run"],
         ),
     ],
 )
@@ -119,7 +119,7 @@ def test_evictions_need_a_partner():
     given = written(BALANCED)
     alone = replace(given, schedule=replace(given.schedule, partners=None))
     (problem,) = misfit(BALANCED, alone)
-    assert "but no line `partners` says to whom" in problem
+    assert "but the file has no line `partners`" in problem
 
 
 def test_rows_without_messages_are_refused():

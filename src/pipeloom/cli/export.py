@@ -53,12 +53,10 @@ def run(words: list[str]) -> int:
     checkpoint = or_note(lambda: find_checkpoint(options.checkpoint), problems)
     if problems or checkpoint is None:
         raise ConfigError(problems, SOURCE)
-    import torch
 
-    from pipeloom.training.export import export
+    from pipeloom.training.export import export_weights
 
-    dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    files = export(checkpoint, options.output, dtype=dtype, file_bytes=round(options.file_gb * 1e9))
+    files = export_weights(checkpoint, options.output, dtype=options.dtype, file_bytes=round(options.file_gb * 1e9))
     remark = "" if can_be_checked(checkpoint) else f" ({UNCHECKED})"
     print("\n".join([f"checkpoint {checkpoint}{remark}", *(f"{_kind(file)} {file}" for file in files)]))
     return 0

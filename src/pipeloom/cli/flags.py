@@ -131,8 +131,7 @@ def read_words(
 
 
 def _first_sentence(option: Option) -> str:
-    text = option.text.partition(". ")[0].rstrip(".")
-    return text[:1].lower() + text[1:]
+    return option.first_sentence[:1].lower() + option.first_sentence[1:]
 
 
 def _output_problem(note: Output, option: Option, found: Words) -> str | None:
@@ -220,7 +219,7 @@ def _value(option: Option, flag: str, texts: list[str]) -> tuple[Any, str]:
     """The value of an option, and what is wrong with it, if anything is."""
     if option.is_switch:
         on, off = option.flags
-        problem = f"{flag} takes no value, found {_shown(texts)}: write {on} for true, {off} for false"
+        problem = f"{flag} takes no value: write {on} for true, {off} for false"
         return flag == on, problem if texts else ""
     if option.most_values is None:
         texts = [part for text in texts for part in text.split(",")] if any(texts) else texts

@@ -32,7 +32,7 @@ def help_page(command: Command[Any], *, is_whole: bool) -> str:
     summary = COMMANDS.get(command.name, "")
     lines = [f"pipeloom {command.name}: {summary}", ""]
     lines += [_usage(command, options), ""]
-    about = inspect.cleandoc(command.options.__doc__ or "").partition("\n\n")[2]
+    about = "\n\n".join(inspect.cleandoc(command.options.__doc__ or "").split("\n\n")[1:])
     if about:
         lines += [*_wrapped(about, width), ""]
     column = max(map(len, command.examples), default=0) + 2
@@ -73,11 +73,11 @@ def _about(option: Option, width: int, *, is_whole: bool) -> Iterator[str]:
 
 
 def _described_briefly(option: Option) -> str:
-    text = option.text.partition(". ")[0].rstrip(".")
+    text = option.first_sentence
     names = ", ".join(option.choices)
     if option.place or (option.value.startswith("NAME") and len(names) < _MOST_CHOICES):
         text += f": {names}" if names else ""
-    default = option.shown_default.partition(";")[0]
+    default = option.shown_default.split(";")[0]
     return text if not default or option.is_switch else f"{text} [{default}]"
 
 

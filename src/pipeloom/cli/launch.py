@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 
 from pipeloom.catalog import load_cluster
 from pipeloom.cli.reference import Command, Output
-from pipeloom.cli.run_config import TRAINING, described_problems, parse_config
+from pipeloom.cli.run_config import TRAINING, parse_config
 from pipeloom.config import RunConfig, unset, usual_values
 from pipeloom.cost.hardware import Cluster
 from pipeloom.export import HandedOver, hand_over
 from pipeloom.export.job import training_problems
-from pipeloom.predict.describe import with_model_sizes
+from pipeloom.predict.describe import described_problems, with_model_sizes
 from pipeloom.workload.limits import Common
 
 

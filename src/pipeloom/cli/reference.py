@@ -162,6 +162,11 @@ class Option:
         return _described(self.owner)[self.name.rpartition(".")[2]][0]
 
     @property
+    def first_sentence(self) -> str:
+        """What it is, in brief."""
+        return self.text.split(". ")[0].rstrip(".")
+
+    @property
     def shown_default(self) -> str:
         """The default as text; empty where a value must be given, or where nothing is set."""
         if self.default is MISSING:
@@ -264,8 +269,8 @@ def _described(owner: type) -> dict[str, tuple[str, str]]:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 name = node.target.id
             elif name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                text, _, default = " ".join(str(node.value.value).split()).partition(" None: ")
-                found[name] = (text, default.rstrip("."))
+                text, *default = " ".join(str(node.value.value).split()).split(" None: ", 1)
+                found[name] = (text, "".join(default).rstrip("."))
     return found
 
 

@@ -8,10 +8,9 @@ from typing import Any
 from pipeloom.cli.flags import SOURCE, Words, read_words
 from pipeloom.cli.reference import Command, Options_, options_of
 from pipeloom.config import RunConfig, find_problems
-from pipeloom.config.file import read_run_file
+from pipeloom.config.file import read_run_file, without_stale_sizes
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.predict.describe import machine_problems, with_model_sizes
-from pipeloom.terminal.words import count
+from pipeloom.predict.describe import completed
 from pipeloom.workload.dtypes import dtype_of
 
 PREDICTIONS = (
@@ -22,11 +21,6 @@ PREDICTIONS = (
 VERIFICATION = ("model", "data", "layout", "schedule", "optimizer", "training")
 TRAINING = (*VERIFICATION, "checkpoint", "output")
 """The same for a run that is trained, which happens on the machine where it is started."""
-
-
-def described_problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
-    """What is wrong with a run that is described to the cost model and not trained here; for ``parse_config``."""
-    return [*find_problems(config, trains=False, is_model_known=is_model_known), *machine_problems(config)]
 
 
 def parse_config(
@@ -57,12 +51,11 @@ def parse_config(
         return problems
 
     found = read_words(command, words, open_file)
-    config = _without_stale_sizes(_over(file, found), file)
+    config = without_stale_sizes(_over(file, found), file)
     problems = found.problems
     # Judging defaults instead of a file that cannot be read would report what is not wrong.
     if is_read:
-        config, unknown = with_model_sizes(config)
-        values = [*unknown, *judge(config, is_model_known=not unknown)]
+        config, values = completed(config, judge)
         # What follows from a wrong flag is not a problem of its own.
         problems += [one for one in values if not any(name in one for name in found.wrong)]
     if problems:
@@ -76,8 +69,8 @@ def _over(config: RunConfig, found: Words) -> RunConfig:
     """The configuration with the settings that words give."""
     sections: dict[str, dict[str, Any]] = {}
     for name, value in found.values.items():
-        section, dot, key = name.partition(".")
-        if dot:
+        if "." in name:
+            section, key = name.split(".")
             sections.setdefault(section, {})[key] = value
     return replace(
         config, **{section: replace(getattr(config, section), **values) for section, values in sections.items()}
@@ -87,28 +80,3 @@ def _over(config: RunConfig, found: Words) -> RunConfig:
 def dtype_words(precision: str, *, is_default: bool) -> str:
     """A run's type of weights and activations, and whether nobody chose it."""
     return dtype_of(precision) + (" (the devices' default)" if is_default else "")
-
-
-def other_axes(config: RunConfig) -> str:
-    """What tensor and data parallelism add to the pipeline; nothing without them."""
-    layout = config.layout
-    tensor = f", each by {layout.tp} tensor-parallel ranks" if layout.tp > 1 else ""
-    tensor += " (sequence too)" if layout.sequence_parallel else ""
-    if layout.dp == 1:
-        return tensor
-    copies = f", {layout.replicate} copies" if layout.replicate is not None else ""
-    return f"{tensor}; {count(layout.dp, 'replica')}, shard {layout.shard}{copies}"
-
-
-def _without_stale_sizes(config: RunConfig, file: RunConfig) -> RunConfig:
-    """The configuration without what the file derived from sizes that flags have changed.
-
-    The file of a run folder names its partition and its group size, and a checkpoint goes on under any layout.
-    """
-    new, old = config.layout, file.layout
-    if new.num_stages != old.num_stages and new.partition == old.partition:
-        config = replace(config, layout=replace(new, partition=None))
-    # A group of old.pp was the default that the run filled in; any other size was chosen.
-    if new.pp != old.pp and config.schedule.group_size == file.schedule.group_size == old.pp:
-        config = replace(config, schedule=replace(config.schedule, group_size=None))
-    return config

@@ -21,6 +21,11 @@ def with_absolute_paths(config: _Config, folder: Path = Path()) -> _Config:
     return _change(config, lambda path: _absolute(folder / expand_home(path)))
 
 
+def with_home(config: _Config) -> _Config:
+    """The same settings with every path's ``~`` expanded."""
+    return _change(config, expand_home)
+
+
 def expand_home(path: Path) -> Path:
     """The path with ``~`` expanded; as it is where there is no such user."""
     try:

@@ -1,6 +1,7 @@
 """Pictures of traces. Nothing is computed here but where the ink goes."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from io import StringIO
 from itertools import cycle
 from pathlib import Path
 from textwrap import wrap
@@ -98,6 +99,13 @@ def plot_timelines(traces: Mapping[str, Trace], files: Sequence[Path], *, unit: 
     figure = _timelines_figure(traces, unit, scale)
     for file in files:
         _save(figure, file)
+
+
+def timelines_svg(traces: Mapping[str, Trace], *, unit: str, scale: float) -> str:
+    """What ``plot_timelines`` draws, as the text of an SVG picture."""
+    text = StringIO()
+    _timelines_figure(traces, unit, scale).savefig(text, format="svg")
+    return text.getvalue()
 
 
 def _timelines_figure(traces: Mapping[str, Trace], unit: str, scale: float) -> "Figure":

@@ -41,13 +41,17 @@ def write_page(run: Run, file: Path | None = None) -> Path:
 def format_page(run: Run) -> str:
     """The page as text."""
     contents = page_contents(run)
-    here = files(__name__)
-    return Template((here / "page.html").read_text(encoding="utf-8")).substitute(
+    return Template(_joined("page.html")).substitute(
         title=html.escape(contents["title"]),
         version=html.escape(version("pipeloom")),
-        style=(here / "page.css").read_text(encoding="utf-8"),
-        script=(here / "page.js").read_text(encoding="utf-8"),
+        style=_joined("colors.css", "drawing.css", "page.css"),
+        script=_joined("drawing.js", "page.js"),
         # whatever the run wrote, nothing in it can end the element or begin another
         # allow_nan=False: JSON has no NaN, and JSON.parse would fail in the browser of whoever opens the page.
         contents=json.dumps(contents, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     )
+
+
+def _joined(*names: str) -> str:
+    """Files of this folder, one behind the other."""
+    return "".join((files(__name__) / name).read_text(encoding="utf-8") for name in names)

@@ -8,10 +8,9 @@ from pipeloom.analysis.bubble import BubbleAccount, account_bubble
 from pipeloom.analysis.summary import LaneUse, communication, summarize
 from pipeloom.report.curves import curves_contents, ink, median_step_time_s, median_tokens_per_s
 from pipeloom.report.over_time import over_time_contents
-from pipeloom.report.timeline import timeline_contents
+from pipeloom.report.timeline import MILLISECONDS, timeline_contents
 from pipeloom.report.unfinished import done_steps, traced_step, unfinished_contents
 from pipeloom.runs.run_reading import Run
-from pipeloom.schedule import Schedule
 from pipeloom.schedule.lanes import DATA_PARALLEL_LANE
 from pipeloom.terminal.words import count, ms, percent
 from pipeloom.trace import Trace
@@ -58,9 +57,14 @@ def page_contents(run: Run) -> dict[str, Any]:
     if run.schedule is None or not traces:
         empty = {"timeline": None, "bubble": None, "communication": None, "pipelines": nothing, "over_time": nothing}
         return contents | empty
+    titles = {
+        "measured": "measured in one step" if step is None else f"measured in step {step}",
+        "predicted": "predicted before the first step, from profiled stages",
+    }
+    accounts = {name: account_bubble(run.schedule, trace) for name, trace in traces.items()}
     return contents | {
-        "timeline": timeline_contents(traces, run.schedule.num_stages, step),
-        "bubble": _bubble(run.schedule, traces),
+        "timeline": timeline_contents(traces, titles, run.schedule.num_stages),
+        "bubble": bubble_contents(accounts, traces, ms, MILLISECONDS.name),
         "communication": _communication(traces),
         "pipelines": _pipelines(run),
         "over_time": over_time_contents(run, run.schedule, traces),
@@ -139,20 +143,32 @@ def _with_unit(value_s: float) -> str:
     return f"{ms(value_s)} ms"
 
 
-def _bubble(schedule: Schedule, traces: Mapping[str, Trace]) -> dict[str, Any]:
-    accounts = {name: account_bubble(schedule, trace) for name, trace in traces.items()}
-    groups = [
-        (f"rank {rank}", {name: parts[rank] for name, parts in accounts.items()}) for rank in range(schedule.num_ranks)
-    ]
+def bubble_contents(
+    accounts: Mapping[str, Sequence[BubbleAccount]], traces: Mapping[str, Trace], text: _Text, unit: str
+) -> dict[str, Any]:
+    """A bar for each rank and its parts as text, for each trace, with the parts that some rank has.
+
+    Args:
+        accounts: for each trace its ranks.
+        traces: by the same names.
+        text: of a number of seconds.
+        unit: of these texts.
+    """
+    num_ranks = len(next(iter(accounts.values())))
+    groups = [(f"rank {rank}", {name: parts[rank] for name, parts in accounts.items()}) for rank in range(num_ranks)]
     total = {name: sum(parts, BubbleAccount()) for name, parts in accounts.items()}
     # One scale for both traces, so that bars of measured and predicted can be compared.
     longest = max(trace.end_s - trace.start_s for trace in traces.values())
     # By the sum over all ranks and both traces, so that every table has the same columns.
     shown = [cause for cause in CAUSES if any(getattr(account, cause) for account in total.values())]
-    rows = [[label, *_cells(parts, shown, ms)] for label, parts in groups]
-    rows.append(["all ranks", *_cells(total, shown, ms)])
+    rows = [[label, *_cells(parts, shown, text)] for label, parts in groups]
+    rows.append(["all ranks", *_cells(total, shown, text)])
     shares = {name: _scaled(account, account.compute_s + account.idle_s) for name, account in total.items()}
     rows.append(["share of all ranks", *_cells(shares, shown, percent)])
+
+    def with_unit(value_s: float) -> str:
+        return f"{text(value_s)} {unit}"
+
     means = {name: _scaled(account, len(groups)) for name, account in total.items()}
     return {
         "causes": [
@@ -160,8 +176,8 @@ def _bubble(schedule: Schedule, traces: Mapping[str, Trace]) -> dict[str, Any]:
             for cause in shown
         ],
         "traces": list(traces),
-        "groups": [{"label": label, "bars": _bars(parts, shown, longest)} for label, parts in groups],
-        "total": {"label": "mean of ranks", "bars": _bars(means, shown, longest)},
+        "groups": [{"label": label, "bars": _bars(parts, shown, longest, with_unit)} for label, parts in groups],
+        "total": {"label": "mean of ranks", "bars": _bars(means, shown, longest, with_unit)},
         "rows": rows,
     }
 
@@ -176,12 +192,12 @@ def _scaled(account: BubbleAccount, whole: float) -> BubbleAccount:
     return BubbleAccount(**{cause: getattr(account, cause) / whole if whole else 0.0 for cause in CAUSES})
 
 
-def _bars(accounts: Mapping[str, BubbleAccount], shown: Sequence[str], whole: float) -> list[Any]:
+def _bars(accounts: Mapping[str, BubbleAccount], shown: Sequence[str], whole: float, text: _Text) -> list[Any]:
     """For each trace a bar of (share of the width, text) for each cause."""
     bars = []
     for account in accounts.values():
         values = [getattr(account, cause) for cause in shown]
-        bars.append([[ink(value / whole if whole else 0.0), _with_unit(value)] for value in values])
+        bars.append([[ink(value / whole if whole else 0.0), text(value)] for value in values])
     return bars
 
 

@@ -9,6 +9,7 @@ from pipeloom.errors import UserError
 from pipeloom.predict.describe import describe
 from pipeloom.predict.memory import held_bytes
 from pipeloom.report.curves import ink
+from pipeloom.report.timeline import MILLISECONDS, Unit
 from pipeloom.runs.run_reading import Run
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.ledger import HeldBytes
@@ -23,7 +24,7 @@ Steps = Sequence[tuple[float, float]]
 def over_time_contents(run: Run, schedule: Schedule, traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
     """Charts of step functions, for each rank one of each trace: milliseconds, and what is held from then on."""
     inputs = {name: [curve.points for curve in inputs_over_time(schedule, trace)] for name, trace in traces.items()}
-    charts = [_chart("Stage inputs held", _INPUTS, inputs, traces, "peak {:g}".format)]
+    charts = [chart("Stage inputs held", STAGE_INPUTS, inputs, traces, peak="peak {:g}".format)]
     held = _held_bytes(run, schedule)
     if held is not None:
         memory = {
@@ -33,11 +34,11 @@ def over_time_contents(run: Run, schedule: Schedule, traces: Mapping[str, Trace]
             ]
             for name, trace in traces.items()
         }
-        charts.append(_chart("Memory, MB", _MEMORY, memory, traces, lambda most: f"peak {short(most)} MB"))
+        charts.append(chart("Memory, MB", _MEMORY, memory, traces, peak=lambda most: f"peak {short(most)} MB"))
     return charts
 
 
-_INPUTS = (
+STAGE_INPUTS = (
     "What a rank keeps for backwards, 1 for each stage's micro-batch: its own until they end, without what has moved "
     "away or will be recomputed, and what its partner moved to it."
 )
@@ -57,17 +58,29 @@ def _held_bytes(run: Run, schedule: Schedule) -> HeldBytes | None:
     return held_bytes(described.run, replace(described.software, reserve_bytes=0.0), schedule)
 
 
-def _chart(
+def chart(
     title: str,
     note: str,
     steps: Mapping[str, Sequence[Steps]],
     traces: Mapping[str, Trace],
+    *,
     peak: Callable[[float], str],
+    unit: Unit = MILLISECONDS,
 ) -> dict[str, Any]:
+    """A chart of step functions.
+
+    Args:
+        title: for people.
+        note: the same.
+        steps: for each trace, for each rank.
+        traces: by the same names.
+        peak: the most that a rank holds, as text.
+        unit: of the time axis.
+    """
     longest = max(trace.end_s - trace.start_s for trace in traces.values())
     ranks: list[dict[str, Any]] = []
     for rank, by_trace in enumerate(zip(*steps.values(), strict=True)):
-        curves = [[[ink(time_s * 1e3), ink(held)] for time_s, held in curve] for curve in by_trace]
+        curves = [[[ink(time_s * unit.per_s), ink(held)] for time_s, held in curve] for curve in by_trace]
         most = max(held for curve in by_trace for _, held in curve)
         ranks.append({"label": f"rank {rank}", "curves": curves, "peak": peak(most)})
     most = max(held for rank in ranks for curve in rank["curves"] for _, held in curve)
@@ -76,6 +89,7 @@ def _chart(
         "note": note,
         "traces": list(traces),
         "ranks": ranks,
-        "end": ink(longest * 1e3),
+        "end": ink(longest * unit.per_s),
+        "unit": unit.name,
         "most": most,
     }

@@ -1,4 +1,4 @@
-"""A schedule on a clock, for passes that have to know when things happen: seconds of each action, starts and ends."""
+"""Start and end times of a schedule's actions, for passes that depend on them."""
 
 from collections.abc import Callable
 
@@ -11,11 +11,11 @@ from pipeloom.schedule.kinds import KINDS, STAGE_KINDS
 from pipeloom.schedule.schedule import Schedule
 
 SecondsOf = Callable[[Action], float]
-"""Seconds that an action keeps its lane busy; the same for all micro-batches. ``Costs.seconds`` is one."""
+"""Action -> seconds on its lane; the same for all micro-batches. ``ActionCosts.seconds`` is one."""
 
 
 def nominal_s(action: Action) -> float:
-    """Where nobody says how long things take: a backward takes two forwards, and moving what is kept takes one."""
+    """Nominal seconds: a forward takes 1, a backward 2, a move of activations 1."""
     return action.kind.nominal_s
 
 
@@ -25,7 +25,7 @@ def seconds_of_all(facts: Facts, seconds_of: SecondsOf, *, ignores_microbatch: b
     Args:
         facts: of the schedule.
         seconds_of: of one action.
-        ignores_microbatch: whether they are the same for all micro-batches, so that one of them is asked about.
+        ignores_microbatch: whether they are the same for all micro-batches, so that one call for each stage is enough.
     """
     if not ignores_microbatch:
         return np.array([seconds_of(action) for row in facts.rows for action in row], np.float64)

@@ -1,8 +1,8 @@
-"""Loops over arrays of actions, as plain Python or compiled: the same functions, chosen by how much there is to do.
+"""Kernels: loops over arrays of actions that run as plain Python, or compiled where that pays.
 
 A kernel is a plain function over arrays in ``pipeloom.schedule.kernels``. Loading the compiler takes about a second,
-more than a small schedule takes altogether. So kernels run as they are until this process has put ``PATIENCE``
-actions through them, and are compiled (by numba, kept on disk) from then on. Without numba they stay as they are.
+longer than a small schedule takes in all. So kernels run as Python until this process has passed ``PATIENCE`` actions
+through them, and are compiled by numba, with its cache on disk, from then on. Without numba they always run as Python.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 PATIENCE = 400_000
-"""Actions that are worth loading the compiler for: about a second of plain Python."""
+"""Number of actions from which the compiler pays: about a second of plain Python."""
 _seen = 0
 _is_lean = False
 
@@ -40,9 +40,9 @@ def kernel(function: Callable[P, R], num_actions: int) -> Callable[P, R]:
 
 
 def start_lean() -> None:
-    """For a command: let the compiler start without scipy, and say so when it has to compile.
+    """Settings for commands: numba starts without scipy, and a message is printed when it has to compile.
 
-    It looks for scipy in case somebody's loops do linear algebra, which takes a third of its start; ours do none.
+    numba imports scipy for linear algebra in kernels, which takes a third of its start; these kernels have none.
     """
     global _is_lean  # noqa: PLW0603  how the compiler starts is a fact about the process
     _is_lean = True
@@ -90,7 +90,7 @@ def _compile_all(module: ModuleType) -> dict[str, Any]:
 
 @contextmanager
 def _hidden(name: str) -> Iterator[None]:
-    """A module that cannot be imported meanwhile."""
+    """Context in which a module cannot be imported."""
     found = sys.modules.get(name)
     sys.modules[name] = None  # type: ignore[assignment]
     yield

@@ -1,16 +1,16 @@
-"""A schedule in arrays, and the one dependency relation: what each action waits for.
+"""A schedule in arrays, and the dependency relation: what each action waits for.
 
-An action starts when its lane is free and what it waits for has ended. The verifier, the passes, the
-simulator and the executor all ask here. An action waits for
+An action starts when its lane is free and the actions that it waits for have ended. Verifier, passes, simulator and
+executor use this one relation. An action waits for
 
 - *data*: the actions whose results it uses (``Facts.needs``);
 - *a buffer*: where gradient buffers are limited, the first backward of a stage's gradient waits for the
   reduction that frees its buffer (``Promises.gradient_buffers``), and a stage that is swapped in for the swap out
   that frees its room (``Promises.max_resident``);
 - *its lane*: the action before it on the same lane of the same rank;
-- *its place in the row*, if it is communication: the compute action before it in the row. A receive stands
-  in the row where its buffer becomes free, a gather where its prefetch begins; they start no earlier. Compute
-  never waits for the communication before it in the row unless it uses its result.
+- *its place in the row*, if it is communication: the compute action before it in the row. The place of a receive is
+  where its buffer becomes free, that of a gather where its prefetch begins; they start no earlier. Compute waits for
+  communication before it in the row only if it uses its result.
 """
 
 from collections.abc import Sequence
@@ -36,21 +36,21 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Promises:
-    """What a schedule says of its rows beside them; the rules hold it to that.
+    """Limits and partners of a schedule, which its rules enforce.
 
     Attributes:
-        max_stage_inputs: for each rank the most (stage, micro-batch) inputs that it may hold at once;
+        max_stage_inputs: for each rank the most (stage, micro-batch) inputs that it may hold at the same time;
             ``None`` for no limit.
-        max_gathered: the most stages that a rank may have gathered at once, those being gathered included;
+        max_gathered: the most stages that a rank may have gathered at the same time, those in transfer included;
             ``None`` for no limit.
-        gradient_buffers: the most stages whose unreduced gradients a rank has room for: the first backward of a
-            further one waits for a reduction to end. ``None`` for room for all.
-        max_resident: the most of its swapped stages that a rank may have on the device at once, those on their way
+        gradient_buffers: the most stages of a rank with unreduced gradients: the first backward of a further one waits
+            for a reduction. ``None`` for no limit.
+        max_resident: the most swapped stages that a rank may have on the device at the same time, those in transfer
             included, in units of ``stage_sizes``; ``None`` for no limit.
-        stage_sizes: for each stage what it takes of ``max_resident``, such as bytes; ``None`` for one each.
-        partners: for each rank the rank to which it evicts, and which evicts to it: pairs, so that
-            ``partners[partners[r]] == r``. A rank without one names itself. What a partner does to accept and to give
-            back is not in its row. ``None`` where nothing says, which then is fit for simulation only.
+        stage_sizes: for each stage its part of ``max_resident``, such as bytes; ``None`` for 1 each.
+        partners: for each rank the rank to which it evicts. They are pairs: ``partners[partners[r]] == r``; a rank
+            without a partner names itself. A partner's row has no actions for accepting and returning. ``None``:
+            evictions can be simulated, not executed.
     """
 
     max_stage_inputs: tuple[int, ...] | None = None
@@ -63,7 +63,7 @@ class Promises:
 
 @dataclass(frozen=True)
 class Facts:
-    """A schedule's rows, sizes and promises in arrays; whether they obey the rules is for the rules to say.
+    """A schedule's rows, sizes and promises in arrays, not verified.
 
     Attributes:
         rows: one for each rank.
@@ -71,7 +71,7 @@ class Facts:
         shape: numbers of stages, micro-batches and token slices.
         has_transfers: whether tensors change rank by sends and receives.
         first_backward_stage: stages below it run no backward.
-        promises: beside the rows.
+        promises: limits and partners.
     """
 
     rows: Sequence[Row]
@@ -114,22 +114,22 @@ class Facts:
 
     @cached_property
     def is_split(self) -> NDArray[np.bool_]:
-        """For each stage, micro-batch and slice whether the backward is split into input and weight halves."""
+        """[stage, micro-batch, slice] whether the backward is split into input gradient and weight gradient."""
         return self._has(Kind.BACKWARD_INPUT)
 
     @property
     def relation(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_], Ints, NDArray[np.bool_]]:
-        """What decides whom an action waits for: outputs received, backwards split, what was kept, what recomputes."""
+        """Arrays from which kernels derive what an action waits for."""
         return self.is_received, self.is_split, self._keeper, self.is_recomputed
 
     @cached_property
     def is_recomputed(self) -> NDArray[np.bool_]:
-        """For each stage, micro-batch and slice whether the forward is computed again for the backward."""
+        """[stage, micro-batch, slice] whether the forward is recomputed for the backward."""
         return self._has(Kind.RECOMPUTE)
 
     @cached_property
     def _keeper(self) -> Ints:
-        """[stage, micro-batch, slice] the kind after which a rank has what was kept of the forward."""
+        """[stage, micro-batch, slice] the kind after which the rank holds the activations: forward or move back."""
         keeper = np.full(self.shape, Kind.FORWARD.code, np.int32)
         for kind in LOAD_OF.values():
             keeper[self._has(kind)] = kind.code
@@ -155,7 +155,7 @@ class Facts:
 
     @cached_property
     def tied_nodes(self) -> dict[Kind, list[int]]:
-        """The messages about a tied matrix: for each kind that there is, the numbers of its actions."""
+        """Messages of a tied matrix: kind -> nodes, for kinds that occur."""
         nodes = self.where(*TIED_KINDS)
         found: dict[Kind, list[int]] = {}
         for node, code in zip(nodes.tolist(), self.columns.kind[nodes].tolist(), strict=True):
@@ -164,7 +164,7 @@ class Facts:
 
     @property
     def lanes(self) -> tuple[tuple[int, Lane], ...]:
-        """Every lane with its rank: those of one rank alone, each by rank; of the directed edges."""
+        """Every lane with its rank: first those without peers, then those of the directed edges."""
         return _lanes(self.placement, tuple(self.tied_nodes))[0]
 
     @cached_property
@@ -212,10 +212,9 @@ class Facts:
         return np.flatnonzero(self.row.is_kind(*kinds) & (self.columns.stage == stage)).astype(np.int32)
 
     def needs(self, action: Action) -> list[Action]:
-        """The actions whose results an action uses, by what they are.
+        """The actions whose results an action uses.
 
-        That a stage computes on gathered weights depends on the place in the row, so ``Graph`` adds it; so it does what
-        the messages about a tied matrix wait for, and who waits for them.
+        Gathers and messages of a tied matrix depend on places in rows; only ``Graph`` has them.
         """
         found = np.zeros(3, np.int64)
         kind, stage, microbatch, part = action
@@ -225,10 +224,10 @@ class Facts:
         return [self.action_of(int(key)) for key in found[:count]]
 
     def held_inputs(self, row: Row) -> NDArray[np.int64]:
-        """Number of stage inputs held during each forward of ``row``, in token slices / slices each."""
+        """For each forward of ``row`` the stage inputs held while it runs; slices count as parts, rounded up."""
         begins = row.is_kind(Kind.FORWARD)
         ends = row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-        # Where no backward follows, an input is gone with its forward.
+        # Without a backward, an input is freed with its forward.
         change = (begins & (row.stage >= self.first_backward_stage)).astype(np.int64) - ends
         before = np.cumsum(change) - change
         # Slices of one micro-batch hold parts of one input; begun ones count whole.
@@ -236,24 +235,21 @@ class Facts:
 
     @cached_property
     def peak_stage_inputs(self) -> tuple[int, ...]:
-        """For each rank the largest number of (stage, micro-batch) inputs held at once.
+        """For each rank the largest number of (stage, micro-batch) inputs held at the same time.
 
-        An input is held from its forward to the end of its backward. Where no backward follows, it is
-        gone with the forward, which counts as one. What is evicted or offloaded counts as held, since it leaves while
-        the rank goes on, and what partners evict does not; ``pipeloom.schedule.ledger`` counts on a clock.
+        An input is held from its forward to the end of its backward; without a backward, during its forward. Inputs
+        that move out count as held, inputs of partners do not; ``pipeloom.schedule.ledger`` counts them with times.
         """
         return tuple(int(self.held_inputs(row).max(initial=0)) for row in self.rows)
 
     @cached_property
     def graph(self) -> "Graph":
-        """The actions with what each waits for."""
+        """The dependency graph."""
         return Graph(self)
 
 
 class Graph:
-    """What has to end before what: data, the action before on the same lane, the place in the row, a gradient's buffer.
-
-    Messages about a tied matrix are among the data; so are the swaps of whole stages, and the room for them.
+    """The dependency graph: which nodes must end before a node starts (see the module's docstring).
 
     Attributes:
         facts: the schedule in arrays; its columns are the nodes.
@@ -304,7 +300,7 @@ class Graph:
         return kernel(walk, self.num_nodes)(self.waits, self.facts.lane, len(self.facts.lanes), seconds)
 
     def cycle(self) -> list[int]:
-        """Nodes of one cycle, each waiting for the next; empty if there is none."""
+        """Nodes of one cycle, each of which waits for the next; empty if there is none."""
         is_stuck = self.times(np.zeros(self.num_nodes))[1] < 0
         if not is_stuck.any():
             return []
@@ -319,7 +315,7 @@ class Graph:
 
 
 def _buffer_waits(facts: Facts, gradient_buffers: int) -> Ints:
-    """For each node the reduction that frees the buffer for the gradient that it begins; -1 for none."""
+    """For each node the reduction that frees the gradient buffer that it needs; -1 for none."""
     waits = np.full(len(facts.ranks), -1, np.int32)
     for row, first in zip(facts.rows, facts.columns.first.tolist(), strict=False):
         for slot, reduction in gradient_waits(row, gradient_buffers):
@@ -328,7 +324,7 @@ def _buffer_waits(facts: Facts, gradient_buffers: int) -> Ints:
 
 
 def _tied_waits(facts: Facts) -> Ints:
-    """For each node what it waits for on account of a tied matrix; -1 for nothing.
+    """For each node the message or gather of a tied matrix that it waits for; -1 for none.
 
     The weights wait for the gather of the first stage before them, and the last stage's first forward waits for the
     weights. The first stage's last reduction waits for the head's gradient. That this gradient is complete follows
@@ -353,7 +349,7 @@ def _tied_waits(facts: Facts) -> Ints:
 
 
 def _swap_waits(facts: Facts) -> Ints:
-    """[nodes, 2] what each waits for on account of stages that are swapped or updated; -1 for nothing."""
+    """[nodes, 2] the swaps and updates of stages that each node waits for; -1 for none."""
     promises, firsts = facts.promises, facts.columns.first.tolist()
     found = [swap_waits(row, promises.max_resident, promises.stage_sizes) for row in facts.rows]
     shifted = [np.where(waits >= 0, waits + first, -1) for waits, first in zip(found, firsts, strict=False)]

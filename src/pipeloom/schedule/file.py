@@ -14,9 +14,9 @@ from pipeloom.schedule.schedule import Level, Schedule
 from pipeloom.schedule.stage_swaps import defers_updates
 
 PROMISES = tuple(field.name for field in fields(Promises))
-"""What a schedule promises and its rows do not say: attributes of ``Schedule``."""
+"""Attributes of ``Schedule`` that are limits or partners: a file contains them beside the rows."""
 _OWN = frozenset({"max_stage_inputs", "partners"})
-"""Promises that are the order's own: a run sets nothing of them."""
+"""Promises that depend on the order alone; no setting of a run decides them."""
 _MOVED_BY = {Kind.EVICT: "balance", Kind.OFFLOAD: "offload"}
 
 
@@ -26,7 +26,7 @@ class ScheduleFile:
 
     Attributes:
         schedule: verified.
-        recipe: how it was made, by name (``pipeloom.recipe.recipe_lines``); empty where the file does not say.
+        recipe: how it was made, by name (``pipeloom.recipe.recipe_lines``); empty if the file does not contain it.
         name: of the file, for messages.
     """
 
@@ -35,15 +35,14 @@ class ScheduleFile:
     name: str = "the schedule file"
 
     def fitted(self, made: Schedule, recipe: Mapping[str, str]) -> Schedule:
-        """The schedule, which does what the run has to do.
+        """The file's schedule, if it does the work of the run.
 
-        A file that says how it was made has the rows that the run would make: only what moves between forward and
-        backward may have other places, since they depend on seconds. A file that does not say may have any order of
-        the same work.
+        A file with recipe lines must have the rows that the run would make; only moves of activations may have other
+        places, since they depend on seconds. A file without them may have any order of the same work.
 
         Args:
-            made: what the run would execute without the file, before anything moves between forward and backward.
-            recipe: how, in the names of the file.
+            made: the run's own schedule, without moves of activations.
+            recipe: its recipe, in the names of the file.
 
         Raises:
             ConfigError: it does not fit; with every setting and promise that differs, else with the first place.
@@ -53,13 +52,13 @@ class ScheduleFile:
         problems = problems or self._promise_problems(made)
         if not problems:
             places = self._moves(recipe) if self.recipe else self._work(made, recipe)
-            # The first place only: one action that is moved shifts all behind it.
+            # The first place only: one moved action shifts all behind it.
             problems += [problem for problem, _ in zip(places, [None], strict=False)]
         if not problems and self.recipe:
             problems += self._row_problems(made)
         if problems:
             raise ConfigError(problems, f"{self.name}, which does not fit the run,")
-        # rows of one rank do not show whether tensors would be sent
+        # Rows of one rank have no messages at either level.
         return self.schedule if self.schedule.level is made.level else replace(self.schedule, level=made.level)
 
     def _recipe_problems(self, recipe: Mapping[str, str]) -> list[str]:
@@ -95,25 +94,25 @@ class ScheduleFile:
         return [_differs(name, _text(one), _text(other)) for name, (one, other) in pairs.items() if one != other]
 
     def _moves(self, recipe: Mapping[str, str]) -> Iterator[str]:
-        """What moves although the run moves nothing, or has nowhere to go."""
+        """Moves that the run does not allow, or that have no partner."""
         for rank, slot, action in self.schedule.actions():
             setting = _MOVED_BY.get(action.kind)
             if setting is not None and setting not in recipe:
                 yield f"rank {rank}, slot {slot}: {action}, but the run has no schedule.{setting}"
             elif action.kind is Kind.EVICT and self.schedule.partners is None:
-                yield f"rank {rank}, slot {slot}: {action}, but no line `partners` says to whom"
+                yield f"rank {rank}, slot {slot}: {action}, but the file has no line `partners`"
 
     def _work(self, made: Schedule, recipe: Mapping[str, str]) -> Iterator[str]:
-        """Where a file of any order does something else about stages than the run."""
+        """Places at which a file of any order differs from the run in actions on whole stages."""
         yield from self._moves(recipe)
         for rank, (own, other) in enumerate(zip(self.schedule.rows, made.rows, strict=True)):
             found, wanted = _stage_work(own), _stage_work(other)
             for action in [one for one in found if one not in wanted]:
-                yield f"rank {rank}, slot {found[action]}: {action}, which is no part of the run"
+                yield f"rank {rank}, slot {found[action]}: {action}, which the run does not have"
             for action in [one for one in wanted if one not in found]:
-                yield f"rank {rank}: {action} is missing, which is a part of the run"
+                yield f"rank {rank}: {action} is missing, which the run has"
             if defers_updates(own) != defers_updates(other):
-                yield f"rank {rank}: updates are not of the same step as those of the run"
+                yield f"rank {rank}: updates belong to another step than those of the run"
 
     def _row_problems(self, made: Schedule) -> list[str]:
         """The first place at which the rows differ from those that the run makes."""
@@ -132,7 +131,7 @@ class ScheduleFile:
 
 
 def _stage_work(row: Row) -> dict[Action, int]:
-    """Actions about whole stages, each with the slot of its first one; the rules count all others."""
+    """Actions on whole stages, each with its first slot; the rules check all other actions."""
     found: dict[Action, int] = {}
     for slot, action in enumerate(row):
         if action.kind.scope is Scope.STAGE:

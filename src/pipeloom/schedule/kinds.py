@@ -1,7 +1,7 @@
-"""The one table of kinds: everything that is to say about a kind of action, one row each.
+"""The table of kinds of actions, one row for each.
 
-Sets of kinds, lanes, nominal seconds, the numbers in arrays and kernels, PyTorch's names, words and shades are all
-derived from it. It imports nothing of the package, so that kernels can take their numbers from it.
+Sets of kinds, lanes, nominal seconds, numbers in arrays and kernels, PyTorch's names, words and shades are derived from
+it. It imports nothing of the package, so that kernels can take their numbers from it.
 """
 
 from enum import Enum, IntEnum, StrEnum
@@ -9,26 +9,26 @@ from typing import Literal, get_args
 
 
 class Group(Enum):
-    """What kinds have in common. An executor has a part for each group, a rule is about one."""
+    """Groups of kinds. The executor has a part for each group, and a rule concerns one group."""
 
     COMPUTE = "compute"
     SEND = "send"
     RECEIVE = "receive"
     MOVE_OUT = "move out"
-    """What a stage keeps for a micro-batch's backward goes elsewhere."""
+    """Activations of a micro-batch move out of the rank."""
     MOVE_BACK = "move back"
     COLLECTIVE = "collective"
     """Over the data-parallel ranks."""
     TIED_SEND = "tied send"
-    """About the matrix that embedding and head share: it belongs to the first stage, the last one borrows it."""
+    """Of the matrix that embedding and head share: it belongs to the first stage, the last one borrows it."""
     TIED_RECEIVE = "tied receive"
     STAGE_SWAP = "stage swap"
-    """A whole stage, with weights, gradients and optimizer state, comes to the device or leaves it."""
+    """A whole stage, with weights, gradients and optimizer state, moves to the device or to the host."""
     UPDATE = "update"
 
 
 class Scope(Enum):
-    """What an action of a kind names beside its stage: a micro-batch, or nothing."""
+    """What an action names beside its stage: a micro-batch, or nothing."""
 
     MICROBATCH = "micro-batch"
     STAGE = "stage"
@@ -43,11 +43,12 @@ class Shade(IntEnum):
     DARK = 42
     DARKEST = 34
     GRAY = 0
-    """No hue either: what belongs to no stage's passes."""
+    """Without the stage's hue."""
 
 
 OwnLane = Literal["compute", "data-parallel", "evict", "load", "to host", "from host"]
-"""Lanes that a rank has alone, in the order of their numbers. Links carry both directions at once, so each has one."""
+"""Lanes of a rank other than those of its edges, in the order of their numbers. Links are full duplex: each direction
+has a lane."""
 OWN_LANES: tuple[OwnLane, ...] = get_args(OwnLane)
 
 _COMPUTE, _SEND, _RECEIVE = Group.COMPUTE, Group.SEND, Group.RECEIVE
@@ -60,18 +61,22 @@ _LIGHT, _BETWEEN, _HALF, _DARK, _DARKEST, _GRAY = Shade
 class Kind(StrEnum):
     """What an action does. The value is the letter in an action's text; PyTorch's runtime has the same, or none.
 
+    Examples:
+        >>> from pipeloom import Kind
+        >>> Kind("F"), Kind.BACKWARD_INPUT.words
+        (<Kind.FORWARD: 'F'>, 'backward for the input')
+
     Attributes:
         code: its number in arrays and kernels, the number of its row. Compute comes first, then what names a
             micro-batch, then what names a stage: kernels compare codes.
         group: the kinds that are handled alike.
         scope: what an action names beside its stage.
         lane: where it runs; a send or a receive on the lane of its edge.
-        nominal_s: seconds where nobody says how long things take: a backward takes two forwards, a move of what is
-            kept takes one.
+        nominal_s: seconds without a cost model: a forward takes 1, a backward 2, a move of activations 1.
         shade: in pictures.
         in_torch: whether PyTorch's runtime has it (torch 2.13, ``_ComputationType``).
         partner_letter: of the kind at the other end of a message, or of the move back from a move out.
-        words: for people.
+        words: its name in reports.
     """
 
     code: int
@@ -140,7 +145,7 @@ class Kind(StrEnum):
 
     @property
     def partner(self) -> "Kind":
-        """A send's receive, a receive's send; what brings back what a move takes out, and the other way round."""
+        """The receive of a send and the reverse; the move back of a move out and the reverse."""
         return Kind(self.partner_letter)
 
 
@@ -155,17 +160,17 @@ def _of(*groups: Group) -> frozenset[Kind]:
 COMPUTE_KINDS = _of(Group.COMPUTE)
 COMPUTE_LANE_KINDS = frozenset(kind for kind in Kind if kind.lane == "compute")
 USES_WEIGHTS = COMPUTE_KINDS - {Kind.BACKWARD_WEIGHT}
-"""Kinds that compute on the stage's weights; their gradient is made of a layer's input and its output's gradient."""
+"""Kinds that use the stage's weights; a weight gradient uses only activations and output gradients."""
 ADDS_TO_GRADIENT = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
-"""Kinds that leave something in the stage's gradient."""
+"""Kinds that add to the stage's gradient."""
 USES_STAGE = COMPUTE_KINDS | {Kind.UPDATE, Kind.REDUCE_GRAD}
-"""Kinds that take the stage's weights or its gradient."""
+"""Kinds that use the stage's weights or its gradient."""
 SEND_KINDS, RECEIVE_KINDS = _of(Group.SEND), _of(Group.RECEIVE)
 LOAD_OF = {kind: kind.partner for kind in Kind if kind.group is Group.MOVE_OUT}
-"""What brings back what an action moves out: the tier is the partner, or the host."""
+"""Move out -> move back, for both tiers: the partner and the host."""
 OUT_OF = {load: out for out, load in LOAD_OF.items()}
 MOVE_KINDS = _of(Group.MOVE_OUT, Group.MOVE_BACK)
-"""Kinds that move what a stage keeps for a micro-batch."""
+"""Kinds that move activations."""
 PARTNER_MOVES, HOST_MOVES = (Kind.EVICT, Kind.LOAD), (Kind.OFFLOAD, Kind.RELOAD)
 """The moves of each tier: out, and back."""
 STAGE_SWAP_KINDS = _of(Group.STAGE_SWAP)

@@ -1,4 +1,4 @@
-"""The lanes of a rank: what runs one action at a time; and who is at the other end of a message."""
+"""Lanes of a rank, each of which runs one action at a time, and the other end of a message."""
 
 import re
 from typing import NamedTuple
@@ -13,8 +13,8 @@ _LANE_PATTERN = re.compile(rf"({'|'.join(_PLAIN_LANES)})|send to (\d+)|recv from
 
 
 class Lane(NamedTuple):
-    """What runs one action at a time: ``compute``, ``send`` to or ``recv`` from a peer, ``data-parallel``,
-    ``evict`` to the partner and ``load`` from it, ``to host`` and ``from host`` for what is swapped there, ``host``.
+    """One of ``compute``, ``send`` to or ``recv`` from a peer, ``data-parallel``, ``evict`` to the partner and
+    ``load`` from it, ``to host`` and ``from host`` for offloads and swaps, ``host``.
     """
 
     name: str
@@ -46,7 +46,7 @@ DATA_PARALLEL_LANE = Lane("data-parallel")
 TO_HOST_LANE = Lane("to host")
 FROM_HOST_LANE = Lane("from host")
 HOST_LANE = Lane("host")
-"""The processor that launches actions, one after the other in the order of the row. No action runs there."""
+"""The processor that launches a rank's actions in the order of its row. No action runs there."""
 
 
 def lane_of(action: Action, placement: Placement) -> Lane:

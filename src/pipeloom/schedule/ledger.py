@@ -1,11 +1,10 @@
-"""The ledger of memory: entries of bytes that ranks hold from the start or the end of an action on.
+"""The memory ledger: entries of bytes that a rank allocates or frees at the start or at the end of an action.
 
-Entries are made once from a schedule and the sizes of things. On a clock, simulated or measured, they give what each
-rank holds over time; in the order of the rows they give what it holds at most whatever the seconds are.
+Entries are made once from a schedule and sizes. With times of actions, simulated or measured, they give the memory of
+each rank over time; in row order they give a peak that holds for any times.
 
-What is evicted is on its rank until the eviction ends and on the partner from when it starts; it is on the partner
-until the load ends and on its rank from when it starts. So what is under way counts at both ends. What is offloaded is
-on the host, which is not counted.
+An activation in transfer counts at both ends: an eviction allocates at the partner when it starts and frees its own
+rank's memory when it ends, a load the other way round. Host memory is not counted.
 """
 
 from collections.abc import Sequence
@@ -33,19 +32,19 @@ PARTS = (
     "receive buffers",
     "resident stages",
 )
-"""What the bytes of a rank are made of; accepted is what a partner evicted to it."""
+"""Parts of a rank's memory; ``accepted``: activations that a partner evicted to it."""
 
 
 class KeptBytes(NamedTuple):
-    """For each stage what it keeps of a micro-batch, or of each of its token slices, in bytes or any other unit.
+    """For each stage its activation memory for a micro-batch, or for each token slice, in bytes or any other unit.
 
     Attributes:
         whole: from the forward to the end of the backward, or of its input gradient; empty for 1 each.
-        pending: between the halves of the backward; empty for as much as before. It never moves.
-        recomputed: from the forward until it is recomputed, where it is; empty for nothing.
-        shares: of each token slice in what is not given slice by slice; empty where they are alike.
-        caches: beside that what later slices need, from the forward of the first slice to the end of its backward; it
-            never moves. Empty for nothing.
+        pending: between input gradient and weight gradient; empty for the same as ``whole``. It never moves.
+        recomputed: from the forward to the recomputation, where there is one; empty for 0.
+        shares: for each token slice its fraction of what is given by micro-batch; empty for equal ones.
+        caches: keys and values for later slices, from the forward of the first slice to the end of its backward; they
+            never move. Empty for 0.
     """
 
     whole: "PerStage" = ()
@@ -55,12 +54,12 @@ class KeptBytes(NamedTuple):
     caches: Sequence[float] = ()
 
     def by_stage(self, num_stages: int) -> list[float]:
-        """For each stage what it keeps of a micro-batch that is neither recomputed nor between two halves."""
+        """For each stage ``whole`` of a micro-batch."""
         whole = np.asarray(self.whole if len(self.whole) else [1.0] * num_stages, np.float64)
         return (whole if whole.ndim == 1 else whole.sum(axis=1)).tolist()
 
     def slice_shares(self, schedule: Schedule) -> Bytes:
-        """Of each token slice; equal ones where none are given."""
+        """``shares``; equal ones where they are empty."""
         equal = [1 / schedule.num_slices] * schedule.num_slices
         return np.asarray(self.shares if len(self.shares) else equal, np.float64)
 
@@ -70,7 +69,7 @@ class KeptBytes(NamedTuple):
         return found if found.ndim == 2 else found[:, None] * self.slice_shares(schedule)
 
     def moved(self, schedule: Schedule) -> Bytes:
-        """For each stage, micro-batch and slice what is kept of it and may move, until it is recomputed if it is."""
+        """[stage, micro-batch, slice] what may move: ``recomputed`` where it is recomputed, else ``whole``."""
         left, whole = self.of_slices(schedule, self.recomputed, 0.0), self.of_slices(schedule, self.whole)
         return np.where(schedule.facts.is_recomputed, left[:, None], whole[:, None])
 
@@ -81,20 +80,18 @@ PerStage = Sequence[float] | Sequence[Sequence[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class HeldBytes:
-    """How large the things are that a rank holds.
+    """Sizes from which the ledger of a schedule is made.
 
     Attributes:
-        always_bytes: for each rank what it holds all the time: its weights, gradients with the buffers that they are
-            reduced from, optimizer state, reserve.
-        kept: what stages keep of micro-batches, from the start of a forward on; its shares of slices are also those in
-            what a micro-batch is and needs.
-        working_bytes: for each stage what a compute action needs while it runs, beside that; empty for nothing, as
-            below.
-        gathered_bytes: for each stage its weights from the start of a gather until they are dropped; 0 where they are
-            among ``always_bytes``.
-        message_bytes: a received tensor, from the moment its receive is posted to the end of the action that uses it.
-        stages: for each stage the bytes of what there is of it, which it takes on the device from the start of a swap
-            in to the end of the swap out; empty where no stage is swapped, and their bytes are in ``always_bytes``.
+        always_bytes: for each rank its constant memory: weights, gradients with their reduction buffers, optimizer
+            state, reserve.
+        kept: activations, from the start of a forward on; ``shares`` also applies to working memory and messages.
+        working_bytes: for each stage further memory of a compute action while it runs; empty for 0, as below.
+        gathered_bytes: for each stage its gathered weights, from the start of the gather to the release; 0 where they
+            are part of ``always_bytes``.
+        message_bytes: a received tensor, from the post of its receive to the end of the action that uses it.
+        stages: for each stage the bytes of its contents, on the device from the start of a swap in to the end of the
+            swap out; empty where no stage is swapped.
     """
 
     always_bytes: tuple[float, ...]
@@ -106,18 +103,18 @@ class HeldBytes:
 
 
 def peak_of(times: Seconds, more: Bytes) -> float:
-    """The most bytes of changes in any order; at one time, what goes goes first."""
+    """Peak of changes in any order; of changes at one time, releases are first."""
     return float(np.cumsum(more[np.lexsort((more, times))]).max(initial=0.0))
 
 
 class Balance(NamedTuple):
-    """Entries of all ranks on a clock: by rank, then by time; at one time what goes comes before what is added.
+    """Entries of all ranks with times: ordered by rank, then time; of entries at one time, releases are first.
 
     Attributes:
-        first: for each rank the number of its first entry; behind them the number of all.
-        part: numbers in ``PARTS``.
-        times: from which the change holds, in seconds.
-        more: bytes, negative where they are fewer.
+        first: for each rank the number of its first entry; then the number of all entries.
+        part: indices into ``PARTS``.
+        times: seconds.
+        more: bytes; negative for releases.
     """
 
     first: NDArray[np.intp]
@@ -135,19 +132,19 @@ class Balance(NamedTuple):
         return self.entries_of(rank)[1:]
 
     def peak(self, rank: int) -> float:
-        """The most bytes of the entries of a rank."""
+        """Peak memory of a rank, in bytes."""
         return float(np.cumsum(self.of(rank)[1]).max(initial=0.0))
 
 
 class Ledger(NamedTuple):
-    """Entries: a rank holds more or fewer bytes of a part from an action on.
+    """Entries: changes of ranks' memory at actions.
 
     Attributes:
-        rank: who.
-        part: of what, numbers in ``PARTS``.
+        rank: whose memory.
+        part: indices into ``PARTS``.
         node: the action; -1 for the step itself.
-        at_end: whether from its end on, else from its start.
-        more: bytes, negative where they are fewer.
+        at_end: whether the change is at the action's end; otherwise at its start.
+        more: bytes; negative for releases.
     """
 
     rank: Ints
@@ -170,20 +167,20 @@ class Ledger(NamedTuple):
 
     @classmethod
     def of_kept(cls, schedule: Schedule, kept: KeptBytes) -> "Ledger":
-        """What is kept between forward and backward alone: own inputs, and what partners evicted to a rank."""
+        """Entries of activations only: own ones, and those that partners evicted to a rank."""
         entries = _Entries(schedule)
         entries.add_kept(kept)
         entries.add_accepted(kept)
         return entries.ledger()
 
     def on(self, num_ranks: int, start_s: Seconds, end_s: Seconds, span_s: tuple[float, float] = (0.0, 0.0)) -> Balance:
-        """The entries on a clock.
+        """The entries with times.
 
         Args:
             num_ranks: of the schedule.
             start_s: of every action, row after row.
             end_s: the same.
-            span_s: when the step begins and ends.
+            span_s: begin and end of the step.
         """
         # The step itself follows all actions, where -1 finds it.
         starts, ends = np.append(start_s, span_s[0]), np.append(end_s, span_s[1])
@@ -193,23 +190,23 @@ class Ledger(NamedTuple):
         return Balance(first, self.part[order], times[order], self.more[order])
 
     def most_in_rows(self, schedule: Schedule) -> list[float]:
-        """For each rank the most bytes of its entries in the order of its row, whatever the seconds are.
+        """For each rank its peak in row order, which holds for any times of actions.
 
         Args:
-            schedule: of these entries, each of which is of the rank of its action.
+            schedule: of these entries. Each entry must be about the rank of its action.
         """
         is_action = self.node >= 0
         moments = 2 * self.node[is_action].astype(np.int64) + self.at_end[is_action]
         change = np.bincount(moments, self.more[is_action], 2 * schedule.num_actions)
         bounds = (2 * schedule.facts.columns.first).tolist()
-        # A sum for each row of its own, so that no row's rounding depends on the rows before it.
+        # One sum per row, so that the rounding of a row does not depend on the rows before it.
         return [float(np.cumsum(change[a:b]).max(initial=0.0)) for a, b in pairwise(bounds)]
 
 
 def most_in_rows(schedule: Schedule, kept: KeptBytes) -> list[float]:
-    """For each rank the most that its row holds at once of what micro-batches keep between forward and backward.
+    """For each rank its peak of activations in row order.
 
-    Without a clock: what is evicted or offloaded counts as held, since it leaves while the rank goes on.
+    Activations that move out count as held: without times, the end of a move is unknown.
     """
     entries = _Entries(schedule)
     entries.add_kept(kept, has_moves=False)
@@ -217,7 +214,7 @@ def most_in_rows(schedule: Schedule, kept: KeptBytes) -> list[float]:
 
 
 def most_gathered(schedule: Schedule, by_stage: Sequence[float]) -> list[float]:
-    """For each rank the most bytes of gathered weights that its row holds at once, given those of each stage."""
+    """For each rank its peak of gathered weights in row order, from the bytes of each stage."""
     entries = _Entries(schedule)
     entries.add_gathered(by_stage)
     return entries.ledger().most_in_rows(schedule)
@@ -231,7 +228,7 @@ class _Entries:
         self._found: list[Ledger] = []
 
     def ledger(self) -> Ledger:
-        """What was added."""
+        """All entries."""
         return Ledger(*(np.concatenate(columns) for columns in zip(*self._found, strict=True)))
 
     def _add(self, part: str, node: Ints, at_end: bool, more: Bytes, rank: Ints | None = None) -> None:
@@ -240,7 +237,7 @@ class _Entries:
         self._found.append(Ledger(ranks, parts, node, np.full(len(node), at_end), np.broadcast_to(more, len(node))))
 
     def add_kept(self, kept: KeptBytes, *, has_moves: bool = True) -> None:
-        """What forwards keep until their backwards, on the rank that does both."""
+        """Activations from forward to backward, on their own rank."""
         facts, each = self._facts, _Each(self._schedule, kept)
         forward, again, half = (facts.where(kind) for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_INPUT))
         whole, other = facts.where(Kind.BACKWARD), facts.where(Kind.BACKWARD_WEIGHT)
@@ -249,7 +246,7 @@ class _Entries:
         self._add("stage inputs", whole, True, -each.whole(whole))
         self._add("stage inputs", half, True, each.pending(half) - each.whole(half))
         self._add("stage inputs", other, True, -each.pending(other))
-        # a stage that runs no backward keeps nothing behind its forward
+        # A stage without backward frees its activations with the forward.
         frozen = forward[facts.columns.stage[forward] < facts.first_backward_stage]
         self._add("stage inputs", frozen, True, -each.moved(frozen))
         if len(kept.caches):
@@ -260,7 +257,7 @@ class _Entries:
             self._add("stage inputs", out, True, -each.moved(out))
 
     def _add_caches(self, each: Bytes) -> None:
-        """What later slices need, until the first one goes back: slices go back in reverse."""
+        """Caches for later slices, until the backward of the first slice, which is the last one."""
         facts, columns = self._facts, self._facts.columns
         takes, gives = facts.where(Kind.FORWARD), facts.where(Kind.BACKWARD, Kind.BACKWARD_INPUT)
         first, last = (takes[columns.part[takes] == number] for number in (0, self._schedule.num_slices - 1))
@@ -270,7 +267,7 @@ class _Entries:
             self._add("stage inputs", nodes, True, -each[columns.stage[nodes]])
 
     def add_accepted(self, kept: KeptBytes) -> None:
-        """What ranks hold for their partners; nothing where the schedule names no partners."""
+        """Activations that ranks hold for their partners; none where the schedule names no partners."""
         if self._schedule.partners is None:
             return
         holder, each = np.asarray(self._schedule.partners, np.int32), _Each(self._schedule, kept)
@@ -279,7 +276,7 @@ class _Entries:
         self._add("accepted", back, True, -each.moved(back), holder[self._facts.ranks[back]])
 
     def add_working(self, held: HeldBytes) -> None:
-        """What compute needs while it runs."""
+        """Working memory of compute actions."""
         if held.working_bytes:
             _, stage, _, part, _ = self._facts.columns
             node = self._facts.where(*COMPUTE_KINDS)
@@ -288,7 +285,7 @@ class _Entries:
             self._add("working", node, True, -needed)
 
     def add_gathered(self, by_stage: Sequence[float]) -> None:
-        """Gathered weights, from the start of the gather until they are dropped, or to the step's end."""
+        """Gathered weights, from the start of the gather to the release or the end of the step."""
         if not len(by_stage):
             return
         gathers, drops = self._facts.where(Kind.UNSHARD), self._facts.where(Kind.RESHARD)

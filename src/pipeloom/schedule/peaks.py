@@ -1,4 +1,4 @@
-"""The moments at which a rank may hold the most, of a whole schedule: many runs have schedules alike."""
+"""States in which a rank's memory may peak, computed once for a schedule that many layouts share."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,22 +18,22 @@ _HALVES = (
     (Kind.FORWARD, (Kind.BACKWARD, Kind.BACKWARD_INPUT)),
     (Kind.BACKWARD_INPUT, (Kind.BACKWARD_WEIGHT,)),
 )
-"""What begins and what ends that an input is kept: whole, and what of it waits for the weight gradient."""
+"""Kinds that begin and end the lifetime of a stage input, and of what its weight gradient needs."""
 
 _AT_ONCE = 4096
-"""Actions whose states are looked at together."""
+"""Actions whose states are computed together."""
 
 
 class Peaks(NamedTuple):
-    """What the ranks of a schedule hold at the moments of which one is the fullest, whatever micro-batches keep.
+    """For each rank the states of which one is its peak, for any sizes of activations.
 
-    The states in between hold no more of anything. Where nothing is moved, recomputed or cut into slices, no other
-    moments decide how much memory the schedule takes, and many runs have schedules alike.
+    All other states hold no more of anything. For schedules without moves, recomputation and slices these states decide
+    the activation memory.
 
     Attributes:
         placement: stage -> rank.
-        whole: for each rank [moment, local stage] inputs until the end of the backward or of its input gradient.
-        pending: the same between the halves of split backwards.
+        whole: for each rank [state, local stage] inputs until the end of the backward or of its input gradient.
+        pending: the same between input gradient and weight gradient.
     """
 
     placement: Placement
@@ -42,18 +42,18 @@ class Peaks(NamedTuple):
 
     @classmethod
     def of(cls, schedule: Schedule) -> "Peaks":
-        """Of a schedule's rows, on which nothing is moved or recomputed."""
+        """The states of a schedule without moves, recomputation and slices."""
         states = [_states(row, schedule.placement.stages_of(rank)) for rank, row in enumerate(schedule.rows)]
         return cls(schedule.placement, *zip(*states, strict=True))
 
     @property
     def stage_inputs(self) -> tuple[int, ...]:
-        """For each rank the most stage inputs that it holds, ``Schedule.peak_stage_inputs``."""
+        """For each rank its most stage inputs, as ``Schedule.peak_stage_inputs``."""
         both = zip(self.whole, self.pending, strict=True)
         return tuple(int((whole + pending).sum(axis=1).max()) for whole, pending in both)
 
     def most(self, kept: KeptBytes) -> list[float]:
-        """The same as ``most_in_rows``, of whole sequences."""
+        """The same as ``ledger.most_in_rows`` for whole sequences."""
         whole = np.asarray(kept.whole if len(kept.whole) else [1.0] * self.placement.num_stages, np.float64)
         pending = np.asarray(kept.pending, np.float64) if len(kept.pending) else whole
         own = (list(self.placement.stages_of(rank)) for rank in range(self.placement.num_ranks))
@@ -62,7 +62,7 @@ class Peaks(NamedTuple):
 
 
 def _states(row: Row, stages: Sequence[int]) -> tuple[Counts, Counts]:
-    """What a row holds, whole and pending, where its last action added something and the next one is no forward."""
+    """Whole and pending inputs after each action that adds some and precedes an action other than a forward."""
     local = np.searchsorted(stages, row.stage)
     changes = [row.is_kind(begin).astype(np.int32) - row.is_kind(*ends) for begin, ends in _HALVES]
     is_last = ~np.append(row.is_kind(Kind.FORWARD)[1:], False)

@@ -1,7 +1,7 @@
-"""A row: what one pipeline rank does in a step, as a sequence of actions that is held in arrays.
+"""A row: the actions of one pipeline rank in a step, a sequence that is stored in arrays.
 
-A step of a large run has millions of actions. As arrays they are made, checked and priced at the speed of compiled
-loops; as a sequence they read like the tuples of actions that they stand for.
+A step of a large run has millions of actions. Arrays let compiled loops make, check and price them; the sequence
+interface returns ``Action`` tuples.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,15 +18,17 @@ from pipeloom.schedule.kinds import KINDS, Kind
 
 # The least int32: no text of an action has a number below 0.
 NO_MICROBATCH = -(2**31)
-"""What stands in arrays for an action's micro-batch ``None``."""
+"""Micro-batch ``None`` in arrays."""
 
+_MOST_SHOWN = 64
+"""Actions that a row's repr lists."""
 Ints = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 
 
 @lru_cache(maxsize=256)
 def is_one_of(kinds: tuple[Kind, ...]) -> Bools:
-    """By code, whether a kind is one of these. The table is shared, and nobody writes to it."""
+    """[code] whether a kind is one of these. The table is shared: callers must not write to it."""
     wanted = np.zeros(len(KINDS), np.bool_)
     wanted[[kind.code for kind in kinds]] = True
     return wanted
@@ -91,20 +93,20 @@ class Row(Sequence[Action]):
         return Row(*(np.stack([mine, theirs], axis=1).reshape(-1) for mine, theirs in pairs))
 
     def insert(self, after: Sequence[int], actions: "Row") -> "Row":
-        """The row with an action behind each of some slots; -1 stands for before the first.
+        """The row with actions inserted.
 
         Args:
-            after: ascending slots.
-            actions: as many; those behind the same slot stand in their order.
+            after: for each action the slot that it follows, ascending; -1: before the first.
+            actions: as many; those behind the same slot keep their order.
         """
         places = np.asarray(after, np.intp) + 1
         pairs = zip(self.arrays, actions.arrays, strict=True)
         return Row(*(np.insert(mine, places, theirs) for mine, theirs in pairs))
 
     def with_actions(self, added: Iterable[tuple[int, float, Action]]) -> "Row":
-        """The row with more actions, in any order: the slot behind each, its place among those there, and the action.
+        """The row with actions inserted, given in any order as (slot that it follows, order there, action).
 
-        Those with the same slot and place stand in the order in which they are given.
+        Those with the same slot and order keep their order.
         """
         added = sorted(added, key=lambda entry: entry[:2])
         return self.insert([slot for slot, _, _ in added], Row.of(action for _, _, action in added))
@@ -158,8 +160,11 @@ class Row(Sequence[Action]):
         return hash(tuple(array.tobytes() for array in self.arrays))
 
     def __repr__(self) -> str:
-        """The actions' texts."""
-        return f"Row({' '.join(map(str, self))})"
+        """The actions' texts; of a long row those of its two ends."""
+        if len(self) <= _MOST_SHOWN:
+            return f"Row({' '.join(map(str, self))})"
+        begin, end = (" ".join(map(str, part)) for part in (self[:8], self[-8:]))
+        return f"Row({begin} ... {end}; {len(self):,} actions)"
 
 
 class Columns(NamedTuple):

@@ -1,6 +1,6 @@
-"""What a row says about sharded weights and gradients: which stages are gathered, which gradients are not reduced.
+"""Which stages of a row are gathered, and which gradients are not reduced, at each of its actions.
 
-The passes (``lower_sharding``), the dependency relation (``facts``) and the ledger read it here.
+Used by the passes (``lower_sharding``), the dependency relation (``facts``) and the ledger.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +14,11 @@ from pipeloom.schedule.row import Row
 
 
 class Stay(NamedTuple):
-    """For how long one of a rank's stages stays in its memory: from one of the rank's uses to a later one.
+    """An interval in which a stage is in a rank's memory, in numbers of the rank's uses of stages.
 
     Attributes:
-        first: index of the use for which it comes.
-        last: index of the last use before it goes; ``first`` if there is no other.
+        first: index of the use for which it is brought.
+        last: index of the last use before it is removed.
     """
 
     first: int
@@ -26,18 +26,18 @@ class Stay(NamedTuple):
 
 
 def fewest_stays(stages: Sequence[int], places: int, sizes: Sequence[int] | None = None) -> list[Stay]:
-    """How stages that are used one after the other share a number of places, with the fewest arrivals.
+    """Intervals of stages in a memory of limited size, with the fewest arrivals.
 
-    Where a place is needed, the stage goes whose next use is furthest ahead, which is optimal where every stage takes
-    one place (Belady, IBM Systems Journal 5 (2), 1966). It goes right after its last use before that.
+    When a place is needed, the stage whose next use is furthest ahead is removed, right after its latest use. That is
+    optimal where every stage takes one place (Belady, IBM Systems Journal 5 (2), 1966).
 
     Args:
         stages: the stage of each use, in order.
-        places: for stages that are there at once; at least as many as the largest stage takes.
-        sizes: by stage the places that it takes; ``None`` for one each.
+        places: size of the memory; at least that of the largest stage.
+        sizes: for each stage its size; ``None`` for 1 each.
 
     Returns:
-        The stays, in the order in which they begin. Those that hold any one use take at most ``places`` together.
+        The intervals, in the order of their begins. Those that contain any one use take at most ``places`` together.
     """
     size_of = _size_of(sizes)
     next_use = [len(stages)] * len(stages)

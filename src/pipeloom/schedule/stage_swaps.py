@@ -1,7 +1,7 @@
-"""What a row says about stages that live in the memory of the host and visit the device.
+"""Contents and sizes of stages that are swapped between host and device, and what each swap of a row moves.
 
-The pass (``lower_stage_swaps``), the rules (``rules.stages``), the dependency relation (``facts``), the
-simulator, the report and the executor read it here.
+Used by the pass (``lower_stage_swaps``), the rules (``rules.stages``), the dependency relation (``facts``), the
+simulator, the report and the executor.
 """
 
 from collections.abc import Sequence
@@ -19,18 +19,18 @@ from pipeloom.terminal.words import format_bytes
 
 
 class Content(Flag):
-    """What there is of a stage."""
+    """Contents of a stage."""
 
     WEIGHTS = auto()
-    """What it computes on."""
+    """Weights for compute."""
     GRADIENT = auto()
-    """What backwards add up and an update uses up."""
+    """The sum of its backwards since the last update."""
     STATE = auto()
-    """What the optimizer keeps: moments, and the wide weights where a stage computes on narrow ones."""
+    """Optimizer state: moments, and float32 weights where a stage computes in a narrower type."""
     BORROWED = auto()
-    """A tied matrix that it computes with and that belongs to another stage."""
+    """A tied matrix that belongs to another stage."""
     LENT_GRADIENT = auto()
-    """The gradient that it collects for that matrix."""
+    """The gradient of that matrix."""
 
 
 NOTHING = Content(0)

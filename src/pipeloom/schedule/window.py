@@ -21,7 +21,7 @@ def window(rows: Sequence[Sequence[Action]], rank: int, slot: int | None, reach:
     shown = {r: [str(a) for a in rows[r][first_slot : last_slot + 1]] for r in range(first_rank, last_rank + 1)}
     if slot is not None and slot - first_slot < len(shown[rank]):
         shown[rank][slot - first_slot] = f">{shown[rank][slot - first_slot]}<"
-    # Cells of one width, so that slots stand below each other.
+    # Cells of one width, so that slots are aligned.
     width = max((len(cell) for cells in shown.values() for cell in cells), default=0)
     lines = [f"  slots {first_slot} to {last_slot}:"]
     for r, cells in shown.items():

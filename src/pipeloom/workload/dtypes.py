@@ -1,4 +1,4 @@
-"""The types of weights and activations: as a run names them, as the cost model does, and which one is the default."""
+"""Dtypes of weights and activations: names of runs and of the cost model, and the default."""
 
 from collections.abc import Collection
 from typing import Literal
@@ -6,26 +6,26 @@ from typing import Literal
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 """As ``training.dtype`` and PyTorch spell them."""
 Precision = Literal["fp32", "bf16", "fp16"]
-"""As cluster files and tables of measurements spell them. float64 has none, since nobody has measured it."""
+"""As cluster files and tables of measurements spell them. float64 has none, since there are no measurements."""
 
 _PRECISIONS: dict[Dtype, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _DTYPES: dict[str, Dtype] = {precision: dtype for dtype, precision in _PRECISIONS.items()}
 TRAINED: tuple[Dtype, ...] = ("float32", "float64", "bfloat16")
-"""What ``pipeloom train`` computes in. float16 would need a scaled loss."""
+"""Dtypes of ``pipeloom train``. float16 would need a scaled loss."""
 
 
 def precision_of(dtype: Dtype) -> Precision | None:
-    """The cost model's name of a type; ``None`` for one that it has no costs of."""
+    """The cost model's name of a dtype; ``None`` for one without costs."""
     return _PRECISIONS.get(dtype)
 
 
 def dtype_of(precision: str) -> Dtype:
-    """The type that the cost model calls so."""
+    """The dtype of a name of the cost model."""
     return _DTYPES[precision]
 
 
 def default_dtype(*, is_gpu: bool, precisions: Collection[str] = ("fp32", "bf16")) -> Dtype:
-    """The type of a run that names none: on GPUs bfloat16, or float16 where they lack that; elsewhere float32.
+    """The default dtype: on GPUs bfloat16, or float16 where they lack that; elsewhere float32.
 
     Args:
         is_gpu: whether the devices are GPUs.

@@ -5,25 +5,26 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from pipeloom.terminal.words import count
 from pipeloom.workload.limits import Common, Count
 
 Shard = Literal["none", "optimizer", "gradients", "full"]
 Recompute = Literal["none", "selective", "full"]
 Way = Literal["keep", "balance", "offload", "swap", "slices"]
-"""What may be done to a schedule: recompute what its ranks have no room for, move that to partners or to the host, let
-whole stages visit the device, and cut sequences."""
+"""Strategies of the planner: recompute what exceeds memory (keep), evict activations to partners (balance), offload
+them to the host, swap whole stages, slice sequences."""
 
 
 def even_slices(num_tokens: int, number: int, multiple: int = 1) -> tuple[int, ...]:
-    """Lengths of slices that are as even as can be, larger ones first.
+    """Lengths of slices, as even as possible, larger ones first.
 
     Args:
         num_tokens: of a whole sequence, a multiple of ``multiple``.
         number: of slices.
-        multiple: that every length is one of, such as the tensor-parallel ranks.
+        multiple: divides every length, such as the number of tensor-parallel ranks.
     """
     units = num_tokens // multiple
-    # Rounded up, so that what is left over goes to the first slices, behind which there is least to attend to.
+    # Rounded up, so that the first slices are the longer ones: they attend to the fewest earlier tokens.
     bounds = [-(-units * i // number) for i in range(number + 1)]
     return tuple((end - begin) * multiple for begin, end in pairwise(bounds))
 
@@ -132,6 +133,16 @@ class Layout:
     def batch_size(self) -> int:
         """Sequences of a step, over all replicas."""
         return self.dp * self.num_microbatches * self.microbatch_size
+
+    @property
+    def other_axes(self) -> str:
+        """What tensor and data parallelism add to the pipeline, in words; nothing without them."""
+        tensor = f", each by {self.tp} tensor-parallel ranks" if self.tp > 1 else ""
+        tensor += " (sequence too)" if self.sequence_parallel else ""
+        if self.dp == 1:
+            return tensor
+        copies = f", {self.replicate} copies" if self.replicate is not None else ""
+        return f"{tensor}; {count(self.dp, 'replica')}, shard {self.shard}{copies}"
 
     def recompute_by_layer(self, num_layers: int) -> tuple[Recompute, ...]:
         """For each layer of the model what is recomputed."""

@@ -11,12 +11,12 @@ from pipeloom.terminal.words import and_finite
 
 @dataclass(frozen=True)
 class Limits:
-    """The values of a number; NaN is never one of them.
+    """Allowed values of a number; never NaN.
 
     Attributes:
-        least: the smallest one.
-        above: where given, they are larger than this.
-        most: the largest one; every number is finite unless this is not.
+        least: smallest value.
+        above: values must be larger than this; ``None`` for no such limit.
+        most: largest value; infinity is allowed only if this is infinite.
     """
 
     least: float = -math.inf
@@ -32,7 +32,7 @@ class Limits:
         return ", ".join(found)
 
     def refusal(self, value: float) -> str | None:
-        """What the value must be and is not; ``None`` for a value within the limits."""
+        """The limit that a value violates, as a phrase; ``None`` for a value within the limits."""
         if self.most < sys.float_info.max and value > self.most:
             return f"must be at most {self.most:,}, found {value:,}"
         if self.least <= value <= self.most and (self.above is None or value > self.above):
@@ -42,13 +42,13 @@ class Limits:
 
 
 Count = Annotated[int, Limits(least=1)]
-"""A whole number of things of which there is at least one."""
+"""An integer of at least 1."""
 CountOrNone = Annotated[int, Limits(least=0)]
-"""A whole number of things; 0 for none."""
+"""An integer of at least 0."""
 Positive = Annotated[float, Limits(above=0)]
 """A number above 0."""
 Fraction = Annotated[float, Limits(least=0, most=1)]
-"""A share of a whole."""
+"""A number from 0 to 1."""
 
 
 _Value = TypeVar("_Value")

@@ -1,7 +1,7 @@
-"""Families of models by name: what prediction, checks and files have to know of their layers; torch is not needed.
+"""Model families by name: the properties of their layers that predictions, checks and files use; without torch.
 
-A model is an embedding, equal layers and a head. Families differ in the block behind attention, the norms, the
-positions and the biases; what differs in more brings a layer of its own.
+A model is an embedding, equal layers and a head. Families differ in feed-forward block, norms, positions and biases; a
+family that differs in more has its own layer class.
 """
 
 from collections.abc import Callable
@@ -14,20 +14,20 @@ from pipeloom.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily:
-    """What the layers of a family are.
+    """Properties of a family's layers.
 
     Attributes:
-        summary: one line for people.
-        mlp: what data files call its feed-forward block; unlike that of any other family.
+        summary: one line for help texts.
+        mlp: name of its feed-forward block in data files, unique among families.
         gates: matrices from the residual stream into the feed-forward block; there is one back.
         inner_kept: numbers that a layer keeps for its backward, for each inner element of the block.
         inner_moved: numbers that element-wise kernels of its forward read and write, for each inner element.
-        is_rotary: whether queries and keys are turned by their positions; else the embedding adds a learned vector.
+        is_rotary: whether positions are rotary; otherwise the embedding adds a learned vector.
         has_biases: whether matrices have biases.
         norms_have_biases: whether norms have, as LayerNorm; RMSNorm has none.
-        default_ffn: width of the residual stream -> inner width where a run does not say it.
-        layer: returns a subclass of ``pipeloom.model.transformer.Layer``, and imports it and torch; ``None`` for that
-            class. Attention's size and the number of matrices are as above.
+        default_ffn: hidden size -> default inner width.
+        layer: imports torch and returns a subclass of ``pipeloom.model.transformer.Layer``; ``None`` for that class.
+            The subclass must have the sizes above.
     """
 
     summary: str
@@ -82,7 +82,7 @@ MODELS.add(
 
 
 def mlp_names() -> tuple[str, ...]:
-    """What data files may call a feed-forward block."""
+    """Names of feed-forward blocks in data files."""
     return tuple(sorted(family.mlp for family in MODELS.values()))
 
 

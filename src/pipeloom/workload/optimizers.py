@@ -1,6 +1,6 @@
-"""Update rules by name: what everything but the update itself has to know of one; torch is imported by ``make`` alone.
+"""Optimizers by name: their settings and state; only ``make`` imports torch.
 
-An update is elementwise: it is applied to pieces of flat buffers, cut by shards and stages, not to matrices.
+An update must be elementwise: it runs on pieces of flat buffers, cut at shards and stages, not on matrices.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,21 +12,20 @@ from pipeloom.registry import Registry
 
 Setting = float | tuple[float, ...]
 SHARED = ("betas", "eps", "momentum", "weight_decay")
-"""Settings that have a field in the section ``optimizer`` of a run, which each rule may take or not."""
+"""Settings with a field in the section ``optimizer`` of a run file; an optimizer may take any of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """An update rule.
+    """An optimizer.
 
     Attributes:
-        summary: one line for people.
-        settings: that it takes -> their defaults. ``weight_decay`` comes to ``make`` in the groups, 0 for vectors.
-        state: what it keeps of each parameter: keys of ``optimizer.state[parameter]`` whose tensors have its shape.
-            They begin with zeros, beside a scalar ``step`` that it may count in, and have to be changed in place, since
-            stages take them along when they leave the device.
-        make: ``(groups, lr=..., **settings)`` -> a ``torch.optim.Optimizer``, whose step leaves parameters alone that
-            have no gradient.
+        summary: one line for help texts.
+        settings: setting -> default. ``weight_decay`` is passed to ``make`` in the groups, 0 for vectors.
+        state: keys of ``optimizer.state[parameter]`` whose tensors have the parameter's shape. They must begin as zeros
+            and be changed in place, since swaps of stages move them; a scalar ``step`` is allowed beside them.
+        make: ``(groups, lr=..., **settings)`` -> a ``torch.optim.Optimizer`` whose step skips parameters without
+            gradient.
     """
 
     summary: str
@@ -51,7 +50,7 @@ def _of_torch(name: str) -> Callable[..., Any]:
 
 
 OPTIMIZERS: Registry[Optimizer] = Registry("optimizer", "pipeloom.optimizers", Optimizer)
-"""Every update rule by name."""
+"""Every optimizer by name."""
 OPTIMIZERS.add(
     "adamw",
     Optimizer(

@@ -1,4 +1,4 @@
-"""What is run: one training step's model, batch, layout and kernels."""
+"""A training step as the cost model, the planner and the simulator take it: model, batch, layout, kernels."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,7 +15,7 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training step that somebody might run: model, layout, kernels.
+    """One training step: model, batch, layout, kernels.
 
     Attributes:
         shape: the model.
@@ -27,14 +27,14 @@ class Run:
         shard: what data parallelism shards: nothing, optimizer state (ZeRO-1), also gradients (2), everything (3).
         micro_batch: sequences of a micro-batch.
         global_batch: sequences of a step.
-        recompute: nothing, the core of attention, or whole layers in the backward.
-        sequence_parallel: whether what tensor parallelism leaves whole is split over the sequence.
+        recompute: nothing, the core of attention (``"selective"``), or whole layers (``"full"``).
+        sequence_parallel: whether tensor-parallel ranks split the sequence outside of matrix products.
         attention: the kernel.
         fused_norm: whether the norm is one kernel.
         precision: of weights and activations.
         replicate: copies of the sharded state; each is sharded over ``dp / replicate`` ranks.
-        layers_by_stage: layers of each stage; ``None`` as the program divides them.
-        recompute_layers: what each layer recomputes; ``None`` where ``recompute`` says it for all.
+        layers_by_stage: layers of each stage; ``None``: as the training program divides them.
+        recompute_layers: for each layer its ``recompute``; ``None``: the same for all.
         placement: stage -> pipeline rank, a key of ``PLACEMENTS``; which layers a balanced partition gives to a stage
             depends on it.
         pipeline_order: pipeline ranks in the order of the devices; ``None`` for ascending.
@@ -85,12 +85,12 @@ class Run:
 
     @property
     def shard_size(self) -> int:
-        """Ranks that one copy of what is sharded is shared out to."""
+        """Data-parallel ranks that hold one copy of the sharded state."""
         return self.dp // self.replicate
 
     @property
     def recompute_kinds(self) -> tuple[Recompute, ...]:
-        """What is recomputed, in one layer after the other or at once for all."""
+        """``recompute`` of each layer, or one value for all."""
         return self.recompute_layers or (self.recompute,)
 
     @property
@@ -105,7 +105,7 @@ class Run:
 
     @property
     def effective_attention(self) -> Attention:
-        """The kernel that really runs.
+        """The attention kernel that runs.
 
         Megatron's fused scale, mask and softmax needs 16 < seq <= 2048 (16384 in later versions), a multiple of
         four, and (micro-batch x heads of a rank) a multiple of four; otherwise the plain one runs (Megatron-LM,
@@ -119,7 +119,7 @@ class Run:
 
     @property
     def of_pieces(self) -> "Run":
-        """What the seconds of its pieces depend on: how a pipeline is cut, replicated and ordered does not matter."""
+        """The run with only the fields that affect the seconds of an embedding, a layer and a head."""
         return Run(
             shape=self.shape,
             seq=self.seq,
@@ -134,7 +134,7 @@ class Run:
 
     @property
     def of_measured_pieces(self) -> "Run":
-        """What seconds that were measured are found by: a machine is measured with kernels and names of its own."""
-        # A layer takes the same however many there are; only so two models with equal layers find the same measurement.
+        """Key of measured seconds: ``of_pieces`` without depth, name and kernels, which a measurement does not vary."""
+        # The seconds of a layer do not depend on depth, so models with equal layers share a measurement.
         shape = replace(self.shape, layers=1, tied=False, name="")
         return replace(self.of_pieces, shape=shape, attention="flash2", fused_norm=True)

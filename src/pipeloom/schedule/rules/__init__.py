@@ -1,6 +1,6 @@
-"""What makes a schedule legal: a list of named rules for each level.
+"""The rules of legal schedules: a list of named rules for each level.
 
-``RULES`` is the specification: read it from top to bottom. A rule takes rows in arrays (``Facts``) and returns the
+The lists are the specification; read them from top to bottom. A rule takes rows in arrays (``Facts``) and returns the
 first place where it is broken; each assumes that the rules before it hold.
 """
 

@@ -1,0 +1,527 @@
+"use strict";
+// What the report and the playground draw with: elements, timelines on a canvas, bars and curves.
+// It computes where the ink goes, and nothing else.
+
+const root = document.documentElement;
+
+// A color of the style sheet, for the canvas; it is another one in the dark, and on paper.
+function color(name) {
+  return getComputedStyle(root).getPropertyValue("--" + name).trim();
+}
+
+// The state is an attribute, so that a test of the page in a browser sees a failure.
+window.addEventListener("error", (event) => {
+  root.dataset.state = "failed: " + event.message;
+});
+
+// An HTML element; strings become text, so nothing that a run wrote is read as markup.
+function element(name, attributes = {}, ...children) {
+  const node = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
+}
+
+function svg(name, attributes = {}, ...children) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
+}
+
+function section(title, note, ...children) {
+  const node = element("section", {}, element("h2", {}, title));
+  if (note) node.append(element("p", { class: "note" }, note));
+  node.append(...children);
+  return node;
+}
+
+// Items are {name, fill} with a color, or {name, style} with classes of the style sheet.
+function keys(items) {
+  const list = element("div", { class: "legend" });
+  for (const { name, fill, style } of items) {
+    const sign = element("i", style ? { class: style } : {});
+    if (fill) sign.style.background = fill;
+    list.append(element("span", {}, sign, name));
+  }
+  return list;
+}
+
+// Round values that divide a range into at most `most` parts.
+function ticks(low, high, most) {
+  const rough = (high - low) / most;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  // 0.999: a range that is a round number up to rounding keeps its own step.
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999) || rough;
+  const found = [];
+  // + 0 turns -0 into 0, which would be written as "-0".
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k += 1) found.push(k * step + 0);
+  return { values: found, digits: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
+}
+
+function grouped(value, digits) {
+  return value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+}
+
+// ---------------------------------------------------------------- timelines
+
+const GUTTER = 96;
+const MARGIN = 12;
+const AXIS = 26;
+const TITLE = 26;
+
+class Timeline {
+  constructor(data) {
+    this.withLanes = false;
+    this.canvas = element("canvas", {
+      tabindex: "0",
+      role: "application",
+      "aria-roledescription": "timelines",
+      "aria-describedby": "keys",
+    });
+    this.tip = element("div", { class: "tip" });
+    this.range = element("span", { class: "view", role: "status" });
+    this.box = element("div", { class: "timeline" }, this.canvas, this.tip);
+    this.take(data);
+    this.listen();
+  }
+
+  // What is drawn from now on, all of it in view.
+  take(data) {
+    this.data = data;
+    this.view = [0, data.end];
+    this.hovered = null;
+    this.where = null;
+    const titles = data.panels.map((panel) => `${panel.title}: ${panel.makespan}`).join("; ");
+    this.canvas.setAttribute("aria-label", `timelines of the step, ${titles}`);
+  }
+
+  // The box of an action of a rank in a panel; undefined if there is none.
+  boxOf(panel, name, rank) {
+    // Made when somebody points at something: it has an entry for each box.
+    if (this.where === null) {
+      this.where = new Map();
+      this.data.panels.forEach((one, number) => {
+        for (const { label, lanes } of one.ranks) for (const lane of lanes) for (const box of lane.boxes) {
+          this.where.set(number + ":" + this.name(box) + ":" + label, box);
+        }
+      });
+    }
+    return this.where.get(panel + ":" + name + ":" + rank);
+  }
+
+  name([kind, stage, microbatch, slice]) {
+    return stage + this.data.kinds[kind][0] + (microbatch === null ? "" : microbatch) + (slice ? "." + slice : "");
+  }
+
+  toolbar() {
+    const button = (text, title, act) => {
+      const node = element("button", { type: "button", title }, text);
+      node.addEventListener("click", act);
+      return node;
+    };
+    const lanes = element("input", { type: "checkbox", id: "lanes" });
+    lanes.addEventListener("change", () => {
+      this.withLanes = lanes.checked;
+      this.resize();
+    });
+    return element(
+      "div",
+      { class: "toolbar" },
+      button("+", "zoom in", () => this.zoom(0.5)),
+      button("\u2212", "zoom out", () => this.zoom(2)),
+      button("whole step", "show all of it", () => this.show(0, this.data.end)),
+      element("label", {}, lanes, "communication lanes"),
+      element(
+        "span",
+        { class: "hint", id: "keys" },
+        "Drag or arrow keys to move, Ctrl and wheel or + and \u2212 to zoom, 0 for the whole step; hover an action to see it in every timeline.",
+      ),
+      this.range,
+    );
+  }
+
+  // Rows from top to bottom: {panel, rank, lane, top, height}; and the panels' titles.
+  layOut() {
+    this.rows = [];
+    this.titles = [];
+    let top = 0;
+    this.data.panels.forEach((panel, number) => {
+      this.titles.push({ text: panel.title, makespan: panel.makespan, top: top + TITLE - 9 });
+      top += TITLE;
+      for (const rank of panel.ranks) {
+        const lanes = this.withLanes ? rank.lanes : rank.lanes.filter((lane) => lane.label === "compute");
+        if (lanes.length === 0) top += 38;
+        for (const lane of lanes) {
+          const height = lane.label === "compute" ? 34 : 12;
+          this.rows.push({ panel: number, rank: rank.label, lane, top, height });
+          top += height + (lane.label === "compute" ? 4 : 2);
+        }
+        if (this.withLanes) top += 8;
+      }
+      top += 8;
+    });
+    this.bottom = top - 6;
+    return top + AXIS;
+  }
+
+  resize() {
+    const height = this.layOut();
+    this.width = Math.max(this.box.clientWidth, 480);
+    // At least two pixels for each unit: a printed or zoomed canvas is not drawn again.
+    this.scale = Math.max(window.devicePixelRatio || 1, 2);
+    this.canvas.width = Math.round(this.width * this.scale);
+    this.canvas.height = Math.round(height * this.scale);
+    this.canvas.style.width = this.width + "px";
+    this.canvas.style.height = height + "px";
+    this.draw();
+  }
+
+  x(time) {
+    return GUTTER + ((time - this.view[0]) / (this.view[1] - this.view[0])) * (this.width - GUTTER - MARGIN);
+  }
+
+  time(x) {
+    return this.view[0] + ((x - GUTTER) / (this.width - GUTTER - MARGIN)) * (this.view[1] - this.view[0]);
+  }
+
+  draw() {
+    const pen = this.canvas.getContext("2d");
+    pen.setTransform(this.scale, 0, 0, this.scale, 0, 0);
+    pen.clearRect(0, 0, this.width, this.canvas.height / this.scale);
+    pen.textBaseline = "middle";
+    this.drawFrame(pen);
+    pen.save();
+    pen.beginPath();
+    // Boxes that begin left of the view must not cover the names of the ranks.
+    pen.rect(GUTTER, 0, this.width - GUTTER - MARGIN, this.bottom + AXIS);
+    pen.clip();
+    let drawn = 0;
+    for (const row of this.rows) drawn += this.drawRow(pen, row);
+    this.drawHover(pen);
+    pen.restore();
+    root.dataset.boxes = drawn;
+    const digits = this.view[1] - this.view[0] < 2e6 ? 3 : 1;
+    const [from, to] = this.view.map((time) => grouped(time / 1e6, digits));
+    this.range.textContent = `${from} to ${to} ${this.data.unit}`;
+  }
+
+  drawFrame(pen) {
+    pen.font = "600 13px system-ui, sans-serif";
+    for (const title of this.titles) {
+      pen.fillStyle = color("ink");
+      pen.textAlign = "left";
+      pen.fillText(title.text, GUTTER, title.top);
+      const width = pen.measureText(title.text).width;
+      pen.fillStyle = color("muted");
+      pen.font = "13px system-ui, sans-serif";
+      pen.fillText(title.makespan, GUTTER + width + 10, title.top);
+      pen.font = "600 13px system-ui, sans-serif";
+    }
+    pen.textAlign = "right";
+    for (const row of this.rows) {
+      const isCompute = row.lane.label === "compute";
+      pen.fillStyle = color(isCompute ? "row" : "lane");
+      pen.fillRect(GUTTER, row.top, this.width - GUTTER - MARGIN, row.height);
+      pen.fillStyle = color(isCompute ? "ink" : "muted");
+      pen.font = (isCompute ? "12.5px" : "10px") + " system-ui, sans-serif";
+      pen.fillText(isCompute ? row.rank : row.lane.label, GUTTER - 10, row.top + row.height / 2 + 0.5);
+    }
+    this.drawAxis(pen);
+  }
+
+  drawAxis(pen) {
+    const { values, digits } = ticks(this.view[0] / 1e6, this.view[1] / 1e6, 12);
+    pen.font = "11px system-ui, sans-serif";
+    pen.textAlign = "center";
+    for (const value of values) {
+      const x = Math.round(this.x(value * 1e6)) + 0.5;
+      pen.fillStyle = color("tick");
+      for (const row of this.rows) pen.fillRect(x - 0.5, row.top, 1, row.height);
+      pen.fillStyle = color("muted");
+      pen.fillRect(x - 0.5, this.bottom, 1, 4);
+      pen.fillText(grouped(value, digits), x, this.bottom + 14);
+    }
+    pen.fillStyle = color("axis");
+    pen.fillRect(GUTTER, this.bottom, this.width - GUTTER - MARGIN, 1);
+    pen.textAlign = "right";
+    pen.fillStyle = color("muted");
+    pen.fillText(`time (${this.data.unit})`, GUTTER - 10, this.bottom + 14);
+  }
+
+  // Number of compute boxes that are in view.
+  drawRow(pen, row) {
+    const isCompute = row.lane.label === "compute";
+    let drawn = 0;
+    pen.font = "11px system-ui, sans-serif";
+    pen.textAlign = "center";
+    const isClose = this.view[1] - this.view[0] < this.data.end / 2;
+    for (const box of row.lane.boxes) {
+      const [, , microbatch, , start, duration, shade] = box;
+      if (start + duration < this.view[0] || start > this.view[1]) continue;
+      const left = this.x(start);
+      // Thinner boxes would vanish, and a short action is what somebody looks for.
+      const width = Math.max(this.x(start + duration) - left, 0.75);
+      const [fill, ink] = this.data.palette[shade];
+      pen.fillStyle = fill;
+      pen.fillRect(left, row.top, width > 3 ? width - 0.7 : width, row.height);
+      drawn += isCompute;
+      // The number stands in the middle of what is seen of a box.
+      const from = Math.max(left, GUTTER);
+      const seen = Math.min(left + width, this.width - MARGIN) - from;
+      const text = isClose && width > 34 ? this.name(box) : String(microbatch);
+      if (isCompute && seen > 3 + 6 * text.length && microbatch !== null) {
+        pen.fillStyle = ink;
+        pen.fillText(text, from + seen / 2, row.top + row.height / 2 + 0.5);
+      }
+    }
+    return drawn;
+  }
+
+  drawHover(pen) {
+    if (this.hovered === null) return;
+    const name = this.name(this.hovered.box);
+    pen.strokeStyle = color("ink");
+    pen.lineWidth = 2;
+    for (const row of this.rows) {
+      if (row.rank !== this.hovered.row.rank || row.lane.label !== this.hovered.row.lane.label) continue;
+      const box = this.boxOf(row.panel, name, row.rank);
+      if (box === undefined) continue;
+      const left = this.x(box[4]);
+      pen.strokeRect(left, row.top, Math.max(this.x(box[4] + box[5]) - left, 1), row.height);
+    }
+  }
+
+  find(x, y) {
+    const row = this.rows.find((one) => y >= one.top - 1 && y <= one.top + one.height + 1);
+    if (row === undefined || x < GUTTER) return null;
+    const time = this.time(x);
+    // Two pixels around a box count as the box, or thin ones could not be hit.
+    const slack = this.time(x + 2) - time;
+    let best = null;
+    for (const box of row.lane.boxes) {
+      // Boxes are in the order of their times (timeline.py).
+      if (box[4] > time + slack) break;
+      if (box[4] - slack <= time && time <= box[4] + box[5] + slack) best = box;
+      if (best !== null && box[4] <= time && time < box[4] + box[5]) break;
+    }
+    return best && { row, box: best };
+  }
+
+  hover(event) {
+    const found = this.find(event.offsetX, event.offsetY);
+    const same = (found && found.box) === (this.hovered && this.hovered.box);
+    this.hovered = found;
+    if (!same) this.draw();
+    this.tip.style.display = found ? "block" : "none";
+    if (!found) return;
+    this.tip.replaceChildren(...this.describe(found));
+    const left = Math.min(event.offsetX + 14, this.width - this.tip.offsetWidth - 4);
+    this.tip.style.left = left + "px";
+    this.tip.style.top = event.offsetY + 18 + "px";
+  }
+
+  describe({ row, box }) {
+    const [kind, stage, microbatch, slice] = box;
+    const lines = [element("b", {}, this.name(box)), ` \u2002${this.data.kinds[kind][1]}, stage ${stage}`];
+    if (microbatch !== null) lines.push(`, micro-batch ${microbatch}` + (slice ? `, slice ${slice}` : ""));
+    lines.push(element("br"), element("span", {}, `${row.rank}, ${row.lane.label}`));
+    this.data.panels.forEach((panel, number) => {
+      const one = this.boxOf(number, this.name(box), row.rank);
+      if (one === undefined) return;
+      const [start, duration] = [one[4], one[5]].map((time) => grouped(time / 1e6, 3));
+      lines.push(element("br"), element("span", {}, panel.name + " "), `starts at ${start} ${this.data.unit}, takes ${duration} ${this.data.unit}`);
+    });
+    return lines;
+  }
+
+  show(from, to) {
+    const end = this.data.end;
+    // Not closer than a thousandth of the unit: times are whole millionths of it.
+    const width = Math.min(Math.max(to - from, 1000), end);
+    const start = Math.min(Math.max(from, 0), end - width);
+    this.view = [start, start + width];
+    this.draw();
+  }
+
+  zoom(factor, around = (this.view[0] + this.view[1]) / 2) {
+    this.show(around - (around - this.view[0]) * factor, around + (this.view[1] - around) * factor);
+  }
+
+  pan(pixels) {
+    const by = this.time(pixels) - this.time(0);
+    this.show(this.view[0] + by, this.view[1] + by);
+  }
+
+  listen() {
+    let held = null;
+    this.canvas.addEventListener("pointerdown", (event) => {
+      held = event.clientX;
+      // The drag goes on when the pointer leaves the canvas.
+      this.canvas.setPointerCapture(event.pointerId);
+    });
+    this.canvas.addEventListener("pointermove", (event) => {
+      if (held !== null) {
+        this.pan(held - event.clientX);
+        held = event.clientX;
+      }
+      this.hover(event);
+    });
+    for (const name of ["pointerup", "pointercancel"]) this.canvas.addEventListener(name, () => (held = null));
+    this.canvas.addEventListener("pointerleave", () => {
+      this.hovered = null;
+      this.tip.style.display = "none";
+      this.draw();
+    });
+    this.canvas.addEventListener("dblclick", () => this.show(0, this.data.end));
+    this.canvas.addEventListener(
+      "wheel",
+      (event) => {
+        const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
+        if (!event.ctrlKey && !event.metaKey && !sideways) return; // the page scrolls
+        event.preventDefault();
+        if (sideways) this.pan(event.deltaX);
+        else this.zoom(Math.exp(Math.max(-1, Math.min(1, event.deltaY / 150))), this.time(event.offsetX));
+      },
+      // Only a listener that is not passive may keep the page from scrolling.
+      { passive: false },
+    );
+    this.canvas.addEventListener("keydown", (event) => {
+      const acts = {
+        ArrowLeft: () => this.pan(-80),
+        ArrowRight: () => this.pan(80),
+        Home: () => this.show(0, this.view[1] - this.view[0]),
+        End: () => this.show(this.data.end - (this.view[1] - this.view[0]), this.data.end),
+        "+": () => this.zoom(0.7),
+        "=": () => this.zoom(0.7),
+        "-": () => this.zoom(1 / 0.7),
+        "\u2212": () => this.zoom(1 / 0.7),
+        0: () => this.show(0, this.data.end),
+      };
+      // Own keys only: "constructor" is in every object. Ctrl and + stays the zoom of the browser.
+      if (!Object.hasOwn(acts, event.key) || event.ctrlKey || event.metaKey || event.altKey) return;
+      event.preventDefault();
+      acts[event.key]();
+    });
+    window.addEventListener("resize", () => this.resize());
+    // A canvas keeps its pixels when the colors of the style sheet change.
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
+    for (const name of ["beforeprint", "afterprint"]) {
+      window.addEventListener(name, () => {
+        root.toggleAttribute("data-printing", name === "beforeprint"); // paper is light
+        this.draw();
+      });
+    }
+  }
+}
+
+// What the colors of a timeline are: a column for each stage, a line for each kind.
+function stageKeys(data) {
+  const kinds = new Set(data.legend.map(([text]) => text.replace(/^\d+/, ""))).size;
+  const legend = keys(data.legend.map(([name, fill]) => ({ name, fill })));
+  legend.classList.add("stages");
+  legend.style.gridTemplateColumns = `repeat(${data.legend.length / Math.max(kinds, 1)}, max-content)`;
+  return legend;
+}
+
+// ---------------------------------------------------------------- where the time goes
+
+function bars(data) {
+  const [left, width, height, gap] = [180, 820, 15, 14];
+  const picture = svg("svg", { role: "img", "aria-label": "bubble account" });
+  let top = 4;
+  for (const group of [...data.groups, data.total]) {
+    if (group === data.total) top += 10;
+    const middle = top + (data.traces.length * (height + 2)) / 2;
+    picture.append(svg("text", { class: "strong", x: 0, y: middle + 3 }, group.label));
+    group.bars.forEach((bar, number) => {
+      picture.append(svg("text", { x: left - 8, y: top + 11, "text-anchor": "end" }, data.traces[number]));
+      let x = left;
+      bar.forEach(([share, text], cause) => {
+        const { name, key } = data.causes[cause];
+        const words = `${group.label}, ${data.traces[number]}: ${name} ${text}`;
+        const attributes = { x, y: top, width: share * width, height, class: `cause ${key}` };
+        picture.append(svg("rect", attributes, svg("title", {}, words)));
+        x += share * width;
+      });
+      top += height + 2;
+    });
+    top += gap;
+  }
+  picture.setAttribute("viewBox", `0 0 ${left + width + 6} ${top - gap + 4}`);
+  return picture;
+}
+
+function meanings(causes) {
+  const list = element("dl", { class: "causes" });
+  for (const { name, key, meaning } of causes) {
+    const sign = element("i", { class: `cause ${key}` });
+    list.append(element("div", {}, element("dt", {}, sign, name), element("dd", {}, meaning)));
+  }
+  return list;
+}
+
+// ---------------------------------------------------------------- curves
+
+const WIDTH = 620;
+
+function frame(width, height, title) {
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title });
+  const node = element("div", {}, element("h3", {}, title), picture);
+  return { node, picture };
+}
+
+function path(points, x, y, style) {
+  let text = "";
+  let open = false;
+  for (const [at, value] of points) {
+    // A value that was not finite is a gap in the line.
+    if (value === null) open = false;
+    else {
+      text += `${open ? "L" : "M"}${x(at).toFixed(2)} ${y(value).toFixed(2)}`;
+      open = true;
+    }
+  }
+  return svg("path", { d: text, class: style });
+}
+
+function axes(picture, { x, y, across, up, bottom, left, right, unit }) {
+  for (const value of up.values) {
+    picture.append(
+      svg("line", { class: "axis", x1: left, x2: right, y1: y(value), y2: y(value) }),
+      svg("text", { x: left - 8, y: y(value) + 4, "text-anchor": "end" }, grouped(value, up.digits)),
+    );
+  }
+  for (const value of across.values) {
+    picture.append(svg("text", { x: x(value), y: bottom + 16, "text-anchor": "middle" }, grouped(value, across.digits)));
+  }
+  picture.append(svg("text", { x: right, y: bottom + 32, "text-anchor": "end" }, unit));
+}
+
+function overTime(data) {
+  const [height, left, right, top] = [150, 40, WIDTH - 12, 8];
+  const bottom = height - 38;
+  const x = (time) => left + (time / data.end) * (right - left);
+  const y = (held) => bottom - (held / Math.max(data.most, 1)) * (bottom - top);
+  const panels = data.ranks.map((rank) => {
+    const { node, picture } = frame(WIDTH, height, `${rank.label}, ${rank.peak}`);
+    const up = ticks(0, Math.max(data.most, 1), 4);
+    axes(picture, { x, y, across: ticks(0, data.end, 6), up: { ...up, digits: 0 }, bottom, left, right, unit: `time (${data.unit})` });
+    rank.curves.forEach((points, number) => {
+      const steps = points.flatMap(([time, held], k) => (k ? [[time, points[k - 1][1]], [time, held]] : [[time, held]]));
+      const trace = data.traces[number];
+      if (trace === "measured") {
+        picture.append(path([...steps, [points.at(-1)[0], 0], [points[0][0], 0]], x, y, "area"));
+      }
+      picture.append(path(steps, x, y, `line ${trace}`));
+    });
+    return node;
+  });
+  const legend = keys(data.traces.map((name) => ({ name, style: `line ${name}` })));
+  return section(
+    data.title,
+    data.note,
+    legend,
+    element("div", { class: "grid" }, ...panels),
+  );
+}

@@ -1,0 +1,360 @@
+"""A schedule tried out on a clock of unit costs: what ``pipeloom schedule`` prints and the playground draws."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+from pipeloom.analysis.bubble import BubbleAccount, account_bubble
+from pipeloom.analysis.comparison import MEMORY_UNIT, memory_in_microbatches
+from pipeloom.analysis.summary import summarize
+from pipeloom.cost.costs import Costs
+from pipeloom.errors import ConfigError, UserError
+from pipeloom.families import FAMILIES, Choice
+from pipeloom.families.family import default_loops
+from pipeloom.passes import Moves, add_slices
+from pipeloom.passes.lower_sharding import ReduceGrad, Unshard
+from pipeloom.passes.lower_stage_swaps import UpdatePlace
+from pipeloom.recipe import PlacedBy, Recipe, Residence, Sizes, build, nominal
+from pipeloom.schedule import Kind, Schedule
+from pipeloom.schedule.ledger import KeptBytes, Ledger
+from pipeloom.schedule.stage_swaps import Amounts
+from pipeloom.simulation import simulate
+from pipeloom.terminal.words import and_finite, count, passes_of
+from pipeloom.trace import Trace
+from pipeloom.workload.limits import Common, PlacementName
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A family with its sizes, the passes over it, and what actions cost; or the last two for a schedule of a file."""
+
+    family: str | None = None
+    """Schedule by name. None: a schedule that is given."""
+    pp: Common[int] = 4
+    """Pipeline-model-parallel size: pipeline ranks."""
+    loops: Common[int | None] = None
+    """Virtual stages on each pipeline rank. None: as many as the schedule takes, else 1."""
+    microbatches: Common[int] = 8
+    """Micro-batches of a step."""
+    slices: int = 1
+    """Token slices of a micro-batch, all of one length. Costs are of whole micro-batches, and slices share them."""
+    group_size: int | None = None
+    """Micro-batches that a rank runs on one virtual stage before the next; hybrid only. None: pp / slices, rounded
+    up."""
+    placement: Common[PlacementName | None] = None
+    """Placement of stages on ranks. None: that of the schedule, else looped."""
+    keep: tuple[int, ...] | None = None
+    """For each rank the stage inputs that it keeps with all activations. The others are recomputed. None: all."""
+    forward: Common[float] = 1.0
+    """Cost of a stage's forward for one micro-batch."""
+    backward: Common[float] = 2.0
+    """Cost of a stage's backward for one micro-batch."""
+    transfer: Common[float] = 0.0
+    """Cost of sending one tensor to another rank. It takes time of the lane between the two ranks, not of compute."""
+    gather: float = 0.0
+    """Cost of gathering one stage's weights, on the data-parallel lane."""
+    reduce: float = 0.0
+    """Cost of reducing one stage's gradient, on the data-parallel lane."""
+    tied: float | None = None
+    """Cost of sending the matrix that embedding and head share, and its gradient. Adds these messages. None: they
+    share none."""
+    communication: Common[bool] = False
+    """Add the sends and receives."""
+    receive_buffers: int = 2
+    """Receives posted ahead on each directed edge, with --communication."""
+    unshard: int | Literal["all"] | None = None
+    """Gather sharded weights, with this many stages of a rank gathered at once. all gathers each stage once."""
+    prefetch: int = 1
+    """With --unshard: visits to other stages that a gather may start ahead."""
+    reduce_grad: bool = False
+    """Add a reduction of each stage's gradient over data-parallel ranks."""
+    gradient_buffers: int | None = None
+    """With --reduce-grad: stages whose unreduced gradients a rank can hold. None: all."""
+    update: Literal["at-once", "at-the-end", "in-the-next-step"] | None = None
+    """Add the optimizer's step on each stage. at-once: behind its last backward. at-the-end: behind everything, as
+    clipping needs. in-the-next-step: before its first forward, for the step before. None: no optimizer's step."""
+    resident: int | None = None
+    """Swap stages between device and host, with room for this many on each rank. None: all are on the device."""
+    stage_swap: float = 0.0
+    """With --resident: cost of moving one stage's weights. Its gradient takes as much, its optimizer state twice."""
+    balance: bool = False
+    """Pair full pipeline ranks with empty ones, which hold some of their activations (BPipe). A full rank evicts what
+    it needs last, until the pair is balanced or all are within --budget."""
+    offload: bool = False
+    """Move activations beyond --budget to host memory. With --balance, those that are beyond it after that."""
+    budget: float | None = None
+    """With --balance or --offload: most stage inputs that a rank holds at once. Transfers count at both ends. None: as
+    --balance leaves it."""
+    move: float = 1.0
+    """Cost of moving one micro-batch's activations of a stage to a partner or to the host, or back."""
+
+
+_BOUNDS = {
+    **dict.fromkeys(("forward", "backward"), "above 0"),
+    **dict.fromkeys(("transfer", "gather", "reduce", "move", "stage_swap", "tied", "budget"), "at least 0"),
+}
+"""Numbers of the options, with what they have to be."""
+
+
+def _start(trial: Trial, given: Schedule | None) -> Choice | Schedule:
+    """The family with its sizes, or the schedule that is given."""
+    choice = trial_choice(trial)
+    problems = [*trial_problems(trial), *(choice.problems() if given is None else [])]
+    if problems:
+        raise ConfigError(problems, "the command line")
+    if given is None:
+        return choice
+    # The only size that such a schedule still takes: its micro-batches can be cut.
+    return given if trial.slices == 1 else add_slices(given, trial.slices)
+
+
+def trial_choice(trial: Trial) -> Choice:
+    """The family with its sizes."""
+    return Choice(
+        family=trial.family or "",
+        pp=trial.pp,
+        num_microbatches=trial.microbatches,
+        loops=trial.loops if trial.loops is not None else default_loops(trial.family or ""),
+        group_size=trial.group_size,
+        placement=trial.placement,
+        keep=trial.keep,
+        num_slices=trial.slices,
+    )
+
+
+def trial_problems(trial: Trial) -> list[str]:
+    """What is wrong with the numbers of a trial, a sentence each; the family with its sizes checks its own."""
+    problems: list[str] = []
+    for name, limit in _BOUNDS.items():
+        value = getattr(trial, name)
+        # NaN is neither above nor at 0.
+        if value is not None and not (0 < value < math.inf or (value == 0 and limit == "at least 0")):
+            problems.append(f"{flag(name)} must be {and_finite(limit, value)}, found {value:g}")
+    if trial.resident is not None and trial.resident < 1:
+        problems.append(f"--resident must be at least 1, found {trial.resident}")
+    if trial.offload and trial.budget is None:
+        problems.append("--offload needs --budget: how many stage inputs a rank may hold")
+    moves, is_family = trial.balance or trial.offload, trial.family in FAMILIES
+    # A file may have what the two costs of moving need; _refuse_idle_costs looks there.
+    for name, needed, is_used in (
+        ("budget", "balance or --offload", moves),
+        ("move", "balance or --offload", moves or not is_family),
+        ("prefetch", "unshard", trial.unshard is not None),
+        ("stage_swap", "resident", trial.resident is not None or not is_family),
+        ("gradient_buffers", "reduce-grad", trial.reduce_grad),
+    ):
+        if not is_used and getattr(trial, name) != getattr(Trial, name):
+            problems.append(f"{flag(name)} has no effect without --{needed}")
+    return problems
+
+
+def _refuse_idle_costs(trial: Trial, schedule: Schedule) -> None:
+    """Refuse costs of kinds of actions that the schedule lacks."""
+    moves = trial.balance or trial.offload
+    for name, kinds, reason in (
+        ("gather", [Kind.UNSHARD], "the schedule has no UNSHARD; add --unshard or leave it out"),
+        ("reduce", [Kind.REDUCE_GRAD], "the schedule has no REDUCE_GRAD; add --reduce-grad or leave it out"),
+        ("move", [Kind.EVICT, Kind.OFFLOAD], "the schedule has no EVICT or OFFLOAD; leave it out"),
+        ("stage_swap", [Kind.SWAP_IN], "the schedule has no SWAP_IN; leave it out"),
+        ("tied", [Kind.SEND_TIED], "the first and the last stage are on one rank; leave it out"),
+    ):
+        is_used = (name == "move" and moves) or schedule.facts.row.is_kind(*kinds).any()
+        if getattr(trial, name) != getattr(Trial, name) and not is_used:
+            raise UserError(f"{flag(name)} has no effect: {reason}")
+
+
+def flag(name: str) -> str:
+    """A field as the command line spells it."""
+    return f"--{name.replace('_', '-')}"
+
+
+def unit_costs(trial: Trial, num_slices: int) -> Costs:
+    """Seconds of a trial, whose costs are of whole micro-batches."""
+    # Slices are equal here, and attention's growth along a sequence is left out.
+    forward, backward, transfer, move = (
+        cost / num_slices for cost in (trial.forward, trial.backward, trial.transfer, trial.move)
+    )
+    tied = trial.tied or 0.0
+    swap = Amounts(weights=1, gradient=1, state=2).times(trial.stage_swap)
+    exchanges = {"evict_s": move, "offload_s": move, "tied_s": tied, "tied_grad_s": tied, "move": swap}
+    return Costs(forward, backward, transfer, trial.gather, trial.reduce, **exchanges)
+
+
+_PLACES: dict[str, UpdatePlace] = {place.replace(" ", "-"): place for place in get_args(UpdatePlace)}
+
+
+def trial_recipe(trial: Trial, given: Schedule | None = None) -> Recipe:
+    """The recipe of a trial. Passes that take communication bring it with them.
+
+    Args:
+        trial: what to build.
+        given: the schedule to begin with; ``None``: the family makes it.
+
+    Raises:
+        ConfigError: the numbers, or the family with its sizes, are wrong.
+    """
+    start = _start(trial, given)
+    unshard, resident = trial.unshard, trial.resident
+    adds = (unshard, trial.tied, trial.update, resident)
+    communicates = trial.communication or trial.transfer or trial.reduce_grad or adds != (None,) * len(adds)
+    residency = unshard if isinstance(unshard, int) else None
+    return Recipe(
+        start=start,
+        receive_buffers=trial.receive_buffers if communicates else None,
+        lends_tied=trial.tied is not None,
+        unshard=None if unshard is None else Unshard(residency, trial.prefetch),
+        reduce_grad=ReduceGrad(trial.gradient_buffers) if trial.reduce_grad else None,
+        updates=None if trial.update is None else _PLACES[trial.update],
+        residence=None if resident is None else Residence(resident, is_bytes=False),
+        moves=Moves(balance=trial.balance, offload=trial.offload, budget_bytes=trial.budget),
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a trial.
+
+    Attributes:
+        schedule: that was built, verified.
+        trace: of it, on the clock of the costs.
+        delay: of the step by what moves to partners or to the host; ``None`` where the trial adds no such moves.
+    """
+
+    schedule: Schedule
+    trace: Trace
+    delay: float | None
+
+    @cached_property
+    def accounts(self) -> tuple[BubbleAccount, ...]:
+        """For each rank where its time goes."""
+        return account_bubble(self.schedule, self.trace)
+
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """What a schedule comes to, for programs.
+
+        Keys: ``rank_by_stage``, ``num_microbatches``, ``level``, ``makespan``, ``bubble_overhead`` (idle / ideal),
+        ``bubble_fraction`` (idle / total), ``memory`` (for each rank, in units of what a rank keeps of one micro-batch,
+        as ``pipeloom families --json`` has it), ``peak_stage_inputs`` (for each rank, what leaves counted as if it
+        stayed), ``peak_held`` (for each rank what it holds at once: its own, and what its partner evicted, if
+        partners are known), ``num_evictions`` and ``num_offloads`` (for each rank), ``partners`` (for each rank the
+        rank to which it evicts, or null), ``num_recomputed``, ``num_unshards``, ``num_reductions``, ``num_swaps_in``
+        and ``exposed_data_parallel`` (for each rank: forwards that run again, gathers, reductions, whole stages
+        swapped in, and how long it stands still for collectives), ``gradients_final_at`` (for each stage; null where
+        nothing trains).
+        """
+        schedule, trace = self.schedule, self.trace
+        summary = summarize(trace)
+        held = Ledger.of_kept(schedule, KeptBytes()).on(schedule.num_ranks, trace.spans.start_s, trace.spans.end_s)
+        return {
+            "rank_by_stage": list(schedule.placement.rank_by_stage),
+            "num_microbatches": schedule.num_microbatches,
+            "level": schedule.level.value,
+            "makespan": summary.makespan_s,
+            "bubble_overhead": summary.bubble_overhead,
+            "bubble_fraction": summary.bubble_fraction,
+            "memory": list(memory_in_microbatches(schedule, trace)),
+            "peak_stage_inputs": list(schedule.peak_stage_inputs),
+            "peak_held": [held.peak(rank) for rank in range(schedule.num_ranks)],
+            "partners": None if schedule.partners is None else list(schedule.partners),
+            **{name: [int(row.is_kind(kind).sum()) for row in schedule.rows] for name, kind in _COUNTED.items()},
+            "exposed_data_parallel": [one.exposed_data_parallel_s for one in self.accounts],
+            "gradients_final_at": [summary.gradients_final_s.get(stage) for stage in range(schedule.num_stages)],
+        }
+
+    def lines(self) -> dict[str, str]:
+        """The figures for people, a line for each; of actions that there are none of, no line."""
+        tree, delay = self.figures, self.delay
+        lines = {
+            "makespan": f"{tree['makespan']:g}",
+            "bubble overhead": f"{tree['bubble_overhead']:.5g} (idle / ideal)",
+            "bubble fraction": f"{tree['bubble_fraction']:.5g} (idle / total)",
+            "memory": f"{_by_rank(tree['memory'])}, in {MEMORY_UNIT}",
+            "peak stage inputs": _by_rank(tree["peak_stage_inputs"]),
+        }
+        evicts, partners = any(tree["num_evictions"]), tree["partners"]
+        if delay is not None or evicts or any(tree["num_offloads"]):
+            # A file that moves does not name the partners.
+            is_unknown, is_even = partners is None and evicts, partners is not None and not evicts
+            remark = ": without what ranks accept from partners" if is_unknown else ""
+            unpaired = "unknown" if is_unknown else "none"
+            lines |= {
+                "partners": unpaired if partners is None else _by_rank(partners),
+                "evictions": _by_rank(tree["num_evictions"]) + ": no rank holds enough less than another" * is_even,
+                "offloads": _by_rank(tree["num_offloads"]),
+                "peak with moves": _by_rank(tree["peak_held"]) + remark,
+            }
+        if delay is not None:
+            lines["delay by moves"] = f"{delay:g}"
+        gathers, reduces, swaps = (any(tree[name]) for name in ("num_unshards", "num_reductions", "num_swaps_in"))
+        if any(tree["num_recomputed"]):
+            lines |= {"recomputed": _by_rank(tree["num_recomputed"]), "peak kept whole": _by_rank(tree["peak_held"])}
+        if gathers:
+            lines["weight gathers"] = _by_rank(tree["num_unshards"])
+        if reduces:
+            lines["reductions"] = _by_rank(tree["num_reductions"])
+        if swaps:
+            room = ": room unknown, so that none waits for it" if self.schedule.max_resident is None else ""
+            lines["stages swapped in"] = _by_rank(tree["num_swaps_in"]) + room
+        if gathers or reduces:
+            lines["exposed for them"] = _by_rank(tree["exposed_data_parallel"])
+        if final := [time for time in tree["gradients_final_at"] if time is not None]:
+            lines["gradients final at"] = f"{' '.join(f'{time:g}' for time in final)} (by stage)"
+        return lines
+
+
+_COUNTED = {
+    "num_evictions": Kind.EVICT,
+    "num_offloads": Kind.OFFLOAD,
+    "num_recomputed": Kind.RECOMPUTE,
+    "num_unshards": Kind.UNSHARD,
+    "num_reductions": Kind.REDUCE_GRAD,
+    "num_swaps_in": Kind.SWAP_IN,
+}
+
+
+def try_out(trial: Trial, recipe: Recipe, sizes: Sizes | None = None) -> Outcome:
+    """Build a schedule and run it on the clock of a trial's costs.
+
+    Args:
+        trial: has the costs.
+        recipe: ``trial_recipe``, or that of a run.
+        sizes: bytes of a run's stages; ``None``: each keeps 1 of each micro-batch.
+
+    Raises:
+        UserError: the recipe cannot be built, or a cost is of kinds of actions that the schedule lacks.
+    """
+    plain = build(replace(recipe, moves=Moves(), given=None), sizes)
+    _refuse_idle_costs(trial, plain)
+    costs = unit_costs(trial, plain.num_slices)
+    timing = nominal if sizes is not None else lambda *_: PlacedBy(costs.seconds)
+    is_plain = not recipe.moves.is_any and recipe.given is None
+    schedule = plain if is_plain else build(recipe, sizes, timing)
+    trace = simulate(schedule, costs)
+    # What moves cost; what a schedule that was given with them would take without is not known.
+    delay = None if is_plain else trace.end_s - simulate(plain, costs).end_s
+    return Outcome(schedule, trace, delay)
+
+
+def _by_rank(values: Sequence[float]) -> str:
+    return f"{' '.join(f'{value:g}' for value in values)} (by rank)"
+
+
+def trial_title(trial: Trial, name: str, schedule: Schedule) -> str:
+    """A schedule in one line.
+
+    Args:
+        trial: what was built.
+        name: of the family or the file.
+        schedule: that was built.
+    """
+    backward = f", backward {trial.backward:g}" if schedule.first_backward_stage < schedule.num_stages else ""
+    cut = f" of {count(schedule.num_slices, 'token slice')}" if schedule.num_slices > 1 else ""
+    passes = passes_of(trial.keep, balance=trial.balance, offload=trial.offload)
+    return (
+        f"{name}{passes}: {count(schedule.num_stages, 'stage')} on "
+        f"{count(schedule.num_ranks, 'pipeline rank')}, {count(schedule.num_microbatches, 'micro-batch')}{cut}; "
+        f"forward {trial.forward:g}{backward}"
+    )
