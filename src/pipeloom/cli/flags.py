@@ -71,7 +71,8 @@ def or_note(make: Callable[[], _Value], problems: list[str]) -> _Value | None:
     try:
         return make()
     except ConfigError as error:
-        problems += error.problems
+        is_file = error.source not in (SOURCE, "the configuration")
+        problems += [f"{error.source}: {problem}" if is_file else problem for problem in error.problems]
     except UserError as error:
         problems.append(str(error))
     return None

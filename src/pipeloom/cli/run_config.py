@@ -42,12 +42,12 @@ def parse_config(
 
     def open_file(path: Path) -> list[str]:
         nonlocal file, source, is_read
-        source = str(path) if len(words) == 1 else f"{path} with the flags over it"
         try:
             file, problems = read_run_file(path, file)
         except UserError as error:
             is_read = False
             return [str(error)]
+        source = str(path) if len(words) == 1 else f"{path} with the flags over it"
         return problems
 
     found = read_words(command, words, open_file)
