@@ -35,7 +35,7 @@ class Picture(Pictured):
         """Write the picture to files, whose endings name the formats: .png, .svg or .pdf.
 
         Raises:
-            UserError: an ending is not known, or a file cannot be written.
+            UserError: an ending is unknown, or a file cannot be written.
         """
         plot_timelines(self.panels, [Path(file) for file in files], unit=self.unit, scale=self.scale)
 
@@ -48,7 +48,7 @@ class Picture(Pictured):
 
 
 def plot(what: Drawable | Mapping[str, Drawable], file: str | Path | None = None) -> Picture:
-    """Draw timelines: a row for each pipeline rank, color by stage, the micro-batch in each box.
+    """Draw timelines: a row for each pipeline rank, a color for each kind of action, the micro-batch in each box.
 
     A schedule is drawn on a clock on which a forward takes 1 and a backward 2. Of more than 16 ranks or 3,000 compute
     actions the first are drawn, as the headline says.
