@@ -85,7 +85,8 @@ def read_words(
 
     ``--flag value`` and ``--flag=value`` are the same, and so are ``_`` and ``-`` in a flag. A list has its values
     behind one flag, separated by spaces or commas. A word that begins with a dash and is no number is a flag; as a
-    value it is written ``--flag=-value``. Flags are not abbreviated, and each is given once.
+    value it is written ``--flag=-value``. Flags are not abbreviated, and of a flag that is given twice
+    the last one counts.
 
     Args:
         command: whose options the words set.
@@ -104,12 +105,7 @@ def read_words(
         if isinstance(option, str):
             found.problems.append(option)
             continue
-        value: Any = None
-        if option.name in given:
-            advice = "list all values behind one" if option.most_values is None else "give it once"
-            problem = f"{flag} is given twice; {advice}"
-        else:
-            value, problem = _value(option, flag, texts)
+        value, problem = _value(option, flag, texts)
         given.add(option.name)
         if problem:
             found.problems.append(problem)
@@ -142,7 +138,8 @@ def _output_problem(note: Output, option: Option, found: Words) -> str | None:
         return None
     problem = write_problem(path, is_folder=note.kind == "folder")
     if note.kind == "picture" and path.suffix.lower().lstrip(".") not in PICTURES:
-        problem = f"expected a file ending in one of {', '.join(f'.{one}' for one in PICTURES)}, found {path}"
+        known = ", ".join(f".{one}" for one in PICTURES)
+        problem = f"cannot draw to {path}: expected a file ending in one of {known}"
     return problem and f"{(*option.flags, option.place)[0]}: {problem}"
 
 
