@@ -53,8 +53,8 @@ def help_page(command: Command[Any], *, is_whole: bool) -> str:
 
 _RULES = (
     "--flag=VALUE is the same as --flag VALUE. Lists take spaces or commas: --flag 1 2 4, --flag 1,2,4. A value that "
-    "begins with a dash and is no number takes the form --flag=-VALUE. None sets a default that is described in words. Of a flag that is "
-    "given twice the last one counts, also over the run file."
+    "begins with a dash and is no number takes the form --flag=-VALUE. None sets a default that is described in words. "
+    "Of a flag that is given twice the last one counts."
 )
 
 
