@@ -31,8 +31,8 @@ from markdown_it.token import Token
 from plugins import write_plugin
 
 from pipeloom.cli import COMMANDS, main
-from pipeloom.cli.flags import flag_problems
-from pipeloom.config import RunConfig
+from pipeloom.cli.flags import read_words
+from pipeloom.cli.reference import command_of
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("pipeloom", "make", "torchrun", "python", "python3", "pip")
@@ -139,12 +139,14 @@ class _Parsed(BaseException):
 def _ends_when_parsed(command: str) -> Iterator[None]:
     """Within this, a command ends when it has read and judged its words."""
     module = importlib.import_module(f"pipeloom.cli.{command}")
-    readers = {name: value for name, value in vars(module).items() if name.startswith("parse_")}
+    readers = {name: value for name, value in vars(module).items() if name.startswith("parse_") or name == "read_flags"}
     assert readers, f"pipeloom {command} reads its words in another way than the others: extend documented.py"
 
     def ending(read):
         def read_and_end(*arguments, **options):
-            read(*arguments, **options)
+            found = read(*arguments, **options)
+            if isinstance(found, tuple) and found[1]:  # options and what is wrong with the words
+                return found
             raise _Parsed
 
         return read_and_end
@@ -177,8 +179,8 @@ def parse_part(words: tuple[str, ...]) -> str:
     """Read a command of a sentence, which may lack what it needs; returns which command or flag there is not."""
     if words[0] not in COMMANDS:
         return f"there is no command {words[0]}"
-    options = getattr(importlib.import_module(f"pipeloom.cli.{words[0]}"), "Options", RunConfig)
-    problems = flag_problems(options, [word for word in words[1:] if word not in ("...", "--help", "--help-all")])
+    rest = [word for word in words[1:] if word not in ("...", "--help", "--help-all")]
+    problems = read_words(command_of(words[0]), rest).problems
     return "; ".join(problem for problem in problems if problem.startswith("there is no flag"))
 
 
