@@ -209,10 +209,15 @@ def quick(words: tuple[str, ...], number: int) -> tuple[str, ...]:
     if flags & {"help", "help-all"}:
         return words
     extra = {name: value for name, value in QUICK.get(words[0], {}).items() if name not in sets}
+    if words[1:] and words[1].endswith(".toml"):  # a file has its own model, and the reader's have their text
+        kept = ("training.", "data.path") if words[1].startswith("examples/") else ("training.",)
+        extra = {name: value for name, value in extra.items() if name.startswith(kept) or "." not in name}
     if words[0] in ("train", "verify") and not ({"model.tokenizer", "data.tokenizer"} & flags and "bpe" in words):
-        extra.pop("data.bpe-vocab-size")
+        extra.pop("data.bpe-vocab-size", None)
     if words[0] == "train" and "output.folder" not in flags:
         extra["output.folder"] = f"outputs/{number}"
+    if "checkpoint.every" in flags:
+        extra["training.steps"] = words[words.index("--checkpoint.every") + 1]
     if "checkpoint.resume" in flags and "training.steps" in extra:
         extra["training.steps"] = "102"  # what is resumed has 100
     written = [(f"--{name}", value) if value else (f"--no-{name}",) for name, value in extra.items()]
@@ -236,7 +241,7 @@ HUGGING_FACE = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1
                 "intermediate_size": 64, "vocab_size": 257, "rms_norm_eps": 1e-5}  # fmt: skip
 
 
-def _write_readers_files(folder: Path, text: str) -> None:
+def _write_readers_files(folder: Path, text: str, *, executes_all: bool) -> None:
     """Write what pages take for granted: files of the reader, by the names that the pages use."""
     shutil.copytree(ROOT / "examples", folder / "examples")
     catalog = ROOT / "src" / "pipeloom" / "catalog"
@@ -270,7 +275,9 @@ def _write_readers_files(folder: Path, text: str) -> None:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(content, encoding="utf-8")
     for name in ("RUN", "first-run"):
-        if re.search(rf"\b{name}\b(?!\.)", text):
+        # where every command is executed, one of the page may make it
+        is_made = executes_all and re.search(rf"(?<!resume {name}) --output.folder {name}\b", text)
+        if re.search(rf"\b{name}\b(?!\.)", text) and not is_made:
             shutil.copytree(_trained(), folder / name)
 
 
@@ -294,6 +301,7 @@ def _section(name: str) -> dict[str, str]:
 LEFT_OUT = {
     r"^make ": "a target of make, which takes minutes or changes this environment",
     r"^pip ": "tests/from_outside/test_distribution.py installs",
+    r"^pipeloom train planned/": "needs the GPUs of its plan",
     r"^torchrun .*--nnodes": "needs several hosts",
     r"^python ": "a script that takes minutes",
     r"TABLE\.csv .*--(sets|models)|--stage-times": "needs a table that is no part of the checkout",
@@ -309,7 +317,7 @@ def check_page(commands: list[Shown], folder: Path, *, executes_all: bool) -> It
         folder: empty, where they run.
         executes_all: also those that start processes.
     """
-    _write_readers_files(folder, " ".join(map(str, commands)))
+    _write_readers_files(folder, " ".join(map(str, commands)), executes_all=executes_all)
     plugins = _install_plugins(commands[0].page, folder / "plugins")
     for number, shown in enumerate(commands):
         program, *words = shown.words
@@ -322,7 +330,7 @@ def check_page(commands: list[Shown], folder: Path, *, executes_all: bool) -> It
             continue
         words = _completed(tuple(words), commands[:number])
         if why:
-            yield _judged(shown, parse_part(words), why)
+            yield _judged(shown, parse(words, folder), why)
         elif words[0] in SLOW and not executes_all and "--help" not in words:
             problem = parse_part(words) if plugins else parse(words, folder)
             yield _judged(shown, problem, "starts processes: make docs-commands")
