@@ -69,7 +69,7 @@ def test_what_is_settled_fits_and_bounds_are_never_above_what_is_simulated(leaf)
     assert narrowed.bound_s <= step_s
     assert chosen.bound_s <= step_s
     assert chosen.bound_without_messages_s <= step_s
-    if leaf.cut.arrangement.recompute == "some":
+    if leaf.cut.arrangement.recomputed == "some":
         kinds = chosen.run.recompute_layers
         assert "full" in kinds
         assert set(kinds) <= {"none", "full"}

@@ -73,7 +73,8 @@ def test_the_timeline_has_a_box_for_every_span(tmp_path):
         assert sorted(found) == sorted(expected)
     assert timeline["boxes"] == 2 * 2 * 4 * 4
     assert timeline["end"] == round(run.trace.end_s * 1e9)
-    assert [name for name, _ in timeline["legend"]] == [f"{stage}{kind}" for kind in "FB" for stage in range(4)]
+    assert [name for name, _ in timeline["legend"]] == ["forward", "backward", "message"]
+    assert [name for name, *_ in timeline["tones"]] == ["stages 0 to 1", "stages 2 to 3"]
 
 
 def test_the_bars_and_the_table_of_the_account_are_the_accounts(tmp_path):

@@ -251,7 +251,7 @@ def _print_nothing(console: Console, plan: Plan) -> None:
         f": the layout that needs least (tp {run.tp}, pp {run.pp}, dp {run.dp}, "
         f"{count(run.loops, 'loop')}, {near.leaf.choice.family}, micro-batches of {run.micro_batch}, "
         f"{_SHARED[near.leaf.sharding.levels[-1]]} shared out, "
-        f"{_AGAIN[near.leaf.cut.arrangement.recompute]} recomputed) needs "
+        f"{_AGAIN[near.leaf.cut.arrangement.recomputed]} recomputed) needs "
         f"{short(near.least_bytes / unit)} {name} of {short((near.least_bytes - near.missing_bytes) / unit)}: "
         + (
             f"{short(near.missing_bytes / unit)} {name} are missing on the fullest device{_for_sequences(plan, near)}"

@@ -93,7 +93,7 @@ def _simulate_moves(placed: Placed, knobs: Knobs) -> SimulatedStep:
 
 def complete(leaf: Leaf) -> Candidate | None:
     """The fastest candidate of a leaf that fits; ``None`` without one, or if it fits with fewer layers recomputed."""
-    if leaf.cut.arrangement.recompute == "some":
+    if leaf.cut.arrangement.recomputed == "some":
         return _with_some_layers(leaf)
     # The least sharding first, since it exchanges least; with each the most room, since that waits least.
     for shard in leaf.sharding.levels:

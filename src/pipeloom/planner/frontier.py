@@ -33,7 +33,7 @@ class GroupKey(NamedTuple):
         # Without a pipeline the order of accumulation does not matter, either.
         family = leaf.choice.family if run.pp > 1 else ""
         # Memory alone determines which layers recompute, so two such layouts differ in nothing that anybody chose.
-        recompute = leaf.cut.arrangement.recompute
+        recompute = leaf.cut.arrangement.recomputed
         return cls(run.tp, run.pp, run.dp, run.micro_batch, family, recompute, run.sequence_parallel, leaf.strategy)
 
 
@@ -175,7 +175,7 @@ def admits(limits: Limits, node: Node) -> bool:
     if isinstance(node, Cut):
         return limits.allows(loops=run.loops) and admits(limits, node.arrangement)
     # Some of the layers are recomputed where both nothing and all are allowed.
-    recompute = ("none", "full") if node.recompute == "some" else (node.recompute,)
+    recompute = ("none", "full") if node.recomputed == "some" else (node.recomputed,)
     return all(limits.allows(recompute=one) for one in recompute) and limits.allows(
         tp=run.tp, pp=run.pp, dp=run.dp, micro_batch=run.micro_batch, sequence_parallel=run.sequence_parallel
     )

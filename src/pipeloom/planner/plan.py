@@ -171,7 +171,8 @@ def plan(
     answer = Plan(question, error_bar(question.cluster, question.software))
     stop = Stop(None if budget_s is None else deadline)
     stop.run(lambda: _answer(answer, searching, count, deadline, explains=explains))
-    answer.stopped = stop.reason
+    # The search also reads the clock itself: in other threads, and where the timer's exception is lost in a destructor.
+    answer.stopped = stop.reason or (None if answer.open_bound_s is None else "time")
     if not answer.counts.layouts:  # it stopped during the search
         _set_result(answer, searching.so_far())
     return answer

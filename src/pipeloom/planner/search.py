@@ -346,7 +346,7 @@ def _likely(arrangements: Sequence[Arrangement], frontier: Frontier) -> Iterator
     """
     short = sorted((one for one in arrangements if _on_ranks(one) <= MOST_ON_RANKS), key=_estimate_s)
     # What fits with some layers recomputed fits with all of them, too, which needs less.
-    lean = iter(sorted((one for one in short if one.recompute != "some"), key=lambda one: one.missing_bytes))
+    lean = iter(sorted((one for one in short if one.recomputed != "some"), key=lambda one: one.missing_bytes))
     for number, one in enumerate(short):
         yield one
         # What promises most recomputes and shards least, so where memory is short none of the first many may fit.

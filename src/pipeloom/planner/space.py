@@ -45,15 +45,15 @@ class Arrangement(OfPlaced):
     """A division of devices and batch, with what backwards recompute.
 
     Attributes:
-        placed: axes, micro-batch, sequence parallelism, with nothing recomputed where ``recompute`` is ``some``; on the
-            question's cluster, in one of the orders of its kinds of nodes.
+        placed: axes, micro-batch, sequence parallelism, with nothing recomputed where ``recomputed`` is ``some``; on
+            the question's cluster, in one of the orders of its kinds of nodes.
         question: that it answers.
-        recompute: what backwards recompute.
+        recomputed: what backwards recompute.
         splits: whether its schedules split backwards.
     """
 
     question: Question
-    recompute: RecomputeChoice
+    recomputed: RecomputeChoice
     splits: bool = False
 
     @property
@@ -81,7 +81,7 @@ class Arrangement(OfPlaced):
     def missing_bytes(self) -> float:
         """Lower bound of the bytes that the fullest device lacks, with the highest sharding level."""
         run, software = self.run, self.software
-        leanest = replace(run, recompute="full") if self.recompute == "some" else run
+        leanest = replace(run, recompute="full") if self.recomputed == "some" else run
         shape, layers = run.shape, run.shape.layers / run.pp
         held = (layers * shape.layer_matrix_parameters + shape.embedding_parameters / run.pp) / run.tp
         kept = layers * kept_bytes(leanest, software) + working_bytes(leanest, software)
@@ -143,7 +143,7 @@ class Arrangement(OfPlaced):
         # As many replicas as share a node, and divide the data axis.
         inside = gcd(self.cluster.devices_per_node // self.run.tp, dp)
         among = dict.fromkeys(size for size in (dp, inside) if size > 1)
-        parts = [levels] if self.recompute != "some" else [(level,) for level in levels]
+        parts = [levels] if self.recomputed != "some" else [(level,) for level in levels]
         return found + [Sharding(part, dp // size) for part in parts for size in among if part]
 
 
@@ -255,7 +255,7 @@ class Cut(OfPlaced):
     @cached_property
     def memory(self) -> Bounds:
         """Bounds of the memory; with everything recomputed where memory decides that."""
-        has_some = self.arrangement.recompute == "some"
+        has_some = self.arrangement.recomputed == "some"
         return self.bounds(replace(self.run, recompute="full")) if has_some else self.time
 
     def bounds(self, run: Run) -> Bounds:
@@ -345,7 +345,7 @@ class Leaf:
         if in_flight is None:
             return time.step_s
         step_s = max(time.step_s, time.in_flight_bound_s(in_flight)) if self.cut.arrangement.splits else time.step_s
-        if self.cut.arrangement.recompute != "some":
+        if self.cut.arrangement.recomputed != "some":
             return step_s
         layers = time.layers_to_recompute(in_flight)
         return max(step_s, self.cut.time.recomputing_s(layers) + time.after_s)

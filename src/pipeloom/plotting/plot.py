@@ -35,7 +35,7 @@ class Picture(Pictured):
         """Write the picture to files, whose endings name the formats: .png, .svg or .pdf.
 
         Raises:
-            UserError: an ending is not known, or a file cannot be written.
+            UserError: an ending is unknown, or a file cannot be written.
         """
         plot_timelines(self.panels, [Path(file) for file in files], unit=self.unit, scale=self.scale)
 
@@ -48,10 +48,11 @@ class Picture(Pictured):
 
 
 def plot(what: Drawable | Mapping[str, Drawable], file: str | Path | None = None) -> Picture:
-    """Draw timelines: a row for each pipeline rank, color by stage, the micro-batch in each box.
+    """Draw timelines: a row for each pipeline rank, a color for each kind of action, the micro-batch in each box.
 
-    A schedule is drawn on a clock on which a forward takes 1 and a backward 2. Of more than 16 ranks or 3,000 compute
-    actions the first are drawn, as the headline says.
+    A schedule is drawn on a clock on which the stages of a rank together take 1 for the forward of a micro-batch and 2
+    for its backward, so that schedules with different numbers of stages do the same work. Of more than 16 ranks or
+    3,000 compute actions the first are drawn, as the headline says.
 
     Examples:
         >>> from pipeloom import make_schedule, plot
@@ -76,6 +77,10 @@ def plot(what: Drawable | Mapping[str, Drawable], file: str | Path | None = None
     named = what if isinstance(what, Mapping) else {"": what}
     if not named:
         raise UserError("expected at least one schedule or trace to plot, found none")
+    for title, one in named.items():
+        if not isinstance(one, Drawable):
+            what_for = f" for '{title}'" if title else ""
+            raise UserError(f"expected a schedule, a trace or a predicted step to plot{what_for}, found {one!r:.60}")
     are_schedules = {isinstance(one, Schedule) for one in named.values()}
     if len(are_schedules) > 1:
         raise UserError(
@@ -87,7 +92,7 @@ def plot(what: Drawable | Mapping[str, Drawable], file: str | Path | None = None
         trace, note = excerpt(_trace(one))
         panels[f"{title or _title(one)}{note}"] = trace
     if are_schedules == {True}:
-        unit_seconds, unit = 1.0, "forwards"
+        unit_seconds, unit = 1.0, "forwards of a rank"
     else:
         unit_seconds, unit = unit_s(max(trace.end_s - trace.start_s for trace in panels.values()))
     picture = Picture(panels, unit, 1 / unit_seconds)
@@ -98,7 +103,8 @@ def plot(what: Drawable | Mapping[str, Drawable], file: str | Path | None = None
 
 def _trace(what: Drawable) -> Trace:
     if isinstance(what, Schedule):
-        return simulate(what, Costs())
+        part = what.num_ranks / what.num_stages / what.num_slices
+        return simulate(what, Costs(forward_s=part, backward_s=2 * part))
     return what if isinstance(what, Trace) else what.trace
 
 

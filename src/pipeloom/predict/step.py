@@ -37,7 +37,7 @@ from pipeloom.schedule import Kind, Level, Schedule
 from pipeloom.schedule.facts import Graph
 from pipeloom.simulation import simulate
 from pipeloom.terminal.notebook import Pictured
-from pipeloom.terminal.words import format_bytes, seconds
+from pipeloom.terminal.words import count, format_bytes, seconds
 from pipeloom.trace import Trace
 from pipeloom.workload.layout import Shard, even_slices
 from pipeloom.workload.run import Run
@@ -135,10 +135,13 @@ class SimulatedStep(Pictured, OfPlaced):
     def __repr__(self) -> str:
         """Layout, time, utilization, and the memory of the fullest device."""
         run, prediction = self.run, self.prediction
+        shard = f", shard {run.shard}" if run.dp > 1 else ""
+        layout = f"pp {run.pp} x dp {run.dp} x tp {run.tp}{shard}, loops {run.loops}"
+        batch = f"{count(run.num_microbatches, 'micro-batch')} of {run.micro_batch}"
+        held = f"{format_bytes(prediction.memory.total_bytes)} on the fullest device"
         return (
-            f"SimulatedStep({self.knobs.choice.family}, pp {run.pp} x dp {run.dp} x tp {run.tp}, loops {run.loops}: "
-            f"{seconds(prediction.step_time_s)}, MFU {self.mfu:.1%}, {format_bytes(prediction.memory.total_bytes)} on "
-            f"the fullest device{'' if prediction.fits else ', which does not fit'})"
+            f"SimulatedStep({self.knobs.choice.family}, {layout}, {batch}: {seconds(prediction.step_time_s)}, "
+            f"MFU {self.mfu:.1%}, {held}{'' if prediction.fits else ', which does not fit'})"
         )
 
     @property

@@ -34,7 +34,7 @@ UNDER_WAY = 3
 def _infeasible(state: SearchState, strategy: StrategyName) -> Iterator[Leaf]:
     """Leaves that do not fit and that a strategy may help, one for each sharding level."""
     for leaf in state.infeasible:
-        if leaf.stage_inputs is not None and leaf.cut.arrangement.recompute != "some" and _may_help(leaf, strategy):
+        if leaf.stage_inputs is not None and leaf.cut.arrangement.recomputed != "some" and _may_help(leaf, strategy):
             for level in leaf.sharding.levels:
                 yield replace(leaf, sharding=leaf.sharding._replace(levels=(level,)))
 
@@ -42,7 +42,7 @@ def _infeasible(state: SearchState, strategy: StrategyName) -> Iterator[Leaf]:
 def _may_help(leaf: Leaf, strategy: StrategyName) -> bool:
     run = leaf.cut.run
     if strategy == "keep":
-        return leaf.cut.arrangement.recompute != "full"
+        return leaf.cut.arrangement.recomputed != "full"
     if run.num_microbatches * run.loops > MOST_MOVED:
         return False
     if strategy == "balance":

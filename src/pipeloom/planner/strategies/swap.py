@@ -34,7 +34,7 @@ def _swappable(state: SearchState) -> Iterator[Leaf]:
         run, question = arrangement.run, arrangement.question
         # Only a run on one device can swap its stages.
         is_alone = run.num_devices == 1 and FAMILY in question.families and arrangement.cluster.host is not None
-        if not is_alone or arrangement.recompute == "some" or arrangement.splits:
+        if not is_alone or arrangement.recomputed == "some" or arrangement.splits:
             continue
         for cut in arrangement.cuts:
             leaf, loops = next(cut.leaves()), cut.run.loops
