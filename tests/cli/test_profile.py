@@ -73,7 +73,7 @@ def test_one_process_says_that_links_were_skipped_and_a_busy_machine_that_it_was
     ("words", "message"),
     [
         (["--output", "nowhere/mine.toml"], "there is no folder nowhere"),
-        (["--output", "."], "--output must be a file"),
+        (["--output", "."], "--output: expected a file"),
         (["--processes", "0", "--budget-s", "0"], "the command line has 2 problems"),
     ],
 )
