@@ -73,7 +73,7 @@ def test_one_process_says_that_links_were_skipped_and_a_busy_machine_that_it_was
     ("words", "message"),
     [
         (["--output", "nowhere/mine.toml"], "there is no folder nowhere"),
-        (["--output", "."], "--output must be a file"),
+        (["--output", "."], "--output: expected a file"),
         (["--processes", "0", "--budget-s", "0"], "the command line has 2 problems"),
     ],
 )
@@ -87,7 +87,7 @@ def test_wrong_input_is_told_before_anything_is_measured(measured, tmp_path, mon
 def test_a_file_that_may_not_be_written_is_told_before_anything_is_measured(measured, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("os.access", lambda path, mode: False)
     assert main(["profile", "--device", "cpu", "--output", str(tmp_path / "mine.toml")]) == 2
-    assert "no permission; choose another place with --output" in capsys.readouterr().err
+    assert ": no permission" in capsys.readouterr().err
     assert not measured[0]
 
 
