@@ -20,6 +20,7 @@ COMMANDS = {
     "slices": "choose the token slices for a run's sequences",
     "launch": "write what starts a run: torchrun, Slurm, torchtitan, Megatron-LM",
     "schedule": "print, draw or export a schedule with its bubble and its memory",
+    "playground": "draw schedules in the browser while their sizes and costs change",
     "families": "compare all families of schedules: bubble, memory, messages",
     "profile": "measure this machine and write what it can do as a cluster file",
     "validate": "compare predicted step times and memory with measurements",

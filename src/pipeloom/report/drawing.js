@@ -71,13 +71,15 @@ const AXIS = 26;
 const TITLE = 26;
 
 class Timeline {
-  constructor(data) {
+  // The suffix of ids sets timelines of one page apart.
+  constructor(data, suffix = "") {
+    this.suffix = suffix;
     this.withLanes = false;
     this.canvas = element("canvas", {
       tabindex: "0",
       role: "application",
       "aria-roledescription": "timelines",
-      "aria-describedby": "keys",
+      "aria-describedby": "keys" + suffix,
     });
     this.tip = element("div", { class: "tip" });
     this.range = element("span", { class: "view", role: "status" });
@@ -120,7 +122,7 @@ class Timeline {
       node.addEventListener("click", act);
       return node;
     };
-    const lanes = element("input", { type: "checkbox", id: "lanes" });
+    const lanes = element("input", { type: "checkbox", id: "lanes" + this.suffix });
     lanes.addEventListener("change", () => {
       this.withLanes = lanes.checked;
       this.resize();
@@ -134,7 +136,7 @@ class Timeline {
       element("label", {}, lanes, "communication lanes"),
       element(
         "span",
-        { class: "hint", id: "keys" },
+        { class: "hint", id: "keys" + this.suffix },
         "Drag or arrow keys to move, Ctrl and wheel or + and \u2212 to zoom, 0 for the whole step; hover an action to see it in every timeline.",
       ),
       this.range,
@@ -167,7 +169,7 @@ class Timeline {
 
   resize() {
     const height = this.layOut();
-    this.width = Math.max(this.box.clientWidth, 480);
+    this.width = Math.max(this.box.clientWidth, 300);
     // At least two pixels for each unit: a printed or zoomed canvas is not drawn again.
     this.scale = Math.max(window.devicePixelRatio || 1, 2);
     this.canvas.width = Math.round(this.width * this.scale);
@@ -426,8 +428,10 @@ function stageKeys(data) {
 
 // ---------------------------------------------------------------- where the time goes
 
-function bars(data) {
-  const [left, width, height, gap] = [180, 820, 15, 14];
+function bars(data, whole = 1000) {
+  const isOne = data.traces.length === 1;
+  const [left, height, gap] = isOne ? [96, 15, 4] : [180, 15, 14];
+  const width = whole - left;
   const picture = svg("svg", { role: "img", "aria-label": "bubble account" });
   let top = 4;
   for (const group of [...data.groups, data.total]) {
@@ -435,7 +439,7 @@ function bars(data) {
     const middle = top + (data.traces.length * (height + 2)) / 2;
     picture.append(svg("text", { class: "strong", x: 0, y: middle + 3 }, group.label));
     group.bars.forEach((bar, number) => {
-      picture.append(svg("text", { x: left - 8, y: top + 11, "text-anchor": "end" }, data.traces[number]));
+      if (!isOne) picture.append(svg("text", { x: left - 8, y: top + 11, "text-anchor": "end" }, data.traces[number]));
       let x = left;
       bar.forEach(([share, text], cause) => {
         const { name, key } = data.causes[cause];
@@ -510,7 +514,7 @@ function overTime(data) {
     rank.curves.forEach((points, number) => {
       const steps = points.flatMap(([time, held], k) => (k ? [[time, points[k - 1][1]], [time, held]] : [[time, held]]));
       const trace = data.traces[number];
-      if (trace === "measured") {
+      if (trace !== "predicted") {
         picture.append(path([...steps, [points.at(-1)[0], 0], [points[0][0], 0]], x, y, "area"));
       }
       picture.append(path(steps, x, y, `line ${trace}`));

@@ -120,6 +120,6 @@ def _legend(trace: Trace, num_stages: int) -> list[list[str]]:
     stages = list(range(num_stages))
     if num_stages > _MOST_LEGEND_STAGES:
         stages = [0, num_stages // 2, num_stages - 1]
-    kinds = sorted({span.action.kind for span in trace.compute()}, key=lambda kind: kind.code)
+    kinds = [KINDS[code] for code in np.unique(trace.compute().row.kind).tolist()]
     actions = [Action(kind, stage, 0) for kind in kinds for stage in stages]
     return [[f"{action.stage}{action.kind.value}", _colors(action, num_stages)[0]] for action in actions]
