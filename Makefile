@@ -1,6 +1,8 @@
 # make demo     train a small language model, breadth-first over 4 processes, and draw its timeline
 # make test     check and test everything
 # make docs     the site with all pages, in site/: open site/index.html (the first time it installs the generator)
+# make dist     the wheel and the source archive, in dist/, both tested in empty environments
+# make docs-commands   every command of README, docs and examples executed, with few steps (about 6 minutes)
 # make predict  predicted beside measured step time on this machine, for six layouts
 # make reproduce  the facts and figures of the breadth-first paper, and BPipe's, simulated: docs/reproduction/
 # make schedules  the table and the pictures of all families of schedules: docs/schedules/
@@ -13,7 +15,9 @@
 #
 # The first use makes .venv; nothing is needed but Python >= 3.11 and make. Knobs:
 #   PYTHON=python3.12        another interpreter
-#   PIP_ARGS="..."           for pip, such as --extra-index-url with PyTorch's index of CPU builds
+#   TORCH_INDEX=             PyTorch as pip is configured, on PyPI with 3 GB of CUDA libraries; without a GPU the default is
+#                            PyTorch's index of CPU builds, 0.2 GB
+#   PIP_ARGS="..."           for pip, such as a mirror
 #   CONSTRAINTS=/dev/null    the newest torch, or one that is installed already (see SYSTEM_SITE)
 #   SYSTEM_SITE=1            use the packages that the interpreter has, its torch among them
 #   ARGS="..."               for pipeloom or pytest
@@ -22,14 +26,16 @@ VENV        ?= .venv
 CONSTRAINTS ?= constraints.txt
 PIP_ARGS    ?=
 SYSTEM_SITE ?=
+TORCH_INDEX ?= $(if $(SYSTEM_SITE)$(wildcard /dev/nvidia* /dev/dxg /Library),,https://download.pytorch.org/whl/cpu)
 ARGS        ?=
 TRAINING    := pipeloom.training.trainer, pipeloom.training.export, torch._dynamo, torch.distributed.checkpoint
 BIN         := $(VENV)/bin
+PIP         := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile $(PIP_ARGS) -c $(CONSTRAINTS)
 STAMP       := $(VENV)/.installed
 LOADED      := numba llvmlite numpy pydantic pydantic_core rich tyro
 
-.PHONY: demo test docs plan-demo predict reproduce schedules plan-speed bench-network bench-overhead bench-balance speed check \
-        format clean
+.PHONY: demo test docs dist docs-commands plan-demo predict reproduce schedules plan-speed bench-network bench-overhead \
+        bench-balance speed check format clean
 
 demo: $(STAMP)
 	$(BIN)/pipeloom train $(ARGS)
@@ -42,8 +48,16 @@ docs: $(VENV)/.docs
 	@echo "written: site/index.html"
 
 $(VENV)/.docs: $(STAMP)
-	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[docs]'
+	$(PIP) -e '.[docs]'
 	@touch $@
+
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist > $(VENV)/built.txt 2>&1 || { cat $(VENV)/built.txt; exit 1; }
+	$(BIN)/python tests/support/distribution.py dist $(ARGS)
+
+docs-commands: $(STAMP)
+	$(BIN)/python tests/support/documented.py $(ARGS)
 
 plan-demo: $(STAMP)
 	$(BIN)/python benchmarks/plan_demo.py $(ARGS)
@@ -84,13 +98,17 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) outputs site .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist outputs site src/pipeloom.egg-info .ruff_cache .pytest_cache .hypothesis
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@echo "Making $(VENV) ..."
 	$(PYTHON) -m venv $(if $(SYSTEM_SITE),--system-site-packages) $(VENV)
 	@echo "Installing what pipeloom needs into it (once; about a minute, PyTorch is large) ..."
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[dev]'
+	@if [ -n "$(TORCH_INDEX)" ]; then \
+	  $(PIP) --no-deps --no-index torch 2> /dev/null || \
+	  $(PIP) --no-deps --retries 0 --timeout 20 --index-url $(TORCH_INDEX) torch 2> /dev/null || \
+	  echo "$(TORCH_INDEX) has no PyTorch for this machine or cannot be reached: taking what pip finds (3 GB from PyPI)"; fi
+	$(PIP) -e '.[dev]'
 	@echo "Compiling what commands load first, and loops (once; about 15 seconds) ..."
 	@for folder in $(LOADED:%=$(VENV)/lib/python*/site-packages/%); do \
 	  if [ -d $$folder ]; then $(BIN)/python -m compileall -q $$folder; fi; \

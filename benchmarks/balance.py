@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from pipeloom.analysis.memory import memory_over_time
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.communication.transport import Transport, edges_of
@@ -215,7 +215,7 @@ def predicted_peaks(case: Case, schedule: Schedule, evict_s: float) -> list[floa
     """For each rank the most that its schedule holds in simulation, in bytes."""
     size = float(case.kept_bytes + case.message.nbytes)
     held = HeldBytes(always_bytes=(0.0,) * case.pp, kept=KeptBytes([size] * case.pp))
-    costs = UniformCosts(case.forward_s, case.backward_s, evict_s=evict_s, offload_s=evict_s)
+    costs = Costs(case.forward_s, case.backward_s, evict_s=evict_s, offload_s=evict_s)
     return [curve.peak_bytes for curve in memory_over_time(schedule, simulate(schedule, costs), held)]
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.families import make_schedule
 from pipeloom.passes import balance, lower, offload
 from pipeloom.passes.lower_stage_swaps import add_stage_swaps, add_updates
@@ -28,7 +28,7 @@ class Picture:
     page: str
     title: str
     schedule: Callable[[], Schedule]
-    costs: UniformCosts
+    costs: Costs
 
 
 def _family(name: str, pp: int, num_microbatches: int, loops: int = 1, **sizes: Any) -> Picture:
@@ -36,11 +36,11 @@ def _family(name: str, pp: int, num_microbatches: int, loops: int = 1, **sizes: 
     words += [f"{loops} stages on each rank"] if loops > 1 else []
     words += [f"{key.replace('_', ' ')} {value}" for key, value in sizes.items()]
     make = partial(make_schedule, name, pp=pp, num_microbatches=num_microbatches, loops=loops, **sizes)
-    return Picture(name, f"{name}: {', '.join(words)}", make, UniformCosts(1 / loops, 2 / loops))
+    return Picture(name, f"{name}: {', '.join(words)}", make, Costs(1 / loops, 2 / loops))
 
 
 def _changed(page: str, title: str, schedule: Callable[[], Schedule], **costs: Any) -> Picture:
-    return Picture(page, title, schedule, UniformCosts(**({"forward_s": 1.0, "backward_s": 2.0} | costs)))
+    return Picture(page, title, schedule, Costs(**({"forward_s": 1.0, "backward_s": 2.0} | costs)))
 
 
 def _swapped() -> Schedule:

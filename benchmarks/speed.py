@@ -11,14 +11,14 @@ import pytest
 
 from pipeloom.analysis.bubble import account_bubble
 from pipeloom.analysis.summary import communication, summarize
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.families import Choice
 from pipeloom.passes import add_reduce_grad, add_unshard, lower
 from pipeloom.schedule import Schedule
 from pipeloom.simulation import simulate
 from pipeloom.trace import Trace
 
-COSTS = UniformCosts(1.0, 2.0, 0.25, 0.5, 1.5)
+COSTS = Costs(1.0, 2.0, 0.25, 0.5, 1.5)
 SIZES = {
     "4 ranks x 4 loops x 64": {"pp": 4, "loops": 4, "num_microbatches": 64},
     "64 ranks x 2 loops x 512": {"pp": 64, "loops": 2, "num_microbatches": 512},

@@ -1,5 +1,6 @@
 """How Sphinx builds the site: ``make docs``. Nothing is loaded from a network, neither here nor by the pages."""
 
+import re
 import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -25,9 +26,11 @@ myst_links_external_new_tab = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
-autodoc_class_signature = "separated"
+toc_object_entries_show_parents = "hide"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True  # in the text of a class, where they are no second entry for a field that has its own
 
 html_theme = "furo"
 html_title = "pipeloom"
@@ -45,3 +48,13 @@ copybutton_prompt_text = "$ "
 def setup(app):
     """Fill in what is generated while the pages are read."""
     app.connect("source-read", generated.fill_in)
+    app.connect("autodoc-process-docstring", end_literals)
+
+
+def end_literals(*event):
+    """Write "``Row``s" as reStructuredText wants it, where a letter may not follow a literal."""
+    lines = event[-1]
+    text = re.sub(
+        r"(``[^`]+``)(\w?)", lambda found: f"{found[1]}\\ {found[2]}" if found[2] else found[1], "\n".join(lines)
+    )
+    lines[:] = text.split("\n")

@@ -9,7 +9,7 @@ from fractions import Fraction
 from itertools import pairwise, product
 
 from pipeloom.analysis.summary import summarize
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_reduce_grad, add_unshard, lower
 from pipeloom.schedule import Kind, Schedule
@@ -172,7 +172,7 @@ def _bubbles() -> Iterator[Fact]:
 
 def _bubble(family: str, pp: int, loops: int, count: int) -> Fact:
     schedule = make_schedule(family, pp=pp, loops=loops, num_microbatches=count)
-    found = summarize(simulate(schedule, UniformCosts(1, 2))).bubble_overhead
+    found = summarize(simulate(schedule, Costs(1, 2))).bubble_overhead
     what = f"{family}, P {pp}, V {loops}, M {count}"
     return what, "(P - 1) / (M V)", float(Fraction(pp - 1, count * loops)), found
 
@@ -186,7 +186,7 @@ def _latencies() -> Iterator[Fact]:
             if family == "breadth-first" and not has_slack:
                 continue
             schedule = _made(family, pp, loops, count)
-            ends = [simulate(schedule, UniformCosts(8, 16, transfer_s)).end_s for transfer_s in (latency, 0)]
+            ends = [simulate(schedule, Costs(8, 16, transfer_s)).end_s for transfer_s in (latency, 0)]
             what = f"{family}, P {pp}, V {loops}, M {count}, l {latency}/8 of a forward"
             yield what, formula or "2 (P V - 1)", hops, Fraction(ends[0] - ends[1]) / latency
 
@@ -197,7 +197,7 @@ def _blocking() -> Iterator[Fact]:
     for loops in (1, 2, 4, 8):
         family = "1f1b" if loops == 1 else "depth-first"
         work = 12 * layers // loops
-        costs = UniformCosts(work / 3 + 3, 2 * work / 3 + 3)
+        costs = Costs(work / 3 + 3, 2 * work / 3 + 3)
         end = simulate(make_schedule(family, pp=pp, loops=loops, num_microbatches=count), costs).end_s
         slots = count * loops
         expected = float(Fraction((slots + pp - 1) * (work + 6), slots * work) - 1)
@@ -223,5 +223,5 @@ def _steps() -> Iterator[Fact]:
             f"{family}, V {loops}",
             "(M V + P - 1) t",
             expected,
-            simulate(schedule, UniformCosts(layers, 2 * layers)).end_s,
+            simulate(schedule, Costs(layers, 2 * layers)).end_s,
         )

@@ -24,11 +24,30 @@ from collections.abc import Sequence
 
 
 class PipeloomError(Exception):
-    """Root of the tree: one clear message, meant for a person."""
+    """Root of every error that pipeloom raises on purpose: one clear message, meant for a person.
+
+    Examples:
+        >>> from pipeloom import PipeloomError, make_schedule
+        >>> try:
+        ...     make_schedule("1f1b", pp=4, num_microbatches=0)
+        ... except PipeloomError as error:
+        ...     print(error)
+        schedule '1f1b' has 1 problem:
+          - the number of micro-batches must be at least 1, found 0
+    """
 
 
 class UserError(PipeloomError, ValueError):
-    """The input is wrong. The message says what was expected, what was found and what to change."""
+    """The input is wrong. The message says what was expected, what was found and what to change.
+
+    Examples:
+        >>> from pipeloom import UserError, load_cluster
+        >>> try:
+        ...     load_cluster("dgx-a1000")
+        ... except UserError as error:
+        ...     print("did you mean" in str(error))
+        True
+    """
 
 
 class ConfigError(UserError):
@@ -60,6 +79,14 @@ class ScheduleTextError(UserError):
 class ScheduleError(UserError):
     """A schedule breaks a rule.
 
+    Examples:
+        >>> from pipeloom import ScheduleError, parse_schedule
+        >>> try:
+        ...     parse_schedule("0F0 0B0 0F1")
+        ... except ScheduleError as error:
+        ...     print(error.rule, error.rank, error.slot)
+        complete 0 1
+
     Args:
         rule: name of the broken rule, as listed in ``pipeloom.schedule.rules``.
         message: what is wrong.
@@ -77,7 +104,13 @@ class ScheduleError(UserError):
 
 
 class RunError(PipeloomError, RuntimeError):
-    """The run failed although the question was right."""
+    """The run failed although the input was right, such as a loss that is not finite or a process that was killed.
+
+    Examples:
+        >>> from pipeloom import PipeloomError, RunError
+        >>> issubclass(RunError, PipeloomError)
+        True
+    """
 
 
 class BoundaryError(RunError):

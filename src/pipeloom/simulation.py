@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.cost.costs import Costs
+from pipeloom.cost.costs import ActionCosts
 from pipeloom.errors import UserError
 from pipeloom.schedule import Action, Schedule
 from pipeloom.schedule.clock import example, occurring, seconds_of_all
@@ -58,12 +58,18 @@ class Host:
             raise UserError(f"run_ahead must be at least 1, found {self.run_ahead}")
 
 
-def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None, host: Host | None = None) -> Trace:
+def simulate(schedule: Schedule, costs: ActionCosts, sharing: Sharing | None = None, host: Host | None = None) -> Trace:
     """Simulate a step: start and end of every action of a schedule. Deterministic.
 
     An action starts when all actions that it waits for have ended: those whose results it uses, the one before it on
-        its
-    lane, and, for communication, the compute action before it in its row (``pipeloom.schedule.facts``).
+    its lane, and, for communication, the compute action before it in its row (``pipeloom.schedule.facts``).
+
+    Examples:
+        >>> from pipeloom import Costs, make_schedule, simulate, summarize
+        >>> schedule = make_schedule("breadth-first", pp=4, loops=4, num_microbatches=8)
+        >>> trace = simulate(schedule, Costs(forward_s=1.0, backward_s=2.0))
+        >>> trace.end_s, summarize(trace).bubble_overhead
+        (105.0, 0.09375)
 
     Args:
         schedule: at any level. In a compute-only schedule tensors arrive at once.
@@ -110,7 +116,7 @@ def _refuse_negative(facts: Facts, seconds: Seconds) -> None:
         )
 
 
-def _price_stage_swaps(facts: Facts, costs: Costs, seconds: Seconds) -> None:
+def _price_stage_swaps(facts: Facts, costs: ActionCosts, seconds: Seconds) -> None:
     """Write the seconds of swaps of whole stages, which depend on the contents that change between the swaps."""
     if facts.row.is_kind(*STAGE_SWAP_KINDS).any():
         for row, first in zip(facts.rows, facts.columns.first.tolist(), strict=False):

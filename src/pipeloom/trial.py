@@ -9,9 +9,10 @@ from typing import Any, Literal, get_args
 from pipeloom.analysis.bubble import BubbleAccount, account_bubble
 from pipeloom.analysis.comparison import MEMORY_UNIT, memory_in_microbatches
 from pipeloom.analysis.summary import summarize
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.families import FAMILIES, Choice
+from pipeloom.families.family import default_loops
 from pipeloom.passes import Moves, add_slices, split_backward
 from pipeloom.passes.lower_sharding import ReduceGrad, Unshard
 from pipeloom.passes.lower_stage_swaps import UpdatePlace
@@ -118,13 +119,11 @@ def _start(trial: Trial, given: Schedule | None) -> Choice | Schedule:
 
 def trial_choice(trial: Trial) -> Choice:
     """The family with its sizes."""
-    # By default the loops of a family that takes one number of them alone.
-    own = FAMILIES[trial.family].loops if trial.family in FAMILIES else None
     return Choice(
         family=trial.family or "",
         pp=trial.pp,
         num_microbatches=trial.microbatches,
-        loops=trial.loops if trial.loops is not None else own or 1,
+        loops=trial.loops if trial.loops is not None else default_loops(trial.family or ""),
         group_size=trial.group_size,
         placement=trial.placement,
         keep=trial.keep,
@@ -181,7 +180,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def unit_costs(trial: Trial, num_slices: int) -> UniformCosts:
+def unit_costs(trial: Trial, num_slices: int) -> Costs:
     """Seconds of a trial, whose costs are of whole micro-batches."""
     # Slices are equal here, and attention's growth along a sequence is left out.
     forward, backward, transfer, move = (
@@ -191,7 +190,7 @@ def unit_costs(trial: Trial, num_slices: int) -> UniformCosts:
     tied = trial.tied or 0.0
     swap = Amounts(weights=1, gradient=1, state=2).times(trial.stage_swap)
     exchanges = {"evict_s": move, "offload_s": move, "tied_s": tied, "tied_grad_s": tied, "move": swap}
-    return UniformCosts(forward, backward, transfer, trial.gather, trial.reduce, weight_share=share, **exchanges)
+    return Costs(forward, backward, transfer, trial.gather, trial.reduce, weight_share=share, **exchanges)
 
 
 _PLACES: dict[str, UpdatePlace] = {place.replace(" ", "-"): place for place in get_args(UpdatePlace)}

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.analysis.bubble import BubbleAccount, account_bubble
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.errors import UserError
 from pipeloom.families import FAMILIES, make_schedule
 from pipeloom.passes import lower
@@ -30,7 +30,7 @@ def schedules(draw):
 @settings(max_examples=150)
 @given(schedule=schedules(), forward=EIGHTHS, backward=EIGHTHS, transfer=st.just(0.0) | EIGHTHS, shift=EIGHTHS)
 def test_the_parts_add_up_and_a_simulated_rank_never_waits_for_its_host(schedule, forward, backward, transfer, shift):
-    trace = simulate(schedule, UniformCosts(forward, backward, transfer))
+    trace = simulate(schedule, Costs(forward, backward, transfer))
     accounts = account_bubble(schedule, later(trace, shift))
     for rank, account in enumerate(accounts):
         assert sum(astuple(account)) == trace.end_s
@@ -45,8 +45,8 @@ def test_the_parts_add_up_and_a_simulated_rank_never_waits_for_its_host(schedule
 def test_no_host_time_on_a_clock_of_any_costs_and_shared_cores(schedule, forward, backward, transfer):
     sharing = Sharing(lambda action, rank: None if "RECV" in action.kind else "host", {"host": 2.0})
     for trace in (
-        simulate(schedule, UniformCosts(forward, backward, transfer)),
-        simulate(schedule, UniformCosts(forward, backward, transfer), sharing),
+        simulate(schedule, Costs(forward, backward, transfer)),
+        simulate(schedule, Costs(forward, backward, transfer), sharing),
     ):
         for account in account_bubble(schedule, trace):
             assert sum(astuple(account)) == pytest.approx(trace.end_s)
@@ -62,7 +62,7 @@ def later(trace, seconds):
 @pytest.mark.parametrize("transfer", [0.0, 0.25])
 def test_breadth_first_fills_turns_and_drains_by_the_closed_forms(loops, transfer):
     schedule = lower(make_schedule("breadth-first", pp=4, loops=loops, num_microbatches=8))
-    accounts = account_bubble(schedule, simulate(schedule, UniformCosts(1, 2, transfer)))
+    accounts = account_bubble(schedule, simulate(schedule, Costs(1, 2, transfer)))
     for rank, account in enumerate(accounts):
         assert account.startup_s == rank * (1 + transfer)
         assert account.drain_s == rank * (2 + transfer)
@@ -74,7 +74,7 @@ def test_breadth_first_fills_turns_and_drains_by_the_closed_forms(loops, transfe
 
 def test_only_the_last_hop_before_an_action_is_exposed_p2p():
     schedule = lower(make_schedule("gpipe", pp=3, num_microbatches=1))
-    accounts = account_bubble(schedule, simulate(schedule, UniformCosts(1, 2, 0.5)))
+    accounts = account_bubble(schedule, simulate(schedule, Costs(1, 2, 0.5)))
     #          compute startup imbalance p2p dp host drain
     assert [astuple(account) for account in accounts] == [
         (3, 0, 7.5, 0.5, 0, 0, 0),
@@ -98,7 +98,7 @@ def test_a_late_start_with_the_tensor_there_is_host_time():
     }
     spans = [
         span._replace(start_s=times[str(span.action)][0], end_s=times[str(span.action)][1])
-        for span in simulate(schedule, UniformCosts(1, 1)).spans
+        for span in simulate(schedule, Costs(1, 1)).spans
     ]
     assert [astuple(a) for a in account_bubble(schedule, Trace(tuple(spans[::-1]), 2))] == [
         (3.5, 0, 5, 1, 0, 0.5, 0),
@@ -120,7 +120,7 @@ class WithCollectives:
                 return self.gather_s
             case Kind.REDUCE_GRAD:
                 return self.reduce_s
-        return UniformCosts(1, 2, 0.5).seconds(action)
+        return Costs(1, 2, 0.5).seconds(action)
 
 
 def test_collectives_are_exposed_as_far_as_the_rank_stands_still_for_them():
@@ -156,7 +156,7 @@ def test_repeated_gathers_are_told_apart_by_time():
 
 def test_a_trace_of_another_schedule_is_refused():
     schedule = make_schedule("gpipe", pp=2, num_microbatches=2)
-    trace = simulate(schedule, UniformCosts(1, 2))
+    trace = simulate(schedule, Costs(1, 2))
     with pytest.raises(UserError, match="it lacks 1B1 on rank 1"):
         account_bubble(schedule, Trace(tuple(s for s in trace.spans if str(s.action) != "1B1"), 2))
     with pytest.raises(UserError, match="the trace has 0F0 on rank 0, the schedule does not"):

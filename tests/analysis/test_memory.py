@@ -3,7 +3,7 @@
 import pytest
 
 from pipeloom.analysis.memory import inputs_over_time, memory_over_time
-from pipeloom.cost.costs import StageCosts, UniformCosts
+from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_reduce_grad, add_slices, add_unshard, balance, lower
 from pipeloom.schedule.ledger import HeldBytes, KeptBytes
@@ -18,7 +18,7 @@ def held(ranks, stages, **sizes):
 def test_one_rank_by_hand():
     # F0 at 0..1, F1 at 1..2, B0 at 2..4, B1 at 4..6; inputs of 10, work of 3, 100 always
     schedule = make_schedule("gpipe", pp=1, num_microbatches=2)
-    trace = simulate(schedule, UniformCosts(1.0, 2.0))
+    trace = simulate(schedule, Costs(1.0, 2.0))
     sizes = held(1, 1, always_bytes=[100.0], kept=KeptBytes([10.0]), working_bytes=[3.0])
     (curve,) = memory_over_time(schedule, trace, sizes)
     assert curve.points == ((0.0, 113.0), (1.0, 123.0), (4.0, 113.0), (6.0, 100.0))
@@ -34,7 +34,7 @@ def test_the_peak_of_stage_inputs_is_what_the_rows_hold(family, communication):
     loops = 1 if family in ("1f1b", "gpipe") else 2
     schedule = make_schedule(family, pp=3, loops=loops, num_microbatches=7)
     schedule = lower(schedule) if communication else schedule
-    trace = simulate(schedule, UniformCosts(1.0, 2.0, 0.25))
+    trace = simulate(schedule, Costs(1.0, 2.0, 0.25))
     curves = memory_over_time(schedule, trace, held(3, 3 * loops, kept=KeptBytes([1.0] * (3 * loops))))
     assert tuple(curve.peak_bytes for curve in curves) == schedule.peak_stage_inputs
     assert all(curve.points[-1][1] == 0 for curve in curves)
@@ -55,7 +55,7 @@ def test_a_receive_buffer_is_held_from_its_posting_to_the_end_of_its_use():
 def test_gathered_weights_stay_within_what_the_pass_allows():
     schedule = lower(make_schedule("breadth-first", pp=2, loops=4, num_microbatches=3))
     schedule = add_reduce_grad(add_unshard(schedule, residency=2, prefetch=1), gradient_buffers=2)
-    trace = simulate(schedule, UniformCosts(1.0, 2.0, 0.1, unshard_s=1.5, reduce_s=2.5))
+    trace = simulate(schedule, Costs(1.0, 2.0, 0.1, unshard_s=1.5, reduce_s=2.5))
     weights = memory_over_time(schedule, trace, held(2, 8, gathered_bytes=[1.0] * 8))
     assert [curve.peak_bytes for curve in weights] == [2, 2]
     assert {curve.points[-1][1] for curve in weights} == {0.0}
@@ -63,7 +63,7 @@ def test_gathered_weights_stay_within_what_the_pass_allows():
 
 def test_weights_that_are_never_dropped_stay_to_the_end():
     schedule = add_unshard(lower(make_schedule("breadth-first", pp=2, loops=2, num_microbatches=2)), None, 1)
-    trace = simulate(schedule, UniformCosts(1.0, 2.0, 0.1, unshard_s=0.5))
+    trace = simulate(schedule, Costs(1.0, 2.0, 0.1, unshard_s=0.5))
     for curve in memory_over_time(schedule, trace, held(2, 4, gathered_bytes=[1.0] * 4)):
         assert curve.peak_bytes == 2
         assert curve.points[-1] == (trace.end_s, 0.0)
@@ -71,14 +71,14 @@ def test_weights_that_are_never_dropped_stay_to_the_end():
 
 def test_frozen_stages_hold_their_inputs_for_the_forward_only():
     schedule = make_schedule("forward-only", pp=2, num_microbatches=3)
-    trace = simulate(schedule, UniformCosts(1.0, 2.0))
+    trace = simulate(schedule, Costs(1.0, 2.0))
     curves = memory_over_time(schedule, trace, held(2, 2, kept=KeptBytes([5.0, 5.0])))
     assert [curve.peak_bytes for curve in curves] == [5, 5]
 
 
 def test_a_trace_that_begins_later_gives_the_same_curve():
     schedule = lower(make_schedule("1f1b", pp=2, num_microbatches=3))
-    trace = simulate(schedule, UniformCosts(1.0, 2.0, 0.25))
+    trace = simulate(schedule, Costs(1.0, 2.0, 0.25))
     moved = type(trace)(
         tuple(span._replace(start_s=span.start_s + 64, end_s=span.end_s + 64) for span in trace.spans), trace.num_ranks
     )
@@ -90,7 +90,7 @@ def test_a_trace_that_begins_later_gives_the_same_curve():
 @pytest.mark.parametrize("name", ["breadth-first", "depth-first", "hybrid", "forward-only"])
 def test_stage_inputs_over_time_peak_where_the_schedule_says(name, placement):
     schedule = make_schedule(name, pp=3, loops=2, num_microbatches=6, placement=placement)
-    trace = simulate(lower(schedule), UniformCosts(1, 2, 0.25))
+    trace = simulate(lower(schedule), Costs(1, 2, 0.25))
     steps = [curve.points for curve in inputs_over_time(lower(schedule), trace)]
     assert tuple(max(held for _, held in points) for points in steps) == schedule.peak_stage_inputs
     for points in steps:
@@ -109,4 +109,4 @@ def test_what_a_partner_accepts_counts_there_and_a_slice_is_its_share():
 
 
 def simulated(schedule):
-    return schedule, simulate(schedule, UniformCosts(1, 2, evict_s=0.5))
+    return schedule, simulate(schedule, Costs(1, 2, evict_s=0.5))

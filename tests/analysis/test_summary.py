@@ -3,7 +3,7 @@
 import pytest
 
 from pipeloom.analysis.summary import communication, summarize
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import Action
@@ -41,7 +41,7 @@ def test_the_sums_of_a_trace_made_by_hand():
 
 
 def test_the_order_of_the_spans_does_not_matter():
-    trace = simulate(lower(make_schedule("depth-first", pp=2, loops=2, num_microbatches=4)), UniformCosts(1, 2, 0.5))
+    trace = simulate(lower(make_schedule("depth-first", pp=2, loops=2, num_microbatches=4)), Costs(1, 2, 0.5))
     assert summarize(Trace(trace.spans[::-1], 2)) == summarize(trace)
 
 
@@ -60,7 +60,7 @@ def test_an_empty_trace_has_no_bubble():
 @pytest.mark.parametrize("name", ["breadth-first", "depth-first", "hybrid"])
 def test_busy_and_idle_add_up_to_ranks_times_makespan(name):
     schedule = lower(make_schedule(name, pp=3, loops=2, num_microbatches=6))
-    summary = summarize(simulate(schedule, UniformCosts(1, 2, 0.25)))
+    summary = summarize(simulate(schedule, Costs(1, 2, 0.25)))
     assert summary.busy_s == (2 * 6 * 3,) * 3
     total = 3 * summary.makespan_s
     assert sum(summary.busy_s) + summary.bubble_fraction * total == pytest.approx(total)
@@ -69,7 +69,7 @@ def test_busy_and_idle_add_up_to_ranks_times_makespan(name):
 
 def test_gradients_are_final_stage_by_stage_from_the_last():
     schedule = make_schedule("breadth-first", pp=2, loops=3, num_microbatches=4)
-    final = summarize(simulate(schedule, UniformCosts(1, 2))).gradients_final_s
+    final = summarize(simulate(schedule, Costs(1, 2))).gradients_final_s
     assert list(final) == list(range(6))
     assert sorted(final.values(), reverse=True) == list(final.values())
 

@@ -14,7 +14,7 @@ from forked import Forked
 from small_run import write_text
 
 from pipeloom.checkpoint.checkpoint_folder import list_checkpoints, read_info
-from pipeloom.cli import train
+from pipeloom.training import run as training_run
 from pipeloom.training.checkpoints import checkpoint
 from pipeloom.training.checkpoints.saving import Saving
 from pipeloom.training.trainer import Trainer
@@ -131,7 +131,7 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path):
 
 @pytest.mark.parametrize(
     ("owner", "name", "number", "target"),
-    [(Trainer, "_validate", signal.SIGINT, os.getppid), (train, "_draw", signal.SIGHUP, os.getpid)],
+    [(Trainer, "_validate", signal.SIGINT, os.getppid), (training_run, "_draw", signal.SIGHUP, os.getpid)],
     ids=["ranks", "parent"],
 )
 def test_a_signal_after_the_last_step_ends_at_once_and_what_is_saved_stays(tmp_path, owner, name, number, target):

@@ -5,8 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from pipeloom.checkpoint.checkpoint_choice import Choice
-from pipeloom.cli.train import _unused_size
 from pipeloom.config import DataConfig, RunConfig
+from pipeloom.training.run import _unused_size
 
 CONFIG = RunConfig(data=DataConfig(tokenizer="bpe", bpe_vocab_size=300))
 DATA = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=280))

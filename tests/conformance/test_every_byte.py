@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from any_runs import DATA, runs
+from any_runs import DATA, on_cpus, runs
 from one_process import OneProcess
 
 from pipeloom.analysis.matching import match_spans
@@ -58,7 +58,7 @@ def kept_on_its_clock(config, schedule, results, kept):
 
 
 def assert_bytes(config):
-    config = resolve(config, DATA)
+    config = resolve(on_cpus(config), DATA)
     try:
         ranks = OneProcess(config)
     except UserError:  # test_every_command has what all of them refuse

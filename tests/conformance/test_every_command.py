@@ -8,10 +8,10 @@ import pytest
 from any_runs import COUNT, DATA, TRAINED, runs
 
 from pipeloom.cli import main
-from pipeloom.cli.simulate import simulate_config
 from pipeloom.config.file import format_run, parse_run, read_run_file
 from pipeloom.errors import UserError
 from pipeloom.planner.run_file import run_config
+from pipeloom.planner.run_step import predict_step
 from pipeloom.predict.sizes import sizes_in_training
 from pipeloom.recipe import build, schedule_text
 from pipeloom.schedule import Kind
@@ -29,7 +29,7 @@ def trained(config):
 
 
 def simulated(config):
-    return simulate_config(config).schedule_text
+    return predict_step(config).schedule_text
 
 
 def printed(config):
@@ -39,12 +39,17 @@ def printed(config):
 
 def planned(config):
     """What a plan writes of the same step, and what its run file trains with."""
-    step = simulate_config(config)
-    again, problems = parse_run(parse_toml(format_run(run_config(step, None, "laptop", "pipeloom")), "it"))
-    assert problems == []
-    again = replace(again, optimizer=config.optimizer)  # which a plan leaves to its reader
-    assert printed(again) == step.schedule_text
+    step = predict_step(config)
+    assert printed(run_of(step, config)) == step.schedule_text
     return step.schedule_text
+
+
+def run_of(step, config):
+    """The run that a plan writes of a step."""
+    text = format_run(run_config(step, None, config.machine.cluster, "pipeloom"))
+    again, problems = parse_run(parse_toml(text, "it"))
+    assert problems == []
+    return replace(again, optimizer=config.optimizer)  # which a plan leaves to its reader
 
 
 def outcome(make, config):
@@ -75,14 +80,52 @@ def test_every_command_has_the_rows_that_are_trained_or_the_same_refusal(make):
         assert outcome(make, config) == expected, config
 
 
-def test_a_schedule_file_is_executed_as_it_is(tmp_path):
-    file = tmp_path / "schedule.txt"
+@pytest.fixture
+def with_file(tmp_path):
+    """A run with a schedule file."""
+
+    def give(config, text):
+        file = tmp_path / "schedule.txt"
+        file.write_text(text, encoding="utf-8")
+        return replace(config, schedule=replace(config.schedule, file=file))
+
+    return give
+
+
+def test_a_schedule_file_is_executed_as_it_is(with_file):
     for config, text in zip(runs(), outcomes(), strict=True):
         if not text.startswith("refused"):
-            file.write_text(text, encoding="utf-8")
-            given = replace(config, schedule=replace(config.schedule, file=file))
+            given = with_file(config, text)
             assert outcome(trained, given) == text
             assert outcome(simulated, given) == text
+
+
+def test_moves_that_are_placed_by_seconds_are_executed_where_they_were_planned(with_file):
+    others = []
+    for config, text in zip(runs(), outcomes(), strict=True):
+        if "_bytes" in text and not text.startswith("refused"):
+            placed = predict_step(config, by_seconds=True).schedule_text
+            assert outcome(trained, with_file(config, placed)) == placed
+            others.append(placed != text)
+    assert 0 < sum(others) < len(others)
+
+
+def test_token_slices_that_a_simulation_chooses_are_trained(with_file):
+    """Wherever the drawn slices can be, a budget too small for whole sequences among them."""
+    chosen, whole_fits = set(), set()
+    pairs = [pair for pair in zip(runs(), outcomes(), strict=True) if pair[0].layout.token_slices]
+    for config in [config for config, text in pairs if not text.startswith("refused")][::4]:
+        step = predict_step(with_slices(config, "auto"))
+        again = run_of(step, config)
+        assert trained(again) == step.schedule_text == trained(with_file(again, step.schedule_text))
+        chosen.add(len(step.run.slices))
+        whole_fits.add(not outcome(trained, with_slices(config, None)).startswith("refused"))
+    assert len(chosen) > 1
+    assert whole_fits == {True, False}
+
+
+def with_slices(config, token_slices):
+    return replace(config, layout=replace(config.layout, token_slices=token_slices))
 
 
 def test_commands_write_what_the_functions_return(tmp_path, capsys):

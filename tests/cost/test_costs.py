@@ -3,11 +3,11 @@
 import pytest
 
 from pipeloom.cost import costs
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.schedule import Action, Kind
 from pipeloom.schedule.kinds import STAGE_KINDS
 
-COSTS = UniformCosts(forward_s=1, backward_s=2, transfer_s=3)
+COSTS = Costs(forward_s=1, backward_s=2, transfer_s=3)
 
 
 def action_of(kind):

@@ -25,6 +25,8 @@ from pipeloom.workload.layout import Layout
 
 SIZES = [(1, 1, 1), (1, 3, 4), (2, 2, 3), (4, 2, 9), (3, 1, 2)]
 CASES = [(f, *size) for f in TRAINING for size in SIZES if fitting(f, size[1])["loops"] == size[1]]
+PLACED = [(f, p) for f in TRAINING for p in ("looped", "v", "linear") if fitting(f, 2, p)["placement"] == p]
+"""Families in the placements that they take."""
 
 
 def play(schedule, toy, loss=objective):
@@ -46,11 +48,12 @@ def check(schedule, toy):
     return results
 
 
-@pytest.mark.parametrize("placement", ["looped", "v", "linear"])
-@pytest.mark.parametrize(("family", "pp", "loops", "num_microbatches"), CASES)
+@pytest.mark.parametrize(
+    ("family", "placement", "pp", "loops", "num_microbatches"),
+    [(family, placement, *sizes) for family, placement in PLACED for name, *sizes in CASES if name == family],
+)
 def test_gradients_and_loss_equal_a_plain_loop(family, placement, pp, loops, num_microbatches):
-    sizes = {"pp": pp, "loops": loops, "num_microbatches": num_microbatches}
-    schedule = make_schedule(family, **sizes, placement=fitting(family, loops, placement)["placement"])
+    schedule = make_schedule(family, pp=pp, loops=loops, num_microbatches=num_microbatches, placement=placement)
     check(lower(schedule, receive_buffers=1), Toy(pp * loops, num_microbatches))
 
 
@@ -87,10 +90,9 @@ def _transformer_differences(tmp_path, model, layout, schedule_config):
 
 
 @pytest.mark.parametrize(("model", "partition"), [("llama", None), ("gpt2", "uneven")])
-@pytest.mark.parametrize("placement", ["looped", "v", "linear"])
-@pytest.mark.parametrize("family", TRAINING)
+@pytest.mark.parametrize(("family", "placement"), PLACED)
 def test_transformers_equal_the_single_process(tmp_path, family, placement, model, partition):
-    loops, placement = fitting(family, 2, placement).values()
+    loops = fitting(family, 2)["loops"]
     sizes = {4: (1, 3, 1, 3), 2: (2, 6)}[2 * loops]
     layout = Layout(
         pp=2, loops=loops, num_microbatches=5, microbatch_size=2, partition=sizes if partition == "uneven" else None

@@ -13,7 +13,7 @@ from moved import peaks
 from torch.multiprocessing.reductions import StorageWeakRef
 from toy import Toy, make_executor, objective, reference, worst_difference
 
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.errors import ActionError, RunError, UserError
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.lanes import ThreadLane
@@ -78,7 +78,7 @@ def test_what_is_held_is_what_the_simulation_says(family, loops):
     plain = lower(make_schedule(family, pp=4, loops=loops, num_microbatches=8))
     sizes = [144, *[288] * (4 * loops - 1)]  # the batch holds the first stage's input
     for schedule in (plain, move_newest(plain, keep=2, kind=Kind.OFFLOAD)):
-        expected = peaks(schedule, UniformCosts(1, 2), sizes)
+        expected = peaks(schedule, Costs(1, 2), sizes)
         assert [result.held.live_bytes for result in run(schedule)] == expected
 
 
@@ -232,6 +232,6 @@ def test_after_a_failed_step_nobody_waits_for_anything_of_it():
     behind = lane.start(iter(()))
     assert behind.wait(10)
     for one in (pending, behind):  # the lane does nothing more
-        with pytest.raises(RunError, match="the step was given up"):
+        with pytest.raises(RunError, match="the step was aborted"):
             one.take()
     lane.close()

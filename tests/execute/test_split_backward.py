@@ -65,10 +65,10 @@ def test_any_module_may_be_split_and_any_place_is_right_for_the_second_half(sche
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_transformers_equal_the_single_process_whatever_is_recomputed(family, model):
-    for delay, recompute in zip(DELAYS, ("none", "selective", "full"), strict=True):
-        for tied in (False, True):
-            found = worst(family, delay, tied=tied, model=model, recompute=recompute, pp=2, num_microbatches=3)
-            assert found < 1e-9
+    """Each model has one matrix for both ends with the recomputations with which the other has two."""
+    for number, (delay, recompute) in enumerate(zip(DELAYS, ("none", "selective", "full"), strict=True)):
+        tied = (number % 2 == 0) == (model == "llama")
+        assert worst(family, delay, tied=tied, model=model, recompute=recompute, pp=2, num_microbatches=3) < 1e-9
 
 
 @pytest.mark.parametrize("placement", ["looped", "v"])
@@ -133,10 +133,10 @@ def test_gradients_of_narrow_stages_add_up_wide():
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # tracing asks for it, and goes on
 def test_families_that_split_train_over_gloo_compiled_or_not(tmp_path):
-    model = ModelConfig(num_layers=6, hidden_size=16, num_heads=2, tied=True)
+    model = ModelConfig(num_layers=3, hidden_size=16, num_heads=2, tied=True)
     wide = TrainingConfig(dtype="float64")
     compiled = TrainingConfig(dtype="float64", compile=True, compile_backend="aot_eager")
-    mixed = ("none", "full", "selective", "none", "full", "selective")
+    mixed = ("none", "full", "selective")
     with split_family("depth-first", 1) as name:
         order = ScheduleConfig(family=name)
         sharded = ScheduleConfig(family=name, residency=1, gradient_buffers=1)

@@ -1,4 +1,4 @@
-"""Three updates over processes: the gradients of each step, and of the step after them, are the single process's."""
+"""Two updates over processes: the gradients of each step, and of the step after them, are the single process's."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,8 +20,8 @@ from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.session import resolve
 from pipeloom.workload.layout import Layout
 
-STEPS = 4
-"""The last one computes with the parameters that three updates have made."""
+STEPS = 3
+"""The last one computes with the parameters that two updates have made."""
 OPTIMIZER = OptimizerConfig(lr=0.02, weight_decay=0.3)
 LAYOUTS = [
     Layout(pp=2, loops=2, dp=2, shard="none", num_microbatches=3, recompute="selective"),

@@ -150,18 +150,21 @@ def test_two_nodes_go_on_where_a_run_ended_and_do_not_fail_when_all_is_done(tmp_
     first = Forked(tmp_path, ["train", str(out / "torchrun.toml"), "--output.folder", str(out / "run")])
     assert first.end() == 0, first.stderr  # two steps, which the nodes find done
     environment = {**os.environ, "PYTHON": sys.executable, "MASTER_ADDR": "localhost", "MASTER_PORT": _free_port()}
-    for _ in range(2):
-        agents = [
-            subprocess.Popen(
-                [shutil.which("bash"), str(out / "torchrun.sh"), "--training.steps", "3"],
-                env={**environment, "NODE_RANK": node}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )
-            for node in ("1", "0")
-        ]  # fmt: skip
-        said = [agent.communicate(timeout=140) for agent in agents]
-        assert [agent.returncode for agent in agents] == [0, 0], said
-    assert "all steps are done, only the end of the run is left" in said[1][0]
+    agents = [
+        subprocess.Popen(
+            [shutil.which("bash"), str(out / "torchrun.sh"), "--training.steps", "3"],
+            env={**environment, "NODE_RANK": node}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for node in ("1", "0")
+    ]  # fmt: skip
+    said = [agent.communicate(timeout=140) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
     assert ["summary.json" in out for out, _ in said] == [False, True]  # rank 0 is where NODE_RANK is 0
+    # the same once more, as the script starts it, without two more of torchrun, which only take time
+    words = [str(out / "torchrun.toml"), "--output.folder", str(out / "run"), "--checkpoint.resume", str(out / "run")]
+    ranks = Forked.ranks(tmp_path, ["train", *words, "--training.steps", "3"], 2)
+    assert [rank.end() for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
+    assert "all steps are done, only the end of the run is left" in ranks[0].stdout
     lines = (out / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 
 from pipeloom.analysis.summary import summarize
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.simulation import simulate
 
-UNIT = UniformCosts(forward_s=1, backward_s=2)
+UNIT = Costs(forward_s=1, backward_s=2)
 quick = settings(max_examples=40, deadline=None)
 ranks = st.integers(1, 6)
 loop_counts = st.integers(1, 4)
@@ -21,7 +21,7 @@ whole_costs = st.integers(1, 9)
 
 
 def bubble(schedule, forward=1, backward=2):
-    return summarize(simulate(schedule, UniformCosts(forward, backward))).bubble_overhead
+    return summarize(simulate(schedule, Costs(forward, backward))).bubble_overhead
 
 
 @quick
@@ -100,7 +100,7 @@ def test_a_family_promises_no_more_inputs_than_it_needs(name):
 def added_by_latency(name, pp, loops, count, latency):
     """In units of the latency; a stage's forward takes 8."""
     schedule = lower(make_schedule(name, pp=pp, loops=loops, num_microbatches=count))
-    with_it, without = (simulate(schedule, UniformCosts(8, 16, transfer_s)).end_s for transfer_s in (latency, 0))
+    with_it, without = (simulate(schedule, Costs(8, 16, transfer_s)).end_s for transfer_s in (latency, 0))
     return (with_it - without) / latency
 
 
@@ -133,7 +133,7 @@ def test_breadth_first_starts_every_action_when_the_formula_says():
 
 
 def test_gpipe_starts_its_first_rank_when_the_formula_says():
-    trace = simulate(make_schedule("gpipe", pp=4, num_microbatches=8), UniformCosts(4, 8))
+    trace = simulate(make_schedule("gpipe", pp=4, num_microbatches=8), Costs(4, 8))
     assert [span.start_s for span in trace.compute(0)] == [*range(0, 32, 4), *range(68, 132, 8)]
 
 

@@ -8,13 +8,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from pipeloom.cost.costs import StageCosts, UniformCosts
+from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.families import FAMILIES, Choice, make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import Placement
 from pipeloom.simulation import simulate
 
-UNIT = UniformCosts(forward_s=1, backward_s=2)
+UNIT = Costs(forward_s=1, backward_s=2)
 SPLIT = [name for name, known in FAMILIES.items() if known.splits_backward]
 
 

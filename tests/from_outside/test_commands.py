@@ -1,9 +1,12 @@
 """What a person sees who types a command: the answer and the status, in a process of its own."""
 
 import json
+import signal
+import time
+from pathlib import Path
 
 import pytest
-from commands import TRAINS, run_command
+from commands import TRAINS, Command, run_command
 from wrong_inputs import LLAMA
 
 PLAN = ("plan", "--model", "llama-3-8b", "--cluster", "dgx-h100", "--seq", "2048", "--budget-s", "1")
@@ -96,3 +99,23 @@ def test_a_run_is_trained_damaged_and_refused_with_its_whole_checkpoint_named(fo
     assert "__0_0.distcp has changed since it was written" in refused.stderr
     assert "whole ones beside it: step-000001" in refused.stderr
     assert written == []
+
+
+def test_a_time_limit_in_the_middle_of_a_command_ends_it_and_the_next_one_gets_its_own_answer():
+    def give_up(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    left_s, _ = signal.setitimer(signal.ITIMER_REAL, 0.3)  # which pytest-timeout uses, too
+    started = Command(["plan", "--model", "gpt-1t", "--cluster", "dgx-a100", "--devices", "4096"], imported=())
+    with pytest.raises(TimeoutError):
+        started.wait()
+    signal.setitimer(signal.ITIMER_REAL, left_s)
+    signal.signal(signal.SIGALRM, before)
+    state = Path(f"/proc/{started.pid}/cmdline")  # which is empty where nobody has waited for a process yet
+    deadline = time.monotonic() + 10
+    while state.exists() and state.read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    done = Command(["--version"], imported=()).wait()
+    assert (done.returncode, done.stdout[:9]) == (0, "pipeloom ")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from moved import compute_rows, num_moved, peaks
 from orders import any_schedules
 
-from pipeloom.cost.costs import StageCosts, UniformCosts
+from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_unshard, balance, lower
@@ -29,12 +29,12 @@ def test_bpipe_stalls_nowhere_and_no_rank_holds_more_than_half_the_pipeline_and_
     balanced = balance(plain)
     assert balanced.partners == tuple(reversed(range(pp)))
     for evict_s in (0.1, 0.5, 1.0):
-        costs = UniformCosts(1, 2, evict_s=evict_s)
+        costs = Costs(1, 2, evict_s=evict_s)
         assert simulate(balanced, costs).end_s == simulate(plain, costs).end_s
         found = peaks(balanced, costs)
         assert max(found) == found[0] == pp / 2 + 1
         assert min(found) >= pp / 2
-    assert peaks(plain, UniformCosts(1, 2)) == [pp - rank for rank in range(pp)]
+    assert peaks(plain, Costs(1, 2)) == [pp - rank for rank in range(pp)]
 
 
 def test_bpipe_moves_no_more_than_published_policies_do():
@@ -49,7 +49,7 @@ def test_with_an_odd_number_of_ranks_the_middle_one_has_no_partner(pp):
     plain = one_f_one_b(pp, 4 * pp)
     balanced = balance(plain)
     assert balanced.partners == tuple(reversed(range(pp)))
-    costs = UniformCosts(1, 2, evict_s=1)
+    costs = Costs(1, 2, evict_s=1)
     assert max(peaks(balanced, costs)) <= (pp + 3) / 2
     assert num_moved(balanced, Kind.EVICT)[pp // 2] == 0
     assert simulate(balanced, costs).end_s == simulate(plain, costs).end_s
@@ -70,7 +70,7 @@ def test_pairs_are_of_the_fullest_and_the_emptiest():
 @given(any_schedules())
 def test_a_balanced_schedule_computes_in_the_same_order_and_time_and_no_pair_is_fuller(plain):
     balanced = balance(plain)
-    costs = UniformCosts(1, 2, evict_s=1)
+    costs = Costs(1, 2, evict_s=1)
     assert balanced.level is Level.COMMUNICATION
     assert compute_rows(balanced) == compute_rows(plain)
     assert simulate(balanced, costs).end_s == simulate(plain, costs).end_s
@@ -119,7 +119,7 @@ def test_a_budget_that_cannot_be_kept_is_refused_with_what_is_missing():
 
 def test_slow_transfers_move_less_rather_than_stall():
     plain = one_f_one_b(8, 32)
-    costs = UniformCosts(1, 2, evict_s=6)
+    costs = Costs(1, 2, evict_s=6)
     balanced = balance(plain, seconds_of=costs.seconds)
     assert simulate(balanced, costs).end_s == simulate(plain, costs).end_s
     assert 5 < max(peaks(balanced, costs)) <= 8
@@ -155,7 +155,7 @@ def test_one_rank_has_nobody():
 
 def test_gathers_may_be_added_before_and_behind():
     plain = make_schedule("depth-first", pp=4, loops=2, num_microbatches=8)
-    costs = UniformCosts(1, 2, evict_s=1)
+    costs = Costs(1, 2, evict_s=1)
     behind = add_unshard(balance(plain), 1, 1)
     before = balance(add_unshard(lower(plain), 1, 1))
     assert compute_rows(behind) == compute_rows(before) == compute_rows(plain)
@@ -168,7 +168,7 @@ def test_split_backwards_and_token_slices_come_back_before_the_input_gradient():
         "0F0 0F0.1 0F1 0F1.1 0F2 0F2.1 0I0.1 0W0.1 0I0 0W0 0I1.1 0I1 0W1.1 0W1 0B2.1 0B2\n"
         "1F0 1F0.1 1I0.1 1W0.1 1I0 1W0 1F1 1F1.1 1I1.1 1I1 1W1.1 1W1 1F2 1F2.1 1B2.1 1B2\n"
     )
-    costs = UniformCosts(1, 2, evict_s=1)
+    costs = Costs(1, 2, evict_s=1)
     balanced = balance(plain)
     assert plain.num_slices == 2
     assert (max(peaks(plain, costs)), max(peaks(balanced, costs))) == (3, 2)

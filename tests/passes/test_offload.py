@@ -7,7 +7,7 @@ from moved import compute_rows, num_moved, peaks
 from orders import any_schedules
 
 from pipeloom.analysis.bubble import account_bubble
-from pipeloom.cost.costs import StageCosts, UniformCosts
+from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
 from pipeloom.passes import balance, offload
@@ -22,7 +22,7 @@ ONE_F_ONE_B = make_schedule("1f1b", pp=4, num_microbatches=16)
 
 
 def test_breadth_first_keeps_half_of_its_stage_inputs_in_no_more_time():
-    costs = UniformCosts(1, 2, offload_s=1)
+    costs = Costs(1, 2, offload_s=1)
     found = offload(BREADTH_FIRST, budget_bytes=[8] * 4, seconds_of=costs.seconds)
     assert peaks(BREADTH_FIRST, costs) == [16] * 4
     assert max(peaks(found, costs)) <= 8
@@ -68,13 +68,13 @@ def test_a_slow_way_back_is_exposed_and_the_budget_is_kept():
 def test_a_budget_that_cannot_be_kept_is_refused_with_what_is_missing():
     with pytest.raises(UserError, match=r"pipeline rank 0 still holds 2, 1 more than its 1; pipeline rank 1 still"):
         offload(ONE_F_ONE_B, budget_bytes=[1] * 4)
-    costs = UniformCosts(1, 2, offload_s=1000)
+    costs = Costs(1, 2, offload_s=1000)
     with pytest.raises(UserError, match="pipeline rank 0 still holds 4, 1 more than its 3"):
         offload(ONE_F_ONE_B, budget_bytes=[3, 3, 2, 1], seconds_of=costs.seconds)
 
 
 def test_what_partners_accept_counts():
-    costs = UniformCosts(1, 2, evict_s=1, offload_s=0.5)
+    costs = Costs(1, 2, evict_s=1, offload_s=0.5)
     plain = make_schedule("1f1b", pp=8, num_microbatches=32)
     balanced = balance(plain, seconds_of=costs.seconds)
     both = offload(balanced, budget_bytes=[4, 4, 4, 4, 4, 5, 5, 5], seconds_of=costs.seconds)
@@ -120,7 +120,7 @@ V_HALF = make_schedule("v-half", pp=4, num_microbatches=8, loops=2, placement="v
 
 
 def test_between_the_halves_of_a_backward_only_what_is_pending_counts():
-    pending, costs = [0.4] * 8, UniformCosts(1, 2, evict_s=1, offload_s=1)
+    pending, costs = [0.4] * 8, Costs(1, 2, evict_s=1, offload_s=1)
     least = max(peaks(V_HALF, costs, pending=pending))
     assert least < max(peaks(V_HALF, costs))
     sizes = {"seconds_of": costs.seconds, "budget_bytes": [least] * 4}
@@ -130,7 +130,7 @@ def test_between_the_halves_of_a_backward_only_what_is_pending_counts():
 
 
 def test_what_is_pending_stays_within_the_budget_too():
-    pending, costs = [0.4] * 8, UniformCosts(1, 2, offload_s=0.5)
+    pending, costs = [0.4] * 8, Costs(1, 2, offload_s=0.5)
     budget = [most - 1 for most in peaks(V_HALF, costs, pending=pending)]
     found = offload(V_HALF, seconds_of=costs.seconds, kept=KeptBytes(pending=pending), budget_bytes=budget)
     assert sum(num_moved(found, Kind.OFFLOAD)) > 0

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.analysis.memory import memory_over_time
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.errors import ScheduleError, ScheduleTextError, UserError
 from pipeloom.export.torch_csv import format_torch_csv
 from pipeloom.families import make_schedule
@@ -23,7 +23,7 @@ FAMILIES = st.sampled_from([("gpipe", 1), ("1f1b", 1), ("depth-first", 2), ("bre
 
 def peaks(schedule, kept, left, costs=None):
     held = HeldBytes(always_bytes=(0.0,) * schedule.num_ranks, kept=KeptBytes(kept, recomputed=left))
-    trace = simulate(schedule, costs or UniformCosts(1, 2))
+    trace = simulate(schedule, costs or Costs(1, 2))
     return [curve.peak_bytes for curve in memory_over_time(schedule, trace, held)]
 
 
@@ -89,9 +89,9 @@ def _fits(row, again, room):
 def test_what_is_recomputed_runs_while_the_gradient_is_waited_for():
     schedule = recompute_beyond(make_schedule("1f1b", pp=4, num_microbatches=4), [2.0, 4, 4, 4], [1.0] * 4, [0.0] * 4)
     assert recomputed(schedule) == {(0, m) for m in (1, 2, 3)}
-    plain = simulate(make_schedule("1f1b", pp=4, num_microbatches=4), UniformCosts(1, 2))
+    plain = simulate(make_schedule("1f1b", pp=4, num_microbatches=4), Costs(1, 2))
     # rank 0 waits for each of its backwards anyhow, at least one forward long
-    assert simulate(schedule, UniformCosts(1, 2)).end_s == plain.end_s
+    assert simulate(schedule, Costs(1, 2)).end_s == plain.end_s
 
 
 def test_too_little_room_is_refused_with_what_is_missing():
@@ -133,7 +133,7 @@ def test_a_stage_without_backward_recomputes_nothing():
 
 def test_a_recomputation_waits_for_what_was_kept_and_the_backward_for_it():
     schedule = parse_schedule("0F0 0OFFLOAD0 0F1 0RELOAD0 0R0 0B0 0B1")
-    ends = {str(s.action): (s.start_s, s.end_s) for s in simulate(schedule, UniformCosts(1, 2, offload_s=3)).spans}
+    ends = {str(s.action): (s.start_s, s.end_s) for s in simulate(schedule, Costs(1, 2, offload_s=3)).spans}
     assert ends["0RELOAD0"] == (4, 7)
     assert ends["0R0"] == (7, 8)
     assert ends["0B0"] == (8, 10)

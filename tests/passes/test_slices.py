@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.analysis.summary import summarize
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.errors import ConfigError, ScheduleTextError, UserError
 from pipeloom.export.torch_csv import format_torch_csv
 from pipeloom.families import FAMILIES, Choice, make_schedule
@@ -61,7 +61,7 @@ def test_the_bubble_is_that_of_as_many_micro_batches(family, pp, loops, num_micr
         return
     schedule = lower(choice.make(), receive_buffers=1)
     assert schedule.num_slices == num_slices
-    trace = simulate(schedule, UniformCosts(1, 2))
+    trace = simulate(schedule, Costs(1, 2))
     bubble = summarize(trace).bubble_overhead
     assert bubble == pytest.approx((pp - 1) / (num_microbatches * num_slices * loops), abs=1e-9)
     assert parse_schedule(format_schedule(schedule)).rows == schedule.rows
@@ -101,7 +101,7 @@ def test_activations_of_1f1b_fall_with_slices(pp, num_microbatches, num_slices):
 def test_few_micro_batches_keep_many_ranks_busy():
     sizes = {"pp": 4, "loops": 2, "num_microbatches": 1}
     idle = [
-        summarize(simulate(make_schedule("breadth-first", **sizes, num_slices=number), UniformCosts(1, 2)))
+        summarize(simulate(make_schedule("breadth-first", **sizes, num_slices=number), Costs(1, 2)))
         for number in (1, 4)
     ]
     assert [summary.bubble_overhead for summary in idle] == [3.0, 0.375]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from orders import one_rank_schedules
 
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_unshard, lower, split_backward
@@ -44,7 +44,7 @@ def test_every_backward_is_split_once_and_halves_stay(schedule, delay):
 
 def test_delayed_weights_fill_the_bubble_of_one_forward_one_backward():
     """The gradient of an input goes out earlier by its other half (arXiv 2401.10241, section 2)."""
-    costs = UniformCosts(forward_s=1, backward_s=2)
+    costs = Costs(forward_s=1, backward_s=2)
     whole = make_schedule("1f1b", pp=4, num_microbatches=8)
     ends = [simulate(one, costs).end_s for one in (whole, split_backward(whole), split_backward(whole, 3))]
     assert ends[0] == 8 * 3 + 3 * 3

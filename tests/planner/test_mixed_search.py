@@ -7,7 +7,7 @@ from clusters import mixed, nodes, slow_link
 
 from pipeloom.catalog import load_model, load_software
 from pipeloom.errors import ConfigError
-from pipeloom.planner.plan import make_plan
+from pipeloom.planner.plan import plan as make_plan
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.search import search
 

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.cli.simulate import simulate_config
 from pipeloom.config import find_problems
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.comparison import causes, with_bandwidth, with_memory
 from pipeloom.planner.no_answer import near_devices
-from pipeloom.planner.plan import make_plan
+from pipeloom.planner.plan import plan as make_plan
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.run_file import run_config
+from pipeloom.planner.run_step import predict_step
 from pipeloom.planner.search import search
 from pipeloom.planner.space import has_arrangement
 from pipeloom.predict.describe import with_model_sizes
@@ -225,7 +225,7 @@ def test_the_run_of_a_plan_is_a_run_that_simulates_the_same(ask, limits):
     config = run_config(step, "gpt-6.6b", "dgx-1-v100", "pipeloom")
     config, problems = with_model_sizes(config)
     assert [*problems, *find_problems(config, trains=False)] == []
-    assert simulate_config(config).prediction.step_time_s == pytest.approx(step.prediction.step_time_s, rel=1e-9)
+    assert predict_step(config).prediction.step_time_s == pytest.approx(step.prediction.step_time_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("families", [("zb-h1", "interleaved-zb"), ("gpipe", "breadth-first")])

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from pipeloom.cli import main
-from pipeloom.cli.simulate import simulate_config
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
+from pipeloom.planner.run_step import predict_step
 from pipeloom.planner.slice_lengths import best_slices, modelled_table, plan_slices
 from pipeloom.predict.describe import describe
 from pipeloom.predict.step import simulate_step
@@ -53,7 +53,7 @@ def test_no_number_of_even_slices_and_no_choice_of_the_programme_is_faster(famil
 
 
 def test_auto_is_what_the_plan_chooses():
-    assert simulate_config(cut(FEW, "auto")).run.slices == plan(FEW).lengths
+    assert predict_step(cut(FEW, "auto")).run.slices == plan(FEW).lengths
 
 
 def test_enough_micro_batches_need_no_slices():
@@ -63,7 +63,7 @@ def test_enough_micro_batches_need_no_slices():
 def test_slices_hold_fewer_activations_by_their_lengths():
     """1F1B holds P micro-batches on its first rank; with K slices P - 1 + K of them, of which K make a micro-batch."""
     config = replace(FEW, layout=replace(FEW.layout, num_microbatches=8), schedule=replace(FEW.schedule, family="1f1b"))
-    whole, even, uneven = (simulate_config(cut(config, slices)) for slices in (None, 4, (64, 32, 16, 16)))
+    whole, even, uneven = (predict_step(cut(config, slices)) for slices in (None, 4, (64, 32, 16, 16)))
     held = [step.prediction.memory_by_rank[0].activations_bytes for step in (whole, even, uneven)]
     # Seven slices may be of three micro-batches, each with all of its keys and values.
     kept = even.sizes.kept(even.schedule)
@@ -100,7 +100,7 @@ def test_the_command_prints_the_flag_that_takes_its_answer(capsys):
 def test_a_program_that_blocks_accounts_for_every_slice(slices):
     """Its exchanges are in compute actions, more of them with slices; parts of a rank's step still add up to it."""
     config = cut(replace(FEW, machine=replace(FEW.machine, cluster="dgx-a100", software="megatron-2021")), slices)
-    step = simulate_config(replace(config, training=replace(config.training, dtype="float16")))
+    step = predict_step(replace(config, training=replace(config.training, dtype="float16")))
     for account in step.accounts:
         assert sum(account.to_dict().values()) == pytest.approx(step.prediction.step_time_s)
         assert account.to_dict()["exposed_p2p_s"] > 0

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from pipeloom.catalog import load_cluster, load_software
-from pipeloom.cli.simulate import simulate_config
 from pipeloom.config import ModelConfig, RunConfig, TrainingConfig, find_problems
 from pipeloom.cost.hardware import Link
 from pipeloom.cost.placed import Placed
 from pipeloom.errors import ConfigError
 from pipeloom.planner.comparison import causes
-from pipeloom.planner.plan import make_plan
+from pipeloom.planner.plan import plan as make_plan
 from pipeloom.planner.run_file import run_config
+from pipeloom.planner.run_step import predict_step
 from pipeloom.planner.search import search
 from pipeloom.planner.strategies import STRATEGIES, strategy_of
 from pipeloom.predict.describe import describe
@@ -77,7 +77,7 @@ def test_the_run_of_a_way_simulates_the_same(deep, way):
     if way == "offload":  # the catalog's host is slower than the question's
         assert config.schedule.offload
         return
-    again = simulate_config(config).prediction
+    again = predict_step(config).prediction
     assert again.step_time_s == pytest.approx(step.prediction.step_time_s, rel=1e-6)
     assert again.memory.total_bytes == pytest.approx(step.prediction.memory.total_bytes, rel=1e-6)
 
@@ -180,7 +180,7 @@ def test_the_run_of_a_swapped_model_simulates_the_same(deep):
     step = search(deep({}, cluster=with_memory(2.4), **ALONE), 1).best
     config = run_config(step, None, "dgx-1-v100", "pipeloom")
     assert find_problems(replace(config, training=replace(config.training, dtype="float32", device="cpu"))) == []
-    again = simulate_config(config).prediction
+    again = predict_step(config).prediction
     assert again.step_time_s == pytest.approx(step.prediction.step_time_s, rel=1e-6)
     assert again.memory.total_bytes == pytest.approx(step.prediction.memory.total_bytes, rel=1e-6)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from pipeloom.catalog import load_model, names
-from pipeloom.cli.simulate import simulate_config
 from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.cost.partition import default_partition
 from pipeloom.cost.stages import layers_of_pieces, stage_layers
 from pipeloom.errors import ConfigError
+from pipeloom.planner.run_step import predict_step
 from pipeloom.predict.describe import describe, machine_problems, with_model_sizes
 from pipeloom.workload.layout import Layout
 from pipeloom.workload.model import shape_of
@@ -139,9 +139,9 @@ def test_layers_are_divided_as_training_does_where_ranks_are_not_equally_fast():
     partition = default_partition(model, config.data.seq_len, config.choice().placed(), recompute)
     assert placed.slowness[0] < placed.slowness[1]
     assert placed.layers == layers_of_pieces(partition)
-    step = simulate_config(config)
+    step = predict_step(config)
     assert step.run.layers_by_stage == placed.layers
-    faster = simulate_config(replace(config, layout=replace(config.layout, partition=step.fastest_partition)))
+    faster = predict_step(replace(config, layout=replace(config.layout, partition=step.fastest_partition)))
     assert faster.fastest_partition is None
     assert faster.prediction.step_time_s < step.prediction.step_time_s
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.cost.hardware import MeasuredPieces
 from pipeloom.cost.placed import Placed
 from pipeloom.families import Choice
@@ -79,7 +79,7 @@ def test_a_transfer_and_a_reduction_on_one_network_slow_each_other_down():
     run = replace(RUN, pp=2, tp=8, dp=2)
     schedule = parse_schedule("0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD\n1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD\n")
     links = shared_links(Placed(run, CLUSTER, OURS), schedule.placement)
-    costs = UniformCosts(1, 2, transfer_s=4, reduce_s=4)
+    costs = Costs(1, 2, transfer_s=4, reduce_s=4)
     alone = {str(s.action): s for s in simulate(schedule, costs).spans}
     shared = {str(s.action): s for s in simulate(schedule, costs, links).spans}
     # 1B0 ends at 8; the gradient moves into rank 0's node 8-12 while rank 1 reduces on its own network: no conflict
@@ -93,7 +93,7 @@ def test_a_transfer_and_a_reduction_on_one_network_slow_each_other_down():
     shared = {str(s.action): s for s in simulate(both, costs, links).spans}
     # rank 0 reduces stage 2 from 13 on while nothing comes in; then stage 1's gradient comes 19-23
     assert alone["2REDUCE_GRAD"].end_s == shared["2REDUCE_GRAD"].end_s == pytest.approx(17)
-    late = UniformCosts(1, 2, transfer_s=4, reduce_s=20)
+    late = Costs(1, 2, transfer_s=4, reduce_s=20)
     alone = {str(s.action): s for s in simulate(both, late).spans}
     shared = {str(s.action): s for s in simulate(both, late, links).spans}
     assert alone["0RECV_B0"].end_s == pytest.approx(23)
@@ -124,11 +124,11 @@ def test_a_short_pipeline_fills_while_cores_are_free():
     run = replace(SMALL, pp=3)
     cluster = replace(CLUSTER, name="three on two", cores_per_node=2)
     sharing = shared_links(Placed(run, cluster, OURS), schedule.placement)
-    spans = {str(s.action): s for s in simulate(schedule, UniformCosts(1, 1), sharing).spans}
+    spans = {str(s.action): s for s in simulate(schedule, Costs(1, 1), sharing).spans}
     assert spans["1F0"].end_s == 2  # two ranks, two cores
     assert spans["0B1"].end_s == 8  # never more than two at once
     one = shared_links(Placed(run, replace(cluster, name="three on one", cores_per_node=1), OURS), schedule.placement)
-    assert max(s.end_s for s in simulate(schedule, UniformCosts(1, 1), one).spans) == 12  # all the work, one core
+    assert max(s.end_s for s in simulate(schedule, Costs(1, 1), one).spans) == 12  # all the work, one core
 
 
 def test_what_stays_on_a_node_draws_on_its_cores_and_what_leaves_it_on_its_adapter():

@@ -5,7 +5,7 @@ from families import TRAINING, named_sizes
 from hypothesis import given, settings
 
 from pipeloom.catalog import load_model, load_software
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.families import Choice
 from pipeloom.predict.step import lowered, unsent
 from pipeloom.recipe import Knobs
@@ -36,6 +36,6 @@ def test_without_messages_nothing_else_changes_and_nothing_takes_longer(named, p
     )
     schedule, graph = lowered(run, software, knobs), unsent(run, software, knobs)
     assert [row.take(row.is_kind(*WITHOUT_MESSAGES)) for row in schedule.rows] == list(graph.facts.rows)
-    costs = UniformCosts(2, 4, transfer_s, unshard_s=3, reduce_s=5)
+    costs = Costs(2, 4, transfer_s, unshard_s=3, reduce_s=5)
     _, ends = graph.times(seconds_of_all(graph.facts, costs.seconds))
     assert 0 < ends.max() <= simulate(schedule, costs).end_s

@@ -48,7 +48,7 @@ def data(document):
 def test_the_script_runs_and_draws_every_box_table_and_curve(show, tmp_path):
     text = "</script><script>document.documentElement.dataset.broken = 'yes'</script>"
     document = show(write_run(tmp_path / "run", sample=text))
-    assert data(document) == {"state": "ready", "boxes": "64", "expected": "64"}
+    assert data(document) == {"state": "ready", "boxes": "64", "expected": "64", "mode": "light"}
     assert "0.0 to 56.0 ms" in document
     assert len(re.findall(r"<rect ", document)) == 2 * 3 * 5  # traces, ranks and their total, causes
     assert len(re.findall(r"<tr[ >]", document)) == (2 + 4) + (2 + 5)
@@ -67,7 +67,7 @@ def test_both_timelines_zoom_together_and_show_their_lanes(show, tmp_path):
       buttons[0].click();
       root.dataset.grown = heights[1] > heights[0];
       root.dataset.zoomed = document.querySelector(".view").textContent;
-      root.dataset.fewer = root.dataset.boxes;
+      root.dataset.fewer = document.querySelector("canvas").dataset.boxes;
       buttons[2].click();
     """
     found = data(show(write_run(tmp_path / "run"), then))
@@ -115,7 +115,7 @@ def test_a_run_without_an_end_is_shown_with_what_it_lacks(show, tmp_path):
     assert "<h2>This run has not finished</h2><p>It does not run any more. 2 of 5 steps are done.</p>" in document
     assert "<b>trace.json: measured timeline and bubble</b>: step 3 is traced" in document
     nothing = without_its_end(write_run(tmp_path / "none"), *("trace.json", "predicted_trace.json", "metrics.jsonl"))
-    assert data(show(nothing)) == {"state": "ready", "expected": "0"}
+    assert data(show(nothing)) == {"state": "ready", "expected": "0", "mode": "light"}
 
 
 def test_the_timeline_is_moved_and_zoomed_by_keys_and_shows_its_focus(show, tmp_path):

@@ -11,7 +11,7 @@ from checkpoint_files import write_checkpoint
 from run_files import without_its_end, write_run
 
 from pipeloom.analysis.bubble import account_bubble
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.errors import UserError
 from pipeloom.report import format_page, write_report
 from pipeloom.report.contents import CAUSES, page_contents
@@ -73,7 +73,8 @@ def test_the_timeline_has_a_box_for_every_span(tmp_path):
         assert sorted(found) == sorted(expected)
     assert timeline["boxes"] == 2 * 2 * 4 * 4
     assert timeline["end"] == round(run.trace.end_s * 1e9)
-    assert [name for name, _ in timeline["legend"]] == [f"{stage}{kind}" for kind in "FB" for stage in range(4)]
+    assert [name for name, _ in timeline["legend"]] == ["forward", "backward", "message"]
+    assert [name for name, *_ in timeline["tones"]] == ["stages 0 to 1", "stages 2 to 3"]
 
 
 def test_the_bars_and_the_table_of_the_account_are_the_accounts(tmp_path):
@@ -113,7 +114,7 @@ def test_communication_has_a_row_for_each_lane_and_a_total(tmp_path):
 def test_several_pipelines_stand_beside_each_other(tmp_path):
     folder = write_run(tmp_path)
     assert page_contents(read_run(folder))["pipelines"] == []
-    slower = simulate(read_run(folder).schedule, UniformCosts(0.004, 0.008, 0.001))
+    slower = simulate(read_run(folder).schedule, Costs(0.004, 0.008, 0.001))
     (folder / other_trace(Coordinates(0, 1, 0))).write_text(to_chrome(slower, "measured"))
     first, second = page_contents(read_run(folder))["pipelines"]
     assert [first[0], second[0]] == ["replica 0, tensor rank 0", "replica 1, tensor rank 0"]

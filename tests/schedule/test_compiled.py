@@ -9,7 +9,7 @@ from families import fitting, named_sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.errors import ScheduleError
 from pipeloom.families import FAMILIES, make_schedule
 from pipeloom.passes import add_reduce_grad, add_stage_swaps, add_tied, add_unshard, add_updates, lower
@@ -112,7 +112,7 @@ def test_changed_rows_run_to_their_end_or_are_refused_at_a_place(data):
     except ScheduleError as error:
         refused = error
     if refused is None:
-        trace = simulate(changed, UniformCosts(1.0, 2.0, 0.25))
+        trace = simulate(changed, Costs(1.0, 2.0, 0.25))
         assert (trace.spans.start_s >= 0).all()
         assert (trace.spans.end_s >= trace.spans.start_s).all()
     else:
@@ -134,15 +134,15 @@ def answers():
         for pp, loops, count in ((1, 1, 3), (3, 2, 4), (4, 3, 6)):
             sizes = {"pp": pp, "num_microbatches": count} | fitting(name, loops)
             schedule = lower(make_schedule(name, **sizes), 2)
-            costs = UniformCosts(1.0, 2.0, 0.25)
+            costs = Costs(1.0, 2.0, 0.25)
             yield name, schedule, simulate(schedule, costs)
             yield name, schedule, simulate(schedule, costs, host=Host(lambda _: 0.125, 3))
             sharing = Sharing(lambda action, rank: rank % 2 if action.kind in ("F", "B") else None, {0: 1, 1: 2})
             yield name, schedule, simulate(schedule, costs, sharing)
             sharded = add_reduce_grad(add_unshard(add_tied(schedule), 2, 1), 1)
-            yield name, sharded, simulate(sharded, UniformCosts(1.0, 2.0, 0.25, 0.5, 1.5))
+            yield name, sharded, simulate(sharded, Costs(1.0, 2.0, 0.25, 0.5, 1.5))
     for text in (SHARDED, SPLIT, SWAPPED, TIED, RESIDENT):
-        yield text, parse_schedule(text), simulate(parse_schedule(text), UniformCosts(1.0, 2.0, 0.25))
+        yield text, parse_schedule(text), simulate(parse_schedule(text), Costs(1.0, 2.0, 0.25))
 
 
 @pytest.fixture(scope="module")
@@ -176,4 +176,4 @@ def test_a_constant_from_elsewhere_is_never_stale(tmp_path, monkeypatch):
 def test_nothing_small_loads_the_compiler(monkeypatch):
     monkeypatch.setattr(compiled, "_seen", 0)
     monkeypatch.setattr(compiled, "compiled", lambda function: pytest.fail("compiled"))
-    simulate(lower(make_schedule("breadth-first", pp=4, loops=2, num_microbatches=8)), UniformCosts(1, 2, 0.5))
+    simulate(lower(make_schedule("breadth-first", pp=4, loops=2, num_microbatches=8)), Costs(1, 2, 0.5))

@@ -9,7 +9,7 @@ from by_hand import maker
 from hypothesis import given, settings
 from orders import family_schedules, one_rank_schedules
 
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.errors import ScheduleError, UserError
 from pipeloom.export.torch_csv import format_torch_csv
 from pipeloom.families import make_schedule
@@ -95,7 +95,7 @@ def test_every_use_finds_its_stage_and_no_rank_has_more_than_its_room(data, sche
     for before, row in zip(schedule.rows, result.rows, strict=True):
         assert [action for action in row if action.microbatch is not None] == list(before)
         assert row[len(row) - 1].kind is Kind.SWAP_OUT or row[len(row) - 1].kind in (Kind.SEND_F, Kind.SEND_B)
-    trace = simulate(result, UniformCosts(3, 5, 1, move=Amounts(weights=4, gradient=2, state=6)))
+    trace = simulate(result, Costs(3, 5, 1, move=Amounts(weights=4, gradient=2, state=6)))
     for rank in range(result.num_ranks):
         changes = []
         for span in (span for span in trace.spans if span.rank == rank):

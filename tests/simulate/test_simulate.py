@@ -8,7 +8,7 @@ import pytest
 from families import named_sizes
 from hypothesis import given, settings
 
-from pipeloom.cost.costs import StageCosts, UniformCosts
+from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
@@ -149,8 +149,8 @@ def test_a_negative_time_is_refused_with_its_action(weight_s, found):
 def makespans(name, pp, loops, count, buffers, transfer):
     """Makespan of an ideal step, and what transfers add to it; a forward takes 8, a backward 16."""
     schedule = make_schedule(name, pp=pp, loops=loops, num_microbatches=count)
-    ideal = simulate(schedule, UniformCosts(8, 16)).end_s
-    return ideal, simulate(lower(schedule, buffers), UniformCosts(8, 16, transfer)).end_s - ideal
+    ideal = simulate(schedule, Costs(8, 16)).end_s
+    return ideal, simulate(lower(schedule, buffers), Costs(8, 16, transfer)).end_s - ideal
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 4, 6])
@@ -184,8 +184,8 @@ def test_breadth_first_without_micro_batches_to_spare_pays_at_every_loop():
 
 def test_groups_a_little_above_the_ranks_hide_transfers_as_well_as_breadth_first():
     schedule = make_schedule("hybrid", pp=4, loops=4, num_microbatches=12, group_size=6)
-    ideal = simulate(schedule, UniformCosts(8, 16)).end_s
-    assert simulate(lower(schedule), UniformCosts(8, 16, 4)).end_s - ideal == 2 * 3 * 4
+    ideal = simulate(schedule, Costs(8, 16)).end_s
+    assert simulate(lower(schedule), Costs(8, 16, 4)).end_s - ideal == 2 * 3 * 4
 
 
 def test_a_single_receive_buffer_exposes_every_transfer():
@@ -198,14 +198,14 @@ def test_a_single_receive_buffer_exposes_every_transfer():
 def test_a_receive_starts_no_earlier_than_its_place_in_the_row():
     early = parse_schedule("0F0 0SEND_F0 0F1 0SEND_F1\n1RECV_F0 1RECV_F1 1F0 1F1")
     late = parse_schedule("0F0 0SEND_F0 0F1 0SEND_F1\n1RECV_F0 1F0 1RECV_F1 1F1")
-    costs = UniformCosts(forward_s=10, backward_s=20, transfer_s=10)
+    costs = Costs(forward_s=10, backward_s=20, transfer_s=10)
     assert [span.start_s for span in simulate(early, costs).spans if span.rank == 1] == [10, 20, 20, 30]
     assert [span.start_s for span in simulate(late, costs).spans if span.rank == 1] == [10, 20, 30, 40]
 
 
 def test_one_edge_moves_one_message_at_a_time():
     schedule = lower(make_schedule("forward-only", pp=2, num_microbatches=4), receive_buffers=9)
-    ends = [s.end_s for s in simulate(schedule, UniformCosts(1, 2, transfer_s=5)).spans if s.action.kind is Kind.RECV_F]
+    ends = [s.end_s for s in simulate(schedule, Costs(1, 2, transfer_s=5)).spans if s.action.kind is Kind.RECV_F]
     assert ends == [6, 11, 16, 21]
 
 
@@ -232,7 +232,7 @@ def test_a_gather_delays_the_compute_that_needs_it_and_a_reduction_delays_nothin
 
 
 def test_a_split_backward_takes_as_long_as_a_whole_one():
-    costs = UniformCosts(forward_s=1, backward_s=6)
+    costs = Costs(forward_s=1, backward_s=6)
     whole = simulate(parse_schedule("0F0 0B0"), costs)
     split = simulate(parse_schedule("0F0 0I0 0W0"), costs)
     assert (whole.end_s, split.end_s) == (7, 7)
@@ -241,13 +241,13 @@ def test_a_split_backward_takes_as_long_as_a_whole_one():
 
 def test_the_input_half_unblocks_the_stage_before():
     split = parse_schedule("0F0 0I0 0W0\n1F0 1I0 1W0")
-    spans = {str(span.action): span for span in simulate(split, UniformCosts(1, 6)).spans}
+    spans = {str(span.action): span for span in simulate(split, Costs(1, 6)).spans}
     assert spans["0I0"].start_s == spans["1I0"].end_s == spans["1W0"].start_s == 5
 
 
 def test_slices_wait_for_each_other_ascending_forward_and_descending_backward():
     sliced = parse_schedule("0F0 0F0.1 0B0.1 0B0\n1F0 1F0.1 1B0.1 1B0")
-    starts = {str(span.action): span.start_s for span in simulate(sliced, UniformCosts(1, 2)).spans}
+    starts = {str(span.action): span.start_s for span in simulate(sliced, Costs(1, 2)).spans}
     assert starts["1F0"] == 1
     assert starts["1F0.1"] == 2
     assert starts["1B0.1"] == 3

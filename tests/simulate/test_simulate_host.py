@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pipeloom.analysis.bubble import account_bubble
 from pipeloom.analysis.summary import communication
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
@@ -24,7 +24,7 @@ def parts(trace):
 
 def test_a_slow_host_is_what_a_rank_waits_for():
     schedule = parse_schedule("0F0 0F1 0B0 0B1")
-    trace = simulate(schedule, UniformCosts(1, 1), host=Host(lambda _: 3))
+    trace = simulate(schedule, Costs(1, 1), host=Host(lambda _: 3))
     actions, launches = parts(trace)
     assert [s.start_s for s in launches.values()] == [0, 3, 6, 9]
     assert [s.start_s for s in actions.values()] == [3, 6, 9, 12]
@@ -35,7 +35,7 @@ def test_a_slow_host_is_what_a_rank_waits_for():
 
 def test_a_throttled_host_waits_for_the_action_that_many_before():
     schedule = parse_schedule("0F0 0F1 0B0 0B1")
-    trace = simulate(schedule, UniformCosts(10, 10), host=Host(lambda _: 1, run_ahead=2))
+    trace = simulate(schedule, Costs(10, 10), host=Host(lambda _: 1, run_ahead=2))
     _, launches = parts(trace)
     # 0F0 runs 1-11, 0F1 11-21: the third launch waits for the first action, the fourth for the second
     assert [s.start_s for s in launches.values()] == [0, 1, 11, 21]
@@ -53,7 +53,7 @@ def test_a_throttled_host_waits_for_the_action_that_many_before():
 def test_launches_follow_each_other_and_no_action_starts_before_its_own(family, pp, count, launch_s, run_ahead):
     size = {"group_size": max(pp, count)} if family == "hybrid" and pp <= count else {}
     schedule = lower(make_schedule(family, pp=pp, loops=2, num_microbatches=count, **size))
-    costs = UniformCosts(1.0, 2.0, 0.5)
+    costs = Costs(1.0, 2.0, 0.5)
     trace = simulate(schedule, costs, host=Host(lambda _: launch_s, run_ahead))
     actions, launches = parts(trace)
     assert list(launches) == list(actions) == [action for row in schedule.rows for action in row]
@@ -70,7 +70,7 @@ def test_launches_follow_each_other_and_no_action_starts_before_its_own(family, 
 
 def test_a_trace_with_launches_goes_to_a_file_and_back():
     schedule = lower(make_schedule("1f1b", pp=2, num_microbatches=3))
-    trace = simulate(schedule, UniformCosts(1, 2, 0.5), host=Host(lambda _: 0.25))
+    trace = simulate(schedule, Costs(1, 2, 0.5), host=Host(lambda _: 0.25))
     back = from_chrome(to_chrome(trace, "simulated"))
     assert sorted(back.spans) == sorted(trace.spans)
     assert account_bubble(schedule, back) == account_bubble(schedule, trace)
@@ -84,4 +84,4 @@ def test_a_host_that_may_launch_nothing_is_refused():
 def test_shared_resources_and_a_host_are_not_simulated_together():
     schedule = parse_schedule("0F0 0B0")
     with pytest.raises(UserError, match="found both"):
-        simulate(schedule, UniformCosts(1, 1), Sharing(lambda *_: None, {}), Host(lambda _: 1))
+        simulate(schedule, Costs(1, 1), Sharing(lambda *_: None, {}), Host(lambda _: 1))

@@ -5,7 +5,7 @@ import pytest
 from pipeloom.analysis.bubble import account_bubble
 from pipeloom.analysis.memory import memory_over_time
 from pipeloom.analysis.summary import communication
-from pipeloom.cost.costs import StageCosts, UniformCosts
+from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.errors import ScheduleError, ScheduleTextError
 from pipeloom.export.torch_csv import format_torch_csv
 from pipeloom.schedule import format_schedule, parse_schedule
@@ -22,7 +22,7 @@ def times(text, costs):
 
 
 def test_swaps_run_beside_compute_and_hide_where_there_is_time():
-    found = times(EARLY, UniformCosts(1, 2, evict_s=3))
+    found = times(EARLY, Costs(1, 2, evict_s=3))
     # evicted 1-4 beside 0F1 and 0F2; posted behind 0F2, loaded 4-7 beside 0B2 and 0B1; 0B0 waits for nothing
     assert found["0EVICT0"] == (1, 4)
     assert found["0LOAD0"] == (4, 7)
@@ -30,11 +30,11 @@ def test_swaps_run_beside_compute_and_hide_where_there_is_time():
 
 
 def test_a_late_load_is_waited_for():
-    found = times(LATE, UniformCosts(1, 2, evict_s=3))
+    found = times(LATE, Costs(1, 2, evict_s=3))
     assert found["0LOAD0"] == (7, 10)
     assert found["0B0"] == (10, 12)
     schedule = parse_schedule(LATE)
-    trace = simulate(schedule, UniformCosts(1, 2, evict_s=3))
+    trace = simulate(schedule, Costs(1, 2, evict_s=3))
     (account,) = account_bubble(schedule, trace)
     assert (account.exposed_p2p_s, account.host_s) == (3, 0)
     assert {str(use.lane): (use.busy_s, use.hidden_s) for use in communication(trace)} == {
@@ -45,7 +45,7 @@ def test_a_late_load_is_waited_for():
 
 def test_each_direction_is_a_lane_and_a_load_waits_for_its_eviction():
     text = "0F0 0EVICT0 0F1 0EVICT1 0LOAD0 0LOAD1 0B0 0B1"
-    found = times(text, UniformCosts(1, 1, evict_s=10))
+    found = times(text, Costs(1, 1, evict_s=10))
     assert found["0EVICT1"] == (11, 21)
     assert found["0LOAD0"] == (11, 21)  # while the other one leaves
     assert found["0LOAD1"] == (21, 31)
@@ -60,7 +60,7 @@ def test_stages_have_their_own_swaps():
 def test_what_is_evicted_is_not_in_memory():
     schedule = parse_schedule(EARLY)
     held = HeldBytes(always_bytes=(100.0,), kept=KeptBytes([10.0]))
-    (curve,) = memory_over_time(schedule, simulate(schedule, UniformCosts(1, 2, evict_s=1.5)), held)
+    (curve,) = memory_over_time(schedule, simulate(schedule, Costs(1, 2, evict_s=1.5)), held)
     # 0F0 0-1, evicted 1-2.5; 0F1 1-2, 0F2 2-3; loaded 3-4.5; 0B2 3-5, 0B1 5-7, 0B0 7-9
     assert curve.points == ((0, 110), (1, 120), (2, 130), (2.5, 120), (3, 130), (5, 120), (7, 110), (9, 100))
 

@@ -13,7 +13,7 @@ from orders import family_schedules, one_rank_schedules
 
 from pipeloom.analysis.bubble import account_bubble
 from pipeloom.analysis.summary import communication
-from pipeloom.cost.costs import StageCosts, UniformCosts
+from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_reduce_grad, add_unshard, lower
 from pipeloom.schedule import parse_schedule
@@ -26,7 +26,7 @@ SIZES = [(1, 4, 8), (2, 3, 4), (4, 4, 8), (4, 2, 16), (4, 4, 4)]  # ranks, loops
 def added(schedule, unshard_s=0, reduce_s=0, layers=1):
     """What collectives add to the makespan."""
     without, with_them = (
-        simulate(schedule, UniformCosts(layers, 2 * layers, 0, *collectives)).end_s
+        simulate(schedule, Costs(layers, 2 * layers, 0, *collectives)).end_s
         for collectives in [(0, 0), (unshard_s * layers, reduce_s * layers)]
     )
     return with_them - without
@@ -69,7 +69,7 @@ def test_the_worked_example_with_reductions_of_sixteen():
     ends = {}
     for name, loops, layers in [("gpipe", 1, 4), ("1f1b", 1, 4), ("depth-first", 4, 1), ("breadth-first", 4, 1)]:
         schedule = add_reduce_grad(schedule_of(name, 4, loops, 8))
-        trace = simulate(schedule, UniformCosts(layers, 2 * layers, 0, 0, 16 * layers))
+        trace = simulate(schedule, Costs(layers, 2 * layers, 0, 0, 16 * layers))
         (use,) = [use for use in communication(trace) if use.rank == 0 and use.lane == DATA_PARALLEL_LANE]
         ends[name] = (trace.end_s, use.hidden_s, use.exposed_s)
     assert ends == {
@@ -104,7 +104,7 @@ def test_depth_first_gathers_so_often_that_its_collectives_outlast_its_compute()
     busy, exposed = {}, {}
     for name in ("depth-first", "breadth-first"):
         schedule = add_unshard(schedule_of(name, 4, 4, 32), 2, 1)
-        trace = simulate(schedule, UniformCosts(1, 2, 0, unshard_s=16))
+        trace = simulate(schedule, Costs(1, 2, 0, unshard_s=16))
         (use,) = [use for use in communication(trace) if use.rank == 0 and use.lane == DATA_PARALLEL_LANE]
         busy[name], exposed[name] = use.busy_s, account_bubble(schedule, trace)[0].exposed_data_parallel_s
     assert busy == {"depth-first": 34 * 16, "breadth-first": 6 * 16}
@@ -115,7 +115,7 @@ def test_depth_first_gathers_so_often_that_its_collectives_outlast_its_compute()
 @settings(max_examples=60, deadline=None)
 @given(family_schedules(trains=False), st.integers(1, 4), st.integers(1, 40))
 def test_a_step_never_takes_longer_with_gathers_further_ahead(schedule, residency, gather_s):
-    costs = UniformCosts(3, 7, 1, gather_s)
+    costs = Costs(3, 7, 1, gather_s)
     ends = [simulate(add_unshard(schedule, residency, prefetch), costs).end_s for prefetch in range(5)]
     assert ends == sorted(ends, reverse=True)
 
@@ -134,7 +134,7 @@ def test_with_one_gradient_buffer_every_reduction_is_exposed_and_two_are_enough(
 def test_a_backward_waits_for_the_reduction_that_frees_its_buffer():
     # reductions of 5, buffers for 1 and 2 of 3 stages
     schedule = parse_schedule("0F0 1F0 2F0 2B0 1B0 0B0")
-    costs = UniformCosts(1, 2, 0, 0, 5)
+    costs = Costs(1, 2, 0, 0, 5)
     starts = {}
     for buffers in (1, 2, None):
         trace = simulate(add_reduce_grad(schedule, buffers), costs)
@@ -151,7 +151,7 @@ def test_a_backward_waits_for_the_reduction_that_frees_its_buffer():
 def test_memory_is_never_above_the_knobs_at_any_time_on_the_clock(schedule, residency, buffers, seconds):
     """What the row promises holds in time too: a place counts from its gather's start to its drop's end."""
     result = add_reduce_grad(add_unshard(schedule, residency, 1), buffers)
-    trace = simulate(result, UniformCosts(3, 5, 1, seconds, 2 * seconds))
+    trace = simulate(result, Costs(3, 5, 1, seconds, 2 * seconds))
     for rank in range(result.num_ranks):
         changes = []
         unreduced = set()

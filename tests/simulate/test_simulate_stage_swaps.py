@@ -5,7 +5,7 @@ import pytest
 from pipeloom.analysis.bubble import account_bubble
 from pipeloom.analysis.memory import memory_over_time
 from pipeloom.analysis.summary import communication
-from pipeloom.cost.costs import StageCosts, UniformCosts
+from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_stage_swaps, add_updates, lower
 from pipeloom.schedule import Action, Kind, parse_schedule
@@ -24,9 +24,9 @@ def swapped(stages, count, resident=2, place="at once", ahead=1, family="breadth
 @pytest.mark.parametrize(("stages", "count"), SIZES)
 def test_a_load_as_long_as_a_forward_visit_is_exposed_once(stages, count):
     move = Amounts(weights=count)
-    end_s = simulate(swapped(stages, count), UniformCosts(1, 2, move=move)).end_s
+    end_s = simulate(swapped(stages, count), Costs(1, 2, move=move)).end_s
     assert end_s == 3 * stages * count + 2 * count  # the first stage's weights come, the last one's go
-    late_s = simulate(swapped(stages, count, ahead=0), UniformCosts(1, 2, move=move)).end_s
+    late_s = simulate(swapped(stages, count, ahead=0), Costs(1, 2, move=move)).end_s
     assert late_s > end_s
 
 
@@ -36,7 +36,7 @@ def test_whatever_moves_hides_behind_long_enough_visits(stages, count):
     part = count / 8
     move = Amounts(weights=part, gradient=part, state=2 * part)
     schedule = swapped(stages, count, place="in the next step")
-    trace = simulate(schedule, UniformCosts(1, 2, move=move))
+    trace = simulate(schedule, Costs(1, 2, move=move))
     assert trace.end_s == 3 * stages * count + (4 + 1) * part  # the first stage comes, its new gradient goes
     (account,) = account_bubble(schedule, trace)
     assert account.startup_s == 4 * part
@@ -45,7 +45,7 @@ def test_whatever_moves_hides_behind_long_enough_visits(stages, count):
     uses = {str(use.lane): use for use in communication(trace)}
     assert uses["from host"].exposed_s == 4 * part
     assert uses["to host"].exposed_s == part
-    at_end = simulate(swapped(stages, count, place="at the end"), UniformCosts(1, 2, move=move))
+    at_end = simulate(swapped(stages, count, place="at the end"), Costs(1, 2, move=move))
     assert at_end.end_s > trace.end_s
 
 
@@ -53,7 +53,7 @@ def test_depth_first_stands_still_most_of_the_time():
     found = {}
     for family in ("depth-first", "breadth-first"):
         schedule = swapped(8, 8, family=family)
-        trace = simulate(schedule, UniformCosts(1, 2, move=Amounts(weights=8)))
+        trace = simulate(schedule, Costs(1, 2, move=Amounts(weights=8)))
         (account,) = account_bubble(schedule, trace)
         found[family] = account.compute_s / trace.end_s
     assert found["depth-first"] < 0.25
@@ -92,7 +92,7 @@ def test_the_same_swap_costs_what_the_row_makes_it_move():
 
 def test_a_stage_is_held_from_the_start_of_its_swap_in_to_the_end_of_its_swap_out():
     schedule = swapped(3, 1, place="at once")
-    costs = UniformCosts(1, 2, move=Amounts(weights=1))
+    costs = Costs(1, 2, move=Amounts(weights=1))
     amounts = (Amounts(weights=1, gradient=1, state=2),) * 3
     held = HeldBytes(always_bytes=(1000.0,), kept=KeptBytes([0.0] * 3), stages=amounts)
     (curve,) = memory_over_time(schedule, simulate(schedule, costs), held)

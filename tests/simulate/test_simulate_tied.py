@@ -4,7 +4,7 @@ import pytest
 
 from pipeloom.analysis.bubble import account_bubble
 from pipeloom.analysis.summary import communication
-from pipeloom.cost.costs import StageCosts, UniformCosts
+from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_reduce_grad, add_tied, lower
 from pipeloom.simulation import simulate
@@ -15,7 +15,7 @@ SIZES = [(3, 1, 3), (4, 1, 8), (3, 2, 3), (4, 2, 8), (4, 2, 11), (4, 4, 8), (5, 
 
 def traced(pp, loops, count, weights_s=0.0, gradient_s=0.0, family="breadth-first"):
     schedule = add_tied(lower(make_schedule(family, pp=pp, loops=loops, num_microbatches=count)))
-    costs = UniformCosts(FORWARD, BACKWARD, tied_s=weights_s, tied_grad_s=gradient_s)
+    costs = Costs(FORWARD, BACKWARD, tied_s=weights_s, tied_grad_s=gradient_s)
     return schedule, simulate(schedule, costs)
 
 
@@ -42,7 +42,7 @@ def test_both_messages_of_four_ranks_and_two_loops_take_eleven_stages_time_unsee
     assert spans["7F0"].start_s == 11
     assert spans["0RECV_TIED_GRAD"].start_s == spans["7B7"].end_s == 35
     assert spans["0RECV_TIED_GRAD"].end_s == spans["0B7"].end_s == 57
-    untied = simulate(lower(make_schedule("breadth-first", pp=4, loops=2, num_microbatches=8)), UniformCosts(1.0, 2.0))
+    untied = simulate(lower(make_schedule("breadth-first", pp=4, loops=2, num_microbatches=8)), Costs(1.0, 2.0))
     for account in account_bubble(schedule, trace):
         assert account.exposed_p2p_s == account.exposed_data_parallel_s == 0
         assert account.idle_s == pytest.approx(untied.end_s - 48)
@@ -81,5 +81,5 @@ def test_the_last_reduction_of_the_first_stage_waits_for_the_gradient_and_no_oth
 
 def test_with_two_ranks_the_first_activation_waits_behind_the_weights():
     schedule = add_tied(lower(make_schedule("breadth-first", pp=2, loops=2, num_microbatches=4)))
-    end_s = [simulate(schedule, UniformCosts(1.0, 2.0, tied_s=seconds)).end_s for seconds in (0.0, 1.0, 1.5)]
+    end_s = [simulate(schedule, Costs(1.0, 2.0, tied_s=seconds)).end_s for seconds in (0.0, 1.0, 1.5)]
     assert end_s[0] == end_s[1] == end_s[2] - 0.5

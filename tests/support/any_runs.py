@@ -1,6 +1,7 @@
 """Run files drawn at random over every knob of their schedule."""
 
 import random
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -26,13 +27,21 @@ COUNT = 200
 
 @cache
 def runs():
-    """Runs without problems, the same for every test; a schedule may still be refused."""
+    """Runs without problems, the same for every test, each fourth one on GPUs; a schedule may still be refused."""
     draw, found = random.Random(0), []
     while len(found) < COUNT:
         config = with_sharding(draw, any_run(draw))
+        if len(found) % 4 == 3:
+            machine, device = MachineConfig(cluster="dgx-a100"), "cuda"
+            config = replace(config, machine=machine, training=replace(config.training, device=device))
         if not find_problems(config, trains=False):
             found.append(config)
     return found
+
+
+def on_cpus(config):
+    """The run on this machine's processors, if it is on GPUs."""
+    return replace(config, training=replace(config.training, device="cpu"))
 
 
 def any_run(draw):
@@ -99,8 +108,6 @@ def _layout(draw, pp, loops, tp, dp, *, cuts):
 
 def with_sharding(draw, config):
     """The run with knobs of its gathers and reductions."""
-    from dataclasses import replace
-
     shard = config.layout.shard
     knobs = {
         "residency": draw.choice((None, 1, 2)) if shard == "full" else None,

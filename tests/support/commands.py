@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -83,8 +84,10 @@ class Command:
         is_too_long = threading.Event()
         timer = threading.Timer(timeout_s, lambda: (is_too_long.set(), self.kill()))
         timer.start()
-        self._end(blocks=True)
-        timer.cancel()
+        try:
+            self._end(blocks=True)
+        finally:
+            timer.cancel()
         assert self._ended is not None
         out, err = (file.read_bytes().decode("utf-8", "replace") for file in self._printed)
         err = _COMPILES.sub("", err)
@@ -116,22 +119,38 @@ class _Server:
     """The process that starts commands."""
 
     def __init__(self, imported: tuple[str, ...], path: str | None) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, command_server.__file__, *imported],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env=os.environ if path is None else {**os.environ, "PYTHONPATH": path},
-        )
+        self._words = [sys.executable, command_server.__file__, *imported]
+        self._env = os.environ if path is None else {**os.environ, "PYTHONPATH": path}
+        self._process: subprocess.Popen[str] | None = None
+        self._started = list[int]()
         self._folder = TemporaryDirectory(prefix="pipeloom-commands-")
         self._numbers = count()
 
-    def answer(self, request: object) -> Any:
+    def answer(self, request: dict[str, object]) -> Any:
+        if self._process is None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self._process = subprocess.Popen(self._words, **pipes, text=True, start_new_session=True, env=self._env)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        return json.loads(self._process.stdout.readline())
+        try:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            found = json.loads(self._process.stdout.readline())
+        except BaseException:  # such as a test's time limit, behind which the next test would read this answer
+            self._kill()
+            raise
+        if "start" in request:
+            self._started.append(found)
+        return found
+
+    def _kill(self) -> None:
+        """End the server and what it started; the next request starts another."""
+        assert self._process is not None
+        for pid in (*self._started, self._process.pid):
+            for kill in (os.killpg, os.kill):  # one that has just begun has no group yet
+                with suppress(ProcessLookupError):
+                    kill(pid, signal.SIGKILL)
+        self._process.communicate()
+        self._process, self._started = None, []
 
     def new_files(self) -> list[Path]:
         """Two that do not exist."""
@@ -139,7 +158,8 @@ class _Server:
         return [Path(self._folder.name) / f"{number}.{name}" for name in ("stdout", "stderr")]
 
     def close(self) -> None:
-        self._process.communicate()  # closes what it reads, which ends it
+        if self._process is not None:
+            self._process.communicate()  # closes what it reads, which ends it
         self._folder.cleanup()
 
 

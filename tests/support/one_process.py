@@ -3,6 +3,7 @@
 from collections import defaultdict
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import cache
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -42,6 +43,9 @@ class OneProcess:
         groups = [groups_in_process(one()) for one in (layout.shard_groups, layout.copy_groups, layout.tensor_groups)]
         teams = blocking_groups_in_process(layout.tensor_groups())
 
+        # which every rank makes for itself where there are processes
+        schedules = {name: cache(getattr(module, name)) for name in ("training_schedule", "forward_schedule")}
+
         def place(rank):
             here = layout.coordinates(rank)
             return here.data, here.tensor
@@ -63,7 +67,7 @@ class OneProcess:
                 timeout=timedelta(seconds=10),
             )
             with ExitStack() as stack:
-                for name, made in connections.items():
+                for name, made in (connections | schedules).items():
                     stack.enter_context(patch.object(module, name, made))
                 return Pipeline(config, world)
 

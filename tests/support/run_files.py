@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeloom.config import OutputConfig, RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.config.file import format_run
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.runs import run_folder
@@ -42,10 +42,10 @@ def write_run(
     schedule = make_schedule(family, pp=pp, loops=loops, num_microbatches=num_microbatches)
     schedule = lower(schedule) if pp > 1 else schedule
     (folder / run_folder.SCHEDULE).write_text(format_schedule(schedule))
-    measured = simulate(schedule, UniformCosts(0.002, 0.004, 0.001))
+    measured = simulate(schedule, Costs(0.002, 0.004, 0.001))
     (folder / run_folder.TRACE).write_text(to_chrome(measured, "measured"))
     if predicted:
-        trace = simulate(schedule, UniformCosts(0.001, 0.002, 0.0005))
+        trace = simulate(schedule, Costs(0.001, 0.002, 0.0005))
         (folder / run_folder.PREDICTED_TRACE).write_text(to_chrome(trace, "predicted"))
     tokens = layout.batch_size * config.data.seq_len
     lines = [_metrics(step, loss, tokens) for step in range(1, steps + 1)]

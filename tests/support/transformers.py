@@ -181,7 +181,7 @@ class TransformerCluster:
         return worst
 
 
-def differences(cluster, num_steps=3):
+def differences(cluster, num_steps=2):
     """Worst differences of gradients and parameters from the single process, over all ranks and steps."""
     gradients, parameters = plain_steps(replace(cluster.model, recompute="none"), num_steps)
     worst = max(cluster.worst_difference(cluster.step(), gradients[step]) for step in range(num_steps))

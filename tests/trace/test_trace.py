@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
@@ -18,7 +18,7 @@ from pipeloom.schedule.lanes import COMPUTE_LANE, Lane, other_end
 from pipeloom.simulation import simulate
 from pipeloom.trace import Span, Trace, from_chrome, merge, to_chrome
 
-COSTS = [UniformCosts(1, 2, 0.5), UniformCosts(1, 2), UniformCosts(1e-3 / 3, 2e-3 / 3, 1e-4 / 7)]
+COSTS = [Costs(1, 2, 0.5), Costs(1, 2), Costs(1e-3 / 3, 2e-3 / 3, 1e-4 / 7)]
 
 
 def example(costs=COSTS[0], shift=0.0):
@@ -167,7 +167,7 @@ def test_merged_times_of_a_message_are_in_order_however_late_they_were_noticed(d
     schedule = lower(make_schedule("breadth-first", pp=2, loops=2, num_microbatches=3))
     late = st.floats(0, 2)
     parts = []
-    exact = simulate(schedule, UniformCosts(1, 2, 0.25))
+    exact = simulate(schedule, Costs(1, 2, 0.25))
     for rank in range(2):
         spans = []
         for span in exact.spans:
@@ -197,7 +197,7 @@ def test_a_trace_comes_back_to_the_nanosecond(data, shift):
     name = data.draw(st.sampled_from(["breadth-first", "depth-first", "hybrid", "forward-only"]))
     pp = data.draw(st.integers(1, 4))
     seconds = st.floats(1e-6, 10)
-    costs = UniformCosts(data.draw(seconds), data.draw(seconds), data.draw(seconds))
+    costs = Costs(data.draw(seconds), data.draw(seconds), data.draw(seconds))
     spans = simulate(lower(make_schedule(name, pp=pp, loops=2, num_microbatches=4)), costs).spans
     trace = Trace(tuple(s._replace(start_s=s.start_s + shift, end_s=s.end_s + shift) for s in spans), pp + 1)
     back = from_chrome(to_chrome(trace, "test"))

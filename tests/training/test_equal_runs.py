@@ -12,7 +12,7 @@ from pipeloom.data.text import load_data
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.runs.run_folder import RunFolder
-from pipeloom.training.export import export
+from pipeloom.training.export import export_weights
 from pipeloom.training.session import resolve
 from pipeloom.training.trainer import Trainer
 from pipeloom.workload.layout import Layout
@@ -42,7 +42,7 @@ def run_in(folder, data_of):
     (folder / "run").mkdir(parents=True)
     load_data(config.data, 0)
     run_workers(partial(train, config), 4)
-    export(find_checkpoint(folder / "run"), folder / "run")
+    export_weights(find_checkpoint(folder / "run"), folder / "run")
     return {str(file.relative_to(folder / "run")): file for file in (folder / "run").rglob("*") if file.is_file()}
 
 

@@ -20,7 +20,7 @@ from pipeloom.errors import RunError, UserError
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.runs.run_folder import RunFolder
-from pipeloom.training.export import export
+from pipeloom.training.export import export_weights
 from pipeloom.training.session import resolve
 from pipeloom.training.trainer import Trainer
 from pipeloom.workload.layout import Layout
@@ -65,7 +65,7 @@ def trained(tmp_path_factory) -> tuple[object, dict[str, torch.Tensor]]:
 
 def test_a_small_model_is_one_file_with_every_parameter_whole(trained, tmp_path):
     run, expected = trained
-    file, _ = export(find_checkpoint(run), tmp_path / "new" / "folder")
+    file, _ = export_weights(find_checkpoint(run), tmp_path / "new" / "folder")
     assert file == tmp_path / "new" / "folder" / "model.safetensors"
     found = load_file(file)
     assert found.keys() == expected.keys()
@@ -80,7 +80,7 @@ def test_a_small_model_is_one_file_with_every_parameter_whole(trained, tmp_path)
 
 def test_a_large_one_is_several_files_with_an_index(trained, tmp_path):
     run, expected = trained
-    *files, tokenizer, index = export(find_checkpoint(run), tmp_path, file_bytes=20_000)
+    *files, tokenizer, index = export_weights(find_checkpoint(run), tmp_path, file_bytes=20_000)
     assert index.name == "model.safetensors.index.json"
     assert tokenizer.name == "tokenizer.json"
     assert [file.name for file in files[:2]] == [
@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_made_is_one_message(trained, tmp_path, capsys):
 def test_two_exports_are_equal_in_every_byte(trained, tmp_path):
     contents = []
     for number in range(6):  # the library's order of three entries is random
-        files = export(find_checkpoint(trained[0]), tmp_path / f"{number}", file_bytes=20_000)
+        files = export_weights(find_checkpoint(trained[0]), tmp_path / f"{number}", file_bytes=20_000)
         contents.append({file.name: file.read_bytes() for file in files})
     assert all(one == contents[0] for one in contents)
     with safe_open(tmp_path / "0" / min(contents[0]), "pt") as opened:
@@ -145,7 +145,7 @@ def test_two_exports_are_equal_in_every_byte(trained, tmp_path):
 
 def test_bytes_can_be_decoded_by_whoever_has_the_export_alone(trained, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
-    export(find_checkpoint(trained[0]), tmp_path)
+    export_weights(find_checkpoint(trained[0]), tmp_path)
     found = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     text = "naïve 狐 🦊\r\n\t  two  spaces\x00\x7f\x85"
     assert found.encode(text).ids == list(text.encode())
@@ -159,7 +159,7 @@ def test_another_tokenizer_in_the_folder_is_not_replaced(trained, tmp_path, caps
     assert "tokenizer.json is another tokenizer; choose another folder" in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["tokenizer.json"]
     (tmp_path / "tokenizer.json").write_text((trained[0] / "tokenizer.json").read_text())
-    assert [file.name for file in export(find_checkpoint(trained[0]), tmp_path)] == ["model.safetensors"]
+    assert [file.name for file in export_weights(find_checkpoint(trained[0]), tmp_path)] == ["model.safetensors"]
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_written(trained, tm
 def test_an_interrupt_at_any_file_leaves_nothing(trained, tmp_path, monkeypatch, error):
     """Also while the files get their names: a few of several files of weights must not stay."""
     honest = Path.replace
-    num_files = len(export(find_checkpoint(trained[0]), tmp_path / "whole", file_bytes=20_000))
+    num_files = len(export_weights(find_checkpoint(trained[0]), tmp_path / "whole", file_bytes=20_000))
     for number in range(num_files):
         places = iter(range(num_files))
 
@@ -207,14 +207,14 @@ def test_an_interrupt_at_any_file_leaves_nothing(trained, tmp_path, monkeypatch,
 
         monkeypatch.setattr(Path, "replace", replace)
         with pytest.raises((KeyboardInterrupt, RunError)):
-            export(find_checkpoint(trained[0]), tmp_path / "out", file_bytes=20_000)
+            export_weights(find_checkpoint(trained[0]), tmp_path / "out", file_bytes=20_000)
         assert [file.name for file in tmp_path.iterdir()] == ["whole"]
 
 
 def test_the_index_gets_its_name_last(trained, tmp_path, monkeypatch):
     order, honest = [], Path.replace
     monkeypatch.setattr(Path, "replace", lambda self, target: order.append(self.name) or honest(self, target))
-    export(find_checkpoint(trained[0]), tmp_path, file_bytes=20_000)
+    export_weights(find_checkpoint(trained[0]), tmp_path, file_bytes=20_000)
     assert order[-1] == "model.safetensors.index.json"
     assert sorted(order) == sorted(file.name for file in tmp_path.iterdir())
 
@@ -222,7 +222,7 @@ def test_the_index_gets_its_name_last(trained, tmp_path, monkeypatch):
 def test_what_a_killed_export_left_is_cleared(trained, tmp_path):
     (tmp_path / ".weights.part").mkdir()
     (tmp_path / ".weights.part" / "model.safetensors").write_bytes(b"half")
-    files = export(find_checkpoint(trained[0]), tmp_path)
+    files = export_weights(find_checkpoint(trained[0]), tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted(files)
 
 
@@ -264,7 +264,7 @@ def test_a_checkpoint_without_hashes_is_exported_with_a_remark(trained, tmp_path
     assert f"checkpoint {path} ({remark})\n" in capsys.readouterr().out
     (path / "__0_0.distcp").unlink()
     with pytest.raises(UserError, match=r"cannot read the checkpoint .*copy: it lacks __0_0\.distcp"):
-        export(path, tmp_path / "other")
+        export_weights(path, tmp_path / "other")
 
 
 def test_a_checkpoint_that_would_run_code_is_refused(trained, tmp_path, capsys):

@@ -26,7 +26,7 @@ from pipeloom.runs.run_folder import RunFolder
 from pipeloom.schedule import Kind
 from pipeloom.schedule.ledger import HeldBytes, KeptBytes
 from pipeloom.schedule.stage_swaps import stage_sizes, stage_stays
-from pipeloom.training.export import export
+from pipeloom.training.export import export_weights
 from pipeloom.training.pipeline import forward_schedule, training_schedule
 from pipeloom.training.session import resolve
 from pipeloom.training.stages import piece_bytes, stage_amounts
@@ -90,7 +90,7 @@ def metrics(folder):
 def weights(folder):
     out = folder / "weights"
     if not out.exists():
-        export(find_checkpoint(folder), out)
+        export_weights(find_checkpoint(folder), out)
     return load_file(out / "model.safetensors")
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pipeloom.analysis.memory import memory_over_time
-from pipeloom.cost.costs import Costs
+from pipeloom.cost.costs import ActionCosts
 from pipeloom.passes import add_unshard, lower
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import LOAD_OF, SEND_KINDS
@@ -44,7 +44,7 @@ class Comparison:
     moved: float
 
 
-def compare(schedule: Schedule, costs: Costs) -> Comparison:
+def compare(schedule: Schedule, costs: ActionCosts) -> Comparison:
     """The numbers of a schedule.
 
     Args:

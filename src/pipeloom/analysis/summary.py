@@ -35,6 +35,12 @@ def summarize(trace: Trace) -> Summary:
 
     The bubble of a pipeline of P ranks, V stages on each and M >= P micro-batches has the overhead
     (P - 1) / (M V) for every looped order (arXiv 2104.04473, section 2.2; arXiv 2211.05953, section 3).
+
+    Examples:
+        >>> from pipeloom import Costs, make_schedule, simulate, summarize
+        >>> summary = summarize(simulate(make_schedule("1f1b", pp=4, num_microbatches=8), Costs(1.0, 2.0)))
+        >>> summary.makespan_s, summary.bubble_overhead
+        (33.0, 0.375)
     """
     makespan = trace.end_s - trace.start_s
     compute = trace.compute()

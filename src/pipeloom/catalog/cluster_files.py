@@ -59,6 +59,11 @@ CLUSTERS: Registry[Cluster] = Registry("cluster", "pipeloom.clusters", Cluster)
 def load_cluster(name_or_path: str) -> Cluster:
     """A cluster by name, whatever its case and ``_`` for ``-``, or from a file.
 
+    Examples:
+        >>> from pipeloom import load_cluster
+        >>> load_cluster("dgx-a100").devices_per_node
+        8
+
     Raises:
         UserError: there is no such name or file, or something in the file is wrong; all problems together.
     """

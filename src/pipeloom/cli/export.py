@@ -38,12 +38,9 @@ def run(words: list[str]) -> int:
     if not 0 < options.file_gb < math.inf:
         raise UserError(f"--file-gb must be {and_finite('above 0', options.file_gb)}, found {options.file_gb:g}")
     checkpoint = find_checkpoint(options.checkpoint)
-    import torch
+    from pipeloom.training.export import export_weights
 
-    from pipeloom.training.export import export
-
-    dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    files = export(checkpoint, options.output, dtype=dtype, file_bytes=round(options.file_gb * 1e9))
+    files = export_weights(checkpoint, options.output, dtype=options.dtype, file_bytes=round(options.file_gb * 1e9))
     remark = "" if can_be_checked(checkpoint) else f" ({UNCHECKED})"
     print("\n".join([f"checkpoint {checkpoint}{remark}", *(f"{_kind(file)} {file}" for file in files)]))
     return 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeloom.analysis.comparison import MEMORY_UNIT, compare
 from pipeloom.cli.flags import parse_flags
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.errors import ConfigError
 from pipeloom.families import FAMILIES, Choice, make_schedule
 from pipeloom.passes import balance, offload
@@ -74,7 +74,7 @@ def lines(pp: int, num_microbatches: int, loops: int, names: Collection[str] = F
     """
     for name, schedule in [*_schedules(pp, num_microbatches, loops, names), *_passes(pp, num_microbatches, loops)]:
         forward = 1 / schedule.num_slices
-        costs = UniformCosts(forward, 2 * forward, evict_s=forward, offload_s=forward)
+        costs = Costs(forward, 2 * forward, evict_s=forward, offload_s=forward)
         stages = schedule.num_stages // schedule.num_ranks
         yield {"name": name, "loops": stages, **asdict(compare(schedule, costs))}
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Literal
 
 from pipeloom.catalog import load_cluster
-from pipeloom.cli.run_config import described_problems, parse_config
+from pipeloom.cli.run_config import parse_config
 from pipeloom.config import RunConfig, unset, usual_values
 from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import UserError
 from pipeloom.export import HandedOver, hand_over
 from pipeloom.export.job import training_problems
-from pipeloom.predict.describe import with_model_sizes
+from pipeloom.predict.describe import described_problems, with_model_sizes
 
 _SUMMARY = (
     "Write what starts a run: with torchrun or Slurm, as PyTorch's schedule CSV, in torchtitan, in Megatron-LM; and "

@@ -17,7 +17,7 @@ from pipeloom.config.problems import model_problems, optimizer_problems
 from pipeloom.cost.software import with_optimizer
 from pipeloom.errors import ConfigError
 from pipeloom.planner.comparison import causes
-from pipeloom.planner.plan import Plan, make_plan
+from pipeloom.planner.plan import Plan, plan
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.run_file import run_config
 from pipeloom.planner.strategies import with_strategies
@@ -131,21 +131,21 @@ def run(words: list[str]) -> int:
 
     # A program that reads JSON has no use for a bar.
     with PlanProgress(is_shown=not options.json) as progress:
-        plan = make_plan(
+        answer = plan(
             request.question, options.best, budget_s=options.budget_s, explains=options.explain, progress=progress.show
         )
     if options.json:
-        print(json.dumps(to_json(plan)))
+        print(json.dumps(to_json(answer)))
     else:
-        print_plan(plan)
-    if plan.best is not None:
-        _write(options, request, plan.best)
+        print_plan(answer)
+    if answer.best is not None:
+        _write(options, request, answer.best)
     elif not options.json and (options.out or options.export):
         print("\nnothing is written: there is no layout to write")
-    if plan.stopped == "interrupt":
+    if answer.stopped == "interrupt":
         # As a command that Ctrl-C ended, although there is an answer: a script should not go on as if it were whole.
         return 130
-    return 1 if plan.best is None else 0
+    return 1 if answer.best is None else 0
 
 
 def _write(options: Options, request: Request, best: SimulatedStep) -> None:

@@ -9,11 +9,10 @@ from typing import TypeVar
 
 from pipeloom.cli.flags import parse_flags
 from pipeloom.config import RunConfig, find_problems, run_part
-from pipeloom.config.file import RETIRED, read_run_file
+from pipeloom.config.file import RETIRED, read_run_file, without_stale_sizes
 from pipeloom.config.paths import with_home
 from pipeloom.errors import ConfigError
-from pipeloom.predict.describe import machine_problems, with_model_sizes
-from pipeloom.terminal.words import count
+from pipeloom.predict.describe import completed
 from pipeloom.workload.dtypes import dtype_of
 
 _Config = TypeVar("_Config", bound=RunConfig)
@@ -26,11 +25,6 @@ _CONFIG = (
 def parse_run_config(words: list[str], command: str, summary: str, default: RunConfig | None = None) -> RunConfig:
     """The configuration of a run that is trained here; see ``parse_config``."""
     return parse_config(words, command, summary, default or RunConfig(), find_problems)
-
-
-def described_problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
-    """What is wrong with a run that is described to the cost model and not trained here; for ``parse_config``."""
-    return [*find_problems(config, trains=False, is_model_known=is_model_known), *machine_problems(config)]
 
 
 def parse_config(
@@ -71,12 +65,12 @@ def parse_config(
             f"{summary}\n\n{_CONFIG}",
             default=given,
             # Lazily: it reads the model's file, and is only wanted where the flags are wrong.
-            beside=lambda: [*problems, *_problems(given, judge)[1]],
+            beside=lambda: [*problems, *completed(given, judge)[1]],
             source=source if source == "the command line" else f"{source} with the flags over it",
         )
-        config = _without_stale_sizes(config, given)
+        config = without_stale_sizes(config, given)
     # A shell expands ~ at the beginning of a word, not in --data.path=~/text.
-    config, found = _problems(with_home(config), judge)
+    config, found = completed(with_home(config), judge)
     problems = [*problems, *found]
     if problems:
         raise ConfigError(problems, source)
@@ -130,17 +124,6 @@ def dtype_words(precision: str, *, is_default: bool) -> str:
     return dtype_of(precision) + (" (the devices' default)" if is_default else "")
 
 
-def other_axes(config: RunConfig) -> str:
-    """What tensor and data parallelism add to the pipeline; nothing without them."""
-    layout = config.layout
-    tensor = f", each by {layout.tp} tensor-parallel ranks" if layout.tp > 1 else ""
-    tensor += " (sequence too)" if layout.sequence_parallel else ""
-    if layout.dp == 1:
-        return tensor
-    copies = f", {layout.replicate} copies" if layout.replicate is not None else ""
-    return f"{tensor}; {count(layout.dp, 'replica')}, shard {layout.shard}{copies}"
-
-
 def _without_truths(words: list[str], config: RunConfig) -> tuple[list[str], list[str]]:
     """The words without values of flags that take none, and a sentence for each of these."""
     is_given = [_is_truth(flag, word, config) for flag, word in pairwise(["", *words])]
@@ -164,23 +147,3 @@ def _is_truth(flag: str, word: str, config: RunConfig) -> bool:
     return word.lower() in ("true", "false") and isinstance(
         getattr(getattr(config, section, None), name or "-", None), bool
     )
-
-
-def _without_stale_sizes(config: _Config, file: _Config) -> _Config:
-    """The configuration without what the file derived from sizes that flags have changed.
-
-    The file of a run folder names its partition and its group size, and a checkpoint goes on under any layout.
-    """
-    new, old = config.layout, file.layout
-    if new.num_stages != old.num_stages and new.partition == old.partition:
-        config = replace(config, layout=replace(new, partition=None))
-    # A group of old.pp was the default that the run filled in; any other size was chosen.
-    if new.pp != old.pp and config.schedule.group_size == file.schedule.group_size == old.pp:
-        config = replace(config, schedule=replace(config.schedule, group_size=None))
-    return config
-
-
-def _problems(config: _Config, judge: Callable[..., list[str]]) -> tuple[_Config, list[str]]:
-    """The configuration with its model's sizes, and what is wrong with all of it."""
-    config, problems = with_model_sizes(config)
-    return config, [*problems, *judge(config, is_model_known=not problems)]

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.analysis.summary import LaneUse, communication
-from pipeloom.cli.run_config import described_problems, parse_config
+from pipeloom.cli.run_config import parse_config
 from pipeloom.cli.swap_plan import ReportedPlan, make_swap_plan, print_swap_plan, swap_plan_to_json
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
-from pipeloom.planner.slice_lengths import plan_slices
-from pipeloom.predict.describe import describe, why_training_may_differ
-from pipeloom.predict.step import SimulatedStep, memory_that_would_fit, simulate_step
+from pipeloom.planner.run_step import predict_step
+from pipeloom.predict.describe import described_problems, why_training_may_differ
+from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
 from pipeloom.schedule import Level
 from pipeloom.system.files import write_text
 from pipeloom.terminal.words import unit_s
@@ -58,7 +58,7 @@ def run(words: list[str]) -> int:
         raise UserError("--by-seconds has no effect with schedule.file, whose moves have their places; leave one out")
     plan = make_swap_plan(options) if options.swap_plan else None
     try:
-        step = simulate_config(options, by_seconds=options.by_seconds)
+        step = predict_step(options, by_seconds=options.by_seconds)
     # The cut of the run file may be impossible; the plan says which one is not, so it is printed all the same.
     except UserError as error:
         if plan is None:
@@ -107,24 +107,6 @@ def _print(options: Options, step: SimulatedStep, plan: ReportedPlan | None) -> 
     for what, file in (("picture", options.plot), ("trace", options.trace), ("schedule", options.schedule_out)):
         if file is not None:
             print(f"{what:<18}{file}")
-
-
-def simulate_config(config: RunConfig, *, by_seconds: bool = False) -> SimulatedStep:
-    """The step of a configuration without problems.
-
-    Args:
-        config: of the run.
-        by_seconds: whether what moves is placed by predicted seconds.
-
-    Raises:
-        ConfigError: cluster or program are unknown or wrong.
-    """
-    placed = describe(config)
-    # Programs without lanes are simulated only, so no run has to follow with nominal seconds.
-    by_seconds = by_seconds or not placed.software.has_lanes
-    if config.layout.token_slices == "auto":
-        return plan_slices(placed, config.knobs(), moves_by_seconds=by_seconds).step
-    return simulate_step(placed, config.knobs(), moves_by_seconds=by_seconds)
 
 
 def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]:

@@ -4,10 +4,10 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeloom.cli.run_config import described_problems, dtype_words, parse_config
+from pipeloom.cli.run_config import dtype_words, parse_config
 from pipeloom.config import RunConfig
 from pipeloom.planner.slice_lengths import SlicedStep, SlicePlan, plan_slices
-from pipeloom.predict.describe import describe
+from pipeloom.predict.describe import describe, described_problems
 from pipeloom.terminal.words import count, unit_bytes
 from pipeloom.workload.dtypes import dtype_of
 

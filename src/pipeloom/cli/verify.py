@@ -1,24 +1,17 @@
 """``pipeloom verify``: the pipeline's gradients beside those of a single process."""
 
-from functools import partial
 from typing import TYPE_CHECKING
 
-from pipeloom.cli.run_config import other_axes, parse_run_config
+from pipeloom.cli.run_config import parse_run_config
 from pipeloom.config import RunConfig, TrainingConfig
-from pipeloom.errors import UserError
-from pipeloom.terminal.words import count
 
 if TYPE_CHECKING:
-    from pipeloom.data.text import Data
-    from pipeloom.execute.processes.world import World
+    from pipeloom.training.equivalence import Equality
 
 _SUMMARY = (
     "Prove that the configured pipeline computes the loss and the gradients of a single process, parameter by "
     "parameter. Runs in float64 by default, so that rounding explains no difference."
 )
-_NUM_BATCHES = 2
-_REFERENCE_S = 3600.0
-"""The other ranks wait while rank 0 computes the reference; longest time for that."""
 
 
 def run(words: list[str]) -> int:
@@ -26,53 +19,22 @@ def run(words: list[str]) -> int:
     # In float64 rounding explains no difference of 1e-9; in float32 a lost micro-batch of many could hide in it.
     default = RunConfig(training=TrainingConfig(dtype="float64"))
     config = parse_run_config(words, "verify", _SUMMARY, default)
-    from pipeloom.data.text import load_data
     from pipeloom.execute.processes.world import is_first
-    from pipeloom.training.memory_check import check_memory
-    from pipeloom.training.session import check_processes, run_on_all_ranks
+    from pipeloom.training.equivalence import verify_gradients
 
-    # Swapped stages update and drop their gradients within the step.
-    if config.schedule.device_budget is not None:
-        raise UserError(
-            "expected no schedule.device_budget: it lets gradients go before the end of the step, when they are "
-            "compared; leave it out (the losses of `pipeloom train` are the same with and without it)"
-        )
-    check_processes(config)
-    check_memory(config, verifies=True)
-    if is_first():
-        layout = config.layout
-        print(
-            f"{config.schedule.title} ({config.choice().placement_name}) over {count(layout.pp, 'pipeline rank')} x "
-            f"{count(layout.loops, 'stage')}{other_axes(config)}; {count(layout.num_microbatches, 'micro-batch')}, "
-            f"{config.training.known_dtype}, {_NUM_BATCHES} batches",
-            flush=True,
-        )
-        # Once, before the processes, which find the tokens in the cache.
-        load_data(config.data, config.training.seed)
-    differences = run_on_all_ranks(config, partial(_compare, _NUM_BATCHES), _REFERENCE_S)
-    return 0 if differences is None else _report(differences, config.training.known_dtype)
+    equality = verify_gradients(config)
+    return _report(equality) if is_first() else 0
 
 
-def _compare(num_batches: int, config: RunConfig, world: "World", data: "Data") -> dict[str, float] | None:
-    """What each rank does."""
-    from pipeloom.training.equivalence import compare_with_reference
-
-    return compare_with_reference(config, world, data, num_batches)
-
-
-def _report(differences: dict[str, float], dtype: str) -> int:
-    from pipeloom.training.equivalence import TOLERANCES
-
-    tolerance = TOLERANCES[dtype]
+def _report(equality: "Equality") -> int:
+    differences, tolerance, worst = equality.differences, equality.tolerance, equality.worst
     width = max(map(len, differences))
     print(f"\n{'worst relative difference':<{width}}")
     for name, difference in differences.items():
         print(f"{name:<{width}}  {difference:.1e}{'' if difference <= tolerance else '  DIFFERS'}")
-    worst = max(differences, key=lambda name: differences[name])
-    # Not `>`, which is false for NaN.
-    num_wrong = sum(not difference <= tolerance for difference in differences.values())
-    if num_wrong:
-        print(f"\nDIFFERENT: {num_wrong} of {len(differences)} differ by more than {tolerance:g}; worst: {worst}")
+    if not equality.is_equal:
+        number = f"{len(equality.wrong)} of {len(differences)}"
+        print(f"\nDIFFERENT: {number} differ by more than {tolerance:g}; worst: {worst}")
         return 1
     print(
         f"\nEQUAL: loss, gradient norm and {len(differences) - 2} gradients agree within {tolerance:g}; "

@@ -1,6 +1,12 @@
 """The settings of a run: frozen dataclasses. Files and flags only override them."""
 
-from pipeloom.config.hyperparameters import hyperparameter_problems, unset, usual_values, with_demo_hyperparameters
+from pipeloom.config.hyperparameters import (
+    hyperparameter_problems,
+    training_problems,
+    unset,
+    usual_values,
+    with_demo_hyperparameters,
+)
 from pipeloom.config.problems import find_problems
 from pipeloom.config.run import RunConfig, run_part, to_dict
 from pipeloom.config.sections import (
@@ -28,6 +34,7 @@ __all__ = [
     "hyperparameter_problems",
     "run_part",
     "to_dict",
+    "training_problems",
     "unset",
     "usual_values",
     "with_demo_hyperparameters",

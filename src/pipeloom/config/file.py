@@ -3,15 +3,16 @@
 import copy
 import json
 import textwrap
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from pipeloom.config import RunConfig, to_dict, unset, usual_values
 from pipeloom.config.paths import with_absolute_paths
 from pipeloom.system.files import parse_toml, read_text
 from pipeloom.terminal.words import did_you_mean, has_line_break
 
+_Config = TypeVar("_Config", bound=RunConfig)
 RETIRED = {
     "machine.precision": "use training.dtype = 'float32', 'bfloat16' or 'float16', which predictions and training share"
 }
@@ -59,6 +60,20 @@ def parse_run(tree: dict[str, Any], default: RunConfig | None = None) -> tuple[R
                 tree.pop(names[0], None)
     # Once more without what is wrong, so that the values that were right can be judged in the same message.
     return adapter.validate_json(_json(default, tree), strict=True), problems
+
+
+def without_stale_sizes(config: _Config, file: _Config) -> _Config:
+    """The configuration without what its file derived from sizes that were changed over it.
+
+    The file of a run folder names its partition and its group size, and a checkpoint goes on under any layout.
+    """
+    new, old = config.layout, file.layout
+    if new.num_stages != old.num_stages and new.partition == old.partition:
+        config = replace(config, layout=replace(new, partition=None))
+    # A group of old.pp was the default that the run filled in; any other size was chosen.
+    if new.pp != old.pp and config.schedule.group_size == file.schedule.group_size == old.pp:
+        config = replace(config, schedule=replace(config.schedule, group_size=None))
+    return config
 
 
 _WANTED = {

@@ -6,6 +6,7 @@ A run that states the sizes of its model is the demo, or a variation of it. A mo
 
 from dataclasses import replace
 
+from pipeloom.config.problems import find_problems
 from pipeloom.config.run import RunConfig, value_of
 from pipeloom.workload.model_families import MODELS
 
@@ -35,6 +36,12 @@ def unset(config: RunConfig) -> dict[str, str]:
         for name, what in HYPERPARAMETERS.items()
         if value_of(config, name) is None and (is_rotary or name != "model.rope_theta")
     }
+
+
+def training_problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
+    """What is wrong with a run that is trained here, one sentence each."""
+    recipe = hyperparameter_problems(config) if is_model_known else []  # what is unset depends on the model's file
+    return [*find_problems(config, is_model_known=is_model_known), *recipe]
 
 
 def hyperparameter_problems(config: RunConfig) -> list[str]:

@@ -21,9 +21,15 @@ from pipeloom.workload.layout import Layout
 from pipeloom.workload.model import ModelConfig
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class RunConfig:
-    """A whole run."""
+    """A whole run: the sections of a run file. ``load_run`` makes one, from a file or from settings.
+
+    Examples:
+        >>> from pipeloom import load_run
+        >>> load_run(layout={"pp": 2, "loops": 3}, training={"steps": 20})
+        RunConfig(layout.pp=2, layout.loops=3, training.steps=20)
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -34,6 +40,17 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
+
+    def __repr__(self) -> str:
+        """The settings that are not their defaults."""
+        own = {
+            f"{section.name}.{item.name}": getattr(getattr(self, section.name), item.name)
+            for section in fields(RunConfig)
+            for item in fields(getattr(self, section.name))
+        }
+        default = RunConfig()
+        changed = (f"{name}={value!r}" for name, value in own.items() if value != value_of(default, name))
+        return f"RunConfig({', '.join(changed)})"
 
     def choice(self) -> Choice:
         """The schedule that the run trains with."""

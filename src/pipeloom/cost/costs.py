@@ -9,7 +9,7 @@ from pipeloom.schedule.kinds import HOST_MOVES, PARTNER_MOVES, SEND_KINDS, TIED_
 from pipeloom.schedule.stage_swaps import NONE, NOTHING, Amounts, Content
 
 
-class Costs(Protocol):
+class ActionCosts(Protocol):
     """Action -> seconds.
 
     Attributes:
@@ -87,8 +87,12 @@ class _Named(ABC):
 
 
 @dataclass(frozen=True)
-class UniformCosts(_Named):
-    """Every stage alike.
+class Costs(_Named):
+    """Seconds of each action where all stages are alike. By default a backward takes two forwards, all else nothing.
+
+    Examples:
+        >>> Costs(forward_s=0.010, backward_s=0.021, transfer_s=0.001).transfer_s
+        0.001
 
     Attributes:
         forward_s: seconds of one stage's forward for one micro-batch.
@@ -108,8 +112,8 @@ class UniformCosts(_Named):
             (arXiv 2401.10241, section 2).
     """
 
-    forward_s: float
-    backward_s: float
+    forward_s: float = 1.0
+    backward_s: float = 2.0
     transfer_s: float = 0.0
     unshard_s: float = 0.0
     reduce_s: float = 0.0
@@ -132,7 +136,11 @@ class UniformCosts(_Named):
 
 @dataclass(frozen=True)
 class StageCosts(_Named):
-    """Every stage its own, such as measured ones.
+    """Seconds of each action where each stage has its own, such as measured ones.
+
+    Examples:
+        >>> StageCosts(forward_s=(1.0, 1.5), backward_s=(2.0, 3.0)).over_s(boundary=0)
+        0.0
 
     Attributes:
         forward_s: for each stage, seconds of its forward for one micro-batch.

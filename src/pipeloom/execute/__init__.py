@@ -1,1 +1,1 @@
-"""Schedule + stages + batch -> trace: transports, stages and the interpreter. Needs torch."""
+"""Executes schedules on torch: stages, transports and the interpreter of a rank's row."""

@@ -1,4 +1,4 @@
-"""What spans are measured with: the host's clock, or events on a CUDA stream."""
+"""Clocks of traces: the host's clock, or events on a CUDA stream."""
 
 import time
 from typing import Any
@@ -6,21 +6,21 @@ from typing import Any
 import torch
 
 Mark = Any
-"""A point in time that a clock can turn into seconds; its type is the clock's own."""
+"""A point in time; its type depends on the clock."""
 
 
 class Clock:
-    """The host's monotonic clock, which all processes of a host share: right where a call returns when work is done."""
+    """The host's monotonic clock, which all processes of a host share; for calls that return after the work."""
 
     def mark(self) -> Mark:
-        """Now, in the order of the work."""
+        """A mark of this moment."""
         return time.perf_counter()
 
     def wait(self, mark: Mark) -> None:
-        """Wait on the host until a mark is in the past."""
+        """Wait on the host until a mark has passed."""
 
     def settle(self) -> None:
-        """Wait until all marks are in the past."""
+        """Wait until all marks have passed."""
 
     def seconds(self, mark: Mark) -> float:
         """Seconds of a mark, on the host's clock; call ``settle`` first."""
@@ -28,7 +28,7 @@ class Clock:
 
 
 class CudaClock(Clock):
-    """Events on the current CUDA stream: marks are taken when the device gets there, not when the host does.
+    """Events on the current CUDA stream: a mark is the time at which the device reaches it.
 
     Args:
         device: index of the CUDA device.
@@ -37,19 +37,19 @@ class CudaClock(Clock):
     def __init__(self, device: int) -> None:
         self._device = torch.device("cuda", device)
         self._origin = self.mark()
-        # The event and the host's clock are read when nothing is under way, so that they mean one moment.
+        # The event and the host's clock are read on an idle device, so that both are the same moment.
         torch.cuda.synchronize(self._device)
         self._origin_s = time.perf_counter()
 
     def mark(self) -> Mark:
-        """An event behind all work issued so far."""
+        """An event behind all work that has been issued."""
         # Without timing, events are cheaper, but have no elapsed_time.
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def wait(self, mark: Mark) -> None:
-        """Wait until the device gets there."""
+        """Wait until the device has reached the event."""
         mark.synchronize()
 
     def settle(self) -> None:

@@ -1,7 +1,7 @@
-"""The interpreter: one rank's row, action by action. It has no schedule's name in it, and no kind's.
+"""The interpreter of one rank's row. It contains no name of a schedule or of a kind of action.
 
-It runs the same schedule value that the simulator runs, by the same dependency relation, and returns the
-same kind of trace. What an action does is in the part that runs its kind (``parts/``).
+It takes the schedule that the simulator takes, follows the same dependency relation, and returns the same type of
+trace. The parts (``parts/``) implement the kinds of actions.
 """
 
 import sys
@@ -24,12 +24,11 @@ from pipeloom.trace import Span, Spans, Trace
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one rank has from a step.
+    """Result of a step on one rank.
 
     Attributes:
-        outputs: by micro-batch what the objective returned, added up over its slices; empty on ranks without the last
-            stage.
-        held: most gathered weights, unreduced gradients and stage inputs of the step, and bytes for backwards.
+        outputs: for each micro-batch the objective's result, summed over slices; empty on ranks without the last stage.
+        held: peaks of gathered weights, unreduced gradients, stage inputs and activation bytes.
         record: makes the trace, which only few steps need.
     """
 
@@ -39,12 +38,12 @@ class StepResult:
 
     @cached_property
     def trace(self) -> Trace:
-        """What this rank did and when."""
+        """Start and end of each of the rank's actions."""
         return self.record()
 
 
 Steps = Generator[UnderWay, None, StepResult]
-"""A rank under way: yields what it waits for, returns what came of it."""
+"""A step in progress: yields operations that it waits for, returns the result."""
 
 
 class Executor:
@@ -53,13 +52,13 @@ class Executor:
     Args:
         schedule: with communication.
         rank: the pipeline rank.
-        parts: what runs its actions. What several parts do at one slot is done in their order.
+        parts: implement its actions; several parts at one slot run in this order.
         transport: to the other ranks.
-        clock: what spans are measured with.
-        run_ahead: compute actions that the host may issue before the device has done them, at least 1.
+        clock: of the trace.
+        run_ahead: most compute actions that the host may issue before the device has finished them, at least 1.
 
     Raises:
-        UserError: the schedule is compute-only, has kinds of actions that no part runs, or a part refuses it.
+        UserError: the schedule is compute-only, has kinds of actions that no part implements, or a part refuses it.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Executor:
         self._row = RankRow(schedule, rank, transport)
         self._actions = self._row.actions
         assert len(part_of) == sum(len(part.kinds) for part in parts), "two parts run one kind"
-        # By slot, not by kind: a step looks nothing up that the row has decided.
+        # By slot, not by kind, so that a step needs no look-ups that the row decides once.
         self._part_at = [part_of[action.kind] for action in self._actions]
         self._computes = [lane == COMPUTE_LANE for lane in self._row.lanes]
         for part in parts:
@@ -99,18 +98,18 @@ class Executor:
 
         Args:
             inputs: the first stage's input for each micro-batch, or for each of its slices, micro-batch by micro-batch;
-                other ranks may pass nothing.
-            objective: applied to the last stage's output; other ranks may pass ``None``.
+                empty on other ranks.
+            objective: applied to the last stage's output; ``None`` on other ranks.
 
         Yields:
-            What the next action waits for and what is not done. Whoever drives the rank resumes it when that is
-            done: it may wait, or run another rank meanwhile.
+            An unfinished operation that the next action waits for. The caller resumes the generator when it is
+            finished: it may block, or run another rank in the meantime.
 
         Returns:
             Outputs and trace.
 
         Raises:
-            RunError: an action failed; names it and shows the rows around it.
+            RunError: an action failed; contains its text and the rows around it.
         """
         self._begin(inputs, objective)
         for part in self.parts:
@@ -145,27 +144,27 @@ class Executor:
         timeout_s: float = 60.0,
         positions: Callable[[], str] | None = None,
     ) -> StepResult:
-        """``steps`` in a process of its own, which waits for the other ranks where it must.
+        """Run ``steps`` and block wherever it waits for another rank.
 
         Args:
             inputs: as of ``steps``.
             objective: as of ``steps``.
             timeout_s: longest wait for one tensor.
-            positions: returns where all ranks are, for the message of a stall.
+            positions: returns the positions of all ranks, for the message of a stall.
 
         Raises:
-            StallError: a tensor did not come in time.
+            StallError: a tensor did not arrive within ``timeout_s``.
             RunError: an action failed.
         """
         try:
             return self._wait_through(self.steps(inputs, objective), timeout_s, positions)
         except BaseException as error:
             try:
-                if isinstance(error, PeerLostError | StallError):  # what failed beside the row may be what led to it
+                if isinstance(error, PeerLostError | StallError):  # a failed service may be the cause
                     self.check_services()
                 raise
             finally:
-                # Tensors of a failed step would be taken for those of the next one.
+                # Tensors of a failed step must not be received in the next one.
                 self.forget()
 
     def _wait_through(self, steps: Steps, timeout_s: float, positions: Callable[[], str] | None) -> StepResult:
@@ -199,8 +198,8 @@ class Executor:
                 self._take(other)
             computes = self._computes[slot]
             if computes and len(self._marks) >= self._run_ahead:
-                # Each action that is issued holds memory on the device: without a
-                # limit a host that is ahead would fill it.
+                # Each issued action holds memory of the device: without a limit a
+                # host that is far ahead would fill it.
                 self._clock.wait(self._marks[-self._run_ahead][2])
             # Behind this mark, so that what parts do for an action, such as to clear
             # the buffer of a gradient, is part of its span.
@@ -218,14 +217,14 @@ class Executor:
             self._marks.append((self._actions[slot], begin, self._clock.mark()))
 
     def _take(self, slot: int) -> None:
-        """Use what the action of an earlier slot brought, which has ended."""
-        # It has let go of its tensor and stays for its times: most traces are never
-        # made, so that nothing is written down here.
+        """Pass the result of an action that has ended to its part."""
+        # The operation is kept for its times, without its tensor: most traces are
+        # never made, so nothing is recorded here.
         ended = self._done[slot] = self._under_way.pop(slot)
         self._part_at[slot].take(self._row, slot, ended.take())
 
     def _rest(self) -> Iterator[UnderWay]:
-        """Wait for what no action has waited for."""
+        """Wait for operations that no action has waited for."""
         # A copy: taking a result removes it.
         for slot in list(self._under_way):
             yield from self._until_done(slot, self._under_way[slot])
@@ -241,10 +240,10 @@ class Executor:
             self._waits_for = None
 
     def check_services(self) -> None:
-        """Raise what has gone wrong in what this rank does for others, beside its row.
+        """Raise the error of a failed service, which is work for other ranks beside the row.
 
         Raises:
-            RunError: names it.
+            RunError: names the service.
         """
         for service in self._services:
             try:
@@ -254,7 +253,7 @@ class Executor:
                 raise self._explained(service.what, error) from error
 
     def _explained(self, what: str, error: Exception) -> RunError:
-        """An error with what was done and the rows around it; some errors keep their type, by which others decide."""
+        """An error with the action and the rows around it; errors that callers handle keep their type."""
         place = f"rank {self.rank}, slot {self._slot}, {what}"
         rows = window(self.schedule.rows, self.rank, self._slot)
         if isinstance(error, (PeerLostError, StallError, BoundaryError)):
@@ -262,8 +261,8 @@ class Executor:
         return ActionError(f"{place} failed: {type(error).__name__}: {error}\n{rows}")
 
     def position(self) -> str:
-        """Where the rank stands, for people: slot, action, and what it waits for."""
-        slot, waits_for = self._slot, self._waits_for  # read once: another thread may ask meanwhile
+        """The rank's position as text: slot, action, and what it waits for."""
+        slot, waits_for = self._slot, self._waits_for  # read once: other threads call this
         if slot >= len(self._actions):
             place = f"at the end of its {len(self._actions)} actions"
         else:
@@ -276,7 +275,7 @@ class Executor:
         return f"rank {self.rank} is {place}, waiting for {self._actions[waits_for]} with {others}"
 
     def forget(self) -> None:
-        """Drop what a failed step left behind. Lanes with threads stay failed: over processes no step can follow."""
+        """Reset after a failed step. Lanes with threads stay failed: between processes no further step is possible."""
         for part in self.parts:
             part.forget()
         # Inputs and outputs of the step must not live until the next one.
@@ -292,10 +291,10 @@ class Executor:
 
 
 def _awaited(row: RankRow, part_at: Sequence[Part]) -> list[tuple[int, ...]]:
-    """For each slot the earlier ones beside compute whose end its action waits for, by the dependency relation.
+    """For each slot the earlier slots of other lanes whose end its action waits for, by the dependency relation.
 
-    Each is named once, at the first action that waits for it: later ones are issued later. A lane keeps the order of
-    its own actions, and jobs that wait for each other by themselves need nobody who waits before they start.
+    Each is listed once, at the first action that waits for it, since later ones are issued later. Actions of one lane
+    are in order anyway, and jobs that wait for each other on their lanes need no wait before they start.
     """
     seen: set[int] = set()
     awaited: list[tuple[int, ...]] = []

@@ -1,6 +1,6 @@
-"""Lanes of a rank: each runs jobs in the order of the row, one at a time, beside compute.
+"""Lanes of a rank: each runs jobs in row order, one at a time, concurrently with compute.
 
-A lane is a thread that waits (gloo), a stream (CUDA), or a thread that issues work on a stream.
+A lane is a thread that blocks (gloo), a stream (CUDA), or a thread that issues work on a stream.
 """
 
 import queue
@@ -16,26 +16,26 @@ from pipeloom.execute.communication.transport import UnderWay
 
 
 class Lane:
-    """Runs jobs one after the other."""
+    """Runs jobs one at a time."""
 
     def start(self, job: Job) -> UnderWay:
-        """Run a job behind those that were started before."""
+        """Run a job after those that were started before."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Let the thread end, if there is one; jobs under way are abandoned."""
+        """End the thread, if there is one; unfinished jobs are abandoned."""
 
 
 class ThreadLane(Lane):
-    """A thread that runs the jobs: on gloo, a collective is over when somebody has waited for it.
+    """A thread that runs the jobs: a gloo collective completes only in a call that waits for it.
 
-    Behind a job that failed all others fail as it did: the other ranks would not come to them. So an executor over
+    After a failed job all later ones fail with its error, since the other ranks do not run them. So an executor over
     processes ends with its first failure.
 
     Args:
-        clock: what spans are measured with.
+        clock: of the trace.
         name: of the thread.
-        stream: a CUDA stream on which the jobs issue their work, where they have some.
+        stream: CUDA stream on which the jobs issue work; ``None`` without one.
     """
 
     def __init__(self, clock: Clock, name: str = "data-parallel", stream: Any = None) -> None:
@@ -55,7 +55,7 @@ class ThreadLane(Lane):
         return under_way
 
     def close(self) -> None:
-        """Let the thread end."""
+        """End the thread."""
         self._queue.put(None)
 
     def _run(self) -> None:
@@ -72,7 +72,7 @@ class ThreadLane(Lane):
             under_way.begin = self._clock.mark()
             try:
                 if failed is not None:
-                    raise failed  # noqa: TRY301  the other ranks would not come to what follows
+                    raise failed  # noqa: TRY301  the other ranks do not run the jobs that follow
                 for finish in job:
                     finish()
             except Exception as error:
@@ -83,7 +83,7 @@ class ThreadLane(Lane):
 
 
 class _ThreadJob(UnderWay):
-    """A job that the lane's thread runs."""
+    """A job of the lane's thread."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -102,14 +102,14 @@ class _ThreadJob(UnderWay):
 
 
 class WaitingStreamLane(ThreadLane):
-    """A CUDA stream whose jobs may wait on the host: a thread issues them, and compute is issued meanwhile.
+    """A CUDA stream whose jobs may block the host: a thread issues them while the rank's thread issues compute.
 
-    A job begins when the compute issued before it has ended; compute waits for it as for that of a ``StreamLane``.
+    A job begins after the compute that was issued before it; compute waits for it as for a job of a ``StreamLane``.
 
     Args:
-        clock: what spans are measured with; marks the current stream.
+        clock: of the trace; marks the current stream.
         name: of the thread.
-        stream: that the jobs issue their work on.
+        stream: on which the jobs issue work.
     """
 
     def start(self, job: Job) -> UnderWay:
@@ -126,7 +126,7 @@ class WaitingStreamLane(ThreadLane):
 
 
 class _IssuedJob(_ThreadJob):
-    """A job that a thread issues and the device then orders."""
+    """A job that a thread issues and the device orders."""
 
     event: Any = None
 
@@ -134,7 +134,7 @@ class _IssuedJob(_ThreadJob):
         return self.wait(0.0)
 
     def wait(self, timeout_s: float) -> bool:
-        """The host waits until it is issued, the current stream until it is done."""
+        """Block the host until the job is issued, and the current stream until it is finished."""
         if not self.done.wait(timeout_s):
             return False
         if self.event is not None:  # none where it failed
@@ -143,10 +143,10 @@ class _IssuedJob(_ThreadJob):
 
 
 class StreamLane(Lane):
-    """A CUDA stream: a job begins when the compute issued before it has ended, and the host never waits.
+    """A CUDA stream: a job begins after the compute that was issued before it; the host never blocks.
 
     Args:
-        clock: what spans are measured with; marks the current stream.
+        clock: of the trace; marks the current stream.
         device: index of the CUDA device.
     """
 
@@ -156,7 +156,7 @@ class StreamLane(Lane):
 
     def start(self, job: Job) -> UnderWay:
         """Issue a job on the stream."""
-        # What the job reads was made by compute that is issued, not done.
+        # The job reads results of compute that is issued, not finished.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             begin = self._clock.mark()
@@ -169,7 +169,7 @@ class StreamLane(Lane):
 
 
 class _StreamJob(UnderWay):
-    """A job that the device orders: compute works behind its event."""
+    """A job that the device orders by an event."""
 
     def __init__(self, event: Any, begin: Mark, end: Mark) -> None:
         self.begin, self.end = begin, end
@@ -181,14 +181,14 @@ class _StreamJob(UnderWay):
 
 
 class Lanes:
-    """The lanes of a rank by name, made when they are first used: streams on CUDA, else threads.
+    """The lanes of a rank by name, made at first use: streams on CUDA, otherwise threads.
 
     Args:
-        clock: what spans are measured with.
-        device: where stages live.
+        clock: of the trace.
+        device: of the stages.
 
     Attributes:
-        waits: whether lanes wait by themselves. Only those of tests, where all ranks share a thread, do not.
+        waits: whether lanes block by themselves; false only in tests, where all ranks share a thread.
     """
 
     waits = True
@@ -198,7 +198,7 @@ class Lanes:
         self._lanes: dict[str, Lane] = {}
 
     def lane(self, name: str, *, waits_on_host: bool = False) -> Lane:
-        """A lane of this rank's own actions; its jobs may wait on the host if ``waits_on_host``."""
+        """A lane of this rank's own actions; its jobs may block the host if ``waits_on_host``."""
         if name not in self._lanes:
             self._lanes[name] = self._new(name, waits_on_host=waits_on_host)
         return self._lanes[name]
@@ -211,14 +211,14 @@ class Lanes:
         return StreamLane(self.clock, self.device.index)
 
     def service(self, name: str) -> Lane:
-        """A lane for what is done for another rank."""
-        # A thread even on CUDA: somebody has to wait for what the other rank
-        # announces. Its copies need a stream beside that of compute.
+        """A lane for work that serves another rank."""
+        # A thread even on CUDA: it blocks until the other rank announces work.
+        # Its copies need a stream other than that of compute.
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         lane = self._lanes[name] = ThreadLane(self.clock, name, stream)
         return lane
 
     def close(self) -> None:
-        """Let threads end; jobs under way are abandoned."""
+        """End all threads; unfinished jobs are abandoned."""
         for lane in self._lanes.values():
             lane.close()

@@ -22,6 +22,11 @@ _MOST = 5
 class Rows:
     """The rows that a rule returns.
 
+    Examples:
+        >>> from pipeloom import Rows, backward, forward
+        >>> Rows([[forward(0, 0), backward(0, 0)]], max_stage_inputs=[1]).max_stage_inputs
+        [1]
+
     Attributes:
         rows: for each rank its compute actions: any sequence of actions; a ``Row`` is the fastest to make.
         max_stage_inputs: for each rank the most stage inputs that it holds; verified.

@@ -6,7 +6,6 @@ lowering, simulation, pictures and training take the schedule that it returns.
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
 
 from pipeloom.errors import ConfigError, FamilyError
 from pipeloom.families.check_rows import Rows, checked_rows, naming_family, place_of
@@ -21,6 +20,12 @@ from pipeloom.terminal.words import count, format_bytes, unknown_name
 @dataclass(frozen=True)
 class Request:
     """Sizes for which a family makes rows.
+
+    Examples:
+        >>> from pipeloom import Placement, Request
+        >>> request = Request(Placement.looped(num_ranks=2, loops=2), num_microbatches=4, group_size=2)
+        >>> request.local_stages(0), request.loops
+        ((0, 2), 2)
 
     Attributes:
         placement: stage -> pipeline rank.
@@ -67,6 +72,17 @@ class Family:
     """A named rule that makes schedules.
 
     ``@family("name", is_looped=True)`` over a rule registers it.
+
+    Examples:
+        >>> from pipeloom import Request, Rows, backward, family, forward, make_schedule
+        >>> @family("one-by-one", is_looped=False)
+        ... def one_by_one(request: Request) -> Rows:
+        ...     "Each micro-batch goes forward and back before the next one starts."
+        ...     ranks, microbatches = range(request.placement.num_ranks), range(request.num_microbatches)
+        ...     rows = [[step(rank, m) for m in microbatches for step in (forward, backward)] for rank in ranks]
+        ...     return Rows(rows, max_stage_inputs=[1] * len(rows))
+        >>> make_schedule("one-by-one", pp=2, num_microbatches=4)
+        Schedule(2 stages on 2 ranks, 4 micro-batches, 16 actions, level compute)
 
     Attributes:
         name: as the command line spells it.
@@ -331,16 +347,74 @@ class Choice:
             return closed_form(self._request)
 
 
-def make_schedule(name: str, **sizes: Any) -> Schedule:
-    """Make the compute-only schedule ``Choice(family=name, ...)``."""
-    return Choice(family=name, **sizes).make()
+def make_schedule(
+    family: str,
+    *,
+    pp: int,
+    num_microbatches: int,
+    loops: int | None = None,
+    group_size: int | None = None,
+    placement: str | None = None,
+    num_slices: int = 1,
+    keep: tuple[int, ...] | None = None,
+) -> Schedule:
+    """Make a family's schedule: the compute actions of each pipeline rank, verified.
+
+    Examples:
+        >>> from pipeloom import format_schedule, make_schedule
+        >>> print(format_schedule(make_schedule("1f1b", pp=2, num_microbatches=3)))
+        max_stage_inputs = 2 1
+        0F0 0F1 0B0 0F2 0B1 0B2
+        1F0 1B0 1F1 1B1 1F2 1B2
+        <BLANKLINE>
+
+    Args:
+        family: such as ``"breadth-first"``; ``pipeloom families`` lists them.
+        pp: pipeline ranks.
+        num_microbatches: micro-batches of a step.
+        loops: stages on each pipeline rank; ``None``: as many as the family takes, else 1.
+        group_size: see ``Choice``.
+        placement: stage -> rank: ``"looped"``, ``"v"`` or ``"linear"``; ``None``: the family's own, else looped.
+        num_slices: token slices of a micro-batch.
+        keep: for each rank the stage inputs that are kept whole; the others are recomputed. ``None``: all.
+
+    Raises:
+        ConfigError: with all problems of the sizes.
+        FamilyError: the family raises, or returns something else than rows of actions.
+    """
+    return Choice(
+        family=family,
+        pp=pp,
+        num_microbatches=num_microbatches,
+        loops=default_loops(family) if loops is None else loops,
+        group_size=group_size,
+        placement=placement,
+        num_slices=num_slices,
+        keep=keep,
+    ).make()
+
+
+def default_loops(family: str) -> int:
+    """Stages on each rank where nobody chose them: the only number that the family takes, else 1."""
+    known = FAMILIES.get(family)
+    return (known.loops if known is not None else None) or 1
 
 
 def forward(stage: int, microbatch: int) -> Action:
-    """``{stage}F{microbatch}``."""
+    """The forward of a micro-batch on a stage.
+
+    Examples:
+        >>> print(forward(2, 0))
+        2F0
+    """
     return Action(Kind.FORWARD, stage, microbatch)
 
 
 def backward(stage: int, microbatch: int) -> Action:
-    """``{stage}B{microbatch}``."""
+    """The whole backward of a micro-batch on a stage.
+
+    Examples:
+        >>> print(backward(2, 0))
+        2B0
+    """
     return Action(Kind.BACKWARD, stage, microbatch)

@@ -8,7 +8,7 @@ from statistics import mean, median
 
 import numpy as np
 
-from pipeloom.cost.costs import Costs, StageCosts
+from pipeloom.cost.costs import ActionCosts, StageCosts
 from pipeloom.cost.slices import SliceCosts
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.transport import Transport, UnderWay, finish
@@ -44,7 +44,7 @@ class Profile:
     slices: tuple[StageCosts, ...] = ()
 
     @property
-    def action_costs(self) -> Costs:
+    def action_costs(self) -> ActionCosts:
         """Of the actions of the schedule."""
         return SliceCosts(self.costs, self.slices) if self.slices else self.costs
 

@@ -11,12 +11,19 @@ from pipeloom.schedule.schedule import Level, Schedule
 
 
 def lower(schedule: Schedule, receive_buffers: int = 2) -> Schedule:
-    """Add a send and a receive for every tensor that changes rank.
+    r"""Add a send and a receive for every tensor that changes rank.
 
     A send follows the compute action whose result it sends. A receive is posted as soon as its rank has a free buffer
     for the directed edge, in the order of the sends. It takes a buffer when it is posted; the compute action that uses
     the tensor frees it. Where the order of the sends forces a receive before a buffer is free, the order takes
     precedence, since anything else would deadlock.
+
+    Examples:
+        >>> from pipeloom import format_schedule, lower, parse_schedule
+        >>> print(format_schedule(lower(parse_schedule("0F0 0B0\n1F0 1B0"))))
+        0RECV_B0 0F0 0SEND_F0 0B0
+        1RECV_F0 1F0 1B0 1SEND_B0
+        <BLANKLINE>
 
     Args:
         schedule: at any level; one with communication is returned as it is.

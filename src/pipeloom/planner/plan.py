@@ -1,22 +1,35 @@
 """A plan: the best layouts of a question, why the first one wins, what would change it, and advice."""
 
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from math import inf
+from typing import Any
 
+from pipeloom.catalog import load_cluster, load_model, load_software
+from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.software import Software, with_optimizer
+from pipeloom.errors import ConfigError
 from pipeloom.planner.advice import advice, on_plain
 from pipeloom.planner.comparison import Change, Rival, changes, is_faster, rivals
 from pipeloom.planner.error_bar import ErrorBar, error_bar
 from pipeloom.planner.goal import Merit
 from pipeloom.planner.no_answer import Closest, closest, no_layout, ways_out
-from pipeloom.planner.question import Question
+from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.search import Counts, Found, Progress, Search
-from pipeloom.planner.strategies import STRATEGIES
+from pipeloom.planner.strategies import STRATEGIES, with_strategies
+from pipeloom.predict.describe import asked_precision, load_or_note
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.system.stopping import Reason, Stop
+from pipeloom.terminal.words import count as count_of
+from pipeloom.terminal.words import seconds, unknown_name
+from pipeloom.workload.dtypes import Dtype
+from pipeloom.workload.model import ModelShape
+from pipeloom.workload.optimizers import Optimizer
+from pipeloom.workload.run import Attention
 
 
-@dataclass
+@dataclass(repr=False)
 class Plan:
     """The answer to a question, as far as it is made.
 
@@ -44,13 +57,88 @@ class Plan:
     closest: Closest | None = None
     stopped: Reason | None = None
 
+    def __repr__(self) -> str:
+        """Number of layouts, and the fastest."""
+        found = f"{count_of(len(self.steps), 'layout')}; best: {self.best}" if self.steps else "no layout"
+        proof = "" if self.open_bound_s is None else f", nothing is faster than {seconds(self.open_bound_s)}"
+        return f"Plan({found}{proof})"
+
     @property
     def best(self) -> SimulatedStep | None:
         """The fastest; ``None`` if nothing fits."""
         return self.steps[0] if self.steps else None
 
 
-def make_plan(
+def make_question(
+    model: str | ModelShape,
+    cluster: str | Cluster,
+    *,
+    num_devices: int,
+    global_batch: int,
+    seq: int,
+    software: str | Software = "pipeloom",
+    dtype: Dtype | None = None,
+    attention: Attention = "flash2",
+    fused_norm: bool = True,
+    optimizer: Optimizer | None = None,
+    **limits: Sequence[Any],
+) -> Question:
+    """Make the question which layout trains a model fastest on a cluster; ``plan`` answers it.
+
+    Examples:
+        >>> from pipeloom import make_question
+        >>> make_question("gpt-6.6b", "dgx-a100", num_devices=16, global_batch=64, seq=1024, pp=(4, 8))
+        Question(gpt-6.6b on 16 devices of dgx-a100, 64 sequences of 1,024 tokens in bfloat16, limits: pp)
+
+    Args:
+        model: a name of the catalog, a file (.toml, or a Hugging Face config.json), or its sizes.
+        cluster: a name of the catalog, a file, or a cluster.
+        num_devices: of the run; a layout uses all of them.
+        global_batch: sequences of a step.
+        seq: tokens of a sequence.
+        software: the training program: a name of the catalog, a file, or a program.
+        dtype: of weights and activations; ``None``: bfloat16 on GPUs, or float16 where they lack it, float32 on CPUs.
+        attention: the kernel.
+        fused_norm: whether a norm is one kernel.
+        optimizer: that the program updates with; ``None``: AdamW.
+        limits: what may be chosen, by the attributes of ``Limits``, such as ``pp=(4, 8)``; all else may be anything.
+
+    Raises:
+        ConfigError: everything that is wrong.
+    """
+    problems = _limit_problems(limits)
+    shape = load_or_note(lambda name: load_model(name, seq), model, problems) if isinstance(model, str) else model
+    machine = load_or_note(load_cluster, cluster, problems) if isinstance(cluster, str) else cluster
+    program = load_or_note(load_software, software, problems) if isinstance(software, str) else software
+    if problems or shape is None or machine is None or program is None:
+        raise ConfigError(problems, "the question")
+    return Question(
+        shape=shape,
+        cluster=machine,
+        software=with_strategies(program if optimizer is None else with_optimizer(program, optimizer)),
+        num_devices=num_devices,
+        global_batch=global_batch,
+        seq=seq,
+        precision=asked_precision(dtype, machine, num_devices),
+        attention=attention,
+        fused_norm=fused_norm,
+        limits=Limits(**{name: tuple(among) for name, among in limits.items()}),
+        has_default_dtype=dtype is None,
+    )
+
+
+def _limit_problems(limits: Mapping[str, object]) -> list[str]:
+    """A sentence for each name that limits nothing, and for each value that is no sequence of choices."""
+    known = [item.name for item in fields(Limits)]
+    problems = [unknown_name("limit", name, known) for name in limits if name not in known]
+    return problems + [
+        f"{name} must be a sequence of what may be chosen, such as ({among!r},), found {among!r}"
+        for name, among in limits.items()
+        if isinstance(among, str) or not isinstance(among, Sequence)
+    ]
+
+
+def plan(
     question: Question,
     count: int = 10,
     *,
@@ -58,7 +146,13 @@ def make_plan(
     explains: bool = True,
     progress: Progress | None = None,
 ) -> Plan:
-    """Answer a question.
+    """Find the fastest layouts of a question, with a proof that nothing is faster, rivals, changes and advice.
+
+    Examples:
+        >>> from pipeloom import make_question, plan
+        >>> question = make_question("gpt-6.6b", "dgx-a100", num_devices=8, global_batch=16, seq=512, tp=(1,), pp=(8,))
+        >>> plan(question, count=1, explains=False).best.knobs.choice.family
+        'interleaved-zb'
 
     In the main thread the time limit holds in every part of it, and Ctrl-C ends it: the answer is then what there is.
 
@@ -74,13 +168,13 @@ def make_plan(
     """
     deadline = inf if budget_s is None else time.monotonic() + budget_s
     searching = Search(question, progress=progress)
-    plan = Plan(question, error_bar(question.cluster, question.software))
+    answer = Plan(question, error_bar(question.cluster, question.software))
     stop = Stop(None if budget_s is None else deadline)
-    stop.run(lambda: _answer(plan, searching, count, deadline, explains=explains))
-    plan.stopped = stop.reason
-    if not plan.counts.layouts:  # it ended in the middle of the search
-        _take(plan, searching.so_far())
-    return plan
+    stop.run(lambda: _answer(answer, searching, count, deadline, explains=explains))
+    answer.stopped = stop.reason
+    if not answer.counts.layouts:  # it ended in the middle of the search
+        _take(answer, searching.so_far())
+    return answer
 
 
 def _take(plan: Plan, found: Found) -> None:

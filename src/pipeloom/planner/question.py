@@ -12,7 +12,7 @@ from pipeloom.errors import ConfigError
 from pipeloom.families import FAMILIES
 from pipeloom.planner.bounds import Bounds
 from pipeloom.predict.describe import dtype_problem
-from pipeloom.terminal.words import did_you_mean
+from pipeloom.terminal.words import count, did_you_mean
 from pipeloom.workload.dtypes import Precision, dtype_of
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.model import ModelShape
@@ -56,9 +56,15 @@ class Limits:
         return [item.name for item in fields(self) if getattr(self, item.name) is not None]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Question:
-    """What is to be trained, where, and on how many devices.
+    """What is to be trained, where, and on how many devices. ``make_question`` takes names of the catalog.
+
+    Examples:
+        >>> from pipeloom import make_question
+        >>> question = make_question("gpt-6.6b", "dgx-a100", num_devices=16, global_batch=64, seq=1024)
+        >>> question.limited(pp=(4, 8))
+        Question(gpt-6.6b on 16 devices of dgx-a100, 64 sequences of 1,024 tokens in bfloat16, limits: pp)
 
     Attributes:
         shape: the model.
@@ -85,6 +91,13 @@ class Question:
     fused_norm: bool = True
     limits: Limits = field(default_factory=Limits)
     has_default_dtype: bool = False
+
+    def __repr__(self) -> str:
+        """Model, cluster and sizes."""
+        batch = f"{count(self.global_batch, 'sequence')} of {count(self.seq, 'token')} in {dtype_of(self.precision)}"
+        limits = f", limits: {', '.join(self.limits.names)}" if self.limits.names else ""
+        where = f"{count(self.num_devices, 'device')} of {self.cluster.name}"
+        return f"Question({self.shape.name or 'a model'} on {where}, {batch}{limits})"
 
     @cached_property
     def bounds(self) -> dict[tuple[Run, Cluster, bool], Bounds]:

@@ -209,7 +209,8 @@ class SlicePlan(SlicedStep):
     """The slices with which a step is fastest.
 
     Attributes:
-        even: steps with even slices, by their number; first whole sequences.
+        even: steps with even slices, by their number, first whole sequences; without those that a schedule's budget or
+            family refuses.
     """
 
     even: tuple[SlicedStep, ...]
@@ -241,7 +242,7 @@ def plan_slices(placed: Placed, knobs: Knobs, unit: int | None = None, *, moves_
 
     Raises:
         UserError: the unit does not divide the sequence, or tensor parallelism not the unit; or the run cannot be
-            simulated.
+            simulated in any slices.
     """
     run = placed.run
     if unit is not None and (unit < 1 or run.seq % unit or unit % run.tp):
@@ -257,10 +258,20 @@ def plan_slices(placed: Placed, knobs: Knobs, unit: int | None = None, *, moves_
         chosen = replace(knobs, choice=replace(knobs.choice, num_slices=len(lengths)))
         return simulate_step(placed.of(sliced), chosen, moves_by_seconds=moves_by_seconds)
 
-    best, _ = judged_slices(table, run.pp, rounds, lambda lengths: step_of(lengths).prediction.step_time_s)
+    def step_s(lengths: tuple[int, ...]) -> float:
+        try:
+            return step_of(lengths).prediction.step_time_s
+        except UserError:  # whole sequences, say, for which a budget is too small; the best of all raises it again
+            return np.inf
+
+    def step(one: Slicing) -> SlicedStep:
+        return SlicedStep(one.lengths, one.step_s(run.pp, rounds), step_of(one.lengths))
+
+    best, _ = judged_slices(table, run.pp, rounds, step_s)
+    found = step(best)
     even = [table.even(number) for number in _numbers(table.num_units)]
-    best_step, *even_steps = ((one.lengths, one.step_s(run.pp, rounds), step_of(one.lengths)) for one in (best, *even))
-    return SlicePlan(*best_step, tuple(SlicedStep(*one) for one in even_steps))
+    possible = tuple(step(one) for one in even if step_s(one.lengths) < np.inf)
+    return SlicePlan(found.lengths, found.formula_s, found.step, possible)
 
 
 def _numbers(num_units: int) -> list[int]:

@@ -5,8 +5,6 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -15,7 +13,7 @@ from pipeloom.analysis.memory import inputs_over_time
 from pipeloom.errors import ConfigError, PipeloomError, ScheduleError, UserError
 from pipeloom.export.torch_csv import format_torch_csv, parse_torch_csv
 from pipeloom.families import FAMILIES
-from pipeloom.plotting.draw import plot_timeline
+from pipeloom.plotting.draw import timelines_svg
 from pipeloom.report.contents import bubble_contents
 from pipeloom.report.over_time import chart
 from pipeloom.report.timeline import Unit, timeline_contents
@@ -108,10 +106,8 @@ def download(state: State, form: str) -> Download:
         return Download(f"{name}.txt", "text/plain", format_schedule(outcome.schedule))
     if form != "svg":
         raise UserError(f"expected svg, txt or csv, found {form!r}")
-    with TemporaryDirectory(prefix="pipeloom-") as folder:
-        file = Path(folder) / "schedule.svg"
-        plot_timeline(outcome.trace, [file], title=_title(trial, outcome.schedule), unit="units of cost")
-        return Download(f"{name}.svg", "image/svg+xml", file.read_text(encoding="utf-8"))
+    picture = timelines_svg({_title(trial, outcome.schedule): outcome.trace}, unit="units of cost", scale=1.0)
+    return Download(f"{name}.svg", "image/svg+xml", picture)
 
 
 def command_of(state: State) -> str:
@@ -170,14 +166,16 @@ def _read(state: State) -> tuple[Trial, str | None]:
         values = value if isinstance(value, list) else [value]
         if any(isinstance(one, int | float) and abs(one) > MOST_NUMBER for one in values):
             problems.append(f"{flag(name)} must be at most {MOST_NUMBER:,} in the playground, found {value!r:.60}")
+    wrong: dict[str, str] = {}
     chosen = {name: value for name, value in state.items() if name in known}
     try:
         trial = _TRIAL.validate_json(json.dumps(chosen), strict=True)
     except ValidationError as error:
-        by_field = {str(one["loc"][0]): one for one in reversed(error.errors(include_url=False))}
-        problems += [
-            f"{flag(name)}: {one['msg'].lower()}, found {chosen[name]!r:.60}" for name, one in by_field.items()
-        ]
+        for one in error.errors(include_url=False):
+            name = str(one["loc"][0])
+            # Of a field with several possible types each has a line; the first is enough.
+            wrong.setdefault(name, f"{flag(name)}: {one['msg'].lower()}, found {chosen[name]!r:.60}")
+        problems += wrong.values()
         trial = Trial()
     if not problems and (trial.family is None) == (text is None):
         problems.append("--family: expected a family or a schedule as text, and not both")
@@ -191,7 +189,9 @@ def _parsed(text: str) -> Schedule:
     return parse_torch_csv(text) if "," in text else parse_schedule(text)
 
 
-_FIELDS: tuple[tuple[str, str], ...] = (
+_FIELDS: tuple[tuple[str, str | None], ...] = (
+    ("no field '", None),
+    ("no schedule '", "family"),
     ("group size", "group_size"),
     ("token slice", "slices"),
     ("placement", "placement"),
@@ -246,7 +246,7 @@ def _contents(trial: Trial, outcome: Outcome, state: State) -> dict[str, Any]:
             "actions": schedule.num_actions,
             "rules": [[rule_name(rule), (rule.__doc__ or "").splitlines()[0]] for rule in RULES[schedule.level.value]],
         },
-        "timeline": timeline_contents(traces, {"simulated": trial.family or TYPED}, schedule.num_stages, UNITS),
+        "timeline": timeline_contents(traces, {"simulated": trial.family or TYPED}, UNITS),
         "bubble": bubble_contents({"simulated": outcome.accounts}, traces, _number, UNITS.name),
         "memory": {"by_rank": figures["peak_held"], "budget": trial.budget},
         "over_time": chart("Stage inputs over time", note, inputs, traces, peak="peak {:g}".format, unit=UNITS),

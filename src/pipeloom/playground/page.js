@@ -493,6 +493,7 @@ async function begin() {
   choices = await (await fetch("choices")).json();
   sides.push(new Side("A"));
   document.getElementById("sides").replaceChildren(sides[0].node);
+  document.getElementById("share").after(modeButton());
   document.getElementById("compare").addEventListener("click", () => setCompared(sides.length === 1));
   document.getElementById("share").addEventListener("click", share);
   window.addEventListener("hashchange", load);

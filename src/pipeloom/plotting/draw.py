@@ -3,20 +3,20 @@
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.errors import UserError
+from pipeloom.plotting.figure import headline, new_figure, plain, save, svg_text
 from pipeloom.plotting.labels import Label, place_labels
+from pipeloom.plotting.palette import BAND, PAPER, ROW, SERIES, Fill, channels, fill_of
 from pipeloom.schedule.action import Action
 from pipeloom.schedule.facts import Seconds
-from pipeloom.schedule.kinds import COMPUTE_LANE_KINDS, KINDS, LOAD_OF, OUT_OF, Kind, Shade
+from pipeloom.schedule.kinds import COMPUTE_LANE_KINDS, KINDS, LOAD_OF, OUT_OF
 from pipeloom.schedule.lanes import COMPUTE_LANE, DATA_PARALLEL_LANE, Lane
 from pipeloom.schedule.row import NO_MICROBATCH, Row
-from pipeloom.terminal.guard import printable
 from pipeloom.trace import Spans, Trace
 
 if TYPE_CHECKING:
@@ -28,9 +28,16 @@ FORMATS = ("png", "svg", "pdf")
 _MOST_LABELS = 1200
 _MOST_SHAPES = 20_000
 """Boxes that a picture of shapes has one by one; more of them are pixels there, too."""
-_MOST_INCHES, _MOST_NAMES = 44, 80
+_WIDTH, _ROW_INCHES = 10.5, 0.42
+"""Of a timeline: as wide as a page of the documentation at its own size, so that texts are read without zooming."""
+_MOST_INCHES, _MOST_NAMES = 34, 80
 """Height of all rows of a panel, and ranks that are named beside them: what 80 rows at full height take."""
+_MOST_TONES = 4
+"""Stages of a rank that the legend names one by one."""
+_SIZES = (7.0, 6.0, 5.5)
+"""Of labels in boxes of compute, in points."""
 _ROW_HEIGHT = 0.86
+_MARKERS = "os^vDPX*"
 _STRIP_HEIGHT = 0.2
 _STRIPS_HEIGHT = 0.4
 """Of all strips of a row together."""
@@ -40,7 +47,7 @@ def check_formats(files: Sequence[Path]) -> None:
     """Refuse files that no picture can be drawn to.
 
     Raises:
-        UserError: an ending is not known.
+        UserError: an ending is unknown.
     """
     for file in files:
         if file.suffix.lower().lstrip(".") not in FORMATS:
@@ -73,11 +80,10 @@ def excerpt(trace: Trace, most_ranks: int = 16, most_actions: int = 3000) -> tup
 
 
 def plot_timeline(trace: Trace, files: Sequence[Path], *, title: str, unit: str = "s", scale: float = 1.0) -> None:
-    """Draw a step the way the papers do: a row for each rank, color by stage, the micro-batch in each box.
+    """Draw a step as the papers do: a row for each rank, a box for each compute action, its micro-batch in the box.
 
-    Forwards are light, backwards dark. What else takes time has strips below each rank's compute: collectives, with
-    gathers of weights light and reductions of gradients dark; what leaves the rank for a partner or the host; what
-    comes back.
+    The color is the kind's, the tone that of the stage among the stages of its rank (``palette.py``). Strips below
+    a rank's compute show collectives, and what goes to a partner or the host and comes back.
 
     Args:
         trace: what to draw.
@@ -87,7 +93,7 @@ def plot_timeline(trace: Trace, files: Sequence[Path], *, title: str, unit: str 
         scale: units for each second.
 
     Raises:
-        UserError: an ending is not known, or a file cannot be written.
+        UserError: an ending is unknown, or a file cannot be written.
     """
     plot_timelines({title: trace}, files, unit=unit, scale=scale)
 
@@ -97,12 +103,17 @@ def plot_timelines(traces: Mapping[str, Trace], files: Sequence[Path], *, unit: 
     check_formats(files)
     figure = _timelines_figure(traces, unit, scale)
     for file in files:
-        _save(figure, file)
+        save(figure, file)
+
+
+def timelines_svg(traces: Mapping[str, Trace], *, unit: str, scale: float) -> str:
+    """What ``plot_timelines`` draws, as the text of an SVG picture."""
+    return svg_text(_timelines_figure(traces, unit, scale))
 
 
 def _timelines_figure(traces: Mapping[str, Trace], unit: str, scale: float) -> "Figure":
-    rows = [1.4 + min(0.55 * trace.num_ranks, _MOST_INCHES) for trace in traces.values()]
-    figure = _new_figure(15, sum(rows))
+    rows = [0.75 + min(_ROW_INCHES * trace.num_ranks, _MOST_INCHES) for trace in traces.values()]
+    figure = new_figure(_WIDTH, 0.9 + sum(rows))
     panels = figure.subplots(len(traces), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     longest = max((trace.end_s - trace.start_s) * scale for trace in traces.values())
     for axes, (title, trace) in zip(panels, traces.items(), strict=True):
@@ -110,35 +121,47 @@ def _timelines_figure(traces: Mapping[str, Trace], unit: str, scale: float) -> "
         _set_axes(axes, trace, title)
         # matplotlib warns of an axis without length, which a trace without time would have.
         axes.set_xlim(0, max(longest, 1e-12))
-    _add_legend(figure, next(iter(traces.values())))
-    key = _key(traces.values())
-    strips = dict.fromkeys(name for trace in traces.values() for name in _strips(trace))
-    if strips:
-        key += f"; strip{'s' if len(strips) > 1 else ''} below: {'; '.join(_STRIPS[name] for name in strips)}"
-    panels[-1].set_xlabel(_headline(f"time ({unit}); {key}", 190))
+    panels[-1].set_xlabel(headline(f"time ({unit}){_numbers(traces.values())}", 110), fontsize=9)
+    _add_legend(figure, list(traces.values()))
     return figure
 
 
 def _set_axes(axes: "Axes", trace: Trace, title: str) -> None:
     named = range(0, trace.num_ranks, -(-trace.num_ranks // _MOST_NAMES))
     axes.set_yticks(named, [f"rank {rank}" for rank in named])
-    axes.set_title(_headline(title, 150), loc="left", fontsize=11)
+    axes.set_title(headline(title, 110), loc="left", fontsize=10)
     # From below to above: rank 0 is at the top, as the papers draw it.
     axes.set_ylim(trace.num_ranks - 0.5, -0.5)
     axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(labelsize=9)
     axes.tick_params(axis="y", length=0)
-    axes.set_facecolor("#f4f4f4")
+    axes.set_facecolor(ROW)
 
 
 def _draw_boxes(axes: "Axes", trace: Trace, scale: float, longest: float) -> None:
     spans, strips = trace.compute(), _strips(trace)
     strip_height = min(_STRIP_HEIGHT, _STRIPS_HEIGHT / max(len(strips), 1))
     height = _ROW_HEIGHT - strip_height * len(strips)
-    num_stages = 1 + int(spans.row.stage.max(initial=0))
-    bars = _Bars(axes, trace.start_s, scale, longest / 170, num_stages, with_labels=len(spans) <= _MOST_LABELS)
-    bars.draw(spans, 0.0, height)
+    points = 72 * (_WIDTH - 1) / max(longest, 1e-12)
+    bars = _Bars(axes, trace.start_s, scale, points, stage_places(trace), with_labels=len(spans) <= _MOST_LABELS)
+    bars.draw(spans, 0.0, height, _SIZES)
     for number, beside in enumerate(strips.values()):
-        bars.draw(beside, height + number * strip_height, strip_height)
+        bars.draw(beside, height + number * strip_height, strip_height, (5,))
+
+
+def stage_places(trace: Trace) -> dict[int, tuple[int, int]]:
+    """For each stage its number among the stages of its rank, and how many these are: what decides its tone."""
+    spans = trace.compute()
+    by_rank: dict[int, list[int]] = {}
+    for rank, stage in np.unique(np.stack([spans.rank, spans.row.stage], axis=1), axis=0).tolist():
+        by_rank.setdefault(rank, []).append(stage)
+    return {stage: (place, len(stages)) for stages in by_rank.values() for place, stage in enumerate(stages)}
+
+
+def box_fill(action: Action, places: Mapping[int, tuple[int, int]]) -> Fill:
+    """The colors of an action's box; only compute has tones, as other lanes have few boxes and no room for a key."""
+    place = places.get(action.stage, (0, 1)) if action.kind in COMPUTE_LANE_KINDS else (0, 1)
+    return fill_of(action.kind.color, *place)
 
 
 class _Bars(NamedTuple):
@@ -148,84 +171,97 @@ class _Bars(NamedTuple):
         axes: where to.
         start_s: where the time axis begins.
         scale: units for each second.
-        shortest: units of a box that has room for a label.
-        num_stages: decides the colors.
+        points: points of 1/72 inch for each unit.
+        places: of stages on their ranks, which decide the tones.
         with_labels: whether boxes with room for a label have one.
     """
 
     axes: "Axes"
     start_s: float
     scale: float
-    shortest: float
-    num_stages: int
+    points: float
+    places: Mapping[int, tuple[int, int]]
     with_labels: bool
 
-    def draw(self, spans: Spans, below: float, tall: float) -> None:
+    def draw(self, spans: Spans, below: float, tall: float, sizes: Sequence[float]) -> None:
         """Draw a box for each span, all as one: a figure of so many patches takes minutes.
 
         Args:
             spans: what to draw.
             below: where boxes begin in their row, from its top.
             tall: their height.
+            sizes: of labels, in points, from which that is taken with which many boxes have room for theirs.
         """
         from matplotlib.collections import PolyCollection
 
         left, right = ((at_s - self.start_s) * self.scale for at_s in (spans.start_s, spans.end_s))
         top = spans.rank.astype(np.float64) - _ROW_HEIGHT / 2 + below
         corners = [(left, top), (right, top), (right, top + tall), (left, top + tall)]
-        is_edged = (right - left >= self.shortest / 2) & self.with_labels
+        is_edged = ((right - left) * self.points >= 2) & self.with_labels
         boxes = PolyCollection(
             cast("Sequence[NDArray[np.float64]]", np.stack([np.stack(corner, 1) for corner in corners], 1)),
             facecolors=self._colors(spans.row),
-            edgecolors="white",
-            linewidths=np.where(is_edged, 0.4, 0.0),
+            edgecolors=PAPER,
+            linewidths=np.where(is_edged, 0.5, 0.0),
         )
         # A vector file with a shape for each of many boxes is larger than its pixels and slow to open.
         boxes.set_rasterized(len(spans) > _MOST_SHAPES)
         # The limits are set, and computing them takes every corner of every box.
         self.axes.add_collection(boxes, autolim=False)
         if self.with_labels:
-            self._label(spans, left, right - left, top + tall / 2)
+            self._label(spans, left, right - left, top + tall / 2, sizes)
 
     def _colors(self, row: Row) -> NDArray[np.float64]:
         """For each action the fill of its box."""
         # A color for each kind and stage, not for each box.
         which, number = np.unique(np.stack([row.kind, row.stage], axis=1), axis=0, return_inverse=True)
-        fills = [box_colors(Action(KINDS[kind], stage), self.num_stages)[0] for kind, stage in which.tolist()]
+        fills = [channels(box_fill(Action(KINDS[kind], stage), self.places).fill) for kind, stage in which.tolist()]
         return np.array(fills, np.float64).reshape(-1, 3)[number.reshape(-1)]
 
-    def _label(self, spans: Spans, left: Seconds, width: Seconds, middle: Seconds) -> None:
-        is_wide = width >= self.shortest * np.where(spans.row.slice > 0, 2, 1)
-        for place in np.flatnonzero(is_wide & (spans.row.microbatch != NO_MICROBATCH)).tolist():
-            span = spans[place]
-            self.axes.annotate(
-                str(span.action.microbatch) + (f".{span.action.slice}" if span.action.slice else ""),
-                (left[place] + width[place] / 2, middle[place]),
-                color=box_colors(span.action, self.num_stages)[1],
-                fontsize=7 if span.lane == COMPUTE_LANE else 5,
-                ha="center",
-                va="center",
-            )
+    def _label(self, spans: Spans, left: Seconds, width: Seconds, middle: Seconds, sizes: Sequence[float]) -> None:
+        actions = {
+            place: spans[place].action for place in np.flatnonzero(spans.row.microbatch != NO_MICROBATCH).tolist()
+        }
+        numbers = {
+            place: f"{one.microbatch}.{one.slice}" if one.slice else f"{one.microbatch}"
+            for place, one in actions.items()
+        }
+        names = {place: f"{one.kind.value}{numbers[place]}" for place, one in actions.items()}
+
+        def fits(texts: Mapping[int, str], size: float) -> list[bool]:
+            return [_em(text) * size + 2 <= width[place] * self.points for place, text in texts.items()]
+
+        # All boxes of a panel have letters or none: a mixture would look like two kinds of labels.
+        is_lettered = len(sizes) > 1 and all(fits(names, sizes[0]))
+        texts = names if is_lettered else numbers
+        # A smaller size for a few more labels would make all of them harder to read.
+        size = max(sizes, key=lambda one: sum(fits(texts, one)) / max(len(texts), 1) + 0.02 * one)
+        for (place, text), has_room in zip(texts.items(), fits(texts, size), strict=True):
+            if has_room:
+                self.axes.annotate(
+                    text,
+                    (left[place] + width[place] / 2, middle[place]),
+                    color=box_fill(actions[place], self.places).ink,
+                    fontsize=size,
+                    ha="center",
+                    va="center",
+                )
 
 
-def _key(traces: Iterable[Trace]) -> str:
-    """What the numbers in boxes and the shades of compute are."""
+def _em(text: str) -> float:
+    """Width of a label in units of its size, with digits and letters as wide as DejaVu Sans has them."""
+    return sum(0.32 if letter == "." else 0.64 for letter in text)
+
+
+def _numbers(traces: Iterable[Trace]) -> str:
+    """What the numbers in boxes are; empty if there are none."""
     rows = [trace.spans.row for trace in traces]
-    number = "micro-batch.slice" if any(row.slice.any() for row in rows) else "micro-batch"
-    others = [kind for kind in KINDS if kind in COMPUTE_LANE_KINDS - {Kind.FORWARD} and _has(rows, kind)]
-    shades = (f"{kind.shade.name.lower().replace('_', ' ')}: {kind.words}" for kind in (Kind.FORWARD, *others))
-    return f"number: {number}, color: stage, {', '.join(shades)}"
+    if not any(bool((row.microbatch != NO_MICROBATCH).any()) for row in rows):
+        return ""
+    return f"; number in a box: micro-batch{'.slice' if any(row.slice.any() for row in rows) else ''}"
 
 
-def _has(rows: Iterable[Row], kind: Kind) -> bool:
-    return any(bool(row.is_kind(kind).any()) for row in rows)
-
-
-_STRIPS = {
-    "collectives": "weights gathered (light), gradients reduced (dark)",
-    "out": "to the partner or the host (light)",
-    "back": "and from there (dark)",
-}
+_STRIPS = ("collectives", "out", "back")
 _STRIP_OF = {
     DATA_PARALLEL_LANE: "collectives",
     **{Lane(kind.lane): "out" for kind in LOAD_OF},
@@ -241,42 +277,70 @@ def _strips(trace: Trace) -> dict[str, Spans]:
     return {name: spans.take(is_in) for name, is_in in found.items() if is_in.any()}
 
 
-def box_colors(action: Action, num_stages: int) -> tuple[tuple[float, float, float], str]:
-    """Fill and ink of a box, of compute or beside it: the hue shows the stage, the shade the kind."""
-    import colorsys
+_KEYS = {
+    "forward": "F: forward",
+    "backward": "B: backward",
+    "input-gradient": "I: input gradient",
+    "weight-gradient": "W: weight gradient",
+    "recompute": "R: recomputed forward",
+    "update": "optimizer step",
+    "message": "message",
+    "gather": "weight gather",
+    "reduce": "gradient reduction",
+    "move": "move out, then back",
+}
 
-    shade = action.kind.shade
-    if shade is Shade.GRAY:
-        return (0.62, 0.62, 0.62), "#222222"
-    # 0.85 of the circle of hues, so that the last stage does not come back to the first one's color.
-    hue = 0.58 + 0.85 * action.stage / max(num_stages, 1)
-    if shade is Shade.LIGHT:
-        return colorsys.hls_to_rgb(hue % 1, shade / 100, 0.62), "#222222"
-    return colorsys.hls_to_rgb(hue % 1, shade / 100, 0.50), "white"
+
+def legend_names(traces: Sequence[Trace]) -> list[tuple[str, str]]:
+    """(category, text) of everything that is drawn, in the order of a legend."""
+    kinds = {KINDS[kind] for trace in traces for kind in np.unique(trace.spans.row.kind).tolist()}
+    drawn = {kind.color for kind in kinds}
+    return [(name, text) for name, text in _KEYS.items() if name in drawn]
 
 
-def _add_legend(figure: "Figure", trace: Trace) -> None:
+def legend_tones(trace: Trace) -> list[tuple[str, Fill]]:
+    """(stages, colors) of forwards, if ranks have several stages; of many the first and the last ones."""
+    stages: dict[tuple[int, int], list[int]] = {}
+    for stage, place in stage_places(trace).items():
+        stages.setdefault(place, []).append(stage)
+    if len(stages) <= 1:
+        return []
+    if len(stages) <= _MOST_TONES:
+        names = {place: f"stage{_span_of(sorted(stages[place]))}" for place in sorted(stages)}
+    else:
+        names = {min(stages): "first stage of a rank", max(stages): "last"}
+    return [(name, fill_of("forward", *place)) for place, name in names.items()]
+
+
+def _add_legend(figure: "Figure", traces: Sequence[Trace]) -> None:
+    """Below everything: the categories that are drawn, and the tones of the stages of a rank."""
     from matplotlib.patches import Patch
 
-    stages = np.unique(trace.compute().row.stage).tolist()
-    shown = stages if len(stages) <= 16 else [stages[0], stages[len(stages) // 2], stages[-1]]
-    shades = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-    kinds = [kind for kind in shades if _has([trace.spans.row], kind)]
-    handles = [
-        Patch(color=box_colors(Action(kind, stage, 0), 1 + stages[-1])[0], label=f"{stage}{kind.value}")
-        for stage in shown
-        for kind in kinds
-    ]
-    figure.legend(
-        handles=handles,
-        ncols=len(shown),
-        fontsize=7,
-        loc="outside upper right",
-        frameon=False,
-        handlelength=1,
-        handleheight=1,
-        columnspacing=0.8,
-    )
+    strips = [_strips(trace) for trace in traces]
+    # Messages have no boxes here, nor has anything that takes no time beside compute.
+    shown = [Trace(spans, 0) for found in strips for spans in found.values()]
+    shown += [Trace(trace.compute(), 0) for trace in traces]
+    entries = [(text, fill_of(name)) for name, text in legend_names(shown)] + legend_tones(traces[0])
+    handles = [Patch(facecolor=fill.fill, label=text) for text, fill in entries]
+    if handles:
+        # As many columns as fit: matplotlib's layout leaves room for the height of a legend, not for its width.
+        widest = max(len(text) for text, _ in entries) * 5 + 26
+        figure.legend(
+            handles=handles,
+            ncols=min(len(handles), max(1, int(_WIDTH * 72 / widest))),
+            fontsize=8,
+            loc="outside lower center",
+            frameon=False,
+            handlelength=1,
+            handleheight=1,
+            columnspacing=1.2,
+        )
+
+
+def _span_of(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f" {numbers[0]}"
+    return f"s {numbers[0]} to {numbers[-1]}"
 
 
 def plot_accuracy(points: Mapping[str, Sequence[tuple[float, float]]], file: Path) -> None:
@@ -287,13 +351,14 @@ def plot_accuracy(points: Mapping[str, Sequence[tuple[float, float]]], file: Pat
         file: where to; the ending names the format, ``FORMATS``.
 
     Raises:
-        UserError: the ending is not known, or the file cannot be written.
+        UserError: the ending is unknown, or the file cannot be written.
     """
     check_formats([file])
-    figure = _new_figure(7, 7)
+    figure = new_figure(7, 7)
     axes = figure.add_subplot()
-    for name, pairs in points.items():
-        axes.plot(*zip(*pairs, strict=True), "o", markersize=3, alpha=0.6, label=_plain(name))
+    for (name, pairs), marker, color in zip(points.items(), cycle(_MARKERS), cycle(SERIES), strict=False):
+        style = {"linestyle": "", "markersize": 4, "alpha": 0.7, "markeredgewidth": 0.3, "markeredgecolor": PAPER}
+        axes.plot(*zip(*pairs, strict=True), marker=marker, color=color, label=plain(name), **style)
     everything = [value for pairs in points.values() for pair in pairs for value in pair]
     if everything:
         # One range for both axes, so that the diagonal is where predictions are exact.
@@ -304,12 +369,11 @@ def plot_accuracy(points: Mapping[str, Sequence[tuple[float, float]]], file: Pat
     axes.set(xscale="log", yscale="log", aspect="equal")
     axes.set(xlabel="measured step time (s)", ylabel="predicted step time (s)")
     axes.spines[["top", "right"]].set_visible(False)
-    _save(figure, file)
+    save(figure, file)
 
 
 Mark = tuple[float, float, str]
 """(dollars, days, label)."""
-_MARKERS = "os^vxDP*"
 
 
 def plot_tradeoff(curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark], file: Path, *, title: str) -> None:
@@ -322,63 +386,34 @@ def plot_tradeoff(curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark], f
         title: the headline.
 
     Raises:
-        UserError: the ending is not known, or the file cannot be written.
+        UserError: the ending is unknown, or the file cannot be written.
     """
     check_formats([file])
-    _save(_tradeoff_figure(curves, front, title), file)
+    save(_tradeoff_figure(curves, front, title), file)
 
 
 def _tradeoff_figure(curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark], title: str) -> "Figure":
     from matplotlib.ticker import EngFormatter, LogLocator
 
-    figure = _new_figure(10, 6.5)
+    figure = new_figure(9, 5.8)
     axes = figure.add_subplot()
     band = [mark[:2] for mark in front]
     labels: list[Label] = []
-    axes.plot(*zip(*band, strict=True), color="#f2c14e", linewidth=9, alpha=0.55, zorder=0, label="Pareto front")
-    # Markers as well as colors, for prints in gray and for the color-blind.
-    for (method, marks), marker in zip(curves.items(), cycle(_MARKERS), strict=False):
+    axes.plot(*zip(*band, strict=True), color=BAND, linewidth=9, alpha=0.55, zorder=0, label="Pareto front")
+    # Markers as well as colors, for prints in gray.
+    for (method, marks), marker, color in zip(curves.items(), cycle(_MARKERS), cycle(SERIES), strict=False):
         if marks:
             dollars, days, _ = zip(*marks, strict=True)
-            (line,) = axes.plot(dollars, days, marker=marker, markersize=5, label=method)
-            labels += [Label(label, (x, y), line.get_color()) for x, y, label in marks]
+            axes.plot(dollars, days, marker=marker, markersize=5, color=color, label=method)
+            labels += [Label(label, (x, y), color) for x, y, label in marks]
     axes.set(xscale="log", yscale="log", xlabel="cost (dollars)", ylabel="training time (days)")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(EngFormatter(sep=""))
         axis.set_minor_formatter(EngFormatter(sep=""))
         axis.set_minor_locator(LogLocator(subs=(2, 5)))
-    axes.set_title(_headline(title, 95), loc="left", fontsize=11)
+    axes.set_title(headline(title, 95), loc="left", fontsize=11)
     figure.legend(loc="outside right upper", frameon=False, fontsize=9, title="points: devices", title_fontsize=8)
     axes.grid(alpha=0.3, which="both")
     axes.spines[["top", "right"]].set_visible(False)
     place_labels(figure, axes, labels)
     return figure
-
-
-def _new_figure(width: float, height: float) -> "Figure":
-    """A figure of so many inches."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    # Not pyplot: it keeps every figure in a global list, and may look for a display.
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _headline(text: str, width: int) -> str:
-    """A text in lines of so many letters: no layout leaves room for a long one."""
-    return "\n".join(wrap(_plain(text), width))
-
-
-def _plain(text: str) -> str:
-    """A text that may hold foreign names, as it is: a pair of $ would begin mathematics."""
-    return printable(text).replace("$", r"\$")
-
-
-def _save(figure: "Figure", file: Path) -> None:
-    try:
-        figure.savefig(file, dpi=150)
-        figure.set_layout_engine("none")  # it has placed everything; a second file needs it no more
-    except OSError as error:
-        raise UserError(f"cannot write the picture {file}: {error.strerror}") from error

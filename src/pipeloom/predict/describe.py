@@ -1,11 +1,15 @@
 """A run's configuration -> the run as the cost model sees it: its model, its machine, its training program."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
-from typing import TypeVar, get_args
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, get_args
 
 from pipeloom.catalog import load_cluster, load_software, read_model
-from pipeloom.config import ModelConfig, RunConfig
+from pipeloom.config import ModelConfig, RunConfig, find_problems
+from pipeloom.config.file import parse_run, read_run_file, without_stale_sizes
+from pipeloom.config.paths import with_home
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software, with_optimizer
@@ -43,6 +47,61 @@ def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
             wanted = f"must be {size}, as {source} {file.shape.name} says"
             problems.append(f"model.{item.name} {wanted}, found {found}; leave one of them out")
     return replace(config, model=sized), problems
+
+
+def completed(config: _Config, judge: Callable[..., list[str]]) -> tuple[_Config, list[str]]:
+    """The configuration with its model's sizes, and what is wrong with all of it.
+
+    Args:
+        config: of a run.
+        judge: what is wrong with a configuration; called with ``is_model_known``.
+    """
+    config, problems = with_model_sizes(config)
+    return config, [*problems, *judge(config, is_model_known=not problems)]
+
+
+def described_problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
+    """What is wrong with a run that is described to the cost model and not trained here."""
+    return [*find_problems(config, trains=False, is_model_known=is_model_known), *machine_problems(config)]
+
+
+def load_run(file: str | Path | None = None, **sections: Mapping[str, Any]) -> RunConfig:
+    """Read a run file, with other settings over it.
+
+    Examples:
+        >>> from pipeloom import load_run
+        >>> run = load_run(layout={"pp": 2, "loops": 3}, training={"steps": 20})
+        >>> run.layout.num_stages
+        6
+        >>> load_run(layout={"p": 2})
+        Traceback (most recent call last):
+        ...
+        pipeloom.errors.ConfigError: the run has 1 problem:
+          - there is no setting 'layout.p'; did you mean layout.pp?
+
+    Args:
+        file: a TOML file with the sections and keys of ``RunConfig``; its relative paths begin at its folder. ``None``:
+            the defaults, which are those of ``pipeloom train``.
+        sections: section -> its settings, which go over the file as flags of the command line do.
+
+    Returns:
+        The configuration, with the sizes of its model; ``train``, ``predict_step`` and ``verify_gradients`` take it.
+
+    Raises:
+        ConfigError: everything that is wrong with the file and the settings.
+        UserError: the file cannot be read, or is not TOML.
+    """
+    config, problems = parse_run({}) if file is None else read_run_file(Path(file))
+    if sections:
+        given = config
+        config, found = parse_run(sections, given)
+        config = without_stale_sizes(config, given)
+        problems += found
+    config, found = completed(with_home(config), partial(find_problems, trains=False))
+    problems += found
+    if problems:
+        raise ConfigError(problems, str(file or "the run"))
+    return config
 
 
 def machine_problems(config: RunConfig) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from pipeloom.cost.costs import Costs, StageCosts
+from pipeloom.cost.costs import ActionCosts, StageCosts
 from pipeloom.cost.exchanges import evict_seconds, offload_seconds
 from pipeloom.cost.placed import Placed
 from pipeloom.passes.balance import find_partners
@@ -35,7 +35,7 @@ def with_moves(
     return costs
 
 
-def by_seconds(costs: StageCosts, placed: Placed, moves: Moves, price: Callable[[StageCosts], Costs]) -> Timing:
+def by_seconds(costs: StageCosts, placed: Placed, moves: Moves, price: Callable[[StageCosts], ActionCosts]) -> Timing:
     """What moves are placed by: the seconds of a described step.
 
     Args:

@@ -7,7 +7,7 @@ from statistics import fmean
 from pipeloom.analysis.bubble import BubbleAccount, account_bubble
 from pipeloom.analysis.memory import MemoryCurve, memory_over_time
 from pipeloom.analysis.summary import longest_rank_s
-from pipeloom.cost.costs import Costs, StageCosts
+from pipeloom.cost.costs import ActionCosts, StageCosts
 from pipeloom.cost.exchanges import StepTerms, drain_s, stage_collectives_s, step_terms
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.memory import Memory
@@ -36,6 +36,8 @@ from pipeloom.recipe import (
 from pipeloom.schedule import Kind, Level, Schedule
 from pipeloom.schedule.facts import Graph
 from pipeloom.simulation import simulate
+from pipeloom.terminal.notebook import Pictured
+from pipeloom.terminal.words import count, format_bytes, seconds
 from pipeloom.trace import Trace
 from pipeloom.workload.layout import Shard, even_slices
 from pipeloom.workload.run import Run
@@ -112,9 +114,9 @@ class StepAccount:
         }
 
 
-@dataclass(frozen=True)
-class SimulatedStep(OfPlaced):
-    """A step as it is expected, with everything that the expectation rests on.
+@dataclass(frozen=True, repr=False)
+class SimulatedStep(Pictured, OfPlaced):
+    """A step as it is expected, with everything that the expectation rests on. A notebook shows its timeline.
 
     Attributes:
         placed: what was predicted.
@@ -130,6 +132,18 @@ class SimulatedStep(OfPlaced):
     trace: Trace
     prediction: Prediction
     drain_s: float
+
+    def __repr__(self) -> str:
+        """Layout, time, utilization, and the memory of the fullest device."""
+        run, prediction = self.run, self.prediction
+        shard = f", shard {run.shard}" if run.dp > 1 else ""
+        layout = f"pp {run.pp} x dp {run.dp} x tp {run.tp}{shard}, loops {run.loops}"
+        batch = f"{count(run.num_microbatches, 'micro-batch')} of {run.micro_batch}"
+        held = f"{format_bytes(prediction.memory.total_bytes)} on the fullest device"
+        return (
+            f"SimulatedStep({self.knobs.choice.family}, {layout}, {batch}: {seconds(prediction.step_time_s)}, "
+            f"MFU {self.mfu:.1%}, {held}{'' if prediction.fits else ', which does not fit'})"
+        )
 
     @property
     def tokens_per_s(self) -> float:
@@ -326,7 +340,7 @@ def _impossible(step: SimulatedStep) -> str:
     )
 
 
-def _whole(costs: StageCosts) -> Costs:
+def _whole(costs: StageCosts) -> ActionCosts:
     """Of whole sequences."""
     return costs
 

@@ -63,7 +63,7 @@ def page_contents(run: Run) -> dict[str, Any]:
     }
     accounts = {name: account_bubble(run.schedule, trace) for name, trace in traces.items()}
     return contents | {
-        "timeline": timeline_contents(traces, titles, run.schedule.num_stages),
+        "timeline": timeline_contents(traces, titles),
         "bubble": bubble_contents(accounts, traces, ms, MILLISECONDS.name),
         "communication": _communication(traces),
         "pipelines": _pipelines(run),

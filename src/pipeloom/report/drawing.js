@@ -9,6 +9,61 @@ function color(name) {
   return getComputedStyle(root).getPropertyValue("--" + name).trim();
 }
 
+// ---------------------------------------------------------------- light or dark
+
+const systemDark = matchMedia("(prefers-color-scheme: dark)");
+
+// The reader's choice, kept by the browser where it keeps anything for a file.
+function chosenMode(mode) {
+  try {
+    if (mode !== undefined) localStorage.setItem("pipeloom-mode", mode);
+    return localStorage.getItem("pipeloom-mode");
+  } catch {
+    return mode ?? null;
+  }
+}
+
+function systemMode() {
+  return systemDark.matches ? "dark" : "light";
+}
+
+// Pictures on a canvas keep their pixels: they listen for "modechange" and are drawn again.
+function setMode(mode) {
+  root.dataset.mode = mode;
+  window.dispatchEvent(new Event("modechange"));
+}
+
+function isDark() {
+  return root.dataset.mode === "dark" && !root.hasAttribute("data-printing");
+}
+
+setMode(chosenMode() ?? systemMode());
+systemDark.addEventListener("change", () => {
+  if (chosenMode() === null) setMode(systemMode());
+});
+for (const name of ["beforeprint", "afterprint"]) {
+  window.addEventListener(name, () => {
+    root.toggleAttribute("data-printing", name === "beforeprint"); // paper is light
+    window.dispatchEvent(new Event("modechange"));
+  });
+}
+
+// A button for the other mode.
+function modeButton() {
+  const node = element("button", { type: "button", class: "mode" });
+  const show = () => (node.textContent = root.dataset.mode === "dark" ? "Light mode" : "Dark mode");
+  node.addEventListener("click", () => {
+    const mode = root.dataset.mode === "dark" ? "light" : "dark";
+    chosenMode(mode);
+    setMode(mode);
+  });
+  window.addEventListener("modechange", show);
+  show();
+  return node;
+}
+
+// ---------------------------------------------------------------- elements
+
 // The state is an attribute, so that a test of the page in a browser sees a failure.
 window.addEventListener("error", (event) => {
   root.dataset.state = "failed: " + event.message;
@@ -36,12 +91,12 @@ function section(title, note, ...children) {
   return node;
 }
 
-// Items are {name, fill} with a color, or {name, style} with classes of the style sheet.
+// Items are {name, style} with classes of the style sheet, or {name, fills} with the colors of a light and a dark page.
 function keys(items) {
   const list = element("div", { class: "legend" });
-  for (const { name, fill, style } of items) {
-    const sign = element("i", style ? { class: style } : {});
-    if (fill) sign.style.background = fill;
+  for (const { name, style, fills } of items) {
+    const sign = element("i", { class: style || "tone" });
+    fills?.forEach((fill, number) => sign.style.setProperty(number ? "--on-dark" : "--on-light", fill));
     list.append(element("span", {}, sign, name));
   }
   return list;
@@ -65,7 +120,6 @@ function grouped(value, digits) {
 
 // ---------------------------------------------------------------- timelines
 
-const GUTTER = 96;
 const MARGIN = 12;
 const AXIS = 26;
 const TITLE = 26;
@@ -118,7 +172,7 @@ class Timeline {
 
   toolbar() {
     const button = (text, title, act) => {
-      const node = element("button", { type: "button", title }, text);
+      const node = element("button", { type: "button", title, "aria-label": title }, text);
       node.addEventListener("click", act);
       return node;
     };
@@ -130,9 +184,9 @@ class Timeline {
     return element(
       "div",
       { class: "toolbar" },
-      button("+", "zoom in", () => this.zoom(0.5)),
-      button("\u2212", "zoom out", () => this.zoom(2)),
-      button("whole step", "show all of it", () => this.show(0, this.data.end)),
+      button("+", "Zoom in", () => this.zoom(0.5)),
+      button("\u2212", "Zoom out", () => this.zoom(2)),
+      button("whole step", "Show the whole step", () => this.show(0, this.data.end)),
       element("label", {}, lanes, "communication lanes"),
       element(
         "span",
@@ -149,7 +203,7 @@ class Timeline {
     this.titles = [];
     let top = 0;
     this.data.panels.forEach((panel, number) => {
-      this.titles.push({ text: panel.title, makespan: panel.makespan, top: top + TITLE - 9 });
+      this.titles.push({ ...panel, top: top + TITLE - 9 });
       top += TITLE;
       for (const rank of panel.ranks) {
         const lanes = this.withLanes ? rank.lanes : rank.lanes.filter((lane) => lane.label === "compute");
@@ -170,6 +224,7 @@ class Timeline {
   resize() {
     const height = this.layOut();
     this.width = Math.max(this.box.clientWidth, 300);
+    this.gutter = this.width < 600 ? 74 : 96;
     // At least two pixels for each unit: a printed or zoomed canvas is not drawn again.
     this.scale = Math.max(window.devicePixelRatio || 1, 2);
     this.canvas.width = Math.round(this.width * this.scale);
@@ -180,11 +235,11 @@ class Timeline {
   }
 
   x(time) {
-    return GUTTER + ((time - this.view[0]) / (this.view[1] - this.view[0])) * (this.width - GUTTER - MARGIN);
+    return this.gutter + ((time - this.view[0]) / (this.view[1] - this.view[0])) * (this.width - this.gutter - MARGIN);
   }
 
   time(x) {
-    return this.view[0] + ((x - GUTTER) / (this.width - GUTTER - MARGIN)) * (this.view[1] - this.view[0]);
+    return this.view[0] + ((x - this.gutter) / (this.width - this.gutter - MARGIN)) * (this.view[1] - this.view[0]);
   }
 
   draw() {
@@ -196,12 +251,13 @@ class Timeline {
     pen.save();
     pen.beginPath();
     // Boxes that begin left of the view must not cover the names of the ranks.
-    pen.rect(GUTTER, 0, this.width - GUTTER - MARGIN, this.bottom + AXIS);
+    pen.rect(this.gutter, 0, this.width - this.gutter - MARGIN, this.bottom + AXIS);
     pen.clip();
     let drawn = 0;
     for (const row of this.rows) drawn += this.drawRow(pen, row);
     this.drawHover(pen);
     pen.restore();
+    this.canvas.dataset.boxes = drawn;
     root.dataset.boxes = drawn;
     const digits = this.view[1] - this.view[0] < 2e6 ? 3 : 1;
     const [from, to] = this.view.map((time) => grouped(time / 1e6, digits));
@@ -209,31 +265,31 @@ class Timeline {
   }
 
   drawFrame(pen) {
-    pen.font = "600 13px system-ui, sans-serif";
-    for (const title of this.titles) {
+    for (const { title, name, makespan, top } of this.titles) {
+      pen.font = "600 13px system-ui, sans-serif";
       pen.fillStyle = color("ink");
       pen.textAlign = "left";
-      pen.fillText(title.text, GUTTER, title.top);
-      const width = pen.measureText(title.text).width;
+      const text = pen.measureText(title).width < this.width - this.gutter - MARGIN - 80 ? title : name;
+      pen.fillText(text, this.gutter, top);
+      const width = pen.measureText(text).width;
       pen.fillStyle = color("muted");
       pen.font = "13px system-ui, sans-serif";
-      pen.fillText(title.makespan, GUTTER + width + 10, title.top);
-      pen.font = "600 13px system-ui, sans-serif";
+      pen.fillText(makespan, this.gutter + width + 10, top);
     }
     pen.textAlign = "right";
     for (const row of this.rows) {
       const isCompute = row.lane.label === "compute";
       pen.fillStyle = color(isCompute ? "row" : "lane");
-      pen.fillRect(GUTTER, row.top, this.width - GUTTER - MARGIN, row.height);
+      pen.fillRect(this.gutter, row.top, this.width - this.gutter - MARGIN, row.height);
       pen.fillStyle = color(isCompute ? "ink" : "muted");
       pen.font = (isCompute ? "12.5px" : "10px") + " system-ui, sans-serif";
-      pen.fillText(isCompute ? row.rank : row.lane.label, GUTTER - 10, row.top + row.height / 2 + 0.5);
+      pen.fillText(isCompute ? row.rank : row.lane.label, this.gutter - 10, row.top + row.height / 2 + 0.5);
     }
     this.drawAxis(pen);
   }
 
   drawAxis(pen) {
-    const { values, digits } = ticks(this.view[0] / 1e6, this.view[1] / 1e6, 12);
+    const { values, digits } = ticks(this.view[0] / 1e6, this.view[1] / 1e6, Math.min(12, this.width / 80));
     pen.font = "11px system-ui, sans-serif";
     pen.textAlign = "center";
     for (const value of values) {
@@ -242,13 +298,15 @@ class Timeline {
       for (const row of this.rows) pen.fillRect(x - 0.5, row.top, 1, row.height);
       pen.fillStyle = color("muted");
       pen.fillRect(x - 0.5, this.bottom, 1, 4);
-      pen.fillText(grouped(value, digits), x, this.bottom + 14);
+      const text = grouped(value, digits);
+      // At the right edge a number in the middle of its tick would leave the canvas.
+      pen.fillText(text, Math.min(x, this.width - MARGIN - pen.measureText(text).width / 2), this.bottom + 14);
     }
     pen.fillStyle = color("axis");
-    pen.fillRect(GUTTER, this.bottom, this.width - GUTTER - MARGIN, 1);
+    pen.fillRect(this.gutter, this.bottom, this.width - this.gutter - MARGIN, 1);
     pen.textAlign = "right";
     pen.fillStyle = color("muted");
-    pen.fillText(`time (${this.data.unit})`, GUTTER - 10, this.bottom + 14);
+    pen.fillText(`time (${this.data.unit})`, this.gutter - 10, this.bottom + 14);
   }
 
   // Number of compute boxes that are in view.
@@ -257,22 +315,25 @@ class Timeline {
     let drawn = 0;
     pen.font = "11px system-ui, sans-serif";
     pen.textAlign = "center";
-    const isClose = this.view[1] - this.view[0] < this.data.end / 2;
+    const first = isDark() ? 2 : 0;
     for (const box of row.lane.boxes) {
-      const [, , microbatch, , start, duration, shade] = box;
+      const [kind, , microbatch, slice, start, duration, tone] = box;
       if (start + duration < this.view[0] || start > this.view[1]) continue;
       const left = this.x(start);
       // Thinner boxes would vanish, and a short action is what somebody looks for.
       const width = Math.max(this.x(start + duration) - left, 0.75);
-      const [fill, ink] = this.data.palette[shade];
+      const [fill, ink] = this.data.palette[tone].slice(first);
       pen.fillStyle = fill;
       pen.fillRect(left, row.top, width > 3 ? width - 0.7 : width, row.height);
       drawn += isCompute;
       // The number stands in the middle of what is seen of a box.
-      const from = Math.max(left, GUTTER);
+      const from = Math.max(left, this.gutter);
       const seen = Math.min(left + width, this.width - MARGIN) - from;
-      const text = isClose && width > 34 ? this.name(box) : String(microbatch);
-      if (isCompute && seen > 3 + 6 * text.length && microbatch !== null) {
+      if (!isCompute || seen < 9 || microbatch === null) continue;
+      const number = microbatch + (slice ? "." + slice : "");
+      const texts = [this.name(box), this.data.kinds[kind][0] + number, number];
+      const text = texts.find((one) => seen > 3 + 6.6 * one.length);
+      if (text !== undefined) {
         pen.fillStyle = ink;
         pen.fillText(text, from + seen / 2, row.top + row.height / 2 + 0.5);
       }
@@ -296,9 +357,9 @@ class Timeline {
 
   find(x, y) {
     const row = this.rows.find((one) => y >= one.top - 1 && y <= one.top + one.height + 1);
-    if (row === undefined || x < GUTTER) return null;
+    if (row === undefined || x < this.gutter) return null;
     const time = this.time(x);
-    // Two pixels around a box count as the box, or thin ones could not be hit.
+    // Two pixels around a box belong to it, or thin ones could not be hit.
     const slack = this.time(x + 2) - time;
     let best = null;
     for (const box of row.lane.boxes) {
@@ -406,24 +467,14 @@ class Timeline {
       acts[event.key]();
     });
     window.addEventListener("resize", () => this.resize());
-    // A canvas keeps its pixels when the colors of the style sheet change.
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
-    for (const name of ["beforeprint", "afterprint"]) {
-      window.addEventListener(name, () => {
-        root.toggleAttribute("data-printing", name === "beforeprint"); // paper is light
-        this.draw();
-      });
-    }
+    window.addEventListener("modechange", () => this.draw());
   }
 }
 
-// What the colors of a timeline are: a column for each stage, a line for each kind.
+// What the colors of a timeline are: kinds, then tones of the stages of a rank.
 function stageKeys(data) {
-  const kinds = new Set(data.legend.map(([text]) => text.replace(/^\d+/, ""))).size;
-  const legend = keys(data.legend.map(([name, fill]) => ({ name, fill })));
-  legend.classList.add("stages");
-  legend.style.gridTemplateColumns = `repeat(${data.legend.length / Math.max(kinds, 1)}, max-content)`;
-  return legend;
+  const kinds = data.legend.map(([name, text]) => ({ name: text, style: `kind ${name}` }));
+  return keys([...kinds, ...data.tones.map(([name, ...fills]) => ({ name, fills }))]);
 }
 
 // ---------------------------------------------------------------- where the time goes

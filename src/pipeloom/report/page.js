@@ -5,7 +5,7 @@
 function head(contents) {
   const facts = contents.facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)));
   const title = contents.title.replaceAll(" x ", " \u00d7 ");
-  const nodes = [element("header", {}, element("h1", {}, title), element("p", {}, contents.folder))];
+  const nodes = [element("header", {}, element("h1", {}, title), element("p", {}, contents.folder), modeButton())];
   if (contents.unfinished !== null) nodes.push(unfinished(contents.unfinished));
   return [...nodes, element("dl", { class: "facts" }, ...facts)];
 }
@@ -40,7 +40,7 @@ function timelines(data) {
   const timeline = new Timeline(data);
   const node = section(
     "The step",
-    "A row for each rank, color by stage, forwards light, backwards dark (of halves that of the weights darkest), the micro-batch in each box.",
+    "A row for each rank and a box for each action, colored by what it does; where there is room, a box has its stage, letter and micro-batch.",
     timeline.toolbar(),
     timeline.box,
     stageKeys(data),

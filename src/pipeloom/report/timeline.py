@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.analysis.summary import summarize
-from pipeloom.plotting.draw import box_colors
+from pipeloom.plotting.draw import box_fill, legend_names, legend_tones, stage_places
+from pipeloom.plotting.palette import Fill
 from pipeloom.schedule.action import Action
-from pipeloom.schedule.kinds import COMPUTE_KINDS, KINDS, STAGE_KINDS
+from pipeloom.schedule.kinds import COMPUTE_KINDS, KINDS
 from pipeloom.schedule.row import NO_MICROBATCH, Row
 from pipeloom.trace import Trace
 
-_GREY = ("#8a929c", "#ffffff")
-_MOST_LEGEND_STAGES = 16
+_Palette = dict[Fill, int]
 
 
 @dataclass(frozen=True)
@@ -37,26 +37,26 @@ MILLISECONDS = Unit("ms", 1e3, 1)
 
 
 def timeline_contents(
-    traces: Mapping[str, Trace], titles: Mapping[str, str], num_stages: int, unit: Unit = MILLISECONDS
+    traces: Mapping[str, Trace], titles: Mapping[str, str], unit: Unit = MILLISECONDS
 ) -> dict[str, Any]:
-    """Panels of ranks of lanes of boxes.
+    """Panels of ranks of lanes of boxes, for ``Timeline`` of ``drawing.js``.
 
-    A box is (kind, stage, micro-batch, slice, start, duration, color): kind and color as indices into the lists
+    A box is (kind, stage, micro-batch, slice, start, duration, colors): kind and colors as indices into the lists
     beside the panels, times in millionths of the unit from the start of the step.
 
     Args:
         traces: by name; they have one time axis.
         titles: of the same names.
-        num_stages: decides the colors.
         unit: of all times.
     """
-    palette: dict[tuple[str, str], int] = {}
+    palette: _Palette = {}
+    shown = list(traces.values())
     panels = [
         {
             "name": name,
             "title": titles[name],
             "makespan": f"{summarize(trace).makespan_s * unit.per_s:,.{unit.digits}f} {unit.name}",
-            "ranks": _ranks(trace, num_stages, palette, unit),
+            "ranks": _ranks(trace, palette, unit),
         }
         for name, trace in traces.items()
     ]
@@ -67,22 +67,23 @@ def timeline_contents(
         "unit": unit.name,
         "palette": [list(colors) for colors in palette],
         "kinds": [[kind.value, kind.words, kind in COMPUTE_KINDS] for kind in KINDS],
-        "legend": _legend(next(iter(traces.values())), num_stages),
-        "boxes": sum(len(trace.compute()) for trace in traces.values()),
+        "legend": [list(names) for names in legend_names(shown)],
+        "tones": [[text, fill.fill, fill.dark_fill] for text, fill in legend_tones(shown[0])],
+        "boxes": sum(len(trace.compute()) for trace in shown),
     }
 
 
-def _ranks(trace: Trace, num_stages: int, palette: dict[tuple[str, str], int], unit: Unit) -> list[dict[str, Any]]:
+def _ranks(trace: Trace, palette: _Palette, unit: Unit) -> list[dict[str, Any]]:
     spans, row = trace.spans, trace.spans.row
     # Whole millionths are shorter as text than fractions, and neighbors that touch still do.
     begin, end = (
         np.rint((at_s - trace.start_s) * unit.per_s * 1e6).astype(np.int64) for at_s in (spans.start_s, spans.end_s)
     )
-    color = _color_numbers(row, num_stages, palette)
+    color = _color_numbers(row, stage_places(trace), palette)
     columns = np.stack([row.kind, row.stage, row.microbatch, row.slice, begin, end - begin, color], axis=1)
 
     def boxes(places: NDArray[np.intp]) -> list[list[int | None]]:
-        # By time: the page stops looking for the box below the pointer at the first one behind it.
+        # By time: the page stops searching for the box below the pointer at the first one behind it.
         places = places[np.lexsort((spans.end_s[places], spans.start_s[places]))]
         found: list[list[int | None]] = columns[places].tolist()
         for number in np.flatnonzero(row.microbatch[places] == NO_MICROBATCH).tolist():
@@ -98,28 +99,11 @@ def _ranks(trace: Trace, num_stages: int, palette: dict[tuple[str, str], int], u
     ]
 
 
-def _color_numbers(row: Row, num_stages: int, palette: dict[tuple[str, str], int]) -> NDArray[np.intp]:
+def _color_numbers(row: Row, places: Mapping[int, tuple[int, int]], palette: _Palette) -> NDArray[np.intp]:
     """For each action the number of its colors in the palette, to which those that it lacks are added."""
     # Numbers of colors and kinds, not their text: a step may have a hundred thousand boxes.
+    num_stages = 1 + int(row.stage.max(initial=0))
     which, number = np.unique(row.kind.astype(np.int64) * num_stages + row.stage, return_inverse=True)
     pairs = (divmod(one, num_stages) for one in which.tolist())
-    colors = [_colors(Action(KINDS[kind], stage), num_stages) for kind, stage in pairs]
+    colors = [box_fill(Action(KINDS[kind], stage), places) for kind, stage in pairs]
     return np.array([palette.setdefault(one, len(palette)) for one in colors], np.intp)[number.reshape(-1)]
-
-
-def _colors(action: Action, num_stages: int) -> tuple[str, str]:
-    """Fill and ink; a message has the color of what made its tensor."""
-    if action.kind in STAGE_KINDS:
-        return _GREY
-    fill, ink = box_colors(action, num_stages)
-    return "#" + "".join(f"{round(part * 255):02x}" for part in fill), "#ffffff" if ink == "white" else ink
-
-
-def _legend(trace: Trace, num_stages: int) -> list[list[str]]:
-    """(text, fill) of the boxes of each stage; of the first, middle and last where stages are many."""
-    stages = list(range(num_stages))
-    if num_stages > _MOST_LEGEND_STAGES:
-        stages = [0, num_stages // 2, num_stages - 1]
-    kinds = [KINDS[code] for code in np.unique(trace.compute().row.kind).tolist()]
-    actions = [Action(kind, stage, 0) for kind in kinds for stage in stages]
-    return [[f"{action.stage}{action.kind.value}", _colors(action, num_stages)[0]] for action in actions]

@@ -19,6 +19,14 @@ class Action(NamedTuple):
 
     Identity has no time in it: two actions are equal if they are the same work.
 
+    Examples:
+        >>> from pipeloom import Action, Kind
+        >>> action = Action(Kind.FORWARD, stage=2, microbatch=0)
+        >>> print(action)
+        2F0
+        >>> Action.parse("2F0") == action
+        True
+
     Attributes:
         kind: what is done.
         stage: global stage index, 0 is the model's beginning. For a send it is the sender's stage, for

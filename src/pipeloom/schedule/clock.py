@@ -11,7 +11,7 @@ from pipeloom.schedule.kinds import KINDS, STAGE_KINDS
 from pipeloom.schedule.schedule import Schedule
 
 SecondsOf = Callable[[Action], float]
-"""Action -> seconds on its lane; the same for all micro-batches. ``Costs.seconds`` is one."""
+"""Action -> seconds on its lane; the same for all micro-batches. ``ActionCosts.seconds`` is one."""
 
 
 def nominal_s(action: Action) -> float:

@@ -1,10 +1,10 @@
 """The table of kinds of actions, one row for each.
 
-Sets of kinds, lanes, nominal seconds, numbers in arrays and kernels, PyTorch's names, words and shades are derived from
+Sets of kinds, lanes, nominal seconds, numbers in arrays and kernels, PyTorch's names, words and colors are derived from
 it. It imports nothing of the package, so that kernels can take their numbers from it.
 """
 
-from enum import Enum, IntEnum, StrEnum
+from enum import Enum, StrEnum
 from typing import Literal, get_args
 
 
@@ -34,18 +34,6 @@ class Scope(Enum):
     STAGE = "stage"
 
 
-class Shade(IntEnum):
-    """How light a kind is in pictures, in hundredths of the HLS lightness. The hue is the stage's."""
-
-    LIGHT = 76
-    BETWEEN = 62
-    HALF_DARK = 50
-    DARK = 42
-    DARKEST = 34
-    GRAY = 0
-    """Without the stage's hue."""
-
-
 OwnLane = Literal["compute", "data-parallel", "evict", "load", "to host", "from host"]
 """Lanes of a rank other than those of its edges, in the order of their numbers. Links are full duplex: each direction
 has a lane."""
@@ -55,11 +43,15 @@ _COMPUTE, _SEND, _RECEIVE = Group.COMPUTE, Group.SEND, Group.RECEIVE
 _OUT, _BACK, _COLLECTIVE = Group.MOVE_OUT, Group.MOVE_BACK, Group.COLLECTIVE
 _TIED_SEND, _TIED_RECEIVE, _SWAP, _UPDATE = Group.TIED_SEND, Group.TIED_RECEIVE, Group.STAGE_SWAP, Group.UPDATE
 _ACTIVATION, _STAGE = Scope.MICROBATCH, Scope.STAGE
-_LIGHT, _BETWEEN, _HALF, _DARK, _DARKEST, _GRAY = Shade
 
 
 class Kind(StrEnum):
     """What an action does. The value is the letter in an action's text; PyTorch's runtime has the same, or none.
+
+    Examples:
+        >>> from pipeloom import Kind
+        >>> Kind("F"), Kind.BACKWARD_INPUT.words
+        (<Kind.FORWARD: 'F'>, 'backward for the input')
 
     Attributes:
         code: its number in arrays and kernels, the number of its row. Compute comes first, then what names a
@@ -68,7 +60,7 @@ class Kind(StrEnum):
         scope: what an action names beside its stage.
         lane: where it runs; a send or a receive on the lane of its edge.
         nominal_s: seconds without a cost model: a forward takes 1, a backward 2, a move of activations 1.
-        shade: in pictures.
+        color: its color in pictures, a name of ``plotting/palette.py``.
         in_torch: whether PyTorch's runtime has it (torch 2.13, ``_ComputationType``).
         partner_letter: of the kind at the other end of a message, or of the move back from a move out.
         words: its name in reports.
@@ -79,7 +71,7 @@ class Kind(StrEnum):
     scope: Scope
     lane: OwnLane | Literal["send", "recv"]
     nominal_s: float
-    shade: Shade
+    color: str
     in_torch: bool
     partner_letter: str
     words: str
@@ -91,7 +83,7 @@ class Kind(StrEnum):
         scope: Scope,
         lane: OwnLane | Literal["send", "recv"],
         nominal_s: float,
-        shade: Shade,
+        color: str,
         in_torch: int,
         partner_letter: str,
         words: str,
@@ -101,41 +93,41 @@ class Kind(StrEnum):
         kind._value_ = letter
         kind.code = len(cls.__members__)
         kind.group, kind.scope, kind.lane, kind.nominal_s = group, scope, lane, float(nominal_s)
-        kind.shade, kind.in_torch, kind.partner_letter, kind.words = shade, bool(in_torch), partner_letter, words
+        kind.color, kind.in_torch, kind.partner_letter, kind.words = color, bool(in_torch), partner_letter, words
         return kind
 
     # fmt: off
-    # letter, group, scope, lane, nominal seconds, shade, in PyTorch, partner, words
-    FORWARD = "F", _COMPUTE, _ACTIVATION, "compute", 1, _LIGHT, 1, "", "forward"
-    BACKWARD = "B", _COMPUTE, _ACTIVATION, "compute", 2, _DARK, 1, "", "backward"
-    BACKWARD_INPUT = "I", _COMPUTE, _ACTIVATION, "compute", 1, _HALF, 1, "", "backward for the input"
-    BACKWARD_WEIGHT = "W", _COMPUTE, _ACTIVATION, "compute", 1, _DARKEST, 1, "", "backward for the weights"
+    # letter, group, scope, lane, nominal seconds, color, in PyTorch, partner, words
+    FORWARD = "F", _COMPUTE, _ACTIVATION, "compute", 1, "forward", 1, "", "forward"
+    BACKWARD = "B", _COMPUTE, _ACTIVATION, "compute", 2, "backward", 1, "", "backward"
+    BACKWARD_INPUT = "I", _COMPUTE, _ACTIVATION, "compute", 1, "input-gradient", 1, "", "backward for the input"
+    BACKWARD_WEIGHT = "W", _COMPUTE, _ACTIVATION, "compute", 1, "weight-gradient", 1, "", "backward for the weights"
     # From the stage's input, which is all that the forward itself kept for the backward.
-    RECOMPUTE = "R", _COMPUTE, _ACTIVATION, "compute", 1, _BETWEEN, 0, "", "forward again"
-    SEND_F = "SEND_F", _SEND, _ACTIVATION, "send", 0, _LIGHT, 1, "RECV_F", "send of the output"
-    RECV_F = "RECV_F", _RECEIVE, _ACTIVATION, "recv", 0, _LIGHT, 1, "SEND_F", "receive of the input"
-    SEND_B = "SEND_B", _SEND, _ACTIVATION, "send", 0, _DARK, 1, "RECV_B", "send of the gradient"
-    RECV_B = "RECV_B", _RECEIVE, _ACTIVATION, "recv", 0, _DARK, 1, "SEND_B", "receive of the gradient"
-    EVICT = "EVICT", _OUT, _ACTIVATION, "evict", 1, _LIGHT, 0, "LOAD", "eviction of activations"
-    LOAD = "LOAD", _BACK, _ACTIVATION, "load", 1, _DARK, 0, "EVICT", "load of evicted activations"
-    OFFLOAD = "OFFLOAD", _OUT, _ACTIVATION, "to host", 1, _LIGHT, 0, "RELOAD", "offload of activations to the host"
-    RELOAD = "RELOAD", _BACK, _ACTIVATION, "from host", 1, _DARK, 0, "OFFLOAD", "reload of activations from the host"
-    UNSHARD = "UNSHARD", _COLLECTIVE, _STAGE, "data-parallel", 0, _LIGHT, 1, "", "gather of the weights"
-    RESHARD = "RESHARD", _COLLECTIVE, _STAGE, "data-parallel", 0, _DARK, 1, "", "release of the weights"
-    REDUCE_GRAD = "REDUCE_GRAD", _COLLECTIVE, _STAGE, "data-parallel", 0, _DARK, 1, "", "reduction of the gradient"
-    SEND_TIED = "SEND_TIED", _TIED_SEND, _STAGE, "send", 0, _DARK, 0, "RECV_TIED", "send of the tied matrix"
-    RECV_TIED = "RECV_TIED", _TIED_RECEIVE, _STAGE, "recv", 0, _DARK, 0, "SEND_TIED", "receive of the tied matrix"
+    RECOMPUTE = "R", _COMPUTE, _ACTIVATION, "compute", 1, "recompute", 0, "", "forward again"
+    SEND_F = "SEND_F", _SEND, _ACTIVATION, "send", 0, "message", 1, "RECV_F", "send of the output"
+    RECV_F = "RECV_F", _RECEIVE, _ACTIVATION, "recv", 0, "message", 1, "SEND_F", "receive of the input"
+    SEND_B = "SEND_B", _SEND, _ACTIVATION, "send", 0, "message", 1, "RECV_B", "send of the gradient"
+    RECV_B = "RECV_B", _RECEIVE, _ACTIVATION, "recv", 0, "message", 1, "SEND_B", "receive of the gradient"
+    EVICT = "EVICT", _OUT, _ACTIVATION, "evict", 1, "move", 0, "LOAD", "eviction of activations"
+    LOAD = "LOAD", _BACK, _ACTIVATION, "load", 1, "move", 0, "EVICT", "load of evicted activations"
+    OFFLOAD = "OFFLOAD", _OUT, _ACTIVATION, "to host", 1, "move", 0, "RELOAD", "offload of activations to the host"
+    RELOAD = "RELOAD", _BACK, _ACTIVATION, "from host", 1, "move", 0, "OFFLOAD", "reload of activations from the host"
+    UNSHARD = "UNSHARD", _COLLECTIVE, _STAGE, "data-parallel", 0, "gather", 1, "", "gather of the weights"
+    RESHARD = "RESHARD", _COLLECTIVE, _STAGE, "data-parallel", 0, "gather", 1, "", "release of the weights"
+    REDUCE_GRAD = "REDUCE_GRAD", _COLLECTIVE, _STAGE, "data-parallel", 0, "reduce", 1, "", "reduction of the gradient"
+    SEND_TIED = "SEND_TIED", _TIED_SEND, _STAGE, "send", 0, "message", 0, "RECV_TIED", "send of the tied matrix"
+    RECV_TIED = "RECV_TIED", _TIED_RECEIVE, _STAGE, "recv", 0, "message", 0, "SEND_TIED", "receive of the tied matrix"
     SEND_TIED_GRAD = (
-        "SEND_TIED_GRAD", _TIED_SEND, _STAGE, "send", 0, _DARK, 0,
+        "SEND_TIED_GRAD", _TIED_SEND, _STAGE, "send", 0, "message", 0,
         "RECV_TIED_GRAD", "send of the tied matrix's gradient",
     )
     RECV_TIED_GRAD = (
-        "RECV_TIED_GRAD", _TIED_RECEIVE, _STAGE, "recv", 0, _DARK, 0,
+        "RECV_TIED_GRAD", _TIED_RECEIVE, _STAGE, "recv", 0, "message", 0,
         "SEND_TIED_GRAD", "receive of the tied matrix's gradient",
     )
-    SWAP_IN = "SWAP_IN", _SWAP, _STAGE, "from host", 0, _DARK, 0, "", "stage from the host"
-    SWAP_OUT = "SWAP_OUT", _SWAP, _STAGE, "to host", 0, _LIGHT, 0, "", "stage to the host"
-    UPDATE = "UPDATE", _UPDATE, _STAGE, "compute", 0, _GRAY, 0, "", "optimizer step"
+    SWAP_IN = "SWAP_IN", _SWAP, _STAGE, "from host", 0, "move", 0, "", "stage from the host"
+    SWAP_OUT = "SWAP_OUT", _SWAP, _STAGE, "to host", 0, "move", 0, "", "stage to the host"
+    UPDATE = "UPDATE", _UPDATE, _STAGE, "compute", 0, "update", 0, "", "optimizer step"
     # fmt: on
 
     @property

@@ -11,6 +11,13 @@ from pipeloom.errors import UserError
 class Placement:
     """Stage -> pipeline rank.
 
+    Examples:
+        >>> from pipeloom import Placement
+        >>> Placement.looped(num_ranks=2, loops=2)
+        Placement(rank_by_stage=(0, 1, 0, 1))
+        >>> Placement((0, 1, 1, 0)).stages_of(0)
+        (0, 3)
+
     Attributes:
         rank_by_stage: for each stage, in order, the pipeline rank that holds it.
 

@@ -20,6 +20,8 @@ from pipeloom.schedule.kinds import KINDS, Kind
 NO_MICROBATCH = -(2**31)
 """Micro-batch ``None`` in arrays."""
 
+_MOST_SHOWN = 64
+"""Actions that a row's repr lists."""
 Ints = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 
@@ -158,8 +160,11 @@ class Row(Sequence[Action]):
         return hash(tuple(array.tobytes() for array in self.arrays))
 
     def __repr__(self) -> str:
-        """The actions' texts."""
-        return f"Row({' '.join(map(str, self))})"
+        """The actions' texts; of a long row those of its two ends."""
+        if len(self) <= _MOST_SHOWN:
+            return f"Row({' '.join(map(str, self))})"
+        begin, end = (" ".join(map(str, part)) for part in (self[:8], self[-8:]))
+        return f"Row({begin} ... {end}; {len(self):,} actions)"
 
 
 class Columns(NamedTuple):

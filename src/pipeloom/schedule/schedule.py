@@ -12,6 +12,8 @@ from pipeloom.schedule.facts import Facts, Graph, Promises
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.rules import verify
+from pipeloom.terminal.notebook import Pictured
+from pipeloom.terminal.words import count
 
 Promise = int | tuple[int, ...] | None
 """What a schedule says of its rows beside them."""
@@ -26,12 +28,20 @@ class Level(StrEnum):
     """Every tensor that changes rank has its send and its receive; ready to run."""
 
 
-@dataclass(frozen=True)
-class Schedule(Promises):
+@dataclass(frozen=True, repr=False)
+class Schedule(Pictured, Promises):
     """One row of actions for each pipeline rank. A schedule that exists obeys every rule of its level.
 
     A rank issues its row from left to right. The row orders what runs on one lane; between lanes only
-    dependencies order anything (see ``pipeloom.schedule.facts``).
+    dependencies order anything (see ``pipeloom.schedule.facts``). A notebook shows its timeline.
+
+    Examples:
+        >>> from pipeloom import make_schedule
+        >>> schedule = make_schedule("breadth-first", pp=4, loops=2, num_microbatches=8)
+        >>> schedule
+        Schedule(8 stages on 4 ranks, 8 micro-batches, 128 actions, level compute)
+        >>> schedule.rows[0][0], schedule.peak_stage_inputs
+        (Action(kind=<Kind.FORWARD: 'F'>, stage=0, microbatch=0, slice=0), (16, 16, 16, 16))
 
     Attributes:
         rows: for each pipeline rank its actions; any sequences of actions become ``Row``s.
@@ -60,6 +70,15 @@ class Schedule(Promises):
         # The class is frozen: this is the one place at which a field may still change.
         object.__setattr__(self, "rows", tuple(Row.of(row) for row in self.rows))
         verify(self.facts)
+
+    def __repr__(self) -> str:
+        """Sizes; ``format_schedule`` has the rows."""
+        slices = f", {count(self.num_slices, 'token slice')}" if self.num_slices > 1 else ""
+        return (
+            f"Schedule({count(self.num_stages, 'stage')} on {count(self.num_ranks, 'rank')}, "
+            f"{count(self.num_microbatches, 'micro-batch')}{slices}, {count(self.num_actions, 'action')}, "
+            f"level {self.level.value})"
+        )
 
     @property
     def num_ranks(self) -> int:

@@ -34,6 +34,14 @@ _MOST_MISSING = 100_000
 def format_schedule(schedule: Schedule, recipe: Mapping[str, str] | None = None) -> str:
     """What is promised, then one line for each pipeline rank, actions separated by spaces.
 
+    Examples:
+        >>> from pipeloom import format_schedule, make_schedule
+        >>> print(format_schedule(make_schedule("gpipe", pp=2, num_microbatches=2)))
+        max_stage_inputs = 2 2
+        0F0 0F1 0B0 0B1
+        1F0 1F1 1B0 1B1
+        <BLANKLINE>
+
     Args:
         schedule: any.
         recipe: how it was made, by name.
@@ -48,7 +56,23 @@ def format_schedule(schedule: Schedule, recipe: Mapping[str, str] | None = None)
 
 
 def parse_schedule(text: str) -> Schedule:
-    """The schedule of ``parse_schedule_file``."""
+    r"""Read a schedule that is written as text, and verify it: a row of actions for each pipeline rank, a rank a line.
+
+    ``format_schedule`` writes such text; ``parse_schedule_file`` also returns how a file's schedule was made.
+
+    Examples:
+        >>> from pipeloom import parse_schedule
+        >>> parse_schedule("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
+        Schedule(2 stages on 2 ranks, 2 micro-batches, 8 actions, level compute)
+        >>> parse_schedule("0F0 0F1 0B0 0B1\n1F0 1B0 1F1")
+        Traceback (most recent call last):
+        ...
+        pipeloom.errors.ScheduleError: ...
+
+    Raises:
+        ScheduleTextError: a line promises nothing or has something that is no action, or the rows name no placement.
+        ScheduleError: the rows break a rule; says which, where, and shows the rows around it.
+    """
     return parse_schedule_file(text).schedule
 
 

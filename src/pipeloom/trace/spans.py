@@ -32,7 +32,7 @@ class Span(NamedTuple):
     end_s: float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Spans(Sequence[Span]):
     """Spans in arrays; immutable, equal to any sequence of the same spans.
 
@@ -94,6 +94,10 @@ class Spans(Sequence[Span]):
         arrays = (self.rank, self.lane, self.start_s, self.end_s)
         rank, lane, start_s, end_s = (array[index] for array in arrays)
         return replace(self, row=self.row.take(index), rank=rank, lane=lane, start_s=start_s, end_s=end_s)
+
+    def __repr__(self) -> str:
+        """Number of spans."""
+        return f"Spans({len(self)} of {len(self.by_lane)} lanes)"
 
     def __len__(self) -> int:
         """Number of spans."""

@@ -12,12 +12,22 @@ from pipeloom.schedule import Action
 from pipeloom.schedule.kinds import RECEIVE_KINDS, SEND_KINDS, TIED_RECEIVE_KINDS, TIED_SEND_KINDS
 from pipeloom.schedule.lanes import COMPUTE_LANE, HOST_LANE, Lane, other_end
 from pipeloom.system.files import parse_json
+from pipeloom.terminal.notebook import Pictured
+from pipeloom.terminal.words import count, seconds
 from pipeloom.trace.spans import Span, Spans
 
 
-@dataclass(frozen=True)
-class Trace:
-    """All spans of one step.
+@dataclass(frozen=True, repr=False)
+class Trace(Pictured):
+    """All spans of one step: who did which action on which lane, from when to when. A notebook shows its timeline.
+
+    Examples:
+        >>> from pipeloom import Costs, make_schedule, simulate
+        >>> trace = simulate(make_schedule("1f1b", pp=2, num_microbatches=3), Costs(forward_s=0.01, backward_s=0.02))
+        >>> trace
+        Trace(12 spans on 2 ranks, 120 ms)
+        >>> trace.spans[0].end_s, len(trace.compute(rank=1))
+        (0.01, 6)
 
     Attributes:
         spans: in any order; any sequence of ``Span`` becomes ``Spans``.
@@ -30,6 +40,11 @@ class Trace:
     def __post_init__(self) -> None:
         """Hold the spans in arrays."""
         object.__setattr__(self, "spans", Spans.of(self.spans))
+
+    def __repr__(self) -> str:
+        """Sizes and duration."""
+        spans, ranks = count(len(self.spans), "span"), count(self.num_ranks, "rank")
+        return f"Trace({spans} on {ranks}, {seconds(self.end_s - self.start_s)})"
 
     @cached_property
     def start_s(self) -> float:

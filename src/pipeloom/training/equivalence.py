@@ -2,24 +2,32 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from pipeloom.config import RunConfig
-from pipeloom.data.text import Data
-from pipeloom.execute.processes.world import World
+from pipeloom.config import RunConfig, find_problems
+from pipeloom.data.text import Data, load_data
+from pipeloom.errors import ConfigError, UserError
+from pipeloom.execute.processes.world import World, is_first
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.model import TensorSlice
+from pipeloom.predict.describe import completed
+from pipeloom.terminal.words import count
+from pipeloom.training.memory_check import check_memory
 from pipeloom.training.pipeline import Pipeline
+from pipeloom.training.session import check_processes, run_on_all_ranks
 from pipeloom.training.stages import stage_of
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}
 """Largest relative difference that rounding explains, by the type that stages compute in. bfloat16 has 8 bits: over
 models of 4 to 24 layers gradients of matrices were up to 0.024 away from those in float32, of norms and biases up to
 0.047, the loss 6e-5 and the gradient norm 2e-3. Finer mistakes than a lost micro-batch are for float64 to find."""
+_REFERENCE_S = 3600.0
+"""The other ranks wait while rank 0 computes the reference; longest time for that."""
 _SCALE_FLOOR = 1e-3
 """Gradients are compared relative to their own size, but to no less than this share of the model's largest one:
 some are zero but for rounding, such as that of a bias on attention keys."""
@@ -42,6 +50,99 @@ class Gradients:
         """Norm of the whole model's gradient."""
         # In float64: a sum of squares over all elements of a model loses digits in float32.
         return float(torch.stack([gradient.double().norm() for gradient in self.by_name.values()]).norm())
+
+
+@dataclass(frozen=True, repr=False)
+class Equality:
+    """A pipeline's loss and gradients beside those of a single process.
+
+    Attributes:
+        differences: the worst relative difference over all batches, of ``loss``, ``gradient norm`` and each parameter's
+            gradient by name.
+        tolerance: the largest that rounding explains.
+    """
+
+    differences: Mapping[str, float]
+    tolerance: float
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether rounding explains every difference."""
+        return not self.wrong
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """Names of what differs by more."""
+        # Not `>`, which is false for NaN.
+        return tuple(name for name, difference in self.differences.items() if not difference <= self.tolerance)
+
+    @property
+    def worst(self) -> str:
+        """Name of what differs most."""
+        return max(self.differences, key=lambda name: self.differences[name])
+
+    def __repr__(self) -> str:
+        """Whether all agree, and the worst difference."""
+        found = "equal" if self.is_equal else f"{len(self.wrong)} differ"
+        of = f"{len(self.differences) - 2} gradients"
+        return f"Equality({found}: {of}, worst {self.worst}, {self.differences[self.worst]:.1e})"
+
+
+def verify_gradients(config: RunConfig, *, num_batches: int = 2, quiet: bool = False) -> Equality:
+    """Compare the pipeline's loss and gradients with those of a single process, parameter by parameter.
+
+    Starts the processes of the run, or is one of those of a launcher. That a *schedule* obeys the rules needs no call:
+    a ``Schedule`` is verified when it is made.
+
+    Examples:
+        >>> from pipeloom import load_run, verify_gradients
+        >>> verify_gradients(load_run(layout={"pp": 2, "loops": 2}))  # doctest: +SKIP
+        Equality(equal: 39 gradients, worst loss, 0.0e+00)
+
+    Args:
+        config: of the run, from ``load_run``; without ``training.dtype`` in float64, so that rounding explains nothing.
+        num_batches: batches of the text.
+        quiet: whether nothing is printed.
+
+    Returns:
+        The differences; under a launcher empty on other ranks than 0.
+
+    Raises:
+        ConfigError: everything that is wrong with the configuration.
+        UserError: the run cannot be verified: it swaps stages, or the host lacks memory.
+        WorkerError: a process failed.
+    """
+    if config.training.dtype is None:
+        config = replace(config, training=replace(config.training, dtype="float64"))
+    config, problems = completed(config, find_problems)
+    if problems:
+        raise ConfigError(problems, "the run")
+    # Swapped stages update and drop their gradients within the step.
+    if config.schedule.device_budget is not None:
+        raise UserError(
+            "expected no schedule.device_budget: it lets gradients go before the end of the step, when they are "
+            "compared; leave it out (the losses of `pipeloom train` are the same with and without it)"
+        )
+    check_processes(config)
+    check_memory(config, verifies=True)
+    if is_first():
+        if not quiet:
+            layout, placement = config.layout, config.choice().placement_name
+            print(  # noqa: T201  a run says what it does
+                f"{config.schedule.title} ({placement}) over {count(layout.pp, 'pipeline rank')} x "
+                f"{count(layout.loops, 'stage')}{layout.other_axes}; {count(layout.num_microbatches, 'micro-batch')}, "
+                f"{config.training.known_dtype}, {count(num_batches, 'batch')}",
+                flush=True,
+            )
+        # Once, before the processes, which find the tokens in the cache.
+        load_data(config.data, config.training.seed)
+    differences = run_on_all_ranks(config, partial(_compare, num_batches), _REFERENCE_S)
+    return Equality(differences or {}, TOLERANCES[config.training.known_dtype])
+
+
+def _compare(num_batches: int, config: RunConfig, world: World, data: Data) -> dict[str, float] | None:
+    """What each rank does."""
+    return compare_with_reference(config, world, data, num_batches)
 
 
 def reference_gradients(config: RunConfig, batch: Batch) -> Gradients:

@@ -23,26 +23,32 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pipeloom.checkpoint.checkpoint_choice import refusal
-from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, damage, read_info, read_tokenizer
+from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, damage, find_checkpoint, read_info, read_tokenizer
 from pipeloom.errors import RunError, UserError
 from pipeloom.runs.run_folder import WEIGHTS, WEIGHTS_INDEX, weight_files
 from pipeloom.training.checkpoints.checkpoint import MODEL
 from pipeloom.training.checkpoints.storage import CheckpointReader
+from pipeloom.workload.dtypes import Dtype
 
 _DRAFTS = ".weights.part"
 FILE_BYTES = 5_000_000_000
 """Most bytes of one file, unless a single parameter has more; what Hugging Face's libraries took for years."""
 
 
-def export(
-    checkpoint: Path, folder: Path, *, dtype: torch.dtype | None = None, file_bytes: int = FILE_BYTES
+def export_weights(
+    checkpoint: str | Path, folder: str | Path, *, dtype: Dtype | None = None, file_bytes: int = FILE_BYTES
 ) -> list[Path]:
     """Write the weights of a checkpoint as safetensors files, and its tokenizer. It takes the memory of one file.
 
+    Examples:
+        >>> from pipeloom import export_weights
+        >>> export_weights("outputs/run", "weights", dtype="bfloat16")  # doctest: +SKIP
+        [PosixPath('weights/model.safetensors'), PosixPath('weights/tokenizer.json')]
+
     Args:
-        checkpoint: a complete one.
+        checkpoint: a complete one, or a run folder, which means its latest one.
         folder: where the files go; made if it is not there.
-        dtype: of the written weights. None: as they are in the checkpoint.
+        dtype: of the written weights. ``None``: as they are in the checkpoint.
         file_bytes: most bytes of weights in one file; a larger parameter has a file of its own.
 
     Returns:
@@ -52,6 +58,8 @@ def export(
         UserError: the checkpoint cannot be read or is damaged, or the folder holds weights or another tokenizer.
         RunError: the files cannot be written; none is left.
     """
+    checkpoint, folder = find_checkpoint(Path(checkpoint)), Path(folder)
+    torch_dtype = None if dtype is None else getattr(torch, dtype)
     if damage(checkpoint):
         raise UserError(refusal(checkpoint))
     reader = CheckpointReader(checkpoint)
@@ -65,7 +73,7 @@ def export(
     if weight_files(folder):
         raise UserError(f"{folder} holds weights already; choose another folder, or move them away")
     texts = _tokenizer(checkpoint, folder)
-    sizes = {name: prod(one.size) * (dtype or one.properties.dtype).itemsize for name, one in stored.items()}
+    sizes = {name: prod(one.size) * (torch_dtype or one.properties.dtype).itemsize for name, one in stored.items()}
     parts = _named_parts(sizes, file_bytes)
     info = read_info(checkpoint)
     about = {"format": "pt", "step": str(info.step), "model": json.dumps(info.model)}
@@ -76,7 +84,7 @@ def export(
     _check_room(folder, sum(sizes.values()))
     with _together(folder) as drafts:
         for name, part in parts.items():
-            _write(drafts / name, _read(reader, {key: stored[key] for key in part}, dtype), about)
+            _write(drafts / name, _read(reader, {key: stored[key] for key in part}, torch_dtype), about)
         for name, text in texts.items():
             (drafts / name).write_text(text, encoding="utf-8")
     return [folder / name for name in [*parts, *texts]]

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Hashable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median_high
 from typing import Any
 
@@ -24,6 +25,7 @@ from pipeloom.schedule.kinds import COMPUTE_KINDS
 from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
 from pipeloom.schedule.stage_swaps import defers_updates
 from pipeloom.simulation import Sharing, simulate
+from pipeloom.terminal.words import count, seconds
 from pipeloom.trace import Trace, merge, to_chrome
 from pipeloom.training.checkpoints.checkpoint import Checkpoints, checkpoint_info
 from pipeloom.training.checkpoints.saving import Saving
@@ -86,25 +88,38 @@ class RunSummary:
     swap_hidden_s: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunResult:
     """What a run returns.
 
     Attributes:
+        folder: of the run, with its metrics, checkpoints, weights and report; ``pipeloom.load_run`` reads its
+            ``config.toml``.
         summary: complete on rank 0.
         measured: trace of the traced step, on rank 0; ``None`` where no step was traced.
         predicted: the same as predicted, on rank 0; ``None`` without prediction.
     """
 
+    folder: Path
     summary: RunSummary
     measured: Trace | None
     predicted: Trace | None
+
+    def __repr__(self) -> str:
+        """Folder, steps, loss, and the step time with its prediction."""
+        summary = self.summary
+        loss = "" if summary.train_loss is None else f", training loss {summary.train_loss:.4f}"
+        step = "" if summary.step_time_s is None else f", {seconds(summary.step_time_s)} a step"
+        predicted = summary.predicted_step_time_s
+        also = "" if predicted is None or not step else f" ({seconds(predicted)} predicted)"
+        return f"RunResult({self.folder}: {count(summary.steps, 'step')}{loss}{step}{also})"
 
 
 class Trainer:
     """One rank of a training run, which is resolved; rank 0 alone writes the folder."""
 
-    def __init__(self, config: RunConfig, world: World, data: Data, folder: RunFolder) -> None:
+    def __init__(self, config: RunConfig, world: World, data: Data, folder: RunFolder, *, quiet: bool = False) -> None:
+        self._quiet = quiet
         self._config = config
         self._world = world
         self._data = data
@@ -144,7 +159,7 @@ class Trainer:
         if has_steps:
             self._predict()
         measured = self._measured
-        with StepProgress(config.training.known_steps, is_shown=is_writer) as progress:
+        with StepProgress(config.training.known_steps, is_shown=is_writer and not self._quiet) as progress:
             for step in range(self._done.step + 1, config.training.known_steps + 1):
                 self._saving.begin_step()
                 begin, exchanged_s = time.perf_counter(), self._pipeline.exchange_s
@@ -169,7 +184,7 @@ class Trainer:
         self._folder.close()
         if not has_steps:
             self._measured = self._end_again()
-        return RunResult(self._finish(), self._measured.trace, self._measured.predicted)
+        return RunResult(self._folder.path, self._finish(), self._measured.trace, self._measured.predicted)
 
     def _end_again(self) -> Measured:
         """Where all steps were done before: what the process measured that did them, on rank 0."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from pipeloom.terminal.words import count
 from pipeloom.workload.limits import Count
 
 Shard = Literal["none", "optimizer", "gradients", "full"]
@@ -133,6 +134,16 @@ class Layout:
     def batch_size(self) -> int:
         """Sequences of a step, over all replicas."""
         return self.dp * self.num_microbatches * self.microbatch_size
+
+    @property
+    def other_axes(self) -> str:
+        """What tensor and data parallelism add to the pipeline, in words; nothing without them."""
+        tensor = f", each by {self.tp} tensor-parallel ranks" if self.tp > 1 else ""
+        tensor += " (sequence too)" if self.sequence_parallel else ""
+        if self.dp == 1:
+            return tensor
+        copies = f", {self.replicate} copies" if self.replicate is not None else ""
+        return f"{tensor}; {count(self.dp, 'replica')}, shard {self.shard}{copies}"
 
     def recompute_by_layer(self, num_layers: int) -> tuple[Recompute, ...]:
         """For each layer of the model what is recomputed."""

@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import permutations, product
+from itertools import pairwise, product
 from math import prod
 from pathlib import Path
 
@@ -86,7 +86,7 @@ def losses(folder):
 
 
 @pytest.mark.timeout(400)
-def test_a_run_goes_on_under_every_layout_from_three_others(tmp_path):
+def test_a_run_goes_on_under_every_layout_from_two_others(tmp_path):
     saved = {name: tmp_path / name for name in LAYOUTS}
     train_all({folder: config_of(tmp_path, name, every=SAVED) for name, folder in saved.items()})
     expected = losses(saved["one rank"])
@@ -94,7 +94,7 @@ def test_a_run_goes_on_under_every_layout_from_three_others(tmp_path):
         assert losses(folder) == pytest.approx(expected, rel=1e-11)
 
     names = list(LAYOUTS)
-    ahead = (1, 3, 6)  # of all distances around the circle of layouts: each is read by three and reads three
+    ahead = (1, 3)  # of all distances around the circle of layouts: each is read by two and reads two
     circle = [(old, names[(number + far) % len(names)]) for number, old in enumerate(names) for far in ahead]
     pairs = {(old, new): tmp_path / f"{old} -> {new}" for old, new in circle}
     resume = {name: folder / FOLDER / f"step-{SAVED:06}" for name, folder in saved.items()}
@@ -113,7 +113,7 @@ def test_a_tied_matrix_is_one_tensor_wherever_the_head_is(tmp_path):
         runs[tmp_path / name] = replace(config, model=replace(config.model, tied=True))
     train_all(runs)
     jobs = {}
-    for old, new in permutations(runs, 2):
+    for old, new in pairwise([*runs, *runs][:4]):
         checkpoint = CheckpointConfig(final="none", resume=old / FOLDER / f"step-{SAVED:06}")
         jobs[tmp_path / f"{old.name} -> {new.name}"] = replace(runs[new], checkpoint=checkpoint)
         keys = FileSystemReader(checkpoint.resume).read_metadata().state_dict_metadata

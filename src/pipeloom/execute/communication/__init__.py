@@ -1,1 +1,1 @@
-"""How ranks reach each other: messages between stages, collectives, wires for what is evicted."""
+"""Communication between ranks: messages between stages, collectives, wires for evicted activations."""

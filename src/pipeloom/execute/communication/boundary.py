@@ -1,4 +1,4 @@
-"""What crosses a stage boundary: shapes agreed once, by running every stage on meta tensors."""
+"""Specs of the tensors between stages, which all ranks agree on once by running every stage on meta tensors."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pipeloom.errors import BoundaryError
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and type of a tensor that one stage hands to another."""
+    """Shape and dtype of a tensor between stages."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -21,7 +21,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "TensorSpec":
-        """The spec that a tensor fulfils."""
+        """The spec of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def empty(self, device: torch.device | str) -> torch.Tensor:
@@ -40,17 +40,17 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class TokenSlices:
-    """How micro-batches are cut along their tokens.
+    """Token slices of micro-batches.
 
     Attributes:
-        lengths: tokens of each slice; together those of a sequence.
+        lengths: tokens of each slice; their sum is the length of a sequence.
     """
 
     lengths: tuple[int, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Of a whole sequence."""
+        """Tokens of a whole sequence."""
         return sum(self.lengths)
 
     def begin(self, number: int) -> int:
@@ -58,16 +58,16 @@ class TokenSlices:
         return sum(self.lengths[:number])
 
     def spec(self, whole: TensorSpec, number: int) -> TensorSpec:
-        """What crosses a boundary for one slice, where ``whole`` would for the micro-batch.
+        """The spec of a slice, from ``whole``, that of the micro-batch.
 
-        Dim 1 has the tokens, all or one rank's share of them.
+        Dim 1 is tokens: all of them, or a rank's share.
         """
         batch, tokens, *rest = whole.shape
-        # With sequence parallelism `tokens` is a rank's share; a slice has the same share of its own tokens.
+        # With sequence parallelism `tokens` is a rank's share; the slice has the same share of its own tokens.
         return TensorSpec((batch, tokens * self.lengths[number] // self.num_tokens, *rest), whole.dtype)
 
     def cut(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The slices of each tensor of whole sequences, one tensor after the other, in memory of their own."""
+        """Copies of the slices of each tensor of whole sequences, one tensor after the other."""
         return [part.contiguous() for tensor in tensors for part in tensor.split(self.lengths, dim=1)]
 
 
@@ -76,7 +76,7 @@ def stage_outputs(
 ) -> tuple[TensorSpec, ...]:
     """The spec of every stage's output for one micro-batch.
 
-    Every rank can compute all of them, since a stage on the meta device costs nothing.
+    Every rank can compute all of them, since a stage on the meta device takes no memory.
 
     Args:
         build_stage: makes a stage's module on the meta device.
@@ -97,7 +97,7 @@ _MAX_DIMS = 6
 
 
 def encode(specs: Iterable[TensorSpec]) -> torch.Tensor:
-    """Specs as numbers, to be sent: a row of dtype, number of dims, dims for each, ``int64[n, 8]``."""
+    """Specs as numbers, ``int64[n, 8]``: for each a row of dtype, number of dims, dims."""
     rows = [
         [_DTYPES.index(spec.dtype), len(spec.shape), *spec.shape, *[0] * (_MAX_DIMS - len(spec.shape))]
         for spec in specs
@@ -106,5 +106,5 @@ def encode(specs: Iterable[TensorSpec]) -> torch.Tensor:
 
 
 def decode(numbers: torch.Tensor) -> list[TensorSpec]:
-    """The specs that ``encode`` wrote."""
+    """The inverse of ``encode``."""
     return [TensorSpec(tuple(row[2 : 2 + row[1]]), _DTYPES[row[0]]) for row in numbers.tolist()]

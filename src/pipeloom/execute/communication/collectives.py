@@ -1,7 +1,7 @@
-"""What ranks that hold the same stage do together: collectives over gloo on CPUs, over NCCL on CUDA devices.
+"""Collectives of ranks with the same stages: gloo on CPUs, NCCL on CUDA devices.
 
-A *job* is what one action of a lane beside compute does, a collective or a move: a generator that starts one thing
-after the other and works on the results. It yields for each how to come to its end.
+A *job* is the work of one action of a lane: a generator that starts asynchronous operations one by one. It yields a
+``Finish`` for each, and uses the result after that.
 """
 
 import time
@@ -26,41 +26,41 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 Finish = Callable[[], bool]
-"""Waits for a collective or a move where that is possible, and says whether it is done. On CUDA the stream waits, not
-the host; in one process nobody can wait, so it only looks."""
+"""Waits for a collective or a move and returns whether it is finished. On CUDA the stream waits, not the host. With all
+ranks in one process it cannot wait, and only returns the state."""
 
 Job = Iterator[Finish]
-"""Collectives or moves, one after the other."""
+"""Collectives or moves, one by one."""
 
 Reduction = Literal["sum", "max"]
 
 
 class Group(Protocol):
-    """Ranks that work together; each calls the same methods in the same order.
+    """A process group; all its ranks call the same methods in the same order.
 
     Attributes:
         size: number of ranks.
-        index: this rank's place among them.
+        index: of this rank in the group.
     """
 
     size: int
     index: int
 
     def gather(self, whole: Tensor, shard: Tensor) -> Finish:
-        """Put every rank's shard into ``whole``, in the order of the ranks. ``[size * n]`` from ``[n]``."""
+        """All-gather the shards into ``whole``, in the order of the ranks: ``[size * n]`` from ``[n]``."""
         ...
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish:
-        """Add up ``whole`` over the ranks and put this rank's part into ``shard``. ``[n]`` from ``[size * n]``."""
+        """Sum ``whole`` over the ranks; write this rank's part to ``shard``: ``[n]`` from ``[size * n]``."""
         ...
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Finish:
-        """Replace the tensor by its sum over the ranks, or by the largest of each element."""
+        """Replace the tensor by its sum or its element-wise maximum over the ranks."""
         ...
 
 
 class Alone:
-    """A group of one: nothing to exchange."""
+    """A group of one rank, without communication."""
 
     size = 1
     index = 0
@@ -82,12 +82,12 @@ class Alone:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of a rank whose collectives the data-parallel lane runs.
+    """The groups of a rank for the data-parallel lane.
 
     Attributes:
-        shard: holds the shards of one copy of the stages.
-        copies: holds the same shard of every copy.
-        tensor: holds the other slices of the same stages.
+        shard: ranks with the shards of one copy of the stages.
+        copies: ranks with the same shard of all copies.
+        tensor: tensor-parallel ranks of the same stages.
     """
 
     shard: Group
@@ -96,19 +96,19 @@ class Groups:
 
 
 def already_done() -> bool:
-    """The end of what is over at once."""
+    """The ``Finish`` of an operation that is finished already."""
     return True
 
 
 class BlockingGroup(TensorGroup):
-    """The ranks that share a stage's matrices, as ``model.tensor_parallel`` wants them.
+    """The tensor-parallel group, for ``model.tensor_parallel``.
 
     Args:
-        group: the ranks. Nothing else uses it, since its collectives come in the order of the computation.
-        processes: their numbers, for people.
+        group: process group that is used for nothing else, since its collectives are in the order of the computation.
+        processes: its ranks, for messages.
 
     Attributes:
-        busy_s: seconds that the host has spent in exchanges; on CUDA, where it does not wait for them, issuing them.
+        busy_s: seconds of the host in collectives; on CUDA the time to issue them.
     """
 
     def __init__(self, group: Group, processes: Sequence[int] = ()) -> None:
@@ -135,8 +135,8 @@ class BlockingGroup(TensorGroup):
         self._run("maximum", lambda: self._group.all_reduce(tensor, "max"))
 
     def position(self) -> str:
-        """The exchange that the rank is in, for people; empty between exchanges."""
-        exchange = self._exchange  # read once: another thread may ask meanwhile
+        """The collective in progress as text; empty between collectives."""
+        exchange = self._exchange  # read once: other threads call this
         return exchange and f"in a {exchange} of tensor-parallel processes {', '.join(map(str, self._processes))}"
 
     def _run(self, exchange: str, start: Callable[[], Finish]) -> None:
@@ -154,10 +154,10 @@ class BlockingGroup(TensorGroup):
 def make_groups(layout: Layout, world: World) -> Groups:
     """The process groups of this rank's data-parallel lane.
 
-    Every rank makes all groups in the same order, then exercises its own, so that nothing is connected lazily.
+    Every rank makes all groups in the same order, then uses its own once, so that no connection is made lazily.
 
     Raises:
-        PeerLostError: another rank went away meanwhile.
+        PeerLostError: another rank ended.
     """
     return Groups(
         shard=_own_group(layout.shard_groups(), world),
@@ -167,17 +167,17 @@ def make_groups(layout: Layout, world: World) -> Groups:
 
 
 def make_tensor_group(layout: Layout, world: World, timeout: timedelta | None = None) -> BlockingGroup:
-    """The process group of what this rank's stages exchange while they compute: not that of a lane beside them.
+    """The tensor-parallel group for collectives within stages, separate from that of the data-parallel lane.
 
-    Every rank calls it at the same place among those that make groups.
+    Every rank must call it at the same point of the sequence of calls that make groups.
 
     Args:
-        layout: has the groups.
+        layout: contains the groups.
         world: this process among the others.
-        timeout: longest wait for the other ranks in the middle of a stage; ``None`` for the world's.
+        timeout: longest wait for the other ranks within a stage; ``None`` for the world's.
 
     Raises:
-        PeerLostError: another rank went away meanwhile.
+        PeerLostError: another rank ended.
     """
     groups = layout.tensor_groups()
     own = next(ranks for ranks in groups if world.rank in ranks)
@@ -195,7 +195,7 @@ def _own_group(groups: Sequence[Sequence[int]], world: World, timeout: timedelta
             assert isinstance(group, dist.ProcessGroup)
             kind = NcclGroup if backend == "nccl" else GlooGroup
             own = kind(group, ranks, ranks.index(world.rank))
-    # Connections are made now, in one order on all ranks, and not in the first step.
+    # Connections are made now, in the same order on all ranks, not in the first step.
     own.all_reduce(torch.zeros(1, device=world.device))()
     return own
 
@@ -206,7 +206,7 @@ class NcclGroup:
     Args:
         group: of ``torch.distributed``.
         ranks: its processes.
-        index: this rank's place among them.
+        index: of this rank in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], index: int) -> None:
@@ -234,18 +234,18 @@ class NcclGroup:
 
 
 class GlooGroup(NcclGroup):
-    """A group on CPUs: gathers and reductions are messages between every two ranks.
+    """A group on CPUs, whose collectives are messages between all pairs of ranks.
 
-    Every rank posts its receives before its sends. Gloo's own collectives send first: where one rank comes later than
-    another, the word that it can receive is stuck behind what it sends on the same connection, and the two directions
-    run one after the other. A reduction is an exchange of parts and a sum here: half of the bytes of gloo's
-    reduce-scatter, which sends what an all-reduce sends.
+    Every rank posts its receives before its sends. Gloo's own collectives send first: if one rank is later than
+    another, its ready message queues behind its data on the same connection, and the two directions run one after the
+    other. A reduction exchanges parts and sums them locally: half the bytes of gloo's reduce-scatter, which sends as
+    much as an all-reduce.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], index: int) -> None:
         super().__init__(group, ranks, index)
         self._received: Tensor | None = None
-        # Each begins with its own neighbor, so that not all send to the same rank first.
+        # Each rank begins with its own neighbor, so that they do not all send to the same rank first.
         self._others = [(index + step) % self.size for step in range(1, self.size)]
 
     def gather(self, whole: Tensor, shard: Tensor) -> Finish:
@@ -256,14 +256,14 @@ class GlooGroup(NcclGroup):
         return finish
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish:
-        """Send every other rank its part, and sum what came, in the order of the ranks."""
+        """Send every other rank its part, and sum the received parts in the order of the ranks."""
         received, parts = self._room_for(whole).view(self.size, -1), whole.view(self.size, -1)
         arrive = self._exchange(received, list(parts))
         received[self.index].copy_(parts[self.index])
 
         def finish() -> bool:
             arrive()
-            # In one call and one order, so that the sum has the same bits in every run.
+            # In one call and a fixed order, so that the sum has the same bits in every run.
             torch.sum(received, 0, out=shard)
             return True
 
@@ -278,7 +278,7 @@ class GlooGroup(NcclGroup):
         return lambda: all(finish() for finish in finishes)
 
     def _room_for(self, whole: Tensor) -> Tensor:
-        """A buffer like the tensor; one for all that this group ever receives, since it does one thing at a time."""
+        """The group's receive buffer; one is enough, since the group runs one collective at a time."""
         if self._received is None or self._received.numel() < whole.numel() or self._received.dtype != whole.dtype:
             self._received = torch.empty_like(whole)
         return self._received[: whole.numel()]
@@ -297,16 +297,16 @@ def _end_of(work: dist.Work | None, peers: Sequence[int]) -> Finish:
 
 @contextmanager
 def _peer_errors(peers: Sequence[int]) -> Iterator[None]:
-    """Errors of a collective, as ours: gloo has one type for all of them.
+    """Context that converts errors of collectives; gloo has one type for all of them.
 
     Args:
-        peers: the processes of which one is missing.
+        peers: processes of which one is missing.
     """
     try:
         yield
     except RuntimeError as error:
         one = f"process {peers[0]}" if len(peers) == 1 else f"one of processes {', '.join(map(str, peers))}"
-        # gloo has no type for a timeout; its texts begin with a file and a line in brackets.
+        # gloo has no type for a timeout; its messages begin with a file and a line in brackets.
         if "timed out" in str(error).lower():
             raise StallError(f"{one} did not come in time: {str(error).rpartition('] ')[2]}") from error
         raise PeerLostError(f"{one} went away: {error}") from error

@@ -1,8 +1,8 @@
-"""How tensors get from one pipeline rank to another: gloo on CPUs, NCCL on CUDA devices.
+"""Point-to-point messages between pipeline ranks: gloo on CPUs, NCCL on CUDA devices.
 
-A transport keeps the order of each directed edge: the n-th receive from a rank takes the n-th send of that
-rank. Both return at once, with what is under way. Each directed edge has one channel, made and exercised in a fixed
-order before the first step, so that no communicator is made lazily in another order on another rank.
+A transport keeps the order of each directed edge: the n-th receive from a rank matches the n-th send of that rank. Both
+calls return at once, with an operation in progress. Each directed edge has one communicator, made and used once in a
+fixed order before the first step, so that none is made lazily in a different order on another rank.
 """
 
 import queue
@@ -30,17 +30,18 @@ Edge = tuple[int, int]
 """(from rank, to rank)"""
 
 _ROUNDS_S = (5e-4, 8e-3)
-"""How long a transfer is open before a lane's thread waits for it: by so much its end may be noted late. The longer
-time is approached while transfers follow each other in less than the shorter one, since threads that wake up then cost
-more than all the rest; receives wait until it is left again."""
+"""Shortest and longest delay before a lane's thread waits for a transfer, which is also the error of its end time. The
+delay approaches the longer one while transfers follow each other faster than the shorter one, since waking threads
+would
+then cost more than the transfers; receives wait until that is over."""
 
 
 class UnderWay:
-    """What runs beside compute: a message, a collective, or a move.
+    """An asynchronous operation: a message, a collective, or a move.
 
     Attributes:
-        begin: start time, set when it is done. Of a message the host's seconds at which it was posted (the transfer
-            starts later, when both sides are ready and the edge is free); of others a mark of their lane's clock.
+        begin: start time, set at the end. For a message the host time at which it was posted (the transfer starts
+            later, when both sides are ready and the edge is free); for others a mark of their lane's clock.
         end: time of completion, in the same unit.
     """
 
@@ -48,29 +49,29 @@ class UnderWay:
     end: Mark = None
 
     def is_done(self) -> bool:
-        """Whether its tensors may be used or dropped; on CUDA by what is issued after this, while the host goes on."""
+        """Whether its tensors may be used or freed; on CUDA by work that is issued after this call."""
         raise NotImplementedError
 
     def wait(self, timeout_s: float) -> bool:  # noqa: ARG002  where the device orders everything, the host never waits
-        """Wait until it is done; ``False`` if that takes longer than ``timeout_s``."""
+        """Wait until it is finished; ``False`` if that takes longer than ``timeout_s``."""
         return self.is_done()
 
     def take(self) -> Tensor | None:
-        """When it is done: the tensor of a receive, once, which it lets go of; ``None`` of others.
+        """After its end: the tensor of a receive, once, whose reference it drops; ``None`` for others.
 
         Raises:
-            PeerLostError: another rank went away.
-            BoundaryError: what came is not what was agreed on.
+            PeerLostError: another rank ended.
+            BoundaryError: the tensor does not have the agreed spec.
         """
         return None
 
 
 def finish(pending: UnderWay, timeout_s: float) -> None:
-    """Wait for a message or a collective outside a step, and drop what it brought.
+    """Wait for an operation outside a step, and drop its result.
 
     Raises:
-        PeerLostError: another rank went away.
-        StallError: it did not come in time.
+        PeerLostError: another rank ended.
+        StallError: it took longer than ``timeout_s``.
     """
     if not pending.is_done() and not pending.wait(timeout_s):
         raise StallError(f"waited {timeout_s:g} s in vain for another rank")
@@ -83,13 +84,13 @@ def edges_of(
     tied: Mapping[Kind, TensorSpec] | None = None,
     slices: TokenSlices | None = None,
 ) -> dict[Edge, list[TensorSpec]]:
-    """The directed edges that a schedule uses, sorted, with the specs that travel on each, sorted by stage and slice.
+    """The directed edges of a schedule, sorted, with the specs of their messages, sorted by stage and slice.
 
     Args:
         schedule: with its sends.
-        outputs: the agreed spec of every stage's output.
+        outputs: for every stage the agreed spec of its output.
         tied: specs of a tied matrix by the kind that sends it, where the schedule has such kinds.
-        slices: how micro-batches are cut, where the schedule cuts them.
+        slices: token slices of a micro-batch; ``None`` for whole sequences.
     """
     found: dict[Edge, dict[tuple[int, Kind, int], TensorSpec]] = {}
     for rank, _, action in schedule.actions():
@@ -109,21 +110,21 @@ def edges_of(
 class Transport:
     """Sends and receives tensors between pipeline ranks, over ``torch.distributed``.
 
-    On gloo a send and a receive are started at once. Who needs a tensor waits for it; a thread for each lane waits for
-    what nobody needs yet, so that a transfer is known to be done when it is, and sent tensors are dropped.
-    On NCCL the transfers are ordered by streams and waiting is left to the device.
+    On gloo sends and receives start at once. The rank's thread waits for a tensor that it needs; a thread of each lane
+    waits for all others, so that the end of a transfer is recorded and sent tensors are freed. On NCCL streams order
+    transfers, and only the device waits.
 
     Args:
         rank: this process's pipeline rank.
-        edges: from ``edges_of``, the same on every rank.
-        device: where tensors live.
+        edges: from ``edges_of``, equal on every rank.
+        device: of the tensors.
         timeout: of the communicators.
         pipelines: for each replica of the pipeline, its ranks in the default process group; ``None`` for one replica
             of all ranks.
 
     Raises:
-        BoundaryError: the two ends of an edge disagree on what travels there.
-        PeerLostError: another rank went away meanwhile.
+        BoundaryError: the two ends of an edge expect different messages.
+        PeerLostError: another rank ended.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class Transport:
                 self._exercise(edge, specs)
 
     def _open(self, edge: Edge, timeout: timedelta) -> None:
-        """Make the edge's communicators, of all replicas. Every rank takes part in each, in the same order."""
+        """Make the edge's communicators for all replicas; every rank must take part in each, in the same order."""
         self._groups[edge] = None  # gloo connects every pair when the default group is made
         for ranks in self._pipelines if self._device.type == "cuda" else ():
             group = dist.new_group([ranks[end] for end in edge], timeout=timeout, backend="nccl")
@@ -155,7 +156,7 @@ class Transport:
                 self._groups[edge] = group
 
     def _exercise(self, edge: Edge, specs: Sequence[TensorSpec]) -> None:
-        """Send what travels on the edge over the edge, and compare."""
+        """Send the specs of the edge over it, and compare them."""
         source, destination = edge
         expected = encode(specs).to(self._device)
         with peer_errors(f"the connection between ranks {source} and {destination} failed"):
@@ -169,8 +170,8 @@ class Transport:
             raise BoundaryError(f"rank {source} sends {theirs}, but rank {destination} expects {ours}")
 
     def send(self, tensor: Tensor, peer: int) -> UnderWay:
-        """Start sending a tensor to a rank. It must not change until that is done."""
-        # gloo and NCCL send memory from its beginning to its end, whatever the strides are.
+        """Start sending a tensor to a rank. It must not change until the send is finished."""
+        # gloo and NCCL send contiguous memory and ignore strides.
         return self._start("send", tensor.contiguous(), peer)
 
     def receive(self, spec: TensorSpec, peer: int) -> UnderWay:
@@ -189,7 +190,7 @@ class Transport:
         return lane.start(tensor)
 
     def close(self) -> None:
-        """Let the lanes' threads end; what is under way is abandoned."""
+        """End the lanes' threads; unfinished transfers are abandoned."""
         self._rounds.end()
         for lane in self._lanes.values():
             lane.end()
@@ -205,10 +206,10 @@ def _on_stream(tensor: Tensor, peer: int, is_receive: bool, post: Callable[[], d
 
 @dataclass
 class _StreamTransfer(UnderWay):
-    """A transfer that the device orders: whoever uses the tensor works behind it on the stream.
+    """A transfer that the device orders: the stream that uses the tensor waits for it.
 
-    A send has nothing to wait for, and keeps nothing until the end of the step: NCCL's process group itself sees to it
-    that memory of a sent tensor is not used again before it has left.
+    A send needs no wait and holds nothing until the end of the step: NCCL's process group prevents reuse of a sent
+    tensor's memory before the send is finished.
     """
 
     work: dist.Work | None
@@ -227,12 +228,12 @@ class _StreamTransfer(UnderWay):
 
 
 class _Lane:
-    """One direction of one edge: transfers in their order.
+    """One direction of one edge: transfers in order.
 
-    Gloo reports that a transfer is done only to a thread that waits for it, so each transfer needs one that waits.
-    A rank that needs a tensor waits for it itself. What nobody has begun to wait for is left to a thread of the lane,
-    so that the end of a transfer is noted, and a sent tensor dropped, while the rank computes. The thread is woken by
-    the transport's ``_Rounds``, a moment later: at each transfer it would cost more than the transfer.
+    Gloo reports the end of a transfer only to a thread that waits for it, so some thread must wait for each. A rank
+    that needs a tensor waits for it on its own thread. For all other transfers a thread of the lane waits, so that
+    their end is recorded, and sent tensors are freed, while the rank computes. The transport's ``_Rounds`` wakes that
+    thread after a delay: waking it at every transfer would cost more than the transfer.
     """
 
     def __init__(self, direction: str, peer: int, process: int, rounds: "_Rounds") -> None:
@@ -244,7 +245,7 @@ class _Lane:
         self._process = process
         self._rounds = rounds
         self._open: deque[_LaneTransfer] = deque()
-        self._front = threading.Lock()  # held by whoever waits for the first open transfer
+        self._front = threading.Lock()  # held by the thread that waits for the first open transfer
         self._is_wanted = False  # the rank needs one of these transfers, and takes over from the thread
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name=f"{direction} {peer}", daemon=True).start()
@@ -263,7 +264,7 @@ class _Lane:
         return transfer
 
     def wait_for(self, transfer: "_LaneTransfer", timeout_s: float) -> bool:
-        """Wait, on the rank's own thread, until a transfer of this lane is done; ``False`` if that takes too long."""
+        """Wait, on the rank's own thread, until a transfer is finished; ``False`` if that takes too long."""
         deadline_s = time.perf_counter() + timeout_s
         self._is_wanted = True
         try:
@@ -277,18 +278,18 @@ class _Lane:
                     self._front.release()
         finally:
             self._is_wanted = False
-        # The thread has left the lane to this one meanwhile, and has to be woken for what is still open.
+        # The lane's thread left the lane to this one, and must be woken for transfers that are still open.
         if self._open:
             self._rounds.announce()
         return True
 
     @property
     def has_open(self) -> bool:
-        """Whether there is something to wait for."""
+        """Whether a transfer is unfinished."""
         return bool(self._open)
 
     def call(self) -> None:
-        """Wake the thread, if there is something to wait for and nobody does."""
+        """Wake the thread, if a transfer is open and no thread waits for it."""
         if self._open and not self._front.locked():
             self._calls.put(True)
 
@@ -366,7 +367,7 @@ class _Rounds:
 
 
 class _LaneTransfer(UnderWay):
-    """A transfer on a lane. It is done when the rank or the lane's thread has waited for it."""
+    """A transfer on a lane. It is finished when the rank or the lane's thread has waited for it."""
 
     def __init__(self, lane: _Lane, work: dist.Work, tensor: Tensor, asked_s: float) -> None:
         self._lane = lane

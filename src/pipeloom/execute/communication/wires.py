@@ -1,7 +1,7 @@
-"""Wires: what an evicting rank and its partner say and send to each other, one for evictions and one for loads.
+"""Wires between an evicting rank and its partner, one for evictions and one for loads.
 
-The evicting rank announces, then bytes travel: to the partner on the wire of evictions, back on that of loads. So the
-partner makes room when something comes, and not before.
+The evicting rank announces each move, then bytes are sent: to the partner on the wire of evictions, back on that of
+loads. So the partner allocates memory only when a move begins.
 """
 
 from collections import deque
@@ -20,19 +20,19 @@ from pipeloom.schedule import Schedule
 from pipeloom.schedule.kinds import PARTNER_MOVES
 
 _UNTIL_IT_COMES = timedelta(days=30)
-"""An announcement may be long in coming: who waits for it waits beside compute. Its rank's own waits have a limit, and
-a connection that breaks ends it at once."""
+"""Limit of the wait for an announcement, which may take long and blocks no compute. Other waits of the rank have their
+own limit, and a broken connection ends this one at once."""
 _SAID = 32
-"""Announcements under way that a host on CUDA does not wait for."""
+"""Most announcements in progress that a host on CUDA does not wait for."""
 
 
 class Wire:
-    """One end of a wire. Numbers are ``int64`` on the CPU; bytes, ``uint8`` on the device, stay as they are until sent.
+    """One end of a wire: ``int64`` numbers on the CPU, ``uint8`` bytes on the device, which must not change until sent.
 
     Args:
         numbers: gloo group of the two, for announcements.
         tensors: group of the two for bytes; on gloo the same.
-        peer: the other one's place in both.
+        peer: index of the other rank in both.
         device: of the bytes.
     """
 
@@ -42,7 +42,7 @@ class Wire:
         self._said: deque[tuple[dist.Work, Tensor]] = deque()
 
     def announce(self, numbers: Tensor) -> Finish:
-        """Send it; on CUDA, where the host goes on meanwhile, it is kept until it has been received."""
+        """Send numbers; on CUDA the host does not wait, and the tensor is kept until it has been received."""
         work = _posted(lambda: dist.isend(numbers, group=self._numbers, group_dst=self._peer))
         if self.device.type != "cuda":
             return _end_of(work)
@@ -52,7 +52,7 @@ class Wire:
         return already_done
 
     def expect(self, numbers: Tensor) -> Finish:
-        """Wait until it is said."""
+        """Receive an announcement."""
         work = _posted(lambda: dist.irecv(numbers, group=self._numbers, group_src=self._peer))
         return _end_of(work, _UNTIL_IT_COMES)
 
@@ -66,14 +66,14 @@ class Wire:
 
 
 class Wires(NamedTuple):
-    """The ends that a rank has of the wires between one evicting rank and its partner."""
+    """A rank's ends of the wires between one evicting rank and its partner."""
 
     evict: Wire
     load: Wire
 
 
 class Evictions(NamedTuple):
-    """What a rank that evicts does in a step: with whom, and how often."""
+    """Partner and number of moves of an evicting rank in a step."""
 
     partner: int
     num_evictions: int
@@ -81,10 +81,10 @@ class Evictions(NamedTuple):
 
 
 def evictions(schedule: Schedule) -> dict[int, Evictions]:
-    """What each rank that evicts does.
+    """Evictions of each rank that evicts.
 
     Raises:
-        UserError: the schedule does not say to whom a rank evicts, or names itself.
+        UserError: a rank that evicts has no partner other than itself.
     """
     found: dict[int, Evictions] = {}
     for rank, row in enumerate(schedule.rows):
@@ -99,10 +99,10 @@ def evictions(schedule: Schedule) -> dict[int, Evictions]:
 
 
 def make_wires(schedule: Schedule, rank: int, world: World, pipelines: Sequence[Sequence[int]]) -> dict[int, Wires]:
-    """The ends that a rank has of all wires, by the evicting rank.
+    """A rank's ends of all wires, by evicting rank.
 
-    Every process makes the groups of all replicas in the same order, then exercises its own, so that nothing is
-    connected lazily. A wire has a group of its own, on CUDA a second one for what is announced, which is for hosts.
+    Every process makes the groups of all replicas in the same order, then uses its own once, so that no connection is
+    made lazily. A wire has its own group, on CUDA a second one for announcements, which are host tensors.
 
     Args:
         schedule: contains the evictions.
@@ -111,13 +111,13 @@ def make_wires(schedule: Schedule, rank: int, world: World, pipelines: Sequence[
         pipelines: for each replica of the pipeline its processes.
 
     Raises:
-        PeerLostError: another process went away meanwhile.
+        PeerLostError: another process ended.
         BoundaryError: the two ends of a wire run different schedules.
     """
     found: dict[int, Wires] = {}
     for evictor, plan in evictions(schedule).items():
-        # A group for each direction: NCCL does what one group is given in
-        # its order, so a load would wait for evictions.
+        # A group for each direction: NCCL runs the operations of a group in
+        # order, so a load would wait for evictions.
         ends = [_open(evictor, plan.partner, world, pipelines) for _ in Wires._fields]
         own = [wire for wire in ends if wire is not None]
         if own:  # this rank is one of the two
@@ -129,11 +129,11 @@ def make_wires(schedule: Schedule, rank: int, world: World, pipelines: Sequence[
 
 def _open(evictor: int, partner: int, world: World, pipelines: Sequence[Sequence[int]]) -> Wire | None:
     own: Wire | None = None
-    # ``new_group`` wants every process, member or not, and all in the same order (its documentation).
+    # Every process must call ``new_group``, member or not, and all in the same order (its documentation).
     for ranks in pipelines:
         pair = sorted([ranks[evictor], ranks[partner]])  # as their places in the group are
         numbers = dist.new_group(pair, timeout=world.timeout, backend="gloo")
-        # gloo matches what two processes send and receive in its order, so one group carries both.
+        # gloo matches sends and receives of two processes in their order, so one group is enough.
         tensors = numbers
         if world.device.type == "cuda":
             tensors = dist.new_group(pair, timeout=world.timeout, backend="nccl")
@@ -146,8 +146,8 @@ def _open(evictor: int, partner: int, world: World, pipelines: Sequence[Sequence
 
 
 def _exercise(wire: Wire, plan: Evictions, *, is_evictor: bool) -> None:
-    """Announce how much will come, and compare; then send a byte."""
-    # A partner with another schedule would wait for what never comes: better found before the first step.
+    """Announce the number of moves, and compare; then send a byte."""
+    # A partner with another schedule would wait forever; this finds it before the first step.
     expected = torch.tensor(plan, dtype=torch.int64)
     byte = torch.zeros(1, dtype=torch.uint8, device=wire.device)
     if is_evictor:
@@ -171,8 +171,8 @@ def _posted(post: Callable[[], dist.Work | None]) -> dist.Work:
 
 
 def _end_of(work: dist.Work, timeout: timedelta | None = None) -> Finish:
-    # A list, so that the message can be taken out of it while the function lives on.
-    under_way = [work]  # with the message, which is let go of as soon as it is over
+    # A list, so that the closure can drop the message.
+    under_way = [work]  # with the message, which is dropped at its end
 
     def finish() -> bool:
         with peer_errors("the partner of evictions went away, or did not come in time"):

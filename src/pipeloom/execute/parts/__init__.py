@@ -1,1 +1,1 @@
-"""What an executor is made of: a part for each group of kinds, all with the protocol of ``part.Part``."""
+"""Parts of the executor, one for each group of kinds of actions; protocol: ``part.Part``."""

@@ -14,32 +14,32 @@ from pipeloom.schedule.kinds import COMPUTE_KINDS
 
 
 class Keeper:
-    """Who follows what stages keep for backwards; this one does nothing with it."""
+    """Hooks at points where activations are saved and freed; these do nothing."""
 
     def parcel(self, action: Action, *, owns_input: bool) -> Parcel | None:  # noqa: ARG002
-        """What takes the tensors that a forward, the first or a second one, saves; ``None`` leaves them to autograd."""
+        """Container for the tensors that a forward or recomputation saves; ``None`` leaves them to autograd."""
         return None
 
     def after_forward(self, action: Action, stage: Stage) -> None:
-        """A portion has gone forward, or forward again."""
+        """After a forward or a recomputation."""
 
     def before_backward(self, action: Action) -> None:
-        """A portion's backward begins, which lets go of one tensor after the other."""
+        """Before a backward, which frees one tensor after the other."""
 
     def after_backward(self, action: Action, stage: Stage) -> None:
-        """A portion is done, or what its forward kept is not needed any more."""
+        """After a whole backward or a weight gradient: the activations are free."""
 
     def after_input_gradient(self, action: Action, pending_bytes: int) -> None:
-        """The first half of a backward left so much for the second one, after which ``after_backward`` comes."""
+        """After an input gradient, which keeps ``pending_bytes`` until the weight gradient."""
 
 
 class Compute(Part):
-    """The stages of one rank, in the steps of one schedule.
+    """Runs compute actions on the stages of one rank.
 
     Args:
         stages: by global index.
-        slices: how micro-batches are cut, where the schedule cuts them.
-        keeper: follows what the stages keep.
+        slices: token slices of a micro-batch; ``None`` for whole sequences.
+        keeper: hooks for activations.
 
     Attributes:
         stages: as given.
@@ -64,10 +64,10 @@ class Compute(Part):
         }
 
     def bind(self, row: RankRow) -> None:
-        """Note what each slot runs on.
+        """Look up the stage of each slot.
 
         Raises:
-            UserError: the schedule cuts micro-batches in another way.
+            UserError: the schedule has another number of token slices.
         """
         schedule = row.schedule
         if schedule.num_slices != self._num_slices:
@@ -85,7 +85,7 @@ class Compute(Part):
                 self._runs_again.add(slot)
 
     def begin(self, row: RankRow) -> Sequence[Service]:  # noqa: ARG002
-        """Nothing is held."""
+        """Reset the peaks."""
         self._most = (0, 0, 0, 0)
         return ()
 
@@ -94,12 +94,12 @@ class Compute(Part):
         self._run_of[row.actions[slot].kind](row, slot)
 
     def held(self) -> Held:
-        """Stage inputs, and what waits for second halves of backwards."""
+        """Peaks of stage inputs, and of activations that wait for weight gradients."""
         inputs, input_bytes, pending, pending_bytes = self._most
         return Held(stage_inputs=inputs, stage_input_bytes=input_bytes, pending=pending, pending_bytes=pending_bytes)
 
     def forget(self) -> None:
-        """Drop what the stages keep."""
+        """Free all activations."""
         for stage in self.stages.values():
             stage.forget()
 
@@ -112,7 +112,7 @@ class Compute(Part):
             tensor = row.inputs[portion.number(self._num_slices)]
         objective = row.objective if index == self._last else None
         trains = index >= self._first_that_trains
-        # Without a backward autograd saves nothing, so that there is nothing to follow.
+        # Without a backward autograd saves nothing.
         parcel = self._keeper.parcel(action, owns_input=owns_input) if trains else None
         if slot in self._runs_again:
             output = stage.forward_once(portion, tensor, objective, parcel)
@@ -131,7 +131,7 @@ class Compute(Part):
     def _recompute(self, row: RankRow, slot: int) -> None:
         action = row.actions[slot]
         objective = row.objective if action.stage == self._last else None
-        # The input of the forward, which the stage has kept, is its own unless it came from the batch.
+        # The stage owns the input that it keeps, unless it is a part of the batch.
         parcel = self._keeper.parcel(action, owns_input=action.stage > 0)
         stage = self.stages[action.stage]
         stage.recompute(self._portions[slot], objective, parcel)
@@ -150,7 +150,7 @@ class Compute(Part):
         self._count()
 
     def _use_kept(self, row: RankRow, slot: int, run: Callable[[Portion, Tensor | None], Tensor | None]) -> None:
-        """Run what needs what the forward kept, and keep the gradient that it makes."""
+        """Run an action on the activations of a forward, and store the gradient that it returns."""
         action = row.actions[slot]
         self._keeper.before_backward(action)
         gradient = run(self._portions[slot], row.input(slot))
@@ -165,10 +165,10 @@ class Compute(Part):
         self._keeper.after_backward(action, stage)
 
     def _count(self) -> None:
-        """Note what is held now, after a forward that keeps it or after the first half of a backward."""
+        """Update the peaks, after a forward or an input gradient."""
         stages = self.stages.values()
         now = (
-            # In micro-batches, rounded up: the first slice of one takes its room.
+            # In micro-batches, rounded up: the first slice counts as a whole one.
             -(-sum(stage.num_held for stage in stages) // self._num_slices),
             sum(stage.held_bytes for stage in stages),
             sum(stage.num_pending for stage in stages),

@@ -1,4 +1,4 @@
-"""What UNSHARD, RESHARD and REDUCE_GRAD do on a rank: its stages' weights, gradient buffers, and the lane."""
+"""Implements UNSHARD, RESHARD and REDUCE_GRAD: sharded weights of stages, gradient buffers, collectives."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,10 +26,10 @@ class GradientBuffers:
     Args:
         count: buffers.
         size: elements of each.
-        like: has the type and the device.
-        reuses: whether a buffer is taken again in the same step, the one that was given back first before the others.
-            Reductions end in the order of the row, so that is the buffer whose reduction the dependency relation makes
-            the backward wait for. Without such waits a buffer rests until the next step.
+        like: a tensor of their dtype and device.
+        reuses: whether a buffer can be used again in the same step, in the order in which buffers are freed. Reductions
+            end in row order, so that is the buffer whose reduction the backward waits for by the dependency relation.
+            Without such waits a freed buffer is not used before the next step.
     """
 
     def __init__(self, count: int, size: int, like: Tensor, *, reuses: bool) -> None:
@@ -40,19 +40,19 @@ class GradientBuffers:
         self.forget()
 
     def begin(self) -> None:
-        """Before a step, with no reduction under way."""
+        """Before a step; no reduction may be in progress."""
         self._free.extend(self._resting)
         self._resting.clear()
 
     def forget(self) -> None:
-        """Make all buffers anew: what failed may still write to the old ones."""
-        # All at once, so that how many there are does not depend on how soon reductions end.
+        """Replace all buffers: collectives of a failed step may still write to the old ones."""
+        # All together, so that their number does not depend on when reductions end.
         self._free = deque(self._like.new_empty(self._size) for _ in range(self._count))
         self._resting: deque[Tensor] = deque()
 
     @property
     def num_taken(self) -> int:
-        """Buffers that were taken and not given back."""
+        """Number of buffers in use."""
         return self._count - len(self._free) - len(self._resting)
 
     @property
@@ -61,7 +61,7 @@ class GradientBuffers:
         return self._count * self._size * self._like.element_size()
 
     def take(self) -> Tensor:
-        """A buffer; what is in it is not known."""
+        """A free buffer, uninitialized."""
         assert self._free, "no gradient buffer is free: the schedule did not wait for its reduction"
         return self._free.popleft()
 
@@ -71,19 +71,19 @@ class GradientBuffers:
 
 
 class DataParallel(Part):
-    """The stages of one rank among those of its data-parallel group.
+    """Shards the stages of one rank over its data-parallel group, and runs the group's collectives.
 
     Args:
-        schedule: that trains; contains the reductions of gradients, and how many buffers there are for them.
-        modules: this rank's stages by index, with their first weights; taken over one after the other.
+        schedule: that trains; contains the reductions and the number of gradient buffers.
+        modules: this rank's stages by index, with initial weights; emptied one by one.
         level: what is sharded.
-        groups: the other ranks.
+        groups: process groups of the rank.
         lane: runs the collectives.
-        replicated: names a stage's parameters that every tensor-parallel rank holds whole.
-        sums_replicated: whether a rank's gradients of these are of its own tokens only (sequence parallelism), so that
-            a reduction adds them up over the tensor-parallel ranks first.
-        dtype: that the stages compute in, where the optimizer updates a wider one: that of the modules.
-        store: takes every stage over as soon as it is made, where stages are swapped; ``None`` keeps them here.
+        replicated: returns the names of a stage's parameters that every tensor-parallel rank holds whole.
+        sums_replicated: whether a rank's gradients of these come from its own tokens only (sequence parallelism), so
+            that a reduction first sums them over the tensor-parallel ranks.
+        dtype: in which the stages compute, where it is narrower than that of the modules, which the optimizer updates.
+        store: holds the stages where they are swapped; ``None`` without swaps.
     """
 
     kinds = COLLECTIVE_KINDS
@@ -113,7 +113,7 @@ class DataParallel(Part):
                 level,
                 groups.shard.size,
                 groups.shard.index,
-                # With room for few gradients, stages share it.
+                # With fewer buffers than stages, stages share them.
                 reduces_in_place=reduced.count(index) <= 1 and (level == "none" or schedule.gradient_buffers is None),
                 replicated=replicated(module),
                 dtype=dtype,
@@ -127,7 +127,7 @@ class DataParallel(Part):
         self._start_of = {Kind.UNSHARD: self.unshard, Kind.RESHARD: self.reshard, Kind.REDUCE_GRAD: self.reduce}
 
     def counted_gradients(self) -> list[Tensor]:
-        """This rank's gradients of a step such that over all ranks every element is there once."""
+        """This rank's part of the gradients; over all ranks every element is included once."""
         if self._groups.copies.index > 0:
             return []
         is_first = self._groups.tensor.index == 0
@@ -135,33 +135,33 @@ class DataParallel(Part):
 
     @property
     def copy_share(self) -> tuple[int, int]:
-        """Which of how many ranks that hold the same shards this one is."""
+        """Index of this rank among those that hold the same shards, and their number."""
         return self._groups.copies.index, self._groups.copies.size
 
     def optimizer_parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """What this rank's optimizer updates, with gradients: parts with and without weight decay."""
+        """Parameters of this rank's optimizer, with gradients: those with and those without weight decay."""
         parts = [weights.optimizer_parts() for weights in self.weights.values()]
         return [p for decayed, _ in parts for p in decayed], [p for _, plain in parts for p in plain]
 
     def refresh(self) -> None:
-        """After the optimizer's step, or after its weights were loaded: compute with them."""
+        """Copy updated or loaded master weights to the weights that compute uses."""
         for weights in self.weights.values():
             weights.refresh()
 
     def bind(self, row: RankRow) -> None:
-        """Find a buffer for the gradient that a backward begins, before that."""
-        # At all of them, though most find one open: a stage that is reduced early
-        # begins a second gradient in the same step.
+        """Add a hook before each backward that provides a gradient buffer."""
+        # Before every backward, though most have one: a stage that is reduced early
+        # needs a second buffer in the same step.
         for slot in row.slots_of(*ADDS_TO_GRADIENT):
             row.before[slot].append(partial(self.before_backward, row.actions[slot].stage))
 
     def begin(self, row: RankRow) -> Sequence[Service]:
-        """Before a step: no gradient yet."""
+        """Before a step: no gradients."""
         self.reset(trains=row.schedule.first_backward_stage < row.schedule.num_stages)
         return ()
 
     def reset(self, *, trains: bool) -> None:
-        """Drop gradients, where backwards follow. Weights that were dropped stay so."""
+        """Free the gradients of the step before, if backwards follow."""
         self._close_all()
         for buffers in self._buffers.values():
             buffers.begin()
@@ -177,11 +177,11 @@ class DataParallel(Part):
         return self._start_of[action.kind](action.stage)
 
     def other_end(self, row: RankRow, slot: int) -> str:  # noqa: ARG002
-        """With whom a collective works, for people."""
+        """The ranks of a collective, as text."""
         return "its data-parallel ranks"
 
     def held(self) -> Held:
-        """Weights and gradients."""
+        """Peaks of weights and gradients."""
         return self._most_held
 
     def unshard(self, stage: int) -> UnderWay:
@@ -193,17 +193,17 @@ class DataParallel(Part):
         return self._lane.start(self._gather(weights.whole, weights.shard))
 
     def _gather(self, whole: Tensor, shard: Tensor) -> Job:
-        sent = shard.to(whole.dtype)  # weights go out in the type that computes
+        sent = shard.to(whole.dtype)  # weights are gathered in the dtype of compute
         yield self._groups.shard.gather(whole, sent)
 
     def reshard(self, stage: int) -> UnderWay:
-        """Free a stage's gathered weights, now; the lane notes it in its order."""
+        """Free a stage's gathered weights at once; the lane records the action in row order."""
         self.weights[stage].drop()
         self._gathered.discard(stage)
         return self._lane.start(iter(()))
 
     def before_backward(self, stage: int) -> None:
-        """Find a buffer for the gradient that a backward begins, if it begins one."""
+        """Provide a gradient buffer, if the stage has none."""
         if stage in self._open:
             return
         weights = self.weights[stage]
@@ -213,7 +213,7 @@ class DataParallel(Part):
         self._count()
 
     def reduce(self, stage: int) -> UnderWay:
-        """Start adding up over the ranks what the backwards since the last reduction have added."""
+        """Start reducing the gradient that backwards have accumulated since the last reduction."""
         weights, buffer = self.weights[stage], self._open.pop(stage)
         weights.close_gradient()
         return self._lane.start(self._reduction(weights, buffer, self._buffers.get(stage)))
@@ -231,11 +231,11 @@ class DataParallel(Part):
             buffers.give_back(buffer)
 
     def gather_gradient(self, stage: int, timeout_s: float) -> dict[str, Tensor]:
-        """After a step, a stage's whole gradient by parameter name. All ranks of the group call it for the same stages.
+        """A stage's whole gradient by parameter name, after a step. All ranks of the group must call it in turn.
 
         Raises:
-            PeerLostError: another rank went away.
-            StallError: it did not come in time.
+            PeerLostError: another rank ended.
+            StallError: it took longer than ``timeout_s``.
         """
         weights = self.weights[stage]
         whole = torch.empty(weights.order.size, dtype=weights.gradient.dtype, device=weights.gradient.device)
@@ -244,7 +244,7 @@ class DataParallel(Part):
 
     @contextmanager
     def gathered(self, stage: int, timeout_s: float) -> Iterator[None]:
-        """Outside a step, hold a stage's whole weights meanwhile. The group's ranks call it for the same stages."""
+        """Context with a stage's whole weights, outside a step. All ranks of the group must enter it."""
         if self._store is not None:
             with self._store.visit(stage, Content.WEIGHTS):
                 yield
@@ -268,7 +268,7 @@ class DataParallel(Part):
         self._open.clear()
 
     def _count(self) -> None:
-        """Note what is held now."""
+        """Update the peaks."""
         # Stages may share their buffers, which must count once.
         buffers = {id(one): one for one in self._buffers.values()}.values()
         weights = self.weights.values()
@@ -285,7 +285,7 @@ class DataParallel(Part):
 def _buffers(
     weights: Mapping[int, StageWeights], count: int | None, num_reductions: Mapping[int, int]
 ) -> dict[int, GradientBuffers]:
-    """For each stage that has no whole gradient where it finds a buffer: among a few for all, or its own ones."""
+    """For each stage without a gradient of its own the pool of its buffers: one for all stages, or one for each."""
     if count is None:
         return {
             stage: GradientBuffers(max(1, num_reductions[stage]), one.order.size, one.gradient, reuses=False)
@@ -293,6 +293,6 @@ def _buffers(
             if one.whole_gradient is None
         }
     largest = max(weights.values(), key=lambda one: one.order.size)
-    # No stage is reduced early where there are as many as stages.
+    # With as many buffers as stages no stage is reduced early.
     shared = GradientBuffers(min(count, len(weights)), largest.order.size, largest.gradient, reuses=True)
     return {stage: shared for stage, one in weights.items() if one.whole_gradient is None}

@@ -12,11 +12,11 @@ from pipeloom.schedule.kinds import RECEIVE_KINDS, SEND_KINDS
 
 
 class Messages(MessagePart):
-    """What crosses the boundaries between stages.
+    """Sends and receives of activations and gradients.
 
     Args:
-        outputs: the agreed spec of every stage's output, for all stages.
-        slices: how micro-batches are cut, where the schedule cuts them.
+        outputs: for every stage the agreed spec of its output.
+        slices: token slices of a micro-batch; ``None`` for whole sequences.
     """
 
     kinds = SEND_KINDS | RECEIVE_KINDS
@@ -25,7 +25,7 @@ class Messages(MessagePart):
         self._outputs, self._slices = outputs, slices
 
     def start(self, row: RankRow, slot: int) -> UnderWay:
-        """Send what a compute action of the row made, or receive what one will take."""
+        """Send the result of a compute action, or receive the input of one."""
         action = row.actions[slot]
         if action.kind in SEND_KINDS:
             tensor = row.input(slot)
@@ -35,6 +35,6 @@ class Messages(MessagePart):
         return row.receive(slot, spec if self._slices is None else self._slices.spec(spec, action.slice))
 
     def take(self, row: RankRow, slot: int, tensor: Tensor | None) -> None:
-        """Keep what was received for the action that takes it."""
-        if tensor is not None:  # a send brings nothing
+        """Store a received tensor for the action that uses it."""
+        if tensor is not None:  # a send has no result
             row.values[row.actions[slot]] = tensor

@@ -1,7 +1,7 @@
-"""What EVICT, LOAD, OFFLOAD and RELOAD do on a rank, what it does for ranks that evict to it, and what it holds.
+"""Implements EVICT, LOAD, OFFLOAD and RELOAD, serves ranks that evict to this one, and counts activation memory.
 
-Nothing in a partner's own row stands for what it does for another rank: jobs of their own accept what is evicted and
-give it back, beside its compute.
+The row of a partner has no actions for this service: separate jobs accept evicted activations and return them,
+concurrently with its compute.
 """
 
 import threading
@@ -26,9 +26,9 @@ from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.schedule.kinds import LOAD_OF, MOVE_KINDS, PARTNER_MOVES
 
 Key = tuple[int, ...]
-"""What a move is about: stage, micro-batch, slice; at the partner also how it is packed."""
+"""Stage, micro-batch and slice of a move; at the partner also the number of the packing."""
 Ranges = tuple[tuple[int, int], ...]
-"""Of the messages of a packing, from which byte to which."""
+"""Byte ranges of the messages of a packing."""
 
 
 def _key_of(action: Action) -> Key:
@@ -37,7 +37,7 @@ def _key_of(action: Action) -> Key:
 
 
 class Live:
-    """Bytes that are held for backwards, both halves of them, now and at most; lanes' threads count, too."""
+    """Counter of activation bytes, with their peak; thread-safe, since lanes count, too."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,17 +49,17 @@ class Live:
         self._now = self.most = 0
 
     def add(self, nbytes: int) -> None:
-        """More are held, or, where negative, fewer."""
+        """Add bytes, or subtract them where negative."""
         with self._lock:
             self._now += nbytes
             self.most = max(self.most, self._now)
 
 
 class Vault:
-    """Memory that one lane puts aside and another fetches.
+    """Memory that one lane stores and another one takes out.
 
     Args:
-        waits: whether lanes run in threads of their own.
+        waits: whether lanes are threads, so that ``until`` may block.
     """
 
     def __init__(self, *, waits: bool) -> None:
@@ -70,7 +70,7 @@ class Vault:
         self._num_begun = 0
 
     def begin(self) -> None:
-        """Before a step, or after one that failed: who still waits for something of that gets an error."""
+        """Clear before a step, or after a failed one; jobs that still wait raise an error."""
         with self._changed:
             self._kept.clear()
             self._error = None
@@ -78,14 +78,14 @@ class Vault:
             self._changed.notify_all()
 
     def put(self, key: Key, memory: Tensor, device: torch.device) -> None:
-        """Put memory aside; on CUDA, what the current stream does to it until now counts."""
+        """Store memory; on CUDA behind the work that the current stream has issued on it."""
         event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         with self._changed:
             self._kept[key] = memory, event
             self._changed.notify_all()
 
     def watched(self, job: Job) -> Job:
-        """A job that puts things here: if it fails, nobody waits for what it would have brought."""
+        """Wrap a job that stores memory: if it fails, jobs that wait for its memory fail, too."""
         with self._noting():
             for finish in job:
                 yield partial(self._watched, finish)
@@ -105,10 +105,10 @@ class Vault:
             raise
 
     def until(self, key: Key) -> Finish:
-        """Wait until something is there.
+        """Wait until memory is stored.
 
         Raises:
-            RunError: in ``finish``, if the step was given up meanwhile.
+            RunError: in ``finish``, if the step has been aborted.
         """
         begun = self._num_begun
 
@@ -117,7 +117,7 @@ class Vault:
                 while self._waits and key not in self._kept and self._error is None and begun == self._num_begun:
                     self._changed.wait()
                 if begun != self._num_begun:
-                    raise RunError("the step was given up")
+                    raise RunError("the step was aborted")
                 if self._error is not None:
                     raise self._error
                 return key in self._kept
@@ -125,7 +125,7 @@ class Vault:
         return finish
 
     def fetch(self, key: Key, device: torch.device) -> Tensor:
-        """Take it out; on CUDA the current stream works behind who put it there."""
+        """Take memory out; on CUDA the current stream waits for the stream that stored it."""
         with self._changed:
             memory, event = self._kept.pop(key)
         if event is not None:
@@ -138,18 +138,18 @@ class Vault:
 
 
 _ANNOUNCED = ("stage", "micro-batch", "slice", "packing", "messages of a packing that is new")
-"""What the evicting rank announces of each move, in ``int64[5]``."""
+"""Contents of the announcement of a move by the evicting rank, ``int64[5]``."""
 
 
 class Served:
-    """What a rank does for one that evicts to it.
+    """Service of a rank for one that evicts to it.
 
     Args:
         wires: between the two.
-        plan: what the other one does in a step.
-        lanes: what this runs on.
+        plan: evictions and loads of the other rank in a step.
+        lanes: of this rank.
         evictor: the other rank.
-        live: what this rank holds.
+        live: counter of this rank's activation bytes.
     """
 
     def __init__(self, wires: Wires, plan: Evictions, lanes: Lanes, evictor: int, live: Live) -> None:
@@ -181,16 +181,16 @@ class Served:
             if num_messages:
                 ranges = torch.empty(num_messages, 2, dtype=torch.int64)
                 yield wire.expect(ranges)
-                # Kept for later steps: the evicting rank announces the messages of a packing only once.
+                # For later steps, too: the evicting rank announces the messages of a packing only once.
                 self._messages[packing] = tuple((begin, end) for begin, end in ranges.tolist())
             messages = self._messages.get(packing, ())
-            # When the eviction is announced, not before, so that room is taken only for what has been evicted.
+            # Allocated after the announcement, so that only evicted activations take memory.
             memory = torch.empty(messages[-1][1] if messages else 0, dtype=torch.uint8, device=self._device)
             self._live.add(memory.numel())
             for begin, end in messages:
                 yield wire.receive(memory[begin:end])
             self._vault.put((*key, packing), memory, self._device)
-            # Else the generator would hold it while it waits for the next eviction.
+            # Otherwise the generator would hold it until the next eviction.
             del memory
 
     def _give_back(self) -> Job:
@@ -208,17 +208,17 @@ class Served:
 
 
 class ActivationMoves(Part, Keeper):
-    """The moves of one rank.
+    """Moves of activations of one rank.
 
     Args:
-        schedule: contains the moves, and who evicts to whom.
+        schedule: contains the moves and the partners.
         rank: the pipeline rank.
-        lanes: what they run on.
-        wires: this rank's ends of wires, by the rank that evicts.
-        counts: whether parts that do not move are counted as well: the first one of each stage is then looked at.
+        lanes: on which they run.
+        wires: evicting rank -> this rank's ends of the wires.
+        counts: whether to count activations that do not move, too; the first micro-batch of each stage is measured.
 
     Raises:
-        UserError: the schedule evicts, but does not say to whom.
+        UserError: the schedule evicts but has no partners.
     """
 
     kinds = MOVE_KINDS
@@ -255,15 +255,15 @@ class ActivationMoves(Part, Keeper):
         self._number_of: dict[Packing, int] = {}
 
     def held(self) -> Held:
-        """Bytes held for backwards, own ones and those of ranks that evict to this one."""
+        """Peak of activation bytes, own ones and accepted ones."""
         return Held(live_bytes=self._live.most)
 
     def other_end(self, row: RankRow, slot: int) -> str:
-        """With whom a move works, for people."""
+        """The partner or the host, as text."""
         return f"rank {self.partner}" if row.actions[slot].kind in PARTNER_MOVES else "the memory of the host"
 
     def begin(self, row: RankRow) -> list[Service]:  # noqa: ARG002
-        """Before a step: serve the ranks that evict to this one; what is to end with the step."""
+        """Before a step: start the services for the ranks that evict to this one."""
         self._parcels.clear()
         self._held.clear()
         self._away.begin()
@@ -271,9 +271,9 @@ class ActivationMoves(Part, Keeper):
         return [service for served in self._served for service in served.begin()]
 
     def parcel(self, action: Action, *, owns_input: bool) -> Parcel | None:
-        """What takes the tensors that a forward, the first or a second one, saves, if somebody has to know them."""
+        """Container for the tensors that a forward or recomputation saves, if they move or are counted."""
         key, place = _key_of(action), (action.stage, action.slice)
-        # Every micro-batch of a stage saves tensors of the same sizes, so one of them is counted for all.
+        # All micro-batches of a stage save tensors of the same sizes, so one is measured for all.
         is_known = place in self._saved_bytes and not self._keeps_input(action)
         if not self._moves(action) and (is_known or not self._counts):
             return None
@@ -281,15 +281,15 @@ class ActivationMoves(Part, Keeper):
         return parcel
 
     def _keeps_input(self, action: Action) -> bool:
-        """Whether a forward keeps its input only, for a second one."""
+        """Whether a forward keeps only its input, since it will be recomputed."""
         return action.kind is Kind.FORWARD and _key_of(action) in self._recomputed
 
     def _moves(self, action: Action) -> bool:
-        """Whether what a forward keeps is moved; what a second one makes is not."""
+        """Whether activations of an action move; those of a recomputation do not."""
         return action.kind is Kind.FORWARD and _key_of(action) in self._moved
 
     def after_forward(self, action: Action, stage: Stage) -> None:
-        """Count what a portion keeps that has gone forward, or forward again."""
+        """Count the activations of a forward or recomputation."""
         key, place = _key_of(action), (action.stage, action.slice)
         parcel = self._parcels.get(key) if self._moves(action) else self._parcels.pop(key, None)
         nbytes = self._saved_bytes.get(place, 0) if parcel is None else parcel.nbytes
@@ -299,20 +299,20 @@ class ActivationMoves(Part, Keeper):
         self._hold(stage.index, stage.cached_bytes)
 
     def before_backward(self, action: Action) -> None:
-        """Let go of a portion's parcel, so that its backward frees one tensor after the other."""
+        """Release the container, so that the backward frees one tensor after the other."""
         self._parcels.pop(_key_of(action), None)
 
     def after_backward(self, action: Action, stage: Stage) -> None:
-        """Count what a portion does not keep any more."""
+        """Subtract activations that are freed."""
         self._hold(_key_of(action), 0)
         self._hold(stage.index, stage.cached_bytes)
 
     def after_input_gradient(self, action: Action, pending_bytes: int) -> None:
-        """Count what the first half of a portion's backward left for the second one."""
+        """Count what an input gradient keeps for the weight gradient."""
         self._hold(_key_of(action), pending_bytes)
 
     def _hold(self, what: Key | int, nbytes: int) -> None:
-        """Count what is held of a portion now, or of the caches of a stage."""
+        """Set the bytes that a micro-batch or slice holds, or the caches of a stage."""
         if self._counts:
             self._live.add(nbytes - self._held.pop(what, 0))
             self._held[what] = nbytes
@@ -342,9 +342,9 @@ class ActivationMoves(Part, Keeper):
             served.forget()
 
     def _numbered(self, packing: Packing) -> tuple[int, Ranges]:
-        """The number of a packing, and the messages to announce for it: all where the partner does not have them yet.
+        """The number of a packing, and the byte ranges to announce: all at its first use, none later.
 
-        Stages and slices that save alike share a packing.
+        Stages and slices that save tensors of equal sizes share a packing.
         """
         is_new = packing not in self._number_of
         return self._number_of.setdefault(packing, len(self._number_of)), packing.messages if is_new else ()
@@ -356,12 +356,13 @@ class ActivationMoves(Part, Keeper):
         if new:
             yield wire.announce(torch.tensor(new, dtype=torch.int64))
         for message in parcel.messages(self._live.add):
-            # A generator keeps its variables while it waits: what was sent would stay in memory until the next message.
+            # A generator keeps its variables while it waits, so the sent tensor would stay in memory until the next
+            # message.
             sending = wire.send(message)
             del message
             yield sending
             del sending
-        # Nothing is kept here: the load waits for this mark of the eviction's end.
+        # An empty entry: the load waits for it as the end of the eviction.
         self._away.put(_key_of(action), torch.empty(0), self._device)
 
     def _load(self, action: Action, parcel: Parcel, number: int) -> Job:
@@ -376,7 +377,7 @@ class ActivationMoves(Part, Keeper):
 
     def _offload(self, action: Action, parcel: Parcel) -> Job:
         is_cuda = self._device.type == "cuda"
-        # CUDA copies beside compute only to and from memory of the host that is pinned.
+        # CUDA copies concurrently with compute only to and from pinned host memory.
         memory = torch.empty(parcel.packing.total_bytes, dtype=torch.uint8, pin_memory=is_cuda)
         for begin, piece in parcel.pieces():
             memory[begin : begin + piece.numel()].copy_(piece, non_blocking=is_cuda)

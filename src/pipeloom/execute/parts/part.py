@@ -17,22 +17,22 @@ from pipeloom.schedule.lanes import Lane, lane_of
 
 @dataclass(frozen=True)
 class Held:
-    """The most that a rank held at any moment of a step.
+    """Peaks of a rank in a step.
 
     Attributes:
-        gathered: stages whose whole weights were gathered or being gathered.
-        weights_bytes: of weights: whole ones while they are here, and shards.
-        gradients: stages with a gradient that was not reduced, or being reduced.
+        gathered: stages with gathered weights, or whose gather was in progress.
+        weights_bytes: of weights: gathered ones and shards.
+        gradients: stages with an unreduced gradient, or whose reduction was in progress.
         gradients_bytes: of all gradients and the buffers that they are reduced from.
-        lent_bytes: of a tied matrix that was borrowed as a copy.
-        lent_gradient_bytes: of its gradient, where it is collected and where it is received.
-        stage_inputs: (stage, part of the batch) that went forward and not yet back, both halves where that is split.
-        stage_input_bytes: of the inputs that they kept for a backward.
-        pending: (stage, part of the batch) between the halves of their backward.
-        pending_bytes: of what they kept for the gradients of the weights.
-        live_bytes: saved by autograd for backwards and held by nobody else, these inputs among them, own ones and those
-            accepted from ranks that evict, and ``pending_bytes``; 0 where nobody counts.
-        swapped_bytes: of whole stages that are swapped and were on the device, or on their way.
+        lent_bytes: of the copy of a tied matrix.
+        lent_gradient_bytes: of its gradient, where it is accumulated and where it is received.
+        stage_inputs: (stage, micro-batch or slice) in flight: after the forward, before the end of the whole backward.
+        stage_input_bytes: of their inputs.
+        pending: (stage, micro-batch or slice) between input gradient and weight gradient.
+        pending_bytes: of what they kept for the weight gradient.
+        live_bytes: of activations: tensors that only autograd holds, stage inputs, those accepted from other ranks, and
+            ``pending_bytes``; 0 where they are not counted.
+        swapped_bytes: of swapped stages on the device, transfers in progress included.
     """
 
     gathered: int = 0
@@ -49,17 +49,17 @@ class Held:
     swapped_bytes: int = 0
 
     def most(self, other: "Held") -> "Held":
-        """Of each number the larger one."""
+        """The element-wise maximum."""
         mine, theirs = vars(self), vars(other)
         return Held(**{name: max(mine[name], theirs[name]) for name in mine})
 
 
 class Service(NamedTuple):
-    """A job of a step that no action of the rank's row stands for.
+    """A job of a step that is not an action of the rank's row.
 
     Attributes:
-        what: it is, for people.
-        job: under way.
+        what: its name in messages.
+        job: in progress.
     """
 
     what: str
@@ -67,7 +67,7 @@ class Service(NamedTuple):
 
 
 class RankRow:
-    """A rank's row, as the parts of its executor see it, with what they hand to each other in a step.
+    """A rank's row for the parts of its executor, with the tensors that they pass to each other in a step.
 
     Args:
         schedule: with communication.
@@ -77,11 +77,11 @@ class RankRow:
     Attributes:
         actions: of the row, by slot.
         lanes: for each slot the lane.
-        before, after: for each slot what parts do right before its action, and right after it; see ``Part.bind``.
-        inputs: of this step, the first stage's for each micro-batch or each of its slices.
-        objective: of this step, applied to the last stage's output.
-        values: tensors that an action of the row made and another one will take.
-        outputs: by micro-batch what the objective returned, added up over slices.
+        before, after: for each slot the hooks of parts right before and right after its action; see ``Part.bind``.
+        inputs: of this step: the first stage's, for each micro-batch or slice.
+        objective: of this step: applied to the last stage's output.
+        values: results of actions that another action will take.
+        outputs: for each micro-batch the objective's result, summed over slices.
     """
 
     def __init__(self, schedule: Schedule, rank: int, transport: Transport) -> None:
@@ -91,13 +91,13 @@ class RankRow:
         self.before: list[list[Callable[[], None]]] = [[] for _ in self.actions]
         self.after: list[list[Callable[[], None]]] = [[] for _ in self.actions]
         self._transport = transport
-        # Computed once: the relation works on numbers, which takes longer than an
+        # Computed once: a query of the dependency relation takes longer than an
         # action without compute.
         self._sources = [_source_of(action, schedule) for action in self.actions]
         self.begin((), None)
 
     def begin(self, inputs: Sequence[Tensor], objective: Objective | None) -> None:
-        """Before a step, and after one, which nothing of it outlives."""
+        """Reset before a step, and after one, to free its tensors."""
         self.inputs, self.objective = inputs, objective
         self.values: dict[Action, Tensor] = {}
         self.outputs: dict[int, Tensor] = {}
@@ -107,14 +107,14 @@ class RankRow:
         return [slot for slot, action in enumerate(self.actions) if action.kind in kinds]
 
     def needed(self, slot: int) -> list[int]:
-        """The slots of this row that the action of a slot waits for, by the dependency relation."""
+        """Slots of this row that the action of a slot waits for, by the dependency relation."""
         first = int(self.schedule.facts.columns.first[self.rank])
         found = [node - first for node in self.schedule.graph.needed(first + slot)]
         # A receive needs a send, which is on another rank, before or behind this row.
         return [other for other in found if 0 <= other < len(self.actions)]
 
     def input(self, slot: int) -> Tensor | None:
-        """The result of another action that an action takes, handed over; ``None`` for the batch or the loss."""
+        """Take the result that an action uses; ``None`` for the batch or the loss."""
         source = self._sources[slot]
         return None if source is None else self.values.pop(source)
 
@@ -143,57 +143,57 @@ def _source_of(action: Action, schedule: Schedule) -> Action | None:
 
 
 class Part:
-    """What an executor does for some kinds of actions. A part may serve several executors, one step at a time.
+    """The implementation of some kinds of actions. Several executors may share a part, one step at a time.
 
     Attributes:
-        kinds: that it runs.
-        waits_by_itself: whether its jobs wait for each other on their lanes. Where they do not, the executor starts an
-            action when what it needs on other lanes of its rank has ended.
+        kinds: that it implements.
+        waits_by_itself: whether its jobs wait for each other on their lanes. If not, the executor starts an action only
+            after the actions of other lanes that it waits for.
     """
 
     kinds: ClassVar[frozenset[Kind]]
     waits_by_itself: ClassVar[bool] = False
 
     def bind(self, row: RankRow) -> None:
-        """Once for each executor: check the schedule, and add to ``row.before`` and ``row.after``.
+        """Check the schedule and add hooks to ``row.before`` and ``row.after``; called once for each executor.
 
         Raises:
             UserError: the part cannot run the schedule.
         """
 
     def begin(self, row: RankRow) -> Sequence[Service]:  # noqa: ARG002  few parts have to do something
-        """Before a step; what is to end with the step beside the row."""
+        """Called before a step; returns jobs beside the row that end with the step."""
         return ()
 
     def start(self, row: RankRow, slot: int) -> UnderWay | None:
-        """Run the action of a slot, or start it, if it runs beside compute."""
+        """Run the action of a slot, or start it and return its operation, if it runs concurrently with compute."""
         raise NotImplementedError
 
     def take(self, row: RankRow, slot: int, tensor: Tensor | None) -> None:
-        """Use what an action brought that this part started: once, before the first action that needs it."""
+        """Use the result of a started operation; called once, before the first action that needs it."""
 
     def span(self, slot: int, done: Mapping[int, UnderWay], seconds: Callable[[Mark], float]) -> tuple[float, float]:
-        """Start and end of an action that this part started, among all that a step started beside compute, by slot."""
+        """Start and end of a started action; ``done`` has all operations of the step by slot."""
         return seconds(done[slot].begin), seconds(done[slot].end)
 
     def other_end(self, row: RankRow, slot: int) -> str:
-        """With whom an action works, for people."""
+        """The other end of an action, as text."""
         return f"rank {row.lanes[slot].peer}"
 
     def held(self) -> Held:
-        """The most that was held in the step."""
+        """Peaks of the step."""
         return Held()
 
     def end(self, row: RankRow) -> None:
-        """After the row, when all that was started has ended."""
+        """Called after the row, when all operations have ended."""
 
     def forget(self) -> None:
-        """Drop what a failed step left behind."""
+        """Reset after a failed step."""
 
 
 class MessagePart(Part):
-    """A part whose actions are messages to another rank, and what these bring."""
+    """A part whose actions are messages between ranks."""
 
     def span(self, slot: int, done: Mapping[int, UnderWay], seconds: Callable[[Mark], float]) -> tuple[float, float]:  # noqa: ARG002
-        """From when it was started to when it had ended, by the host's clock: both ranks have that one."""
+        """From its start to its end by the host's clock, which both ranks have in common."""
         return done[slot].begin, done[slot].end

@@ -1,1 +1,1 @@
-"""The processes of a run: who they are, how they start and end, where each one stands."""
+"""The processes of a run: start, rendezvous, signals, positions, end."""

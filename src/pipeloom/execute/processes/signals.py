@@ -1,4 +1,4 @@
-"""Signals that end a run: how ranks notice them, and how the process that started the ranks passes them on."""
+"""Signals that end a run: how ranks handle them, and how the process that started the ranks forwards them."""
 
 import os
 import select
@@ -14,23 +14,23 @@ from typing import NoReturn, Self
 from pipeloom.errors import Interrupted
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C; the end that a scheduler or a launcher asks for; the end of a terminal."""
+"""Ctrl-C; the signal of schedulers and launchers; the end of a terminal."""
 _SAME_S = 0.5
-"""A terminal and a launcher may both deliver one Ctrl-C: what comes so soon after the first signal is no second one."""
+"""A terminal and a launcher may both deliver one Ctrl-C: signals within this time after the first one are ignored."""
 _MARGIN_S = 2.0
-"""How much longer the process that started the ranks waits than they do themselves."""
+"""Seconds by which the process that started the ranks waits longer than they do."""
 _LEFT, _LOOK = 0, 255
-"""Bytes in the pipe that are no signals: the watching thread ends; it looks at the clock again."""
+"""Bytes in the pipe that are no signals: end the thread; read the clock again."""
 
 
 def not_ignored() -> list[signal.Signals]:
-    """The signals that end a run and that this process does not ignore, as it does below nohup."""
+    """The signals of ``STOPS`` that this process does not ignore (under nohup it ignores some)."""
     return [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextmanager
 def raised_signals() -> Iterator[None]:
-    """Meanwhile, each signal that ends a run raises ``Interrupted`` in the main thread."""
+    """Context in which each signal of ``STOPS`` raises ``Interrupted`` in the main thread."""
 
     def interrupt(number: int, _: FrameType | None) -> NoReturn:
         raise Interrupted(number)
@@ -41,7 +41,7 @@ def raised_signals() -> Iterator[None]:
 
 @contextmanager
 def _handled(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Meanwhile, a handler of the signals that end a run; outside the main thread Python has none."""
+    """Context with a handler of these signals; no-op outside the main thread, where Python allows none."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -56,22 +56,22 @@ def _handled(handler: Callable[[int, FrameType | None], object]) -> Iterator[Non
 
 
 class StopSignals:
-    """What a rank notices of signals that end a run, from when it is entered until it is left.
+    """Context in which a rank handles signals that end a run.
 
     Python runs handlers between two bytecodes of the main thread, which may be inside a library for minutes. So a
     thread reads the numbers of signals from a pipe, into which the interpreter writes them at once.
 
-    While ``waits`` is false, a signal ends the process at once. While it is true, the signal is noted, and the rank
-    ends in order. If it cannot do that within the grace, or if a second Ctrl-C follows, the process ends at once.
+    While ``waits`` is false, a signal ends the process at once. While it is true, the signal is recorded, and the rank
+    ends in order. If that takes longer than the grace period, or at a second Ctrl-C, the process ends at once.
 
     Args:
-        grace_s: seconds that a rank may take to end in order; 0: the signals keep their default.
-        setting: what people change to have another grace.
-        say: called in the thread with each message for people.
+        grace_s: seconds for an orderly end; 0: the signals keep their default action.
+        setting: name of the option that sets the grace period, for messages.
+        say: called in the thread with each message for the user.
         last_words: called in the thread before it ends the process.
 
     Attributes:
-        waits: whether the rank is in the middle of something that it should end in order.
+        waits: whether the rank is in a section that it should end in order.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class StopSignals:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        """Begin to notice signals."""
+        """Install the handlers and start the thread."""
         if self._grace_s > 0 and threading.current_thread() is threading.main_thread():
             self._reader, self._writer = os.pipe()
             # set_wakeup_fd requires it: a signal handler must not wait for room in the pipe.
@@ -106,7 +106,7 @@ class StopSignals:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Give the signals back; not if one of them ends the process, which it is left to do in order."""
+        """Restore the handlers, unless a signal is ending the process in order."""
         if self._thread is None or (kind is not None and issubclass(kind, Interrupted)):
             return
         self._handlers.__exit__(None, None, None)
@@ -119,22 +119,22 @@ class StopSignals:
 
     @property
     def number(self) -> signal.Signals | None:
-        """The signal that asks this rank to end; ``None`` as long as none does."""
+        """The first signal of this rank; ``None`` without one."""
         return self._first
 
     def agree(self, number: int) -> None:
-        """Note that another rank was asked to end, so that this one does as well; no-op if this one was asked too."""
+        """Record that another rank got a signal, so that this one ends, too; no-op if it got one itself."""
         if self._first is None and self._thread is not None:
             self._first_s = time.monotonic()
             self._first = signal.Signals(number)
             os.write(self._writer, bytes([_LOOK]))
 
     def expect(self, seconds: float, work: str) -> None:
-        """Note how long the rank will take, from now on, until it can have ended in order.
+        """Set the expected time from now to the orderly end.
 
         Args:
-            seconds: the least that it takes; 0 if nobody knows.
-            work: what takes them, for people.
+            seconds: the least that it takes; 0 if unknown.
+            work: what takes them, for messages.
         """
         self._expected_end_s = time.monotonic() + seconds
         self._work = work
@@ -143,7 +143,7 @@ class StopSignals:
         while True:
             ready, _, _ = select.select([self._reader], (), (), self._left_s())
             if not ready:
-                # select returned with nothing to read: the grace is over.
+                # select returned with nothing to read: the grace period is over.
                 self._end(f"the run did not end in order within {self._grace}; it ends at once")
             for number in os.read(self._reader, 64):
                 if number == _LEFT:
@@ -152,7 +152,7 @@ class StopSignals:
                     self._take(signal.Signals(number))
 
     def _left_s(self) -> float | None:
-        """Seconds until the grace is over; ``None`` before any signal."""
+        """Seconds to the end of the grace period; ``None`` before any signal."""
         return None if self._first is None else max(0.0, self._first_s + self._grace_s - time.monotonic())
 
     def _take(self, number: signal.Signals) -> None:
@@ -181,19 +181,19 @@ class StopSignals:
 
 
 def _noted(*_: object) -> None:
-    """A handler that leaves the work to the thread that reads the pipe."""
+    """An empty handler: the thread that reads the pipe does the work."""
 
 
 class PassedOn:
-    """Passes the first signal on to the processes of the ranks, which then end in order.
+    """Forwards the first signal to the processes of the ranks, which then end in order.
 
-    Its handler only notes signals: what it raised would be lost in the callbacks of a fork.
+    Its handler only records signals: exceptions would be lost in the callbacks of a fork.
 
     Args:
-        grace_s: that the ranks have; 0: the first signal ends them at once.
+        grace_s: grace period of the ranks; 0: the first signal ends them at once.
 
     Attributes:
-        number: the first signal; ``None`` as long as there is none.
+        number: the first signal; ``None`` without one.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -206,18 +206,18 @@ class PassedOn:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Meanwhile, signals are noted."""
+        """Context in which signals are recorded."""
         with _handled(self._handle):
             yield
 
     def check(self, processes: Sequence[BaseProcess]) -> None:
-        """Pass a signal on that was noted; to be called every now and then.
+        """Forward a recorded signal; call it regularly.
 
         Args:
             processes: of the ranks.
 
         Raises:
-            Interrupted: the ranks have no time left.
+            Interrupted: the grace period of the ranks is over.
         """
         if self.number is None:
             return

@@ -1,4 +1,4 @@
-"""Where every rank stands, for the moment when one of them waits too long."""
+"""Positions of all ranks, for the message when one of them waits too long."""
 
 import threading
 from collections.abc import Callable
@@ -7,15 +7,15 @@ import torch.distributed as dist
 
 
 class Watch:
-    """Publishes this rank's position when it has not moved for a while, so that others can read it.
+    """Publishes this rank's position when it has not changed for a while, so that other ranks can read it.
 
-    A healthy run publishes nothing: the store is written once for each standstill.
+    A healthy run publishes nothing: the store is written once for each stall.
 
     Args:
         store: shared by all ranks.
         rank, size: this process and how many there are.
-        position: returns where this rank is; called from a thread.
-        quiet_s: standstill after which the position is published.
+        position: returns this rank's position; called from a thread.
+        quiet_s: time without a change after which the position is published.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Watch:
         last, published = self._position(), None
         while not self._ended.wait(self._quiet_s):
             now = self._position()
-            # A rank that stands still writes once, and one that moves never.
+            # A stalled rank writes once, a running one never.
             if now == last and now != published:
                 self._store.set(str(self._rank), now)
                 published = now

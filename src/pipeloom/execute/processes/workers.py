@@ -1,4 +1,4 @@
-"""Starts the processes of a run on this host and watches over them."""
+"""Starts the processes of a run on this host and monitors them."""
 
 import ctypes
 import multiprocessing
@@ -22,7 +22,7 @@ Work = Callable[[Path, int, int], Any]
 """(file for the rendezvous, rank, number of ranks) -> result, picklable."""
 
 _GRACE_S = 2.0
-"""After the first failure, how long the other workers may take to say what they saw."""
+"""Seconds after the first failure in which other workers may report theirs."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -32,12 +32,12 @@ class Failure:
 
     Attributes:
         rank: the worker.
-        message: for people.
+        message: for the user.
         is_user_error: the input was wrong, not the run.
-        is_consequence: only saw that another worker went away.
+        is_consequence: the worker only lost its connection to another one.
         is_stall: waited too long, perhaps for a worker that failed.
-        traceback: of the worker, where the error is not one of ours.
-        number: of the signal that ended the worker in order, or as soon as it noticed the signal.
+        traceback: of the worker, for errors other than ``PipeloomError``.
+        number: of the signal that the worker handled.
         was_killed: a signal killed the process.
     """
 
@@ -54,14 +54,14 @@ class Failure:
 def run_workers(work: Work, num_ranks: int, threads: int = 1, *, grace_s: float = 0.0) -> list[Any]:
     """Run ``work`` in ``num_ranks`` processes of this host and return their results by rank.
 
-    Workers are forked where that is possible, since they then need not import anything again. The first
-    failure ends them all; so does a signal of ``STOPS``, and on Linux the end of this process, whatever ends it.
+    Workers are forked where that is possible, since they then need no imports. The first failure ends them all; so does
+    a signal of ``STOPS``, and on Linux any end of this process.
 
     Args:
         work: what each process does.
-        num_ranks: how many.
+        num_ranks: number of processes.
         threads: CPU threads of each.
-        grace_s: seconds that the workers have to end in order once such a signal was passed on to them; 0: none.
+        grace_s: seconds for an orderly end of the workers after such a signal; 0: none.
 
     Raises:
         UserError: a worker found the input wrong.
@@ -81,7 +81,7 @@ def run_workers(work: Work, num_ranks: int, threads: int = 1, *, grace_s: float 
                     place = {"rendezvous": folder / "rendezvous", "rank": rank, "num_ranks": num_ranks}
                     process = context.Process(target=_worker, args=(work, threads, writer), kwargs=place, daemon=True)
                     process.start()
-                    # With the parent's copy open, the end of the worker would never be seen at the reader.
+                    # While the parent's copy is open, the reader does not see the end of the worker.
                     writer.close()
                     workers.append((process, reader))
                 return _supervise(workers, passed_on)
@@ -90,15 +90,15 @@ def run_workers(work: Work, num_ranks: int, threads: int = 1, *, grace_s: float 
 
 
 def _worker(work: Work, threads: int, writer: Connection, *, rendezvous: Path, rank: int, num_ranks: int) -> None:
-    """What a worker process runs: sends its result, or why there is none."""
+    """The main function of a worker process: sends its result or its failure."""
     for number in STOPS:  # a terminal sends them to all of its processes; the parent passes them on as SIGTERM
         signal.signal(number, signal.SIG_DFL if number is signal.SIGTERM else signal.SIG_IGN)
     if sys.platform == "linux":
         # prctl(2): the kernel kills this process when its parent ends, also by a SIGKILL that the parent cannot handle.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The library warns of threads that a fork has lost, unless this is set.
+    # Without this setting the library warns of threads that a fork does not copy.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # Warnings of PyTorch's C++ parts, from every worker, would cover the one message that matters.
+    # Warnings of PyTorch's C++ code, from every worker, would hide the one message that matters.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
 
@@ -116,7 +116,7 @@ def _worker(work: Work, threads: int, writer: Connection, *, rendezvous: Path, r
 
 
 def describe(rank: int, error: BaseException) -> Failure:
-    """An exception of a worker as a failure that can be sent and shown."""
+    """An exception of a worker as a failure that can be pickled."""
     root = error.__cause__ if isinstance(error, PipeloomError) and error.__cause__ is not None else error
     trace = "" if isinstance(root, PipeloomError) else "".join(traceback.format_exception(error))
     is_ours = isinstance(error, PipeloomError)
@@ -133,7 +133,7 @@ def _supervise(workers: Sequence[tuple[BaseProcess, Connection]], passed_on: Pas
     open_ranks = set(range(len(workers)))
     deadline: float | None = None
     while open_ranks and (deadline is None or time.monotonic() < deadline):
-        # A fifth of a second: signals that were noted meanwhile are passed on by the loop.
+        # A fifth of a second: the loop forwards signals that were recorded in between.
         ready = wait([workers[rank][1] for rank in open_ranks], timeout=0.2)
         passed_on.check([process for process, _ in workers])
         for rank in [rank for rank in open_ranks if workers[rank][1] in ready]:
@@ -154,7 +154,7 @@ def _supervise(workers: Sequence[tuple[BaseProcess, Connection]], passed_on: Pas
 def _answer(rank: int, process: BaseProcess, reader: Connection) -> Any:
     try:
         return reader.recv()
-    except (EOFError, OSError):  # it ended without a word, or in the middle of one
+    except (EOFError, OSError):  # it ended without a message, or within one
         process.join()
         code = process.exitcode or 0
         if code < 0:
@@ -165,11 +165,11 @@ def _answer(rank: int, process: BaseProcess, reader: Connection) -> Any:
 
 
 def _error(failures: Sequence[Failure], passed_on: int | None) -> PipeloomError | Interrupted:
-    """The error to show: the first failure that is not merely a consequence of another one, nor a wait for it.
+    """The error to raise: the first failure that is neither a consequence of another one nor a stall.
 
     Args:
         failures: of ranks, at least one.
-        passed_on: the signal that this process has passed on to them.
+        passed_on: the signal that this process has forwarded to them.
     """
     cause = min(failures, key=lambda failure: (failure.number is None, failure.is_consequence, failure.is_stall))
     number = cause.number if passed_on is None else passed_on
@@ -190,7 +190,7 @@ def _error(failures: Sequence[Failure], passed_on: int | None) -> PipeloomError 
 
 
 def _stop(processes: Sequence[BaseProcess]) -> None:
-    """End all workers that still run; by force, since they may be waiting for each other."""
+    """Kill all workers that still run, since they may be waiting for each other."""
     for process in processes:
         if process.is_alive():
             process.kill()

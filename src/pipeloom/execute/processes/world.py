@@ -1,4 +1,4 @@
-"""The processes of a run: who this one is, and how it reaches the others."""
+"""This process among those of a run: rank, device, store and the control group."""
 
 import os
 import sys
@@ -22,8 +22,8 @@ class World:
     Attributes:
         rank: global rank.
         size: number of processes.
-        device: where this process computes.
-        store: key-value store that all processes share.
+        device: of this process.
+        store: key-value store of all processes.
         control: gloo group of all processes, for numbers and objects.
         timeout: of communication.
     """
@@ -36,12 +36,12 @@ class World:
     timeout: timedelta
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        """The numbers, each added up over all processes.
+        """The element-wise sum over all processes.
 
         Raises:
-            PeerLostError: another process went away, or did not come in time; so do the methods below.
+            PeerLostError: another process ended, or the timeout passed; the same holds for the methods below.
         """
-        # In float64 whole numbers stay exact up to 2 ** 53: parameters and votes are added up here as well.
+        # In float64 integers are exact up to 2 ** 53: numbers of parameters and votes are summed here, too.
         tensor = torch.tensor(numbers, dtype=torch.float64)
         with _while("numbers were added up"):
             dist.all_reduce(tensor, group=self.control)
@@ -62,27 +62,27 @@ class World:
         return values[0]
 
     def broadcast(self, value: int, source: int) -> int:
-        """A whole number of one process, on every process."""
+        """An integer of one process, on every process."""
         tensor = torch.tensor([value], dtype=torch.int64)
         with _while("a number was sent to all"):
             dist.broadcast(tensor, source, group=self.control)
         return int(tensor.item())
 
     def wait_for_all(self) -> None:
-        """Wait until every process is here."""
+        """Barrier of all processes."""
         with _while("all were waited for"):
             dist.barrier(group=self.control)
 
     def leave(self) -> None:
-        """Close all groups; every process calls it."""
-        # A group that one process destroys while others still use it ends their communication.
+        """Close all groups; every process must call it."""
+        # Destroying a group while other processes use it would end their communication.
         self.wait_for_all()
         dist.destroy_process_group()
 
 
 @contextmanager
 def peer_errors(what: str) -> Iterator[None]:
-    """Errors of ``torch.distributed`` as ours: gloo reports a connection that broke as a plain RuntimeError.
+    """Context that converts errors of ``torch.distributed``: gloo reports a broken connection as a RuntimeError.
 
     Raises:
         PeerLostError: with ``what``.
@@ -103,7 +103,7 @@ def is_launched() -> bool:
 
 
 def is_first() -> bool:
-    """Whether this is rank 0, or the process that will start the ranks."""
+    """Whether this is rank 0, or the process that starts the ranks."""
     return int(os.environ.get("RANK", "0")) == 0 or not is_launched()
 
 
@@ -113,18 +113,18 @@ def launched_size() -> int:
 
 
 def join_launched(device_type: str, timeout_s: float) -> World:
-    """Join the processes that a launcher started, through the environment it set (``env://``)."""
+    """Join the processes of a launcher through the environment that it sets (``env://``)."""
     from torch.distributed.rendezvous import rendezvous
 
     store, rank, size = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
-    # Launchers other than torchrun may not set it; their ranks are taken to be on one host.
+    # Launchers other than torchrun may not set it; then all ranks are assumed to be on one host.
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     return _join(store, rank, size, device_type, local_rank=local_rank, timeout_s=timeout_s)
 
 
 def join_forked(store_file: Path, rank: int, size: int, device_type: str, timeout_s: float) -> World:
-    """Join processes of one host that share a file; no port is needed."""
-    # Otherwise gloo resolves the host's name, which need not lead back to this host.
+    """Join processes of one host through a shared file, without a port."""
+    # Otherwise gloo resolves the host's name, which may be another address.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     store = dist.FileStore(str(store_file), size)
     return _join(store, rank, size, device_type, local_rank=rank, timeout_s=timeout_s)
@@ -138,7 +138,7 @@ def _join(store: dist.Store, rank: int, size: int, device_type: str, *, local_ra
     timeout = timedelta(seconds=timeout_s)
     backend = "nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    # On the CPU whatever the device: numbers and objects need no stream, and never mix with the pipeline's messages.
+    # On the CPU for any device: numbers and objects need no stream and stay separate from the pipeline's messages.
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
     return World(rank, size, device, store, control, timeout)

@@ -1,1 +1,1 @@
-"""What a rank has of the model and the batch: stages, weights, what they keep for backwards, where all that is."""
+"""A rank's stages and batch: forward and backward, weights, saved activations, stages in host memory."""

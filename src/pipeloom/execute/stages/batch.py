@@ -45,10 +45,10 @@ class Batch:
             windows: of the whole step, ``[num_replicas * num_microbatches * microbatch_size, seq_len + 1]``.
             num_microbatches: how many each replica takes.
             device: where the tokens go.
-            replica: whose; 0..num_replicas-1.
+            replica: 0..num_replicas-1.
             num_replicas: data-parallel replicas.
         """
-        # Of the whole step, before replicas take theirs: each divides by it, and the sum over replicas is the mean.
+        # Of the whole step, not of this replica: each divides by it, so the sum over replicas is the mean.
         num_valid = int((windows[:, 1:] != IGNORED).sum())
         own = np.split(windows, num_replicas)[replica]
         parts = torch.from_numpy(own).to(device).chunk(num_microbatches)
@@ -57,7 +57,7 @@ class Batch:
         return cls([part[:, :-1].contiguous() for part in parts], targets, num_valid)
 
     def cut(self, slices: TokenSlices) -> "Batch":
-        """The same with micro-batches cut along their tokens; a slice's last target is the next one's first token."""
+        """The batch with sliced micro-batches; the last target of a slice is the first token of the next one."""
         return Batch(slices.cut(self.inputs), slices.cut(self.targets), self.num_valid)
 
     def loss(self, logits: Tensor, microbatch: int, cross_entropy: CrossEntropy = summed_cross_entropy) -> Tensor:
@@ -68,8 +68,8 @@ class Batch:
 
         Args:
             logits: ``[microbatch_size, seq_len, vocab_size]``; taken in float32 at least.
-            microbatch: which one; of a batch that is cut, the number of the slice, counted through.
-            cross_entropy: of logits, which may be a part of those of the vocabulary, and targets.
+            microbatch: its index; in a sliced batch the index of the slice over all micro-batches.
+            cross_entropy: of logits (perhaps of a shard of the vocabulary) and targets.
         """
         # The logarithm of a sum over the vocabulary in bfloat16 would have two or three digits.
         wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""The norm of the gradient of a model that ranks share out, and clipping by it."""
+"""Gradient norm and clipping for a model that is distributed over ranks."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def squared_gradient_norm(gradients: Sequence[Tensor]) -> float:
-    """Sum of the squares of some gradients; add up over ranks that share the model out for the whole model's."""
+    """Sum of squares of gradients; the sum over all ranks is that of the whole model."""
     return squared_norm(gradient_norms(gradients))
 
 
@@ -17,12 +17,12 @@ def gradient_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def squared_norm(norms: Sequence[Tensor]) -> float:
-    """The square of the norm of all gradients together, from that of each."""
+    """The squared norm of all gradients together, from the norm of each."""
     return float(torch.linalg.vector_norm(torch.stack(list(norms))).double() ** 2) if norms else 0.0
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], norm: float, limit: float) -> None:
-    """Scale this rank's gradients as the whole model's gradient norm demands.
+    """Scale this rank's gradients by the whole model's gradient norm.
 
     Args:
         parameters: this rank's.

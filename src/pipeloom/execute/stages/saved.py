@@ -1,6 +1,6 @@
-"""What autograd saves for the backward of one part of the batch on one stage: found, taken away, put back.
+"""Tensors that autograd saves for the backward of a micro-batch on a stage: collected, moved out, restored.
 
-Hooks on saved tensors put a box between autograd and each storage, so that the storage can leave while the graph stays.
+Saved-tensor hooks put a box between autograd and each storage, so that a storage can move while the graph stays.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,20 +14,20 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 _ALIGNMENT = 64
-"""Bytes at whose multiples storages begin in the memory that brings them back: enough for vectors and any type."""
+"""Alignment of storages in the packed memory, in bytes: enough for vector loads and any dtype."""
 _MESSAGES = 32
-"""About so many messages carry a part. While one is packed, it is in memory twice."""
+"""Approximate number of messages of a parcel. While a message is packed, its bytes are in memory twice."""
 _MESSAGE_BYTES = 65536
-"""A message is worth sending from here on."""
+"""Smallest size of a message, in bytes."""
 
 
 class _Box:
     """A storage that autograd saved, once for all tensors that are views of it.
 
     Attributes:
-        storage: where its bytes are now; ``None`` while they are away.
-        begin: at which byte of it they begin.
-        nbytes: how many there are.
+        storage: contains its bytes now; ``None`` while they are moved out.
+        begin: offset of its bytes in the storage.
+        nbytes: its size.
     """
 
     __slots__ = ("begin", "nbytes", "storage")
@@ -39,7 +39,7 @@ class _Box:
 
 
 class _Handle(NamedTuple):
-    """What autograd keeps in place of a tensor."""
+    """What autograd holds in place of a tensor."""
 
     box: _Box
     dtype: torch.dtype
@@ -50,13 +50,13 @@ class _Handle(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """How storages lie in one stretch of memory, and in which messages they travel.
+    """Layout of storages in one contiguous memory, and its partition into messages.
 
     Attributes:
-        begins: at which byte each storage begins.
-        total_bytes: of the stretch.
-        messages: for each message from which byte to which; they leave out nothing but gaps.
-        members: for each message the storages in it, from which number to which.
+        begins: for each storage its offset in bytes.
+        total_bytes: of the memory.
+        messages: for each message its byte range; only alignment gaps are left out.
+        members: for each message its range of storages.
     """
 
     begins: tuple[int, ...]
@@ -67,7 +67,7 @@ class Packing:
     @classmethod
     @lru_cache(maxsize=256)
     def of(cls, sizes: tuple[int, ...]) -> "Packing":
-        """The packing of storages of some sizes in bytes. One that is large for a message travels alone, uncopied."""
+        """The packing of storages of given sizes in bytes. A large storage is one message, sent without a copy."""
         begins: list[int] = []
         behind = 0
         for size in sizes:
@@ -87,14 +87,14 @@ class Packing:
 
 
 class Parcel:
-    """What autograd saves for one part, as far as nobody else holds it.
+    """Tensors that autograd saves for a micro-batch or slice and that have no other owner.
 
-    Whether somebody does is decided by the storage's count of references when the forward has ended: parameters,
-    borrowed and cached tensors, casts that are kept elsewhere, and the batch have others. Moving them would free
-    nothing. The stage's own input and output are in use for a moment longer and move all the same.
+    The storage's reference count after the forward decides: parameters, tied and cached tensors, casts that are kept
+    elsewhere, and the batch have other references, and moving them would free nothing. The stage's input and output
+    have other references for a moment longer, and move nevertheless.
 
     Args:
-        owns_input: whether nobody needs the stage's input after its forward, as with one that was received.
+        owns_input: whether only the backward needs the stage's input, as for a received one.
     """
 
     def __init__(self, *, owns_input: bool) -> None:
@@ -109,7 +109,7 @@ class Parcel:
         return sum(box.nbytes for box in self._boxes)
 
     def saving(self) -> AbstractContextManager[None]:
-        """Around the forward."""
+        """Context for the forward."""
         return saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> "_Handle | Tensor":
@@ -124,16 +124,16 @@ class Parcel:
         return _Handle(box, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def keep(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Instead of a forward: take one tensor; how to have it, when it is here."""
+        """Take one tensor, in place of a forward; returns a function that returns it after ``restore``."""
         handle = self._pack(tensor)
         self.close(tensor, tensor)
         return lambda: _unpack(handle)
 
     def close(self, tensor: Tensor, output: Tensor) -> None:
-        """After the forward, with the stage's input and output: see what moves."""
+        """Decide what moves, after the forward, from the stage's input and output."""
         given, made = (one.untyped_storage()._cdata for one in (tensor, output))  # noqa: SLF001
         device = output.device
-        # A stage may return a view of its input, whose storage others still have.
+        # A stage may return a view of its input, whose storage has other owners.
         own = {made, given} if self._owns_input else {made} - {given}
         moving = []
         for name, box in self._by_storage.items():
@@ -145,16 +145,15 @@ class Parcel:
         self.packing = Packing.of(tuple(box.nbytes for box in moving))
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Each storage as ``uint8[n]`` with where it begins in the packing; the parcel lets go of it."""
+        """Each storage as ``uint8[n]`` with its offset in the packing; the parcel drops its reference."""
         for box, begin in zip(self._boxes, self.packing.begins, strict=True):
             yield begin, _let_go(box)
 
     def messages(self, count: Callable[[int], None]) -> Iterator[Tensor]:
-        """The messages of the packing, ``uint8[n]``; the parcel lets go of what is in them.
+        """The messages of the packing, ``uint8[n]``; the parcel drops its references to their storages.
 
         Args:
-            count: called with the bytes that are more or, where negative, fewer; of a message that was made,
-                that it is gone when the next one is asked for.
+            count: called with changes of memory in bytes; a message counts until the next one is requested.
         """
         for (begin, end), (first, behind) in zip(self.packing.messages, self.packing.members, strict=True):
             if behind == first + 1:
@@ -178,14 +177,14 @@ class Parcel:
         return message
 
     def restore(self, memory: Tensor) -> None:
-        """Put everything back, from memory that is laid out as the packing says."""
+        """Restore all storages, from memory with the layout of the packing."""
         storage = memory.untyped_storage()
         for box, begin in zip(self._boxes, self.packing.begins, strict=True):
             box.storage, box.begin = storage, begin
 
 
 def _device_of(box: _Box) -> torch.device | None:
-    """Where a box's bytes are; such as the state of a generator, they may be on the host where the stage is not."""
+    """Device of a box's bytes; some, such as the state of a generator, are on the host although the stage is not."""
     return None if box.storage is None else box.storage.device
 
 
@@ -211,13 +210,13 @@ def _unpack(handle: "_Handle | Tensor") -> Tensor:
 
 
 def hollow(tensor: Tensor, output: Tensor) -> "tuple[Tensor, Tensor | GradientEdge]":
-    """What a stage has to keep of its input and output for a backward, without their memory.
+    """Input and output as a backward needs them, without their memory.
 
     Args:
-        tensor: the input; a leaf of the graph loses its memory, and gets its gradient all the same.
-        output: of which the place in the graph is kept; all of a scalar, which the backward starts from.
+        tensor: the input; a leaf of the graph loses its memory and can still get its gradient.
+        output: replaced by its edge of the graph, unless it is a scalar, from which the backward starts.
     """
-    # A shape over one element: its bytes are still counted when the backward takes it.
+    # A shape expanded from one element: the stage still counts its bytes when the backward takes it.
     hollowed = tensor.new_empty(()).expand(tensor.shape)
     if tensor.requires_grad:
         tensor.data = hollowed

@@ -1,4 +1,4 @@
-"""One stage on one rank: forward and backward of a micro-batch, and what is kept between them."""
+"""A stage on a rank: forward and backward of micro-batches, and what it keeps between them."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,28 +16,29 @@ from pipeloom.model import KeyValueCache
 from pipeloom.model.deferred import Filed, add_to_leaves, defer, filing, leaves_of, run_backward
 
 Objective = Callable[[Tensor, int], Tensor]
-"""(last stage's output, micro-batch) -> what the step is after: a scalar loss to train, anything to evaluate. Where
-micro-batches are cut, their slices are counted through: the number is micro-batch x slices + slice."""
+"""(last stage's output, micro-batch) -> the result of the step: a scalar loss in training, anything in evaluation. With
+token slices the number is micro-batch x slices + slice."""
 
 
 class Portion(NamedTuple):
-    """What a stage runs at once: a micro-batch, or a slice of its tokens."""
+    """The unit of a stage's work: a micro-batch, or a token slice of one."""
 
     microbatch: int
     slice: int = 0
 
     def number(self, num_slices: int) -> int:
-        """Its place among all parts, slice by slice, micro-batch by micro-batch."""
+        """Its index: micro-batch x slices + slice."""
         return self.microbatch * num_slices + self.slice
 
 
 @dataclass(frozen=True)
 class Pending:
-    """What a part of the batch leaves for the gradients of the weights.
+    """What an input gradient keeps for the weight gradient.
 
     Attributes:
-        filed: by layers that defer.
-        leaves, gradients: what the first half made beside the input's gradient: those of norms and biases.
+        filed: inputs and output gradients of deferring layers.
+        leaves, gradients: parameters of other layers, such as norms and biases, and their gradients, which are computed
+            with the input gradient.
     """
 
     filed: list[Filed]
@@ -46,7 +47,7 @@ class Pending:
 
     @cached_property
     def size(self) -> int:
-        """Bytes that it keeps; memory that several layers share counts once."""
+        """Bytes; memory that several layers share counts once."""
         kept = [*(tensor for one in self.filed for tensor in one.kept), *self.gradients]
         storages = [tensor.untyped_storage() for tensor in kept]
         return sum({one._cdata: one.nbytes() for one in storages}.values())  # noqa: SLF001  meta tensors have no address
@@ -55,16 +56,16 @@ class Pending:
 def split_backward_of(
     module: nn.Module, tensor: Tensor, output: Tensor | GradientEdge, gradient: Tensor
 ) -> tuple[Tensor | None, Pending]:
-    """The first half of a module's backward.
+    """The input gradient of a module.
 
     Args:
-        module: its layers defer what they can.
+        module: whose linear layers and embeddings defer their weight gradients.
         tensor: its input.
-        output: what it made of it.
+        output: its output.
         gradient: of the output.
 
     Returns:
-        The gradient of the input, if that takes one, and what waits for the second half.
+        The gradient of the input, if it requires one, and what the weight gradient needs.
     """
     leaves = [leaf for leaf in leaves_of(module) if leaf.requires_grad]
     with filing(leaves) as filed:
@@ -83,14 +84,14 @@ class Stage:
     Args:
         module: takes the stage's input, returns its output.
         index: global stage index.
-        output: the spec that the output must fulfil.
-        needs_input_gradient: whether an earlier stage waits for the gradient of the input.
-        splits: whether it is to run the halves of a backward on their own; the module then defers what it can.
-        slices: how micro-batches are cut; the module then also takes a ``KeyValueCache``. ``None`` for whole ones.
+        output: the agreed spec of the output.
+        needs_input_gradient: whether an earlier stage needs the gradient of the input.
+        splits: whether backwards are split into input and weight gradients; layers of the module then defer.
+        slices: token slices of a micro-batch; the module then also takes a ``KeyValueCache``. ``None`` for whole ones.
 
     Attributes:
-        held_bytes: of the inputs that are kept for a backward; what autograd keeps beside them is not counted.
-        pending_bytes: of what is kept from the first half of a backward to the second.
+        held_bytes: of stage inputs that are kept for backwards; other saved tensors are not included.
+        pending_bytes: of what is kept between input gradient and weight gradient.
     """
 
     def __init__(
@@ -120,17 +121,17 @@ class Stage:
 
     @property
     def num_held(self) -> int:
-        """Parts of the batch that went forward and not yet back, both halves."""
+        """Micro-batches or slices in flight: after the forward, before the end of the whole backward."""
         return len(self._kept) + len(self._inputs) + len(self._pending)
 
     @property
     def cached_bytes(self) -> int:
-        """Of keys and values of earlier slices, in all micro-batches that later ones need."""
+        """Bytes of keys and values that later slices need, over all micro-batches."""
         return sum(cache.nbytes for cache in self._caches.values())
 
     @property
     def num_pending(self) -> int:
-        """Parts of the batch between the two halves of their backward."""
+        """Micro-batches or slices between input gradient and weight gradient."""
         return len(self._pending)
 
     def forward(
@@ -142,20 +143,20 @@ class Stage:
         trains: bool,
         parcel: Parcel | None = None,
     ) -> Tensor:
-        """Run a part of the batch forward.
+        """Run the forward of a micro-batch or slice.
 
         Args:
-            part: under which ``backward`` finds what is kept.
+            part: key for the backward.
             tensor: the stage's input.
             objective: applied to the output; on the last stage only.
-            trains: keep what the backward needs; otherwise nothing is kept.
-            parcel: takes what autograd saves, so that it can be moved.
+            trains: whether to keep activations for a backward.
+            parcel: collects saved tensors, so that they can be moved.
 
         Returns:
             The output, detached: for the next stage, or the objective's result.
 
         Raises:
-            BoundaryError: the output is not what was agreed on.
+            BoundaryError: the output does not have the agreed spec.
         """
         output = self._forward(part, tensor, objective, trains=trains, parcel=parcel)
         if not trains and self._slices is not None and part.slice == len(self._slices.lengths) - 1:
@@ -180,7 +181,7 @@ class Stage:
         return result
 
     def _run(self, part: Portion, tensor: Tensor) -> Tensor:
-        """The module's output, as agreed."""
+        """The module's output, checked."""
         what = f"the output of stage {self.index} for micro-batch {part.microbatch}"
         if self._slices is None:
             output = self.module(tensor)
@@ -189,7 +190,7 @@ class Stage:
         if part.microbatch not in self._caches:
             self._caches[part.microbatch] = KeyValueCache(self._slices.num_tokens)
         cache = self._caches[part.microbatch]
-        cache.begin = self._slices.begin(part.slice)  # a slice that is recomputed is not the next one
+        cache.begin = self._slices.begin(part.slice)  # a recomputed slice does not follow the last one
         output = self.module(tensor, cache)
         self._slices.spec(self._output, part.slice).check(output, f"{what}, slice {part.slice}")
         return output
@@ -197,27 +198,27 @@ class Stage:
     def forward_once(
         self, part: Portion, tensor: Tensor, objective: Objective | None, parcel: Parcel | None = None
     ) -> Tensor:
-        """As ``forward`` for a part that ``recompute`` runs again: only the input is kept, which a parcel may take."""
+        """As ``forward``, if ``recompute`` follows: only the input is kept, which a parcel may collect."""
         output = self._forward(part, tensor, objective, trains=False)
         self._inputs[part] = (lambda: tensor) if parcel is None else parcel.keep(tensor)
         self.held_bytes += tensor.nbytes
         return output
 
     def recompute(self, part: Portion, objective: Objective | None, parcel: Parcel | None = None) -> None:
-        """Run a part forward again, after ``forward_once``, and keep what its backward needs; see ``forward``."""
+        """Repeat the forward after ``forward_once``, and keep activations for the backward; see ``forward``."""
         tensor = self._inputs.pop(part)()
         self.held_bytes -= tensor.nbytes
         self._forward(part, tensor, objective, trains=True, parcel=parcel)
 
     def backward(self, part: Portion, gradient: Tensor | None) -> Tensor | None:
-        """Run a part of the batch backward; gradients add to the parameters' ``grad``.
+        """Run the backward of a micro-batch or slice; gradients accumulate in the parameters' ``grad``.
 
         Args:
-            part: one that went forward.
+            part: after its forward.
             gradient: of the output; ``None`` on the last stage, whose output is a scalar loss.
 
         Returns:
-            The gradient of the input, if an earlier stage waits for it.
+            The gradient of the input, if an earlier stage needs it.
         """
         if self.splits:
             made = self.backward_input(part, gradient)
@@ -229,10 +230,10 @@ class Stage:
         return self._made(part, tensor.grad)
 
     def backward_input(self, part: Portion, gradient: Tensor | None) -> Tensor | None:
-        """The first half of ``backward``: the gradient of the input. Nothing adds to the parameters' ``grad`` yet.
+        """Compute the input gradient only; ``grad`` of the parameters does not change.
 
-        What autograd kept is freed. Until the second half the inputs of the layers that defer and the gradients of
-        their outputs are kept, and the gradients of what does not defer.
+        Saved tensors are freed. Inputs and output gradients of deferring layers, and gradients of all other parameters,
+        are kept until ``backward_weight``.
         """
         assert self.splits, f"stage {self.index} was not made to split its backward"
         tensor, output, gradient = self._take(part, gradient)
@@ -242,7 +243,7 @@ class Stage:
         return self._made(part, own)
 
     def backward_weight(self, part: Portion) -> None:
-        """The second half of ``backward``: gradients add to the parameters' ``grad``. Weights need not be here."""
+        """Compute the weight gradient; it accumulates in ``grad``. The weights themselves are not needed."""
         pending = self._pending.pop(part)
         self.pending_bytes -= pending.size
         add_to_leaves(pending.leaves, pending.gradients)
@@ -251,7 +252,7 @@ class Stage:
                 one.add()
 
     def _take(self, part: Portion, gradient: Tensor | None) -> tuple[Tensor, Tensor | GradientEdge, Tensor]:
-        """What is kept of a part, which then is not any more: input, output, and the output's gradient."""
+        """Take input and output out of what is kept, with the output's gradient."""
         tensor, output = self._kept.pop(part)
         self.held_bytes -= tensor.nbytes
         if gradient is None:
@@ -261,8 +262,8 @@ class Stage:
         return tensor, output, gradient
 
     def _made(self, part: Portion, gradient: Tensor | None) -> Tensor | None:
-        """The gradient of a part's input, if somebody waits for it."""
-        # Slices go back in reverse, so the first one is the last that needs keys and values.
+        """The gradient of the input, if an earlier stage needs it."""
+        # Backwards of slices are in reverse order, so the first slice is the last that needs keys and values.
         if part.slice == 0:
             self._caches.pop(part.microbatch, None)
         if not self._needs_input_gradient:
@@ -271,7 +272,7 @@ class Stage:
         return gradient
 
     def forget(self) -> None:
-        """Drop everything that is kept, after a step that failed."""
+        """Free all activations, after a failed step."""
         self._kept.clear()
         self._inputs.clear()
         self._caches.clear()

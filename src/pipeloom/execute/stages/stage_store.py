@@ -1,9 +1,8 @@
-"""Where the stages of a model are that does not fit on its device: at rest in the memory of the host, or on the device.
+"""Stages of a model that is larger than its device: each is at rest in host memory, or on the device.
 
-What there is of a stage lies in a few storages, of which everything else is a view: its flat weights, its flat
-gradient, the optimizer's moments. A storage that is at rest has no memory on the device; views of it, among them those
-that autograd keeps from forward to backward, are good again when it is back. On a CPU both memories are the host's;
-what is moved, freed and counted is the same.
+A stage consists of a few storages, of which all its tensors are views: flat weights, flat gradient, optimizer state. A
+storage at rest has no memory on the device; views of it, also those that autograd holds from forward to backward, are
+valid again when it is back. On a CPU both memories are host memory; moves, frees and counts are the same.
 """
 
 import errno
@@ -24,27 +23,27 @@ from pipeloom.terminal.words import format_bytes
 
 
 def _take_room(file: int, size: int, folder: Path) -> None:
-    """Take the room of a file at once: where a disk is full, a mapping would end the process without a word.
+    """Allocate the blocks of a file at once: on a full disk a write to a mapping would kill the process.
 
     Raises:
-        RunError: there is not so much.
+        RunError: the disk lacks the space.
     """
     if size == 0 or not hasattr(os, "posix_fallocate"):
         return
     try:
         os.posix_fallocate(file, 0, size)
     except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that cannot tell
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # file systems without fallocate
             words = f"schedule.swap_folder: {folder} has no room for {format_bytes(size)} more: {error.strerror}"
             raise RunError(f"{words}; use a folder on a larger disk, or leave it out") from None
 
 
 class _Home:
-    """A storage of the device, and where it is at rest.
+    """A storage of the device with its copy in host memory.
 
     Args:
-        tensor: a view of all of the storage, with its first values; taken over.
-        folder: where it is at rest, in a new file that is mapped to memory; ``None`` for memory of the host.
+        tensor: a view of the whole storage, with initial values; its memory is freed.
+        folder: of the mapped file that holds the copy; ``None`` for host memory.
     """
 
     def __init__(self, tensor: Tensor, folder: Path | None) -> None:
@@ -53,55 +52,53 @@ class _Home:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self._storage, 0, (self.size,), (1,))
         self._is_cuda = tensor.device.type == "cuda"
         if folder is not None:
-            with NamedTemporaryFile(dir=folder) as file:  # loses its name here, and its room with the mapping
+            with NamedTemporaryFile(dir=folder) as file:  # loses its name here, and its space with the mapping
                 _take_room(file.fileno(), self.size, folder)
-                # Shared: what is written goes to the file, and the kernel may take the pages back under pressure.
+                # Shared: writes go to the file, so the kernel may evict the pages under memory pressure.
                 self.rest = torch.from_file(file.name, shared=True, size=self.size, dtype=torch.uint8)
         else:
-            # Pinned: copies from pageable memory would wait on the host and could not run beside compute.
+            # Pinned: copies from pageable memory block the host and cannot run concurrently with compute.
             self.rest = torch.empty(self.size, dtype=torch.uint8, pin_memory=self._is_cuda)
 
     @property
     def address(self) -> int:
-        """A key that no other storage has."""
+        """A unique key of the storage."""
         return self._storage._cdata  # noqa: SLF001
 
     def bring(self, *, with_values: bool) -> None:
-        """Make room on the device; fill it, or leave what is there unknown."""
+        """Allocate the storage on the device; copy its values, or leave them uninitialized."""
         # The same storage object: parameters, and views that autograd keeps, stay valid.
         self._storage.resize_(self.size)
         if with_values:
             self._bytes.copy_(self.rest, non_blocking=True)
 
     def leave(self, *, with_values: bool) -> None:
-        """Give the room back; keep what is there, or forget it."""
+        """Free the storage on the device; copy its values to the host first, or discard them."""
         if with_values:
             self.rest.copy_(self._bytes, non_blocking=True)
-        if (
-            self._is_cuda
-        ):  # the allocator has to wait for the copy, and for compute, before it gives the memory out again
+        if self._is_cuda:  # the allocator must wait for the copy, and for compute, before it reuses the memory
             self._bytes.record_stream(torch.cuda.current_stream(self._bytes.device))
             self._bytes.record_stream(torch.cuda.default_stream(self._bytes.device))
         self._storage.resize_(0)
 
     def settle(self) -> None:
-        """Let the host wait for what the current stream copies."""
+        """Block the host until the copies of the current stream are finished."""
         if self._is_cuda:
             torch.cuda.current_stream(self._bytes.device).synchronize()
 
 
 class StageStore:
-    """The stages of one rank, each at rest or on the device, and how much of the device they take.
+    """The stages of one rank, each at rest or on the device, and their memory on the device.
 
     Args:
-        budget: most bytes of them on the device at once.
-        folder: where they are at rest, in files without a name, of which nothing is left however the process ends;
-            ``None`` for memory of the host, pinned on CUDA.
+        budget: most bytes of stages on the device at the same time.
+        folder: of files for stages at rest. The files have no name, so nothing is left when the process ends in any
+            way. ``None`` for host memory, pinned on CUDA.
 
     Attributes:
         budget: as given.
-        peak_bytes: the most that were on the device at once since ``begin``.
-        settle: waits for the stages that are on their way out; see ``begin``.
+        peak_bytes: peak on the device since ``begin``.
+        settle: waits for stages that are being moved out; see ``begin``.
     """
 
     def __init__(self, budget: int, folder: Path | None = None) -> None:
@@ -116,13 +113,13 @@ class StageStore:
         self.settle: Callable[[], None] = lambda: None
 
     def adopt(self, stage: int, weights: StageWeights) -> None:
-        """Take a stage over, from the device to rest.
+        """Take a stage from the device and move it to host memory.
 
         Raises:
-            RunError: the budget has no room for it.
+            RunError: it exceeds the budget.
         """
         weights.is_swapped = True
-        parts = weights.parts  # makes the views, while there is memory
+        parts = weights.parts  # creates the views, while the storages have memory
         assert parts, "a stage has parameters"
         self.add(stage, Content.WEIGHTS, weights.whole)
         self.add(stage, Content.GRADIENT, weights.gradient)
@@ -130,10 +127,10 @@ class StageStore:
             self.add(stage, Content.STATE, weights.shard)
 
     def add(self, stage: int, content: Content, tensor: Tensor) -> None:
-        """Take over a tensor of a stage, which is at rest, and with it all of its storage; it comes to rest as well.
+        """Take a tensor of a stage at rest, with its whole storage, and move it to host memory, too.
 
         Raises:
-            RunError: the budget has no room for it.
+            RunError: it exceeds the budget.
         """
         size = tensor.untyped_storage().nbytes()
         self._take(size)
@@ -146,39 +143,39 @@ class StageStore:
         self._here[stage] = NOTHING
 
     def at_rest(self, tensor: Tensor) -> Tensor:
-        """The view of what is at rest that corresponds to a view of what can be on the device.
+        """The view of host memory that corresponds to a view of a device storage.
 
-        Right for what was at rest last; what is on the device may have changed since.
+        It has the values of the last move out; those on the device may have changed since.
         """
         home = self._home_of[tensor.untyped_storage()._cdata]  # noqa: SLF001
         empty = torch.empty(0, dtype=tensor.dtype)
         return empty.set_(home.rest.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def now(self, stage: int, content: Content, tensor: Tensor) -> Tensor:
-        """A view of some of a stage: itself if it is on the device, else of what is at rest.
+        """The tensor if its content is on the device, otherwise the view of host memory.
 
-        The content is not on its way.
+        The content must not be in transfer.
         """
         return tensor if content in self._here[stage] else self.at_rest(tensor)
 
     def amounts(self, stage: int) -> Amounts:
-        """Bytes of what there is of a stage."""
+        """Bytes of the contents of a stage."""
         sizes = {part: sum(home.size for home in homes) for part, homes in self._homes[stage].items()}
         return Amounts(**{part.name.lower(): size for part, size in sizes.items() if part.name is not None})
 
     def begin(self, settle: Callable[[], None] = lambda: None) -> None:
-        """Before a step whose lanes move the stages: count the peak anew.
+        """Reset the peak before a step.
 
         Args:
-            settle: waits for the stages that these lanes are moving out.
+            settle: waits for stages that the step's lanes are moving out.
         """
         self.peak_bytes, self.settle = self._live_bytes, settle
 
     def bring(self, stage: int, held: Content, brought: Content) -> None:
-        """Make room for some of a stage on the device, and fill some of that.
+        """Allocate contents of a stage on the device, and copy some of them from the host.
 
         Raises:
-            RunError: there is no room.
+            RunError: they exceed the budget.
         """
         self._take(int(self.amounts(stage).of(held)))
         self._here[stage] = held
@@ -186,7 +183,7 @@ class StageStore:
             home.bring(with_values=part in brought)
 
     def leave(self, stage: int, taken: Content) -> None:
-        """Give the stage's room on the device back; some of what is there comes to rest, the rest is forgotten."""
+        """Free a stage on the device; copy some contents to the host first, discard the others."""
         held, self._here[stage] = self._here[stage], NOTHING
         for part, home in self._parts(stage, held):
             home.leave(with_values=part in taken)
@@ -194,7 +191,7 @@ class StageStore:
 
     @contextmanager
     def visit(self, stage: int, held: Content, taken: Content = NOTHING) -> Iterator[None]:
-        """Outside a step, have some of a stage on the device meanwhile; after an error nothing of it comes to rest."""
+        """Context with contents of a stage on the device, outside a step; after an error nothing is copied back."""
         self.bring(stage, held, held)
         try:
             yield
@@ -206,17 +203,17 @@ class StageStore:
             home.settle()
 
     def forget(self) -> None:
-        """After a step that failed: everything is at rest again, as it was there."""
+        """After a failed step: discard everything on the device; host memory is unchanged."""
         for stage, held in self._here.items():
             if held:
                 self.leave(stage, NOTHING)
 
     @contextmanager
     def room(self, size: int) -> Iterator[None]:
-        """Count bytes of something else on the device meanwhile.
+        """Context in which other memory of the device counts against the budget.
 
         Raises:
-            RunError: there is no room.
+            RunError: it exceeds the budget.
         """
         self._take(size)
         try:

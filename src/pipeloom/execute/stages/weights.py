@@ -1,4 +1,4 @@
-"""The weights of one stage under data parallelism: one flat buffer, of which ranks hold shards."""
+"""The weights of a stage under data parallelism: one flat buffer, sharded over ranks."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from pipeloom.workload.layout import Shard
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Type of the weights that an optimizer updates where a module computes in ``dtype``: at least single precision."""
+    """Dtype of the master weights of a module that computes in ``dtype``: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class Overlap(NamedTuple):
-    """What an interval of a stage's flat buffer has of a parameter.
+    """The intersection of a parameter with an interval of a stage's flat buffer.
 
     Attributes:
         name: of the parameter.
-        first: the first element, counted in the parameter in row-major order.
-        begin: where that is in the flat buffer.
-        end: behind the last element, in the flat buffer.
+        first: its first element, as row-major index in the parameter.
+        begin: its first element, as index in the flat buffer.
+        end: the index in the flat buffer behind its last element.
     """
 
     name: str
@@ -39,7 +39,7 @@ class FlatPart(NamedTuple):
 
     Attributes:
         parameter: the elements, flat.
-        begin: where the first of them is in the flat buffer.
+        begin: index of the first one in the flat buffer.
         decays: whether they have weight decay.
     """
 
@@ -50,16 +50,16 @@ class FlatPart(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatOrder:
-    """Where each parameter lies in a stage's flat buffer.
+    """Layout of the parameters in a stage's flat buffer.
 
-    Parameters with weight decay, which are those of two dims and more, come first, so that a shard's part with decay
-    is a slice. Next to the border on both sides are those that every tensor-parallel rank holds whole, so that these
-    are a slice too. Zeros behind the last parameter fill the buffer up to a multiple of the number of shards.
+    Parameters with weight decay, which are those of two dims and more, are first, so that those of a shard are a slice.
+    The parameters that every tensor-parallel rank holds whole are next to the border on both sides, so that they are a
+    slice, too. Zeros pad the buffer to a multiple of the number of shards.
 
     Attributes:
-        shapes: of each parameter, by name, in the order of the buffer.
+        shapes: name -> shape, in the order of the buffer.
         num_decayed: elements with weight decay.
-        replicated: elements that every tensor-parallel rank holds, from where to where.
+        replicated: range of the elements that every tensor-parallel rank holds.
         size: elements of the buffer.
     """
 
@@ -72,7 +72,7 @@ class FlatOrder:
     def of(
         cls, parameters: Iterable[tuple[str, Tensor]], num_shards: int, replicated: Collection[str] = ()
     ) -> "FlatOrder":
-        """The order of some named parameters, of which some are replicated over tensor-parallel ranks."""
+        """The layout of named parameters, some of which are replicated over tensor-parallel ranks."""
 
         def place(item: tuple[str, Tensor]) -> int:
             return (1 if item[0] in replicated else 0) if item[1].ndim >= 2 else (2 if item[0] in replicated else 3)
@@ -86,7 +86,7 @@ class FlatOrder:
         return cls(shapes, ends[1], slice(ends[0], ends[2]), -(-ends[3] // num_shards) * num_shards)
 
     def num_parameters(self, *, with_replicated: bool) -> int:
-        """Elements that are parameters, with or without those that every tensor-parallel rank holds."""
+        """Number of elements without padding, with or without those that every tensor-parallel rank holds."""
         total = sum(prod(shape) for shape in self.shapes.values())
         return total if with_replicated else total - (self.replicated.stop - self.replicated.start)
 
@@ -98,7 +98,7 @@ class FlatOrder:
         return {name: buffer[begin : begin + size].view(shape) for (name, shape), begin, size in parts}
 
     def overlaps(self, begin: int, end: int) -> Iterator[Overlap]:
-        """What an interval of the buffer has of each parameter, where it has anything; in the order of the buffer."""
+        """Nonempty intersections of an interval of the buffer with parameters, in the order of the buffer."""
         ends = accumulate(prod(shape) for shape in self.shapes.values())
         for (name, shape), behind in zip(self.shapes.items(), ends, strict=True):
             start = behind - prod(shape)
@@ -108,27 +108,29 @@ class FlatOrder:
 
 
 class StageWeights:
-    """A stage's parameters, gradients, and this rank's shards of both.
+    """A stage's parameters and gradients, and this rank's shards of both.
 
-    The module computes on views of ``whole``. The optimizer works on ``shard`` and ``gradient``, which without sharding
-    are everything. Where the weights are sharded at all times, ``whole`` has memory only between ``hold`` and ``drop``;
-    its storage stays the same object, since autograd keeps views of it from forward to backward. ``begin`` is where the
-    shard begins in the flat buffer. ``whole_bytes`` counts what may not be here.
+    The module computes on views of ``whole``. The optimizer updates ``shard`` from ``gradient``; without sharding both
+    are complete. With full sharding ``whole`` has memory only between ``hold`` and ``drop``; its storage stays the same
+    object, since autograd holds views of it from forward to backward. ``begin`` is the index of the shard in the flat
+    buffer. ``whole_bytes`` is the size of ``whole``, with or without memory.
 
-    Where ``is_swapped``, a ``StageStore`` decides when all of this has memory.
+    Where ``is_swapped``, a ``StageStore`` allocates and frees all of this.
 
-    A module may compute in a narrower type than the optimizer updates. Then ``whole`` has the narrow type, shards,
-    gradients and their sums over micro-batches the wide one, and ``shard`` is memory of its own even without sharding.
+    A module may compute in a narrower dtype than that of the master weights. Then ``whole`` has the narrow dtype;
+    shards, gradients and their sums over micro-batches have the wide one, and ``shard`` is separate memory even without
+    sharding.
 
     Args:
-        module: of the stage, with its first weights, in the type that the optimizer updates; taken over.
-        level: what data-parallel ranks share.
-        num_shards: over how many ranks.
-        index: which shard is this rank's.
-        reduces_in_place: whether backwards add to a whole gradient that the stage has, of which a reduction leaves this
-            rank's sum in its shard's place; else to buffers, from which reductions add to ``gradient``.
+        module: of the stage, with initial master weights; its parameters become views.
+        level: what is sharded.
+        num_shards: number of ranks that share one copy.
+        index: of this rank's shard.
+        reduces_in_place: whether the stage has a whole gradient, in which backwards accumulate and a reduction leaves
+            this rank's sum in the place of its shard; otherwise backwards accumulate in buffers, which reductions add
+            to ``gradient``.
         replicated: parameters that every tensor-parallel rank holds whole.
-        dtype: that the module computes in. ``None``: the one it has.
+        dtype: of compute; ``None``: that of the module.
     """
 
     def __init__(
@@ -169,7 +171,7 @@ class StageWeights:
         self.drop()
 
     def _compute_narrow(self) -> None:
-        """Let the module compute on the narrow weights, and add its narrow gradients to wide sums."""
+        """Let the module compute on narrow weights, and accumulate its narrow gradients in wide sums."""
         for name, view in self.order.views(self.whole).items():
             parameter = self._parameters[name]
             parameter.data = view
@@ -180,66 +182,66 @@ class StageWeights:
         if total is not None:
             assert parameter.grad is not None
             total.add_(parameter.grad)
-        # The narrow gradient is in the sum: kept, it would be added again with the next one.
+        # The narrow gradient is in the sum: if it stayed, it would be added again with the next one.
         parameter.grad = None
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of the whole weights where they are here, and of the shard in the type that computes."""
+        """Bytes of the gathered weights, if they have memory, and of the shard in the dtype of compute."""
         whole = self.whole_bytes if self.is_held else 0
         return whole + (0 if self._is_mixed or self._level == "none" else self.shard.nbytes)
 
     @property
     def gradients_bytes(self) -> int:
-        """Bytes of the gradient, whole where the stage has it so."""
+        """Bytes of the gradient: the whole one, if the stage has it, otherwise the shard's."""
         return (self.gradient if self.whole_gradient is None else self.whole_gradient).nbytes
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of the shard where it is in a wider type than that which computes: a part of the optimizer's state."""
+        """Bytes of the master weights, where they are wider than those of compute; part of the optimizer state."""
         return self.shard.nbytes if self._is_mixed else 0
 
     def hold(self) -> None:
-        """Make room for the whole weights; what they are is not known before they are gathered."""
-        # The storage and not the tensor: views that autograd saved in a forward are good again when it is filled.
+        """Allocate the whole weights; a gather fills them."""
+        # The storage and not the tensor: views that autograd saved in a forward are valid again when it is filled.
         self.whole.untyped_storage().resize_(self.whole_bytes)
         self.is_held = True
 
     def drop(self) -> None:
-        """Let go of the whole weights, where they are sharded at all times."""
+        """Free the whole weights, with full sharding."""
         if self._level == "full":
             self.whole.untyped_storage().resize_(0)
             self.is_held = False
 
     def refresh(self) -> None:
-        """Compute with what the optimizer has made of ``shard``, where that is all of the weights and a wider copy.
+        """Copy updated master weights to ``whole``, where they are a separate copy and not sharded.
 
-        Shards of weights come into ``whole`` when they are gathered.
+        Shards reach ``whole`` when they are gathered.
         """
         if self._level == "none" and self._is_mixed:
             self.whole.copy_(self.shard)
 
     def lend(self, name: str) -> Tensor:
-        """A parameter's weights for use outside the stage until the step ends, while the whole weights are here.
+        """A parameter's weights for use by another stage until the step ends; the whole weights must have memory.
 
-        A copy where they may be dropped before that, else the weights themselves; they require no gradient.
+        A copy if they may be freed before that, otherwise the weights themselves; without gradient.
         """
         weights = self._parameters[name].detach()
         return weights.clone() if self._level == "full" else weights
 
     @property
     def lends_copy(self) -> bool:
-        """Whether what ``lend`` returns has memory of its own."""
+        """Whether ``lend`` returns a copy."""
         return self._level == "full"
 
     def add_to_gradient(self, name: str, gradient: Tensor) -> None:
-        """Add to a parameter's gradient, which is open, what was computed outside the stage."""
+        """Add a gradient that another stage computed to that of a parameter; a gradient must be open."""
         opened = self._sums.get(name) if self._is_mixed else self._parameters[name].grad
         assert opened is not None, f"no backward has begun the gradient of {name}"
         opened.add_(gradient)
 
     def open_gradient(self, buffer: Tensor) -> None:
-        """Let backwards add to a buffer, from zero."""
+        """Let backwards accumulate in a buffer, from zero."""
         buffer.zero_()
         views = self.order.views(buffer)
         if self._is_mixed:
@@ -249,17 +251,17 @@ class StageWeights:
             self._parameters[name].grad = view
 
     def close_gradient(self) -> None:
-        """Nothing adds to the buffer any more."""
+        """End the accumulation in the buffer."""
         self._sums = {}
         for parameter in self._parameters.values():
             parameter.grad = None
 
     def _in_shard(self, element: int) -> int:
-        """An element of the buffer as one of the shard, or the nearest end of it."""
+        """An index of the buffer as index of the shard, clamped to its ends."""
         return min(max(0, element - self.begin), self.shard.numel())
 
     def counted_gradients(self, *, with_replicated: bool) -> list[Tensor]:
-        """The shard's gradient, with or without what every tensor-parallel rank holds."""
+        """The shard's gradient, with or without parameters that every tensor-parallel rank holds."""
         if with_replicated:
             return [self.gradient]
         held = self.order.replicated
@@ -267,7 +269,7 @@ class StageWeights:
 
     @cached_property
     def parts(self) -> list[FlatPart]:
-        """What the optimizer updates, with gradients: the parts of the shard with and without weight decay."""
+        """The optimizer's parameters, with gradients: the parts of the shard with and without weight decay."""
         cut, size = self._num_decayed, self.shard.numel()
         found = []
         for begin, end, decays in ((0, cut, True), (cut, size, False)):

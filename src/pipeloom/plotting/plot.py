@@ -1,0 +1,119 @@
+"""``pipeloom.plot``: schedules, traces and predicted steps as a picture, in a notebook or in a file."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeloom.cost.costs import Costs
+from pipeloom.errors import UserError
+from pipeloom.plotting.draw import excerpt, plot_timelines, timelines_svg
+from pipeloom.predict.step import SimulatedStep
+from pipeloom.schedule import Schedule
+from pipeloom.simulation import simulate
+from pipeloom.terminal.notebook import Pictured
+from pipeloom.terminal.words import count, unit_s
+from pipeloom.trace import Trace
+
+Drawable = Schedule | Trace | SimulatedStep
+
+
+@dataclass(frozen=True, repr=False)
+class Picture(Pictured):
+    """Timelines below each other on one time axis.
+
+    Attributes:
+        panels: headline -> trace.
+        unit: name of the unit of the time axis.
+        scale: units for each second of the traces.
+    """
+
+    panels: Mapping[str, Trace]
+    unit: str
+    scale: float
+
+    def save(self, *files: str | Path) -> None:
+        """Write the picture to files, whose endings name the formats: .png, .svg or .pdf.
+
+        Raises:
+            UserError: an ending is unknown, or a file cannot be written.
+        """
+        plot_timelines(self.panels, [Path(file) for file in files], unit=self.unit, scale=self.scale)
+
+    def __repr__(self) -> str:
+        """Number of panels, and their headlines."""
+        return f"Picture({'; '.join(self.panels)})"
+
+    def _repr_svg_(self) -> str:
+        return timelines_svg(self.panels, unit=self.unit, scale=self.scale)
+
+
+def plot(what: Drawable | Mapping[str, Drawable], file: str | Path | None = None) -> Picture:
+    """Draw timelines: a row for each pipeline rank, a color for each kind of action, the micro-batch in each box.
+
+    A schedule is drawn on a clock on which the stages of a rank together take 1 for the forward of a micro-batch and 2
+    for its backward, so that schedules with different numbers of stages do the same work. Of more than 16 ranks or
+    3,000 compute actions the first are drawn, as the headline says.
+
+    Examples:
+        >>> from pipeloom import make_schedule, plot
+        >>> orders = {
+        ...     "1F1B": make_schedule("1f1b", pp=4, num_microbatches=8),
+        ...     "breadth-first": make_schedule("breadth-first", pp=4, loops=2, num_microbatches=8),
+        ... }
+        >>> plot(orders)
+        Picture(1F1B; breadth-first)
+        >>> plot(orders).save("orders.svg")  # doctest: +SKIP
+
+    Args:
+        what: a schedule, a trace or a predicted step; or headline -> one of these, for panels below each other.
+        file: where to write it as well: .png, .svg or .pdf.
+
+    Returns:
+        The picture, which a notebook shows and ``save`` writes.
+
+    Raises:
+        UserError: nothing to draw, schedules beside traces, whose clocks differ, or the file cannot be written.
+    """
+    named = what if isinstance(what, Mapping) else {"": what}
+    if not named:
+        raise UserError("expected at least one schedule or trace to plot, found none")
+    for title, one in named.items():
+        if not isinstance(one, Drawable):
+            what_for = f" for '{title}'" if title else ""
+            raise UserError(f"expected a schedule, a trace or a predicted step to plot{what_for}, found {one!r:.60}")
+    are_schedules = {isinstance(one, Schedule) for one in named.values()}
+    if len(are_schedules) > 1:
+        raise UserError(
+            "expected schedules or traces to plot, found both, whose clocks differ; pass pipeloom.simulate(schedule, "
+            "costs) in place of the schedules"
+        )
+    panels: dict[str, Trace] = {}
+    for title, one in named.items():
+        trace, note = excerpt(_trace(one))
+        panels[f"{title or _title(one)}{note}"] = trace
+    if are_schedules == {True}:
+        unit_seconds, unit = 1.0, "forwards of a rank"
+    else:
+        unit_seconds, unit = unit_s(max(trace.end_s - trace.start_s for trace in panels.values()))
+    picture = Picture(panels, unit, 1 / unit_seconds)
+    if file is not None:
+        picture.save(file)
+    return picture
+
+
+def _trace(what: Drawable) -> Trace:
+    if isinstance(what, Schedule):
+        part = what.num_ranks / what.num_stages / what.num_slices
+        return simulate(what, Costs(forward_s=part, backward_s=2 * part))
+    return what if isinstance(what, Trace) else what.trace
+
+
+def _title(what: Drawable) -> str:
+    if isinstance(what, Schedule):
+        return (
+            f"{count(what.num_stages, 'stage')} on {count(what.num_ranks, 'pipeline rank')}, "
+            f"{count(what.num_microbatches, 'micro-batch')}"
+        )
+    if isinstance(what, Trace):
+        return f"a step on {count(what.num_ranks, 'pipeline rank')}"
+    return f"{what.knobs.choice.family}, predicted on {what.cluster.name}"

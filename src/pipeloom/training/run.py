@@ -1,0 +1,233 @@
+"""A training run from start to end: checked, its folder taken, its processes started, its results written."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from pipeloom.checkpoint.checkpoint_choice import Choice, choose_checkpoint, refuse_steps
+from pipeloom.checkpoint.checkpoint_folder import FOLDER, UNCHECKED, can_be_checked, name_of, read_info
+from pipeloom.config import RunConfig, training_problems
+from pipeloom.data.text import Data
+from pipeloom.errors import ConfigError
+from pipeloom.execute.processes.signals import raised_signals
+from pipeloom.execute.processes.world import World, is_first, is_launched
+from pipeloom.measure.host import num_devices
+from pipeloom.predict.describe import completed, why_training_may_differ
+from pipeloom.runs.run_folder import TIMELINE, RunFolder
+from pipeloom.runs.run_start import draft_start, take_run_folder
+from pipeloom.schedule import Kind
+from pipeloom.terminal.progress import restore_terminal
+from pipeloom.terminal.words import count, format_bytes, passes_of
+from pipeloom.training.checkpoints.checkpoint import check_resumable, new_order
+from pipeloom.training.checkpoints.saving import safe_steps
+from pipeloom.training.export import export_weights
+from pipeloom.training.memory_check import check_memory
+from pipeloom.training.pipeline import training_schedule
+from pipeloom.training.session import check_processes, load_text, long_start, resolve, run_on_all_ranks
+from pipeloom.training.trainer import RunResult, Trainer
+
+
+def train(config: RunConfig, *, quiet: bool = False) -> RunResult:
+    """Train a language model with a pipeline of processes; this process waits for them.
+
+    Under a launcher such as torchrun this process is one of the ranks.
+
+    Examples:
+        >>> from pipeloom import load_run, train
+        >>> run = load_run(layout={"pp": 2, "loops": 2}, training={"steps": 20})
+        >>> result = train(run)  # doctest: +SKIP
+        >>> result.summary.train_loss, result.folder  # doctest: +SKIP
+        (3.0813, PosixPath('outputs/2026-01-31-101500'))
+
+    Args:
+        config: of the run, from ``load_run``.
+        quiet: whether nothing is printed: neither what is run nor losses.
+
+    Returns:
+        Results, folder and traces of the run; under a launcher complete on rank 0.
+
+    Raises:
+        ConfigError: everything that is wrong with the configuration.
+        UserError: the run cannot start: its text, its folder, its checkpoint or the host; or its family is wrong.
+        RunError: the run failed; the newest checkpoint is safe.
+        Interrupted: a signal ended it.
+    """
+    config, problems = completed(config, training_problems)
+    if problems:
+        raise ConfigError(problems, "the run")
+    say = _say_nothing if quiet else _say
+    check_processes(config)
+    # Before a folder is made and processes start: a run that cannot fit should leave nothing behind.
+    check_memory(config)
+    if not is_first():
+        # Other ranks of a launcher write no file, so their folder is never used.
+        return run_on_all_ranks(config, partial(_train, RunFolder(Path()), quiet))
+    _announce(config, say)
+    with take_run_folder(config) as lock:
+        if not lock.is_kept:
+            say(f"not locked {lock.folder}: its file system has no locks; no other host may train into it")
+        return _run_in(lock.folder, config, say, quiet=quiet)
+
+
+_Say = Callable[[str], None]
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201  a run says what it does
+
+
+def _say_nothing(_text: str) -> None:
+    pass
+
+
+def _run_in(path: Path, config: RunConfig, say: _Say, *, quiet: bool) -> RunResult:
+    """The run from start to end, in a folder that this process has locked."""
+    choice = None if config.checkpoint.resume is None else choose_checkpoint(config.checkpoint.resume)
+    if choice is not None:
+        refuse_steps(choice, config.training.known_steps, path)
+        config = replace(config, checkpoint=replace(config.checkpoint, resume=choice.path))
+    # Here, before the processes: one tokenizes, and all of them find the text in the cache.
+    data = load_text(config)
+    resolved = resolve(config, data)
+    goes_on = _check_checkpoint(resolved, data, choice) + _unused_size(config, data, choice)
+    # Everything that can be refused is refused before the run has drafts in its folder.
+    moved = _check_schedule(resolved)
+    folder = draft_start(path, resolved)
+    if folder.damaged:
+        goes_on += f"\n           after the first step, {', '.join(folder.damaged)} will be called *.damaged"
+    say(f"text       {data.description}{moved}\nrun        {path}{goes_on}")
+    has_steps = choice is None or read_info(choice.path).step < resolved.training.known_steps
+    slow = long_start(config)
+    patience = "; the first step takes a few seconds" if slow is None else f"; {slow} may take minutes"
+    say(f"starting   {count(config.layout.num_ranks, 'process')}{patience if has_steps else ''}\n")
+    try:
+        result = run_on_all_ranks(config, partial(_train, folder, quiet))
+        # The ranks have ended, and with them the handling of signals; what this process writes must still end in order.
+        with raised_signals():
+            _write_end(config, path, result)
+    except BaseException as error:
+        # The bar may have hidden the cursor in a process that was killed.
+        restore_terminal(sys.stdout)
+        error.add_note(safe_steps(resolved, folder))
+        raise
+    return result
+
+
+def _write_end(config: RunConfig, folder: Path, result: RunResult) -> None:
+    """What one process writes when all ranks are done."""
+    from pipeloom.report import write_report
+
+    _draw(config, folder, result)
+    if config.checkpoint.final == "safetensors":
+        export_weights(folder / FOLDER / name_of(result.summary.steps), folder)
+    write_report(folder)
+
+
+def _check_checkpoint(config: RunConfig, data: Data, choice: Choice | None) -> str:
+    """Refuse a checkpoint of another model; else lines about how the run goes on, empty without checkpoint."""
+    if choice is None:
+        return ""
+    check_resumable(config)
+    info = read_info(choice.path)
+    line = f"\nresume     {choice.path}: step {info.step}, {info.tokens:,} tokens"
+    if info.step == config.training.known_steps:
+        line += "; all steps are done, only the end of the run is left"
+    line += "" if can_be_checked(choice.path) else f"\n           {UNCHECKED}"
+    line += "".join(f"\n           not from {path.name}: {problem}" for path, problem in choice.damaged)
+    changed = new_order(config, data, info)
+    return (
+        f"{line}\n           other batches than its run would have read, since {', '.join(changed)} changed"
+        if changed
+        else line
+    )
+
+
+def _unused_size(config: RunConfig, data: Data, choice: Choice | None) -> str:
+    """A line where the checkpoint's tokenizer has another size than was set; the resolved run has the size it uses."""
+    wanted, used = config.data.bpe_vocab_size, data.tokenizer.vocab_size
+    if choice is None or config.data.known_tokenizer != "bpe" or wanted == used:
+        return ""
+    return f"\n           with the {used:,} tokens of its own tokenizer; data.bpe_vocab_size {wanted:,} has no effect"
+
+
+_MOVED = {"evicted": Kind.EVICT, "offloaded": Kind.OFFLOAD, "recomputed": Kind.RECOMPUTE, "swapped in": Kind.SWAP_IN}
+
+
+def _check_schedule(config: RunConfig) -> str:
+    """Refuse a family with a mistake, a schedule file that does not fit, and budgets that cannot be kept.
+
+    All of that before the run has a folder.
+
+    Returns:
+        A line about what the schedule moves; empty if nothing may move.
+    """
+    schedule = config.schedule
+    may_move = schedule.balance or schedule.offload or schedule.keep is not None or schedule.budget_bytes is not None
+    may_move = may_move or schedule.file is not None
+    # The lengths of automatic slices are measured later, on rank 0; a schedule of other slices would mislead.
+    if not may_move or config.layout.token_slices == "auto":
+        config.choice().make()
+        return ""
+    rows = training_schedule(config).rows
+    counts = {name: [int(row.is_kind(kind).sum()) for row in rows] for name, kind in _MOVED.items()}
+    counted = [f"{' '.join(map(str, by_rank))} {name}" for name, by_rank in counts.items() if any(by_rank)]
+    return f"\nmoves      {', '.join(counted) or 'nothing'} (by pipeline rank, in a step)"
+
+
+def _draw(config: RunConfig, folder: Path, result: RunResult) -> None:
+    from pipeloom.plotting.draw import plot_timelines
+
+    if result.measured is None:
+        return
+    layout = config.layout
+    what = (
+        f"{count(layout.num_stages, 'stage')} on {count(layout.pp, 'pipeline rank')}, "
+        f"{count(layout.num_microbatches, 'micro-batch')}{_cut(config)}{_passes(config)}"
+    )
+    step = result.summary.traced_step
+    panels = {f"{config.schedule.title}, measured in step {step}: {what}": result.measured}
+    if result.predicted is not None:
+        panels["predicted before the first step, from profiled stages"] = result.predicted
+    plot_timelines(panels, [folder / f"{TIMELINE}.{ending}" for ending in ("png", "svg")], unit="ms", scale=1e3)
+
+
+def _train(folder: RunFolder, quiet: bool, config: RunConfig, world: World, data: Data) -> RunResult:
+    """What each rank does."""
+    return Trainer(config, world, data, folder, quiet=quiet).run()
+
+
+def _announce(config: RunConfig, say: _Say) -> None:
+    layout, schedule, training = config.layout, config.schedule, config.training
+    default = "" if training.dtype else f" (the default on {'GPUs' if training.device == 'cuda' else 'CPUs'})"
+    lines = {
+        "pipeline": f"{schedule.title}: {count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'stage')} each, "
+        f"{config.choice().placement_name}{_passes(config)}{layout.other_axes}",
+        "batch": f"{count(layout.num_microbatches, 'micro-batch')} of {count(layout.microbatch_size, 'sequence')} of "
+        f"{count(config.data.seq_len, 'token')}{_cut(config)}",
+        "dtype": f"{training.known_dtype}{default}",
+    }
+    is_here = training.device == "cpu" and not is_launched()
+    if is_here and (cores := num_devices("cpu")) < layout.num_ranks:
+        several = "`pipeloom launch` writes what starts them on several hosts"
+        lines["host"] = f"{count(layout.num_ranks, 'process')} share {count(cores, 'core')}; {several}"
+    if (may_differ := why_training_may_differ(config)) is not None:
+        lines["note"] = may_differ
+    if schedule.budget_bytes is not None:
+        home = "memory of the host" if schedule.swap_folder is None else f"files in {schedule.swap_folder}"
+        lines["stages"] = f"at rest in {home}; on the device at most {format_bytes(schedule.budget_bytes)} of them"
+    for name, text in lines.items():
+        say(f"{name:<11}{text}")
+
+
+def _passes(config: RunConfig) -> str:
+    schedule = config.schedule
+    return passes_of(schedule.keep, balance=schedule.balance, offload=schedule.offload)
+
+
+def _cut(config: RunConfig) -> str:
+    """Token slices; nothing without them."""
+    if config.layout.token_slices == "auto":
+        return ", in slices that suit this machine"
+    return f", in {count(config.layout.num_slices, 'slice')}" if config.layout.num_slices > 1 else ""
