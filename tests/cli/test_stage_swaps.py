@@ -23,7 +23,7 @@ def metrics(run):
 
 
 def test_a_model_of_four_budgets_trains_to_the_same_losses(tmp_path):
-    assert train(tmp_path, "plain", *DEEP).returncode == 0
+    assert train(tmp_path, "plain", *DEEP, "--training.no-predict").returncode == 0
     run = train(tmp_path, "swapped", *DEEP, "--schedule.device-budget", "133 kB")
     assert run.returncode == 0, run.stderr
     assert "at rest in memory of the host; on the device at most 133 KB of them" in run.stdout
@@ -38,7 +38,7 @@ def test_a_model_of_four_budgets_trains_to_the_same_losses(tmp_path):
 
 
 def test_a_run_with_a_budget_is_repeated_from_its_configuration_and_goes_on_from_its_checkpoint(tmp_path):
-    budget = ["--schedule.device-budget", "190kB", "--checkpoint.every", "2"]
+    budget = ["--schedule.device-budget", "190kB", "--checkpoint.every", "2", "--training.no-predict"]
     assert train(tmp_path, "run", *budget).returncode == 0
     config, resume = tmp_path / "run" / "config.toml", tmp_path / "run" / "checkpoints" / "step-000002"
     words = ["train", str(config), "--checkpoint.resume", str(resume), "--output.folder", str(tmp_path / "again")]

@@ -166,13 +166,6 @@ def test_a_worker_that_ends_without_a_word_is_reported():
         run_workers(_exit, 1)
 
 
-def _pid(rendezvous, rank, size):
-    if rank == 0:
-        return os.getpid()
-    time.sleep(60)
-    return None
-
-
 def test_results_come_back_by_rank():
     assert run_workers(_rank, 3) == [0, 10, 20]
 

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from by_hand import maker
+from by_hand import assert_refused, maker
 
 from pipeloom.errors import ScheduleError
 from pipeloom.schedule import Action, Kind, Placement, Schedule
@@ -15,11 +15,6 @@ GOOD = (
 )
 
 
-def edited(rank, old, new):
-    assert GOOD[rank].count(old) == 1
-    return [row.replace(old, new) if number == rank else row for number, row in enumerate(GOOD)]
-
-
 build, refused = maker(lambda _: Placement.looped(2, 2))
 
 
@@ -27,7 +22,6 @@ def test_the_schedule_that_the_faults_start_from_is_good():
     assert build(*GOOD).num_stages == 4
 
 
-# title: (rank, old text, new text, rule, rank of the refusal, slot of the refusal, words)
 FAULTS = {
     "a forward is missing": (0, "2F1 ", "", "complete", 0, 2, "2F1 is missing"),
     "a backward is missing": (1, "3B1 ", "", "complete", 1, 4, "3B1 is missing"),
@@ -37,37 +31,25 @@ FAULTS = {
     "a micro-batch too many": (0, "0F1", "0F1 0F2", "in-range", 0, 2, "micro-batch 2, but they are 0..1"),
     "a stage too many": (0, "0F1", "0F1 4F0", "in-range", 0, 2, "stage 4, but stages are 0..3"),
     "a token slice too many": (1, "1F1", "1F1 1F1.1", "in-range", 1, 2, "token slice 1, but they are 0..0"),
-    "a backward before its forward": (
-        (0, "2F1 2B0 2B1", "2B0 2B1 2F1", "forward-before-backward", 0, 4, "2B1 precedes 2F1")
-    ),
+    "a backward before its forward": (0, "2F1 2B0 2B1", "2B0 2B1 2F1", "forward-before-backward", 0, 4,
+        "2B1 precedes 2F1"),
     "weights without inputs": (0, "2B0", "2W0", "complete", 0, None, "2I0 is missing"),
     "inputs without weights": (0, "2B0", "2I0", "complete", 0, None, "2W0 is missing"),
     "whole and split backward": (0, "2B0", "2B0 2I0", "complete", 0, 4, "2B0 and 2I0 are both there"),
     "all three backwards": (0, "2B0", "2B0 2I0 2W0", "complete", 0, 4, "2B0 and 2I0 are both there"),
     "weights before inputs": (1, "1B0", "1W0 1I0", "forward-before-backward", 1, 6, "1W0 precedes 1I0"),
-    "inputs before the forward": (
-        (1, "3F1 3B0 3B1", "3I1 3F1 3B0 3W1", "forward-before-backward", 1, 3, "3I1 precedes 3F1")
-    ),
+    "inputs before the forward": (1, "3F1 3B0 3B1", "3I1 3F1 3B0 3W1", "forward-before-backward", 1, 3,
+        "3I1 precedes 3F1"),
     "a send": (0, "0F0", "0F0 0SEND_F0", "kinds-of-level", 0, 1, "does not belong in a compute-only schedule"),
     "a reduction": (0, "0B1", "0B1 0REDUCE_GRAD", "kinds-of-level", 0, 8, "does not belong in a compute-only"),
     "a stage before the one that feeds it": (0, "0F0 0F1 2F0", "2F0 0F0 0F1", "acyclic", 0, 0, "deadlock"),
     "a backward in the wrong order of stages": (0, "2B0 2B1 0B0", "0B0 2B0 2B1", "acyclic", 0, 4, "deadlock"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("title", FAULTS)
 def test_a_fault_is_refused_with_its_rule_its_place_and_the_rows(title):
-    rank, old, new, rule, at_rank, at_slot, words = FAULTS[title]
-    rows = edited(rank, old, new)
-    error = refused(*rows)
-    assert (error.rule, error.rank, error.slot) == (rule, at_rank, at_slot)
-    headline, *picture = str(error).splitlines()
-    place = f"rank {at_rank}" + ("" if at_slot is None else f", slot {at_slot}")
-    assert headline.startswith(f"schedule breaks rule '{rule}' at {place}: ")
-    assert words in headline
-    (marked,) = [line for line in picture if line.startswith(f"> rank {at_rank}: ")]
-    assert (at_slot is None) or f">{rows[at_rank].split()[at_slot]}<" in marked
-    assert any(line.startswith(f"  rank {1 - at_rank}: ") for line in picture)
+    assert_refused(refused, GOOD, FAULTS[title])
 
 
 def test_a_deadlock_over_two_ranks_names_the_circle():

@@ -24,3 +24,27 @@ def maker(placement_of, **settings):
         return caught.value
 
     return build, refused
+
+
+def assert_refused(refused, good, fault):
+    """A right schedule with one fault is refused by a rule, which shows the place and the rows.
+
+    Args:
+        refused: of ``maker``.
+        good: rows of the right schedule.
+        fault: the rank that it is on, its text, what stands there instead; the rule, rank and slot of the refusal, and
+            a part of the message.
+    """
+    rank, old, new, rule, at_rank, at_slot, words = fault
+    assert good[rank].count(old) == 1
+    rows = [row.replace(old, new) if number == rank else row for number, row in enumerate(good)]
+    error = refused(*rows)
+    assert (error.rule, error.rank) == (rule, at_rank)
+    assert error.slot == at_slot or rule == "acyclic"  # every action of a circle is as good a place
+    headline, *picture = str(error).splitlines()
+    assert headline.startswith(f"schedule breaks rule '{rule}' at rank {at_rank}")
+    assert words in headline
+    (marked,) = [line for line in picture if line.startswith(f"> rank {at_rank}: ")]
+    assert error.slot is None or f">{rows[at_rank].split()[error.slot]}<" in marked
+    others = [number for number in range(len(good)) if number != at_rank]
+    assert all(any(line.startswith(f"  rank {number}: ") for line in picture) for number in others)
