@@ -108,8 +108,8 @@ def main() -> None:
         outcomes.append(outcome_of(plan_of(case, chosen.repetitions), targets_of))
         show(outcomes[-1], console, network_cells, NETWORK_COLUMNS)
         write(outcomes, about, chosen.folder, "network")
-    draw([row for outcome in outcomes for row in rows(outcome)], chosen.folder / "network.png")
-    console.print(f"Written to {chosen.folder}: network.csv, network.json, network.png")
+    draw([row for outcome in outcomes for row in rows(outcome)], chosen.folder / "network.svg")
+    console.print(f"Written to {chosen.folder}: network.csv, network.json, network.svg")
 
 
 if __name__ == "__main__":

@@ -108,8 +108,8 @@ def main() -> None:
         outcomes.append(outcome_of(emulated_plan(min(5, chosen.repetitions)), emulated_targets))
         show(outcomes[-1], console, network_cells, NETWORK_COLUMNS)
     write(outcomes, about, chosen.folder, "overhead")
-    draw([row for outcome in outcomes for row in rows(outcome)], chosen.folder / "overhead.png")
-    console.print(f"Written to {chosen.folder}: overhead.csv, overhead.json, overhead.png")
+    draw([row for outcome in outcomes for row in rows(outcome)], chosen.folder / "overhead.svg")
+    console.print(f"Written to {chosen.folder}: overhead.csv, overhead.json, overhead.svg")
 
 
 if __name__ == "__main__":

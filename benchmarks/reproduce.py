@@ -46,9 +46,9 @@ def main() -> None:
         pairs = {"bpipe": list(balanced), "bpipe_links": link_rows()}
     for name, rows in (data | pairs).items():
         write_rows(name, rows)
-    draw_loops(data["loops"], FOLDER / "loops.png")
-    draw_batch(data["batch"], FOLDER / "batch.png")
-    draw_cost_time(with_devices(data["batch"], data["scaled"]), FOLDER / "cost_time.png")
+    draw_loops(data["loops"], FOLDER / "loops.svg")
+    draw_batch(data["batch"], FOLDER / "batch.svg")
+    draw_cost_time(with_devices(data["batch"], data["scaled"]), FOLDER / "cost_time.svg")
     console.print("TeraPipe ...")
     sliced = {"ablation": ablation_rows(), "curve": curve_rows(), "settings": setting_rows()}
     for name, rows in sliced.items():

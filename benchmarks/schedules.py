@@ -47,8 +47,8 @@ def main() -> None:
     for picture in PICTURES:
         schedule, costs = picture.schedule(), picture.costs
         trace = simulate(schedule, costs)
-        plot_timeline(trace, [FOLDER / f"{picture.page}.png"], title=picture.title, unit="forwards of a rank")
-        console.print(f"drawn: {picture.page}.png")
+        plot_timeline(trace, [FOLDER / f"{picture.page}.svg"], title=picture.title, unit="forwards of a rank")
+        console.print(f"drawn: {picture.page}.svg")
     console.print(f"filled: {PAGE.name}")
 
 

@@ -30,8 +30,8 @@ def test_every_family_that_trains_has_a_page():
 def test_a_page_says_order_bubble_memory_and_use_and_shows_a_picture(page):
     text = (FOLDER / f"{page}.md").read_text(encoding="utf-8")
     assert [part for part in PARTS if part not in text] == []
-    assert f"]({page}.png)" in text
-    assert (FOLDER / f"{page}.png").stat().st_size > 0
+    assert f"]({page}.svg)" in text
+    assert (FOLDER / f"{page}.svg").stat().st_size > 0
     assert f"({page}.md)" in PAGE.read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert (FOLDER / link).exists(), link

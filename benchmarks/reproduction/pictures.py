@@ -1,26 +1,22 @@
-"""The paper's figures 2 and 3 as they come out of the simulation, drawn from the data files' rows."""
+"""The paper's figures 2 and 3 as simulated, drawn from the rows of the data files."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator
 
+from pipeloom.plotting.figure import new_figure, save
+from pipeloom.plotting.labels import Label, place_labels
+from pipeloom.plotting.palette import SERIES
 from reproduction.batch import METHODS
 from reproduction.cost_time import CRITICAL, SIZES, curve
 from reproduction.loops import LOOPS, NETWORKS
 from reproduction.machine import MESSAGES, MODELS, Row
 from reproduction.tables import NETWORK_TITLES
 
-COLORS = {
-    "breadth-first": "#1f6fb4",
-    "depth-first": "#d9541e",
-    "1F1B": "#2a9d5c",
-    "GPipe": "#8e6bbf",
-    "no pipeline": "#7a7a7a",
-}
+COLORS = dict(zip(("breadth-first", "depth-first", "1F1B", "GPipe", "no pipeline"), SERIES, strict=False))
 LABELS = {
     "breadth-first": "breadth-first (pipeloom)",
     "depth-first": "depth-first (Megatron-LM)",
@@ -55,7 +51,7 @@ def draw_loops(rows: Sequence[Row], file: Path) -> None:
     panels[0].set_ylabel("TFLOP/s of each GPU, recomputation counted")
     panels[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.suptitle("52 billion parameters on 64 V100, tensor and pipeline axis of 8, micro-batches of one sequence")
-    figure.savefig(file, dpi=130)
+    save(figure, file)
 
 
 def draw_batch(rows: Sequence[Row], file: Path) -> None:
@@ -77,12 +73,13 @@ def draw_batch(rows: Sequence[Row], file: Path) -> None:
         axes.set_ylabel("TFLOP/s of each GPU, recomputation counted")
     panels[0].legend(fontsize=9, loc="lower right", frameon=False)
     figure.suptitle("The best configuration of each method on 64 V100")
-    figure.savefig(file, dpi=130)
+    save(figure, file)
 
 
 def draw_cost_time(rows: Sequence[Row], file: Path) -> None:
     """Days of training over GPU-days: as the paper extrapolates, and simulated on each cluster."""
     figure, panels = _panels(len(MODELS), 2, (12.5, 10))
+    labels: dict[Axes, list[Label]] = {}
     places = [(model, is_simulated) for model in MODELS for is_simulated in (False, True)]
     for axes, (model, is_simulated) in zip(panels, places, strict=True):
         how = "simulated on each cluster" if is_simulated else "by the utilization of 64 GPUs, as the paper assumes"
@@ -94,9 +91,9 @@ def draw_cost_time(rows: Sequence[Row], file: Path) -> None:
                 line = ([best.device_days for best in points], [best.days for best in points])
                 axes.plot(*line, marker=MARKERS[method], ms=4, c=COLORS[method], label=label, **style)
                 if method == "breadth-first" and critical == "recalled":
-                    for best in points:
-                        place = (best.device_days, best.days)
-                        axes.annotate(f"{best.devices:,}", place, (-6, -4), textcoords="offset points", ha="right")
+                    labels[axes] = [
+                        Label(f"{best.devices:,}", (best.device_days, best.days), COLORS[method]) for best in points
+                    ]
         axes.set(xscale="log", yscale="log")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(EngFormatter(sep=""))
@@ -116,7 +113,9 @@ def draw_cost_time(rows: Sequence[Row], file: Path) -> None:
         f"messages cut\nB_crit {values} (dotted)",
         fontsize=11,
     )
-    figure.savefig(file, dpi=130)
+    for axes, of_axes in labels.items():
+        place_labels(figure, axes, of_axes)
+    save(figure, file)
 
 
 def _curve(rows: Sequence[Row], model: str, messages: str, method: str) -> tuple[list[float], list[float]]:
@@ -125,8 +124,7 @@ def _curve(rows: Sequence[Row], model: str, messages: str, method: str) -> tuple
 
 
 def _panels(num_rows: int, num_columns: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(*size)
     panels = list(figure.subplots(num_rows, num_columns, sharey="row", squeeze=False).flat)
     for axes in panels:
         axes.grid(alpha=0.3)

@@ -1,6 +1,6 @@
 """Steps as bars: a panel for each case, theory as a line across each bar.
 
-    python -m side_by_side.picture TABLE.csv PICTURE.png
+    python -m side_by_side.picture TABLE.csv PICTURE.svg
 
 draws what was measured before again, from the table that ``results.write`` leaves.
 """
@@ -11,13 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-COLORS = {"pipeloom": "#1f6fb4", "PyTorch": "#b8b8b8"}
-_THEORY, _SPREAD = "#d9541e", "#444444"
+from pipeloom.plotting.figure import new_figure, save
+from pipeloom.plotting.palette import INK, NEUTRAL, SERIES
+
+COLORS = {"pipeloom": SERIES[0], "PyTorch": NEUTRAL}
+_THEORY, _SPREAD = SERIES[1], INK
 
 
 def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
@@ -28,15 +30,19 @@ def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
         file: where to.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure_of(rows).savefig(file, dpi=130)
+    save(figure_of(rows), file)
 
 
 def figure_of(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """The same, not yet written."""
     cases = list(dict.fromkeys((row["case"], row["network"]) for row in rows))
-    figure = Figure(figsize=(6.4, 2.6 * len(cases) + 0.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, case in zip(figure.subplots(len(cases), 1, squeeze=False).flat, cases, strict=True):
+    bars = [len([row for row in rows if (row["case"], row["network"]) == case]) for case in cases]
+    figure = new_figure(7.5, 0.24 * sum(bars) + 0.6 * len(cases) + 0.8)
+    for axes, case in zip(
+        figure.subplots(len(cases), 1, squeeze=False, height_ratios=[count + 1.2 for count in bars]).flat,
+        cases,
+        strict=True,
+    ):
         _draw_case(axes, [row for row in rows if (row["case"], row["network"]) == case])
         axes.set_title("; ".join(case), fontsize=9)
     axes.set_xlabel("ms for a step", fontsize=8)

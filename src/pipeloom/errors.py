@@ -60,6 +60,7 @@ class ConfigError(UserError):
 
     def __init__(self, problems: Sequence[str], source: str = "the configuration") -> None:
         self.problems = tuple(problems)
+        self.source = source
         count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
         super().__init__("\n".join([f"{source} has {count}:", *(f"  - {p}" for p in problems)]))
 

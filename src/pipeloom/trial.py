@@ -23,6 +23,7 @@ from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.simulation import simulate
 from pipeloom.terminal.words import and_finite, count, passes_of
 from pipeloom.trace import Trace
+from pipeloom.workload.limits import Common, PlacementName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,68 +31,69 @@ class Trial:
     """A family with its sizes, the passes over it, and what actions cost; or the last two for a schedule of a file."""
 
     family: str | None = None
-    """A family by name; None for a schedule that is given."""
-    pp: int = 4
-    """Pipeline ranks."""
-    loops: int | None = None
-    """Stages on each pipeline rank. None: as many as the family takes, else 1."""
-    microbatches: int = 8
+    """Schedule by name. None: a schedule that is given."""
+    pp: Common[int] = 4
+    """Pipeline-model-parallel size: pipeline ranks."""
+    loops: Common[int | None] = None
+    """Virtual stages on each pipeline rank. None: as many as the schedule takes, else 1."""
+    microbatches: Common[int] = 8
     """Micro-batches of a step."""
     slices: int = 1
-    """Token slices of a micro-batch, all alike; costs are of whole micro-batches, and shared out among them."""
+    """Token slices of a micro-batch, all of one length. Costs are of whole micro-batches, and slices share them."""
     group_size: int | None = None
-    """Micro-batches that go through one local stage before the next; hybrid only. None: pp / slices, rounded up."""
-    placement: str | None = None
-    """Stage -> rank: looped, v or linear. None: the one that the family runs on, else looped."""
+    """Micro-batches that a rank runs on one virtual stage before the next; hybrid only. None: pp / slices, rounded
+    up."""
+    placement: Common[PlacementName | None] = None
+    """Placement of stages on ranks. None: that of the schedule, else looped."""
     keep: tuple[int, ...] | None = None
-    """For each rank the stage inputs kept with everything computed from them; the others are recomputed. None: all."""
+    """For each rank the stage inputs that it keeps with all activations. The others are recomputed. None: all."""
     split_backward: int | Literal["end"] | None = None
-    """Split every backward into input gradient (I) and weight gradient (W): W follows the I that is so many places
-    later, 0 its own; end: at the end of the row."""
-    forward: float = 1.0
-    """Cost of one stage's forward for one micro-batch."""
-    backward: float = 2.0
-    """Cost of one stage's backward for one micro-batch."""
+    """Split backwards into input gradient (I) and weight gradient (W). W follows the I that is so many places later, 0
+    its own; end: at the end of the row."""
+    forward: Common[float] = 1.0
+    """Cost of a stage's forward for one micro-batch."""
+    backward: Common[float] = 2.0
+    """Cost of a stage's backward for one micro-batch."""
     weight: float | None = None
-    """Cost of the part of it that makes the weights' gradients (W), where backwards are split. None: half of it."""
-    transfer: float = 0.0
-    """Cost of moving one tensor between two ranks; draws on the rank's lane for that edge, not on its compute."""
+    """Cost of the part of a split backward that makes the weight gradients (W). None: half of it."""
+    transfer: Common[float] = 0.0
+    """Cost of sending one tensor to another rank. It takes time of the lane between the two ranks, not of compute."""
     gather: float = 0.0
-    """Cost of gathering one stage's weights; draws on the rank's data-parallel lane."""
+    """Cost of gathering one stage's weights, on the data-parallel lane."""
     reduce: float = 0.0
-    """Cost of reducing one stage's gradient; draws on the rank's data-parallel lane."""
+    """Cost of reducing one stage's gradient, on the data-parallel lane."""
     tied: float | None = None
-    """Cost of moving the matrix that embedding and head share, and of moving its gradient; adds these messages. None:
-    they share none."""
-    communication: bool = False
+    """Cost of sending the matrix that embedding and head share, and its gradient. Adds these messages. None: they
+    share none."""
+    communication: Common[bool] = False
     """Add the sends and receives."""
     receive_buffers: int = 2
-    """Receives posted ahead for each directed edge; with --communication."""
+    """Receives posted ahead on each directed edge, with --communication."""
     unshard: int | Literal["all"] | None = None
-    """Gather sharded weights, with so many stages of a rank gathered at once; all: each once, and kept."""
+    """Gather sharded weights, with this many stages of a rank gathered at once. all gathers each stage once."""
     prefetch: int = 1
-    """How many visits to other stages ahead a gather may start; with --unshard."""
+    """With --unshard: visits to other stages that a gather may start ahead."""
     reduce_grad: bool = False
-    """Add the gradient reductions."""
+    """Add a reduction of each stage's gradient over data-parallel ranks."""
     gradient_buffers: int | None = None
-    """Stages whose unreduced gradients a rank can hold; with --reduce-grad. None: all."""
+    """With --reduce-grad: stages whose unreduced gradients a rank can hold. None: all."""
     update: Literal["at-once", "at-the-end", "in-the-next-step"] | None = None
-    """Add the optimizer's step on each stage: behind its last backward; behind everything, as clipping needs; or before
-    its first forward, for the step before. None: it is not in the schedule."""
+    """Add the optimizer's step on each stage. at-once: behind its last backward. at-the-end: behind everything, as
+    clipping needs. in-the-next-step: before its first forward, for the step before. None: no optimizer's step."""
     resident: int | None = None
-    """Swap stages between device and host, with room for so many on each rank. None: all are on the device."""
+    """Swap stages between device and host, with room for this many on each rank. None: all are on the device."""
     stage_swap: float = 0.0
-    """Cost of moving one stage's weights; its gradient takes as much, its optimizer state twice; with --resident."""
+    """With --resident: cost of moving one stage's weights. Its gradient takes as much, its optimizer state twice."""
     balance: bool = False
-    """Pair full pipeline ranks with empty ones: of what they keep for backwards, the full ones evict to the others what
-    they need last, until a pair is balanced or all are within --budget."""
+    """Pair full pipeline ranks with empty ones, which hold some of their activations (BPipe). A full rank evicts what
+    it needs last, until the pair is balanced or all are within --budget."""
     offload: bool = False
-    """Move what is too much for --budget to the memory of the host; with --balance what is left then."""
+    """Move activations beyond --budget to host memory. With --balance, those that are beyond it after that."""
     budget: float | None = None
-    """Most stage inputs that a rank may hold at once, what is under way counted at both ends; with --balance or
-    --offload. None: as --balance leaves it."""
+    """With --balance or --offload: most stage inputs that a rank holds at once. Transfers count at both ends. None: as
+    --balance leaves it."""
     move: float = 1.0
-    """Cost of moving what a stage keeps for a micro-batch to a partner or to the host, or back."""
+    """Cost of moving one micro-batch's activations of a stage to a partner or to the host, or back."""
 
 
 _BOUNDS = {

@@ -139,8 +139,8 @@ def test_what_was_measured_is_written_and_drawn(tmp_path):
     tree = json.loads((tmp_path / "test.json").read_text(encoding="utf-8"))
     assert tree["cases"][0]["seconds"]["PyTorch LoopedBFS x2"] == [0.4, 0.4, 0.4]
     assert tree["cases"][0]["targets"][0]["met"]
-    draw(rows(outcome()), tmp_path / "test.png")
-    assert (tmp_path / "test.png").read_bytes()[:4] == b"\x89PNG"
+    draw(rows(outcome()), tmp_path / "test.svg")
+    assert (tmp_path / "test.svg").read_bytes()[:5] == b"<?xml"
 
 
 PICTURED = Path(__file__).parents[2] / "docs" / "images" / "side_by_side.csv"

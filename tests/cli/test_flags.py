@@ -1,98 +1,143 @@
 """Flags of a command line, with everything that is wrong with them at once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 
 from pipeloom.cli import COMMANDS, main
-from pipeloom.cli.flags import flag_problems, parse_flags
+from pipeloom.cli.flags import parse_flags, read_flags
+from pipeloom.cli.reference import Command, Output, Place, command_of
 from pipeloom.errors import ConfigError
+from pipeloom.workload.limits import ClusterName
 
 
-@dataclass(frozen=True)
-class Inner:
-    """A section."""
-
-    whole_number: int = 1
-    is_on: bool = False
-    choice: Literal["first", "second"] | None = None
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """Something of every type."""
 
-    inner: Inner = field(default_factory=Inner)
+    inner_number: int = 1
+    is_on: bool = False
+    choice: Literal["first", "second"] | None = None
     rate: float = 0.5
     pair: tuple[float, float] = (0.0, 1.0)
     many: tuple[int, ...] | Literal["auto"] | None = None
+    names: tuple[str, ...] = ()
     file: Path | None = None
     asked: bool | None = None
+    cluster: ClusterName | None = None
+    out: Annotated[Path | None, Output("folder")] = None
+    plot: Annotated[Path | None, Output("picture")] = None
+    place: Annotated[str | None, Place("PLACE")] = None
 
 
-GOOD = [
-    ["--inner.whole-number", "-3"],
-    ["--inner.whole_number=3"],
-    ["--inner.is-on"],
-    ["--inner.no-is-on"],
-    ["--inner.choice", "second"],
-    ["--inner.choice", "None"],
-    ["--rate", "1e-3"],
-    ["--rate", "inf"],
-    ["--pair", "1", "-2.5"],
-    ["--many", "1", "2", "3"],
-    ["--many", "auto"],
-    ["--file", "a b.txt"],
-    ["--asked", "True"],
-]
+COMMAND = Command(name="test", options=Options, examples={}, retired={"--old": "use --rate"})
+
+
+def refusal(words, command=COMMAND):
+    with pytest.raises(ConfigError) as refused:
+        parse_flags(command, words)
+    return list(refused.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["--inner-number", "-3"], "inner_number", -3),
+        (["--inner_number=3"], "inner_number", 3),
+        (["--is-on"], "is_on", True),
+        (["--no-is-on"], "is_on", False),
+        (["--choice", "second"], "choice", "second"),
+        (["--choice", "None"], "choice", None),
+        (["--rate", "1e-3"], "rate", 1e-3),
+        (["--rate", "-inf"], "rate", float("-inf")),
+        (["--pair", "1", "-2.5"], "pair", (1.0, -2.5)),
+        (["--pair", "1,-2.5"], "pair", (1.0, -2.5)),
+        (["--many", "1", "2", "3"], "many", (1, 2, 3)),
+        (["--many", "1,2", "3"], "many", (1, 2, 3)),
+        (["--many=1,2"], "many", (1, 2)),
+        (["--many", "auto"], "many", "auto"),
+        (["--names=-a,b"], "names", ("-a", "b")),
+        (["--file", "a b.txt"], "file", Path("a b.txt")),
+        (["--file=-x"], "file", Path("-x")),
+        (["--file", "None"], "file", None),
+        (["--asked"], "asked", True),
+        (["--rate", "1", "--rate", "2"], "rate", 2.0),
+        (["--is-on", "--no-is-on"], "is_on", False),
+        (["--many", "1", "--many", "2"], "many", (2,)),
+        (["--no-asked"], "asked", False),
+        (["word"], "place", "word"),
+        (["--rate", "1", "word", "--is-on"], "place", "word"),
+    ],
+    ids=str,
+)
+def test_a_value_is_that_of_its_flag(words, name, value):
+    assert getattr(parse_flags(COMMAND, words), name) == value
+
+
 BAD = {
-    "--inner.whole-number x": "--inner.whole-number must be a whole number, found 'x'",
-    "--inner.whole-number 1.5": "--inner.whole-number must be a whole number, found '1.5'",
-    "--inner.whole-number": "--inner.whole-number must be a whole number, found nothing",
-    "--inner.whole-number 1 2": "--inner.whole-number must be a whole number, found '1 2'",
-    "--inner.whole-numbr 1": "there is no flag --inner.whole-numbr; did you mean '--inner.whole-number'?",
+    "--inner-number x": "--inner-number must be a whole number, found 'x'",
+    "--inner-number=1.5": "--inner-number must be a whole number, found '1.5'",
+    "--inner-number": "--inner-number must be a whole number, found nothing",
+    "--inner-number=": "--inner-number must be a whole number, found ''",
+    "--inner-numbr 1": "there is no flag --inner-numbr; did you mean '--inner-number'?",
+    "--inner 1": "there is no flag --inner; did you mean '--inner-number'?",
     "--zzz": "there is no flag --zzz",
-    "--inner.is-on true": ("--inner.is-on takes no value, found 'true'; write --inner.is-on or --inner.no-is-on alone"),
-    "--inner.choice secondx": (
-        "--inner.choice must be one of first, second or None, found 'secondx'; did you mean 'second'?"
-    ),
+    "--hlep": "there is no flag --hlep; did you mean '--help'?",
+    "--old 1": "test has no flag --old any more; use --rate",
+    "--is-on true": "--is-on takes no value: write --is-on for true, --no-is-on for false",
+    "--is-on=1": "--is-on takes no value: write --is-on for true, --no-is-on for false",
+    "--choice secondx": "--choice must be one of first, second or None, found 'secondx'; did you mean 'second'?",
     "--rate fast": "--rate must be a number, found 'fast'",
     "--pair 1": "--pair must be 2 values, each a number, found '1'",
-    "--many 1 x": "--many must be any number of values, each a whole number or auto or None, found '1 x'",
-    "--asked yes": "--asked must be True or False or None, found 'yes'",
+    "--many 1 x": "--many must be one value or more, each a whole number or auto or None, found '1 x'",
+    "--names": "--names must be one value or more, each one word, found nothing",
+    "--file=": "--file must be a path or None, found ''",
+    "word --rate 1 2": "expected no word '2' behind --rate, which takes one value",
+    "--plot picture.xyz": "--plot: cannot draw to picture.xyz: expected a file ending in one of .png, .svg, .pdf",
+    "--plot nowhere/x.png": "--plot: cannot write nowhere/x.png: there is no folder nowhere",
+    "--out /dev/null/x": "--out: cannot write /dev/null/x: /dev/null is not a folder",
 }
 
 
-@pytest.mark.parametrize("words", GOOD, ids=" ".join)
-def test_what_the_parser_takes_is_no_problem(words):
-    parse_flags(Options, words, "test", "Test.")
-    assert flag_problems(Options, words) == []
-
-
 @pytest.mark.parametrize("words", BAD)
-def test_what_the_parser_refuses_is_one_sentence(words):
-    with pytest.raises(ConfigError) as refused:
-        parse_flags(Options, words.split(), "test", "Test.")
-    assert refused.value.problems == (BAD[words],)
+def test_what_is_wrong_is_one_sentence(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refusal(words.split()) == [BAD[words]]
 
 
-def test_all_that_is_wrong_is_said_together_with_what_is_wrong_beside_it(capsys):
-    words = " ".join(BAD).split()
-    with pytest.raises(ConfigError) as refused:
-        parse_flags(Options, words, "test", "Test.", beside=lambda: ["a file is wrong"], source="run.toml")
-    assert refused.value.problems == (*BAD.values(), "a file is wrong")
-    assert str(refused.value).startswith(f"run.toml has {len(BAD) + 1} problems:")
-    assert capsys.readouterr().err == ""
+def test_all_that_is_wrong_is_reported_in_the_order_of_the_words():
+    bad = [words for words in BAD if words.count("--") == 1 and not words.startswith(("word", "--plot", "--out"))]
+    once = {words.partition(" ")[0].partition("=")[0]: words for words in bad}
+    assert refusal(" ".join(once.values()).split()) == [BAD[words] for words in once.values()]
 
 
-def test_what_only_the_parser_finds_is_printed_as_it_says_it(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        parse_flags(Options, ["word"], "test", "Test.")
-    assert "Unrecognized options: word" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="beside the flags above, run.toml has 1 problem"):
-        parse_flags(Options, ["word"], "test", "Test.", beside=lambda: ["a file is wrong"], source="run.toml")
+def test_values_that_are_right_are_there_beside_what_is_wrong():
+    options, problems = read_flags(COMMAND, ["--rate", "2", "--many", "x", "--cluster=~/c.toml"])
+    assert (options.rate, options.many, options.cluster) == (2.0, None, str(Path.home() / "c.toml"))
+    assert len(problems) == 1
+
+
+def test_a_dot_is_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert parse_flags(COMMAND, ["--file", "."]).file == tmp_path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Required:
+    """Options without defaults."""
+
+    run: Annotated[Path, Place("RUN")]
+    """Run folder."""
+    seq: int
+    """Sequence length."""
+
+
+def test_what_is_missing_is_reported_with_what_is_wrong():
+    command = Command(name="test", options=Required, examples={})
+    assert refusal(["--seq=1", "--rate=2"], command) == ["there is no flag --rate", "RUN is missing: run folder"]
+    assert refusal(["here"], command) == ["--seq N is missing: sequence length"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -100,19 +145,41 @@ def test_every_command_reports_all_wrong_flags_at_once(capsys, command):
     assert main([command, "--first-wrong", "1", "--second-wrong=2"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "the command line has 2 problems" in captured.err
-    assert "there is no flag --first-wrong" in captured.err
-    assert "there is no flag --second-wrong" in captured.err
+    lines = captured.err.splitlines()
+    assert lines[0].startswith(f"pipeloom {command}: the command line has ")
+    assert lines[1:3] == ["  - there is no flag --first-wrong", "  - there is no flag --second-wrong"]
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if command_of(name).settings])
+def test_a_flag_that_a_command_does_not_read_is_refused_by_name(capsys, command):
+    unread = "--checkpoint.every=2" if command in ("simulate", "slices", "verify") else "--machine.fused-norm"
+    if command == "launch":
+        return  # reads everything
+    assert main([command, unread]) == 2
+    assert f"{unread.partition('=')[0]} has no effect on {command}; leave it out" in capsys.readouterr().err
 
 
 def test_flags_and_a_file_that_are_wrong_are_one_message(tmp_path, capsys):
     (tmp_path / "run.toml").write_text("layout.loop = 2\n[training]\nsteps = 0\n")
-    assert main(["train", str(tmp_path / "run.toml"), "--layout.dpp", "2", "--model.hidden-size", "wide"]) == 2
+    words = [str(tmp_path / "run.toml"), "--layout.dpp", "2", "--model.hidden-size", "wide", "--pp", "2"]
+    assert main(["train", *words]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == f"pipeloom train: {tmp_path / 'run.toml'} with the flags over it has 4 problems:"
-    assert [line.removeprefix("  - ").split(";")[0].split(",")[0] for line in lines[1:]] == [
-        "there is no flag --layout.dpp",
+    assert lines[0] == f"pipeloom train: {tmp_path / 'run.toml'} with the flags over it has 5 problems:"
+    assert [line.removeprefix("  - ").split(",")[0] for line in lines[1:]] == [
+        "there is no setting 'layout.loop'; did you mean 'layout.loops'?",
+        "there is no flag --layout.dpp; did you mean '--layout.dp' or '--layout.pp'?",
         "--model.hidden-size must be a whole number",
-        "there is no setting 'layout.loop'",
+        "there is no flag --pp; did you mean '--layout.pp'?",
         "training.steps must be at least 1",
+    ]
+
+
+def test_a_file_that_is_not_there_is_reported_with_the_flags(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text("")
+    assert main(["simulate", "rum.toml", "--layout.pp", "x"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1:] == [
+        "  - cannot read the configuration rum.toml: No such file or directory; did you mean 'run.toml'?",
+        "  - --layout.pp must be a whole number, found 'x'",
     ]

@@ -13,7 +13,8 @@ from pipeloom.catalog import load_cluster
 from pipeloom.cli import main
 from pipeloom.cli.plan_progress import PlanProgress
 from pipeloom.cli.run_config import parse_config
-from pipeloom.config import RunConfig, find_problems, hyperparameter_problems, unset
+from pipeloom.cli.train import COMMAND
+from pipeloom.config import hyperparameter_problems, unset
 from pipeloom.config.file import read_run_file
 
 MODEL = """
@@ -163,7 +164,7 @@ def test_a_planned_run_trains_only_when_its_recipe_is_set(model, tmp_path, capsy
     assert not folder.exists()
     monkeypatch.chdir(Path(__file__).parents[2])
     flags = [word for name, value in RECIPE.items() for word in (f"--{name}", value)]
-    known = parse_config([str(out / "run.toml"), *flags], "train", "", RunConfig(), find_problems)
+    known = parse_config(COMMAND, [str(out / "run.toml"), *flags])
     assert hyperparameter_problems(known) == []
     assert known.optimizer.lr == 0.001
 

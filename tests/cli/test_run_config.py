@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.cli import main
-from pipeloom.cli.run_config import parse_config, parse_run_config
-from pipeloom.config import RunConfig, find_problems
+from pipeloom.cli import main, simulate, train
+from pipeloom.cli.run_config import parse_config
 from pipeloom.errors import ConfigError
 from pipeloom.families import Choice
 from pipeloom.system.host_memory import Available
@@ -18,7 +17,7 @@ FILE = "[model]\nnum_layers = 6\n[layout]\npp = 2\nloops = 2\npartition = [1, 3,
 def layout(tmp_path, *flags):
     file = tmp_path / "config.toml"
     file.write_text(FILE, encoding="utf-8")
-    return parse_run_config([str(file), *flags], "train", "Train.").layout
+    return parse_config(train.COMMAND, [str(file), *flags]).layout
 
 
 def test_a_files_partition_holds_for_its_number_of_stages(tmp_path):
@@ -42,7 +41,7 @@ def group_size(tmp_path, of_file, *flags):
     file = tmp_path / "config.toml"
     order = f'[schedule]\nfamily = "hybrid"\ngroup_size = {of_file}\n'
     file.write_text(f"[layout]\npp = 2\nloops = 2\nnum_microbatches = 8\n{order}", encoding="utf-8")
-    return parse_run_config([str(file), *flags], "train", "Train.").schedule.group_size
+    return parse_config(train.COMMAND, [str(file), *flags]).schedule.group_size
 
 
 def test_a_group_size_that_came_from_the_pipeline_ranks_goes_with_them(tmp_path):
@@ -73,27 +72,27 @@ def test_paths_of_a_file_begin_at_its_folder_and_those_of_flags_at_the_current_o
         text.write_text("words")
     (tmp_path / "runs" / "run.toml").write_text('data.path = "file.txt"\ndata.cache = "cache"\n')
     monkeypatch.chdir(tmp_path / "current")
-    config = parse_run_config(["../runs/run.toml"], "train", "Train.")
+    config = parse_config(train.COMMAND, ["../runs/run.toml"])
     assert config.data.path == tmp_path / "runs" / "file.txt"
-    config = parse_run_config(["../runs/run.toml", "--data.path", "flag.txt"], "train", "Train.")
+    config = parse_config(train.COMMAND, ["../runs/run.toml", "--data.path", "flag.txt"])
     assert config.data.path == Path("flag.txt")
     assert config.data.cache == tmp_path / "runs" / "cache"
     with pytest.raises(ConfigError, match="found nothing at file.txt"):
-        parse_run_config(["../runs/run.toml", "--data.path", "file.txt"], "train", "Train.")
+        parse_config(train.COMMAND, ["../runs/run.toml", "--data.path", "file.txt"])
 
 
 def test_home_is_expanded_in_flags(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "text").write_text("words")
-    assert parse_run_config(["--data.path=~/text"], "train", "Train.").data.path == tmp_path / "text"
+    assert parse_config(train.COMMAND, ["--data.path=~/text"]).data.path == tmp_path / "text"
 
 
 @pytest.mark.parametrize("words", [("--data.path", "."), ("--data.path=./",)])
 def test_a_dot_is_the_current_folder_and_no_empty_path(tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
-    assert parse_run_config(list(words), "train", "Train.").data.path == tmp_path
-    with pytest.raises(ConfigError, match="data.path must be a text file or a folder, found nothing;"):
-        parse_run_config(["--data.path", ""], "train", "Train.")
+    assert parse_config(train.COMMAND, list(words)).data.path == tmp_path
+    with pytest.raises(ConfigError, match="--data.path must be a path or None, found ''"):
+        parse_config(train.COMMAND, ["--data.path", ""])
 
 
 def there(monkeypatch, size_bytes):
@@ -153,18 +152,18 @@ def test_a_schedule_that_fits_is_not_refused(monkeypatch):
 
 def test_a_vocabulary_below_the_bytes_is_found_before_text_is_read():
     with pytest.raises(ConfigError, match="model.vocab_size must be at least 257, the number of tokens of the bytes"):
-        parse_run_config(["--model.vocab-size", "100"], "train", "Train.")
-    assert parse_run_config(["--model.vocab-size", "257"], "train", "Train.").model.vocab_size == 257
+        parse_config(train.COMMAND, ["--model.vocab-size", "100"])
+    assert parse_config(train.COMMAND, ["--model.vocab-size", "257"]).model.vocab_size == 257
     bpe = ["--data.tokenizer", "bpe", "--model.vocab-size", "256"]
-    assert parse_run_config(bpe, "train", "Train.").model.vocab_size == 256
+    assert parse_config(train.COMMAND, bpe).model.vocab_size == 256
 
 
 def test_a_flag_that_a_command_does_not_read_is_refused_by_name():
     with pytest.raises(ConfigError) as refusal:
-        parse_config(["--training.threads", "2", "--training.no-compile"], "simulate", "", RunConfig(), find_problems)
+        parse_config(simulate.COMMAND, ["--training.threads", "2", "--training.no-compile"])
     assert [problem.partition(";")[0] for problem in refusal.value.problems] == [
         "--training.threads has no effect on simulate",
         "--training.no-compile has no effect on simulate",
     ]
     with pytest.raises(ConfigError, match="--machine.cluster has no effect on train"):
-        parse_run_config(["--machine.cluster=laptop"], "train", "Train.")
+        parse_config(train.COMMAND, ["--machine.cluster=laptop"])

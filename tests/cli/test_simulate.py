@@ -108,7 +108,7 @@ def test_fewer_micro_batches_than_pipeline_ranks_are_simulated_as_the_help_says(
     found = answer(capsys, "--layout.pp", "4", "--layout.num-microbatches", "2")
     assert found["bubble_fraction"] > 0.5
     with pytest.raises(SystemExit, match="0"):
-        main(["simulate", "--help"])
+        main(["simulate", "--help-all"])
     told = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
     assert "With fewer than pp, ranks are idle" in told
     assert "At least pp" not in told
@@ -165,7 +165,7 @@ def test_the_picture_of_many_ranks_shows_the_first(capsys, tmp_path, ending):
 
 def test_a_picture_or_trace_that_cannot_be_written_is_the_users_error(capsys, tmp_path):
     assert "cannot draw to" in refusal(capsys, RUN, "--plot", str(tmp_path / "step.gif"))
-    assert "cannot write the trace" in refusal(capsys, RUN, "--trace", str(tmp_path / "no" / "trace.json"))
+    assert "--trace: cannot write" in refusal(capsys, RUN, "--trace", str(tmp_path / "no" / "trace.json"))
 
 
 def test_people_see_the_figures_of_the_json(capsys, monkeypatch):
@@ -224,7 +224,7 @@ def test_where_nothing_helps_enough_that_is_said(capsys, monkeypatch):
 def test_all_problems_of_model_machine_and_layout_are_reported_at_once(capsys):
     words = ["--machine.cluster", "dgx", "--machine.software", "megatron", "--layout.tp", "3", "--layout.loops", "20"]
     message = refusal(capsys, GPT_52B, *words, "--layout.num-microbatches", "0", "--schedule.group-size", "4")
-    assert message.startswith(f"pipeloom simulate: {GPT_52B} has 7 problems:")
+    assert message.startswith(f"pipeloom simulate: {GPT_52B} with the flags over it has 7 problems:")
     for sentence in (
         "8 pipeline ranks x 20 loops need 160 stages, but 64 layers",
         "layout.tp must divide model.num_heads, found 3 and 64",

@@ -19,7 +19,7 @@ from pipeloom.config import (
     TrainingConfig,
 )
 from pipeloom.config.file import format_run, parse_run, read_run_file
-from pipeloom.config.paths import with_absolute_paths, with_home
+from pipeloom.config.paths import expand_home, with_absolute_paths
 from pipeloom.errors import UserError
 from pipeloom.workload.layout import Layout
 
@@ -230,6 +230,5 @@ def test_a_run_is_written_so_that_it_means_the_same_in_any_folder(tmp_path, monk
 
 def test_home_is_expanded_where_there_is_one(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    config = RunConfig(data=DataConfig(path=Path("~/text"), cache=Path("~nobody-of-this-name/cache")))
-    expanded = with_home(config)
-    assert (expanded.data.path, expanded.data.cache) == (Path("/home/me/text"), config.data.cache)
+    assert expand_home(Path("~/text")) == Path("/home/me/text")
+    assert expand_home(Path("~nobody-of-this-name/cache")) == Path("~nobody-of-this-name/cache")

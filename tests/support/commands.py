@@ -19,12 +19,8 @@ from typing import Any
 
 import command_server
 
-THINKS = (
-    "typeguard",
-    "tyro",
-    *(f"pipeloom.cli.{name}" for name in ("plan", "schedule", "simulate", "train", "validate")),
-)
-"""What most commands import, and what tyro imports late; without PyTorch, so that a command's memory is its own."""
+THINKS = (*(f"pipeloom.cli.{name}" for name in ("plan", "schedule", "simulate", "train", "validate")),)
+"""What most commands import; without PyTorch, so that a command's memory is its own."""
 TRAINS = (*THINKS, "matplotlib.pyplot", "torch._dynamo", "pipeloom.training.trainer", "pipeloom.training.export")
 """What commands import that train, verify or export."""
 

@@ -31,8 +31,8 @@ from markdown_it.token import Token
 from plugins import write_plugin
 
 from pipeloom.cli import COMMANDS, main
-from pipeloom.cli.flags import flag_problems
-from pipeloom.config import RunConfig
+from pipeloom.cli.flags import read_words
+from pipeloom.cli.reference import command_of
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("pipeloom", "make", "torchrun", "python", "python3", "pip")
@@ -139,12 +139,14 @@ class _Parsed(BaseException):
 def _ends_when_parsed(command: str) -> Iterator[None]:
     """Within this, a command ends when it has read and judged its words."""
     module = importlib.import_module(f"pipeloom.cli.{command}")
-    readers = {name: value for name, value in vars(module).items() if name.startswith("parse_")}
+    readers = {name: value for name, value in vars(module).items() if name.startswith("parse_") or name == "read_flags"}
     assert readers, f"pipeloom {command} reads its words in another way than the others: extend documented.py"
 
     def ending(read):
         def read_and_end(*arguments, **options):
-            read(*arguments, **options)
+            found = read(*arguments, **options)
+            if isinstance(found, tuple) and found[1]:  # options and what is wrong with the words
+                return found
             raise _Parsed
 
         return read_and_end
@@ -177,8 +179,8 @@ def parse_part(words: tuple[str, ...]) -> str:
     """Read a command of a sentence, which may lack what it needs; returns which command or flag there is not."""
     if words[0] not in COMMANDS:
         return f"there is no command {words[0]}"
-    options = getattr(importlib.import_module(f"pipeloom.cli.{words[0]}"), "Options", RunConfig)
-    problems = flag_problems(options, [word for word in words[1:] if word not in ("...", "--help", "--help-all")])
+    rest = [word for word in words[1:] if word not in ("...", "--help", "--help-all")]
+    problems = read_words(command_of(words[0]), rest).problems
     return "; ".join(problem for problem in problems if problem.startswith("there is no flag"))
 
 
@@ -207,10 +209,15 @@ def quick(words: tuple[str, ...], number: int) -> tuple[str, ...]:
     if flags & {"help", "help-all"}:
         return words
     extra = {name: value for name, value in QUICK.get(words[0], {}).items() if name not in sets}
+    if words[1:] and words[1].endswith(".toml"):  # a file has its own model, and the reader's have their text
+        kept = ("training.", "data.path") if words[1].startswith("examples/") else ("training.",)
+        extra = {name: value for name, value in extra.items() if name.startswith(kept) or "." not in name}
     if words[0] in ("train", "verify") and not ({"model.tokenizer", "data.tokenizer"} & flags and "bpe" in words):
-        extra.pop("data.bpe-vocab-size")
+        extra.pop("data.bpe-vocab-size", None)
     if words[0] == "train" and "output.folder" not in flags:
         extra["output.folder"] = f"outputs/{number}"
+    if "checkpoint.every" in flags:
+        extra["training.steps"] = words[words.index("--checkpoint.every") + 1]
     if "checkpoint.resume" in flags and "training.steps" in extra:
         extra["training.steps"] = "102"  # what is resumed has 100
     written = [(f"--{name}", value) if value else (f"--no-{name}",) for name, value in extra.items()]
@@ -234,7 +241,7 @@ HUGGING_FACE = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1
                 "intermediate_size": 64, "vocab_size": 257, "rms_norm_eps": 1e-5}  # fmt: skip
 
 
-def _write_readers_files(folder: Path, text: str) -> None:
+def _write_readers_files(folder: Path, text: str, *, executes_all: bool) -> None:
     """Write what pages take for granted: files of the reader, by the names that the pages use."""
     shutil.copytree(ROOT / "examples", folder / "examples")
     catalog = ROOT / "src" / "pipeloom" / "catalog"
@@ -268,7 +275,9 @@ def _write_readers_files(folder: Path, text: str) -> None:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(content, encoding="utf-8")
     for name in ("RUN", "first-run"):
-        if re.search(rf"\b{name}\b(?!\.)", text):
+        # where every command is executed, one of the page may make it
+        is_made = executes_all and re.search(rf"(?<!resume {name}) --output.folder {name}\b", text)
+        if re.search(rf"\b{name}\b(?!\.)", text) and not is_made:
             shutil.copytree(_trained(), folder / name)
 
 
@@ -293,6 +302,7 @@ LEFT_OUT = {
     r"^pipeloom playground": "serves a page until Ctrl-C",
     r"^make ": "a target of make, which takes minutes or changes this environment",
     r"^pip ": "tests/from_outside/test_distribution.py installs",
+    r"^pipeloom train planned/": "needs the GPUs of its plan",
     r"^torchrun .*--nnodes": "needs several hosts",
     r"^python ": "a script that takes minutes",
     r"TABLE\.csv .*--(sets|models)|--stage-times": "needs a table that is no part of the checkout",
@@ -308,7 +318,7 @@ def check_page(commands: list[Shown], folder: Path, *, executes_all: bool) -> It
         folder: empty, where they run.
         executes_all: also those that start processes.
     """
-    _write_readers_files(folder, " ".join(map(str, commands)))
+    _write_readers_files(folder, " ".join(map(str, commands)), executes_all=executes_all)
     plugins = _install_plugins(commands[0].page, folder / "plugins")
     for number, shown in enumerate(commands):
         program, *words = shown.words
@@ -321,7 +331,7 @@ def check_page(commands: list[Shown], folder: Path, *, executes_all: bool) -> It
             continue
         words = _completed(tuple(words), commands[:number])
         if why:
-            yield _judged(shown, parse_part(words), why)
+            yield _judged(shown, parse(words, folder), why)
         elif words[0] in SLOW and not executes_all and "--help" not in words:
             problem = parse_part(words) if plugins else parse(words, folder)
             yield _judged(shown, problem, "starts processes: make docs-commands")

@@ -9,30 +9,45 @@ from contextlib import suppress
 from pipeloom.errors import PipeloomError
 from pipeloom.terminal.guard import guarded_streams
 
-COMMANDS = {
-    "train": "train a language model with a pipeline of processes",
-    "verify": "prove that the pipeline computes the gradients of a single process",
-    "export": "write the weights of a checkpoint as safetensors files",
-    "report": "write a run as one HTML page: predicted beside measured",
-    "plan": "find the best layout of a model on a cluster, with reasons",
-    "tradeoff": "estimate training cost and time across cluster sizes",
-    "simulate": "predict a training step of a run on a cluster",
-    "slices": "choose the token slices for a run's sequences",
-    "launch": "write what starts a run: torchrun, Slurm, torchtitan, Megatron-LM",
-    "schedule": "print, draw or export a schedule with its bubble and its memory",
-    "playground": "draw schedules in the browser while their sizes and costs change",
-    "families": "compare all families of schedules: bubble, memory, messages",
-    "profile": "measure this machine and write what it can do as a cluster file",
-    "validate": "compare predicted step times and memory with measurements",
+GROUPS = {
+    "train and check": {
+        "train": "train a transformer with pipeline, data and tensor parallelism",
+        "verify": "prove that the pipeline computes the gradients of a single process",
+        "report": "write a run as one HTML page: predicted and measured side by side",
+        "export": "write the weights of a checkpoint as safetensors files",
+    },
+    "plan and predict": {
+        "plan": "find the fastest layouts of a model on a cluster, with reasons",
+        "simulate": "predict the step of a run on a cluster: time, MFU, bubble, memory",
+        "tradeoff": "estimate training cost and time across cluster sizes",
+        "slices": "choose the token slices of a run's sequences (TeraPipe)",
+        "launch": "write start files for a run: torchrun, Slurm, torchtitan, Megatron-LM",
+        "validate": "compare predicted step times and memory with measurements",
+    },
+    "schedules": {
+        "schedule": "print, draw or export a pipeline schedule with its bubble and memory",
+        "playground": "draw schedules in the browser while sizes and costs change",
+        "families": "compare all schedules: bubble, memory, messages",
+    },
+    "machine": {
+        "profile": "measure this machine and write it as a cluster file",
+    },
 }
-"""Commands with a line for people; ``pipeloom.cli.NAME.run(arguments)`` does the work."""
+"""Commands by purpose, with a line for people; ``pipeloom.cli.NAME.run(arguments)`` does the work."""
+COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 
-_USAGE = (
-    "usage: pipeloom {"
-    + ",".join(COMMANDS)
-    + "} ...\n\n"
-    + "\n".join(f"  pipeloom {name:<10} {summary}" for name, summary in COMMANDS.items())
-    + "\n\n  pipeloom COMMAND --help   prints the options of a command\n  pipeloom --version"
+_USAGE = "\n".join(
+    [
+        "usage: pipeloom COMMAND ...",
+        *(
+            f"\n{group}\n" + "\n".join(f"  {name:<10} {line}" for name, line in commands.items())
+            for group, commands in GROUPS.items()
+        ),
+        "\nexamples",
+        "  pipeloom train                               train the demo: a small model on four processes",
+        "  pipeloom schedule breadth-first --plot s.svg draw a schedule",
+        "\npipeloom COMMAND --help shows what a command takes, and pipeloom --version the version.",
+    ]
 )
 
 
@@ -43,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
+    if not words or words[0] in ("-h", "--help", "--help-all"):
         print(_USAGE)
         # --help is a correct call; no command at all is wrong input.
         return 0 if words else 2
@@ -55,7 +72,7 @@ def _main(words: list[str]) -> int:
     if words[0] not in COMMANDS:
         from pipeloom.terminal.words import did_you_mean
 
-        hint = did_you_mean(words[0], COMMANDS)
+        hint = did_you_mean(words[0], [*COMMANDS, "--help", "--version"])
         print(f"pipeloom: there is no command '{words[0]}'{'; ' if hint else ''}{hint}\n\n{_USAGE}", file=sys.stderr)
         return 2
     return _run(words[0], words[1:])

@@ -5,26 +5,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
 from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, UNCHECKED, can_be_checked, find_checkpoint
-from pipeloom.cli.flags import parse_flags
-from pipeloom.errors import UserError
+from pipeloom.cli.flags import SOURCE, or_note, read_flags
+from pipeloom.cli.reference import Command, Output, Place
+from pipeloom.errors import ConfigError
 from pipeloom.terminal.words import and_finite
+from pipeloom.workload.limits import Common
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Write the weights of a checkpoint as safetensors files: whole parameters, without the optimizer's state."""
+    """Options of ``pipeloom export``.
 
-    checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
-    """A checkpoint, or a run folder, which means its latest one."""
-    output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-    """Where the files go; made if it is not there."""
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
-    """Type of the written weights. None: as in the checkpoint."""
-    file_gb: float = 5.0
-    """Most gigabytes (10^9 bytes) of one file; several files get an index."""
+    Parameters are written whole, whatever the layout of the run, and without the optimizer's state.
+    """
+
+    checkpoint: Annotated[Path, Place("CHECKPOINT")]
+    """A checkpoint, or a run folder for its newest one."""
+    output: Annotated[Path, Place("FOLDER"), Output("folder")]
+    """Folder for the files; made if it does not exist."""
+    dtype: Common[Literal["float32", "bfloat16", "float16", "float64"] | None] = None
+    """Data type of the written weights. None: that of the checkpoint."""
+    file_gb: Common[float] = 5.0
+    """Most GB (10^9 bytes) of one file. Several files get an index."""
+
+
+COMMAND = Command(
+    name="export",
+    options=Options,
+    examples={
+        "pipeloom export outputs/demo weights": "the newest checkpoint of a run",
+        "pipeloom export outputs/demo weights --dtype bfloat16": "in another data type",
+    },
+)
 
 
 def _kind(file: Path) -> str:
@@ -33,11 +46,14 @@ def _kind(file: Path) -> str:
 
 def run(words: list[str]) -> int:
     """Parse the arguments, write the files, print their paths."""
-    options = parse_flags(Options, words, "export", Options.__doc__ or "")
+    options, problems = read_flags(COMMAND, words)
     # Also refuses NaN, which compares with nothing.
     if not 0 < options.file_gb < math.inf:
-        raise UserError(f"--file-gb must be {and_finite('above 0', options.file_gb)}, found {options.file_gb:g}")
-    checkpoint = find_checkpoint(options.checkpoint)
+        problems.append(f"--file-gb must be {and_finite('above 0', options.file_gb)}, found {options.file_gb:g}")
+    checkpoint = or_note(lambda: find_checkpoint(options.checkpoint), problems)
+    if problems or checkpoint is None:
+        raise ConfigError(problems, SOURCE)
+
     from pipeloom.training.export import export_weights
 
     files = export_weights(checkpoint, options.output, dtype=options.dtype, file_bytes=round(options.file_gb * 1e9))

@@ -7,7 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 from pipeloom.analysis.comparison import MEMORY_UNIT, compare
-from pipeloom.cli.flags import parse_flags
+from pipeloom.cli.flags import SOURCE, read_flags
+from pipeloom.cli.reference import Command
 from pipeloom.cost.costs import Costs
 from pipeloom.errors import ConfigError
 from pipeloom.families import FAMILIES, Choice, make_schedule
@@ -15,20 +16,31 @@ from pipeloom.passes import balance, offload
 from pipeloom.schedule import Schedule
 from pipeloom.terminal.console import Columns, print_table, table_of, wide_console
 from pipeloom.terminal.words import count, percent
+from pipeloom.workload.limits import Common
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Compare all families: bubble, memory, gathers, messages. Stages are equal and a backward takes two forwards."""
+    """Options of ``pipeloom families``.
 
-    pp: int = 4
-    """Pipeline ranks."""
-    microbatches: int = 8
+    All stages take equally long, and a backward takes as long as two forwards.
+    """
+
+    pp: Common[int] = 4
+    """Pipeline-model-parallel size: pipeline ranks."""
+    microbatches: Common[int] = 8
     """Micro-batches of a step."""
-    loops: int = 2
-    """Stages on each pipeline rank, for families that take several."""
-    json: bool = False
-    """For programs."""
+    loops: Common[int] = 2
+    """Virtual stages on each pipeline rank, for schedules that take several."""
+    json: Common[bool] = False
+    """Print JSON for programs."""
+
+
+COMMAND = Command(
+    name="families",
+    options=Options,
+    examples={"pipeloom families --pp 8 --microbatches 32 --loops 4": "8 ranks, 32 stages"},
+)
 
 
 SLICES = 4
@@ -43,11 +55,11 @@ LEGEND = (
 
 def run(words: list[str]) -> int:
     """Parse the arguments, make all schedules, print them."""
-    options = parse_flags(Options, words, "families", Options.__doc__ or "")
+    options, problems = read_flags(COMMAND, words)
     sizes = {"pp": options.pp, "loops": options.loops, "num_microbatches": options.microbatches}
-    problems = Choice(family="breadth-first", num_slices=SLICES, **sizes).problems()
+    problems += Choice(family="breadth-first", num_slices=SLICES, **sizes).problems()
     if problems:
-        raise ConfigError(problems, "the command line")
+        raise ConfigError(problems, SOURCE)
     found = list(lines(options.pp, options.microbatches, options.loops))
     if options.json:
         print(json.dumps(found))

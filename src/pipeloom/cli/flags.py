@@ -1,142 +1,274 @@
-"""Flags of a command line -> the dataclass of a command, with everything that is wrong with them at once."""
+"""Words of a command line -> the options of a command, with everything that is wrong with them at once."""
 
 import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr
-from dataclasses import fields, is_dataclass
-from io import StringIO
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pipeloom.errors import ConfigError
-from pipeloom.terminal.words import did_you_mean
+from pipeloom.cli.help import help_page
+from pipeloom.cli.reference import PICTURES, Command, Option, Options_, Output, is_retired, options_of, settings_of_runs
+from pipeloom.config.paths import expand_home, names_file
+from pipeloom.errors import ConfigError, UserError
+from pipeloom.system.files import write_problem
+from pipeloom.terminal.words import close_names, did_you_mean, or_one_of
+from pipeloom.workload.limits import Names
 
-_Options = TypeVar("_Options")
-_KINDS: dict[Any, tuple[str, Callable[[str], Any]]] = {
+_Value = TypeVar("_Value")
+SOURCE = "the command line"
+_HELP = {"-h": False, "--help": False, "--help-all": True}
+"""Flags that print help -> whether that has all options."""
+
+
+@dataclass
+class Words:
+    """What the words of a command line say.
+
+    Attributes:
+        values: of the options that are given, by name.
+        problems: a sentence for each thing that is wrong, in the order of the words.
+        wrong: names of the options whose words are wrong.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    wrong: set[str] = field(default_factory=set)
+
+
+def parse_flags(command: Command[Options_], words: Sequence[str]) -> Options_:
+    """The options of a command whose words are right.
+
+    Raises:
+        ConfigError: everything that is wrong.
+        SystemExit: help was printed.
+    """
+    options, problems = read_flags(command, words)
+    if problems:
+        raise ConfigError(problems, SOURCE)
+    return options
+
+
+def read_flags(command: Command[Options_], words: Sequence[str]) -> tuple[Options_, list[str]]:
+    """The options of a command as far as its words are right, and a sentence for each thing that is wrong.
+
+    Defaults replace what is wrong, so that the caller can report what else it finds in the same message.
+
+    Raises:
+        ConfigError: an option without a default is missing or wrong; with everything else that is wrong.
+        SystemExit: help was printed.
+    """
+    found = read_words(command, words)
+    required = {option.name for option in options_of(command) if option.default is MISSING}
+    if required - found.values.keys():
+        raise ConfigError(found.problems, SOURCE)
+    return command.options(**found.values), found.problems
+
+
+def or_note(make: Callable[[], _Value], problems: list[str]) -> _Value | None:
+    """What a function returns; ``None``, and more ``problems``, where it finds its input wrong."""
+    try:
+        return make()
+    except ConfigError as error:
+        is_file = error.source not in (SOURCE, "the configuration")
+        problems += [f"{error.source}: {problem}" if is_file else problem for problem in error.problems]
+    except UserError as error:
+        problems.append(str(error))
+    return None
+
+
+def read_words(
+    command: Command[Any], words: Sequence[str], open_file: Callable[[Path], list[str]] | None = None
+) -> Words:
+    """Read the words behind a command.
+
+    ``--flag value`` and ``--flag=value`` are the same, and so are ``_`` and ``-`` in a flag. A list has its values
+    behind one flag, separated by spaces or commas. A word that begins with a dash and is no number is a flag; as a
+    value it is written ``--flag=-value``. Flags are not abbreviated, and of a flag that is given twice
+    the last one counts.
+
+    Args:
+        command: whose options the words set.
+        words: behind the command.
+        open_file: called with the run file where the command takes one; returns what is wrong with that.
+
+    Raises:
+        SystemExit: help was printed.
+    """
+    if help_words := [word for word in words if word in _HELP]:
+        print(help_page(command, is_whole=any(_HELP[word] for word in help_words)))
+        raise SystemExit(0)
+    options = options_of(command)
+    found, given = Words(), set[str]()
+    for option, flag, texts in _groups(command, options, words):
+        if isinstance(option, str):
+            found.problems.append(option)
+            continue
+        value, problem = _value(option, flag, texts)
+        given.add(option.name)
+        if problem:
+            found.problems.append(problem)
+            found.wrong.add(option.name)
+        else:
+            found.values[option.name] = value
+            if option.name == "config" and open_file is not None:
+                found.problems += open_file(value)
+    for option in options:
+        if option.default is MISSING and option.name not in given:
+            example = option.place or option.shown
+            found.problems.append(f"{example} is missing: {_first_sentence(option)}")
+    found.problems += [
+        problem
+        for option in options
+        for note in option.notes
+        if isinstance(note, Output) and (problem := _output_problem(note, option, found)) is not None
+    ]
+    return found
+
+
+def _first_sentence(option: Option) -> str:
+    return option.first_sentence[:1].lower() + option.first_sentence[1:]
+
+
+def _output_problem(note: Output, option: Option, found: Words) -> str | None:
+    """Why the file or the folder of an option could not be written, before the work that it is for."""
+    path = found.values.get(option.name, option.default)
+    if not isinstance(path, Path):
+        return None
+    problem = write_problem(path, is_folder=note.kind == "folder")
+    if note.kind == "picture" and path.suffix.lower().lstrip(".") not in PICTURES:
+        known = ", ".join(f".{one}" for one in PICTURES)
+        problem = f"cannot draw to {path}: expected a file ending in one of {known}"
+    return problem and f"{(*option.flags, option.place)[0]}: {problem}"
+
+
+def _groups(
+    command: Command[Any], options: Sequence[Option], words: Sequence[str]
+) -> Iterator[tuple[Option | str, str, list[str]]]:
+    """For each flag its option, the flag and its values, in the order of the words; for a wrong flag a sentence."""
+    by_flag = {flag: option for option in options for flag in option.flags}
+    elsewhere = {flag: option for option in settings_of_runs() for flag in option.flags} if command.settings else {}
+    places = iter([option for option in options if option.place])
+    rest = list(words)
+    before = ""
+    while rest:
+        word = rest.pop(0)
+        if not _is_flag(word):
+            option = next(places, None)
+            yield (option or _unexpected(word, before, by_flag)), word, [word]
+            continue
+        flag, is_joined, text = word.partition("=")
+        flag = flag.replace("_", "-")
+        option = by_flag.get(flag) or elsewhere.get(flag)
+        texts = [text] if is_joined else []
+        most = None if option is None else option.most_values
+        while rest and not _is_flag(rest[0]) and (most is None or len(texts) < most):
+            texts.append(rest.pop(0))
+        if most == 0 and rest and rest[0].lower() in ("true", "false"):
+            texts.append(rest.pop(0))
+        before = flag if most is not None else ""
+        yield (by_flag.get(flag) or _unknown(flag, option, by_flag, command)), flag, texts
+
+
+def _is_flag(word: str) -> bool:
+    if re.match(r"--?[A-Za-z]", word) is None:
+        return False
+    with suppress(ValueError):
+        float(word)  # -inf
+        return False
+    return True
+
+
+def _unexpected(word: str, before: str, by_flag: dict[str, Option]) -> str:
+    close = or_one_of(_close_flags(word, by_flag))
+    after = (
+        f" behind {before}, which takes {'no' if by_flag[before].is_switch else 'one'} value"
+        if before in by_flag
+        else ""
+    )
+    return f"expected no word '{_cut(word)}'{after}{f'; {close}' if close else ''}"
+
+
+def _unknown(flag: str, option: Option | None, by_flag: dict[str, Option], command: Command[Any]) -> str:
+    if option is not None:
+        return (
+            f"{flag} has no effect on {command.name}; leave it out (a run file may have the setting for other commands)"
+        )
+    if (instead := is_retired(flag, command)) is not None:
+        return f"{command.name} has no flag {flag} any more; {instead}"
+    close = or_one_of(_close_flags(flag, by_flag))
+    return f"there is no flag {flag}{f'; {close}' if close else ''}"
+
+
+def _close_flags(word: str, by_flag: dict[str, Option]) -> list[str]:
+    """Flags that a word may mean; without a section in it, those of every section."""
+    wanted = word.lstrip("-")
+    names: dict[str, list[str]] = {}
+    for flag in (*by_flag, *_HELP):
+        name = flag.lstrip("-")
+        names.setdefault(name if "." in wanted else name.rpartition(".")[2], []).append(flag)
+    if wanted in names:
+        return names[wanted][:3]
+    return [flag for name in close_names(wanted, names) for flag in names[name]][:3]
+
+
+def _value(option: Option, flag: str, texts: list[str]) -> tuple[Any, str]:
+    """The value of an option, and what is wrong with it, if anything is."""
+    if option.is_switch:
+        on, off = option.flags
+        problem = f"{flag} takes no value: write {on} for true, {off} for false"
+        return flag == on, problem if texts else ""
+    if option.most_values is None:
+        texts = [part for text in texts for part in text.split(",")] if any(texts) else texts
+    try:
+        value = _convert(option.hint, texts)
+    except ValueError:
+        found = f"found {_shown(texts)}" if texts else "found nothing"
+        choices = [str(one) for one in option.choices if not option.is_named]
+        wrong = [text for text in texts if text not in choices]
+        close = did_you_mean(wrong[0], choices) if len(wrong) == 1 else ""
+        name = option.place or flag
+        return None, f"{name} must be {_called(option.hint)}, {found}{f'; {close}' if close else ''}"
+    if isinstance(value, str) and any(isinstance(note, Names) and note.or_file for note in option.notes):
+        # A shell expands ~ at the beginning of a word, not in --cluster=~/cluster.toml.
+        value = str(expand_home(Path(value))) if names_file(value) else value
+    return value, ""
+
+
+def _path(text: str) -> Path:
+    """A path; a shell's "here" gets its name, since ``Path(".")`` is also how an empty path reads."""
+    return Path.cwd() if Path(text) == Path() else expand_home(Path(text))
+
+
+_READ: dict[Any, tuple[str, Callable[[str], Any]]] = {
     int: ("a whole number", int),
     float: ("a number", float),
     NoneType: ("None", {"None": None}.__getitem__),
-    bool: ("True or False", {"True": True, "False": False}.__getitem__),
+    Path: ("a path", _path),
+    str: ("one word", str),
 }
-"""Type of a value -> how it is called, and what reads it; any text is of another type."""
+"""Type of a value -> how messages call it, and what reads it."""
 
 
-def parse_flags(
-    options_class: type[_Options],
-    words: list[str],
-    command: str,
-    description: str,
-    *,
-    default: _Options | None = None,
-    beside: Callable[[], list[str]] = list,
-    source: str = "the command line",
-) -> _Options:
-    """Read the words of a command.
-
-    Args:
-        options_class: every flag is one of its fields, or ``--section.field`` of a field that is a dataclass.
-        words: behind the command.
-        command: its name, as the help shows it.
-        description: for the help.
-        default: without flags; ``None`` for the defaults of the class.
-        beside: what else is wrong, which is reported with the flags.
-        source: what has these problems, for the headline.
-
-    Raises:
-        ConfigError: each flag that is unknown, with those that are close, and each value that is wrong.
-        SystemExit: with what the parser prints where it alone finds something wrong; or for --help.
-    """
-    import tyro  # takes a quarter of a second, which a run without flags need not wait for
-
-    printed = StringIO()
-    start = tyro.MISSING_NONPROP if default is None else default
-    try:
-        # The parser stops at its first problem and prints it itself; it is shown only where nothing better is found.
-        with redirect_stderr(printed):
-            return tyro.cli(
-                options_class, args=words, prog=f"pipeloom {command}", description=description, default=start
-            )
-    except SystemExit as end:
-        found = flag_problems(options_class, words) if end.code else []
-        # A code of 0 is --help.
-        if end.code and (problems := [*found, *beside()]):
-            if not found:
-                print(printed.getvalue(), end="", file=sys.stderr)
-                source = f"beside the flags above, {source}"
-            raise ConfigError(problems, source) from None
-        print(printed.getvalue(), end="", file=sys.stderr)
-        raise
-
-
-def flag_problems(options_class: type, words: list[str]) -> list[str]:
-    """A sentence for each flag that is unknown and for each that has a wrong value, or none."""
-    known = dict(_flags(options_class))
-    problems: list[str] = []
-    for flag, values in _groups(words):
-        hint = known.get(flag.replace("_", "-"))
-        if hint is None:
-            close = did_you_mean(flag.removeprefix("--"), [name.removeprefix("--") for name in known], "--")
-            problems.append(f"there is no flag {flag}{f'; {close}' if close else ''}")
-        elif hint == () and values:
-            problems.append(f"{flag} takes no value, found {_shown(values)}; write {' or '.join(_pair(flag))} alone")
-        elif not _fits(hint, values):
-            shown = f"found {_shown(values)}" if values else "found nothing"
-            choices = [str(one) for one in _literals(hint)]
-            close = did_you_mean(values[0], choices) if len(values) == 1 else ""
-            problems.append(f"{flag} must be {_called(hint)}, {shown}{f'; {close}' if close else ''}")
-    return problems
-
-
-def _flags(options_class: type, prefix: str = "--") -> Iterator[tuple[str, Any]]:
-    """Each flag and the type of its value; ``None`` is none, but ``()`` that of a flag that takes no value."""
-    hints = get_type_hints(options_class)
-    for item in fields(cast("Any", options_class)):
-        name, hint = item.name.replace("_", "-"), hints[item.name]
-        if is_dataclass(hint):
-            yield from _flags(cast("type", hint), f"{prefix}{name}.")
-        elif hint is bool:
-            yield f"{prefix}{name}", ()
-            yield f"{prefix}no-{name}", ()
-        else:
-            yield f"{prefix}{name}", hint
-
-
-def _groups(words: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each flag with the words behind it; those before the first one have places, not flags."""
-    # A letter behind the dash: -1 is a value.
-    starts = [place for place, word in enumerate(words) if re.match(r"--?[A-Za-z]", word)]
-    for start, end in zip(starts, [*starts[1:], len(words)], strict=False):
-        flag, is_joined, value = words[start].partition("=")
-        yield flag, [*([value] if is_joined else []), *words[start + 1 : end]]
-
-
-def _pair(flag: str) -> tuple[str, str]:
-    """A flag that takes no value as it is written for true and for false."""
-    section, dot, name = flag.removeprefix("--").rpartition(".")
-    name = name.removeprefix("no-")
-    return f"--{section}{dot}{name}", f"--{section}{dot}no-{name}"
-
-
-def _fits(hint: Any, values: list[str]) -> bool:
-    if hint == ():
-        return not values
+def _convert(hint: Any, texts: Sequence[str]) -> Any:
+    """The value that words have by their type; a ``ValueError`` without one."""
     origin, inner = get_origin(hint), get_args(hint)
     # `int | None` and `Optional[int]` have different origins.
     if origin in (Union, UnionType):
-        return any(_fits(one, values) for one in inner)
-    if origin is tuple:
-        wanted = [inner[0]] * len(values) if inner[-1] is ... else list(inner)
-        return len(wanted) == len(values) and all(_fits(one, [v]) for one, v in zip(wanted, values, strict=True))
-    if len(values) != 1:
-        return False
-    if origin is Literal:
-        return values[0] in map(str, inner)
-    try:
-        _KINDS.get(hint, ("", str))[1](values[0])
-    except (ValueError, KeyError):
-        return False
-    return True
+        # Any text is a path, so what is more exact comes first.
+        for one in sorted(inner, key=lambda one: one in (str, Path)):
+            with suppress(ValueError):
+                return _convert(one, texts)
+    elif origin is tuple and texts:
+        wanted = [inner[0]] * len(texts) if inner[-1] is ... else list(inner)
+        return tuple(_convert(one, [text]) for one, text in zip(wanted, texts, strict=True))
+    elif len(texts) == 1 and texts[0]:
+        if origin is Literal:
+            return inner[[str(one) for one in inner].index(texts[0])]
+        with suppress(KeyError):
+            return _READ[hint][1](texts[0])
+    raise ValueError
 
 
 def _called(hint: Any) -> str:
@@ -145,20 +277,16 @@ def _called(hint: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join(_called(one) for one in inner)
     if origin is tuple:
-        many = "any number of values" if inner[-1] is ... else f"{len(inner)} values"
+        many = "one value or more" if inner[-1] is ... else f"{len(inner)} values"
         return f"{many}, each {_called(inner[0])}"
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}" if len(inner) > 1 else str(inner[0])
-    return _KINDS.get(hint, ("one word", str))[0]
+    return _READ[hint][0]
 
 
-def _literals(hint: Any) -> list[Any]:
-    """Every text that a value may be by its type."""
-    if get_origin(hint) is Literal:
-        return list(get_args(hint))
-    return [one for inner in get_args(hint) for one in _literals(inner)]
+def _shown(texts: list[str]) -> str:
+    return f"'{_cut(' '.join(texts))}'"
 
 
-def _shown(values: list[str]) -> str:
-    text = " ".join(values)
-    return f"'{text}'" if len(text) <= 100 else f"'{text[:100]}...'"
+def _cut(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:100]}..."

@@ -4,40 +4,48 @@ import shutil
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pipeloom.catalog import load_cluster
-from pipeloom.cli.run_config import parse_config
+from pipeloom.cli.reference import Command, Output
+from pipeloom.cli.run_config import TRAINING, parse_config
 from pipeloom.config import RunConfig, unset, usual_values
 from pipeloom.cost.hardware import Cluster
-from pipeloom.errors import UserError
 from pipeloom.export import HandedOver, hand_over
 from pipeloom.export.job import training_problems
 from pipeloom.predict.describe import described_problems, with_model_sizes
-
-_SUMMARY = (
-    "Write what starts a run: with torchrun or Slurm, as PyTorch's schedule CSV, in torchtitan, in Megatron-LM; and "
-    "explain what a program cannot express. The nodes are those of machine.cluster."
-)
+from pipeloom.workload.limits import Common
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RunConfig):
-    """A run, and for whom it is written down."""
+    """Options of ``pipeloom launch``.
 
-    out: Path | None = None
-    """Folder that the files go to; made if it is not there."""
-    to: tuple[Literal["torchrun", "slurm", "torch", "torchtitan", "megatron"], ...] = ()
-    """For whom; asking for one that cannot express the run is an error. Nothing: for all that can."""
-    time_limit: str = "24:00:00"
-    """Of a Slurm job, as sbatch --time takes it."""
+    The nodes are those of machine.cluster. What a program cannot express is named with the reason.
+    """
+
+    out: Annotated[Path, Output("folder")]
+    """Folder for the files; made if it does not exist."""
+    to: Common[tuple[Literal["torchrun", "slurm", "torch", "torchtitan", "megatron"], ...]] = ()
+    """Programs to write for. One that cannot express the run is an error. None: all that can express the run."""
+    time_limit: Common[str] = "24:00:00"
+    """Time limit of the Slurm job, in the form of sbatch --time."""
+
+
+COMMAND = Command(
+    name="launch",
+    options=Options,
+    examples={
+        "pipeloom launch run.toml --out start": "files for every program that can express the run",
+        "pipeloom launch run.toml --out start --to slurm": "for one",
+    },
+    settings=(*TRAINING, "machine"),
+)
 
 
 def run(words: list[str]) -> int:
     """Parse the configuration, write the files, print their paths and what was refused."""
-    options = parse_config(words, "launch", _SUMMARY, Options(), described_problems)
-    if options.out is None:
-        raise UserError("--out FOLDER is missing: where the files go")
+    options = parse_config(COMMAND, words, described_problems)
     done = hand_over(
         options, load_cluster(options.machine.cluster), options.out, options.to, time_limit=options.time_limit
     )

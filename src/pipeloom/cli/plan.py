@@ -5,12 +5,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
-
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.catalog.cluster_files import cluster_to_toml
-from pipeloom.cli.flags import parse_flags
-from pipeloom.cli.run_config import refuse_retired
+from pipeloom.cli.flags import SOURCE, or_note, read_flags
+from pipeloom.cli.reference import Command, Output, Place
 from pipeloom.config import RunConfig
 from pipeloom.config.file import format_run, read_run_file
 from pipeloom.config.problems import model_problems, optimizer_problems
@@ -27,79 +25,89 @@ from pipeloom.runs.run_folder import SCHEDULE
 from pipeloom.system.files import write_text
 from pipeloom.workload.dtypes import Dtype, dtype_of
 from pipeloom.workload.layout import Recompute, Shard
+from pipeloom.workload.limits import ClusterName, Common, FamilyName, ModelName, Names, ProgramName
 from pipeloom.workload.model import shape_of
 from pipeloom.workload.run import Attention
 
 RUN_FILE = "run.toml"
-_NO_NUMBERS: tuple[int, ...] = ()
-_NO_NAMES: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The best layouts of a model on a cluster: searched over all of them, with reasons.
+    """Options of ``pipeloom plan``.
 
-    Prints where the time of each goes, why the first one wins over other kinds, what would change that, and how far off
-    predictions have been.
+    Prints the layouts, where the time of each goes, why the first one is the fastest, what would change that, and the
+    error of past predictions. The search covers all layouts, and bounds prove the answer.
     """
 
-    config: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")] = None
-    """A run file whose model, sequences, batch, number of devices and machine are the question; flags go over it."""
-    model: str | None = None
-    """A model of the catalog by name, or a file (.toml, or a Hugging Face config.json)."""
-    cluster: str | None = None
-    """A cluster of the catalog by name, or a file."""
-    devices: int | None = None
-    """Devices of the run; a layout uses all of them."""
-    global_batch: int | None = None
-    """Sequences of a step."""
-    seq: int | None = None
-    """Tokens of a sequence."""
-    software: str | None = None
-    """The training program: one of the catalog by name, or a file. None: pipeloom."""
-    dtype: Dtype | None = None
-    """Type of weights and activations, as training.dtype. None: that of the run file; else on GPUs bfloat16, or float16
-    where they lack it, and float32 on CPUs."""
+    config: Annotated[Path | None, Place("CONFIG")] = None
+    """A run file with the model, sequence length, batch, number of devices and machine. Flags override them."""
+    model: Common[ModelName | None] = None
+    """Model: a name of the catalog, or a file (.toml, or a Hugging Face config.json)."""
+    cluster: Common[ClusterName | None] = None
+    """Cluster: a name of the catalog, or a file."""
+    devices: Common[int | None] = None
+    """World size: devices of the run, all of which a layout uses."""
+    global_batch: Common[int | None] = None
+    """Global batch size, in sequences."""
+    seq: Common[int | None] = None
+    """Sequence length, in tokens."""
+    software: ProgramName | None = None
+    """Training program: a name of the catalog, or a file. None: pipeloom."""
+    dtype: Common[Dtype | None] = None
+    """Data type of weights and activations. None: that of the run file; else on GPUs bfloat16, or float16 where they
+    lack it, and float32 on CPUs."""
     attention: Attention | None = None
-    """Kernel of attention. None: flash2."""
+    """Attention kernel. None: flash2."""
     fused_norm: bool | None = None
-    """Whether a norm is one kernel. None: it is."""
-    tp: tuple[int, ...] = _NO_NUMBERS
-    """Sizes of the tensor axis that may be chosen; so for the others below. None given: any."""
-    pp: tuple[int, ...] = _NO_NUMBERS
-    """Sizes of the pipeline axis; 1 is no pipeline."""
-    dp: tuple[int, ...] = _NO_NUMBERS
-    """Sizes of the data axis."""
-    loops: tuple[int, ...] = _NO_NUMBERS
-    """Stages of each pipeline rank."""
-    micro_batch: tuple[int, ...] = _NO_NUMBERS
-    """Sequences of a micro-batch."""
-    families: tuple[str, ...] = _NO_NAMES
-    """Schedules."""
-    shards: tuple[Shard, ...] = ()
-    """What data parallelism shares out."""
-    recompute: tuple[Recompute, ...] = ()
-    """What is recomputed; none and full together allow some of the layers, too."""
-    ways: tuple[str, ...] = ()
-    """How room is made for activations (keep: recompute the micro-batches that a rank has no room for; balance: move to
-    ranks that have room; offload: move to the host) or for whole stages (swap: on one device, the others wait at the
-    host), or sequences are cut (slices); or strategies of other distributions (docs/extending.md). none: layouts
-    without, printed as well where the others lead to no layout."""
+    """Norms are one kernel. None: on."""
+    tp: Common[tuple[int, ...]] = ()
+    """Tensor-model-parallel sizes to search. None: all."""
+    pp: Common[tuple[int, ...]] = ()
+    """Pipeline-model-parallel sizes to search. 1 is no pipeline. None: all."""
+    dp: Common[tuple[int, ...]] = ()
+    """Data-parallel sizes to search. None: all."""
+    loops: Common[tuple[int, ...]] = ()
+    """Virtual stages per pipeline rank to search. None: all."""
+    micro_batch: Common[tuple[int, ...]] = ()
+    """Micro-batch sizes to search, in sequences. None: all."""
+    families: Common[tuple[FamilyName, ...]] = ()
+    """Schedules to search. None: all that the training program has."""
+    shards: Common[tuple[Shard, ...]] = ()
+    """State to shard over data-parallel ranks. None: all."""
+    recompute: Common[tuple[Recompute, ...]] = ()
+    """Activation recomputation to search. none and full together allow some of the layers, too. None: all."""
+    ways: tuple[Annotated[str, Names("strategies")] | Literal["none"], ...] = ()
+    """Ways to make room in memory, or to shorten the bubble, to search. keep recomputes the micro-batches that a rank
+    has no room for; balance moves activations to ranks that have room; offload moves them to the host; swap keeps most
+    stages at the host, on one device; slices cuts sequences. none: layouts without, printed as well where the others
+    lead to no layout. None: all that the training program has."""
     sequence_parallel: Literal["any", "on", "off"] = "any"
-    """Whether what tensor parallelism leaves whole is split over the sequence."""
-    best: int = 10
+    """Sequence parallelism beside tensor parallelism."""
+    best: Common[int] = 10
     """Number of layouts to print."""
-    budget_s: float | None = None
-    """Stops after this many seconds and prints the best layouts found, with a lower bound on the rest. None: until
-    nothing can be."""
+    budget_s: Common[float | None] = None
+    """Stop after this many seconds with the best layouts found. A lower bound on the rest is printed. None: no
+    limit."""
     explain: bool = True
-    """Whether to look for the best of other kinds, and for what would change the answer."""
-    out: Path | None = None
-    """Write the best layout to this folder: run.toml for `pipeloom train`, and schedule.txt, what each rank does."""
-    export: Path | None = None
-    """Write what others launch to this folder: torchrun, Slurm, PyTorch's schedule, torchtitan, Megatron-LM."""
-    json: bool = False
-    """Print JSON for programs; docs/plan.md lists its keys."""
+    """Search the best layouts of other kinds, and what would change the answer."""
+    out: Common[Annotated[Path | None, Output("folder")]] = None
+    """Write the best layout to this folder. run.toml is for `pipeloom train`, and schedule.txt has the schedule."""
+    export: Annotated[Path | None, Output("folder")] = None
+    """Write start files to this folder. They are for torchrun, Slurm, PyTorch, torchtitan and Megatron-LM."""
+    json: Common[bool] = False
+    """Print JSON for programs. docs/plan.md lists its keys."""
+
+
+COMMAND = Command(
+    name="plan",
+    options=Options,
+    examples={
+        "pipeloom plan --model llama-3-8b --cluster dgx-h100 --devices 64 --global-batch 512 --seq 8192": "",
+        "pipeloom plan run.toml --pp 4 8 --families breadth-first 1f1b --out planned": "a run file, fewer layouts",
+    },
+    retired={"--precision": "use --dtype float32, bfloat16 or float16"},
+)
 
 
 @dataclass(frozen=True)
@@ -123,9 +131,8 @@ class Request:
 
 def run(words: list[str]) -> int:
     """Parse the arguments, plan, print what there is; 1 if nothing fits, 130 at Ctrl-C."""
-    refuse_retired(words, {"--precision": "use --dtype float32, bfloat16 or float16"}, "plan")
-    options = parse_flags(Options, words, "plan", Options.__doc__ or "")
-    request = _request(options)
+    options, problems = read_flags(COMMAND, words)
+    request = _request(options, problems)
     from pipeloom.cli.plan_progress import PlanProgress
     from pipeloom.cli.plan_text import print_plan
 
@@ -205,16 +212,16 @@ def _over(config: RunConfig, planned: RunConfig, *, has_model: bool) -> RunConfi
     )
 
 
-def _request(options: Options) -> Request:
-    """The question, or an error with everything that is missing or wrong."""
-    problems: list[str] = []
+def _request(options: Options, problems: list[str]) -> Request:
+    """The question, or an error with everything that is missing or wrong, behind what is wrong with the words."""
     if options.out is not None and options.out.suffix == ".toml":
         problems.append(f"--out takes a folder, to which {RUN_FILE} and {SCHEDULE} go, found {options.out}")
     if options.best < 1:
         problems.append(f"--best must be at least 1, found {options.best}")
     if options.budget_s is not None and not options.budget_s > 0:
         problems.append(f"--budget-s must be above 0, found {options.budget_s}")
-    config = _read(options.config, options.seq, problems) if options.config is not None else None
+    path = options.config
+    config = None if path is None else or_note(lambda: _read(path, options.seq, problems), problems)
     missing = [
         f"--{name.replace('_', '-')}"
         for name in ("model", "cluster", "devices", "global_batch", "seq")
@@ -233,7 +240,7 @@ def _request(options: Options) -> Request:
     cluster = load_or_note(load_cluster, cluster_name, problems) if cluster_name else None
     software = load_or_note(lambda name: with_strategies(load_software(name)), software_name, problems)
     if problems or shape is None or cluster is None or software is None:
-        raise ConfigError(list(dict.fromkeys(problems)), "the question")  # a run file and its model name one problem
+        raise ConfigError(list(dict.fromkeys(problems)), SOURCE)  # a run file and its model name one problem
     layout, known = (config.layout, config.data) if config is not None else (None, None)
     num_devices = _first(options.devices, layout and layout.num_ranks)
     dtype = options.dtype or (config.training.dtype if config is not None else None)

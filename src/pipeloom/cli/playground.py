@@ -4,33 +4,38 @@ import webbrowser
 from dataclasses import dataclass
 from typing import Annotated
 
-import tyro
-
 from pipeloom.cli.flags import parse_flags
+from pipeloom.cli.reference import Command, Place
 from pipeloom.errors import ConfigError
 from pipeloom.playground.server import ADDRESS, App, serve
 from pipeloom.schedule.compiled import expect_much
 from pipeloom.trial import Trial, trial_recipe, try_out
+from pipeloom.workload.limits import Common
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Draw schedules in the browser, with bubble and memory, while their sizes and costs change.
+    """Options of ``pipeloom playground``.
 
     The page is served on 127.0.0.1 alone, under an address with a random token. Ctrl-C ends it.
     """
 
-    link: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="LINK")] = None
+    link: Annotated[str | None, Place("LINK")] = None
     """A link that the page made to share what it shows; opens the same."""
-    port: int | None = None
+    port: Common[int | None] = None
     """Port of 127.0.0.1. None: a free one."""
-    browser: bool = True
-    """Open the page in a browser; --no-browser prints its address only."""
+    browser: Common[bool] = True
+    """Open the page in a browser."""
+
+
+COMMAND = Command(
+    name="playground", options=Options, examples={"pipeloom playground": "opens the page; Ctrl-C ends it"}
+)
 
 
 def run(words: list[str]) -> int:
     """Parse the arguments, serve the page until Ctrl-C."""
-    options = parse_flags(Options, words, "playground", Options.__doc__ or "")
+    options = parse_flags(COMMAND, words)
     if options.port is not None and not 0 < options.port < 2**16:
         raise ConfigError([f"--port must be from 1 to 65535, found {options.port}"], "the command line")
     fragment = (options.link or "").partition("#")[2]

@@ -1,20 +1,21 @@
 """``pipeloom profile``: this machine, measured, as a cluster file."""
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pipeloom.cli.flags import parse_flags
+from pipeloom.cli.flags import SOURCE, or_note, read_flags
+from pipeloom.cli.reference import Command, Output
 from pipeloom.cost.hardware import Cluster
-from pipeloom.errors import ConfigError, UserError
+from pipeloom.errors import ConfigError
 from pipeloom.system.files import write_text
 from pipeloom.workload.layout import Recompute
+from pipeloom.workload.limits import Common, ModelName
 
 if TYPE_CHECKING:
     from pipeloom.config import ModelConfig
@@ -29,47 +30,63 @@ _MACHINE = 1 / 3
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Measure this machine, and write a cluster file: matrix products, memory, host, messages, collectives."""
+    """Options of ``pipeloom profile``.
 
-    output: Path = Path("cluster.toml")
-    """The cluster file; its name without the ending becomes the cluster's."""
-    device: Literal["cpu", "cuda"] | None = None
-    """Where to compute. None: cuda where there is a CUDA device, else cpu."""
-    processes: int | None = None
-    """How many compute and exchange messages. None: as many as cores or GPUs, at most 8. With 1, links are skipped."""
-    budget_s: float = 40.0
-    """Seconds for all measurements; each is repeated until its median is steady or its share of these is spent."""
-    model: str | None = None
-    """Also measure the pieces of a model as they train: one of the catalog, or a file (see model.file of a run)."""
+    Matrix products, memory, launches of the host, messages and collectives are measured.
+    """
+
+    output: Common[Annotated[Path, Output("file")]] = Path("cluster.toml")
+    """Cluster file to write. Its name without the ending is the name of the cluster."""
+    device: Common[Literal["cpu", "cuda"] | None] = None
+    """Device to measure. None: cuda where there is a CUDA device, else cpu."""
+    processes: Common[int | None] = None
+    """Processes that compute and exchange messages. With 1, links are not measured. None: one per core or GPU, at
+    most 8."""
+    budget_s: Common[float] = 40.0
+    """Seconds for all measurements. Each repeats until its median is steady or its share of them is spent."""
+    model: Common[ModelName | None] = None
+    """Also measure the layers of this model as they train. None: the machine alone."""
     seq: int = 128
-    """Tokens of a sequence, for --model."""
+    """With --model: tokens of a sequence."""
     micro_batches: tuple[int, ...] = (1, 2, 4)
-    """Sequences of a micro-batch, each number that is to be measured, for --model."""
+    """With --model: micro-batch sizes to measure, in sequences."""
     tp: tuple[int, ...] = (1,)
-    """Tensor axes that are to be measured, for --model; each divides the processes."""
+    """With --model: tensor-model-parallel sizes to measure. Each divides the processes."""
     recompute: tuple[Recompute, ...] = ("none",)
-    """What backwards compute again, each kind that is to be measured, for --model."""
+    """With --model: kinds of activation recomputation to measure."""
     sequence_parallel: bool = False
-    """Whether tensor-parallel ranks share the tokens of the residual stream, for --model."""
-    json: bool = False
-    """Print JSON: the cluster and every measurement, in SI units."""
+    """With --model: sequence parallelism beside tensor parallelism."""
+    json: Common[bool] = False
+    """Print JSON for programs: the cluster and every measurement, in SI units."""
+
+
+COMMAND = Command(
+    name="profile",
+    options=Options,
+    examples={
+        "pipeloom profile --output here.toml": "then: pipeloom simulate --machine.cluster ./here.toml",
+        "pipeloom profile --model ./config.json --micro-batches 1 2": "with the layers of a model",
+    },
+)
 
 
 def run(words: list[str]) -> int:
     """Parse the arguments, measure with own processes or with those of a launcher, write the file, print a table."""
-    options = parse_flags(Options, words, "profile", Options.__doc__ or "")
+    options, problems = read_flags(COMMAND, words)
     from pipeloom.catalog.cluster_files import cluster_to_toml
-    from pipeloom.execute.processes.world import is_first
     from pipeloom.measure import Request, describe_cluster, measure_machine
     from pipeloom.terminal.progress import restore_terminal
 
     # One budget for both: the user said how long all of it may take.
     share = 1.0 if options.model is None else _MACHINE
-    request = Request.make(options.device, options.processes, options.budget_s * share)
-    pieces_of = None if options.model is None else _piece_request(options, request)
-    if is_first():
-        # Before a minute of measuring, and on one rank alone.
-        check_writable(options.output)
+    request = or_note(lambda: Request.make(options.device, options.processes, options.budget_s * share), problems)
+    pieces_of = (
+        None
+        if options.model is None or request is None
+        else or_note(lambda: _piece_request(options, request), problems)
+    )
+    if problems or request is None:
+        raise ConfigError(problems, SOURCE)
     try:
         findings = measure_machine(request)
     except BaseException:
@@ -164,20 +181,6 @@ def _with_pieces(
     ]
     about_pieces = {"pieces": about, "update": ["Gradients to zero, their norm, clipping and AdamW, of one rank."]}
     return replace(cluster, pieces=found.pieces, update=found.update), {**notes, **about_pieces}
-
-
-def check_writable(path: Path) -> None:
-    """Find now what would go wrong after a minute of measuring.
-
-    Raises:
-        UserError: the folder is not there, or the file cannot be written.
-    """
-    if path.is_dir():
-        raise UserError(f"--output must be a file, found the folder {path}")
-    if not path.parent.is_dir():
-        raise UserError(f"cannot write {path}: there is no folder {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"cannot write {path}: no permission; choose another place with --output")
 
 
 def _piece_rows(cluster: Cluster) -> "Iterator[tuple[str, str, Timing | None]]":

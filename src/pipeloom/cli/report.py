@@ -4,27 +4,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from pipeloom.cli.flags import parse_flags
+from pipeloom.cli.reference import Command, Output, Place
+from pipeloom.workload.limits import Common
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Write a run as one self-contained HTML page: loss, timelines, bubble account, communication, memory.
+    """Options of ``pipeloom report``.
 
-    The page of an unfinished run shows what there is and lists what is missing.
+    The page has loss, timelines, the account of the bubble, communication and memory, and loads nothing. Of an
+    unfinished run it shows what exists and lists what is missing.
     """
 
-    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The run folder that `pipeloom train` wrote."""
-    output: Path | None = None
-    """The page. None: report.html in the run folder."""
+    folder: Annotated[Path, Place("RUN")]
+    """Run folder of `pipeloom train`."""
+    output: Common[Annotated[Path | None, Output("file")]] = None
+    """File of the page. None: report.html in the run folder."""
+
+
+COMMAND = Command(
+    name="report", options=Options, examples={"pipeloom report outputs/demo": "writes outputs/demo/report.html"}
+)
 
 
 def run(words: list[str]) -> int:
     """Parse the arguments, write the page, print its path."""
-    options = parse_flags(Options, words, "report", Options.__doc__ or "")
+    options = parse_flags(COMMAND, words)
     from pipeloom.report import write_page
     from pipeloom.report.unfinished import unfinished_contents
     from pipeloom.runs.run_reading import read_run

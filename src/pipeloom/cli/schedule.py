@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
-
-from pipeloom.cli.flags import parse_flags
+from pipeloom.cli.flags import SOURCE, or_note, read_flags
+from pipeloom.cli.reference import Command, Output, Place
 from pipeloom.config import find_problems
 from pipeloom.config.file import read_run_file
 from pipeloom.errors import ConfigError, UserError
@@ -23,31 +22,48 @@ from pipeloom.schedule import Schedule, format_schedule, read_schedule
 from pipeloom.system.files import MOST_SCHEDULE_BYTES, read_text
 from pipeloom.terminal.words import count
 from pipeloom.trial import Outcome, Trial, flag, trial_choice, trial_problems, trial_recipe, trial_title, try_out
+from pipeloom.workload.limits import Common, Names
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Trial):
-    """Print a schedule, its bubble and its memory on a clock of unit costs."""
+    """Options of ``pipeloom schedule``.
 
-    family: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="FAMILY")] = None
-    """A family by name, or a file with a schedule as text (one row a line) or as PyTorch's CSV (.csv)."""
-    run: Path | None = None
-    """A run file, whose schedule is printed instead: the one that `pipeloom train` executes. With --format text as the
-    file that the run's folder has."""
-    format: Literal["text", "json", "torch-csv"] | None = None
-    """text: every action of every rank; json for programs; torch-csv for PyTorch's pipelining runtime. None: text,
-    without the actions where they are more than a screen shows."""
+    Costs are in units of a clock, on which a stage's forward takes 1 by default.
+    """
+
+    family: Annotated[str | None, Place("FAMILY"), Names("families")] = None
+    """A schedule by name, or a file with one: text, a row per rank, or PyTorch's CSV (.csv)."""
+    run: Common[Path | None] = None
+    """A run file, whose schedule is printed instead. `pipeloom train` executes the same. With --format text it has the
+    form of schedule.txt in a run folder."""
+    format: Common[Literal["text", "json", "torch-csv"] | None] = None
+    """Form of the output. text has every action of every rank; json is for programs; torch-csv is for PyTorch's
+    pipelining runtime. None: text, without actions that do not fit a screen."""
     json: bool = False
     """The same as --format json."""
-    plot: Path | None = None
-    """Draw the schedule to this file: .png, .svg or .pdf; prints where it is."""
+    plot: Common[Annotated[Path | None, Output("picture")]] = None
+    """Draw the schedule to this .png, .svg or .pdf file."""
+
+
+COMMAND = Command(
+    name="schedule",
+    options=Options,
+    examples={
+        "pipeloom schedule 1f1b --pp 4 --microbatches 8": "actions, bubble, memory",
+        "pipeloom schedule breadth-first --loops 4 --plot schedule.svg": "a picture",
+        "pipeloom schedule --run run.toml": "the schedule that a run executes",
+    },
+)
 
 
 def run(words: list[str]) -> int:
     """Parse the arguments, make the schedule, print it."""
-    families = "\n".join(f"  {item.name:<15}{item.summary}" for item in FAMILIES.values())
-    options = parse_flags(Options, words, "schedule", f"{Options.__doc__}\n\nFamilies:\n{families}")
-    recipe, sizes = (_recipe(options), None) if options.run is None else _run_recipe(options, options.run)
+    options, problems = read_flags(COMMAND, words)
+    made = or_note(lambda: _recipes(options), problems)
+    if problems or made is None:
+        raise ConfigError(problems, SOURCE)
+    recipe, sizes = made
     outcome = try_out(options, recipe, sizes)
     schedule, trace = outcome.schedule, outcome.trace
     title = trial_title(options, (options.run or Path(options.family or "")).name, schedule)
@@ -72,6 +88,11 @@ def run(words: list[str]) -> int:
         # Standard output is the data of another program then.
         print(f"{'' if is_data else '# '}picture            {options.plot}", file=sys.stderr if is_data else sys.stdout)
     return 0
+
+
+def _recipes(options: Options) -> tuple[Recipe, Sizes | None]:
+    """The recipe of the options, or that of a run file with the bytes of its stages."""
+    return (_recipe(options), None) if options.run is None else _run_recipe(options, options.run)
 
 
 def _run_recipe(options: Options, file: Path) -> tuple[Recipe, Sizes]:
@@ -99,12 +120,12 @@ def _recipe(options: Options) -> Recipe:
     problems = _option_problems(options)
     if options.family is None:
         problems.append("expected FAMILY, a family or a file with a schedule, or --run")
-        raise ConfigError(problems, "the command line")
+        raise ConfigError(problems, SOURCE)
     file = Path(options.family)
     is_family = options.family in FAMILIES or not (os.sep in options.family or file.suffix or _is_file(file))
     problems += trial_choice(options).problems() if is_family else _unused_problems(options, file, _SIZES)
     if problems:
-        raise ConfigError(problems, "the command line")
+        raise ConfigError(problems, SOURCE)
     if is_family:
         return trial_recipe(options)
     return trial_recipe(options, _read_csv(file) if file.suffix == ".csv" else read_schedule(file).schedule)

@@ -3,10 +3,11 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pipeloom.analysis.summary import LaneUse, communication
-from pipeloom.cli.run_config import parse_config
+from pipeloom.cli.reference import Command, Output
+from pipeloom.cli.run_config import PREDICTIONS, parse_config
 from pipeloom.cli.swap_plan import ReportedPlan, make_swap_plan, print_swap_plan, swap_plan_to_json
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
@@ -17,39 +18,46 @@ from pipeloom.schedule import Level
 from pipeloom.system.files import write_text
 from pipeloom.terminal.words import unit_s
 from pipeloom.workload.dtypes import dtype_of
-
-_SUMMARY = (
-    "Predict a training step on a described cluster: time, utilization, where each rank's time goes, "
-    "communication hidden and exposed, memory."
-)
+from pipeloom.workload.limits import Common
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RunConfig):
-    """A run, and what to print about its step."""
+    """Options of ``pipeloom simulate``."""
 
-    json: bool = False
-    """Print JSON for programs; docs/simulate.md lists its keys."""
-    plot: Path | None = None
-    """Draw the step to this file: .png, .svg or .pdf; of many ranks or actions, the first."""
-    trace: Path | None = None
-    """Write the trace to this file, as a measured one is written; ui.perfetto.dev opens it."""
-    schedule_out: Path | None = None
+    json: Common[bool] = False
+    """Print JSON for programs. docs/simulate.md lists its keys."""
+    plot: Common[Annotated[Path | None, Output("picture")]] = None
+    """Draw the step to this .png, .svg or .pdf file. Of many ranks or actions, the first."""
+    trace: Common[Annotated[Path | None, Output("file")]] = None
+    """Write the trace to this file for ui.perfetto.dev. It has the form of a measured one."""
+    schedule_out: Annotated[Path | None, Output("file")] = None
     """Write the schedule to this file, which `pipeloom train` executes as --schedule.file."""
     by_seconds: bool = False
-    """Place what schedule.balance and schedule.offload move by the seconds that are predicted, not by nominal ones;
+    """Place the moves of schedule.balance and schedule.offload by predicted seconds instead of nominal ones.
     `pipeloom train` executes that with the file of --schedule-out."""
-    lanes: bool = False
-    """Also print every lane of communication; --json always has them."""
+    lanes: Common[bool] = False
+    """Also print every lane of communication. --json always has them."""
     swap_plan: bool = False
     """With schedule.device_budget, also print where to cut the model and how many micro-batches hide the swaps."""
-    memory_over_time: bool = False
-    """Print when each rank holds most and what that consists of; with --json also its curve."""
+    memory_over_time: Common[bool] = False
+    """Print the peak of each rank: when and of what. --json has the curves as well."""
+
+
+COMMAND = Command(
+    name="simulate",
+    options=Options,
+    examples={
+        "pipeloom simulate run.toml --plot step.svg": "a run file on its cluster, with a picture",
+        "pipeloom simulate --model.preset llama-3-8b --machine.cluster dgx-h100 --layout.pp 8": "without a run file",
+    },
+    settings=PREDICTIONS,
+)
 
 
 def run(words: list[str]) -> int:
     """Parse the configuration, simulate, print; 1 if the step does not fit the devices, whose prediction is printed."""
-    options = parse_config(words, "simulate", _SUMMARY, Options(), described_problems)
+    options = parse_config(COMMAND, words, described_problems)
     if options.swap_plan and options.schedule.device_budget is None:
         raise UserError("--swap-plan has no effect without schedule.device_budget; give both or leave it out")
     if options.by_seconds and not (options.schedule.balance or options.schedule.offload):

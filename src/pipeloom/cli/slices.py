@@ -4,32 +4,44 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeloom.cli.run_config import dtype_words, parse_config
+from pipeloom.cli.reference import Command
+from pipeloom.cli.run_config import PREDICTIONS, dtype_words, parse_config
 from pipeloom.config import RunConfig
 from pipeloom.planner.slice_lengths import SlicedStep, SlicePlan, plan_slices
 from pipeloom.predict.describe import describe, described_problems
 from pipeloom.terminal.words import count, unit_bytes
 from pipeloom.workload.dtypes import dtype_of
-
-_SUMMARY = (
-    "Choose the token slices for a run's sequences on a described cluster: by dynamic programming over "
-    "their lengths, judged by simulating the schedule, beside even slices and whole sequences."
-)
+from pipeloom.workload.limits import Common
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RunConfig):
-    """A run, and how its sequences may be cut; layout.token_slices does not count."""
+    """Options of ``pipeloom slices``.
 
-    unit: int | None = None
-    """Tokens that every length is a multiple of. None: the smallest that cuts a sequence into no more than 128."""
-    json: bool = False
+    Dynamic programming over lengths chooses the slices, and simulated schedules compare them with even slices and with
+    whole sequences. layout.token_slices of the run is not used.
+    """
+
+    unit: Common[int | None] = None
+    """Tokens that every length is a multiple of. None: the smallest unit with at most 128 slices."""
+    json: Common[bool] = False
     """Print JSON for programs: lengths, and the figures of each number of even slices."""
+
+
+COMMAND = Command(
+    name="slices",
+    options=Options,
+    examples={
+        "pipeloom slices run.toml --unit 128": "lengths that are multiples of 128",
+        "pipeloom slices --model.preset llama-3-8b --machine.cluster dgx-h100 --data.seq-len 8192": "",
+    },
+    settings=PREDICTIONS,
+)
 
 
 def run(words: list[str]) -> int:
     """Parse the configuration, choose, print."""
-    options = parse_config(words, "slices", _SUMMARY, Options(), described_problems)
+    options = parse_config(COMMAND, words, described_problems)
     plan = plan_config(options, options.unit)
     is_default = options.training.dtype is None
     print(json.dumps(to_json(plan) | {"has_default_dtype": is_default}) if options.json else _text(plan, is_default))

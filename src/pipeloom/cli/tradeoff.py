@@ -5,15 +5,16 @@ import sys
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.cli.flags import parse_flags
-from pipeloom.cli.run_config import dtype_words, refuse_retired
+from pipeloom.cli.flags import SOURCE, read_flags
+from pipeloom.cli.reference import Command, Output
+from pipeloom.cli.run_config import dtype_words
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
@@ -36,6 +37,7 @@ from pipeloom.terminal.console import headed, print_table, table, wide_console
 from pipeloom.terminal.progress import Bar
 from pipeloom.terminal.words import unknown_name
 from pipeloom.workload.dtypes import Dtype, dtype_of
+from pipeloom.workload.limits import ClusterName, Common, ModelName, Names
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.run import Attention
 
@@ -45,56 +47,64 @@ _TOKENS_PER_PARAMETER = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Estimate what training a model costs and how long it takes on clusters of several sizes, with each method's best
-    layout and batch: a larger batch needs 1 + B / B_crit times the tokens, a smaller one keeps devices less busy.
+    """Options of ``pipeloom tradeoff``.
+
+    Each method has its best layout and global batch on each cluster. A batch of B sequences needs 1 + B / B_crit times
+    the tokens of small batches, and a smaller batch keeps devices less busy.
     """
 
-    model: str
-    """A model of the catalog, a TOML file, or a Hugging Face config.json."""
-    cluster: str
-    """A cluster of the catalog or a file; the number of devices is set below."""
+    model: ModelName
+    """Model: a name of the catalog, or a file (.toml, or a Hugging Face config.json)."""
+    cluster: ClusterName
+    """Cluster: a name of the catalog, or a file. --devices sets its size."""
     seq: int
     """Tokens of a sequence."""
-    tokens: float | None = None
-    """Tokens that training takes with small batches. None: 20 for each parameter (arXiv 2203.15556)."""
-    critical_batch: float | None = None
-    """B_crit in sequences: with such a batch twice the tokens are needed. None: by the fit of arXiv 2001.08361."""
+    tokens: Common[float | None] = None
+    """Tokens that training takes with small batches. None: 20 per parameter (arXiv 2203.15556)."""
+    critical_batch: Common[float | None] = None
+    """Critical batch size B_crit in sequences. Training takes twice the tokens with such a batch. None: by the fit of
+    arXiv 2001.08361."""
     critical_batch_tokens: float | None = None
-    """B_crit in tokens instead."""
-    price: float | None = None
-    """Dollars for a device and hour. None: that of the cluster's file."""
-    devices: tuple[int, ...] = DEVICE_COUNTS
-    """Cluster sizes."""
+    """Critical batch size B_crit in tokens instead."""
+    price: Common[float | None] = None
+    """Dollars per device and hour. None: that of the cluster's file."""
+    devices: Common[tuple[int, ...]] = DEVICE_COUNTS
+    """Cluster sizes in devices."""
     reference: int | None = None
-    """Devices on which layouts are searched; each is then scaled by its data axis. None: the smallest cluster."""
+    """Devices on which layouts are searched, to be scaled by data parallelism. None: the smallest cluster."""
     every_size: bool = False
-    """Search all layouts of each cluster instead, which takes some times as long."""
+    """Search all layouts of each cluster instead, which takes several times as long."""
     batch_per_device: tuple[str, ...] = ()
-    """Sequences of a batch for each device, such as 1/8 or 0.125. Empty: powers of two from 1/8 to 8."""
-    methods: tuple[str, ...] = METHODS
-    """breadth-first, depth-first, 1f1b, gpipe, no-pipeline: those to compare."""
+    """Sequences of the global batch per device, such as 1/8 or 0.125. None: powers of two from 1/8 to 8."""
+    methods: Common[tuple[Annotated[str, Names("methods")], ...]] = METHODS
+    """Methods to compare."""
     software: tuple[str, ...] = ("pipeloom",)
-    """Programs of the catalog or files: one for all, METHOD=PROGRAM for one method."""
-    dtype: Dtype | None = None
-    """Type of weights and activations, as training.dtype. None: on GPUs bfloat16, or float16 where they lack it, and
-    float32 on CPUs."""
+    """Training programs, names of the catalog or files. PROGRAM holds for all methods, METHOD=PROGRAM for one."""
+    dtype: Common[Dtype | None] = None
+    """Data type of weights and activations. None: on GPUs bfloat16, or float16 where they lack it, and float32 on
+    CPUs."""
     attention: Attention = "flash2"
-    """Its kernel."""
-    json: bool = False
-    """Print JSON for programs; docs/tradeoff.md lists its keys."""
-    plot: Path | None = None
-    """Draw time against cost to this file: .png, .svg or .pdf."""
+    """Attention kernel."""
+    json: Common[bool] = False
+    """Print JSON for programs. docs/tradeoff.md lists its keys."""
+    plot: Common[Annotated[Path | None, Output("picture")]] = None
+    """Draw time against cost to this .png, .svg or .pdf file."""
+
+
+COMMAND = Command(
+    name="tradeoff",
+    options=Options,
+    examples={
+        "pipeloom tradeoff --model llama-3-8b --cluster dgx-h100 --seq 8192 --price 2.5 --devices 64 256 1024": "",
+    },
+    retired={"--precision": "use --dtype float32, bfloat16 or float16"},
+)
 
 
 def run(words: list[str]) -> int:
     """Parse the arguments, search, print."""
-    refuse_retired(words, {"--precision": "use --dtype float32, bfloat16 or float16"}, "tradeoff")
-    options = parse_flags(Options, words, "tradeoff", Options.__doc__ or "")
-    if options.plot is not None:
-        from pipeloom.plotting.draw import check_formats
-
-        check_formats([options.plot])
-    inputs = inputs_of(options)
+    options, problems = read_flags(COMMAND, words)
+    inputs = inputs_of(options, problems)
     columns = (TextColumn("searches {task.completed}/{task.total}"), BarColumn(bar_width=24), TimeElapsedColumn())
     total = len(inputs.methods) * len(inputs.batches_per_device)
     with Bar(sys.stderr, *columns, total=total, transient=True) as bar:
@@ -115,13 +125,16 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def inputs_of(options: Options) -> Tradeoff:
+def inputs_of(options: Options, problems: list[str]) -> Tradeoff:
     """The question.
 
+    Args:
+        options: of the command.
+        problems: what is wrong with its words.
+
     Raises:
-        ConfigError: everything that is wrong with it.
+        ConfigError: these, and everything that is wrong with the question.
     """
-    problems: list[str] = []
     shape = load_or_note(lambda name: load_model(name, options.seq), options.model, problems)
     cluster = load_or_note(load_cluster, options.cluster, problems)
     if cluster is not None:
@@ -133,7 +146,7 @@ def inputs_of(options: Options) -> Tradeoff:
     problems += scaling_problems(reference, options.devices, batches or whole_batches(reference))
     training = _training(options, shape, cluster, problems)
     if problems or shape is None or cluster is None or training is None:
-        raise ConfigError(problems, "the command line")
+        raise ConfigError(problems, SOURCE)
     return Tradeoff(
         question=Question(
             shape=shape,

@@ -4,19 +4,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeloom.checkpoint.checkpoint_folder import TOKENIZER
-from pipeloom.cli.run_config import parse_config
+from pipeloom.cli.reference import Command
+from pipeloom.cli.run_config import TRAINING, parse_config
 from pipeloom.config import RunConfig, training_problems
 from pipeloom.terminal.words import format_bytes
 
 if TYPE_CHECKING:
     from pipeloom.training.trainer import RunSummary
 
-_SUMMARY = "Train a language model with a pipeline of processes."
+COMMAND = Command(
+    name="train",
+    options=RunConfig,
+    examples={
+        "pipeloom train": "the demo: a small model on four processes",
+        "pipeloom train --data.path notes.txt --layout.pp 2 --training.steps 500": "on a text of yours",
+        "pipeloom train run.toml --checkpoint.resume outputs/demo": "a run file, from a checkpoint",
+    },
+    settings=TRAINING,
+)
 
 
 def run(words: list[str]) -> int:
     """Parse the configuration, then train with own processes or with those of a launcher."""
-    config = parse_config(words, "train", _SUMMARY, RunConfig(), training_problems)
+    config = parse_config(COMMAND, words, training_problems)
     from pipeloom.execute.processes.world import is_first
     from pipeloom.training.run import train
 

@@ -6,59 +6,75 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
 from pipeloom.accuracy.compare import Comparison, cluster_of, compare, compare_stage_times, program_of, rankings
 from pipeloom.accuracy.rows import Row, read_rows
 from pipeloom.catalog import load_cluster, load_software, source_of
-from pipeloom.cli.flags import parse_flags
-from pipeloom.errors import UserError
+from pipeloom.cli.flags import SOURCE, or_note, read_flags
+from pipeloom.cli.reference import Command, Output, Place
+from pipeloom.errors import ConfigError, UserError
 from pipeloom.terminal.console import Columns, print_table, table_of, wide_console
 from pipeloom.terminal.words import count
+from pipeloom.workload.limits import ClusterName, Common, ProgramName
+from pipeloom.workload.run import Attention
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Predict every row of a table of measurements and print the errors of the predictions."""
+    """Options of ``pipeloom validate``.
 
-    table: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="TABLE.csv")] = None
-    """Measured layouts; docs/accuracy.md lists the columns."""
+    Each row of the table is predicted, and the errors of the predictions are printed.
+    """
+
+    table: Annotated[Path | None, Place("TABLE.csv")] = None
+    """Measured layouts. docs/accuracy.md lists the columns."""
     stage_times: Path | None = None
     """Instead: a table of measured stage times, which tests the event simulation alone."""
-    sets: tuple[str, ...] = ()
-    """Only sets whose names begin with one of these."""
-    models: tuple[str, ...] = ()
-    """Only these models. With --fit: the rows to fit; the others are held out."""
-    attentions: tuple[str, ...] = ()
-    """Only rows with one of these attention kernels: some sets hold runs of two programs."""
-    cluster: str | None = None
-    """A cluster of the catalog or a file, for every row. None: chosen by the row's device."""
-    software: str | None = None
-    """A program of the catalog or a file, for every row. None: chosen by the row's set. With --fit: where to start;
-    None starts from general values, so that nothing is known of rows that are held out."""
-    fit: Path | None = None
-    """Calibrate instead: adjust the few efficiencies of the rows' program on its machine until the rows' step times
-    are met, and write them to this file, with where they come from. --software takes the file."""
+    sets: Common[tuple[str, ...]] = ()
+    """Only sets whose names begin with one of these. None: all."""
+    models: Common[tuple[str, ...]] = ()
+    """Only rows of these models. With --fit these are the rows to fit, and the others are held out. None: all."""
+    attentions: tuple[Attention, ...] = ()
+    """Only rows with one of these attention kernels, since some sets have runs of two programs. None: all."""
+    cluster: Common[ClusterName | None] = None
+    """Cluster for every row: a name of the catalog, or a file. None: by the device of the row."""
+    software: Common[ProgramName | None] = None
+    """Training program for every row: a name of the catalog, or a file. With --fit, the program whose efficiencies
+    are the start. None: by the set of the row; with --fit general values, which do not depend on rows held out."""
+    fit: Common[Annotated[Path | None, Output("file")]] = None
+    """Fit a program to the rows and write it to this file, which --software takes. The few efficiencies of the program
+    are adjusted until the step times of the rows are met."""
     parameters: tuple[str, ...] = ()
     """With --fit: only these efficiencies. None: all that the rows depend on."""
-    groups: bool = False
-    """Also print each group of layouts that compete with each other, and the layout that was ranked first."""
-    json: bool = False
-    """Print JSON: summary, sets, and rows that were not predicted."""
-    plot: Path | None = None
-    """Draw predicted against measured to this file: .png, .svg or .pdf."""
+    groups: Common[bool] = False
+    """Also print each group of competing layouts, and the layout that was ranked first."""
+    json: Common[bool] = False
+    """Print JSON for programs: summary, sets, and rows that were not predicted."""
+    plot: Common[Annotated[Path | None, Output("picture")]] = None
+    """Draw predicted against measured to this .png, .svg or .pdf file."""
+
+
+COMMAND = Command(
+    name="validate",
+    options=Options,
+    examples={
+        "pipeloom validate measured.csv --plot accuracy.svg": "every row, with a picture",
+        "pipeloom validate measured.csv --fit program.toml": "fit a training program to the rows",
+    },
+)
 
 
 def run(words: list[str]) -> int:
     """Parse the arguments, predict, print."""
-    options = parse_flags(Options, words, "validate", Options.__doc__ or "")
+    options, problems = read_flags(COMMAND, words)
     if (options.table is None) == (options.stage_times is None):
-        raise UserError("expected one table: TABLE.csv, or --stage-times TABLE.csv")
+        problems.append("expected one table: TABLE.csv, or --stage-times TABLE.csv")
+    table = None if options.table is None else or_note(lambda: read_rows(Path(options.table or "")), problems)
+    if problems:
+        raise ConfigError(problems, SOURCE)
     if options.stage_times is not None:
         _print_stage_times(compare_stage_times(options.stage_times), as_json=options.json)
         return 0
-    assert options.table is not None
-    rows = [row for row in read_rows(options.table) if _is_asked_for(row, options)]
+    rows = [row for row in table or () if _is_asked_for(row, options)]
     if not rows:
         raise UserError(
             f"no row of {options.table} is left: check --sets, --models and --attentions against its columns"

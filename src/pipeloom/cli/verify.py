@@ -2,23 +2,29 @@
 
 from typing import TYPE_CHECKING
 
-from pipeloom.cli.run_config import parse_run_config
+from pipeloom.cli.reference import Command
+from pipeloom.cli.run_config import VERIFICATION, parse_config
 from pipeloom.config import RunConfig, TrainingConfig
 
 if TYPE_CHECKING:
     from pipeloom.training.equivalence import Equality
 
-_SUMMARY = (
-    "Prove that the configured pipeline computes the loss and the gradients of a single process, parameter by "
-    "parameter. Runs in float64 by default, so that rounding explains no difference."
+COMMAND = Command(
+    name="verify",
+    options=RunConfig,
+    examples={
+        "pipeloom verify": "the demo in float64, where rounding explains no difference",
+        "pipeloom verify run.toml --layout.shard full --layout.dp 2": "a run file with another layout",
+    },
+    settings=VERIFICATION,
+    # In float32 a lost micro-batch of many could hide in a difference of 1e-9.
+    default=RunConfig(training=TrainingConfig(dtype="float64")),
 )
 
 
 def run(words: list[str]) -> int:
     """Parse the configuration, run both, compare; 0 if they agree, 1 if not."""
-    # In float64 rounding explains no difference of 1e-9; in float32 a lost micro-batch of many could hide in it.
-    default = RunConfig(training=TrainingConfig(dtype="float64"))
-    config = parse_run_config(words, "verify", _SUMMARY, default)
+    config = parse_config(COMMAND, words)
     from pipeloom.execute.processes.world import is_first
     from pipeloom.training.equivalence import verify_gradients
 

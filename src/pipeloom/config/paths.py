@@ -4,13 +4,11 @@ import os
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
+
+from pipeloom.workload.limits import Names, notes_of
 
 _Config = TypeVar("_Config")
-
-_IS_FILE_BY_FORM = object()
-NameOrFile = Annotated[str, _IS_FILE_BY_FORM]
-"""The type of a setting that is a name of the catalog, or a file; see ``names_file``."""
 
 
 def names_file(name: str) -> bool:
@@ -54,6 +52,6 @@ def _change(config: Any, change: Callable[[Path], Path]) -> Any:
             changed[item.name] = _change(value, change)
         elif isinstance(value, Path) and value != Path():  # which represents an empty text
             changed[item.name] = change(value)
-        elif _IS_FILE_BY_FORM in getattr(hints[item.name], "__metadata__", ()) and names_file(value):
+        elif any(isinstance(note, Names) and note.or_file for note in notes_of(hints[item.name])) and names_file(value):
             changed[item.name] = str(change(Path(value)))
     return replace(config, **changed)

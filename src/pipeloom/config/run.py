@@ -32,14 +32,23 @@ class RunConfig:
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    """Sizes and architecture."""
     data: DataConfig = field(default_factory=DataConfig)
+    """Text, tokenizer and sequence length."""
     layout: Layout = field(default_factory=Layout)
+    """Sizes of the parallel axes, and how the batch is divided."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Order of the work on each pipeline rank, and what moves or is recomputed when memory is short."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Update rule and learning rate."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    """The training loop."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """When checkpoints are written, and from which one a run resumes."""
     output: OutputConfig = field(default_factory=OutputConfig)
+    """The run folder."""
     machine: MachineConfig = field(default_factory=MachineConfig)
+    """The cluster of predictions and plans; train runs on the machine where it is started."""
 
     def __repr__(self) -> str:
         """The settings that are not their defaults."""

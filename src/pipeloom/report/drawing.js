@@ -254,7 +254,8 @@ class Timeline {
     pen.rect(this.gutter, 0, this.width - this.gutter - MARGIN, this.bottom + AXIS);
     pen.clip();
     let drawn = 0;
-    for (const row of this.rows) drawn += this.drawRow(pen, row);
+    const form = this.form();
+    for (const row of this.rows) drawn += this.drawRow(pen, row, form);
     this.drawHover(pen);
     pen.restore();
     this.canvas.dataset.boxes = drawn;
@@ -309,15 +310,31 @@ class Timeline {
     pen.fillText(`time (${this.data.unit})`, this.gutter - 10, this.bottom + 14);
   }
 
+  // In a box: stage, letter and micro-batch (form 0), letter and micro-batch (1), or the micro-batch alone (2).
+  label(box, form) {
+    const [kind, , microbatch, slice] = box;
+    const number = microbatch + (slice ? "." + slice : "");
+    return [this.name(box), this.data.kinds[kind][0] + number, number][form];
+  }
+
+  // The longest form that most boxes in view have room for: a mixture would look like labels of several kinds.
+  form() {
+    const [from, to] = this.view;
+    const lanes = this.rows.map((row) => row.lane).filter((lane) => lane.label === "compute");
+    const seen = lanes.flatMap((lane) => lane.boxes.filter((box) => box[4] < to && box[4] + box[5] > from));
+    const fits = (box, form) => this.x(box[4] + box[5]) - this.x(box[4]) > 3 + 6.6 * this.label(box, form).length;
+    return [0, 1].find((form) => seen.filter((box) => fits(box, form)).length >= 0.8 * seen.length) ?? 2;
+  }
+
   // Number of compute boxes that are in view.
-  drawRow(pen, row) {
+  drawRow(pen, row, form) {
     const isCompute = row.lane.label === "compute";
     let drawn = 0;
     pen.font = "11px system-ui, sans-serif";
     pen.textAlign = "center";
     const first = isDark() ? 2 : 0;
     for (const box of row.lane.boxes) {
-      const [kind, , microbatch, slice, start, duration, tone] = box;
+      const [, , microbatch, , start, duration, tone] = box;
       if (start + duration < this.view[0] || start > this.view[1]) continue;
       const left = this.x(start);
       // Thinner boxes would vanish, and a short action is what somebody looks for.
@@ -330,10 +347,8 @@ class Timeline {
       const from = Math.max(left, this.gutter);
       const seen = Math.min(left + width, this.width - MARGIN) - from;
       if (!isCompute || seen < 9 || microbatch === null) continue;
-      const number = microbatch + (slice ? "." + slice : "");
-      const texts = [this.name(box), this.data.kinds[kind][0] + number, number];
-      const text = texts.find((one) => seen > 3 + 6.6 * one.length);
-      if (text !== undefined) {
+      const text = this.label(box, form);
+      if (seen > 3 + 6.6 * text.length) {
         pen.fillStyle = ink;
         pen.fillText(text, from + seen / 2, row.top + row.height / 2 + 0.5);
       }

@@ -185,7 +185,7 @@ function curve(data, width) {
 
 // The first curve is as wide as the page.
 function training(curves) {
-  const nodes = curves.map((data, number) => curve(data, number ? WIDTH : 2 * WIDTH));
+  const nodes = curves.map((data, number) => curve(data, number || innerWidth <= 900 ? WIDTH : 2 * WIDTH));
   nodes[0].classList.add("wide");
   return section("Training", "", element("div", { class: "grid" }, ...nodes));
 }

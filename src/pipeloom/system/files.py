@@ -4,10 +4,12 @@ import json
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, MutableSequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import UserError, reason_of
+from pipeloom.terminal.words import did_you_mean
 
 MEGA = 1_000_000
 MOST_BYTES = 16 * MEGA
@@ -16,6 +18,8 @@ MOST_SCHEDULE_BYTES = 64 * MEGA
 """Most bytes of a file of actions, which is some ten million of them."""
 MOST_RECORD_BYTES = 1000 * MEGA
 """Most bytes of what a run has recorded: a trace, its metrics."""
+_MOST_NAMES = 1000
+"""Files of a folder in which close names are searched; a folder of a million files takes too long."""
 _MOST_LEVELS = 64
 """Levels of nesting; deeper ones exhaust the interpreter's stack."""
 
@@ -42,7 +46,8 @@ def read_text(file: Path, what: str = "", most_bytes: int = MOST_BYTES) -> str:
             # One more than allowed shows that there is more, without the size: a pipe or a device has none.
             found = opened.read(most_bytes + 1)
     except (OSError, ValueError) as error:  # a ValueError such as a zero byte in the name
-        raise UserError(f"cannot read {name}: {reason_of(error)}") from error
+        hint = close_file(file) if isinstance(error, FileNotFoundError) else ""
+        raise UserError(f"cannot read {name}: {reason_of(error)}{f'; {hint}' if hint else ''}") from error
     if len(found) > most_bytes:
         raise UserError(f"cannot read {name}: expected at most {most_bytes:,} bytes, found more")
     try:
@@ -52,6 +57,40 @@ def read_text(file: Path, what: str = "", most_bytes: int = MOST_BYTES) -> str:
         raise UserError(
             f"cannot read {name}: expected text in UTF-8, found {found[error.start]:#04x} at byte {error.start}"
         ) from error
+
+
+def close_file(file: Path) -> str:
+    """A question with the names of files of the same folder that are close to a name; empty if none is."""
+    try:
+        names = [one.name for one in islice(file.parent.iterdir(), _MOST_NAMES + 1)]
+    except (OSError, ValueError):
+        return ""
+    folder = f"{file.parent}{os.sep}" if file.parent != Path() else ""
+    return did_you_mean(file.name, names, folder) if len(names) <= _MOST_NAMES else ""
+
+
+def write_problem(path: Path, *, is_folder: bool) -> str | None:
+    """Why a file, or files of a folder, could not be written; ``None`` if they can be. Writes nothing.
+
+    Args:
+        path: of the file or the folder.
+        is_folder: whether it is a folder, which is made if it is missing, with those that contain it.
+    """
+    try:
+        if path.is_dir() != is_folder and path.exists():
+            return (
+                f"expected a {'folder' if is_folder else 'file'}, found the {'file' if is_folder else 'folder'} {path}"
+            )
+        place = path if path.exists() else path.parent
+        while is_folder and not place.exists():
+            place = place.parent
+        if not place.exists():
+            return f"cannot write {path}: there is no folder {place}"
+        if place != path and not place.is_dir():
+            return f"cannot write {path}: {place} is not a folder"
+    except (OSError, ValueError) as error:  # such as a name that is too long
+        return f"cannot write {path}: {reason_of(error)}"
+    return None if os.access(place, os.W_OK) else f"cannot write {path}: no permission"
 
 
 def write_text(file: Path, text: str, what: str = "", advice: str = "", *, parents: bool = False) -> None:

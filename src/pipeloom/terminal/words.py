@@ -45,7 +45,12 @@ def close_names(name: str, known: Iterable[str]) -> list[str]:
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     """A question with the close names, each behind a prefix: ``did you mean 'train'?``; empty if none is close."""
-    close = [f"'{prefix}{one}'" for one in close_names(name, known)]
+    return or_one_of([f"{prefix}{one}" for one in close_names(name, known)])
+
+
+def or_one_of(names: Sequence[str]) -> str:
+    """The question whether one of these names was meant; empty without names."""
+    close = [f"'{one}'" for one in names]
     if not close:
         return ""
     return f"did you mean {' or '.join([', '.join(close[:-1])] * bool(close[1:]) + close[-1:])}?"

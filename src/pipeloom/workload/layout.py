@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from pipeloom.terminal.words import count
-from pipeloom.workload.limits import Count
+from pipeloom.workload.limits import Common, Count
 
 Shard = Literal["none", "optimizer", "gradients", "full"]
 Recompute = Literal["none", "selective", "full"]
@@ -58,7 +58,7 @@ def paired_order(partners: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the parallel axes and of the batch.
+    """Sizes of the parallel axes, and how the batch is divided.
 
     Ranks are numbered with the tensor axis innermost, then data, then pipeline, as Megatron-LM does
     (arXiv 2104.04473, section 4): the ranks that talk most are neighbors and share a node, and two pipeline neighbors
@@ -66,46 +66,45 @@ class Layout:
     group are neighbors on the data axis.
     """
 
-    pp: int = 4
-    """Pipeline ranks: processes that the stages are spread over."""
-    loops: int = 2
-    """Stages on each pipeline rank. More loops, smaller bubble: on a looped placement (pp - 1) / (num_microbatches *
-    loops) of the ideal time."""
-    num_microbatches: int = 8
-    """Micro-batches of a step, of each data-parallel replica. With fewer than pp, ranks are idle while the pipeline
-    fills and drains; a little above pp hides the transfers between ranks."""
-    microbatch_size: Count = 2
-    """Sequences of a micro-batch."""
+    pp: Common[int] = 4
+    """Pipeline-model-parallel size: pipeline ranks."""
+    loops: Common[int] = 2
+    """Virtual stages on each pipeline rank. More loops make the bubble smaller: on a looped placement it is
+    (pp - 1) / (num_microbatches * loops) of the ideal time."""
+    num_microbatches: Common[int] = 8
+    """Micro-batches of a step, per data-parallel replica. With fewer than pp, ranks are idle while the pipeline fills
+    and drains; a little above pp hides the transfers between ranks."""
+    microbatch_size: Common[Count] = 2
+    """Micro-batch size, in sequences."""
     token_slices: int | tuple[int, ...] | Literal["auto"] | None = None
-    """Cuts every micro-batch along its tokens into slices that go through the pipeline one after the other: so many
-    even ones; ones of these lengths; or lengths from measured times (auto). The bubble shrinks with their number, to
-    (pp - 1) / (num_microbatches * slices * loops) where they are equally fast, and num_microbatches * slices of
-    at least pp keep all ranks busy. None: sequences stay whole."""
+    """Slices of each micro-batch along its tokens, which pass through the pipeline one after the other (TeraPipe). A
+    number makes slices of even length, several numbers are lengths, and auto chooses lengths from measured times. The
+    bubble is (pp - 1) / (num_microbatches * slices * loops) where slices are equally fast, and num_microbatches *
+    slices of at least pp keep all ranks busy. None: whole sequences."""
     partition: tuple[int, ...] | None = None
-    """Pieces of each stage, in order, where the pieces are the embedding, each layer, and the head. None gives
-    the pipeline rank with most FLOPs as few as can be; with another machine.software than pipeloom, as that program
-    does. That of a file does not hold where flags set another number of stages."""
-    tp: Count = 1
-    """Tensor-parallel ranks, which share every matrix."""
-    dp: Count = 1
-    """Data-parallel replicas of the pipeline; each takes micro-batches of its own."""
+    """Pieces of each stage, in order: embedding, layers, head. The partition of a file does not hold where flags set
+    another number of stages. None: the pipeline rank with most FLOPs has as few as possible; with another
+    machine.software than pipeloom, as that program does."""
+    tp: Common[Count] = 1
+    """Tensor-model-parallel size."""
+    dp: Common[Count] = 1
+    """Data-parallel size. Each replica of the pipeline has micro-batches of its own."""
     replicate: Count | None = None
-    """Hybrid sharding: copies of the sharded state; each is sharded over dp / replicate ranks. None: one copy,
-    sharded over all of dp."""
-    shard: Shard = "none"
-    """What data-parallel ranks share instead of holding it whole: nothing, the optimizer's state, also the gradients,
-    or also the weights (full)."""
-    sequence_parallel: bool = False
-    """Whether what tensor parallelism leaves whole is split over the sequence."""
-    recompute: Recompute = "none"
-    """What the backward computes again instead of keeping it: nothing, the core of attention (selective), or whole
-    layers (full)."""
+    """Hybrid sharding: copies of the sharded state, each sharded over dp / replicate ranks. None: one copy, sharded
+    over all of dp."""
+    shard: Common[Shard] = "none"
+    """State sharded over data-parallel ranks (ZeRO). optimizer: the optimizer's state (ZeRO-1). gradients: also the
+    gradients (ZeRO-2). full: also the weights (ZeRO-3, FSDP)."""
+    sequence_parallel: Common[bool] = False
+    """Megatron's sequence parallelism, over the ranks of tp."""
+    recompute: Common[Recompute] = "none"
+    """Activation recomputation in the backward. selective: the core of attention. full: whole layers."""
     recompute_layers: tuple[Recompute, ...] | None = None
-    """The same for each layer by itself, in order. None: recompute for all layers."""
+    """Activation recomputation of each layer, in order. None: recompute for all layers."""
 
     pipeline_order: tuple[int, ...] | None = None
-    """Pipeline ranks in the order of the devices, such as 0 7 1 6 2 5 3 4: so that partners which
-    swap activations share a node. None: ascending."""
+    """Pipeline ranks in the order of the devices. With 0 7 1 6 2 5 3 4, partners that exchange activations share a
+    node. None: ascending."""
 
     @property
     def num_stages(self) -> int:

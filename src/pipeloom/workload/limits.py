@@ -1,9 +1,10 @@
-"""Limits of numeric settings, as annotations of their types."""
+"""What is written into the type of a setting: its limits, where its names come from, whether the short help has it."""
 
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 from pipeloom.terminal.words import and_finite
 
@@ -21,6 +22,14 @@ class Limits:
     least: float = -math.inf
     above: float | None = None
     most: float = sys.float_info.max
+
+    @property
+    def words(self) -> str:
+        """The range for people, such as ``at least 1``; empty for every finite number."""
+        found = [f"above {self.above:g}"] if self.above is not None else []
+        found += [f"at least {self.least:g}"] if self.least > -math.inf and self.above is None else []
+        found += [f"at most {self.most:,g}"] if self.most < sys.float_info.max else []
+        return ", ".join(found)
 
     def refusal(self, value: float) -> str | None:
         """The limit that a value violates, as a phrase; ``None`` for a value within the limits."""
@@ -42,8 +51,42 @@ Fraction = Annotated[float, Limits(least=0, most=1)]
 """A number from 0 to 1."""
 
 
+_Value = TypeVar("_Value")
+
+
+COMMON = "common"
+Common = Annotated[_Value, COMMON]
+"""A setting that the short help of a command lists; the others follow with ``--help-all``."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """A setting whose values are names.
+
+    Attributes:
+        of: what they name: a registry or a part of the catalog, see ``pipeloom.cli.reference``.
+        or_file: whether a value may also be a file: with a folder in it, or ending in ``.toml``.
+    """
+
+    of: str
+    or_file: bool = False
+
+
+ClusterName = Annotated[str, Names("clusters", or_file=True)]
+ModelName = Annotated[str, Names("models", or_file=True)]
+ProgramName = Annotated[str, Names("programs", or_file=True)]
+FamilyName = Annotated[str, Names("families")]
+PlacementName = Annotated[str, Names("placements")]
+
+
+def notes_of(hint: Any) -> Iterator[Any]:
+    """Everything that is written into a type and its alternatives, such as ``Limits``."""
+    yield from getattr(hint, "__metadata__", ())
+    for inner in get_args(hint):
+        # Literals have values inside, which are no types.
+        yield from notes_of(inner) if not isinstance(inner, str) else ()
+
+
 def limits_of(hint: Any) -> list[Limits]:
-    """The limits in the type of a setting, which may be a union."""
-    # `Count | None` has them in a member of the union, `Count` in itself.
-    types = (hint, *get_args(hint))
-    return [limit for one in types for limit in getattr(one, "__metadata__", ()) if isinstance(limit, Limits)]
+    """The limits in the type of a setting."""
+    return [note for note in notes_of(hint) if isinstance(note, Limits)]

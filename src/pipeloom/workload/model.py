@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from pipeloom.workload.limits import Count, Limits, Positive
+from pipeloom.workload.limits import Common, Count, Limits, Names, Positive
 from pipeloom.workload.model_families import MODELS, ModelFamily, family_of
 
 MOST_LAYERS = 100_000
@@ -15,33 +15,33 @@ MOST_LAYERS = 100_000
 class ModelConfig:
     """The transformer. The catalog or a file may give its sizes, norm_eps and rope_theta."""
 
-    preset: str | None = None
-    """A model of the catalog by name, such as llama-3-8b, which gives all sizes. None: they are set here."""
-    file: Path | None = None
-    """A model file as those of the catalog (.toml), or a Hugging Face config.json of llama, mistral or gpt2. It gives
-    all sizes. None: they are set here."""
-    family: str = "llama"
-    """llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention. gpt2: LayerNorm, learned positions, GELU. Or a
-    family of another distribution (docs/extending.md)."""
-    num_layers: Annotated[int, Limits(least=1, most=MOST_LAYERS)] = 8
+    preset: Common[Annotated[str, Names("models")] | None] = None
+    """Model of the catalog, which gives all sizes. None: the sizes below."""
+    file: Common[Path | None] = None
+    """Model file: .toml, or a Hugging Face config.json of llama, mistral or gpt2. It gives all sizes. None: the sizes
+    below."""
+    family: Annotated[str, Names("model families")] = "llama"
+    """Architecture. llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention. gpt2: LayerNorm, learned
+    positions, GELU. docs/extending.md describes how to add one."""
+    num_layers: Common[Annotated[int, Limits(least=1, most=MOST_LAYERS)]] = 8
     """Transformer layers."""
-    hidden_size: Count = 192
-    """Width of the residual stream."""
+    hidden_size: Common[Count] = 192
+    """Hidden size."""
     num_heads: Count = 6
-    """Query heads; divides hidden_size."""
+    """Attention heads, a divisor of hidden_size."""
     num_kv_heads: Count | None = None
-    """Key and value heads, each shared by num_heads / num_kv_heads query heads. None: num_heads."""
+    """Key and value heads of grouped-query attention. Each is shared by num_heads / num_kv_heads query heads. None:
+    num_heads."""
     ffn_size: Count | None = None
-    """Inner width of the feed-forward layer. None: 4 x hidden_size for gpt2; for llama 8/3 of it, rounded up to a
-    multiple of 32."""
+    """Feed-forward hidden size. None: 4 x hidden_size for gpt2; for llama 8/3 of it, rounded up to a multiple of 32."""
     vocab_size: Annotated[int, Limits(least=2)] | None = None
-    """Size of the vocabulary. None: as many as the tokenizer has."""
+    """Vocabulary size. None: that of the tokenizer."""
     norm_eps: Positive | None = None
-    """Added to the variance in normalization. None: 1e-5; no default for a model from preset or file."""
+    """Epsilon of norms. None: 1e-5; no default for a model from preset or file."""
     rope_theta: Positive | None = None
     """Base of the rotary position frequencies; llama only. None: 10000; no default for a model from preset or file."""
     tied: bool = False
-    """Whether embedding and head are one matrix."""
+    """Embedding and head share one matrix."""
 
     @property
     def known_norm_eps(self) -> float:

@@ -1,0 +1,301 @@
+"""What a command takes, from the definitions of its options: for the parser, the help and the reference of the site."""
+
+import ast
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Generic, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from pipeloom.config import RunConfig
+from pipeloom.config.file import RETIRED
+from pipeloom.workload.limits import COMMON, Limits, Names, notes_of
+
+Options_ = TypeVar("Options_")
+RUN_FILE = "CONFIG"
+_WIDEST = 30
+"""Columns of an option with its value; longer lists of choices are shortened to one word."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """An option without a flag, which its position selects; ``name`` as the help shows it."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """An option that names what a command writes, so that it is checked before the work."""
+
+    kind: Literal["file", "folder", "picture"]
+
+
+PICTURES = ("png", "svg", "pdf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(Generic[Options_]):
+    """A command: ``pipeloom.cli.NAME.COMMAND``. Its line for people is in ``pipeloom.cli.COMMANDS``.
+
+    Attributes:
+        name: as it is typed.
+        options: every flag is one of its fields, or ``--section.field`` of a field that is a dataclass. What its
+            docstring says behind the first paragraph is part of the help.
+        examples: command lines, with what each one does.
+        settings: sections and settings of a run file that the command reads. With some, it takes a run file.
+        default: the run without a file and flags; ``None`` for the defaults of the class.
+        retired: flags that there were -> what to use instead.
+    """
+
+    name: str
+    options: type[Options_]
+    examples: Mapping[str, str]
+    settings: tuple[str, ...] = ()
+    default: RunConfig | None = None
+    retired: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option of a command.
+
+    Attributes:
+        name: of the field, with its section: ``layout.pp``.
+        group: the section, or empty.
+        place: its name in the usage where its position selects it, else empty.
+        hint: type of the value, without what is written into it.
+        notes: what is written into the type.
+        default: its value; ``dataclasses.MISSING`` where one must be given.
+        owner: the dataclass that defines it.
+    """
+
+    name: str
+    group: str = ""
+    place: str = ""
+    hint: Any
+    notes: tuple[Any, ...] = ()
+    default: Any = MISSING
+    owner: type
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is true or false, so that its flag takes no value."""
+        return bool in (self.hint, *get_args(self.hint))
+
+    @property
+    def is_common(self) -> bool:
+        """Whether the short help lists it."""
+        return COMMON in self.notes or self.default is MISSING or bool(self.place)
+
+    @property
+    def most_values(self) -> int | None:
+        """Words that its flag takes; ``None`` for as many as follow."""
+        return 0 if self.is_switch else None if any(get_origin(one) is tuple for one in _types(self.hint)) else 1
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """As they are typed: one, or two for a switch, or none for a place."""
+        flag = f"--{self.name.replace('_', '-')}"
+        if self.place:
+            return ()
+        section, dot, name = flag.removeprefix("--").rpartition(".")
+        return (flag, f"--{section}{dot}no-{name}") if self.is_switch else (flag,)
+
+    @property
+    def shown(self) -> str:
+        """Flag and value as the help shows them."""
+        if self.place:
+            return self.place
+        section, dot, name = self.flags[0].removeprefix("--").rpartition(".")
+        return f"--{section}{dot}[no-]{name}" if self.is_switch else f"{self.flags[0]} {self.value}"
+
+    @property
+    def briefly(self) -> str:
+        """The same; of a switch the flag that changes the default."""
+        return self.flags[self.default is True] if self.is_switch else self.shown
+
+    @property
+    def value(self) -> str:
+        """What stands for the value: ``N``, ``PATH``, ``NAME``, ``a|b``, ``N ...``."""
+        types = [one for one in _types(self.hint) if one is not NoneType]
+        texts = [str(one) for one in self.choices if not self.is_named]
+        shown = "|".join(texts)
+        if texts and len(self.flags[0]) + len(shown) < _WIDEST:
+            return f"{shown} ..." if self.most_values is None else shown
+        words = dict.fromkeys(self._word(one) for one in types)
+        return "|".join(words)
+
+    def _word(self, hint: Any) -> str:
+        if get_origin(hint) is tuple:
+            inner = get_args(hint)
+            word = self._word(inner[0])
+            return f"{word} ..." if inner[-1] is ... else " ".join([word] * len(inner))
+        if get_origin(hint) is Literal:
+            values = get_args(hint)
+            return str(values[0]) if len(values) == 1 else "NAME"
+        if hint is Path:
+            output = next((note for note in self.notes if isinstance(note, Output)), None)
+            return "PATH" if output is None else "FOLDER" if output.kind == "folder" else "FILE"
+        if self.is_named:
+            return "NAME|FILE" if any(one.or_file for one in self.notes if isinstance(one, Names)) else "NAME"
+        return {int: "N", float: "X"}.get(hint, "TEXT")
+
+    @property
+    def is_named(self) -> bool:
+        """Whether its choices are those of a registry or of the catalog, so that there may be many."""
+        return any(isinstance(note, Names) for note in self.notes)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Every word that the value may be; empty where it is a number or any text. With those of plug-ins."""
+        named = [name for note in self.notes if isinstance(note, Names) for name in _NAMES[note.of]()]
+        return (*named, *(str(value) for one in _types(self.hint) for value in _literals(one)))
+
+    @property
+    def text(self) -> str:
+        """What it is, without what ``None`` means; its first sentence is all that the short help has."""
+        return _described(self.owner)[self.name.rpartition(".")[2]][0]
+
+    @property
+    def first_sentence(self) -> str:
+        """What it is, in brief."""
+        return self.text.split(". ")[0].rstrip(".")
+
+    @property
+    def shown_default(self) -> str:
+        """The default as text; empty where a value must be given, or where nothing is set."""
+        if self.default is MISSING:
+            return ""
+        if self.default is None or self.default == ():
+            return _described(self.owner)[self.name.rpartition(".")[2]][1]
+        if isinstance(self.default, bool):
+            return "on" if self.default else "off"
+        return " ".join(map(str, self.default)) if isinstance(self.default, tuple) else str(self.default)
+
+    @property
+    def limits(self) -> str:
+        """The range of its numbers, such as ``at least 1``; empty without one."""
+        return ", ".join(note.words for note in self.notes if isinstance(note, Limits))
+
+
+def _types(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a type."""
+    # `int | None` and `Optional[int]` have different origins.
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _literals(hint: Any) -> tuple[Any, ...]:
+    if get_origin(hint) is tuple:
+        return tuple(value for one in _types(get_args(hint)[0]) for value in _literals(one))
+    return get_args(hint) if get_origin(hint) is Literal else ()
+
+
+def command_of(name: str) -> Command[Any]:
+    """The command of a name; the name is known."""
+    return importlib.import_module(f"pipeloom.cli.{name}").COMMAND
+
+
+def options_of(command: str | Command[Any]) -> tuple[Option, ...]:
+    """Every option of a command in the order of its definition: those with a place, its own flags, settings of a run.
+
+    Of the settings of a run file there are those that the command reads; the others cannot be set as flags.
+    """
+    known = command_of(command) if isinstance(command, str) else command
+    found = list(_options(known.options, default=known.default))
+    read = tuple(f"{name}." for name in known.settings)  # the dot ends a section, or the whole name
+    kept = [one for one in found if not one.group or f"{one.name}.".startswith(read)]
+    file = Option(name="config", place=RUN_FILE, hint=Path, default=None, owner=_RunFile)
+    return tuple(sorted([file, *kept] if known.settings else kept, key=lambda one: (not one.place, bool(one.group))))
+
+
+def settings_of_runs() -> tuple[Option, ...]:
+    """Every setting of a run file, as an option."""
+    return tuple(_options(RunConfig))
+
+
+def section_text(section: str) -> str:
+    """What the settings of a section of the run file are, a sentence without its full stop."""
+    text = _described(RunConfig)[section][0].rstrip(".")
+    return text[:1].lower() + text[1:]
+
+
+def is_retired(name: str, command: Command[Any]) -> str | None:
+    """What to use instead of a flag that there was; ``None`` if there was none."""
+    known = {**command.retired, **({f"--{old}": what for old, what in RETIRED.items()} if command.settings else {})}
+    return known.get(name)
+
+
+class _RunFile:
+    """A run file."""
+
+    config: Path
+    """A run file (TOML); flags override its settings. Its relative paths begin at its folder, those of flags at the
+    current one. Every run and every plan writes one."""
+
+
+def _options(owner: type, group: str = "", default: Any = None) -> Iterator[Option]:
+    plain, whole = get_type_hints(owner), get_type_hints(owner, include_extras=True)
+    for item in fields(cast("Any", owner)):
+        start = getattr(default, item.name, MISSING)
+        if start is MISSING:
+            start = item.default_factory() if item.default_factory is not MISSING else item.default
+        if is_dataclass(plain[item.name]):
+            yield from _options(cast("type", plain[item.name]), item.name, start)
+            continue
+        notes = tuple(notes_of(whole[item.name]))
+        place = next((note.name for note in notes if isinstance(note, Place)), "")
+        name = f"{group}.{item.name}" if group else item.name
+        yield Option(
+            name=name, group=group, place=place, hint=plain[item.name], notes=notes, default=start, owner=owner
+        )
+
+
+@cache
+def _described(owner: type) -> dict[str, tuple[str, str]]:
+    """Field -> the string below it, without the sentences about ``None``, and what these say."""
+    found: dict[str, tuple[str, str]] = {}
+    # Settings of a run are defined in sections; of classes that derive from others, each has its own fields.
+    for one in reversed(owner.__mro__):
+        if one is object or one is Generic:
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        name = ""
+        for node in cast("ast.ClassDef", tree).body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                name = node.target.id
+            elif name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                text, *default = " ".join(str(node.value.value).split()).split(" None: ", 1)
+                found[name] = (text, "".join(default).rstrip("."))
+    return found
+
+
+def _of_catalog(folder: str) -> Callable[[], Collection[str]]:
+    def names() -> Collection[str]:
+        from pipeloom.catalog import names
+
+        return names(folder)
+
+    return names
+
+
+def _of(module: str, name: str) -> Callable[[], Collection[str]]:
+    return lambda: list(getattr(importlib.import_module(module), name))
+
+
+_NAMES: dict[str, Callable[[], Collection[str]]] = {
+    "clusters": _of("pipeloom.catalog", "CLUSTERS"),
+    "models": _of_catalog("models"),
+    "programs": _of_catalog("software"),
+    "model families": _of("pipeloom.workload.model_families", "MODELS"),
+    "optimizers": _of("pipeloom.workload.optimizers", "OPTIMIZERS"),
+    "families": _of("pipeloom.families", "FAMILIES"),
+    "placements": _of("pipeloom.schedule", "PLACEMENTS"),
+    "strategies": _of("pipeloom.planner.strategies", "STRATEGIES"),
+    "methods": _of("pipeloom.planner.tradeoff", "METHODS"),
+}
+"""What names name -> those that there are; imported when they are printed, since a command needs few of them."""
