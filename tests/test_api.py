@@ -3,10 +3,15 @@
 import doctest
 import inspect
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -73,7 +78,130 @@ def test_the_docstring_has_an_example_that_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(FAMILIES, "_values", dict(FAMILIES._values))  # an example adds a family
     for test in tests:
-        runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL)
+        runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
         printed = []
         runner.run(test, out=printed.append)
         assert runner.failures == 0, "".join(printed)
+
+
+def test_a_notebook_shows_a_schedule_a_trace_and_a_step_as_a_picture():
+    schedule = pipeloom.make_schedule("breadth-first", pp=2, loops=2, num_microbatches=3)
+    trace = pipeloom.simulate(schedule, pipeloom.Costs())
+    step = pipeloom.predict_step(pipeloom.load_run(layout={"pp": 2, "loops": 2}))
+    for value in (schedule, trace, step, pipeloom.plot({"one": schedule, "two": schedule})):
+        root = ET.fromstring(value._repr_svg_())
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert len(list(root.iter())) > 100
+
+
+def test_a_repr_is_one_short_line_however_large_the_value_is():
+    schedule = pipeloom.lower(pipeloom.make_schedule("breadth-first", pp=8, loops=4, num_microbatches=64))
+    trace = pipeloom.simulate(schedule, pipeloom.Costs())
+    question = pipeloom.make_question("gpt-6.6b", "dgx-a100", num_devices=8, global_batch=8, seq=512)
+    step = pipeloom.predict_step(pipeloom.load_run(layout={"pp": 2, "loops": 2}))
+    for value in (schedule, schedule.rows[0], trace, trace.spans, question, step, pipeloom.load_run()):
+        assert len(repr(value)) < 250
+        assert "\n" not in repr(value)
+        assert repr(value).startswith(f"{type(value).__name__}(")
+
+
+def test_schedules_of_other_numbers_of_stages_do_the_same_work_in_a_picture():
+    orders = {"whole": pipeloom.make_schedule("gpipe", pp=2, num_microbatches=4)}
+    orders |= {"loops": pipeloom.make_schedule("breadth-first", pp=2, loops=4, num_microbatches=4)}
+    busy = [pipeloom.summarize(trace).busy_s for trace in pipeloom.plot(orders).panels.values()]
+    assert busy == [(12, 12), (12, 12)]
+
+
+@pytest.mark.parametrize("what", [{}, None, {"a": 3}])
+def test_what_cannot_be_drawn_is_refused(what):
+    with pytest.raises(pipeloom.UserError, match="expected"):
+        pipeloom.plot(what)
+
+
+def test_clocks_of_schedules_and_of_traces_are_not_mixed_in_one_picture():
+    schedule = pipeloom.make_schedule("gpipe", pp=2, num_microbatches=2)
+    with pytest.raises(pipeloom.UserError, match="whose clocks differ"):
+        pipeloom.plot({"a": schedule, "b": pipeloom.simulate(schedule, pipeloom.Costs())})
+
+
+def test_a_run_reports_everything_that_is_wrong_at_once(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[layout]\npp = 4\nlop = 2\n", encoding="utf-8")
+    with pytest.raises(pipeloom.UserError) as raised:
+        pipeloom.load_run(file, training={"stepz": 3}, data={"seq_len": 0}, machin={})
+    assert re.findall(r"layout\.lop|training\.stepz|data\.seq_len|machin", str(raised.value)) == [
+        "layout.lop",
+        "training.stepz",
+        "machin",
+        "machin",
+        "data.seq_len",
+    ]
+    assert pipeloom.load_run(layout={"loops": 1, "partition": [3, 2, 2, 3]}).layout.partition == (3, 2, 2, 3)
+
+
+@pytest.mark.parametrize("start", [pipeloom.train, pipeloom.verify_gradients, pipeloom.predict_step])
+def test_a_configuration_made_by_hand_is_checked_before_anything_starts(start, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wrong = pipeloom.RunConfig()
+    wrong = replace(wrong, layout=replace(wrong.layout, pp=0), data=replace(wrong.data, seq_len=-1))
+    with pytest.raises(pipeloom.UserError, match=r"(?s)layout\.pp.*data\.seq_len|data\.seq_len.*layout\.pp"):
+        start(wrong)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_question_names_everything_that_is_wrong():
+    with pytest.raises(pipeloom.UserError) as raised:
+        pipeloom.make_question("gpt-7b", "dgx-a10", num_devices=8, global_batch=8, seq=512, ppp=(2,), tp=4)
+    for text in ("gpt-7b", "dgx-a10", "'ppp'", "tp must be a sequence"):
+        assert text in str(raised.value)
+
+
+USER = '''
+from pathlib import Path
+
+import pipeloom
+from pipeloom import Request, Rows, backward, family, forward
+
+
+@family("typed", is_looped=False)
+def typed(request: Request) -> Rows:
+    """One micro-batch after the other."""
+    ranks = range(request.placement.num_ranks)
+    return Rows([[forward(rank, 0), backward(rank, 0)] for rank in ranks], [1 for _ in ranks])
+
+
+schedule: pipeloom.Schedule = pipeloom.make_schedule("breadth-first", pp=4, loops=4, num_microbatches=8)
+trace: pipeloom.Trace = pipeloom.simulate(pipeloom.lower(schedule), pipeloom.Costs(forward_s=0.1, backward_s=0.2))
+bubble: float = pipeloom.summarize(trace).bubble_fraction
+pipeloom.plot({"one": schedule, "two": trace}, "step.png").save(Path("step.svg"))
+action: pipeloom.Action = schedule.rows[0][0]
+kind: pipeloom.Kind = action.kind
+question = pipeloom.make_question("gpt-6.6b", "dgx-a100", num_devices=8, global_batch=8, seq=512, pp=(2, 4))
+best = pipeloom.plan(question, count=1).best
+seconds: float | None = None if best is None else best.prediction.step_time_s
+config: pipeloom.RunConfig = pipeloom.load_run("run.toml", layout={"pp": 2}, training={"steps": 3})
+loss: float | None = pipeloom.train(config, quiet=True).summary.train_loss
+equal: bool = pipeloom.verify_gradients(config).is_equal
+files: list[Path] = pipeloom.export_weights("run", "weights", dtype="bfloat16")
+sharded = pipeloom.passes.add_unshard(pipeloom.lower(schedule), residency=1, prefetch=0)
+'''
+
+
+def check_types(folder, text):
+    file = folder / "user.py"
+    file.write_text(text, encoding="utf-8")
+    (folder / "pyrefly.toml").write_text('preset = "strict"\nproject-includes = ["user.py"]\n', encoding="utf-8")
+    command = [sys.executable, "-m", "pyrefly", "check", "--config", str(folder / "pyrefly.toml")]
+    source = ["--search-path", str(Path(pipeloom.__file__).parents[1]), "--python-interpreter-path", sys.executable]
+    done = subprocess.run([*command, *source], capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(find_spec("pyrefly") is None, reason="pyrefly is not installed: pip install '.[dev]'")
+def test_a_program_that_uses_the_names_has_strict_types(tmp_path):
+    status, printed = check_types(tmp_path, USER)
+    assert status == 0, printed
+    wrong = USER + 'steps: int = pipeloom.load_run()\nschedule.num_stagez\npipeloom.make_schedule("gpipe", p=4)\n'
+    status, printed = check_types(tmp_path, wrong)
+    assert status == 1
+    assert len(re.findall(r"^ERROR", printed, flags=re.M)) >= 3

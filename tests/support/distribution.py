@@ -169,5 +169,5 @@ if __name__ == "__main__":
     parser.add_argument("dist", type=Path, help="their folder")
     parser.add_argument("--install", action="store_true", help="take dependencies from pip's index")
     options = parser.parse_args()
-    _test(options.dist, with_dependencies=options.install)
+    _test(options.dist.resolve(), with_dependencies=options.install)
     sys.stdout.write(f"tested: {', '.join(sorted(file.name for file in options.dist.iterdir()))}\n")

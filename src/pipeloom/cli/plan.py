@@ -12,14 +12,12 @@ from pipeloom.cli.reference import Command, Output, Place
 from pipeloom.config import RunConfig
 from pipeloom.config.file import format_run, read_run_file
 from pipeloom.config.problems import model_problems, optimizer_problems
-from pipeloom.cost.software import with_optimizer
 from pipeloom.errors import ConfigError
 from pipeloom.planner.comparison import causes
-from pipeloom.planner.plan import Plan, plan
+from pipeloom.planner.plan import Plan, make_question, plan
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.run_file import run_config
-from pipeloom.planner.strategies import with_strategies
-from pipeloom.predict.describe import asked_precision, load_or_note, with_model_sizes
+from pipeloom.predict.describe import load_or_note, with_model_sizes
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.runs.run_folder import SCHEDULE
 from pipeloom.system.files import write_text
@@ -238,24 +236,22 @@ def _request(options: Options, problems: list[str]) -> Request:
     if shape is None and config is not None and model_name is None and not problems:
         shape = shape_of(config.model.resolve(config.data.vocab_size))
     cluster = load_or_note(load_cluster, cluster_name, problems) if cluster_name else None
-    software = load_or_note(lambda name: with_strategies(load_software(name)), software_name, problems)
+    software = load_or_note(load_software, software_name, problems)
     if problems or shape is None or cluster is None or software is None:
         raise ConfigError(list(dict.fromkeys(problems)), SOURCE)  # a run file and its model name one problem
     layout, known = (config.layout, config.data) if config is not None else (None, None)
-    num_devices = _first(options.devices, layout and layout.num_ranks)
-    dtype = options.dtype or (config.training.dtype if config is not None else None)
-    question = Question(
-        shape=shape,
-        cluster=cluster,
-        software=software if config is None else with_optimizer(software, config.optimizer.rule),
-        num_devices=num_devices,
+    question = make_question(
+        shape,
+        cluster,
+        num_devices=_first(options.devices, layout and layout.num_ranks),
         global_batch=_first(options.global_batch, layout and layout.batch_size),
         seq=_first(options.seq, known and known.seq_len),
-        precision=asked_precision(dtype, cluster, num_devices),
+        software=software,
+        dtype=options.dtype or (config.training.dtype if config is not None else None),
         attention=options.attention or (machine.attention if machine is not None else "flash2"),
         fused_norm=_first(options.fused_norm, machine.fused_norm if machine is not None else True),
-        limits=_limits(options),
-        has_default_dtype=dtype is None,
+        optimizer=config.optimizer.rule if config is not None else None,
+        **_limits(options),
     )
     return Request(question, model_name, cluster_name, software_name, config)
 
@@ -279,11 +275,11 @@ def _model_name(config: RunConfig) -> str | None:
     return config.model.preset or (str(config.model.file) if config.model.file is not None else None)
 
 
-def _limits(options: Options) -> Limits:
+def _limits(options: Options) -> dict[str, tuple[Any, ...]]:
+    split = {"any": (), "on": (True,), "off": (False,)}[options.sequence_parallel]
+    values = {item.name: getattr(options, item.name) for item in fields(Limits)} | {"sequence_parallel": split}
     # A flag that nobody gave is empty, which limits nothing.
-    values = {item.name: getattr(options, item.name) or None for item in fields(Limits)}
-    split = {"any": None, "on": (True,), "off": (False,)}[options.sequence_parallel]
-    return Limits(**(values | {"sequence_parallel": split}))
+    return {name: among for name, among in values.items() if among}
 
 
 def to_json(plan: Plan) -> dict[str, Any]:

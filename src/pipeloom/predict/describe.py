@@ -77,7 +77,7 @@ def load_run(file: str | Path | None = None, **sections: Mapping[str, Any]) -> R
         Traceback (most recent call last):
         ...
         pipeloom.errors.ConfigError: the run has 1 problem:
-          - there is no setting 'layout.p'; did you mean layout.pp?
+          - there is no setting 'layout.p'; did you mean 'layout.dp', 'layout.pp' or 'layout.tp'?
 
     Args:
         file: a TOML file with the sections and keys of ``RunConfig``; its relative paths begin at its folder. ``None``:
