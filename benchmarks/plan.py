@@ -28,7 +28,7 @@ class Case:
     flags: str
 
 
-OLD = "--families 1f1b depth-first --shards none optimizer --ways none"
+OLD = "--families 1f1b depth-first --shards none optimizer --strategies none"
 CASES = (
     Case("8B on 64 H100", "--model llama-3-8b --cluster dgx-h100 --devices 64 --global-batch 256 --seq 8192"),
     Case(

@@ -34,10 +34,10 @@ from pipeloom.config import (
 )
 from pipeloom.data.text import Data
 from pipeloom.execute.processes.world import World
+from pipeloom.planner.candidate import Candidate, complete
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.run_file import run_config
 from pipeloom.planner.search import search
-from pipeloom.planner.settle import Candidate, settle
 from pipeloom.planner.space import Leaf, arrangements
 from pipeloom.predict.step import SimulatedStep, lowered
 from pipeloom.runs.run_folder import RunFolder
@@ -80,7 +80,7 @@ class Timed(NamedTuple):
 
 
 @dataclass
-class Entry:
+class OpenNode:
     """A layout, as it was predicted and as it ran.
 
     Attributes:
@@ -145,7 +145,7 @@ def layouts(asked: Question) -> list[Candidate]:
         for cut in arrangement.cuts:
             for sharding in cut.shardings:
                 for choice in cut.choices:
-                    chosen = settle(Leaf(cut, sharding, choice))
+                    chosen = complete(Leaf(cut, sharding, choice))
                     if chosen is not None:
                         found.setdefault(
                             (str(lowered(chosen.run, chosen.software, chosen.knobs)), *label(chosen)[1:]), chosen
@@ -208,7 +208,7 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     return 1 - 6 * squares / (count * (count * count - 1))
 
 
-def measure(entries: Sequence[Entry], rounds: int, limit_s: float, say: Callable[[str], None]) -> None:
+def measure(entries: Sequence[OpenNode], rounds: int, limit_s: float, say: Callable[[str], None]) -> None:
     """Run every layout in every round, then those again whose steps were disturbed, until the time is up."""
     dice, begin_s, number = random.Random(0), time.monotonic(), 0
     while True:
@@ -236,7 +236,7 @@ def print_ranking(console: Console, asked: Question) -> SimulatedStep:
     return found.best
 
 
-def print_answer(console: Console, entries: Sequence[Entry], first: SimulatedStep) -> bool:
+def print_answer(console: Console, entries: Sequence[OpenNode], first: SimulatedStep) -> bool:
     """What was predicted beside what was measured; whether the first choice was good enough."""
     ranked = sorted(entries, key=lambda entry: entry.predicted_s)
     fastest = min(entries, key=lambda entry: entry.median_s)
@@ -282,7 +282,7 @@ def main() -> None:
                 options.keep.write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
         asked = question(file)
     first = print_ranking(console, asked)
-    entries = [Entry(chosen.simulate()) for chosen in layouts(asked)]
+    entries = [OpenNode(chosen.simulate()) for chosen in layouts(asked)]
     if options.plan_only:
         for entry in sorted(entries, key=lambda entry: entry.predicted_s):
             console.print(*label(entry.step), f"{entry.predicted_s * 1e3:.0f}")

@@ -30,7 +30,7 @@ def test_what_runs_is_what_was_simulated(chosen, tmp_path):
 
 
 def test_disturbed_steps_count_only_where_there_is_nothing_better():
-    entry = plan_demo.Entry(FOUND[0].simulate())
+    entry = plan_demo.OpenNode(FOUND[0].simulate())
     timed = [plan_demo.Timed(seconds, foreign) for seconds, foreign in ((9.0, 0.5), (1.0, 0.0), (2.0, 0.01))]
     entry.timed += timed
     assert not entry.is_enough
@@ -47,7 +47,7 @@ def test_the_rank_correlation_of_the_same_order_is_one_and_of_its_reverse_minus_
 
 
 def test_a_busy_first_choice_is_told_as_a_miss(capsys):
-    entries = [plan_demo.Entry(one.simulate()) for one in FOUND[:3]]
+    entries = [plan_demo.OpenNode(one.simulate()) for one in FOUND[:3]]
     ranked = sorted(entries, key=lambda entry: entry.predicted_s)
     ranked = [
         replace(entry, step=entry.step, timed=[plan_demo.Timed(s, 0.0)] * 3)

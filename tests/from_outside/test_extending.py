@@ -117,8 +117,8 @@ def test_a_family_of_models(answer, tmp_path):
 def test_a_strategy(answer, tmp_path):
     question = "--model llama-13b --cluster dgx-1-v100 --devices 16 --global-batch 32 --seq 2048 --pp 16 --loops 1"
     question = [*question.split(), "--families", "1f1b", "--recompute", "none", "--no-explain"]
-    plain = answer("plan", *question, "--ways", "none", "keep-one", "--out", "plan", "--json")
-    assert plain["question"]["limits"]["ways"] == ["none", "keep-one"]
+    plain = answer("plan", *question, "--strategies", "none", "keep-one", "--out", "plan", "--json")
+    assert plain["question"]["limits"]["strategies"] == ["none", "keep-one"]
     assert plain["layouts"][0]["keep"] == [1] * 16
     assert plain["counts"]["tried"] > 0
     (tmp_path / "here" / "plan" / "schedule.txt").unlink(missing_ok=True)

@@ -14,9 +14,9 @@ from pipeloom.cost.placed import Placed
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.passes import lower
 from pipeloom.planner.bounds import Bounds
+from pipeloom.planner.candidate import complete
 from pipeloom.planner.comparison import with_memory
 from pipeloom.planner.question import Question
-from pipeloom.planner.settle import settle
 from pipeloom.planner.space import arrangements
 from pipeloom.simulation import simulate
 from pipeloom.workload.run import Run
@@ -52,7 +52,7 @@ def leaves(draw, programs=PROGRAMS, *, splits=False):
 @settings(max_examples=100, deadline=None)
 @given(leaves() | leaves(st.just("pipeloom"), splits=True))
 def test_what_is_settled_fits_and_bounds_are_never_above_what_is_simulated(leaf):
-    chosen = None if leaf is None else settle(leaf)
+    chosen = None if leaf is None else complete(leaf)
     if chosen is None:
         return
     step = chosen.simulate()
@@ -64,12 +64,12 @@ def test_what_is_settled_fits_and_bounds_are_never_above_what_is_simulated(leaf)
     assert arrangement.missing_bytes <= held - room
     assert leaf.cut.bound_s <= step_s
     assert leaf.cut.missing_bytes <= held - room
-    narrowed = leaf.narrowed()
+    narrowed = leaf.without_large_levels()
     assert narrowed is not None
     assert narrowed.bound_s <= step_s
     assert chosen.bound_s <= step_s
-    assert chosen.unsent_s <= step_s
-    if leaf.cut.arrangement.kept == "some":
+    assert chosen.bound_without_messages_s <= step_s
+    if leaf.cut.arrangement.recomputed == "some":
         kinds = chosen.run.recompute_layers
         assert "full" in kinds
         assert set(kinds) <= {"none", "full"}
@@ -79,7 +79,7 @@ def test_without_communication_the_bound_of_even_stages_is_exact(ask):
     question = ask(num_devices=1, global_batch=4).limited(recompute=("none",), loops=(1,), families=("1f1b",))
     (arrangement, *_), _ = arrangements(question)
     (leaf,) = arrangement.cuts[0].leaves()
-    step = settle(leaf).simulate()
+    step = complete(leaf).simulate()
     assert leaf.bound_s == pytest.approx(step.prediction.step_time_s, rel=1e-9)
 
 
@@ -90,9 +90,9 @@ def test_a_rank_that_holds_all_its_inputs_need_not_turn_before_its_last_forward(
     question = ask(**model, cluster=load_cluster("dgx-a100"), num_devices=64, global_batch=48)
     question = question.limited(**layout, shards=("none",))
     leaves = [leaf for one in arrangements(question)[0] for cut in one.cuts for leaf in cut.leaves()]
-    settled = [(leaf, chosen) for leaf in leaves if (chosen := settle(leaf)) is not None]
-    assert settled
-    for leaf, chosen in settled:
+    completed = [(leaf, chosen) for leaf in leaves if (chosen := complete(leaf)) is not None]
+    assert completed
+    for leaf, chosen in completed:
         assert leaf.bound_s <= chosen.simulate().prediction.step_time_s * (1 + 1e-9)
 
 
@@ -128,7 +128,7 @@ def test_what_ranks_hold_tells_no_more_than_how_long_they_wait(name, pp, loops, 
         weight_s=tuple(data.draw(st.sampled_from([0, 0.25, 0.5, 1])) * each for each in backward_s),
     )
     bounds, simulated_s = bounds_of(choice, costs), simulate(lower(choice.make()), costs).end_s
-    assert bounds.turning_s(np.array(choice.stage_inputs)) <= simulated_s * (1 + 1e-9)
+    assert bounds.in_flight_bound_s(np.array(choice.stage_inputs)) <= simulated_s * (1 + 1e-9)
     assert bounds.work[0].end_s().max() <= simulated_s * (1 + 1e-9)
 
 
@@ -139,6 +139,6 @@ def test_where_memory_is_short_the_waits_are_the_bubble(name, share, pp, count):
     choice, stages = Choice(family=name, pp=pp, num_microbatches=count, loops=2), 2 * pp
     costs = StageCosts((1.0,) * stages, (2.0,) * stages)
     bounds, simulated_s = bounds_of(choice, costs), simulate(choice.make(), costs).end_s
-    least_s = bounds.turning_s(np.array(choice.stage_inputs))
+    least_s = bounds.in_flight_bound_s(np.array(choice.stage_inputs))
     assert share * simulated_s <= least_s <= simulated_s
     assert bounds.work[0].end_s().max() < least_s

@@ -26,7 +26,7 @@ KNOWN = Accuracy(
 def test_a_calibrated_program_has_its_error_on_held_out_rows():
     bar = error_bar(A100, CALIBRATED, KNOWN)
     assert bar.errors == FEW
-    assert bar.rests_on.startswith("3 measured steps of zero-bubble on a100-sxm-80gb that the calibration")
+    assert bar.rests_on.startswith("3 measured steps of zero-bubble on a100-sxm-80gb, held out of the calibration")
     assert "mine.csv, 2026-01-02" in bar.rests_on
     assert bar.text.startswith("step times were 5.0% off on average, 9 of 10 within 8.0% (bias -2.0%); compared with")
     assert (
@@ -52,7 +52,7 @@ def test_a_device_that_nobody_measured_has_no_figures_and_says_so(program):
     bar = error_bar(V100, program, KNOWN)
     assert bar.errors is None
     assert bar.text == bar.rests_on
-    assert bar.rests_on.startswith("nobody has held predictions for v100-sxm-32gb against a measured step")
+    assert bar.rests_on.startswith("no prediction for v100-sxm-32gb was compared with a measured step")
     assert "31.0% off on average in the worst case measured (vtrain-single on a100-sxm-80gb" in bar.rests_on
     values = bar.to_json()
     assert values.pop("rests_on") == bar.rests_on

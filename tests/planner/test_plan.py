@@ -11,7 +11,7 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.config import find_problems
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.comparison import causes, with_bandwidth, with_memory
-from pipeloom.planner.no_answer import near_devices
+from pipeloom.planner.infeasible import near_devices
 from pipeloom.planner.plan import plan as make_plan
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.run_file import run_config
@@ -149,7 +149,7 @@ def test_a_plan_of_a_million_devices_ends_in_time_whatever_takes_long(ask, monke
     name = {
         "enumeration": "search.Arrangement.count",
         "bounds": "space.Cut.leaves",
-        "simulation": "settle.Candidate.simulate",
+        "simulation": "candidate.Candidate.simulate",
         "what a lack would need": "plan.closest",
     }[phase]
     changes = MILLION | {"global_batch": 1_000_000}

@@ -51,30 +51,30 @@ def deep(ask):
 
 CASES = {
     "balance": (ONE_BY_ONE, {"cluster": with_memory(2.7)}),
-    "keep": (ONE_BY_ONE | {"ways": ("none", "keep")}, {"cluster": with_memory(2.85)}),
+    "keep": (ONE_BY_ONE | {"strategies": ("none", "keep")}, {"cluster": with_memory(2.85)}),
     "offload": (ONE_BY_ONE, {"cluster": with_memory(2.4, host=Link(latency_s=0.0, bytes_per_s=100e9))}),
     "slices": ({"pp": (8,), "tp": (1,)}, {"global_batch": 2, "seq": 4096}),
 }
 
 
-@pytest.mark.parametrize("way", CASES)
-def test_the_search_finds_the_way_that_is_fastest(deep, way):
-    limits, changes = CASES[way]
+@pytest.mark.parametrize("strategy", CASES)
+def test_the_search_finds_the_strategy_that_is_fastest(deep, strategy):
+    limits, changes = CASES[strategy]
     question = deep(limits, **changes)
-    best, without = search(question, 1).best, search(question.limited(ways=("none",)), 1).best
-    assert strategy_of(best) == way
+    best, without = search(question, 1).best, search(question.limited(strategies=("none",)), 1).best
+    assert strategy_of(best) == strategy
     assert strategy_of(without) == "none"
     assert best.prediction.step_time_s < 0.97 * without.prediction.step_time_s
     assert best.prediction.fits
 
 
-@pytest.mark.parametrize("way", CASES)
-def test_the_run_of_a_way_simulates_the_same(deep, way):
-    limits, changes = CASES[way]
+@pytest.mark.parametrize("strategy", CASES)
+def test_the_run_of_a_strategy_simulates_the_same(deep, strategy):
+    limits, changes = CASES[strategy]
     step = search(deep(limits, **changes), 1).best
     config = run_config(step, None, "dgx-1-v100", "pipeloom")
     assert find_problems(config, trains=False) == []
-    if way == "offload":  # the catalog's host is slower than the question's
+    if strategy == "offload":  # the catalog's host is slower than the question's
         assert config.schedule.offload
         return
     again = predict_step(config).prediction
@@ -83,7 +83,7 @@ def test_the_run_of_a_way_simulates_the_same(deep, way):
 
 
 def test_few_micro_batches_and_room_are_a_case_for_split_backwards(deep):
-    question = deep({"pp": (8,), "tp": (1,), "loops": (1,), "ways": ("none",)}, global_batch=8)
+    question = deep({"pp": (8,), "tp": (1,), "loops": (1,), "strategies": ("none",)}, global_batch=8)
     best = search(question, 1).best
     whole = search(question.limited(families=("gpipe", "1f1b", "depth-first", "breadth-first")), 1).best
     assert best.schedule.facts.row.is_kind(Kind.BACKWARD_WEIGHT).any()
@@ -112,42 +112,42 @@ def test_a_plan_says_what_the_way_is_worth(deep):
 
 
 def test_a_way_that_the_program_does_not_have_is_refused(ask):
-    with pytest.raises(ConfigError, match="has no way 'balance'; it has none"):
-        ask(software=load_software("nanotron")).limited(ways=("balance",))
+    with pytest.raises(ConfigError, match="has no strategy 'balance'; it has none"):
+        ask(software=load_software("nanotron")).limited(strategies=("balance",))
 
 
 def test_only_a_way_may_be_asked_for(deep):
     limits, changes = CASES["balance"]
-    steps = search(deep(limits | {"ways": ("balance",)}, **changes), 5).steps
+    steps = search(deep(limits | {"strategies": ("balance",)}, **changes), 5).steps
     assert {strategy_of(step) for step in steps} == {"balance"}
 
 
-@pytest.mark.parametrize("way", ["keep", "balance", "slices"])
-def test_layouts_without_a_way_are_told_where_nothing_needs_it(deep, way):
-    limits = ONE_BY_ONE | {"ways": (way,)}
+@pytest.mark.parametrize("strategy", ["keep", "balance", "slices"])
+def test_layouts_without_a_strategy_are_told_where_nothing_needs_it(deep, strategy):
+    limits = ONE_BY_ONE | {"strategies": (strategy,)}
     plan = make_plan(deep(limits), budget_s=60)
     assert strategy_of(plan.best) == "none"
     assert plan.closest is None
-    assert any(f"None of these layouts has {way}" in sentence for sentence in plan.advice)
-    assert plan.best == search(deep(ONE_BY_ONE | {"ways": ("none",)}), 1).best
+    assert any(f"None of these layouts has {strategy}" in sentence for sentence in plan.advice)
+    assert plan.best == search(deep(ONE_BY_ONE | {"strategies": ("none",)}), 1).best
 
 
 def test_a_plain_layout_that_is_faster_than_the_named_way_is_advised(deep):
     limits, changes = CASES["balance"]
     for explains in (False, True):
-        plan = make_plan(deep(limits | {"ways": ("keep",)}, **changes), 1, explains=explains)
-        plain = search(deep(limits | {"ways": ("none",)}, **changes), 1).best
+        plan = make_plan(deep(limits | {"strategies": ("keep",)}, **changes), 1, explains=explains)
+        plain = search(deep(limits | {"strategies": ("none",)}, **changes), 1).best
         assert strategy_of(plan.best) == "keep"
         (sentence,) = (one for one in plan.advice if "plain layout is faster" in one)
         less = 1 - plain.prediction.step_time_s / plan.best.prediction.step_time_s
         assert less > 0
         assert f"{less:.1%} less" in sentence
-    slower = make_plan(deep(limits | {"ways": ("balance",)}, **changes), 1, explains=False)
+    slower = make_plan(deep(limits | {"strategies": ("balance",)}, **changes), 1, explains=False)
     assert slower.advice == []
 
 
 def test_room_is_not_made_where_everything_fits(deep):
-    found = search(deep(ONE_BY_ONE | {"ways": ("none", "keep", "balance", "offload")}), 3)
+    found = search(deep(ONE_BY_ONE | {"strategies": ("none", "keep", "balance", "offload")}), 3)
     assert found.counts.tried == 0
     assert strategy_of(found.best) == "none"
 
@@ -161,7 +161,7 @@ def test_a_model_that_is_larger_than_its_one_device_visits_it(deep):
     question = deep({}, cluster=cluster, **ALONE)
     found = search(question, 3)
     assert {strategy_of(step) for step in found.steps} == {"swap"}
-    assert search(question.limited(ways=("none",)), 1).best is None
+    assert search(question.limited(strategies=("none",)), 1).best is None
     best = found.best
     amounts = swapped_amounts(best.run, best.software)
     assert sum(one.total for one in amounts) > 1.1 * cluster.device.memory_bytes
@@ -224,15 +224,15 @@ def test_more_memory_never_makes_a_swapped_model_slower(deep):
     [
         ({"host": None}, r"a table \[host\] with latency_us and gb_per_s"),
         ({"memory": 1.6}, "Stages that visit the device one after the other do not fit either"),
-        ({"families": ("1f1b",)}, "with the way swap and the family breadth-first"),
-        ({"ways": ("none",)}, "with the way swap and the family breadth-first"),
+        ({"families": ("1f1b",)}, "with the strategy swap and the family breadth-first"),
+        ({"strategies": ("none",)}, "with the strategy swap and the family breadth-first"),
     ],
 )
 def test_where_nothing_can_be_swapped_the_plan_says_why(deep, changes, words):
     cluster = with_memory(changes.get("memory", 2.4))
     if "host" in changes:
         cluster = replace(cluster, host=None)
-    limits = {name: changes[name] for name in ("families", "ways") if name in changes}
+    limits = {name: changes[name] for name in ("families", "strategies") if name in changes}
     question = deep(limits, cluster=cluster, **ALONE)
     plan = make_plan(question, budget_s=60)
     assert plan.best is None
@@ -242,7 +242,7 @@ def test_where_nothing_can_be_swapped_the_plan_says_why(deep, changes, words):
 
 def test_several_devices_share_the_stages_instead(deep):
     assert STRATEGIES["swap"].hint(deep({})) is None
-    plan = make_plan(deep({"ways": ("swap",)}), budget_s=60, explains=True)
+    plan = make_plan(deep({"strategies": ("swap",)}), budget_s=60, explains=True)
     assert any("stages are swapped through one device alone" in line for line in plan.advice)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from pipeloom.catalog import load_model, load_software
 from pipeloom.cost.costs import Costs
 from pipeloom.families import Choice
-from pipeloom.predict.step import lowered, unsent
+from pipeloom.predict.step import graph_without_messages, lowered
 from pipeloom.recipe import Knobs
 from pipeloom.schedule.clock import seconds_of_all
 from pipeloom.schedule.kinds import COMPUTE_KINDS, Kind
@@ -34,7 +34,7 @@ def test_without_messages_nothing_else_changes_and_nothing_takes_longer(named, p
     run = Run(
         shape=shape, seq=1024, global_batch=2 * count, pp=pp, dp=2, micro_batch=1, loops=choice.loops, shard=shard
     )
-    schedule, graph = lowered(run, software, knobs), unsent(run, software, knobs)
+    schedule, graph = lowered(run, software, knobs), graph_without_messages(run, software, knobs)
     assert [row.take(row.is_kind(*WITHOUT_MESSAGES)) for row in schedule.rows] == list(graph.facts.rows)
     costs = Costs(2, 4, transfer_s, unshard_s=3, reduce_s=5)
     _, ends = graph.times(seconds_of_all(graph.facts, costs.seconds))

@@ -26,7 +26,7 @@ COMMANDS = {
     "schedule breadth-first --pp 4 --loops 4 --microbatches 8": "# makespan           105",
     f"simulate {SMALL.rpartition(' --')[0]} --layout.pp 2 --layout.loops 1": "step time",
     "plan --model llama-3-8b --cluster dgx-h100 --devices 64 --global-batch 256 --seq 8192 --families 1f1b --no-explain"
-    " --recompute full --shards none --ways none": "tokens/s",
+    " --recompute full --shards none --strategies none": "tokens/s",
     f"train {SMALL} --layout.pp 2 --layout.loops 1 --layout.num-microbatches 2 --training.steps 2 --output.folder run"
     " --training.sample-tokens 8 --training.validation-batches 1": "report.html",
     "report run": "report.html",

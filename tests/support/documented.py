@@ -195,7 +195,7 @@ SMALL = {
 QUICK = {
     "train": SMALL | {"training.steps": "2", "training.validation-batches": "1", "training.sample-tokens": "4"},
     "verify": SMALL,
-    "plan": {"families": "1f1b", "recompute": "full", "shards": "none", "ways": "none", "explain": ""},
+    "plan": {"families": "1f1b", "recompute": "full", "shards": "none", "strategies": "none", "explain": ""},
     "tradeoff": {"batch-per-device": "1", "devices": "64", "methods": "1f1b"},
     "slices": {"unit": "128"},
     "profile": {"budget-s": "4"},

@@ -197,7 +197,7 @@ plan --model llama-3-8b --cluster dgx-h100 --devices 8 --global-batch 8 --seq 12
 plan --model llama-3-8b --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128 --families x  | x
 plan --model llama-3-8b --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128 --best 0      | best
 plan --model llama-3-8b --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128 --budget-s -1 | budget
-plan --model llama-3-8b --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128 --ways fly    | fly
+plan --model llama-3-8b --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128 --strategies fly    | fly
 plan --model llama-3-8b --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128 --pp 8 --out /dev/null/x | /dev/null/x
 plan --model neox.json --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128     | gpt_neox
 plan --model gemma.json --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128    | gemma

@@ -6,7 +6,7 @@ from typing import Any, cast, get_args
 from pipeloom.catalog.reading import Reader, read_toml
 from pipeloom.cost.software import FRACTIONS, SHARES, Division, Efficiency, Software
 from pipeloom.families import FAMILIES
-from pipeloom.workload.layout import Shard, Way
+from pipeloom.workload.layout import Shard, StrategyName
 
 
 def load_software(name_or_path: str) -> Software:
@@ -34,7 +34,7 @@ def load_software(name_or_path: str) -> Software:
         sets=reader.texts("sets"),
         attentions=reader.texts("attentions"),
         families=reader.texts("families", among=tuple(FAMILIES)),
-        ways=reader.texts("ways", among=get_args(Way)),
+        strategies=reader.texts("strategies", among=get_args(StrategyName)),
         shards=cast("tuple[Shard, ...]", reader.texts("shards", among=get_args(Shard))),
         **plain,
     )

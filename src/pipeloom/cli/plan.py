@@ -75,7 +75,7 @@ class Options:
     """State to shard over data-parallel ranks. None: all."""
     recompute: Common[tuple[Recompute, ...]] = ()
     """Activation recomputation to search. none and full together allow some of the layers, too. None: all."""
-    ways: tuple[Annotated[str, Names("strategies")] | Literal["none"], ...] = ()
+    strategies: tuple[Annotated[str, Names("strategies")] | Literal["none"], ...] = ()
     """Ways to make room in memory, or to shorten the bubble, to search. keep recomputes the micro-batches that a rank
     has no room for; balance moves activations to ranks that have room; offload moves them to the host; swap keeps most
     stages at the host, on one device; slices cuts sequences. none: layouts without, printed as well where the others
@@ -104,7 +104,7 @@ COMMAND = Command(
         "pipeloom plan --model llama-3-8b --cluster dgx-h100 --devices 64 --global-batch 512 --seq 8192": "",
         "pipeloom plan run.toml --pp 4 8 --families breadth-first 1f1b --out planned": "a run file, fewer layouts",
     },
-    retired={"--precision": "use --dtype float32, bfloat16 or float16"},
+    retired={"--precision": "use --dtype float32, bfloat16 or float16", "--ways": "use --strategies"},
 )
 
 

@@ -5,7 +5,7 @@ from rich.table import Table
 
 from pipeloom.cli.run_config import dtype_words
 from pipeloom.planner.comparison import CAUSES, Change, Rival, causes
-from pipeloom.planner.no_answer import MOST_DOUBLINGS, Closest
+from pipeloom.planner.infeasible import MOST_DOUBLINGS, Closest
 from pipeloom.planner.plan import Plan
 from pipeloom.planner.question import Question
 from pipeloom.predict.places import describe_places
@@ -95,7 +95,7 @@ def _print_layout(console: Console, best: SimulatedStep) -> None:
     if run.recompute_layers is not None:
         again = sum(kind == "full" for kind in run.recompute_layers)
         parts.append(f"{again} of {run.shape.layers} layers recomputed")
-    parts += _ways(best)
+    parts += _strategies(best)
     if run.placement != "looped":
         parts.append(f"stages placed as a {run.placement}")
     console.print(f"the first: {', '.join(parts)}")
@@ -103,8 +103,8 @@ def _print_layout(console: Console, best: SimulatedStep) -> None:
         console.print(f"pipeline ranks {'; '.join(describe_places(best.places))}")
 
 
-def _ways(best: SimulatedStep) -> list[str]:
-    """How room is made for activations, and how sequences are cut."""
+def _strategies(best: SimulatedStep) -> list[str]:
+    """The settings of the layout's strategy."""
     run, knobs, parts = best.run, best.knobs, list[str]()
     if knobs.choice.keep is not None:
         kept = ", ".join(map(str, knobs.choice.keep))
@@ -251,7 +251,7 @@ def _print_nothing(console: Console, plan: Plan) -> None:
         f": the layout that needs least (tp {run.tp}, pp {run.pp}, dp {run.dp}, "
         f"{count(run.loops, 'loop')}, {near.leaf.choice.family}, micro-batches of {run.micro_batch}, "
         f"{_SHARED[near.leaf.sharding.levels[-1]]} shared out, "
-        f"{_AGAIN[near.leaf.cut.arrangement.kept]} recomputed) needs "
+        f"{_AGAIN[near.leaf.cut.arrangement.recomputed]} recomputed) needs "
         f"{short(near.least_bytes / unit)} {name} of {short((near.least_bytes - near.missing_bytes) / unit)}: "
         + (
             f"{short(near.missing_bytes / unit)} {name} are missing on the fullest device{_for_sequences(plan, near)}"

@@ -122,7 +122,7 @@ class Software:
         attentions: the attention kernels of those; empty for all.
         families: schedules that it runs; empty for all.
         shards: what its data parallelism can share out; empty for every level.
-        ways: in which it makes room for activations, or cuts sequences; empty for none.
+        strategies: of the planner that it runs; empty for none.
     """
 
     name: str
@@ -131,7 +131,7 @@ class Software:
     attentions: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
     shards: tuple[Shard, ...] = ()
-    ways: tuple[str, ...] = ()
+    strategies: tuple[str, ...] = ()
     partition: Division = "even"
     dropout: bool = False
     gradient_bytes: float = 4

@@ -1,4 +1,4 @@
-"""Sentences about a plan: what to do about it, where somebody may not see it from the tables."""
+"""Advice of a plan: sentences about what its tables do not show."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,19 +10,19 @@ from pipeloom.planner.strategies import STRATEGIES, strategy_of
 from pipeloom.predict.step import SimulatedStep
 
 TIGHT = 0.95
-"""Part of a device's memory from which on advice is given: predictions of memory are not exact either."""
+"""Fraction of a device's memory above which advice is given, since predictions of memory are not exact."""
 CLOSE = 0.03
-"""Difference of two layouts below which predictions do not rank them reliably (docs/accuracy.md: the errors within one
-set of measurements)."""
+"""Relative difference of two step times below which predictions do not rank them reliably (docs/accuracy.md: the errors
+within one set of measurements)."""
 IDLE = 0.15
-"""Bubble from which on advice is given."""
+"""Bubble fraction above which advice is given."""
 
 
 def advice(
     question: Question, best: SimulatedStep, rivals: Sequence[Rival], changes: Sequence[Change], deadline: float
 ) -> Iterator[str]:
-    """What follows from the layouts that were compared; as far as the time goes."""
-    yield from _on_ways(question, best)
+    """Sentences that follow from the layouts that were compared; fewer after the deadline."""
+    yield from _on_strategies(question, best)
     yield from _on_pipelines(best, rivals)
     yield from _on_bubble(best, changes)
     yield from _on_memory(best)
@@ -30,37 +30,36 @@ def advice(
     for rival in rivals:
         if rival.kind.endswith(ALONE) and rival.step is not None and _relative(best, rival.step) <= 0:
             less = -_relative(best, rival.step)
-            yield f"Leave the other nodes out: with {rival.kind} a step takes {less:.1%} less than with all."
+            yield f"Do not use the other nodes: with {rival.kind} a step takes {less:.1%} less than with all."
 
 
 def _relative(best: SimulatedStep, other: SimulatedStep) -> float:
-    """What the step of another layout takes more, as a share of the best one."""
+    """Relative difference of another layout's step time to the best one's."""
     return other.prediction.step_time_s / best.prediction.step_time_s - 1
 
 
 def on_plain(searching: Search, question: Question, best: SimulatedStep, deadline: float) -> Iterator[str]:
-    """A faster layout that the limits leave out since it makes no room and cuts no sequences."""
-    way = strategy_of(best)
-    if way == "none" or question.limits.allows(ways="none"):
+    """A faster layout without strategies, where the limits exclude these layouts."""
+    name = strategy_of(best)
+    if name == "none" or question.limits.allows(strategies="none"):
         return
-    plain = searching.best(1, Limits(ways=("none",)), deadline=deadline).best
+    plain = searching.best(1, Limits(strategies=("none",)), deadline=deadline).best
     if plain is not None and is_faster(plain, best):
         run, choice = plain.run, plain.knobs.choice
         yield (
-            f"A plain layout is faster, which --ways leaves out: without {way} a step takes "
+            f"A plain layout is faster, which --strategies excludes: without {name} a step takes "
             f"{-_relative(best, plain):.1%} less, with "
             f"tp {run.tp}, pp {run.pp}, dp {run.dp}, {choice.family}, micro-batches of {run.micro_batch}. "
-            "Add none to --ways."
+            "Add none to --strategies."
         )
 
 
-def _on_ways(question: Question, best: SimulatedStep) -> Iterator[str]:
-    ways = question.limits.ways
-    if ways is not None and strategy_of(best) not in ways:
-        wanted = " or ".join(ways)
-        limits = [found for way in ways if way != "none" and (found := STRATEGIES[way].limit(question)) is not None]
-        alone = f" ({'; '.join(limits)})" if limits else ""
-        yield f"None of these layouts has {wanted}: nothing needs it, or it does not help{alone}."
+def _on_strategies(question: Question, best: SimulatedStep) -> Iterator[str]:
+    names = question.limits.strategies
+    if names is not None and strategy_of(best) not in names:
+        limits = [found for name in names if name != "none" and (found := STRATEGIES[name].limit(question)) is not None]
+        reasons = f" ({'; '.join(limits)})" if limits else ""
+        yield f"None of these layouts has {' or '.join(names)}: nothing needs it, or it does not help{reasons}."
 
 
 def _on_pipelines(best: SimulatedStep, rivals: Sequence[Rival]) -> Iterator[str]:
@@ -72,9 +71,9 @@ def _on_pipelines(best: SimulatedStep, rivals: Sequence[Rival]) -> Iterator[str]
             yield "A pipeline is needed: without one nothing fits."
         elif rival.kind == "no pipeline" and rival.step is not None:
             more = _relative(best, rival.step)
-            verdict = "so it is worth having"
+            verdict = "so the pipeline pays"
             if more < CLOSE:
-                verdict = "which predictions cannot tell apart, and it is simpler"
+                verdict = "which is within the error of predictions, and it is simpler"
             yield f"Without a pipeline a step takes {more:.1%} longer, {verdict}."
 
 
@@ -98,13 +97,13 @@ def _on_memory(best: SimulatedStep) -> Iterator[str]:
 
 
 def _on_devices(question: Question, best: SimulatedStep, deadline: float) -> Iterator[str]:
-    # The largest power of two below: axes and batches mostly divide by it.
+    # The largest smaller power of two, which divides most batches and axes.
     fewer = 2 ** ((question.num_devices - 1).bit_length() - 1)
     if fewer < 1 or question.num_devices == 2 * fewer or is_over(deadline):
         return
     other = search(replace(question, num_devices=fewer), 1, deadline=deadline).best
     if other is not None and other.prediction.step_time_s <= best.prediction.step_time_s:
         yield (
-            f"{question.num_devices} devices divide badly: with {fewer} of them a step takes "
+            f"{question.num_devices} devices do not divide well: with {fewer} of them a step takes "
             f"{other.prediction.step_time_s:.4g} s, no longer than with all."
         )

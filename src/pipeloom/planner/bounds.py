@@ -1,7 +1,7 @@
-"""What a step takes and holds at least, whatever its schedule: closed forms that cost next to nothing.
+"""Lower bounds of step time and memory for any schedule, in closed form.
 
-They are never above what the simulator says (``tests/planner/test_bounds.py``), so that a search may leave out what
-they rule out. Ranks and their stages are rows and columns of arrays.
+They never exceed the simulator's values (``tests/planner/test_bounds.py``), so that the search may prune by them. Ranks
+are rows of arrays, and their stages are columns.
 """
 
 from dataclasses import dataclass, replace
@@ -31,6 +31,7 @@ from pipeloom.workload.layout import Shard
 Floats = NDArray[np.float64]
 """An array of seconds, bytes or counts."""
 _ROUNDING = 1e-9
+"""Relative difference of sums in another order."""
 
 
 @lru_cache(maxsize=1024)
@@ -41,48 +42,43 @@ def stages_by_rank(placement: Placement) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, eq=False)
 class Bounds(OfPlaced):
-    """Bounds of all steps that cut the model into the same stages, for any schedule and any sharding.
+    """Lower bounds of all steps with the same stages, for any schedule and any sharding.
 
     Attributes:
-        placed: a run with its stages; its sharding is not looked at.
-        splits: whether schedules run the two halves of backwards apart; gradients of weights keep nobody waiting.
+        placed: a run with its stages; its sharding is ignored.
+        splits: whether schedules split backwards, so that no other rank waits for weight gradients.
     """
 
     splits: bool = False
 
     @property
-    def any_step_s(self) -> float:
-        """Seconds that the step takes at least, whatever is sharded; collectives are left out."""
+    def least_step_s(self) -> float:
+        """Lower bound of the step time in seconds for any sharding, without collectives."""
         level: Shard = "full" if self.run.dp > 1 else "none"
         terms = step_terms(self._with(level, 1), max(self.placed.costs.backward_s))
-        own_s = max(float(work.end_s().max()) for work in self.work)
-        return own_s + terms.optimizer_s + terms.tied_s + terms.fixed_s
+        pipeline_s = max(float(work.end_s().max()) for work in self.work)
+        return pipeline_s + terms.optimizer_s + terms.tied_s + terms.fixed_s
 
     def sharded(self, shard: Shard, replicate: int = 1) -> "Sharded":
-        """The bounds of one sharding.
-
-        Args:
-            shard: what is sharded.
-            replicate: copies of that.
-        """
+        """The bounds with a sharding level, in ``replicate`` copies."""
         key = shard, replicate
         if key not in self._sharded:
             self._sharded[key] = Sharded(self._with(shard, replicate), self)
         return self._sharded[key]
 
     def recomputing_s(self, layers: Floats) -> float:
-        """Seconds of the pipeline at least, if each rank recomputes so many layers; collectives are left out."""
+        """Lower bound of the pipeline in seconds, given the recomputed layers of each rank, without collectives."""
         each_s = np.array(self.placed.recompute_s)
         return float((self.work[0].end_s() + layers * each_s * self.run.num_microbatches).max())
 
     @cached_property
-    def rooms(self) -> Floats:
-        """For each rank the bytes that a device of it can hold."""
+    def capacity_bytes(self) -> Floats:
+        """For each rank the memory of one device."""
         return np.array(self.placed.device_bytes)
 
     def missing_bytes(self, held_bytes: Floats) -> float:
-        """What is missing on the device of the rank with the least room left; negative if there is room on all."""
-        return float((held_bytes - self.rooms).max())
+        """The most bytes by which a rank's device is too small; negative if all have room."""
+        return float((held_bytes - self.capacity_bytes).max())
 
     @cached_property
     def _sharded(self) -> "dict[tuple[Shard, int], Sharded]":
@@ -97,61 +93,61 @@ class Bounds(OfPlaced):
         return stages_by_rank(self.placed.placement)
 
     @cached_property
-    def _passage(self) -> "Passage":
+    def _times(self) -> "StageTimes":
         costs, stages = self.placed.costs, range(self.placed.placement.num_stages)
         crosses = np.array([0.0, *(a != b for a, b in pairwise(self.placed.placement.rank_by_stage))])
         hops_s = np.cumsum(crosses) * costs.transfer_s
         if costs.boundary_s:
             hops_s = np.cumsum(crosses * [0.0, *costs.boundary_s])
         weights_s = np.array([costs.half_s(stage) if self.splits else 0.0 for stage in stages])
-        return Passage(np.array(costs.forward_s), np.array(costs.backward_s), weights_s, hops_s)
+        return StageTimes(np.array(costs.forward_s), np.array(costs.backward_s), weights_s, hops_s)
 
     @cached_property
     def work(self) -> "tuple[Work, Work]":
-        """What each rank has to do, and what each stage has, as if it were a rank alone."""
-        passage, count = self._passage, self.run.num_microbatches
-        there_s, back_s = (
-            np.cumsum(seconds) - seconds + passage.hops_s for seconds in (passage.forward_s, passage.inputs_s)
+        """The work of each rank, and that of each stage as if it were a rank alone."""
+        times, count = self._times, self.run.num_microbatches
+        arrival_s, return_s = (
+            np.cumsum(seconds) - seconds + times.hops_s for seconds in (times.forward_s, times.inputs_s)
         )
-        back_s += passage.weights_s[0]
+        return_s += times.weights_s[0]
         if self.software.overlaps_steps:  # ranks fill and drain while others are in another step
-            there_s, back_s = 0 * there_s, 0 * back_s
-        own_s, later_s, first = count * passage.own_s, count * passage.weights_s, self.stages[:, 0]
+            arrival_s, return_s = 0 * arrival_s, 0 * return_s
+        busy_s, weights_s, first = count * times.both_s, count * times.weights_s, self.stages[:, 0]
         return (
-            Work(there_s[first], back_s[first], own_s[self.stages].sum(axis=1), later_s[self.stages].sum(axis=1)),
-            Work(there_s, back_s, own_s, later_s),
+            Work(arrival_s[first], return_s[first], *(of[self.stages].sum(axis=1) for of in (busy_s, weights_s))),
+            Work(arrival_s, return_s, busy_s, weights_s),
         )
 
-    def turning_s(self, in_flight: Floats) -> float:
-        """Seconds of the pipeline at least, for an order in which ranks hold no more stage inputs than these.
+    def in_flight_bound_s(self, in_flight: Floats) -> float:
+        """Lower bound of the pipeline in seconds for schedules whose ranks hold at most these stage inputs.
 
-        Before the first gradient comes back to a rank it has run no more forwards than it holds inputs, and behind its
-        last forward there are no more backwards to run. Both times it waits for the longest way through all stages.
+        Before its first gradient arrives a rank runs at most as many forwards as it holds inputs, and after its last
+        forward at most as many backwards. Both times it waits for a whole traversal of the other stages.
 
         Args:
             in_flight: [rank, number of its stage] stage inputs when a rank holds the most.
         """
-        if self.software.overlaps_steps:  # the way there and back is from the start of the first rank
+        if self.software.overlaps_steps:  # traversals are counted from the start of the first rank
             return 0.0
-        held, count, (forward_s, backward_s, longest_s, around_s) = in_flight.sum(axis=1), *self._turns
+        held, count, (forward_s, backward_s, longest_s, around_s) = in_flight.sum(axis=1), *self._in_flight_terms
         between_s = count * (forward_s + backward_s) - held * longest_s.sum(axis=0)
         most_s = held * longest_s[0] * (1 + _ROUNDING)  # equal sums of equal stages may differ in their last digits
         has_both = count * forward_s > most_s  # otherwise the last forward may come before any gradient
         return float(((around_s + np.maximum(between_s, 0.0)) * has_both).max())
 
     @cached_property
-    def _turns(self) -> tuple[int, tuple[Floats, ...]]:
-        """Micro-batches; for each rank its forwards, backwards, the longest of each, and to the end and back twice."""
-        passage, last = self._passage, self.stages[:, -1]
-        each = np.array([passage.forward_s[self.stages], passage.backward_s[self.stages]])
-        around_s = passage.first_gradient_s[last] + passage.to_the_end_s[last]
+    def _in_flight_terms(self) -> tuple[int, tuple[Floats, ...]]:
+        """Micro-batches; for each rank seconds of forwards, backwards, the longest of each, and both traversals."""
+        times, last = self._times, self.stages[:, -1]
+        each = np.array([times.forward_s[self.stages], times.backward_s[self.stages]])
+        around_s = times.first_gradient_s[last] + times.drain_s[last]
         return self.run.num_microbatches, (*each.sum(axis=2), each.max(axis=2), around_s)
 
     @cached_property
     def input_bytes(self) -> Floats:
-        """[rank, number] bytes that a micro-batch keeps on a stage from forward to backward, logits left out.
+        """[rank, number] bytes that a micro-batch keeps on a stage for its backward, without logits.
 
-        Where backwards are split, the least that it keeps until the second half.
+        Where backwards are split, the lesser of what it keeps before and between the halves.
         """
         kept = np.array(stage_kept_bytes(self.run, self.software))
         if self.splits:
@@ -160,14 +156,14 @@ class Bounds(OfPlaced):
 
 
 @dataclass(frozen=True)
-class Passage:
-    """What a micro-batch takes through all stages and back.
+class StageTimes:
+    """Seconds of one micro-batch for each stage.
 
     Attributes:
-        forward_s: for each stage its forward.
-        backward_s: for each stage its backward.
-        weights_s: for each stage the part of that for which nobody waits.
-        hops_s: for each stage the messages from the first stage to it.
+        forward_s: of its forward.
+        backward_s: of its backward.
+        weights_s: of the weight gradients in it, where backwards are split.
+        hops_s: of the messages from the first stage to it.
     """
 
     forward_s: Floats
@@ -176,86 +172,85 @@ class Passage:
     hops_s: Floats
 
     @property
-    def own_s(self) -> Floats:
-        """For each stage forward and backward."""
+    def both_s(self) -> Floats:
+        """Forward and backward."""
         return self.forward_s + self.backward_s
 
     @property
     def inputs_s(self) -> Floats:
-        """For each stage the part of its backward for which the stage before it waits."""
+        """The part of a backward for which the stage before waits."""
         return self.backward_s - self.weights_s
 
     @property
     def first_gradient_s(self) -> Floats:
-        """For each stage the seconds until the gradient of the first micro-batch can have come to it."""
+        """Earliest arrival of the gradient of the first micro-batch."""
         behind_s = self.inputs_s.sum() - np.cumsum(self.inputs_s)
         return self.forward_s.sum() + behind_s + 2 * self.hops_s[-1] - self.hops_s
 
     @property
-    def to_the_end_s(self) -> Floats:
-        """For each stage the seconds from its last forward until the first stage has done the last backward."""
+    def drain_s(self) -> Floats:
+        """From a stage's last forward to the end of the first stage's last backward."""
         behind_s = self.forward_s.sum() - np.cumsum(self.forward_s)
         return behind_s + self.inputs_s.sum() + 2 * self.hops_s[-1] - self.hops_s + self.weights_s[0]
 
 
 @dataclass(frozen=True)
 class Work:
-    """What ranks have to do, or stages.
+    """Seconds of the work of a step, for each rank or for each stage.
 
     Attributes:
-        there_s: seconds that a micro-batch takes to the first stage of each.
-        back_s: seconds that its gradient takes from there to the first stage of all, and until that is done with it.
-        own_s: seconds of all forwards and backwards of each.
-        later_s: those of them that no other rank waits for: gradients of weights, where backwards are split.
+        arrival_s: until a micro-batch arrives at its first stage.
+        return_s: from there until the gradient has passed the first stage of the pipeline.
+        busy_s: of all its forwards and backwards.
+        weights_s: of them the weight gradients that no other rank waits for, where backwards are split.
     """
 
-    there_s: Floats
-    back_s: Floats
-    own_s: Floats
-    later_s: Floats
+    arrival_s: Floats
+    return_s: Floats
+    busy_s: Floats
+    weights_s: Floats
 
     def end_s(self, least_s: Floats | float = 0.0, share: float = 1.0) -> Floats:
-        """For each the seconds until all that it has to do, and all that waits for it, can be done.
+        """Earliest end of the work and of everything that waits for it.
 
-        A rank begins when the first micro-batch has come to it. What others wait for it may have done before the rest:
-        then the last gradient goes back while it computes gradients of weights.
+        A rank begins when the first micro-batch arrives. It may run all backwards that others wait for first: the last
+        gradient then returns while the rank computes weight gradients.
 
         Args:
-            least_s: for each what follows its last action.
-            share: of a micro-batch that goes from rank to rank at once.
+            least_s: seconds after the last action of each.
+            share: part of a micro-batch that ranks send at once.
         """
-        return share * self.there_s + self.own_s + np.maximum(least_s, share * self.back_s - self.later_s)
+        return share * self.arrival_s + self.busy_s + np.maximum(least_s, share * self.return_s - self.weights_s)
 
 
 @dataclass(frozen=True, eq=False)
 class Sharded(OfPlaced):
-    """Bounds with one sharding.
+    """Lower bounds with one sharding.
 
     Attributes:
         placed: the run with its sharding.
-        bounds: of the stages.
+        bounds: for any sharding.
     """
 
     bounds: Bounds
 
     @cached_property
     def after_s(self) -> float:
-        """Seconds of what follows the pipeline."""
+        """Seconds of the step after the pipeline."""
         return step_terms(self.placed, max(self.bounds.placed.costs.backward_s)).total_s
 
     @cached_property
     def step_s(self) -> float:
-        """Seconds that the step takes at least, with whole sequences."""
+        """Lower bound of the step time in seconds, with whole sequences."""
         return self.sliced_s(1)
 
     def sliced_s(self, num_slices: int) -> float:
-        """Seconds that the step takes at least, with sequences in even slices that take no longer together.
+        """Lower bound of the step time in seconds, if even slices of a sequence take as long together as the whole.
 
-        Micro-batches come to a stage through all stages before it, and their gradients go back the same way. So a rank
-        begins when the first micro-batch has come to its first stage, then has all its work to do, and then the last
-        gradient still goes back to the first rank, while the gradients of a stage of its own are reduced. The same
-        holds for each stage alone. Where weights are sharded, those of the first stage are gathered before all.
-        Collectives of a rank follow each other.
+        A rank begins when the first micro-batch has passed all stages before, does all its work, and then the last
+        gradient still returns through these stages, while the gradients of one of its own stages are reduced. The same
+        holds for each stage alone. Where weights are sharded, the first stage gathers before all. Collectives of a rank
+        run one after the other.
         """
         ranks, alone = self.bounds.work
         if not self._has_collectives:
@@ -269,17 +264,17 @@ class Sharded(OfPlaced):
         lane_s = (gathers_s + reductions_s)[stages].sum(axis=1).max()
         return float(max(pipeline_s, lane_s)) + self.after_s
 
-    def turning_s(self, in_flight: Floats) -> float:
-        """Seconds that the step takes at least, for an order in which ranks hold no more stage inputs than these.
+    def in_flight_bound_s(self, in_flight: Floats) -> float:
+        """Lower bound of the step time in seconds for schedules whose ranks hold at most these stage inputs.
 
         Args:
             in_flight: [rank, number of its stage] stage inputs when a rank holds the most.
         """
         gather_s = self._collectives_s[0][0] if self._has_collectives else 0.0
-        return float(gather_s) + self.bounds.turning_s(in_flight) + self.after_s
+        return float(gather_s) + self.bounds.in_flight_bound_s(in_flight) + self.after_s
 
-    def unsent_s(self, graph: Graph) -> float:
-        """Seconds of the step at least, if what waits for what is known but for messages.
+    def without_messages_s(self, graph: Graph) -> float:
+        """Lower bound of the step time in seconds from the waits of a schedule without its messages.
 
         Args:
             graph: compute actions, gathers and reductions.
@@ -309,11 +304,11 @@ class Sharded(OfPlaced):
         return np.array([found.get(kind, 0 * forward_s) for kind in KINDS])
 
     def held_bytes(self, in_flight: Floats | None = None, gathered: int = 1) -> Floats:
-        """For each rank the bytes that a device holds at least.
+        """For each rank a lower bound of the bytes that a device holds.
 
         Args:
             in_flight: [rank, number of its stage] stage inputs that it holds at once; ``None`` for one of each.
-            gathered: stages that are gathered at once, where weights are sharded at all times.
+            gathered: stages that are gathered at once, with ``full`` sharding.
         """
         if gathered not in self._always:
             self._always[gathered] = self._always_bytes(gathered)
@@ -322,7 +317,7 @@ class Sharded(OfPlaced):
         return self._always[gathered] + kept * (1 + self.software.fragmentation)
 
     def layers_to_recompute(self, in_flight: Floats) -> Floats:
-        """For each rank how many layers it has to recompute at least, so that it fits a device.
+        """For each rank a lower bound of the layers that it has to recompute to fit a device.
 
         Args:
             in_flight: [rank, number of its stage] stage inputs that it holds at once.
@@ -332,7 +327,7 @@ class Sharded(OfPlaced):
         each = (kept_bytes(run, software) - kept_bytes(full, software)) * (1 + software.fragmentation)
         more = working_bytes(full, software) * (1 + software.fragmentation)
         held = self.held_bytes(in_flight)
-        room = self.bounds.rooms
+        room = self.bounds.capacity_bytes
         missing = np.where(held > room, (held + more - room) / each, 0.0)
         # Stages with the most inputs first: a layer there saves the most, so these are the fewest layers.
         order = np.argsort(-in_flight, axis=1, kind="stable")
@@ -349,7 +344,7 @@ class Sharded(OfPlaced):
 
     @cached_property
     def _collectives_s(self) -> tuple[Floats, Floats]:
-        """For each stage the seconds of gathering its weights and of reducing its gradients."""
+        """For each stage the seconds of its gather and of its reduction."""
         bounds = self.bounds
         sizes = {held: number for number, held in enumerate(dict.fromkeys(bounds.placed.parameters))}
         number = [sizes[held] for held in bounds.placed.parameters]
@@ -372,7 +367,7 @@ class Sharded(OfPlaced):
         return {}
 
     def _always_bytes(self, gathered: int) -> Floats:
-        """For each rank what it holds beside stage inputs."""
+        """For each rank the bytes that it holds besides stage inputs."""
         run, software, stages = self.run, self.software, self.bounds.stages
         _, head = stage_layers(run, software)
         parameters = np.array(self.bounds.placed.parameters)[stages]

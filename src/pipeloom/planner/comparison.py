@@ -1,4 +1,4 @@
-"""What a plan compares: where time goes, the best of other kinds of layouts, and the best of other questions."""
+"""Comparisons of a plan: where the time goes, the best of other kinds of layouts, and answers to changed questions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from statistics import fmean
 
 from pipeloom.cost.hardware import Cluster, Link
 from pipeloom.cost.stages import layers_by_recompute
-from pipeloom.planner.goal import Merit
+from pipeloom.planner.frontier import SortKey
 from pipeloom.planner.question import Limits, Question, divisors
 from pipeloom.planner.search import Search, is_over, search
 from pipeloom.planner.strategies import STRATEGIES, strategy_of
@@ -23,13 +23,13 @@ CAUSES = {
     "optimizer_s": "optimizer",
     "host_s": "host",
 }
-"""The keys of ``causes``, in words; tensor-parallel exchanges count as compute."""
+"""Keys of ``causes`` -> titles; tensor-parallel exchanges count as compute."""
 
 
 def causes(step: SimulatedStep) -> dict[str, float]:
-    """Seconds of a step by cause, mean of the pipeline ranks; they add up to the step time.
+    """Seconds of a step by cause, averaged over the pipeline ranks; they add up to the step time.
 
-    The bubble is start-up, imbalance and drain. Recomputation is the forwards that run a second time.
+    The bubble is the sum of start-up, imbalance and drain; recomputation is the time of forwards that run again.
     """
     mean = {name: fmean(account.to_dict()[name] for account in step.accounts) for name in step.accounts[0].to_dict()}
     again_s = _recompute_s(step)
@@ -45,7 +45,7 @@ def causes(step: SimulatedStep) -> dict[str, float]:
 
 
 def _recompute_s(step: SimulatedStep) -> float:
-    """Seconds of recomputed layers and micro-batches of a step, mean of the pipeline ranks."""
+    """Seconds of recomputed layers and micro-batches of a step, averaged over the pipeline ranks."""
     run, again_s = step.run, 0.0
     each_s = step.placed.recompute_s
     # Recomputed layers are inside backwards, where no span shows them; recomputed micro-batches are spans of their own.
@@ -63,9 +63,9 @@ class Rival:
     """The best layout of another kind.
 
     Attributes:
-        kind: what is different about it.
+        kind: how it differs.
         step: its step; ``None`` if no such layout fits.
-        more_s: for each cause the seconds that it takes more than the best one.
+        more_s: cause -> its seconds minus those of the best layout.
     """
 
     kind: str
@@ -75,12 +75,12 @@ class Rival:
 
 @dataclass(frozen=True)
 class Change:
-    """What would be best if the question were a little different.
+    """The best layout of a changed question.
 
     Attributes:
-        what: is changed.
-        step: best then; ``None`` if nothing fits.
-        speed: tokens a second then, as a multiple of those now.
+        what: the change.
+        step: the best step; ``None`` if nothing fits.
+        speed: its tokens a second, as a multiple of those of the question's best layout.
     """
 
     what: str
@@ -89,7 +89,7 @@ class Change:
 
 
 def rivals(searching: Search, question: Question, best: SimulatedStep, deadline: float) -> Iterator[Rival]:
-    """The best of each other kind that there is, as far as the time goes."""
+    """The best layout of each other kind, until the deadline."""
 
     def against(kind: str, step: SimulatedStep | None) -> Rival:
         if step is None:
@@ -106,12 +106,12 @@ def rivals(searching: Search, question: Question, best: SimulatedStep, deadline:
 
 
 def is_faster(step: SimulatedStep, best: SimulatedStep) -> bool:
-    """Whether it would be first, on the same devices."""
-    return step.run.num_devices == best.run.num_devices and Merit.of(step) < Merit.of(best)
+    """Whether a step precedes the best one in ``SortKey``, on equally many devices."""
+    return step.run.num_devices == best.run.num_devices and SortKey.of(step) < SortKey.of(best)
 
 
 def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Limits]]:
-    """What could be different -> the limits that allow nothing else; some allow nothing at all."""
+    """(difference to the best layout, limits that require it); some limits allow no layout."""
     run, limits, family = best.run, question.limits, best.knobs.choice.family
     sizes = divisors(question.num_devices)
     pipelines = tuple(pp for pp in sizes[1:] if limits.allows(pp=pp))
@@ -119,7 +119,7 @@ def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Limit
         yield "no pipeline", Limits(pp=(1,))
     if run.pp == 1 and pipelines:
         yield "a pipeline", Limits(pp=pipelines)
-    if question.num_devices > 1:  # alone, orders differ in nothing but what they hold
+    if question.num_devices > 1:  # on one device, schedules differ in memory alone
         yield from (
             (other, Limits(families=(other,), pp=pipelines or (1,))) for other in question.families if other != family
         )
@@ -127,29 +127,29 @@ def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Limit
         yield f"tp other than {run.tp}", Limits(tp=others)
     if others := tuple(size for size in divisors(question.global_batch) if size != run.micro_batch):
         yield f"micro-batches other than {run.micro_batch}", Limits(micro_batch=others)
-    if (way := strategy_of(best)) != "none" and limits.allows(ways="none"):
-        yield STRATEGIES[way].without, Limits(ways=("none",))
+    if (name := strategy_of(best)) != "none" and limits.allows(strategies="none"):
+        yield STRATEGIES[name].without, Limits(strategies=("none",))
     if run.recompute_kinds != ("none",) and "none" in question.recompute:
         yield "nothing recomputed", Limits(recompute=("none",))
     if set(run.recompute_kinds) != {"full"} and "full" in question.recompute:
         yield "all layers recomputed", Limits(recompute=("full",))
     if run.dp > 1 and run.shard != "none" and "none" in question.shards:
-        yield "nothing shared out", Limits(shards=("none",))
+        yield "nothing sharded", Limits(shards=("none",))
 
 
 ALONE = " alone"
-"""How the titles of rivals end that use one kind of nodes."""
+"""End of the titles of rivals that use one kind of nodes."""
 
 
 def _alone(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Question]]:
-    """Of several kinds of nodes each alone."""
+    """The question on each kind of nodes alone, where the best layout uses several."""
     used = best.cluster.kinds(best.run.num_devices)
     for kind, number in used if len(used) > 1 else ():
         yield f"{number} devices of {kind.name}{ALONE}", replace(question, cluster=kind, num_devices=number)
 
 
 def changes(question: Question, best: SimulatedStep, deadline: float) -> Iterator[Change]:
-    """What would be best if the question were a little different; only what is proved in time."""
+    """The best layouts of changed questions, as far as they are proved before the deadline."""
     for what, other in _changed(question, best):
         if is_over(deadline):
             return
@@ -170,17 +170,17 @@ def _changed(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Que
         yield "twice the bandwidth between nodes", on(cluster.each(partial(with_bandwidth, inter=2.0)))
     elif best.run.num_devices > 1:
         yield "twice the bandwidth inside a node", on(cluster.each(partial(with_bandwidth, intra=2.0)))
-    yield "10 % more memory", on(cluster.each(partial(with_memory, share=1.1)))
+    yield "10 % more memory", on(cluster.each(partial(with_memory, factor=1.1)))
     for what, other in (("half the batch", batch // 2), ("twice the batch", 2 * batch)):
-        # Half of an odd batch is no batch.
+        # Half of an odd batch is not a whole number.
         if other >= 1 and other in (2 * batch, batch / 2):
             yield what, replace(question, global_batch=other)
 
 
-def with_memory(cluster: Cluster, share: float) -> Cluster:
+def with_memory(cluster: Cluster, factor: float) -> Cluster:
     """The cluster with the memory of its devices multiplied."""
-    device = replace(cluster.device, memory_bytes=cluster.device.memory_bytes * share)
-    return replace(cluster, device=device)
+    device = replace(cluster.device, memory_bytes=cluster.device.memory_bytes * factor)
+    return replace(cluster, name=f"{cluster.name}, memory x {factor:g}", device=device)
 
 
 def with_bandwidth(cluster: Cluster, *, intra: float = 1.0, inter: float = 1.0) -> Cluster:

@@ -1,4 +1,4 @@
-"""How far off a plan's predictions may be, from what was held against measurements; nothing is made up."""
+"""Error bars of a plan: the errors of comparable predictions against measured steps."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,24 +11,24 @@ from pipeloom.cost.software import Software
 
 @dataclass(frozen=True)
 class ErrorBar:
-    """What predictions for a program on a cluster rest on.
+    """Errors of comparable predictions.
 
     Attributes:
-        errors: of comparable predictions; ``None`` where nobody has measured the cluster's device.
-        rests_on: one sentence, for people.
+        errors: the statistics; ``None`` without measurements on the cluster's device.
+        rests_on: one sentence about the measurements.
     """
 
     errors: Errors | None
     rests_on: str
 
     def to_json(self) -> dict[str, Any]:
-        """``rests_on``, and the values of ``errors`` or ``None`` for each."""
+        """``rests_on`` and the fields of ``errors``, each ``None`` without measurements."""
         values = dict.fromkeys(Errors.__dataclass_fields__) if self.errors is None else asdict(self.errors)
         return {**values, "rests_on": self.rests_on}
 
     @property
     def text(self) -> str:
-        """One line: the figures, if there are any, and what they rest on."""
+        """One line: the figures, if there are any, and the measurements."""
         if self.errors is None:
             return self.rests_on
         errors = self.errors
@@ -50,16 +50,16 @@ def _longer(regret: float) -> str:
 
 
 def error_bar(cluster: Cluster, software: Software, accuracy: Accuracy | None = None) -> ErrorBar:
-    """How far off predictions for ``software`` on ``cluster`` may be.
+    """Measured errors of predictions for a program on a cluster's device.
 
-    A program of the catalog that was calibrated on the cluster's device has its error on held-out rows. Any other
-    program has that of the general efficiencies on the device. A device without measurements has none; the sentence
-    then names the worst that is known of the general efficiencies.
+    For a program of the catalog that was calibrated on the device, the errors on held-out rows; for any other program,
+    the errors of the general efficiencies on the device. Without measurements on the device there are no errors, and
+    the sentence names the largest error of the general efficiencies elsewhere.
 
     Args:
-        cluster: its device counts.
+        cluster: whose device.
         software: with its efficiencies.
-        accuracy: what is known; ``None`` for the catalog's.
+        accuracy: measured errors; ``None`` for the catalog's.
     """
     known = accuracy or load_accuracy()
     device, source = cluster.device.name, f"{known.table}, {known.date}"
@@ -67,8 +67,7 @@ def error_bar(cluster: Cluster, software: Software, accuracy: Accuracy | None = 
     if held_out is not None and _is_of_catalog(software):
         return ErrorBar(
             held_out,
-            f"{held_out.rows} measured steps of {software.name} on {device} that the calibration that predicted them "
-            f"had not seen ({source})",
+            f"{held_out.rows} measured steps of {software.name} on {device}, held out of the calibration ({source})",
         )
     general = known.by_device.get(device)
     if general is not None:
@@ -88,7 +87,7 @@ def error_bar(cluster: Cluster, software: Software, accuracy: Accuracy | None = 
 
 
 def _is_of_catalog(software: Software) -> bool:
-    """Whether its efficiencies are those whose calibration was tested, not somebody's own under the same name."""
+    """Whether its efficiencies are those of the catalog, whose errors were measured."""
     return software.name in names("software") and load_software(software.name).efficiency == software.efficiency
 
 
@@ -97,7 +96,7 @@ def _unmeasured(device: str, known: Accuracy) -> str:
         (error, program, where) for where, errors in known.general_of.items() for program, error in errors.items()
     )
     return (
-        f"nobody has held predictions for {device} against a measured step, so how far off they are is unknown; "
+        f"no prediction for {device} was compared with a measured step, so the error is unknown; "
         f"general efficiencies were {error:.1%} off on average in the worst case measured ({program} on {where}, "
         f"{known.table}, {known.date})"
     )

@@ -1,4 +1,4 @@
-"""A plan: the best layouts of a question, why the first one wins, what would change it, and advice."""
+"""A plan: the best layouts of a question, comparisons with other layouts and questions, and advice."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ from pipeloom.errors import ConfigError
 from pipeloom.planner.advice import advice, on_plain
 from pipeloom.planner.comparison import Change, Rival, changes, is_faster, rivals
 from pipeloom.planner.error_bar import ErrorBar, error_bar
-from pipeloom.planner.goal import Merit
-from pipeloom.planner.no_answer import Closest, closest, no_layout, ways_out
+from pipeloom.planner.frontier import SortKey
+from pipeloom.planner.infeasible import Closest, closest, no_layout, ways_out
 from pipeloom.planner.question import Limits, Question
-from pipeloom.planner.search import Counts, Found, Progress, Search
+from pipeloom.planner.search import Counts, Progress, Search, SearchResult
 from pipeloom.planner.strategies import STRATEGIES, with_strategies
 from pipeloom.predict.describe import asked_precision, load_or_note
 from pipeloom.predict.step import SimulatedStep
@@ -31,19 +31,19 @@ from pipeloom.workload.run import Attention
 
 @dataclass(repr=False)
 class Plan:
-    """The answer to a question, as far as it is made.
+    """The answer to a question; incomplete if it was stopped.
 
     Attributes:
         question: that it answers.
-        error_bar: how far off predictions were for such a program and such devices.
+        error_bar: measured errors of comparable predictions.
         steps: the best layouts, the fastest first.
-        counts: what became of the others.
-        open_bound_s: where the time was up: nothing is faster than this; ``None`` if the answer is proved.
-        rivals: the best of other kinds.
-        changes: what would be best otherwise.
+        counts: statistics of the search.
+        open_bound_s: where the time was up, lower bound of the open layouts; ``None`` if the answer is proved.
+        rivals: the best layouts of other kinds.
+        changes: the best layouts of changed questions.
         advice: sentences.
-        closest: where nothing fits: what comes closest.
-        stopped: why some of this is missing: the time was up, or somebody interrupted it; ``None`` if nothing is.
+        closest: where nothing fits, the layout that lacks the least memory.
+        stopped: why the answer is incomplete, time limit or interrupt; ``None`` if it is complete.
     """
 
     question: Question
@@ -154,36 +154,37 @@ def plan(
         >>> plan(question, count=1, explains=False).best.knobs.choice.family
         'interleaved-zb'
 
-    In the main thread the time limit holds in every part of it, and Ctrl-C ends it: the answer is then what there is.
+    In the main thread the time limit interrupts every part of it, as Ctrl-C does; the plan is then incomplete.
 
     Args:
         question: to answer.
-        count: how many layouts.
-        budget_s: seconds after which it ends with what it has; ``None`` goes on to the proof.
-        explains: whether to look for rivals and changes as well.
-        progress: is called with how many layouts are decided, of how many.
+        count: of layouts.
+        budget_s: seconds after which it stops with the best so far; ``None``: until proved.
+        explains: whether to compare with other kinds of layouts and with changed questions.
+        progress: is called with the number of decided layouts and of all.
 
     Raises:
-        UserError: no layout divides the devices and the batch; with what would.
+        UserError: no layout divides the devices and the batch; names numbers that have layouts.
     """
     deadline = inf if budget_s is None else time.monotonic() + budget_s
     searching = Search(question, progress=progress)
     answer = Plan(question, error_bar(question.cluster, question.software))
     stop = Stop(None if budget_s is None else deadline)
     stop.run(lambda: _answer(answer, searching, count, deadline, explains=explains))
-    answer.stopped = stop.reason
-    if not answer.counts.layouts:  # it ended in the middle of the search
-        _take(answer, searching.so_far())
+    # The search also reads the clock itself: in other threads, and where the timer's exception is lost in a destructor.
+    answer.stopped = stop.reason or (None if answer.open_bound_s is None else "time")
+    if not answer.counts.layouts:  # it stopped during the search
+        _set_result(answer, searching.so_far())
     return answer
 
 
-def _take(plan: Plan, found: Found) -> None:
+def _set_result(plan: Plan, found: SearchResult) -> None:
     # A copy: searches for rivals go on counting.
     plan.steps, plan.counts, plan.open_bound_s = found.steps, replace(found.counts), found.open_bound_s
 
 
 def _answer(plan: Plan, searching: Search, count: int, deadline: float, *, explains: bool) -> None:
-    """All parts, each kept as soon as it is there, since the time may be up before the next one.
+    """Fill in all parts, each as soon as it is made, since the time may be up before the next one.
 
     Raises:
         UserError: no layout divides the devices and the batch.
@@ -191,7 +192,7 @@ def _answer(plan: Plan, searching: Search, count: int, deadline: float, *, expla
     question, found = plan.question, searching.best(count, deadline=deadline)
     if found.counts.layouts == 0:
         raise no_layout(question, found.counts.excluded)
-    _take(plan, found)
+    _set_result(plan, found)
     if plan.best is not None:
         plan.advice.extend(on_plain(searching, question, plan.best, deadline))
         if explains:
@@ -206,9 +207,9 @@ def _explain(plan: Plan, searching: Search, best: SimulatedStep, count: int, dea
     question = plan.question
     plan.rivals.extend(rivals(searching, question, best, deadline))
     faster = [rival.step for rival in plan.rivals if rival.step is not None and is_faster(rival.step, best)]
-    if faster:  # stages cut once more by what their layers recompute, or found after the time for the best was up
-        steps = {Merit.of(step): step for step in (*plan.steps, *faster)}
-        plan.steps = tuple(steps[merit] for merit in sorted(steps)[:count])
+    if faster:  # partitioned again by recomputed layers, or found after the time for the best was up
+        steps = {SortKey.of(step): step for step in (*plan.steps, *faster)}
+        plan.steps = tuple(steps[key] for key in sorted(steps)[:count])
         best = plan.steps[0]
         plan.advice[:] = on_plain(searching, question, best, deadline)
         plan.rivals.clear()

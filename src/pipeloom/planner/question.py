@@ -1,4 +1,4 @@
-"""What somebody asks of the planner: a model, a cluster, a batch, and what may be chosen."""
+"""The planner's input: a model, a cluster, a batch, and limits on the layouts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
@@ -21,18 +21,18 @@ from pipeloom.workload.run import Attention, Run
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a layout may be. ``None``: anything that model, batch and program allow.
+    """Values that layouts may have. ``None``: all that model, batch and program allow.
 
     Attributes:
         tp, pp, dp: sizes of the tensor, pipeline and data axis.
         loops: stages of each pipeline rank.
         micro_batch: sequences of a micro-batch.
-        families: schedules.
-        shards: what data parallelism shares out.
-        recompute: what the backward computes again; ``full`` also allows some of the layers.
-        sequence_parallel: whether what tensor parallelism leaves whole may or must be split.
-        ways: in which room is made for activations or stages, or sequences are cut; ``none`` is a layout without, which
-            is also the answer where the others lead to no layout.
+        families: of schedules.
+        shards: sharding levels of data parallelism.
+        recompute: what backwards recompute; ``none`` with ``full`` also allows some of the layers.
+        sequence_parallel: whether tensor parallelism also splits the sequence.
+        strategies: that save memory or time (``planner/strategies``); ``none`` is a layout without, which is also the
+            answer where the others lead to no layout.
     """
 
     tp: tuple[int, ...] | None = None
@@ -44,15 +44,15 @@ class Limits:
     shards: tuple[Shard, ...] | None = None
     recompute: tuple[Recompute, ...] | None = None
     sequence_parallel: tuple[bool, ...] | None = None
-    ways: tuple[str, ...] | None = None
+    strategies: tuple[str, ...] | None = None
 
     def allows(self, **values: Any) -> bool:
-        """Whether each value is one that may be chosen."""
+        """Whether layouts may have each of the values."""
         return all((among := getattr(self, name)) is None or value in among for name, value in values.items())
 
     @cached_property
     def names(self) -> list[str]:
-        """Those that limit anything."""
+        """Names of the limits that are set."""
         return [item.name for item in fields(self) if getattr(self, item.name) is not None]
 
 
@@ -68,16 +68,16 @@ class Question:
 
     Attributes:
         shape: the model.
-        cluster: where.
-        software: with what.
+        cluster: that it runs on.
+        software: the training program.
         num_devices: of the run; a layout uses all of them.
         global_batch: sequences of a step.
         seq: tokens of a sequence.
-        precision: of weights and activations in products.
+        precision: of weights and activations in matrix products.
         attention: the kernel.
         fused_norm: whether a norm is one kernel.
-        limits: what may be chosen.
-        has_default_dtype: whether the precision is the devices' default, since nobody chose one.
+        limits: of the layouts.
+        has_default_dtype: whether the precision is the default of the devices.
     """
 
     shape: ModelShape
@@ -101,7 +101,7 @@ class Question:
 
     @cached_property
     def bounds(self) -> dict[tuple[Run, Cluster, bool], Bounds]:
-        """What is known of the steps of its layouts (``planner.bounds``), by run, cluster and kind of backward."""
+        """Cache of the bounds of its layouts by (run, cluster, whether backwards are split)."""
         return {}
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class Question:
         for what, wanted, has in (
             ("family", self.limits.families, offered),
             ("sharding level", self.limits.shards, self.software.shards or LEVELS),
-            ("way", self.limits.ways, ("none", *self.software.ways)),
+            ("strategy", self.limits.strategies, ("none", *self.software.strategies)),
         ):
             found += [
                 f"{self.software.name} has no {what} '{name}'; {_hint(name, has)}it has {', '.join(has)}"
@@ -144,12 +144,12 @@ class Question:
 
     @cached_property
     def families(self) -> tuple[str, ...]:
-        """Schedules that may be chosen; those that are searched for one by one take long, and have to be named."""
+        """Families to search; those whose schedules need a search of their own only if limits name them."""
         return self.limits.families or tuple(name for name in self._offered if not FAMILIES[name].is_found)
 
     @cached_property
     def families_by_split(self) -> dict[bool, tuple[str, ...]]:
-        """Those with whole backwards, and those that run the two halves apart."""
+        """Whether backwards are split -> the families."""
         return {
             splits: tuple(name for name in self.families if FAMILIES[name].splits_backward == splits)
             for splits in (False, True)
@@ -157,25 +157,25 @@ class Question:
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """Sharding levels that may be chosen, the least first."""
+        """Sharding levels to search, the least first."""
         among = self.limits.shards or self.software.shards or LEVELS
         return tuple(level for level in LEVELS if level in among)
 
     @cached_property
-    def ways(self) -> tuple[str, ...]:
-        """In which room may be made for activations or stages, or sequences be cut."""
-        return tuple(way for way in self.software.ways if self.limits.allows(ways=way))
+    def strategies(self) -> tuple[str, ...]:
+        """Strategies to try."""
+        return tuple(name for name in self.software.strategies if self.limits.allows(strategies=name))
 
     @cached_property
     def recompute(self) -> tuple[Recompute, ...]:
-        """What may be recomputed: attention alone only where its kernel keeps the scores."""
+        """What layouts may recompute; by default attention alone only where its kernel keeps the scores."""
         keeps_scores = self.attention in ("plain", "fused-softmax")
         usual: tuple[Recompute, ...] = ("none", "selective", "full") if keeps_scores else ("none", "full")
         return self.limits.recompute or usual
 
     @cached_property
     def clusters(self) -> tuple[Cluster, ...]:
-        """The cluster in every order of its kinds of nodes that gives the run other devices, all of its precision."""
+        """The cluster in every distinct order of its kinds of nodes whose devices all support the precision."""
         found: dict[tuple[str, ...], Cluster] = {}
         for order in self.cluster.orders():
             cluster = self.cluster.reordered(order)
@@ -190,13 +190,13 @@ class Question:
 
     @cached_property
     def least_s(self) -> float:
-        """Seconds of the step at least, whatever the layout: no prediction uses more than the peak of its devices."""
+        """Lower bound of the step time in seconds for any layout: model FLOPs at the peak of the devices."""
         flops = self.global_batch * self.seq * shape_model_flops(self.shape, self.seq)
         return flops / max(one.peak_flops_per_s(self.num_devices, self.precision) for one in self.clusters)
 
     @property
     def run(self) -> Run:
-        """What every layout has in common, on one device."""
+        """The run of one device, without a layout."""
         return Run(
             shape=self.shape,
             seq=self.seq,
@@ -208,19 +208,19 @@ class Question:
 
 
 MOST = 10**9
-"""Devices, sequences of a batch and tokens of a sequence of a question."""
+"""Largest number of devices, sequences of a batch and tokens of a sequence."""
 LEVELS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")
 """Every sharding level, the least first."""
 
 
 def layout_limits(run: Run, family: str) -> dict[str, Any]:
-    """The limits that leave one layout, but for what is sharded and recomputed."""
+    """Limits that allow one layout, with any sharding and recomputation."""
     names = ("tp", "pp", "dp", "loops", "micro_batch", "sequence_parallel")
     return {name: (getattr(run, name),) for name in names} | {"families": (family,)}
 
 
 def divisors(number: int) -> list[int]:
-    """Everything that divides a number, ascending."""
+    """Divisors of a number, ascending."""
     small = [part for part in range(1, int(number**0.5) + 1) if number % part == 0]
     return small + [number // part for part in reversed(small) if part * part != number]
 
@@ -229,8 +229,8 @@ def axes(num_devices: int, tps: Iterable[int]) -> list[tuple[int, int, int]]:
     """(tp, pp, dp) whose product is the number of devices.
 
     Args:
-        num_devices: of the whole run.
-        tps: sizes of the tensor axis that may be; those that do not divide the devices are left out.
+        num_devices: of the run.
+        tps: sizes of the tensor axis; those that do not divide the devices are skipped.
     """
     return [
         (tp, pp, num_devices // tp // pp) for tp in tps if num_devices % tp == 0 for pp in divisors(num_devices // tp)

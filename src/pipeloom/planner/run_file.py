@@ -1,4 +1,4 @@
-"""A planned step as the configuration of a run: what ``pipeloom train`` takes."""
+"""A planned step as a run configuration for ``pipeloom train``."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +14,13 @@ from pipeloom.workload.run import Run
 
 
 def run_config(step: SimulatedStep, model: str | None, cluster: str, software: str) -> RunConfig:
-    """The run of a step.
+    """The configuration of a step's run.
 
     Args:
-        step: as it was planned.
-        model: its name in the catalog, or its file; ``None`` writes its sizes.
-        cluster: its name or file.
-        software: its name or file.
+        step: as planned.
+        model: name in the catalog, or file; ``None`` writes the sizes.
+        cluster: name or file.
+        software: name or file.
     """
     run, knobs, moves = step.run, step.knobs, step.knobs.moves
     is_sharded = run.dp > 1 and run.shard != "none"
@@ -53,7 +53,7 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
 
 
 def _model(shape: ModelShape, name: str | None, seq_len: int) -> ModelConfig:
-    """All sizes; or the name with what of the recipe is known by it (``pipeloom.config.unset`` says what is not)."""
+    """All sizes, or the name with the settings that its file has (``pipeloom.config.unset`` lists the others)."""
     if name is None:
         return model_of(shape, ModelConfig())
     path = Path(name)

@@ -12,8 +12,8 @@ dynamic programming over the end of each slice,
 
 and T is the smallest of R S(N; t_max) + (P - 1) t_max over all t_max. Everything is counted in *units* of some tokens.
 
-Where messages go beside compute, the sum does not have them, but the way of a slice through the ranks does: the longest
-slice is then the one that takes longest from rank to rank, with its messages.
+Where messages overlap with compute, the sum is without them, but t_max is that of a slice from rank to rank, with its
+messages.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,9 @@ from pipeloom.recipe import Knobs
 from pipeloom.workload.layout import even_slices
 
 _MOST_UNITS = 128
+"""Of a sequence, by default."""
 _MOST_EVEN = 64
+"""Even slices that ``plan_slices`` simulates for comparison."""
 Seconds = NDArray[np.float64]
 Latency = Callable[[Seconds, Seconds], Seconds]
 """(tokens of a slice, tokens before it), arrays of one shape -> seconds of its forward and backward on a rank."""
@@ -46,7 +48,7 @@ class Slicing:
     Attributes:
         lengths: tokens of each slice.
         seconds: of each slice, forward and backward on one rank.
-        through_s: of each slice, from rank to rank.
+        through_s: the same from rank to rank, with messages.
     """
 
     lengths: tuple[int, ...]
@@ -64,7 +66,7 @@ class Slicing:
 
 
 def default_unit(num_tokens: int, multiple: int, most_units: int) -> int:
-    """The fewest tokens, a multiple of a number, of which a sequence has at most so many; else all of it."""
+    """The smallest multiple of ``multiple`` that divides a sequence into at most ``most_units``; else the sequence."""
     fitting = (n for n in range(multiple, num_tokens + 1, multiple) if num_tokens % n == 0)
     return next((unit for unit in fitting if num_tokens // unit <= most_units), num_tokens)
 
@@ -100,7 +102,7 @@ class LatencyTable:
             self.through_by_end[ends, begins] = through(*places)
 
     def slicing(self, bounds: Sequence[int]) -> Slicing:
-        """The slices between some places, in units, from 0 to the end."""
+        """The slices between bounds in units, from 0 to the end."""
         pairs = list(pairwise(bounds))
         lengths = tuple((end - begin) * self.unit for begin, end in pairs)
         seconds, through_s = (
@@ -109,12 +111,12 @@ class LatencyTable:
         return Slicing(lengths, seconds, through_s)
 
     def even(self, number: int) -> Slicing:
-        """So many slices, as even as units allow."""
+        """A number of slices, as even as units allow."""
         lengths = even_slices(self.num_units, number)
         return self.slicing([0, *np.cumsum(lengths).tolist()])
 
     def shortest(self, longest_s: float) -> Slicing | None:
-        """The slices whose seconds add up to the least, none longer from rank to rank; ``None`` if there are none."""
+        """The slices with the smallest sum, none longer than ``longest_s`` from rank to rank; ``None`` without any."""
         allowed = np.where(self.through_by_end <= longest_s, self.by_end, np.inf)
         best = np.zeros(self.num_units + 1)
         begin_of = np.zeros(self.num_units + 1, np.int64)
@@ -131,9 +133,9 @@ class LatencyTable:
 
 
 def trade_offs(table: LatencyTable, num_ranks: int, rounds: int = 1) -> Iterator[Slicing]:
-    """Slicings whose sum cannot be lowered without a longer slice: the longest slice falls, the sum rises.
+    """Pareto-optimal slicings in order of falling longest slice and rising sum.
 
-    They end where no shorter longest slice can make a step faster than the best so far.
+    Ends where no shorter slice can make a step faster than the best so far.
 
     Args:
         table: seconds of slices.
@@ -149,7 +151,7 @@ def trade_offs(table: LatencyTable, num_ranks: int, rounds: int = 1) -> Iterator
 
 
 def best_slices(table: LatencyTable, num_ranks: int, rounds: int = 1) -> Slicing:
-    """The slices with which a step is fastest; the fewest of them where several are."""
+    """The slices with the shortest step by the formula; of equals the fewest."""
     return min(trade_offs(table, num_ranks, rounds), key=lambda one: one.step_s(num_ranks, rounds))
 
 
@@ -160,21 +162,20 @@ Judge = Callable[[tuple[int, ...]], float]
 def judged_slices(
     table: LatencyTable, num_ranks: int, rounds: int, step_s: Judge, most: int = 8
 ) -> tuple[Slicing, float]:
-    """The slices with which a step of a certain schedule is fastest, of the best few by the formula and all even ones.
+    """The slices with the shortest simulated step, of the best few by the formula and all even ones.
 
-    The formula is that of forward and backward as one, of equal ranks, and of messages that never wait for each other.
-    A simulation of the family that runs knows better. Even slices of which a rank cannot even compute a step in the
-    time of the best so far are not judged.
+    The formula joins forward and backward, assumes equal ranks, and lets no message wait for another; a simulation of
+    the schedule does not. Slices whose compute alone exceeds the best step so far are not simulated.
 
     Args:
         table: seconds of slices.
         num_ranks: pipeline ranks.
         rounds: of the sequence on each rank in a step: micro-batches x loops.
-        step_s: judges; never less than ``rounds`` times what the table has for the sequence.
-        most: slicings by the formula that are judged.
+        step_s: simulates; at least ``rounds`` times the seconds of the sequence in the table.
+        most: slicings by the formula to simulate.
 
     Returns:
-        The slices, and the seconds.
+        The slices, and the seconds of their step.
     """
 
     def formula_s(one: Slicing) -> float:
@@ -217,7 +218,7 @@ class SlicePlan(SlicedStep):
 
 
 def modelled_table(placed: Placed, unit: int | None = None) -> LatencyTable:
-    """What slices of a run's sequences take by the cost model, their messages as the program has them.
+    """Seconds of the slices of a run's sequences by the cost model, with the program's messages.
 
     Args:
         placed: the run.
@@ -232,13 +233,13 @@ def modelled_table(placed: Placed, unit: int | None = None) -> LatencyTable:
 
 
 def plan_slices(placed: Placed, knobs: Knobs, unit: int | None = None, *, moves_by_seconds: bool = False) -> SlicePlan:
-    """Lengths from the dynamic programme, judged by the simulator for the family that runs.
+    """The fastest slices of a run, from the dynamic programme and by simulation of the run's family.
 
     Args:
-        placed: what is trained; its slices do not count.
-        knobs: with which schedule; the number of its slices does not count.
-        unit: as ``modelled_table`` takes it.
-        moves_by_seconds: as ``simulate_step`` takes it.
+        placed: the run; its slices are ignored.
+        knobs: of its schedule; its number of slices is ignored.
+        unit: see ``modelled_table``.
+        moves_by_seconds: see ``simulate_step``.
 
     Raises:
         UserError: the unit does not divide the sequence, or tensor parallelism not the unit; or the run cannot be
@@ -252,7 +253,7 @@ def plan_slices(placed: Placed, knobs: Knobs, unit: int | None = None, *, moves_
     table = modelled_table(placed, unit)
     rounds = knobs.choice.num_microbatches * knobs.choice.loops
 
-    @cache  # the programme, its judgement and the even ones share some lengths, and each is a whole simulation
+    @cache  # the best and the even slices share some lengths, and each takes a whole simulation
     def step_of(lengths: tuple[int, ...]) -> SimulatedStep:
         sliced = replace(run, slices=lengths if len(lengths) > 1 else ())
         chosen = replace(knobs, choice=replace(knobs.choice, num_slices=len(lengths)))
@@ -275,7 +276,7 @@ def plan_slices(placed: Placed, knobs: Knobs, unit: int | None = None, *, moves_
 
 
 def _numbers(num_units: int) -> list[int]:
-    """Powers of two, and what is as many as there can be."""
+    """Numbers of even slices to compare: powers of two, and one slice for each unit."""
     powers = [2**power for power in range(num_units.bit_length()) if 2**power <= min(num_units, _MOST_EVEN)]
     # The most slices that a unit allows, though not a power of two, are the other end of what can be chosen.
     return powers if num_units > _MOST_EVEN or num_units in powers else [*powers, num_units]

@@ -1,12 +1,10 @@
-"""The layouts that answer a question, as a tree: arrangements, their cuts into stages, what these run.
+"""The search space of a question, a tree of three levels.
 
-- An ``Arrangement`` says how devices and batch are divided: axes, micro-batch, what is recomputed.
-- A ``Cut`` adds the loops and the partition: which layers are in which stage, by the seconds of the pieces.
-- A ``Leaf`` adds schedule and sharding. What is left is settled in it, since more is never slower and only memory
-  speaks against it: as many gathered stages and gradient buffers as fit, and where layers are recomputed because
-  memory is short, as few layers as needed.
+- An ``Arrangement`` divides devices and batch: axes, micro-batch, recomputation.
+- A ``Cut`` adds the loops and the partition, which layers are in which stage, by the seconds of the pieces.
+- A ``Leaf`` adds schedule and sharding. Memory decides the rest (``planner/candidate.py``).
 
-Each knows a bound for the step time and the number of leaves below it.
+Each has a lower bound of the step time and the number of leaves below it.
 """
 
 from collections import Counter
@@ -31,37 +29,36 @@ from pipeloom.schedule import Placement
 from pipeloom.workload.layout import Shard
 from pipeloom.workload.run import Run
 
-Kept = Literal["none", "selective", "some", "full"]
-"""What is recomputed: nothing, attention, as many layers as memory asks for, all layers."""
+RecomputeChoice = Literal["none", "selective", "some", "full"]
+"""What backwards recompute: nothing, attention, as few layers as memory requires, all layers."""
 
 MOST_ON_A_STEP = 500_000
-"""Micro-batches times pipeline ranks; a schedule of more takes longer to make than anybody waits."""
+"""Micro-batches times pipeline ranks; larger schedules take too long to make."""
 FEW_LOOPS = 4
-"""Up to here every number of loops is tried; above, those with which layers, or all pieces, divide evenly; or those
-that are asked for."""
+"""Up to here every number of loops is searched; above, those that divide the layers or all pieces evenly."""
 GROUP_FACTORS = (1.25, 2, 4, 8, 16)
-"""Group sizes of the hybrid, as multiples of the pipeline ranks; beside them the number of micro-batches."""
+"""Group sizes of the hybrid, as multiples of the pipeline ranks; the number of micro-batches is searched, too."""
 
 
 @dataclass(frozen=True)
 class Arrangement(OfPlaced):
-    """How devices and batch are divided, and what is kept of a layer.
+    """A division of devices and batch, with what backwards recompute.
 
     Attributes:
-        placed: axes, micro-batch, sequence parallelism, with nothing recomputed where ``kept`` is ``some``; on the
-            question's cluster, in one of the orders of its kinds of nodes.
+        placed: axes, micro-batch, sequence parallelism, with nothing recomputed where ``recomputed`` is ``some``; on
+            the question's cluster, in one of the orders of its kinds of nodes.
         question: that it answers.
-        kept: what is recomputed.
-        splits: whether its schedules run the two halves of backwards apart.
+        recomputed: what backwards recompute.
+        splits: whether its schedules split backwards.
     """
 
     question: Question
-    kept: Kept
+    recomputed: RecomputeChoice
     splits: bool = False
 
     @property
     def bound_s(self) -> float:
-        """Seconds of the step at least: the work of the mean rank, and its way behind the stages before it.
+        """Lower bound of the step time in seconds: the mean over ranks of their work and of the stages before them.
 
         As if all ranks were as fast as the fastest.
         """
@@ -69,28 +66,28 @@ class Arrangement(OfPlaced):
         if run.pp == 1 or self.software.overlaps_steps:
             return self.busy_s
         embedding_s, layer_s = (both[0] if self.splits else sum(both) for both in (pieces.embedding, pieces.layer))
-        layers = min(run.pp - 2, run.shape.layers)  # of the ranks behind the first: one stands before the last of them
+        layers = min(run.pp - 2, run.shape.layers)  # at least one layer on each rank between the first and the last
         before = layers * (run.pp - 1) - layers * (layers + 1) // 2
         return self.busy_s + (embedding_s * (run.pp - 1) + layer_s * before) / run.pp
 
     @property
     def busy_s(self) -> float:
-        """Seconds of the step at least, however soon every rank begins: the work of the mean rank."""
+        """Lower bound of the step time in seconds without any bubble: the mean work of a rank."""
         pieces, fixed_s = self.placed.fastest_pieces, self.software.efficiency.microbatch_s
         whole_s = sum(pieces.embedding) + self.run.shape.layers * sum(pieces.layer) + sum(pieces.head)
         return self.run.num_microbatches * (whole_s / self.run.pp + fixed_s)
 
     @property
     def missing_bytes(self) -> float:
-        """What is missing at least on the fullest device, with everything sharded that can be."""
+        """Lower bound of the bytes that the fullest device lacks, with the highest sharding level."""
         run, software = self.run, self.software
-        leanest = replace(run, recompute="full") if self.kept == "some" else run
+        leanest = replace(run, recompute="full") if self.recomputed == "some" else run
         shape, layers = run.shape, run.shape.layers / run.pp
         held = (layers * shape.layer_matrix_parameters + shape.embedding_parameters / run.pp) / run.tp
         kept = layers * kept_bytes(leanest, software) + working_bytes(leanest, software)
         shard = self.question.shards[-1] if run.dp > 1 else "none"
         least = state_bytes(run, held, software, shard).total_bytes + kept + software.reserve_bytes
-        # The largest device: a bound holds for every way to divide layers.
+        # The largest device: a bound holds for every partition.
         return least - max(self.placed.device_bytes)
 
     @cached_property
@@ -117,7 +114,7 @@ class Arrangement(OfPlaced):
 
     @cached_property
     def cuts(self) -> tuple["Cut", ...]:
-        """With every number of loops."""
+        """Its children, one for each number of loops and placement."""
         return tuple(
             self._cut(replace(self.run, loops=loops, placement=placement))
             for loops, placement in self._loops
@@ -132,12 +129,12 @@ class Arrangement(OfPlaced):
         return Cut(self.placed.of(run), self)
 
     def choices(self, loops: int, placement: str) -> tuple[Choice, ...]:
-        """Schedules that the stages may run in."""
+        """Schedules of such stages."""
         names = self.question.families_by_split[self.splits]
         return _choices(names, self.run.pp, loops, placement, self.run.num_microbatches)
 
     def shardings(self) -> list["Sharding"]:
-        """What data parallelism may share out, and among whom: all its ranks, or those of a node."""
+        """Shardings over all data-parallel ranks, or over those of a node."""
         dp, shards = self.run.dp, self.question.shards
         if dp == 1:
             return [Sharding(("none",), 1)]
@@ -146,17 +143,17 @@ class Arrangement(OfPlaced):
         # As many replicas as share a node, and divide the data axis.
         inside = gcd(self.cluster.devices_per_node // self.run.tp, dp)
         among = dict.fromkeys(size for size in (dp, inside) if size > 1)
-        parts = [levels] if self.kept != "some" else [(level,) for level in levels]
+        parts = [levels] if self.recomputed != "some" else [(level,) for level in levels]
         return found + [Sharding(part, dp // size) for part in parts for size in among if part]
 
 
 class Sharding(NamedTuple):
-    """What data parallelism shares out.
+    """Sharding of data parallelism.
 
     Attributes:
-        levels: that may be, the least first; the first that fits is taken, since it has least to exchange. Where fewer
-            layers have to be recomputed the more is shared out, each level is a choice of its own.
-        replicate: copies of what is shared out.
+        levels: allowed levels, the least first; the first that fits is used, since it communicates least. Where a
+            higher level leaves fewer layers to recompute, each level is a leaf of its own.
+        replicate: copies of the sharded state.
     """
 
     levels: tuple[Shard, ...]
@@ -165,7 +162,7 @@ class Sharding(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _numbers_of_loops(layers: int, pp: int, wanted: tuple[int, ...] | None, *, is_balanced: bool) -> tuple[int, ...]:
-    """Stages of each pipeline rank that are tried."""
+    """Numbers of loops to search: those of the limits, else small or even ones."""
     pieces = layers + 2
     return tuple(
         loops
@@ -189,7 +186,7 @@ def _layers_by_stage(
 def _choices(
     families: tuple[str, ...], pp: int, loops: int, placement: str, num_microbatches: int
 ) -> tuple[Choice, ...]:
-    """Schedules of some stages. On other placements than loops, those whose rows need not be made to know them."""
+    """Distinct schedules of a placement; unless it is looped, only those with closed forms of their stage inputs."""
     found: list[Choice] = []
     for name in families:
         family = FAMILIES[name]
@@ -211,12 +208,13 @@ def _choices(
             found.append(plain)
     found = _different(found)
     if pp * loops == 1 and all(choice.stage_inputs is not None for choice in found):
-        return tuple(sorted(found, key=_held_in_all)[:1])  # one stage takes as long in any order
+        # One stage takes as long in any order, so the one that holds least is enough.
+        return tuple(sorted(found, key=lambda choice: sum(map(sum, choice.stage_inputs or ())))[:1])
     return tuple(found)
 
 
 def _different(choices: list[Choice]) -> list[Choice]:
-    """Choices without those that have the schedule of another one under another name."""
+    """Choices without those whose schedule is that of another family."""
     names, found = {choice.family for choice in choices}, list[Choice]()
     for choice in choices:
         name = choice.same_as
@@ -226,12 +224,8 @@ def _different(choices: list[Choice]) -> list[Choice]:
     return found
 
 
-def _held_in_all(choice: Choice) -> int:
-    return sum(map(sum, choice.stage_inputs or ()))
-
-
 def _group_sizes(pp: int, num_microbatches: int) -> tuple[int, ...]:
-    """Sizes between depth-first's and all micro-batches."""
+    """Group sizes above that of depth-first, up to all micro-batches."""
     sizes = {ceil(pp * factor) for factor in GROUP_FACTORS} | {num_microbatches}
     return tuple(sorted(size for size in sizes if pp < size <= num_microbatches))
 
@@ -248,24 +242,24 @@ class Cut(OfPlaced):
 
     Attributes:
         placed: with loops, placement and the layers of each stage.
-        arrangement: what it cuts.
+        arrangement: its parent.
     """
 
     arrangement: Arrangement
 
     @cached_property
     def time(self) -> Bounds:
-        """Bounds of the step time; with nothing recomputed where that is only settled later."""
+        """Bounds of the step time; with nothing recomputed where memory decides that."""
         return self.bounds(self.run)
 
     @cached_property
     def memory(self) -> Bounds:
-        """Bounds of the memory; with everything recomputed where that is only settled later."""
-        is_open = self.arrangement.kept == "some"
-        return self.bounds(replace(self.run, recompute="full")) if is_open else self.time
+        """Bounds of the memory; with everything recomputed where memory decides that."""
+        has_some = self.arrangement.recomputed == "some"
+        return self.bounds(replace(self.run, recompute="full")) if has_some else self.time
 
     def bounds(self, run: Run) -> Bounds:
-        """Of a run that is cut like this; the same ones wherever the run is the same, whatever is left open of it."""
+        """Bounds of a run with these stages, cached by the question."""
         splits, known = self.arrangement.splits, self.arrangement.question.bounds
         key = run, self.cluster, splits
         if key not in known:
@@ -274,30 +268,30 @@ class Cut(OfPlaced):
 
     @cached_property
     def choices(self) -> tuple[Choice, ...]:
-        """Schedules of the leaves."""
+        """Schedules of its leaves."""
         return self.arrangement.choices(self.run.loops, self.run.placement)
 
     @cached_property
     def shardings(self) -> list[Sharding]:
-        """Those of the leaves."""
+        """Shardings of its leaves."""
         return self.arrangement.shardings()
 
     @property
     def missing_bytes(self) -> float:
-        """What is missing at least on the fullest device, with everything shared out that can be."""
+        """Lower bound of the bytes that the fullest device lacks, with any sharding."""
         levels = list(dict.fromkeys(level for sharding in self.shardings for level in sharding.levels))
         if not self.run.shape.tied:  # where it is, a rank may borrow the matrix from its own shards, and hold more
             levels = levels[-1:]
         return min(self.memory.missing_bytes(self.memory.sharded(level).held_bytes()) for level in levels)
 
     def leaves(self) -> Iterator["Leaf"]:
-        """With every sharding and every schedule."""
+        """Its children, one for each sharding and schedule."""
         return (Leaf(self, sharding, choice) for sharding in self.shardings for choice in self.choices)
 
     @cached_property
     def bound_s(self) -> float:
-        """Seconds of the step at least, whatever is sharded."""
-        return self.time.any_step_s
+        """Lower bound of the step time in seconds for any sharding."""
+        return self.time.least_step_s
 
     @property
     def count(self) -> int:
@@ -311,32 +305,32 @@ class Leaf:
 
     Attributes:
         cut: the stages.
-        sharding: what data parallelism may share out.
+        sharding: allowed levels, and copies.
         choice: the schedule.
-        way: in which room is made, or sequences are cut; ``none`` for neither.
+        strategy: that it is tried with; ``none`` for a plain layout.
     """
 
     cut: Cut
     sharding: Sharding
     choice: Choice
-    way: str = "none"
+    strategy: str = "none"
 
     @property
     def count(self) -> int:
-        """Itself."""
+        """Leaves: itself."""
         return 1
 
     def placed(self, shard: Shard) -> Placed:
-        """Its run with its sharding, in its place."""
+        """Its run with a sharding level, in its place."""
         return self.cut.placed.of(replace(self.cut.run, shard=shard, replicate=self.sharding.replicate))
 
     @property
     def stage_inputs(self) -> Floats | None:
-        """[rank, number of its stage] what ranks hold when they hold the most, where there is a closed form."""
+        """[rank, number of its stage] stage inputs at a rank's peak; ``None`` without a closed form."""
         return _stage_inputs(self.choice)
 
-    def narrowed(self) -> "Leaf | None":
-        """Without the levels of sharding that cannot fit; ``None`` if none can."""
+    def without_large_levels(self) -> "Leaf | None":
+        """The leaf without the sharding levels that cannot fit; ``None`` if none can."""
         memory = self.cut.memory
         for number, shard in enumerate(self.sharding.levels):
             held = memory.sharded(shard, self.sharding.replicate).held_bytes(self.stage_inputs)
@@ -346,31 +340,31 @@ class Leaf:
 
     @property
     def bound_s(self) -> float:
-        """Seconds of the step at least, with the layers that have to be recomputed for it to fit."""
+        """Lower bound of the step time in seconds, with the layers that it has to recompute to fit."""
         time, in_flight = self.cut.time.sharded(self.sharding.levels[0], self.sharding.replicate), self.stage_inputs
         if in_flight is None:
             return time.step_s
-        step_s = max(time.step_s, time.turning_s(in_flight)) if self.cut.arrangement.splits else time.step_s
-        if self.cut.arrangement.kept != "some":
+        step_s = max(time.step_s, time.in_flight_bound_s(in_flight)) if self.cut.arrangement.splits else time.step_s
+        if self.cut.arrangement.recomputed != "some":
             return step_s
         layers = time.layers_to_recompute(in_flight)
         return max(step_s, self.cut.time.recomputing_s(layers) + time.after_s)
 
 
 def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:
-    """All arrangements of a question, and why others are none: a cause -> how many (tp, pp, dp, micro-batch)."""
+    """All arrangements of a question, and the excluded (tp, pp, dp, micro-batch) by cause."""
     excluded = Counter[str]()
     return list(each_arrangement(question, excluded)), excluded
 
 
 def each_arrangement(question: Question, excluded: Counter[str]) -> Iterator[Arrangement]:
-    """The arrangements of a question, one after the other: there may be many thousands.
+    """The arrangements of a question, of which there may be many thousands.
 
-    On a cluster of several kinds of nodes, all of them for every order of its groups.
+    On a cluster with several kinds of nodes, all of them for every order of the groups of nodes.
 
     Args:
         question: to answer.
-        excluded: receives why others are none: a cause -> how many (tp, pp, dp, micro-batch).
+        excluded: receives the number of excluded (tp, pp, dp, micro-batch) by cause.
     """
     limits = question.limits
     for tp, pp, dp in axes(question.num_devices, divisors(question.num_devices)):
@@ -385,23 +379,24 @@ def each_arrangement(question: Question, excluded: Counter[str]) -> Iterator[Arr
                 excluded[f"a step would have more than {MOST_ON_A_STEP:,} micro-batches on its ranks"] += 1
             elif limits.allows(micro_batch=micro_batch):
                 run = replace(question.run, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch)
-                for kind in (kind for cluster in question.clusters for kind in _kinds(question, cluster, run)):
-                    yield from (replace(kind, splits=splits) for splits in _splits(question, pp))
+                for cluster in question.clusters:
+                    for one in _arrangements_of(question, cluster, run):
+                        yield from (replace(one, splits=splits) for splits in _splits(question, pp))
 
 
 def has_arrangement(question: Question) -> bool:
-    """Whether there is any."""
+    """Whether a question has any arrangement."""
     return next(each_arrangement(question, Counter()), None) is not None
 
 
 def _splits(question: Question, pp: int) -> list[bool]:
-    """Whether there are families with whole backwards, and with split ones; alone a rank gains nothing from these."""
-    known = {FAMILIES[name].splits_backward for name in question.families}
-    return sorted(known if pp > 1 or len(known) == 1 else {False})
+    """Kinds of backwards to search: on one rank a split one is never faster."""
+    kinds = {FAMILIES[name].splits_backward for name in question.families}
+    return sorted(kinds if pp > 1 or len(kinds) == 1 else {False})
 
 
 def why_not(question: Question, tp: int, pp: int, dp: int) -> str | None:
-    """Why axes are no layout; ``None`` if they are one."""
+    """Why axes do not divide the model or the batch; ``None`` if they do."""
     shape = question.shape
     if shape.heads % tp or shape.kv_heads % tp:
         return "the heads do not divide by the tensor axis"
@@ -414,8 +409,8 @@ def why_not(question: Question, tp: int, pp: int, dp: int) -> str | None:
     return None
 
 
-def _kinds(question: Question, cluster: Cluster, run: Run) -> Iterator[Arrangement]:
-    """The same axes with and without sequence parallelism, and with everything that may be recomputed."""
+def _arrangements_of(question: Question, cluster: Cluster, run: Run) -> Iterator[Arrangement]:
+    """Arrangements of the same axes with and without sequence parallelism, for each kind of recomputation."""
     for is_split in (False, True) if run.tp > 1 else (False,):
         if question.limits.allows(sequence_parallel=is_split):
             split = replace(run, sequence_parallel=is_split)

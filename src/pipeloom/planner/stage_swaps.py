@@ -1,4 +1,4 @@
-"""A model swapped through one device: where to cut it into stages, and how many micro-batches hide the swaps.
+"""Partition of a model that is swapped through one device, and the number of micro-batches that hides the swaps.
 
 ATOM (arXiv 2403.10504) cuts a list of layers so that two neighboring segments fit the device and executing one hides
 the load of the next. Here with C micro-batches, stages i and i + 1 wait for each other
@@ -6,9 +6,9 @@ the load of the next. Here with C micro-batches, stages i and i + 1 wait for eac
     forward    max(0, load(i + 1) + store(i) - C forward(i))
     backward   max(0, load(i) + store(i + 1) - C backward(i + 1))
 
-for what moves in each direction: what an update needs and changes goes with the backward, or with the next forward;
-and the best cut has the smallest sum of these, found by dynamic programming over pairs of neighbors. Its schedule is
-then simulated, and cuts near it, for what the sum leaves out: room for more than two stages, and both ends of the step.
+where the bytes of an update move with the backward, or with the next forward. The best cut has the smallest sum of
+these, found by dynamic programming over pairs of neighbors. It is then simulated, with similar cuts, since the sum is
+without room for more than two stages and without both ends of the step.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,10 +22,12 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.exchanges import step_terms
 from pipeloom.cost.placed import Placed
 from pipeloom.errors import UserError
-from pipeloom.families import make_schedule
-from pipeloom.passes import add_stage_swaps, add_updates, lower, place_of_updates
+from pipeloom.families import Choice
+from pipeloom.passes import place_of_updates
 from pipeloom.predict.stage_swaps import swapped_amounts, swapped_costs
+from pipeloom.recipe import Recipe, Residence, build
 from pipeloom.schedule import Schedule
+from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts, Content, stage_sizes
 from pipeloom.simulation import simulate
 from pipeloom.terminal.words import format_bytes
@@ -33,22 +35,22 @@ from pipeloom.trace import Trace
 
 _WEIGHTS = Content.WEIGHTS | Content.BORROWED
 _MOST_SIMULATED = 120
-"""Cuts that are simulated for one number of micro-batches."""
+"""Cuts to simulate for one number of micro-batches."""
 _FEW_NEIGHBORS = 4
-"""Stages for which there is room at least, where less room than there is may be faster."""
+"""Most adjacent stages whose bytes are tried as a smaller budget."""
 _ENOUGH_MICROBATCHES = 4
-"""Simulated while cuts are compared; a visit of more is one that takes as many times longer."""
+"""Micro-batches that represent larger numbers in the simulations of cuts, each taking proportionally longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwapQuestion:
-    """What is known of a model and of the device that it is swapped through.
+    """Costs of a model's pieces and of the device that it is swapped through.
 
     Attributes:
-        forward_s: of each piece, seconds of its forward for one micro-batch.
-        backward_s: of each piece, seconds of its backward.
-        update_s: of each piece, seconds of the optimizer's step.
-        pieces: of each piece the bytes of what there is of it.
+        forward_s: for each piece, seconds of its forward for one micro-batch.
+        backward_s: for each piece, seconds of its backward.
+        update_s: for each piece, seconds of the optimizer's step.
+        pieces: for each piece, bytes of weights, gradient and state.
         budget: most bytes of stages on the device at once.
         bytes_per_s: between host and device, in each direction.
         needs_norm: whether updates need the norm of the whole gradient (``place_of_updates``).
@@ -64,12 +66,12 @@ class SwapQuestion:
 
     @cached_property
     def _sums(self) -> tuple[list[list[float]], list[Amounts]]:
-        """Of the pieces before each: seconds of forward, backward and update; and bytes."""
+        """Prefix sums over the pieces: seconds of forward, backward and update; and bytes."""
         seconds = [[0.0, *accumulate(of)] for of in (self.forward_s, self.backward_s, self.update_s)]
         return seconds, [Amounts(), *accumulate(self.pieces, _add)]
 
     def stage(self, begin: int, end: int) -> "SwapStage":
-        """The stage of some pieces."""
+        """The stage of the pieces from ``begin`` to before ``end``."""
         seconds, sizes = self._sums
         forward_s, backward_s, update_s = (of[end] - of[begin] for of in seconds)
         return SwapStage(forward_s, backward_s, update_s, _add(sizes[end], sizes[begin].times(-1)))
@@ -79,12 +81,12 @@ class SwapQuestion:
         return [self.stage(begin, end) for begin, end in pairwise(accumulate(partition, initial=0))]
 
     def taken_in(self, begin: int, end: int) -> float:
-        """Bytes of the gradient that a head elsewhere lends the first stage."""
+        """Bytes of the tied gradient that the first stage receives from a head in another stage."""
         return self.pieces[-1].lent_gradient if begin == 0 and end < len(self.pieces) else 0.0
 
 
 def question_of(placed: Placed, budget: int, *, needs_norm: bool) -> SwapQuestion:
-    """What the cost model knows of a run on one device; its pieces are embedding, layers and head.
+    """Closed-form costs of a run on one device; its pieces are embedding, layers and head.
 
     Raises:
         UserError: the cluster's file does not say how fast the host is reached.
@@ -110,7 +112,7 @@ def _add(one: Amounts, other: Amounts) -> Amounts:
 
 
 class SwapStage(NamedTuple):
-    """What a stage takes: seconds for one micro-batch and for its update, and bytes."""
+    """Costs of a stage: seconds for one micro-batch and for its update, and bytes."""
 
     forward_s: float
     backward_s: float
@@ -120,7 +122,7 @@ class SwapStage(NamedTuple):
 
 @dataclass(frozen=True)
 class SwapPlan:
-    """A cut into stages, a number of micro-batches, and the step that comes of it.
+    """A cut into stages, a number of micro-batches, and their simulated step.
 
     Attributes:
         partition: pieces of each stage.
@@ -159,13 +161,13 @@ def plan_swaps(
     num_stages: int | None = None,
     utilization: float = 0.95,
 ) -> SwapPlan:
-    """The cut and the fewest micro-batches with which a device computes most of the time; else its best.
+    """The cut with the fewest micro-batches that reaches a utilization; else that with the highest.
 
     Args:
-        question: what is known.
-        microbatches: numbers that may be taken, rising.
+        question: costs and budget.
+        microbatches: numbers to try, ascending.
         num_stages: of the cut; ``None`` for any number.
-        utilization: share of the step in which the device has to compute.
+        utilization: share of the step in which the device computes.
 
     Raises:
         UserError: a piece is larger than the budget, or no cut into so many stages fits.
@@ -189,12 +191,27 @@ def swapped_step(question: SwapQuestion, partition: Sequence[int], num_microbatc
         UserError: a stage does not fit into the budget.
     """
     forward_s, backward_s, update_s, amounts = zip(*question.stages(partition), strict=True)
-    schedule = lower(make_schedule("breadth-first", pp=1, loops=len(partition), num_microbatches=num_microbatches))
-    schedule = add_updates(schedule, place_of_updates(len(partition), needs_norm=question.needs_norm))
-    schedule = add_stage_swaps(schedule, question.budget, sizes=stage_sizes(amounts))
+    recipe = Recipe(
+        start=Choice(family="breadth-first", pp=1, loops=len(partition), num_microbatches=num_microbatches),
+        updates=place_of_updates(len(partition), needs_norm=question.needs_norm),
+        residence=Residence(question.budget),
+    )
+    schedule = build(recipe, _StageSizes(amounts))
     moves = tuple(one.times(1 / question.bytes_per_s) for one in amounts)
     costs = StageCosts(forward_s, backward_s, moves=moves, update_s=update_s)
     return SwapPlan(tuple(partition), num_microbatches, schedule, simulate(schedule, costs))
+
+
+class _StageSizes(NamedTuple):
+    """``Sizes`` of a recipe that moves no activations."""
+
+    amounts: tuple[Amounts, ...]
+
+    def kept(self, _schedule: Schedule) -> KeptBytes:
+        return KeptBytes()
+
+    def stages(self) -> tuple[Amounts, ...]:
+        return self.amounts
 
 
 def _check(question: SwapQuestion, num_stages: int | None) -> None:
@@ -212,7 +229,7 @@ def _check(question: SwapQuestion, num_stages: int | None) -> None:
 
 
 def _best_plan(question: SwapQuestion, count: int, num_stages: int | None) -> SwapPlan:
-    """The best cut by simulation, from the best ones by the sum of the waits and from cuts near them."""
+    """The best cut by simulation: local search from the cuts with the smallest sums of waits."""
     few = min(count, _ENOUGH_MICROBATCHES)
     alike = _with_longer_visits(question, count / few)
     known: dict[tuple[int, ...], float] = {}
@@ -239,10 +256,10 @@ def _best_plan(question: SwapQuestion, count: int, num_stages: int | None) -> Sw
 
 
 def _rooms(question: SwapQuestion, partition: Sequence[int]) -> list[int]:
-    """The budget, and less: room for a few neighbors.
+    """Budgets to try: the full one, and smaller ones for a few adjacent stages.
 
-    Stages that stay from the way forward to the way back move all that they are one way on the first and the other way
-    on the second. Where lanes are busy all the time, it is faster if both are at once.
+    Stages that stay between forward and backward load in the forward pass alone and store in the backward pass alone.
+    Where both lanes are always busy, it is faster to use both directions in each pass.
     """
     sizes = stage_sizes([stage.amounts for stage in question.stages(partition)])
     few = range(2, min(_FEW_NEIGHBORS, len(sizes)) + 1)
@@ -251,13 +268,13 @@ def _rooms(question: SwapQuestion, partition: Sequence[int]) -> list[int]:
 
 
 def _with_longer_visits(question: SwapQuestion, factor: float) -> SwapQuestion:
-    """A question whose micro-batches take longer, so that fewer make a visit as long."""
+    """The question with longer micro-batches, so that fewer of them represent its visits."""
     forward_s, backward_s = (tuple(factor * s for s in of) for of in (question.forward_s, question.backward_s))
     return replace(question, forward_s=forward_s, backward_s=backward_s)
 
 
 def _near(question: SwapQuestion, partition: tuple[int, ...], num_stages: int | None) -> Iterator[tuple[int, ...]]:
-    """Cuts with one border moved, and, where the number of stages is free, one less or one more; those that fit."""
+    """Feasible cuts with one border moved, or, where the number of stages is free, removed or added."""
     borders = list(accumulate(partition))[:-1]
     pieces = sum(partition)
     found = {(*borders[:n], border + step, *borders[n + 1 :]) for n, border in enumerate(borders) for step in (-1, 1)}
@@ -275,7 +292,7 @@ def _fits(question: SwapQuestion, begin: int, end: int) -> bool:
 
 
 def _cuts(question: SwapQuestion, count: int, num_stages: int | None) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """For each number of stages that there may be the cut with the smallest sum of waits, with that sum in seconds."""
+    """For each feasible number of stages the smallest sum of waits in seconds, and its cut."""
     pieces = len(question.pieces)
     stage = {
         (begin, end): question.stage(begin, end)
@@ -304,7 +321,7 @@ def _cuts(question: SwapQuestion, count: int, num_stages: int | None) -> Iterato
 
 
 def _wait_s(question: SwapQuestion, first: SwapStage, second: SwapStage, count: int) -> float:
-    """Seconds in which two neighbors wait for each other; all of the swaps if there is no room for both."""
+    """Seconds that two adjacent stages wait for each other; all of their swaps if both exceed the budget."""
     changed, gradient = Content.WEIGHTS | Content.STATE, Content.GRADIENT
     forward_s, backward_s = count * first.forward_s, count * second.backward_s
     if question.needs_norm:
@@ -317,6 +334,6 @@ def _wait_s(question: SwapQuestion, first: SwapStage, second: SwapStage, count: 
         backward_s += second.update_s
     there_s, back_s = there / question.bytes_per_s, back / question.bytes_per_s
     if first.amounts.total + second.amounts.total > question.budget:
-        # Without room for both, nothing of the swaps can be hidden.
+        # One stage has to leave before the other loads, so no swap is hidden.
         return there_s + back_s
     return max(0.0, there_s - forward_s) + max(0.0, back_s - backward_s)

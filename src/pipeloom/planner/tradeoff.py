@@ -1,9 +1,9 @@
-"""What training costs and how long it takes, over cluster sizes: the time and cost model of arXiv 2211.05953.
+"""Cost and time of training across cluster sizes, by the model of arXiv 2211.05953.
 
 A larger batch needs more samples for the same loss, ``1 + B / B_crit`` times those of a small one (arXiv 1812.06162,
-section 2.2), and more devices need a larger batch or waste more time. So for each method and each batch per device the
+section 2.2), and more devices need a larger batch or are used less. So for each method and each batch per device the
 search finds the best layouts on a reference number of devices; each is scaled by its data axis to every cluster size,
-at the same batch per device, and simulated there again. Or it searches every size from the start.
+at the same batch per device, and simulated there again. Alternatively every size is searched in full.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,17 +28,17 @@ BATCHES_PER_DEVICE = tuple(Fraction(2) ** power for power in range(-3, 4))
 DEVICE_COUNTS = tuple(64 * 4**power for power in range(5))
 """64 to 16,384 devices."""
 ALTERNATIVES = 10
-"""Layouts of the reference that are scaled: the fastest there need not be the fastest on more devices."""
+"""Layouts of the reference to scale: the fastest there need not be the fastest on more devices."""
 
 
 def method_limits(name: str, shape: ModelShape) -> dict[str, Any]:
-    """What a method allows, as limits of a question.
+    """Limits of a question that restrict it to a method, without strategies.
 
     Args:
-        name: one of ``METHODS``; none of them moves activations or cuts sequences.
+        name: one of ``METHODS``.
         shape: the model; no pipeline has more ranks or loops than pieces.
     """
-    several, plain = tuple(range(2, shape.layers + 3)), {"ways": ("none",)}
+    several, plain = tuple(range(2, shape.layers + 3)), {"strategies": ("none",)}
     if name == "no-pipeline":
         return {"pp": (1,), **plain}
     is_looped = name in ("breadth-first", "depth-first")
@@ -46,7 +46,7 @@ def method_limits(name: str, shape: ModelShape) -> dict[str, Any]:
 
 
 METHODS = ("breadth-first", "depth-first", "1f1b", "gpipe", "no-pipeline")
-"""Pipelines with two loops or more, pipelines without, and none."""
+"""Pipelines with at least two loops, pipelines without loops, and no pipeline."""
 
 
 def critical_batch_tokens(parameters: float) -> float:
@@ -69,11 +69,11 @@ def default_critical_batch(shape: ModelShape, seq: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is to be reached, and what a device costs.
+    """A training's token budget, and the price of a device.
 
     Attributes:
         tokens: that small batches would need.
-        critical_batch: sequences; a batch of so many needs twice the tokens.
+        critical_batch: in sequences; a batch of this size needs twice the tokens.
         price_per_device_hour: dollars.
     """
 
@@ -82,7 +82,7 @@ class Training:
     price_per_device_hour: float
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
+        """Refuse impossible values.
 
         Raises:
             ConfigError: everything that is wrong.
@@ -98,7 +98,7 @@ class Training:
             raise ConfigError(found, "the training")
 
     def needed_tokens(self, global_batch: int) -> float:
-        """Tokens with a batch of so many sequences, (1 + B / B_crit) times the budget."""
+        """Tokens with a global batch of B sequences, (1 + B / B_crit) times the budget."""
         return self.tokens * (1 + global_batch / self.critical_batch)
 
     def seconds(self, global_batch: int, tokens_per_s: float) -> float:
@@ -106,12 +106,12 @@ class Training:
         return self.needed_tokens(global_batch) / tokens_per_s
 
     def dollars(self, seconds: float, num_devices: int) -> float:
-        """Price of so many devices for so long."""
+        """Price of devices for a time."""
         return seconds / 3600 * num_devices * self.price_per_device_hour
 
 
 def scaling_problems(reference: int, device_counts: Sequence[int], batches: Sequence[Fraction]) -> list[str]:
-    """What is wrong with cluster sizes and batches per device."""
+    """Problems of cluster sizes and batches per device."""
     found = []
     if reference < 1:
         return [f"the reference must be at least 1 device, found {reference}"]
@@ -135,7 +135,7 @@ def scaling_problems(reference: int, device_counts: Sequence[int], batches: Sequ
 
 
 def cluster_problems(cluster: Cluster) -> list[str]:
-    """Why a cluster has no sizes to choose from."""
+    """Problems of a cluster whose size is fixed."""
     if cluster.num_devices is None:
         return []
     size = f"{cluster.num_devices} devices in nodes of several kinds"
@@ -143,22 +143,22 @@ def cluster_problems(cluster: Cluster) -> list[str]:
 
 
 def whole_batches(reference: int, batches: Iterable[Fraction] = BATCHES_PER_DEVICE) -> tuple[Fraction, ...]:
-    """Those batches per device that are whole sequences on the reference."""
+    """The batches per device that are whole sequences on the reference."""
     return tuple(batch for batch in batches if (batch * reference).denominator == 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tradeoff:
-    """The question: the curves of some methods over cluster sizes.
+    """Input of a comparison of methods across cluster sizes.
 
     Attributes:
-        question: of the reference; its batch is not looked at, its limits hold for every method.
-        training: how much, and at what price.
-        methods: method -> program; keys are those of ``METHODS``.
+        question: of the reference; its batch is ignored, its limits hold for every method.
+        training: token budget and price.
+        methods: method of ``METHODS`` -> program.
         device_counts: cluster sizes, multiples of the reference's devices.
-        batches_per_device: sequences; a multiple of the reference's devices of them is whole.
-        alternatives: layouts of the reference that are scaled, for each method and batch.
-        searches_every_size: whether all layouts of each cluster are searched instead, which takes longer.
+        batches_per_device: sequences; times the reference's devices a whole number.
+        alternatives: layouts of the reference to scale, for each method and batch.
+        searches_every_size: whether every cluster size is searched in full instead, which takes longer.
     """
 
     question: Question
@@ -182,12 +182,12 @@ class Tradeoff:
             raise ConfigError(problems, "the trade-off")
 
     def question_of(self, method: str) -> Question:
-        """The reference's question for a method."""
+        """The reference's question restricted to a method."""
         return of_method(self.question, method, self.methods[method])
 
 
 def of_method(question: Question, method: str, software: Software) -> Question:
-    """A question with what a method allows.
+    """A question restricted to a method and its program.
 
     Raises:
         ConfigError: the program does not run the method.
@@ -201,7 +201,7 @@ def of_method(question: Question, method: str, software: Software) -> Question:
 
 
 def method_problems(question: Question, methods: Mapping[str, Software]) -> list[str]:
-    """Why methods cannot be compared."""
+    """Problems of methods and their programs."""
     if not methods:
         return [f"there must be at least one method of {', '.join(METHODS)}"]
     found: list[str] = []
@@ -223,18 +223,18 @@ class Point:
     Attributes:
         method: of ``METHODS``.
         program: name of the software.
-        family: schedule.
+        family: of its schedule.
         run: its layout.
-        batch_per_device: sequences.
+        batch_per_device: in sequences.
         step_time_s: of a step.
         tokens_per_s: of the cluster.
         mfu: model FLOPs utilization, a fraction.
-        reference_mfu: the method's on the reference's devices with the same batch per device, which the paper takes for
-            all sizes; ``None`` where nothing fits there.
+        reference_mfu: the same on the reference's devices with the same batch per device, which the paper uses for all
+            sizes; ``None`` where nothing fits there.
         memory_bytes: of the fullest device.
-        tokens: that are needed with this batch.
-        seconds: of the whole training.
-        dollars: for it.
+        tokens: of the training with this batch.
+        seconds: of the training.
+        dollars: of the training.
     """
 
     method: str
@@ -264,12 +264,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Curves:
-    """The answer.
+    """Points of all methods, cluster sizes and batches.
 
     Attributes:
-        inputs: the question.
-        points: of every method, cluster size and batch that fits.
-        missing: (method, batch per device) that fit nowhere on the reference.
+        inputs: of the comparison.
+        points: those that fit.
+        missing: (method, batch per device) without a layout that fits the reference.
     """
 
     inputs: Tradeoff
@@ -281,7 +281,7 @@ class Curves:
 
         Args:
             num_devices: of the cluster.
-            method: only of this one.
+            method: to restrict it to; ``None`` for all.
         """
         among = [p for p in self.points if p.num_devices == num_devices and method in (None, p.method)]
         return min(among, key=lambda point: point.seconds, default=None)
@@ -293,15 +293,15 @@ class Curves:
 
     @property
     def front(self) -> list[Point]:
-        """Points than which no other is both as fast and as cheap, the fastest first."""
+        """Pareto-optimal points by time and cost, the fastest first."""
         chosen = pareto_front([(point.seconds, point.dollars) for point in self.points])
         return [self.points[number] for number in chosen]
 
 
 def pareto_front(pairs: Sequence[tuple[float, float]]) -> list[int]:
-    """Numbers of the pairs than which no other is at most as large in both and smaller in one; by the first value.
+    """Indices of the pairs that no other dominates (at most as large in both, smaller in one), by the first value.
 
-    Of equal pairs the first one is taken.
+    Of equal pairs the first one is on the front.
     """
     found: list[int] = []
     least = float("inf")
@@ -314,11 +314,11 @@ def pareto_front(pairs: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def tradeoff(inputs: Tradeoff, progress: Progress | None = None) -> Curves:
-    """The curves.
+    """Points of all methods across cluster sizes.
 
     Args:
-        inputs: what.
-        progress: called after every method and batch.
+        inputs: of the comparison.
+        progress: is called after every method and batch.
     """
     points: list[Point] = []
     missing: list[tuple[str, Fraction]] = []
@@ -343,9 +343,9 @@ def _with_more(question: Question, factor: int) -> Question:
 
 
 def _best_scaled(question: Question, steps: Sequence[SimulatedStep]) -> SimulatedStep | None:
-    """The fastest of some layouts with a data axis that takes all devices.
+    """The fastest of the layouts with a larger data axis that uses all devices.
 
-    What is sharded and recomputed is decided again, since more replicas leave more memory and have more to exchange.
+    Sharding and recomputation are searched again, since more replicas leave more memory and communicate more.
     """
     found: dict[tuple[Any, ...], SimulatedStep | None] = {}
     for step in steps:

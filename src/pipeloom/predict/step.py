@@ -381,7 +381,7 @@ def lowered(run: Run, software: Software, knobs: Knobs) -> Schedule:
     return communicating(recipe_of(run, software, knobs))
 
 
-def unsent(run: Run, software: Software, knobs: Knobs) -> Graph:
+def graph_without_messages(run: Run, software: Software, knobs: Knobs) -> Graph:
     """What ``lowered`` makes without its messages: it takes no longer, and is made in a fraction of the time.
 
     Raises:

@@ -10,7 +10,7 @@ from pipeloom.workload.limits import Common, Count
 
 Shard = Literal["none", "optimizer", "gradients", "full"]
 Recompute = Literal["none", "selective", "full"]
-Way = Literal["keep", "balance", "offload", "swap", "slices"]
+StrategyName = Literal["keep", "balance", "offload", "swap", "slices"]
 """Strategies of the planner: recompute what exceeds memory (keep), evict activations to partners (balance), offload
 them to the host, swap whole stages, slice sequences."""
 

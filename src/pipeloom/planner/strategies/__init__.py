@@ -1,4 +1,4 @@
-"""Strategies of the planner: every module of this folder adds some; the search names none.
+"""Strategies of the planner: every module of this folder registers some; the search names none.
 
 Other distributions add theirs through entry points of the group ``pipeloom.strategies`` (docs/extending.md).
 """
@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from pipeloom.cost.software import Software
 from pipeloom.planner.strategies import activations, slices, swap
-from pipeloom.planner.strategies.strategy import STRATEGIES, Left, Strategy
+from pipeloom.planner.strategies.strategy import STRATEGIES, SearchState, Strategy
 from pipeloom.predict.step import SimulatedStep
 
 __all__ = [
     "STRATEGIES",
-    "Left",
+    "SearchState",
     "Strategy",
     "activations",
     "slices",
@@ -23,11 +23,12 @@ __all__ = [
 
 
 def strategy_of(step: SimulatedStep) -> str:
-    """The name of the strategy that a step has, those of others first; ``none`` for a plain one."""
+    """The name of a step's strategy, ``none`` for a plain step; strategies of other distributions take precedence."""
     return next((name for name in reversed(list(STRATEGIES)) if STRATEGIES[name].is_in(step)), "none")
 
 
 def with_strategies(software: Software) -> Software:
-    """The program with the strategies of other distributions that it runs."""
-    more = [name for name, one in STRATEGIES.items() if software.name in one.programs and name not in software.ways]
-    return replace(software, ways=(*software.ways, *more)) if more else software
+    """The program with the strategies of other distributions that name it."""
+    known = software.strategies
+    more = [name for name, one in STRATEGIES.items() if software.name in one.programs and name not in known]
+    return replace(software, strategies=(*known, *more)) if more else software

@@ -1,65 +1,58 @@
-"""What the planner may do to a layout beside recomputing layers: strategies by name, and what each one offers."""
+"""What a strategy of the planner consists of, and the registry of all strategies."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Question
-from pipeloom.planner.settle import Candidate
 from pipeloom.planner.space import Arrangement, Leaf
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.registry import Registry
 
 
-class Left(NamedTuple):
-    """What a search leaves to strategies.
+class SearchState(NamedTuple):
+    """State of a search after the proof of its plain layouts.
 
     Attributes:
-        arrangements: of the question.
-        too_large: leaves that do not fit, or fit with fewer layers recomputed.
-        limit_s: seconds of the fastest step that is known; what takes longer is not looked for.
+        arrangements: of the question, within its limits.
+        infeasible: leaves that do not fit, or fit with fewer layers recomputed.
+        fastest_s: seconds of the fastest step so far; infinite without one.
     """
 
     arrangements: Iterable[Arrangement]
-    too_large: Sequence[Leaf]
-    limit_s: float
-
-
-def _nothing(_: Question) -> None:
-    return None
-
-
-def _no_steps(_: Candidate) -> Iterator[SimulatedStep]:
-    return iter(())
+    infeasible: Sequence[Leaf]
+    fastest_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """A way to make room for activations or stages, or to make a step faster, which no bound covers.
+    """A change of layouts that saves memory or time and that no bound covers.
 
     Attributes:
         summary: one line for people.
         without: title of the best layout without it, where the best of all has it.
-        applies: leaves to which it may be applied, of those that a search leaves. The search names the strategy in
-            their ``way`` before it estimates and builds them.
-        estimate: seconds of a leaf's step, about; infinite where the strategy does not help. A few leaves are built.
-        build: a leaf with everything decided; ``None`` if it does not fit in this way.
+        applies: state of the search -> leaves that it may be applied to. The search sets their ``strategy`` before it
+            estimates and builds them.
+        estimate: leaf -> estimated seconds of its step; infinite where the strategy does not help. Only the leaves with
+            the lowest estimates are built.
+        build: leaf -> candidate; ``None`` if it does not fit.
         is_in: whether a step has it.
-        refine: further steps from a candidate, if it is among the best; for what takes long.
-        hint: where nothing fits, what somebody should know about it.
-        limit: why it applies to no layout of a question; ``None`` if it may.
+        refine: candidate of the answer -> further steps; for what takes too long for every candidate.
+        hint: question that nothing fits -> advice about the strategy.
+        limit: question -> why the strategy applies to none of its layouts; ``None`` if it may.
         programs: names of training programs that run it although their files do not name it.
     """
 
     summary: str
     without: str
-    applies: Callable[[Left], Iterable[Leaf]]
+    applies: Callable[[SearchState], Iterable[Leaf]]
     estimate: Callable[[Leaf], float]
     build: Callable[[Leaf], Candidate | None]
     is_in: Callable[[SimulatedStep], bool]
-    refine: Callable[[Candidate], Iterator[SimulatedStep]] = _no_steps
-    hint: Callable[[Question], str | None] = _nothing
-    limit: Callable[[Question], str | None] = _nothing
+    refine: Callable[[Candidate], Iterable[SimulatedStep]] = lambda _: ()
+    hint: Callable[[Question], str | None] = lambda _: None
+    limit: Callable[[Question], str | None] = lambda _: None
     programs: tuple[str, ...] = ()
 
 

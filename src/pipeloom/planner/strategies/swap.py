@@ -1,7 +1,7 @@
-"""Whole stages that visit the one device of a run, in the search: where weights and their state are too large for it.
+"""The strategy ``swap``: on a run of one device that cannot hold the model, stages are swapped with the host.
 
-What a step takes is not bounded, only estimated: as long as its compute, or as what moves meanwhile. A search tries the
-few layouts that come first by that.
+The step time is estimated as the longer of compute and transfers; the search tries the few layouts with the lowest
+estimates.
 """
 
 from collections.abc import Iterator
@@ -14,76 +14,78 @@ from pipeloom.cost.memory import kept_logits
 from pipeloom.cost.stages import layers_of_pieces
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
+from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Question
-from pipeloom.planner.settle import Candidate
 from pipeloom.planner.space import Leaf
 from pipeloom.planner.stage_swaps import SwapQuestion, plan_swaps, question_of
-from pipeloom.planner.strategies.strategy import STRATEGIES, Left, Strategy
+from pipeloom.planner.strategies.strategy import STRATEGIES, SearchState, Strategy
 from pipeloom.recipe import Knobs
 from pipeloom.schedule.stage_swaps import NOTHING, Content
 
 FAMILY = "breadth-first"
 """The order that visits each stage twice a step, however many micro-batches there are."""
 _MOST_BUDGETS = 6
-"""That are tried: what activations leave is only known when the stages are."""
+"""Device budgets to try: the memory that activations leave depends on the stages."""
 
 
-def _swappable(left: Left) -> Iterator[Leaf]:
-    """Leaves on one device that do not fit it, whatever is recomputed, and may be swapped through it."""
-    for arrangement in left.arrangements:
+def _swappable(state: SearchState) -> Iterator[Leaf]:
+    """Leaves on one device that do not fit it, whatever is recomputed."""
+    for arrangement in state.arrangements:
         run, question = arrangement.run, arrangement.question
         # Only a run on one device can swap its stages.
         is_alone = run.num_devices == 1 and FAMILY in question.families and arrangement.cluster.host is not None
-        if not is_alone or arrangement.kept == "some" or arrangement.splits:
+        if not is_alone or arrangement.recomputed == "some" or arrangement.splits:
             continue
         for cut in arrangement.cuts:
             leaf, loops = next(cut.leaves()), cut.run.loops
-            # Where nobody asks for a number of stages, the cut is found by bytes, and one leaf stands for all of them.
-            if (_is_number_asked(leaf) or loops == 1) and leaf.narrowed() is None:
+            # Without a limit on loops the bytes determine the stages, and one leaf represents all numbers of stages.
+            if (_has_fixed_loops(leaf) or loops == 1) and leaf.without_large_levels() is None:
                 choice = Choice(family=FAMILY, pp=1, loops=loops, num_microbatches=run.num_microbatches)
                 yield replace(leaf, choice=choice)
 
 
-def _is_number_asked(leaf: Leaf) -> bool:
+def _has_fixed_loops(leaf: Leaf) -> bool:
     return leaf.cut.arrangement.question.limits.loops is not None
 
 
 def _estimate_s(leaf: Leaf) -> float:
-    """Seconds of the step, about; infinite where activations leave no room for the largest piece of the model.
+    """Estimated seconds of a step; infinite where activations leave no room for the largest piece of the model.
 
-    On the way forward each stage is updated and run: all of it comes, weights and state go. On the way back it comes as
-    weights, and leaves its gradient. Each way takes as long as its compute, or as what moves.
+    In the forward pass each stage is updated and run: everything is loaded, weights and state are stored. In the
+    backward pass weights are loaded and gradients stored. Each pass takes the longer of its compute and its transfers.
     """
     asked, count = _question(leaf), leaf.cut.run.num_microbatches
-    if max(one.total for one in asked.pieces) > _room(leaf, asked):
+    if max(one.total for one in asked.pieces) > _budget(leaf, asked):
         return float("inf")
 
     def moved_s(content: Content) -> float:
         return sum(one.of(content) for one in asked.pieces) / asked.bytes_per_s
 
     forward_s = count * sum(asked.forward_s) + sum(asked.update_s)
-    way_back_s = max(moved_s(Content.WEIGHTS | Content.BORROWED), moved_s(Content.GRADIENT | Content.LENT_GRADIENT))
-    return max(forward_s, moved_s(~NOTHING)) + max(count * sum(asked.backward_s), way_back_s)
+    backward_moves_s = max(
+        moved_s(Content.WEIGHTS | Content.BORROWED), moved_s(Content.GRADIENT | Content.LENT_GRADIENT)
+    )
+    return max(forward_s, moved_s(~NOTHING)) + max(count * sum(asked.backward_s), backward_moves_s)
 
 
 def _question(leaf: Leaf) -> SwapQuestion:
-    """What is known of the pieces; the budget is not."""
+    """The pieces of a leaf's model, without a budget."""
     return question_of(leaf.cut.placed, 0, needs_norm=OptimizerConfig().clips)
 
 
-def _room(leaf: Leaf, asked: SwapQuestion) -> float:
-    """Bytes that a device has for stages, about, beside what all micro-batches keep, their logits included."""
+def _budget(leaf: Leaf, asked: SwapQuestion) -> float:
+    """Estimated bytes for stages on the device: its memory without the activations and logits of all micro-batches."""
     memory, run, software = leaf.cut.memory, leaf.cut.run, leaf.cut.software
     held = memory.sharded("none").held_bytes(np.full((1, run.loops), float(run.num_microbatches)))
     logits = (run.num_microbatches - 1) * kept_logits(run, software) * (1 + software.fragmentation)
     whole = sum(one.total for one in asked.pieces)
-    return float((memory.rooms - held).min()) + whole - logits
+    return float((memory.capacity_bytes - held).min()) + whole - logits
 
 
 def _build(leaf: Leaf) -> Candidate | None:
-    """With the cut that is fastest in the bytes that activations leave; ``None`` if they leave too few."""
+    """The fastest partition within the memory that activations leave; ``None`` if they leave too little."""
     asked = _question(leaf)
-    budget = _room(leaf, asked)
+    budget = _budget(leaf, asked)
     for _ in range(_MOST_BUDGETS):
         try:
             chosen = _within(leaf, replace(asked, budget=int(budget)))
@@ -94,19 +96,19 @@ def _build(leaf: Leaf) -> Candidate | None:
             return chosen
         memory = prediction.memory
         used = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
-        # The cut may have left some of the budget unused, so the excess is taken from what it used.
+        # The partition may use less than the budget, so the excess is subtracted from what it uses.
         budget = min(budget, used) - (memory.total_bytes - prediction.device_bytes[0])
     return None
 
 
 def _within(leaf: Leaf, asked: SwapQuestion) -> Candidate:
-    """With so many bytes for stages at once.
+    """The leaf swapped within the budget of a question.
 
     Raises:
         UserError: a piece of the model is larger.
     """
     run = leaf.cut.run
-    plan = plan_swaps(asked, [run.num_microbatches], num_stages=run.loops if _is_number_asked(leaf) else None)
+    plan = plan_swaps(asked, [run.num_microbatches], num_stages=run.loops if _has_fixed_loops(leaf) else None)
     partition, room = plan.partition, plan.schedule.max_resident
     assert room is not None, "stages are swapped"
     choice = replace(leaf.choice, loops=len(partition))
@@ -116,16 +118,16 @@ def _within(leaf: Leaf, asked: SwapQuestion) -> Candidate:
 
 
 def _hint(question: Question) -> str | None:
-    """What somebody whose model does not fit one device may want to know of swapping; ``None`` with several devices."""
-    if question.num_devices > 1 or "swap" not in question.software.ways:
+    """How swapping could help a model that does not fit one device; ``None`` with several devices."""
+    if question.num_devices > 1 or "swap" not in question.software.strategies:
         return None
     if question.cluster.host is None:
         return (
             f"Stages could visit the device one after the other if the file of {question.cluster.name} said how fast "
             "it reaches the memory of its host: a table [host] with latency_us and gb_per_s."
         )
-    if "swap" not in question.ways or FAMILY not in question.families:
-        return f"Stages may visit the device one after the other with the way swap and the family {FAMILY}."
+    if "swap" not in question.strategies or FAMILY not in question.families:
+        return f"Stages may visit the device one after the other with the strategy swap and the family {FAMILY}."
     return (
         "Stages that visit the device one after the other do not fit either, beside what all sequences of a step keep: "
         "a smaller batch, shorter sequences or more recomputation need less."

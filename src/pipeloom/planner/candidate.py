@@ -1,7 +1,7 @@
-"""What is left of a leaf: how many stages are gathered, how many gradients wait, which layers are recomputed.
+"""Candidates: leaves with the decisions that memory makes.
 
-More of the first two is never slower, and fewer layers are; only memory speaks against it. So the most, or the fewest,
-that fits is taken, which makes the leaf a candidate.
+More gathered stages, more gradient buffers and fewer recomputed layers are never slower, so a leaf is completed with
+the most, or the fewest, that fit on every device.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from pipeloom.families import Choice
 from pipeloom.planner.bounds import Sharded
 from pipeloom.planner.space import Leaf
 from pipeloom.predict.memory import Room, memory_with_room
-from pipeloom.predict.step import SimulatedStep, compute_schedule, simulate_step, unsent
+from pipeloom.predict.step import SimulatedStep, compute_schedule, graph_without_messages, simulate_step
 from pipeloom.recipe import Knobs
 from pipeloom.schedule.peaks import Peaks
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.run import Run
 
 TRIES = 4
-"""Times that more layers of each rank that is too full are recomputed: the first only estimates what each saves."""
+"""Rounds of recomputing more layers on ranks that are too full: the first only estimates what a layer saves."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class Candidate(OfPlaced):
     """A leaf with everything decided.
 
     Attributes:
-        placed: what is trained, how it is laid out, where and with what.
-        knobs: in which schedule.
-        leaf: what is decided.
-        is_close: whether the search has its bound from its schedule without messages.
+        placed: the run, its cluster and its program.
+        knobs: of its schedule.
+        leaf: that it completes.
+        has_close_bound: whether the frontier has its bound from its schedule without messages.
     """
 
     knobs: Knobs
     leaf: Leaf
-    is_close: bool = False
+    has_close_bound: bool = False
     count = 1
 
     def of(self, run: Run) -> "Candidate":
@@ -47,18 +47,18 @@ class Candidate(OfPlaced):
         return replace(self, placed=self.placed.of(run))
 
     def simulate(self) -> SimulatedStep:
-        """Its step; the last few whose activations move are kept, since their moves take long to place."""
-        return (_moved if self.knobs.moves.is_any else simulate_step)(self.placed, self.knobs)
+        """Its step; the last few whose activations move are cached, since placing their moves takes long."""
+        return (_simulate_moves if self.knobs.moves.is_any else simulate_step)(self.placed, self.knobs)
 
     @property
     def bound_s(self) -> float:
-        """Seconds of the step at least, with the layers that are recomputed."""
+        """Lower bound of the step time in seconds, with the layers that are recomputed."""
         return self._bounds.step_s
 
     @property
-    def unsent_s(self) -> float:
-        """Seconds of the step at least: those of its schedule with gathers and reductions, but without messages."""
-        return self._bounds.unsent_s(unsent(self.run, self.software, self.knobs))
+    def bound_without_messages_s(self) -> float:
+        """Lower bound of the step time in seconds: its schedule with gathers and reductions, without messages."""
+        return self._bounds.without_messages_s(graph_without_messages(self.run, self.software, self.knobs))
 
     @property
     def _bounds(self) -> Sharded:
@@ -68,7 +68,7 @@ class Candidate(OfPlaced):
 
     @property
     def free_bytes(self) -> list[float]:
-        """For each rank the bytes that are left on a device of it; below 0 what is missing."""
+        """For each rank the free bytes of a device, before anything moves; negative where bytes are missing."""
         knobs, choice, loops = self.knobs, self.knobs.choice, self.run.loops
         rows = compute_schedule(choice) if choice.keep is not None or choice.num_slices > 1 else peaks_of(choice)
         room = Room(
@@ -77,8 +77,8 @@ class Candidate(OfPlaced):
             unreduced=knobs.gradient_buffers,
         )
         held = memory_with_room(self.run, self.software, rows, room)
-        rooms = self.leaf.cut.memory.rooms.tolist()
-        return [capacity - memory.total_bytes for capacity, memory in zip(rooms, held, strict=True)]
+        capacities = self.leaf.cut.memory.capacity_bytes.tolist()
+        return [capacity - memory.total_bytes for capacity, memory in zip(capacities, held, strict=True)]
 
     @property
     def fits(self) -> bool:
@@ -87,34 +87,33 @@ class Candidate(OfPlaced):
 
 
 @lru_cache(maxsize=32)
-def _moved(placed: Placed, knobs: Knobs) -> SimulatedStep:
+def _simulate_moves(placed: Placed, knobs: Knobs) -> SimulatedStep:
     return simulate_step(placed, knobs)
 
 
-def settle(leaf: Leaf) -> Candidate | None:
-    """The leaf with everything decided; ``None`` if it does not fit, or if it fits with fewer layers recomputed."""
-    if leaf.cut.arrangement.kept == "some":
+def complete(leaf: Leaf) -> Candidate | None:
+    """The fastest candidate of a leaf that fits; ``None`` without one, or if it fits with fewer layers recomputed."""
+    if leaf.cut.arrangement.recomputed == "some":
         return _with_some_layers(leaf)
     # The least sharding first, since it exchanges least; with each the most room, since that waits least.
     for shard in leaf.sharding.levels:
         for knobs in knobs_of(leaf.choice, shard):
-            if _is_hopeless(leaf, shard, knobs):
-                continue
-            chosen = Candidate(leaf.placed(shard), knobs, leaf)
-            if chosen.fits:
-                return chosen
+            if not _is_too_large(leaf, shard, knobs):
+                candidate = Candidate(leaf.placed(shard), knobs, leaf)
+                if candidate.fits:
+                    return candidate
     return None
 
 
-def _is_hopeless(leaf: Leaf, shard: Shard, knobs: Knobs) -> bool:
-    """Whether a bound says that it does not fit, so that no schedule has to be made to see it."""
+def _is_too_large(leaf: Leaf, shard: Shard, knobs: Knobs) -> bool:
+    """Whether a lower bound of its memory exceeds a device, so that no schedule has to be made for it."""
     memory = leaf.cut.memory.sharded(shard, leaf.sharding.replicate)
     held = memory.held_bytes(leaf.stage_inputs, knobs.residency)
     return leaf.cut.memory.missing_bytes(held) > 0
 
 
 def knobs_of(choice: Choice, shard: Shard) -> list[Knobs]:
-    """A schedule with what a rank may have room for, the most first; gathers start as early as there is room.
+    """Residency and gradient buffers to try, the most first; gathers start as early as there is room.
 
     With every gradient whole all the time, ``gradients`` would hold as much as ``optimizer`` does, and with every stage
     gathered ``full`` would hold as much as ``gradients``, and both have more to exchange.
@@ -135,17 +134,17 @@ def knobs_of(choice: Choice, shard: Shard) -> list[Knobs]:
 # Leaves that differ in tensor parallelism, sharding or recomputation have the same schedule.
 @lru_cache(maxsize=4096)
 def peaks_of(choice: Choice) -> Peaks:
-    """What the ranks of a schedule hold at their peaks."""
+    """What each rank of a schedule holds at its peak."""
     return Peaks.of(compute_schedule(choice))
 
 
 def _with_some_layers(leaf: Leaf) -> Candidate | None:
-    """With as few layers recomputed on each rank as it takes; ``None`` if that is none or not enough."""
+    """With the fewest recomputed layers on each rank that fit; ``None`` if none or not even all do."""
     (shard,) = leaf.sharding.levels
     tried = knobs_of(leaf.choice, shard)
     # One gradient is reduced while the next one is made; more would take room for which layers are computed again.
     knobs = next((knobs for knobs in tried if knobs.gradient_buffers == 2), tried[-1])
-    if _is_hopeless(leaf, shard, knobs):
+    if _is_too_large(leaf, shard, knobs):
         return None
     plain = Candidate(leaf.placed(shard), knobs, leaf)
     free = plain.free_bytes
@@ -160,47 +159,48 @@ def _recomputing(plain: Candidate, free: Sequence[float]) -> Candidate | None:
     layers = [0] * plain.run.pp
     for rank, number in zip(owner, counts, strict=True):
         layers[rank] += number
-    again = [0] * plain.run.pp
+    recomputed = [0] * plain.run.pp
     # The estimate leaves out the workspace of the layer that is computed again.
     for _ in range(TRIES):
-        again = [
+        recomputed = [
             number + (int(-left // each) + 1 if left < 0 else 0)
-            for number, left, each in zip(again, free, saved, strict=True)
+            for number, left, each in zip(recomputed, free, saved, strict=True)
         ]
-        if any(number > most for number, most in zip(again, layers, strict=True)):
+        if any(number > most for number, most in zip(recomputed, layers, strict=True)):
             return None
-        chosen = plain.of(replace(plain.run, recompute_layers=_spread(owner, counts, again)))
-        free = chosen.free_bytes
+        candidate = plain.of(replace(plain.run, recompute_layers=_spread(owner, counts, recomputed)))
+        free = candidate.free_bytes
         if min(free) >= 0:
-            return chosen
+            return candidate
     return None
 
 
-def cut_again(chosen: Candidate) -> Candidate | None:
-    """The candidate cut into stages by what its layers recompute; ``None`` if that is no other one, or does not fit.
+def repartitioned(candidate: Candidate) -> Candidate | None:
+    """The candidate partitioned by the seconds of its recomputed layers; ``None`` if equal, or if it does not fit.
 
-    For a few candidates: uneven layers take longer to cut than everything else together.
+    For a few candidates: a partition of uneven layers takes longer than everything else together.
     """
-    if chosen.run.recompute_layers is None or chosen.run.layers_by_stage is None or chosen.run.num_stages == 1:
+    run = candidate.run
+    if run.recompute_layers is None or run.layers_by_stage is None or run.num_stages == 1:
         return None
-    again = chosen.of(chosen.placed.with_fastest_layers().run)
-    return again if again.run.layers_by_stage != chosen.run.layers_by_stage and again.fits else None
+    again = candidate.of(candidate.placed.with_fastest_layers().run)
+    return again if again.run.layers_by_stage != run.layers_by_stage and again.fits else None
 
 
-def _saved_bytes(chosen: Candidate) -> list[float]:
-    """For each rank about what one recomputed layer saves."""
-    run, software = chosen.run, chosen.software
+def _saved_bytes(candidate: Candidate) -> list[float]:
+    """For each rank an estimate of the bytes that one recomputed layer saves."""
+    run, software = candidate.run, candidate.software
     each = kept_bytes(run, software) - kept_bytes(replace(run, recompute="full"), software)
-    peaks = peaks_of(chosen.knobs.choice).stage_inputs
+    peaks = peaks_of(candidate.knobs.choice).stage_inputs
     # A layer is in one of the rank's stages, which has its share of the inputs that the rank holds at its peak.
     return [each * (1 + software.fragmentation) * peak / run.loops for peak in peaks]
 
 
-def _spread(owner: Sequence[int], counts: Sequence[int], again: Sequence[int]) -> tuple[Recompute, ...]:
-    """For each layer what is recomputed: of each rank so many, evenly over its stages, the first ones of each."""
+def _spread(owner: Sequence[int], counts: Sequence[int], recomputed: Sequence[int]) -> tuple[Recompute, ...]:
+    """For each layer what is recomputed: the given number of each rank, evenly over the first layers of its stages."""
     kinds: list[Recompute] = ["none"] * sum(counts)
     first = [0, *accumulate(counts)]
-    left = list(again)
+    left = list(recomputed)
     # One layer of every stage before a second one of any, so that a rank's stages stay about equally long.
     for depth in range(max(counts)):
         for stage, rank in enumerate(owner):

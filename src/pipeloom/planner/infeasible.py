@@ -1,4 +1,4 @@
-"""What to tell somebody whose question has no answer: what divides, what is missing, what would fit."""
+"""Diagnosis of questions without an answer: what does not divide, how much memory is missing, and what would fit."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ from pipeloom.terminal.words import count
 
 @dataclass(frozen=True)
 class Closest:
-    """Where nothing fits: the layout that comes closest.
+    """Where nothing fits, the layout that lacks the least memory.
 
     Attributes:
-        leaf: that layout, with everything shared out that can be.
-        least_bytes: that it needs at least on its fullest device, the one with the least room left.
-        missing_bytes: of them that a device does not have; 0 if only a bound says that it would fit.
-        sequence_bytes: of them those that shorter sequences would not need.
+        leaf: the layout, with a single sharding level.
+        least_bytes: lower bound of the memory of its fullest device, the one with the least free memory.
+        missing_bytes: of them that the device does not have; 0 if the bound fits but no schedule does.
+        sequence_bytes: of them those that sequences of one token would not need.
         ways_out: changes of the question with which something fits, each with its best step.
     """
 
@@ -37,22 +37,24 @@ class Closest:
 
 
 MOST_DOUBLINGS = 6
-"""How often devices are doubled, and sequences halved that bounds allow, to find something that fits."""
+"""Most doublings of the devices, and searches with halved sequences, to find something that fits."""
 _EVEN = 128
-"""Shorter sequences are multiples of so many tokens, which tensor axes divide."""
+"""Tokens of which shorter sequences are multiples, so that tensor axes divide them."""
+_SLACK = 1e-9
+"""Relative difference of sums in another order."""
+MOST_NUMBERS = 1000
+"""Numbers of devices to try on each side of the question's."""
 
 
 def closest(question: Question) -> Closest:
-    """The layout that needs the least memory; without ways out, which take searches of their own (``ways_out``).
-
-    Bounds leave out what needs more than one that was looked at.
+    """The layout that lacks the least memory, without ``ways_out``, which take searches of their own.
 
     Args:
         question: which has layouts, none of which fits.
     """
     leaf = _least(question)
     assert leaf is not None, "the question has layouts, and one stage's schedules have closed forms"
-    held, rooms = _held_bytes(leaf), leaf.cut.memory.rooms
+    held, rooms = _held_bytes(leaf), leaf.cut.memory.capacity_bytes
     fullest = int((held - rooms).argmax())
     shortest = _least(replace(_like(question, leaf), seq=leaf.cut.run.tp))
     rest = held[fullest] if shortest is None else _held_bytes(shortest)[fullest]
@@ -65,7 +67,7 @@ def closest(question: Question) -> Closest:
 
 
 def _least(question: Question) -> Leaf | None:
-    """The layout that lacks least; ``None`` if there is none. Bounds leave out what lacks more than one looked at."""
+    """The layout that lacks the least memory, by branch and bound; ``None`` if there is none."""
     best: Leaf | None = None
     least = float("inf")
     for arrangement in sorted(arrangements(question)[0], key=lambda one: one.missing_bytes):
@@ -89,16 +91,12 @@ def _like(question: Question, leaf: Leaf) -> Question:
     return question.limited(**layout_limits(leaf.cut.run, leaf.choice.family))
 
 
-_SLACK = 1e-9
-"""Relative, for sums in another order."""
-
-
 def ways_out(question: Question, near: Closest) -> Iterator[tuple[str, SimulatedStep]]:
-    """Changes of a question that has no answer with which something fits, each with its best step.
+    """Changes of the question with which something fits, each with its best step.
 
     Args:
         question: with which nothing fits.
-        near: the layout that needs the least memory.
+        near: the layout that lacks the least memory.
     """
     alike = _like(question, near.leaf)
     for find in (_with_more_devices, partial(_with_shorter_sequences, alike=alike)):
@@ -108,7 +106,7 @@ def ways_out(question: Question, near: Closest) -> Iterator[tuple[str, Simulated
 
 
 def _leanest(cut: Cut) -> Iterator[Leaf]:
-    """Every schedule of a cut, with every level of sharding by itself."""
+    """Every schedule of a cut with every single sharding level, where the stage inputs have a closed form."""
     return (
         Leaf(cut, Sharding((level,), sharding.replicate), choice)
         for sharding in cut.shardings
@@ -119,7 +117,7 @@ def _leanest(cut: Cut) -> Iterator[Leaf]:
 
 
 def _held_bytes(leaf: Leaf) -> Floats:
-    """For each rank what its devices hold at least."""
+    """For each rank a lower bound of the bytes that a device holds."""
     (level,) = leaf.sharding.levels
     return leaf.cut.memory.sharded(level, leaf.sharding.replicate).held_bytes(leaf.stage_inputs)
 
@@ -136,12 +134,12 @@ def _with_more_devices(question: Question) -> tuple[str, SimulatedStep] | None:
 
 
 def _with_shorter_sequences(question: Question, alike: Question) -> tuple[str, SimulatedStep] | None:
-    """The longest sequences of the halved lengths with which something fits.
+    """The longest of the halved sequences with which something fits.
 
     Args:
         question: with which nothing fits.
-        alike: the same, limited to the layout that needs least: lengths with which its bound is too large are passed
-            over.
+        alike: the same, limited to the layout that lacks the least memory; lengths for which it does not fit are not
+            searched.
     """
     tried, seq = 0, _half(question.seq)
     while seq >= 1 and tried < MOST_DOUBLINGS:
@@ -162,7 +160,7 @@ def _half(seq: int) -> int:
 
 
 def no_layout(question: Question, excluded: Counter[str]) -> UserError:
-    """The error for a question that no layout divides: why, and which numbers near it would be divided."""
+    """The error for a question without layouts: causes, and similar batches and numbers of devices with layouts."""
     problems = [f"{cause}: {count(number, 'combination')} of axes" for cause, number in excluded.most_common()]
     if question.limits.names:
         problems.append(f"limits are set on {', '.join(question.limits.names)}; leave some of them out")
@@ -179,7 +177,7 @@ def no_layout(question: Question, excluded: Counter[str]) -> UserError:
 def _near_batches(question: Question) -> list[int]:
     """The next smaller and the next larger batch that a data axis divides."""
     batch, number = question.global_batch, question.num_devices
-    # A batch that every data axis divides, so that only the model decides which axes there are.
+    # A batch that every data axis divides, so that only the model restricts the axes.
     anything = replace(question, global_batch=number)
     sizes = {
         dp
@@ -193,9 +191,9 @@ def _near_batches(question: Question) -> list[int]:
 
 
 def near_devices(question: Question) -> list[int]:
-    """The next smaller and the next larger number of devices with which a layout divides the batch.
+    """The next smaller and the next larger number of devices that have a layout.
 
-    Made from the axes that model and batch allow, not looked for among all numbers, of which there may be millions.
+    The candidates are products of the axes that model and batch allow, since there may be millions of numbers.
     """
     limits, batch, number = question.limits, question.global_batch, question.num_devices
     most = min(2 * number, question.cluster.num_devices or 2 * number, MOST)
@@ -210,7 +208,3 @@ def near_devices(question: Question) -> list[int]:
 
     near = (first(products[products < number][::-1]), first(products[(products > number) & (products <= most)]))
     return [other for other in near if other is not None]
-
-
-MOST_NUMBERS = 1000
-"""Numbers of devices that are looked at on each side."""
