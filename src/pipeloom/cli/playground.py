@@ -38,7 +38,7 @@ def run(words: list[str]) -> int:
     options = parse_flags(COMMAND, words)
     if options.port is not None and not 0 < options.port < 2**16:
         raise ConfigError([f"--port must be from 1 to 65535, found {options.port}"], "the command line")
-    fragment = (options.link or "").partition("#")[2]
+    fragment = "".join((options.link or "").split("#", 1)[1:])
     if options.link is not None and not fragment:
         problem = f"LINK must contain a schedule behind a '#', as the page's Copy link makes it, found {options.link!r}"
         raise ConfigError([problem], "the command line")

@@ -125,7 +125,8 @@ class App:
             return _said("421 Misdirected Request", f"expected the host {own}\n")
         if environ.get("HTTP_ORIGIN", f"http://{own}") != f"http://{own}":
             return _said("403 Forbidden", "requests of other pages are refused\n")
-        shown, _, name = environ.get("PATH_INFO", "").removeprefix("/").partition("/")
+        shown, *rest = environ.get("PATH_INFO", "").removeprefix("/").split("/", 1)
+        name = "".join(rest)
         if self.ticket is not None and name == "" and _is_same(shown, self.ticket):
             self.ticket = None
             return Response("303 See Other", _TEXT, b"", (("Location", f"/{self.token}/"),))
@@ -146,7 +147,7 @@ class App:
         if environ["REQUEST_METHOD"] != "POST":
             return Response("405 Method Not Allowed", _TEXT, b"this takes a POST\n", (("Allow", "POST"),))
         # Another page can send forms and plain text here, but JSON only if it is permitted to, which it is not.
-        if environ.get("CONTENT_TYPE", "").partition(";")[0].strip() != "application/json":
+        if environ.get("CONTENT_TYPE", "").split(";")[0].strip() != "application/json":
             return _said("415 Unsupported Media Type", "expected application/json\n")
         body = environ["wsgi.input"].read(MOST_BODY + 1)
         if len(body) > MOST_BODY:
