@@ -13,7 +13,7 @@ from pipeloom.cost.costs import Costs
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.families.family import default_loops
-from pipeloom.passes import Moves, add_slices
+from pipeloom.passes import Moves, add_slices, split_backward
 from pipeloom.passes.lower_sharding import ReduceGrad, Unshard
 from pipeloom.passes.lower_stage_swaps import UpdatePlace
 from pipeloom.recipe import PlacedBy, Recipe, Residence, Sizes, build, nominal
@@ -47,10 +47,15 @@ class Trial:
     """Placement of stages on ranks. None: that of the schedule, else looped."""
     keep: tuple[int, ...] | None = None
     """For each rank the stage inputs that it keeps with all activations. The others are recomputed. None: all."""
+    split_backward: int | Literal["end"] | None = None
+    """Split backwards into input gradient (I) and weight gradient (W). W follows the I that is so many places later, 0
+    its own; end: at the end of the row."""
     forward: Common[float] = 1.0
     """Cost of a stage's forward for one micro-batch."""
     backward: Common[float] = 2.0
     """Cost of a stage's backward for one micro-batch."""
+    weight: float | None = None
+    """Cost of the part of a split backward that makes the weight gradients (W). None: half of it."""
     transfer: Common[float] = 0.0
     """Cost of sending one tensor to another rank. It takes time of the lane between the two ranks, not of compute."""
     gather: float = 0.0
@@ -93,7 +98,7 @@ class Trial:
 
 _BOUNDS = {
     **dict.fromkeys(("forward", "backward"), "above 0"),
-    **dict.fromkeys(("transfer", "gather", "reduce", "move", "stage_swap", "tied", "budget"), "at least 0"),
+    **dict.fromkeys(("weight", "transfer", "gather", "reduce", "move", "stage_swap", "tied", "budget"), "at least 0"),
 }
 """Numbers of the options, with what they have to be."""
 
@@ -104,10 +109,14 @@ def _start(trial: Trial, given: Schedule | None) -> Choice | Schedule:
     problems = [*trial_problems(trial), *(choice.problems() if given is None else [])]
     if problems:
         raise ConfigError(problems, "the command line")
-    if given is None:
+    split = trial.split_backward
+    if given is None and split is None:
         return choice
-    # The only size that such a schedule still takes: its micro-batches can be cut.
-    return given if trial.slices == 1 else add_slices(given, trial.slices)
+    schedule = choice.make() if given is None else given
+    if given is not None and trial.slices > 1:
+        # The only size that such a schedule still takes: its micro-batches can be cut.
+        schedule = add_slices(schedule, trial.slices)
+    return schedule if split is None else split_backward(schedule, None if split == "end" else split)
 
 
 def trial_choice(trial: Trial) -> Choice:
@@ -134,6 +143,8 @@ def trial_problems(trial: Trial) -> list[str]:
             problems.append(f"{flag(name)} must be {and_finite(limit, value)}, found {value:g}")
     if trial.resident is not None and trial.resident < 1:
         problems.append(f"--resident must be at least 1, found {trial.resident}")
+    if trial.weight is not None and trial.weight > trial.backward:
+        problems.append(f"--weight must be at most --backward, {trial.backward:g}, found {trial.weight:g}")
     if trial.offload and trial.budget is None:
         problems.append("--offload needs --budget: how many stage inputs a rank may hold")
     moves, is_family = trial.balance or trial.offload, trial.family in FAMILIES
@@ -156,6 +167,7 @@ def _refuse_idle_costs(trial: Trial, schedule: Schedule) -> None:
     for name, kinds, reason in (
         ("gather", [Kind.UNSHARD], "the schedule has no UNSHARD; add --unshard or leave it out"),
         ("reduce", [Kind.REDUCE_GRAD], "the schedule has no REDUCE_GRAD; add --reduce-grad or leave it out"),
+        ("weight", [Kind.BACKWARD_WEIGHT], "the schedule has no W; add --split-backward or leave it out"),
         ("move", [Kind.EVICT, Kind.OFFLOAD], "the schedule has no EVICT or OFFLOAD; leave it out"),
         ("stage_swap", [Kind.SWAP_IN], "the schedule has no SWAP_IN; leave it out"),
         ("tied", [Kind.SEND_TIED], "the first and the last stage are on one rank; leave it out"),
@@ -176,10 +188,11 @@ def unit_costs(trial: Trial, num_slices: int) -> Costs:
     forward, backward, transfer, move = (
         cost / num_slices for cost in (trial.forward, trial.backward, trial.transfer, trial.move)
     )
+    share = 0.5 if trial.weight is None else trial.weight / trial.backward
     tied = trial.tied or 0.0
     swap = Amounts(weights=1, gradient=1, state=2).times(trial.stage_swap)
     exchanges = {"evict_s": move, "offload_s": move, "tied_s": tied, "tied_grad_s": tied, "move": swap}
-    return Costs(forward, backward, transfer, trial.gather, trial.reduce, **exchanges)
+    return Costs(forward, backward, transfer, trial.gather, trial.reduce, weight_share=share, **exchanges)
 
 
 _PLACES: dict[str, UpdatePlace] = {place.replace(" ", "-"): place for place in get_args(UpdatePlace)}

@@ -299,6 +299,7 @@ def _section(name: str) -> dict[str, str]:
 
 
 LEFT_OUT = {
+    r"^pipeloom playground": "serves a page until Ctrl-C",
     r"^make ": "a target of make, which takes minutes or changes this environment",
     r"^pip ": "tests/from_outside/test_distribution.py installs",
     r"^pipeloom train planned/": "needs the GPUs of its plan",

@@ -26,6 +26,7 @@ GROUPS = {
     },
     "schedules": {
         "schedule": "print, draw or export a pipeline schedule with its bubble and memory",
+        "playground": "draw schedules in the browser while sizes and costs change",
         "families": "compare all schedules: bubble, memory, messages",
     },
     "machine": {

@@ -110,7 +110,7 @@ def _run_recipe(options: Options, file: Path) -> tuple[Recipe, Sizes]:
 _SIZES = ("pp", "loops", "microbatches", "group_size", "placement", "keep")
 _MAKE = (
     *_SIZES, "slices", "tied", "communication", "receive_buffers", "unshard", "prefetch", "reduce_grad",
-    "gradient_buffers", "update", "resident", "balance", "offload", "budget",
+    "split_backward", "gradient_buffers", "update", "resident", "balance", "offload", "budget",
 )  # fmt: skip
 """Options that define a schedule."""
 

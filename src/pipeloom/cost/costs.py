@@ -54,11 +54,9 @@ class _Named(ABC):
     def move_s(self, stage: int, content: Content) -> float:
         """Seconds of moving some of what there is of a stage between device and host."""
 
+    @abstractmethod
     def half_s(self, stage: int) -> float:
         """Seconds that a stage's backward leaves to the gradients of the weights where it is split."""
-        # For each product of the forward there is one for the input's gradient and
-        # one for the weights' (arXiv 2401.10241, section 2).
-        return self._of("backward_s", stage) / 2
 
     def over_s(self, boundary: int) -> float:
         """Seconds of moving one tensor between the stages ``boundary`` and ``boundary + 1``."""
@@ -98,7 +96,7 @@ class Costs(_Named):
 
     Attributes:
         forward_s: seconds of one stage's forward for one micro-batch.
-        backward_s: seconds of the full backward; a split backward is two halves of it.
+        backward_s: seconds of the full backward; a split backward has two parts of it.
         transfer_s: seconds from the moment both sides of a message are ready until it has arrived. It is
             carried by the receive, so that one edge moves one message at a time.
         unshard_s: seconds of gathering one stage's weights; dropping them takes none.
@@ -109,6 +107,9 @@ class Costs(_Named):
         tied_grad_s: seconds of moving the head's gradient for it; carried by the receive.
         move: seconds of moving a whole stage between device and host.
         update_s: seconds of the optimizer's step on one stage.
+        weight_share: part of a backward that a split leaves to the gradients of the weights: half, since for each
+            product of the forward there is one for the input's gradient and one for the weights'
+            (arXiv 2401.10241, section 2).
     """
 
     forward_s: float = 1.0
@@ -122,6 +123,11 @@ class Costs(_Named):
     tied_grad_s: float = 0.0
     move: Amounts = NONE
     update_s: float = 0.0
+    weight_share: float = 0.5
+
+    def half_s(self, stage: int) -> float:  # noqa: ARG002  every stage is alike
+        """Seconds that a stage's backward leaves to the gradients of the weights where it is split."""
+        return self.backward_s * self.weight_share
 
     def move_s(self, stage: int, content: Content) -> float:  # noqa: ARG002  every stage is alike
         """Seconds of moving some of what there is of a stage between device and host."""

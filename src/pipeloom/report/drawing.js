@@ -494,8 +494,10 @@ function stageKeys(data) {
 
 // ---------------------------------------------------------------- where the time goes
 
-function bars(data) {
-  const [left, width, height, gap] = [180, 820, 15, 14];
+function bars(data, whole = 1000) {
+  const isOne = data.traces.length === 1;
+  const [left, height, gap] = isOne ? [96, 15, 4] : [180, 15, 14];
+  const width = whole - left;
   const picture = svg("svg", { role: "img", "aria-label": "bubble account" });
   let top = 4;
   for (const group of [...data.groups, data.total]) {
@@ -503,7 +505,7 @@ function bars(data) {
     const middle = top + (data.traces.length * (height + 2)) / 2;
     picture.append(svg("text", { class: "strong", x: 0, y: middle + 3 }, group.label));
     group.bars.forEach((bar, number) => {
-      picture.append(svg("text", { x: left - 8, y: top + 11, "text-anchor": "end" }, data.traces[number]));
+      if (!isOne) picture.append(svg("text", { x: left - 8, y: top + 11, "text-anchor": "end" }, data.traces[number]));
       let x = left;
       bar.forEach(([share, text], cause) => {
         const { name, key } = data.causes[cause];
@@ -578,7 +580,7 @@ function overTime(data) {
     rank.curves.forEach((points, number) => {
       const steps = points.flatMap(([time, held], k) => (k ? [[time, points[k - 1][1]], [time, held]] : [[time, held]]));
       const trace = data.traces[number];
-      if (trace === "measured") {
+      if (trace !== "predicted") {
         picture.append(path([...steps, [points.at(-1)[0], 0], [points[0][0], 0]], x, y, "area"));
       }
       picture.append(path(steps, x, y, `line ${trace}`));

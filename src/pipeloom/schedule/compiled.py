@@ -39,6 +39,12 @@ def kernel(function: Callable[P, R], num_actions: int) -> Callable[P, R]:
     return compiled(function) if _seen > PATIENCE else function
 
 
+def expect_much() -> None:
+    """For a process that goes on answering: kernels are compiled from their first call on."""
+    global _seen  # noqa: PLW0603  how much a process does is a fact about the process
+    _seen = PATIENCE
+
+
 def start_lean() -> None:
     """Settings for commands: numba starts without scipy, and a message is printed when it has to compile.
 

@@ -1,0 +1,253 @@
+"""State of the page -> what it shows, computed by the functions of ``pipeloom schedule``."""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from pipeloom.analysis.memory import inputs_over_time
+from pipeloom.errors import ConfigError, PipeloomError, ScheduleError, UserError
+from pipeloom.export.torch_csv import format_torch_csv, parse_torch_csv
+from pipeloom.families import FAMILIES
+from pipeloom.plotting.draw import timelines_svg
+from pipeloom.report.contents import bubble_contents
+from pipeloom.report.over_time import chart
+from pipeloom.report.timeline import Unit, timeline_contents
+from pipeloom.schedule import PLACEMENTS, Schedule, format_schedule, parse_schedule
+from pipeloom.schedule.rules import RULES, rule_name
+from pipeloom.terminal.words import unknown_name
+from pipeloom.trial import Outcome, Trial, flag, trial_recipe, trial_title, try_out
+
+UNITS = Unit("units", 1.0, 2)
+"""Costs have no unit."""
+MOST_ACTIONS = 50_000
+"""Compute actions of a schedule, before passes add to it: an answer in a few seconds."""
+MOST_NUMBER = 1_000_000
+"""Of any number that the page sends."""
+TEXT = "text"
+"""Name of the field that has a schedule as text."""
+TYPED = "schedule.txt"
+"""The file that the equivalent command line names for a schedule that was typed."""
+
+State = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Download:
+    """A file for the browser to keep."""
+
+    name: str
+    media_type: str
+    body: str
+
+
+def choices() -> dict[str, Any]:
+    """What the page offers: families with what they take, placements, defaults of all fields."""
+    return {
+        "families": [
+            {
+                "name": one.name,
+                "summary": one.summary,
+                "loops": one.loops if one.is_looped else 1,
+                "grouped": one.is_grouped,
+                "placement": one.placement,
+                "trains": one.has_backward,
+                "splits": one.splits_backward,
+            }
+            for one in FAMILIES.values()
+        ],
+        "placements": list(PLACEMENTS),
+        "defaults": {**asdict(Trial()), "family": "breadth-first", TEXT: None},
+    }
+
+
+def answer(state: State) -> dict[str, Any]:
+    """What the page shows for a state: the schedule's proof, figures and pictures, or ``problems``.
+
+    Args:
+        state: fields of ``Trial``, and ``text``, a schedule as text or as PyTorch's CSV in place of a family.
+    """
+    try:
+        trial, outcome = _outcome(state)
+        return _contents(trial, outcome, state)
+    except PipeloomError as error:
+        return refusal(error)
+
+
+def refusal(error: PipeloomError) -> dict[str, Any]:
+    """Problems for the page: each a sentence and, where it is about one input, the name of that."""
+    if isinstance(error, ConfigError):
+        return {"problems": [{"field": field_of(text), "text": text} for text in error.problems]}
+    if isinstance(error, ScheduleError):
+        place = {"rank": error.rank, "slot": error.slot}
+        return {"problems": [{"field": None, "text": str(error), "rule": error.rule, **place}]}
+    return {"problems": [{"field": field_of(str(error)), "text": str(error)}]}
+
+
+def download(state: State, form: str) -> Download:
+    """The schedule as a file.
+
+    Args:
+        state: as for ``answer``.
+        form: ``svg``, ``txt`` or ``csv``.
+
+    Raises:
+        UserError: there is no such schedule, or the form cannot hold it.
+    """
+    trial, outcome = _outcome(state)
+    name = trial.family or "schedule"
+    if form == "csv":
+        return Download(f"{name}.csv", "text/csv", format_torch_csv(outcome.schedule))
+    if form == "txt":
+        return Download(f"{name}.txt", "text/plain", format_schedule(outcome.schedule))
+    if form != "svg":
+        raise UserError(f"expected svg, txt or csv, found {form!r}")
+    picture = timelines_svg({_title(trial, outcome.schedule): outcome.trace}, unit="units of cost", scale=1.0)
+    return Download(f"{name}.svg", "image/svg+xml", picture)
+
+
+def command_of(state: State) -> str:
+    """The command that prints the same: ``pipeloom schedule ...``."""
+    trial, text = _read(state)
+    words = ["pipeloom", "schedule", *([TYPED] if text is not None else [trial.family or ""])]
+    for field in fields(Trial):
+        value = getattr(trial, field.name)
+        if field.name == "family" or value == field.default:
+            continue
+        values = value if isinstance(value, tuple) else (value,)
+        words += [flag(field.name)] if value is True else [flag(field.name), *map(str, values)]
+    return shlex.join(words)
+
+
+def _outcome(state: State) -> tuple[Trial, Outcome]:
+    trial, text = _read(state)
+    given = None if text is None else _parsed(text)
+    # Before anything is made of it: a request must not keep the machine busy.
+    sizes = (trial.pp, trial.loops or 1, trial.microbatches, trial.slices, 3)
+    num_actions = trial.slices * given.num_actions if given is not None else _product(sizes)
+    if num_actions > MOST_ACTIONS:
+        raise ConfigError(
+            [
+                (
+                    f"--microbatches: about {num_actions:,} actions are more than the playground draws, "
+                    f"{MOST_ACTIONS:,}; choose smaller numbers, or use `pipeloom schedule`"
+                )
+            ]
+        )
+    return trial, try_out(trial, trial_recipe(trial, given))
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    product = 1
+    for size in sizes:
+        product *= max(size, 1)
+    return product
+
+
+_TRIAL = TypeAdapter(Trial)
+
+
+def _read(state: State) -> tuple[Trial, str | None]:
+    """The trial of a state, and its schedule as text.
+
+    Raises:
+        ConfigError: with a sentence for each field that is unknown or has a wrong value.
+    """
+    known = [field.name for field in fields(Trial)]
+    problems = [unknown_name("field", name[:60], [*known, TEXT]) for name in state if name not in [*known, TEXT]]
+    text = state.get(TEXT)
+    if text is not None and not isinstance(text, str):
+        problems.append(f"--{TEXT} must be text, found {text!r:.60}")
+    for name, value in state.items():
+        values = value if isinstance(value, list) else [value]
+        if any(isinstance(one, int | float) and abs(one) > MOST_NUMBER for one in values):
+            problems.append(f"{flag(name)} must be at most {MOST_NUMBER:,} in the playground, found {value!r:.60}")
+    wrong: dict[str, str] = {}
+    chosen = {name: value for name, value in state.items() if name in known}
+    try:
+        trial = _TRIAL.validate_json(json.dumps(chosen), strict=True)
+    except ValidationError as error:
+        for one in error.errors(include_url=False):
+            name = str(one["loc"][0])
+            # Of a field with several possible types each has a line; the first is enough.
+            wrong.setdefault(name, f"{flag(name)}: {one['msg'].lower()}, found {chosen[name]!r:.60}")
+        problems += wrong.values()
+        trial = Trial()
+    if not problems and (trial.family is None) == (text is None):
+        problems.append("--family: expected a family or a schedule as text, and not both")
+    if problems:
+        raise ConfigError(problems, "the page")
+    return trial, text
+
+
+def _parsed(text: str) -> Schedule:
+    # No action has a comma, and every row of PyTorch's CSV has one but those of a single action.
+    return parse_torch_csv(text) if "," in text else parse_schedule(text)
+
+
+_FIELDS: tuple[tuple[str, str | None], ...] = (
+    ("no field '", None),
+    ("no schedule '", "family"),
+    ("group size", "group_size"),
+    ("token slice", "slices"),
+    ("placement", "placement"),
+    ("keep", "keep"),
+    ("loops", "loops"),
+    ("stage on each rank", "loops"),
+    ("stages on each rank", "loops"),
+    ("line ", TEXT),
+    ("row ", TEXT),
+    ("micro-batch", "microbatches"),
+    ("receive", "receive_buffers"),
+    ("budget", "budget"),
+    ("resident", "resident"),
+    ("pp ", "pp"),
+)
+"""Words of sentences that name no flag, in the order in which they decide -> the input that a sentence is about."""
+
+
+def field_of(sentence: str) -> str | None:
+    """The input beside which a problem is shown; ``None`` if it is about no single one."""
+    known = {field.name for field in fields(Trial)} | {TEXT}
+    for name in re.findall(r"--([a-z][a-z-]*)", sentence):
+        if name.replace("-", "_") in known:
+            return name.replace("-", "_")
+    return next((field for words, field in _FIELDS if words in sentence), None)
+
+
+def _title(trial: Trial, schedule: Schedule) -> str:
+    return trial_title(trial, trial.family or TYPED, schedule)
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _contents(trial: Trial, outcome: Outcome, state: State) -> dict[str, Any]:
+    schedule, trace = outcome.schedule, outcome.trace
+    figures, traces = outcome.figures, {"simulated": trace}
+    inputs = {"simulated": [curve.points for curve in inputs_over_time(schedule, trace)]}
+    note = "What a rank keeps for backwards, 1 for each stage's micro-batch; what its partner evicted to it included."
+    return {
+        "title": _title(trial, schedule),
+        "command": command_of(state),
+        "headline": [
+            ["makespan", f"{figures['makespan']:g}", "units of cost"],
+            ["bubble", f"{100 * figures['bubble_fraction']:.2f}%", "idle / total"],
+            ["bubble overhead", f"{100 * figures['bubble_overhead']:.2f}%", "idle / ideal"],
+            ["peak memory", f"{max(figures['peak_held'], default=0):g}", "stage inputs, of the rank with the most"],
+        ],
+        "lines": list(outcome.lines().items()),
+        "proof": {
+            "actions": schedule.num_actions,
+            "rules": [[rule_name(rule), (rule.__doc__ or "").splitlines()[0]] for rule in RULES[schedule.level.value]],
+        },
+        "timeline": timeline_contents(traces, {"simulated": trial.family or TYPED}, UNITS),
+        "bubble": bubble_contents({"simulated": outcome.accounts}, traces, _number, UNITS.name),
+        "memory": {"by_rank": figures["peak_held"], "budget": trial.budget},
+        "over_time": chart("Stage inputs over time", note, inputs, traces, peak="peak {:g}".format, unit=UNITS),
+    }
