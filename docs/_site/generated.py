@@ -63,11 +63,10 @@ def commands() -> str:
             f" [{option.place}]" if _is_optional(option) else f" {option.place}" for option in options if option.place
         ]
         flags = " [--section.setting VALUE ...]" if command.settings else ""
-        about = inspect.cleandoc(command.options.__doc__ or "").partition("\n\n")[2]
         width = max(map(len, command.examples), default=0)
         examples = [f"{line:<{width}}  # {what}" if what else line for line, what in command.examples.items()]
         parts.append(f"## {name}\n\n{summary[:1].upper()}{summary[1:].rstrip('.')}.\n")
-        parts += [f"{_markdown(about)}\n"] if about else []
+        parts += [f"{_markdown(command.about)}\n"] if command.about else []
         parts.append(f"Usage: `pipeloom {name}{''.join(places)} [OPTIONS]{flags}`\n")
         parts.append("\n".join(["```sh examples", *examples, "```\n"]))
         parts += [_entry(option.shown, option, f"{name}-{option.name}") for option in options if not option.group]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.cost.costs import ActionCosts
+from pipeloom.cost.costs import ActionCosts, StageCosts
 from pipeloom.errors import UserError
 from pipeloom.schedule import Action, Schedule
 from pipeloom.schedule.clock import example, occurring, seconds_of_all
@@ -82,8 +82,11 @@ def simulate(schedule: Schedule, costs: ActionCosts, sharing: Sharing | None = N
         action, in the same order.
 
     Raises:
-        UserError: both ``sharing`` and ``host`` are given, or an action takes less than 0 seconds.
+        UserError: both ``sharing`` and ``host`` are given, costs have another number of stages, or an action takes less
+            than 0 seconds.
     """
+    if isinstance(costs, StageCosts):
+        costs.check(schedule.num_stages)
     facts, graph = schedule.facts, schedule.graph
     seconds = seconds_of_all(facts, costs.seconds, ignores_microbatch=costs.ignores_microbatch)
     _price_stage_swaps(facts, costs, seconds)

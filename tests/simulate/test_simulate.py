@@ -254,3 +254,13 @@ def test_slices_wait_for_each_other_ascending_forward_and_descending_backward():
     assert starts["0B0.1"] == 5
     assert starts["1B0"] == 5
     assert starts["0B0"] == 7
+
+
+def test_costs_of_another_number_of_stages_are_refused():
+    """Too few would fail at an index, and too many would be ignored."""
+    schedule = make_schedule("1f1b", pp=2, num_microbatches=2)
+    costs = StageCosts((1.0,), (2.0, 2.0, 2.0), boundary_s=(0.5,))
+    with pytest.raises(
+        UserError, match="2 stages: forward_s must have 2 values, found 1; backward_s must have 2 values"
+    ):
+        simulate(schedule, costs)

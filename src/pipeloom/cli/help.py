@@ -1,6 +1,5 @@
 """The help of a command: what it does, examples, and its options, the common ones or all."""
 
-import inspect
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -32,9 +31,8 @@ def help_page(command: Command[Any], *, is_whole: bool) -> str:
     summary = COMMANDS.get(command.name, "")
     lines = [f"pipeloom {command.name}: {summary}", ""]
     lines += [_usage(command, options), ""]
-    about = "\n\n".join(inspect.cleandoc(command.options.__doc__ or "").split("\n\n")[1:])
-    if about:
-        lines += [*_wrapped(about, width), ""]
+    if command.about:
+        lines += [*_wrapped(command.about, width), ""]
     column = max(map(len, command.examples), default=0) + 2
     lines += [f"  {line:<{column}}{what}".rstrip() for line, what in command.examples.items()]
     lines += [""]

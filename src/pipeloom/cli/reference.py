@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Generic, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -44,8 +45,8 @@ class Command(Generic[Options_]):
 
     Attributes:
         name: as it is typed.
-        options: every flag is one of its fields, or ``--section.field`` of a field that is a dataclass. What its
-            docstring says behind the first paragraph is part of the help.
+        options: every flag is one of its fields, or ``--section.field`` of a field that is a dataclass. Further
+            paragraphs of its docstring are part of the help.
         examples: command lines, with what each one does.
         settings: sections and settings of a run file that the command reads. With some, it takes a run file.
         default: the run without a file and flags; ``None`` for the defaults of the class.
@@ -58,6 +59,13 @@ class Command(Generic[Options_]):
     settings: tuple[str, ...] = ()
     default: RunConfig | None = None
     retired: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def about(self) -> str:
+        """The docstring of ``options`` behind its first paragraph; empty without more."""
+        paragraphs = inspect.cleandoc(self.options.__doc__ or "").split("\n\n")[1:]
+        # Some options are public classes, whose docstrings end with sections for programmers.
+        return "\n\n".join(takewhile(lambda one: not one.startswith(("Examples:", "Attributes:")), paragraphs))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,11 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from pipeloom.errors import UserError
 from pipeloom.schedule import Action, Kind
 from pipeloom.schedule.kinds import HOST_MOVES, PARTNER_MOVES, SEND_KINDS, TIED_SEND_KINDS
 from pipeloom.schedule.stage_swaps import NONE, NOTHING, Amounts, Content
+from pipeloom.terminal.words import count
 
 
 class ActionCosts(Protocol):
@@ -178,6 +180,22 @@ class StageCosts(_Named):
     moves: tuple[Amounts, ...] = ()
     update_s: tuple[float, ...] = ()
     weight_s: tuple[float, ...] = ()
+
+    def check(self, num_stages: int) -> None:
+        """Compare the number of values with that of a schedule's stages.
+
+        Raises:
+            UserError: some are more or fewer; names all of them.
+        """
+        values = {name: value for name, value in vars(self).items() if isinstance(value, tuple) and value}
+        wanted = {name: num_stages - (name == "boundary_s") for name in values}
+        problems = [
+            f"{name} must have {count(wanted[name], 'value')}, found {len(value)}"
+            for name, value in values.items()
+            if len(value) != wanted[name]
+        ]
+        if problems:
+            raise UserError(f"costs of a schedule of {count(num_stages, 'stage')}: {'; '.join(problems)}")
 
     def move_s(self, stage: int, content: Content) -> float:
         """Seconds of moving some of what there is of a stage between device and host."""

@@ -17,7 +17,7 @@ from pipeloom.errors import ConfigError, ScheduleError
 from pipeloom.families.family import FAMILIES, Choice, Request, Rows, family
 from pipeloom.families.local_search import SearchProblem, local_search
 from pipeloom.families.weight_gradients import (
-    StageCosts,
+    StageProfile,
     TimedRows,
     insert_weight_gradients,
     timed_rows,
@@ -99,13 +99,13 @@ class Task:
         ]
 
     @cached_property
-    def clock(self) -> StageCosts:
+    def clock(self) -> StageProfile:
         """Seconds and memory of stages, as the clock takes them."""
         num_stages = self.placement.num_stages
         kept = np.array(self.kept or np.ones(num_stages), np.float64)
         crosses = np.array([self.placement.crosses(stage) for stage in range(num_stages)])
         over_s = np.append(np.array(self.boundary_s or np.zeros(num_stages - 1), np.float64), 0.0)
-        return StageCosts(
+        return StageProfile(
             seconds=np.array([self.forward_s, self.input_s, self.weight_s], np.float64),
             over_s=np.where(crosses, over_s, 0.0),
             kept=kept,

@@ -12,7 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeloom.errors import ScheduleError
-from pipeloom.families.weight_gradients import StageCosts, TimedRows, insert_weight_gradients, without_weight_gradients
+from pipeloom.families.weight_gradients import (
+    StageProfile,
+    TimedRows,
+    insert_weight_gradients,
+    without_weight_gradients,
+)
 from pipeloom.schedule import Placement, Row
 
 _FARTHEST = 3
@@ -31,7 +36,7 @@ class SearchProblem(NamedTuple):
 
     placement: Placement
     room: Sequence[float]
-    clocks: Sequence[StageCosts]
+    clocks: Sequence[StageProfile]
     objective: Callable[[TimedRows], float]
 
 

@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageCosts:
+class StageProfile:
     """Seconds and memory of stages; ``patience`` and ``pulls`` default to the setting of the papers' figures.
 
     Attributes:
@@ -43,7 +43,7 @@ class StageCosts:
     pulls: bool = False
 
     @classmethod
-    def unit(cls, num_stages: int) -> "StageCosts":
+    def unit(cls, num_stages: int) -> "StageProfile":
         """Forward, input gradient and weight gradient take 1 each, messages nothing; a micro-batch keeps 1."""
         one = np.ones(num_stages)
         return cls(seconds=np.ones((3, num_stages)), over_s=0 * one, kept=one, pending=one)
@@ -60,11 +60,11 @@ class StageCosts:
         limits = np.array(room, np.float64)
         return clocked.World(stages, owner, self.seconds, self.over_s, self.kept, self.pending, reserve, limits)
 
-    def keeping_all(self) -> "StageCosts":
+    def keeping_all(self) -> "StageProfile":
         """The same with ``pending`` as large as ``kept``, which makes weight gradients run sooner."""
         return self if bool((self.pending >= self.kept).all()) else replace(self, pending=self.kept)
 
-    def with_patience(self, patience: float, *, pulls: bool) -> "StageCosts":
+    def with_patience(self, patience: float, *, pulls: bool) -> "StageProfile":
         """The same with other values of ``patience`` and ``pulls``."""
         return replace(self, patience=patience, pulls=pulls)
 
@@ -83,7 +83,7 @@ class TimedRows:
 
 
 def insert_weight_gradients(
-    orders: Sequence[Row], placement: Placement, room: Sequence[float], clock: StageCosts | None = None
+    orders: Sequence[Row], placement: Placement, room: Sequence[float], clock: StageProfile | None = None
 ) -> TimedRows:
     """Insert the weight gradients into an order of forwards and input gradients.
 
@@ -91,12 +91,12 @@ def insert_weight_gradients(
         orders: for each rank its forwards and input gradients; together they must not deadlock.
         placement: stage -> rank.
         room: for each rank its memory limit, in the unit of the clock's sizes.
-        clock: seconds and memory of stages; ``None`` for ``StageCosts.unit``.
+        clock: seconds and memory of stages; ``None`` for ``StageProfile.unit``.
 
     Raises:
         ScheduleError: the orders deadlock, or need more memory.
     """
-    clock = clock or StageCosts.unit(placement.num_stages)
+    clock = clock or StageProfile.unit(placement.num_stages)
     columns = Columns.of(orders)
     state = clocked.begin(placement.num_ranks, placement.num_stages, int(columns.microbatch.max(initial=0)) + 1)
     is_done = np.zeros(len(columns.kind), np.bool_)
@@ -129,9 +129,9 @@ def rows_with_weight_gradients(
         placement: stage -> rank.
         orders: for each rank its forwards and input gradients.
         most_inputs: for each rank the most stage inputs; becomes ``max_stage_inputs``.
-        pulls: see ``StageCosts``.
+        pulls: see ``StageProfile``.
     """
-    clock = replace(StageCosts.unit(placement.num_stages), pulls=pulls)
+    clock = replace(StageProfile.unit(placement.num_stages), pulls=pulls)
     return Rows(insert_weight_gradients(orders, placement, most_inputs, clock).rows, most_inputs)
 
 
