@@ -135,3 +135,17 @@ def test_text_of_a_page_has_contrast_in_both_modes_and_kinds_have_their_colors()
         assert contrast(mode["focus"], mode["paper"]) >= 3
     assert (modes[0]["measured"], modes[0]["predicted"]) == (MEASURED, PREDICTED)
     assert (modes[0]["row"], modes[1]["row"], modes[1]["paper"]) == (ROW, DARK_ROW, DARK_PAPER)
+
+
+def test_pages_use_no_color_that_is_not_defined():
+    """A browser draws an undefined one black, without a message."""
+    sources = [
+        file.read_text(encoding="utf-8")
+        for package in ("pipeloom.report", "pipeloom.playground")
+        for file in files(package).iterdir()
+        if file.name.endswith((".css", ".js", ".html"))
+    ]
+    used = {name for text in sources for name in re.findall(r"var\(--([\w-]+)", text)}
+    defined = {name for text in sources for name in re.findall(r"--([\w-]+)[\"']?\s*[:,]", text)}
+    assert used
+    assert used <= defined
