@@ -84,7 +84,7 @@ def test_an_optimizer(answer, site, tmp_path):
     assert swapped == pytest.approx(whole, rel=1e-5)
     state = {name: _state_bytes(answer, "--optimizer.name", name) for name in ("adamw", "lion", "sgd")}
     assert 2 * state["lion"] == 2 * state["sgd"] == state["adamw"]
-    done, _ = run_command("simulate", "--optimizer.name", "lion", "--optimizer.eps", "1", folder=tmp_path / "here",
+    done, _ = run_command("train", "--optimizer.name", "lion", "--optimizer.eps", "1", folder=tmp_path / "here",
                        PYTHONPATH=os.pathsep.join([str(site), *sys.path]))  # fmt: skip
     assert done.returncode == 2
     assert "optimizer.eps has no effect with optimizer.name lion, which takes betas, weight_decay" in done.stderr

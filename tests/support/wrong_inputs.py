@@ -81,7 +81,7 @@ train section_as_value.toml                                     | layout; sectio
 train several.toml                                              | layout.pp; layout.loops; training.steps; data.seq_len
 train escape.toml                                               | there is no schedule
 train old_precision.toml                                        | precision
-train .                                                         | .
+train .                                                         | Is a directory
 train --layout.pp 0                                             | layout.pp; 1; 0
 train --layout.pp -3                                            | layout.pp; -3
 train --layout.pp four                                          | layout.pp; four

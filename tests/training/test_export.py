@@ -129,8 +129,8 @@ def test_what_is_no_checkpoint_and_what_is_no_size_are_one_message(tmp_path, cap
 def test_a_folder_that_cannot_be_made_is_one_message(trained, tmp_path, capsys):
     run, _ = trained
     (tmp_path / "file").write_text("")
-    assert main(["export", str(run), str(tmp_path / "file" / "out")]) == 1
-    assert "cannot write weights to" in capsys.readouterr().err
+    assert main(["export", str(run), str(tmp_path / "file" / "out")]) == 2
+    assert f"{tmp_path / 'file'} is not a folder" in capsys.readouterr().err
 
 
 def test_two_exports_are_equal_in_every_byte(trained, tmp_path):

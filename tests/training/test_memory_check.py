@@ -160,11 +160,11 @@ def test_every_host_says_what_it_lacks_even_if_it_is_not_the_first(monkeypatch, 
 def test_what_this_host_cannot_hold_is_refused_before_text_is_read(monkeypatch, capsys, tmp_path, command):
     there(monkeypatch, 8e9)
     monkeypatch.setattr("pipeloom.data.text.load_data", None)
-    folder = tmp_path / "run"
+    monkeypatch.chdir(tmp_path)  # where `outputs` would be made
     model = ["--model.num-layers", "80", "--model.hidden-size", "8192", "--model.num-heads", "64"]
-    assert main([command, *model, "--output.folder", str(folder)]) == 2
+    assert main([command, *model]) == 2
     captured = capsys.readouterr()
     assert "EQUAL" not in captured.out
     (line,) = captured.err.splitlines()
     assert "4 processes of this run take at least" in line
-    assert not folder.exists()
+    assert not list(tmp_path.iterdir())

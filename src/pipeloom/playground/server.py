@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.resources import files
@@ -222,6 +223,13 @@ def _problem(status: str, text: str) -> Response:
     return _as_json({"problems": [{"field": None, "text": text}]}, status)
 
 
+def _next_job(jobs: queue.Queue[_Job]) -> _Job:
+    while True:
+        # With a limit: a signal that arrives just before a lock blocks interrupts no wait without one.
+        with suppress(queue.Empty):
+            return jobs.get(timeout=0.5)
+
+
 def serve(port: int | None, opened: Callable[[App], None], limit_s: float = MOST_S) -> None:
     """Serve the page until Ctrl-C.
 
@@ -266,7 +274,7 @@ def serve(port: int | None, opened: Callable[[App], None], limit_s: float = MOST
     threading.Thread(target=server.run, name="playground", daemon=True).start()
     opened(app)
     try:
-        while not jobs.get().run(limit_s):
+        while not _next_job(jobs).run(limit_s):
             pass
     except KeyboardInterrupt:
         pass
