@@ -4,6 +4,9 @@ import math
 from statistics import median_high
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeloom.runs.run_reading import Run
 from pipeloom.terminal.words import ms
 
@@ -54,6 +57,16 @@ def ink(value: float) -> float:
     """As many digits as a picture can show."""
     # Six digits are finer than a pixel, and a page of many curves is less than half as large.
     return float(f"{value:.6g}")
+
+
+def inks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """``ink`` of each element."""
+    with np.errstate(divide="ignore"):
+        places = 5 - np.floor(np.log10(np.abs(values)))
+    places = np.where(np.isfinite(places), places, 0.0)
+    # By powers of ten of at least 1, which are exact, so that results print with six digits.
+    up, down = 10.0 ** np.maximum(places, 0), 10.0 ** np.maximum(-places, 0)
+    return np.rint(values * up / down) * down / up
 
 
 def _plain(run: Run, name: str, title: str, unit: str, scale: float = 1.0) -> dict[str, Any]:

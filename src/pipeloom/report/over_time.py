@@ -4,11 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from pipeloom.analysis.memory import inputs_over_time, memory_over_time
 from pipeloom.errors import UserError
 from pipeloom.predict.describe import describe
 from pipeloom.predict.memory import held_bytes
-from pipeloom.report.curves import ink
+from pipeloom.report.curves import ink, inks
 from pipeloom.report.timeline import MILLISECONDS, Unit
 from pipeloom.runs.run_reading import Run
 from pipeloom.schedule import Schedule
@@ -80,7 +82,8 @@ def chart(
     longest = max(trace.end_s - trace.start_s for trace in traces.values())
     ranks: list[dict[str, Any]] = []
     for rank, by_trace in enumerate(zip(*steps.values(), strict=True)):
-        curves = [[[ink(time_s * unit.per_s), ink(held)] for time_s, held in curve] for curve in by_trace]
+        # In arrays: the curves of a large step have thousands of points.
+        curves = [inks(np.array(curve, np.float64) * (unit.per_s, 1.0)).tolist() for curve in by_trace]
         most = max(held for curve in by_trace for _, held in curve)
         ranks.append({"label": f"rank {rank}", "curves": curves, "peak": peak(most)})
     most = max(held for rank in ranks for curve in rank["curves"] for _, held in curve)
