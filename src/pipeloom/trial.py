@@ -210,8 +210,8 @@ def trial_recipe(trial: Trial, given: Schedule | None = None) -> Recipe:
     """
     start = _start(trial, given)
     unshard, resident = trial.unshard, trial.resident
-    adds = (unshard, trial.tied, trial.update, resident)
-    communicates = trial.communication or trial.transfer or trial.reduce_grad or adds != (None,) * len(adds)
+    adds = any(one is not None for one in (unshard, trial.tied, trial.update, resident))
+    communicates = adds or trial.communication or trial.transfer or trial.reduce_grad
     residency = unshard if isinstance(unshard, int) else None
     return Recipe(
         start=start,

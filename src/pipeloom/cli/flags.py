@@ -9,10 +9,10 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pipeloom.cli.help import help_page
-from pipeloom.cli.reference import PICTURES, Command, Option, Options_, Output, is_retired, options_of, settings_of_runs
+from pipeloom.cli.reference import Command, Option, Options_, Output, options_of, replacement_of, settings_of_runs
 from pipeloom.config.paths import expand_home, names_file
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.system.files import write_problem
+from pipeloom.system.files import picture_problem, write_problem
 from pipeloom.terminal.words import close_names, did_you_mean, or_one_of
 from pipeloom.workload.limits import Names
 
@@ -137,9 +137,8 @@ def _output_problem(note: Output, option: Option, found: Words) -> str | None:
     if not isinstance(path, Path):
         return None
     problem = write_problem(path, is_folder=note.kind == "folder")
-    if note.kind == "picture" and path.suffix.lower().lstrip(".") not in PICTURES:
-        known = ", ".join(f".{one}" for one in PICTURES)
-        problem = f"cannot draw to {path}: expected a file ending in one of {known}"
+    if note.kind == "picture":
+        problem = picture_problem(path) or problem
     return problem and f"{(*option.flags, option.place)[0]}: {problem}"
 
 
@@ -195,7 +194,7 @@ def _unknown(flag: str, option: Option | None, by_flag: dict[str, Option], comma
         return (
             f"{flag} has no effect on {command.name}; leave it out (a run file may have the setting for other commands)"
         )
-    if (instead := is_retired(flag, command)) is not None:
+    if (instead := replacement_of(flag, command)) is not None:
         return f"{command.name} has no flag {flag} any more; {instead}"
     close = or_one_of(_close_flags(flag, by_flag))
     return f"there is no flag {flag}{f'; {close}' if close else ''}"

@@ -36,9 +36,6 @@ class Output:
     kind: Literal["file", "folder", "picture"]
 
 
-PICTURES = ("png", "svg", "pdf")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Command(Generic[Options_]):
     """A command: ``pipeloom.cli.NAME.COMMAND``. Its line for people is in ``pipeloom.cli.COMMANDS``.
@@ -232,7 +229,7 @@ def section_text(section: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def is_retired(name: str, command: Command[Any]) -> str | None:
+def replacement_of(name: str, command: Command[Any]) -> str | None:
     """What to use instead of a flag that there was; ``None`` if there was none."""
     known = {**command.retired, **({f"--{old}": what for old, what in RETIRED.items()} if command.settings else {})}
     return known.get(name)

@@ -284,7 +284,7 @@ def _tied_message_s(placed: Placed) -> tuple[float, float]:
 
 
 def _transfer_s(placed: Placed, route: Cluster, *, is_inside: bool) -> float:
-    """Seconds of one message between adjacent pipeline ranks, which are dp x tp devices apart.
+    """Seconds of one message between consecutive pipeline ranks, whose device numbers differ by dp x tp.
 
     Between nodes a device sends through its own adapter (``Cluster.sharing``), even if others are idle.
     """

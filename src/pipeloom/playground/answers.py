@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from math import prod
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -128,7 +129,7 @@ def _outcome(state: State) -> tuple[Trial, Outcome]:
     given = None if text is None else _parsed(text)
     # Before anything is made of it: a request must not keep the machine busy.
     sizes = (trial.pp, trial.loops or 1, trial.microbatches, trial.slices, 3)
-    num_actions = trial.slices * given.num_actions if given is not None else _product(sizes)
+    num_actions = trial.slices * given.num_actions if given is not None else prod(max(size, 1) for size in sizes)
     if num_actions > MOST_ACTIONS:
         raise ConfigError(
             [
@@ -139,13 +140,6 @@ def _outcome(state: State) -> tuple[Trial, Outcome]:
             ]
         )
     return trial, try_out(trial, trial_recipe(trial, given))
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    product = 1
-    for size in sizes:
-        product *= max(size, 1)
-    return product
 
 
 _TRIAL = TypeAdapter(Trial)

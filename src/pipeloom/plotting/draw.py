@@ -17,13 +17,13 @@ from pipeloom.schedule.facts import Seconds
 from pipeloom.schedule.kinds import COMPUTE_LANE_KINDS, KINDS, LOAD_OF, OUT_OF
 from pipeloom.schedule.lanes import COMPUTE_LANE, DATA_PARALLEL_LANE, Lane
 from pipeloom.schedule.row import NO_MICROBATCH, Row
+from pipeloom.system.files import picture_problem
 from pipeloom.trace import Spans, Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FORMATS = ("png", "svg", "pdf")
 # More numbers have no room on a page, and each one is a text to lay out.
 _MOST_LABELS = 1200
 _MOST_SHAPES = 20_000
@@ -50,9 +50,8 @@ def check_formats(files: Sequence[Path]) -> None:
         UserError: an ending is unknown.
     """
     for file in files:
-        if file.suffix.lower().lstrip(".") not in FORMATS:
-            known = ", ".join(f".{name}" for name in FORMATS)
-            raise UserError(f"cannot draw to {file}: expected a file ending in one of {known}")
+        if (problem := picture_problem(file)) is not None:
+            raise UserError(problem)
 
 
 def excerpt(trace: Trace, most_ranks: int = 16, most_actions: int = 3000) -> tuple[Trace, str]:
@@ -87,7 +86,7 @@ def plot_timeline(trace: Trace, files: Sequence[Path], *, title: str, unit: str 
 
     Args:
         trace: what to draw.
-        files: where to; the endings name the formats, ``FORMATS``.
+        files: where to; the endings name the formats, ``PICTURES``.
         title: the headline.
         unit: name of the time axis's unit.
         scale: units for each second.
@@ -348,7 +347,7 @@ def plot_accuracy(points: Mapping[str, Sequence[tuple[float, float]]], file: Pat
 
     Args:
         points: set -> (measured, predicted) in seconds.
-        file: where to; the ending names the format, ``FORMATS``.
+        file: where to; the ending names the format, ``PICTURES``.
 
     Raises:
         UserError: the ending is unknown, or the file cannot be written.
@@ -382,7 +381,7 @@ def plot_tradeoff(curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark], f
     Args:
         curves: method -> points; their labels show the number of devices.
         front: points of the Pareto front, drawn as a wide band below the curves.
-        file: where to; the ending names the format, ``FORMATS``.
+        file: where to; the ending names the format, ``PICTURES``.
         title: the headline.
 
     Raises:

@@ -18,6 +18,8 @@ MOST_SCHEDULE_BYTES = 64 * MEGA
 """Most bytes of a file of actions, which is some ten million of them."""
 MOST_RECORD_BYTES = 1000 * MEGA
 """Most bytes of what a run has recorded: a trace, its metrics."""
+PICTURES = ("png", "svg", "pdf")
+"""Endings of files that pictures are drawn to."""
 _MOST_NAMES = 1000
 """Files of a folder in which close names are searched; a folder of a million files takes too long."""
 _MOST_LEVELS = 64
@@ -67,6 +69,13 @@ def close_file(file: Path) -> str:
         return ""
     folder = f"{file.parent}{os.sep}" if file.parent != Path() else ""
     return did_you_mean(file.name, names, folder) if len(names) <= _MOST_NAMES else ""
+
+
+def picture_problem(path: Path) -> str | None:
+    """Why no picture can be drawn to a file, by its ending; ``None`` for one of ``PICTURES``."""
+    if path.suffix.lower().lstrip(".") in PICTURES:
+        return None
+    return f"cannot draw to {path}: expected a file ending in one of {', '.join(f'.{name}' for name in PICTURES)}"
 
 
 def write_problem(path: Path, *, is_folder: bool) -> str | None:

@@ -143,7 +143,7 @@ def _move(leaf: Leaf) -> Candidate | None:
         return None
     moves = Moves(balance=leaf.strategy == "balance", offload=leaf.strategy == "offload", budget_bytes=room)
     chosen = replace(plain, knobs=replace(plain.knobs, moves=moves))
-    # Adjacent partners put pipeline neighbors apart, so neither order is always the faster one.
+    # With partners next to each other, consecutive pipeline ranks are not, so neither order is always faster.
     candidates = [chosen, *_paired(chosen)]
     seconds = [_step_s(one) for one in candidates]
     return candidates[seconds.index(min(seconds))] if min(seconds) < float("inf") else None
