@@ -2,6 +2,7 @@
 
 import json
 import logging
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,12 +20,18 @@ def test_a_notebook_runs_and_draws(notebook, tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient", reason="pip install pipeloom[notebook]")
     pytest.importorskip("ipykernel", reason="pip install pipeloom[notebook]")
     nbformat = pytest.importorskip("nbformat")
+    config = pytest.importorskip("traitlets.config")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     logging.getLogger("traitlets").setLevel(logging.ERROR)
     content = nbformat.read(notebook, as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(content, timeout=250, kernel_name="python3", resources=resources).execute()
+    # Sockets of files: a TCP port that is free when it is chosen may be another process's when the kernel binds it.
+    with tempfile.TemporaryDirectory() as short:  # a path of a socket has at most 107 bytes
+        sockets = config.Config({"KernelManager": {"transport": "ipc", "ip": f"{short}/kernel"}})
+        nbclient.NotebookClient(
+            content, config=sockets, timeout=250, kernel_name="python3", resources=resources
+        ).execute()
     outputs = [output for cell in content.cells if cell.cell_type == "code" for output in cell.outputs]
     assert sum("image/svg+xml" in output.get("data", {}) for output in outputs) >= 3
     assert [output for output in outputs if output.get("name") == "stderr"] == []

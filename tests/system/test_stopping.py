@@ -38,6 +38,26 @@ def test_ctrl_c_ends_the_work_and_is_the_terminals_again_behind_it():
         signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the destructor, on purpose
+@pytest.mark.parametrize("is_interrupt", [True, False])
+def test_an_exception_that_a_destructor_swallows_is_raised_again(is_interrupt):
+    class Slow:
+        def __del__(self):
+            if is_interrupt:
+                signal.raise_signal(signal.SIGINT)
+            time.sleep(0.1)
+
+    def work():
+        value = Slow()
+        del value
+        swallowed.append(True)
+        forever()
+
+    swallowed, stop = [], Stop(None if is_interrupt else time.monotonic() + 0.02)
+    stop.run(work)
+    assert (swallowed, stop.reason) == ([True], "interrupt" if is_interrupt else "time")
+
+
 def test_work_that_is_done_in_time_has_no_reason_and_leaves_no_timer():
     done, stop = [], Stop(time.monotonic() + 60)
     before = signal.getsignal(signal.SIGALRM)

@@ -9,7 +9,7 @@ from typing import Literal
 
 Reason = Literal["time", "interrupt"]
 _AGAIN_S = 0.1
-"""Seconds between signals: one that is raised inside a destructor is lost."""
+"""Seconds between signals: an exception that a handler raises inside a destructor is lost."""
 _shields = 0
 _held: type[BaseException] | None = None
 
@@ -32,6 +32,7 @@ class Stop:
     def __init__(self, deadline: float | None) -> None:
         self._deadline = deadline
         self._is_open = False
+        self._is_interrupted = False
         self.reason: Reason | None = None
         """Why the work ended early; ``None`` if it did not."""
 
@@ -41,14 +42,15 @@ class Stop:
         if threading.current_thread() is not threading.main_thread():
             work()
             return
-        begin, old_timer = time.monotonic(), (0.0, 0.0)
-        old_interrupt = signal.signal(signal.SIGINT, lambda *_: self._raise(KeyboardInterrupt))
-        old_alarm = signal.signal(signal.SIGALRM, lambda *_: self._raise(TimeUp))
+        begin = time.monotonic()
+        old_timer = signal.setitimer(signal.ITIMER_REAL, 0)
+        old_interrupt = signal.signal(signal.SIGINT, lambda *_: self._interrupt())
+        old_alarm = signal.signal(signal.SIGALRM, lambda *_: self._raise())
         try:
             self._is_open = True
             if self._deadline is not None:
                 # A time of 0 would switch the timer off, so a deadline that has passed is a microsecond away.
-                old_timer = signal.setitimer(signal.ITIMER_REAL, max(1e-6, self._deadline - begin), _AGAIN_S)
+                signal.setitimer(signal.ITIMER_REAL, max(1e-6, self._deadline - begin), _AGAIN_S)
             work()
             # Before the handlers are restored: a signal between the two must not raise into the caller.
             self._is_open = False
@@ -58,17 +60,23 @@ class Stop:
         finally:
             self._is_open = False
             # The timer before its handler: the default action of SIGALRM ends the process.
-            if self._deadline is not None:
-                signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, old_alarm)
             signal.signal(signal.SIGINT, old_interrupt)
             left_s, interval_s = old_timer
             if left_s > 0:  # such as the one that limits a test
                 signal.setitimer(signal.ITIMER_REAL, max(1e-6, left_s - (time.monotonic() - begin)), interval_s)
 
-    def _raise(self, kind: type[BaseException]) -> None:
+    def _interrupt(self) -> None:
+        self._is_interrupted = True
+        # The timer raises again where this exception is lost, as inside a destructor or a callback of the collector.
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
+        self._raise()
+
+    def _raise(self) -> None:
         """Now, or at the end of what is shielded."""
         global _held  # noqa: PLW0603  as _shields
+        kind = KeyboardInterrupt if self._is_interrupted else TimeUp
         if self._is_open and _shields:
             _held = kind
         elif self._is_open:
