@@ -166,10 +166,10 @@ def test_flags_and_a_file_that_are_wrong_are_one_message(tmp_path, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == f"pipeloom train: {tmp_path / 'run.toml'} with the flags over it has 5 problems:"
     assert [line.removeprefix("  - ").split(",")[0] for line in lines[1:]] == [
-        "there is no setting 'layout.loop'; did you mean 'layout.loops'?",
         "there is no flag --layout.dpp; did you mean '--layout.dp' or '--layout.pp'?",
         "--model.hidden-size must be a whole number",
         "there is no flag --pp; did you mean '--layout.pp'?",
+        "there is no setting 'layout.loop'; did you mean 'layout.loops'?",
         "training.steps must be at least 1",
     ]
 
@@ -182,4 +182,16 @@ def test_a_file_that_is_not_there_is_reported_with_the_flags(tmp_path, capsys, m
     assert lines[1:] == [
         "  - cannot read the configuration rum.toml: No such file or directory; did you mean 'run.toml'?",
         "  - --layout.pp must be a whole number, found 'x'",
+    ]
+
+
+@pytest.mark.parametrize("unknown", [["--foo", "1"], ["--foo"], ["--foo", "1", "2"]])
+def test_a_run_file_behind_an_unknown_flag_is_read(tmp_path, capsys, unknown):
+    (tmp_path / "run.toml").write_text('[training]\nsteps = 0\n[model]\nfamily = "lama"\n')
+    assert main(["train", *unknown, str(tmp_path / "run.toml")]) == 2
+    _, *problems = capsys.readouterr().err.splitlines()
+    assert [problem.split(" must ")[0].split(";")[0] for problem in problems] == [
+        "  - there is no flag --foo",
+        "  - model.family: there is no model family 'lama'",
+        "  - training.steps",
     ]

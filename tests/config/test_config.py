@@ -153,7 +153,8 @@ def test_an_infinite_value_is_refused_as_such():
 def test_the_smallest_allowed_value_is_allowed(name):
     whole = isinstance(TOO_SMALL[name], int)
     least = SMALLEST.get(name, TOO_SMALL[name] + 1 if whole else 1e-9)
-    beside = {"layout__shard": "full", "data__tokenizer": "bpe", "training__device": "cuda"}
+    shared = {} if name == "layout__dp" else {"layout__shard": "full", "layout__dp": 2}
+    beside = shared | {"data__tokenizer": "bpe", "training__device": "cuda"}
     mine = [
         p
         for p in find_problems(changed(**{name: least}, **beside), trains=False)
@@ -219,7 +220,7 @@ AXES = {
     ),
     "a sequence split over nobody": (
         {"layout__sequence_parallel": True},
-        "layout.sequence_parallel splits over the ranks of layout.tp, found layout.tp 1",
+        "layout.sequence_parallel has no effect without layout.tp of at least 2; give both or leave it out",
     ),
     "a sequence that does not split": (
         {"layout__sequence_parallel": True, "layout__tp": 3},
@@ -251,15 +252,25 @@ AXES = {
     ),
     "a balance of one": (
         {"schedule__balance": True, "layout__pp": 1},
-        "schedule.balance moves activations between pipeline ranks, found layout.pp 1",
+        "schedule.balance has no effect without layout.pp of at least 2; give both or leave it out",
     ),
     "a residency of what always stays": (
-        {"schedule__residency": 2, "layout__shard": "optimizer"},
+        {"schedule__residency": 2, "layout__shard": "optimizer", "layout__dp": 2},
         "schedule.residency has no effect without layout.shard full; give both or leave it out",
     ),
     "a prefetch of nothing": (
         {"schedule__prefetch": 2},
-        "schedule.prefetch has no effect without layout.shard; give both or leave it out",
+        "schedule.prefetch has no effect without layout.shard and layout.dp of at least 2; give both or leave it out",
+    ),
+    "shards for nobody else": (
+        {"layout__shard": "full", "schedule__residency": 2, "schedule__prefetch": 2, "schedule__gradient_buffers": 1},
+        "layout.shard, schedule.residency, schedule.prefetch, schedule.gradient_buffers have no effect without layout.dp "
+        "of at least 2; set that or leave them out",
+    ),
+    "a pipeline of one": (
+        {"layout__pp": 1, "layout__pipeline_order": (0,), "schedule__placement": "v", "schedule__receive_buffers": 3},
+        "layout.pipeline_order, schedule.placement, schedule.receive_buffers have no effect without layout.pp of at least "
+        "2; set that or leave them out",
     ),
     "angles of learned positions": (
         {"model__family": "gpt2", "model__rope_theta": 5e5},
