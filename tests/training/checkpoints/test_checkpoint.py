@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +19,7 @@ from small_run import small_run
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from pipeloom.checkpoint.checkpoint_folder import FOLDER, TOKENIZER, find_checkpoint, read_info
+from pipeloom.checkpoint.checkpoint_folder import FOLDER, METADATA, TOKENIZER, find_checkpoint, read_info
 from pipeloom.config import CheckpointConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.data.text import TokenWindows, load_data
 from pipeloom.errors import RunError, UserError, WorkerError
@@ -166,7 +167,19 @@ def test_ranks_that_hold_the_same_share_the_writing_out(tmp_path, name, alike):
     assert sum(found.values()) == sum(map(prod, shapes.values()))
 
 
-def test_only_the_newest_checkpoints_are_kept(tmp_path):
+def test_only_the_newest_checkpoints_are_kept_and_a_killed_runs_draft_is_in_no_ranks_way(tmp_path, monkeypatch):
+    """A rank that began to write while rank 0 removes the draft would find its description, or lose the folder."""
+    draft = tmp_path / "run" / FOLDER / ".step-000003.part"
+    draft.mkdir(parents=True)
+    (draft / METADATA).write_bytes(b"of a run that was killed")
+    honest = shutil.rmtree
+
+    def slow(path, **settings):
+        if path == draft:
+            time.sleep(0.3)
+        honest(path, **settings)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
     train_all({tmp_path / "run": config_of(tmp_path, "loops", every=1, keep=2)})
     assert sorted(file.name for file in (tmp_path / "run" / FOLDER).iterdir()) == ["step-000003", "step-000004"]
 
