@@ -76,7 +76,9 @@ def assert_step(config):
         memory = memory_by_rank(sizes.run, sizes.software, schedule, config.schedule.receive_buffers)[0]
         memory = swapped_memory(memory, sizes.run, sizes.software, schedule)
         whole = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
-        assert results[0].held.swapped_bytes == whole, config  # test_stage_swaps has its gradients, gone within the step
+        assert results[0].held.swapped_bytes == whole, (
+            config
+        )  # test_stage_swaps has its gradients, gone within the step
         assert found[0][3] == round(expected[0][3]), config
         return "swapped"
     differences = ranks.differences(results)
