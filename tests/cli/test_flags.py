@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import pytest
 
 from pipeloom.cli import COMMANDS, main
-from pipeloom.cli.flags import parse_flags, read_flags
+from pipeloom.cli.flags import parse_flags, read_flags, read_words
 from pipeloom.cli.reference import Command, Output, Place, command_of
 from pipeloom.errors import ConfigError
 from pipeloom.workload.limits import ClusterName
@@ -183,3 +183,11 @@ def test_a_file_that_is_not_there_is_reported_with_the_flags(tmp_path, capsys, m
         "  - cannot read the configuration rum.toml: No such file or directory; did you mean 'run.toml'?",
         "  - --layout.pp must be a whole number, found 'x'",
     ]
+
+
+def test_an_unknown_flag_does_not_take_the_run_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text("")
+    seen: list[Path] = []
+    words = read_words(command_of("train"), ["--foo", "1", "run.toml"], lambda file: seen.append(file) or [])
+    assert (seen, words.problems) == ([Path("run.toml")], ["there is no flag --foo"])

@@ -253,8 +253,12 @@ AXES = {
         {"schedule__balance": True, "layout__pp": 1},
         "schedule.balance moves activations between pipeline ranks, found layout.pp 1",
     ),
+    "shards of one rank": (
+        {"layout__shard": "full"},
+        "layout.shard has no effect without layout.dp of at least 2; give both or leave it out",
+    ),
     "a residency of what always stays": (
-        {"schedule__residency": 2, "layout__shard": "optimizer"},
+        {"schedule__residency": 2, "layout__shard": "optimizer", "layout__dp": 2},
         "schedule.residency has no effect without layout.shard full; give both or leave it out",
     ),
     "a prefetch of nothing": (

@@ -163,11 +163,18 @@ def _groups(
         texts = [text] if is_joined else []
         most = None if option is None else option.most_values
         while rest and not _is_flag(rest[0]) and (most is None or len(texts) < most):
+            if option is None and _is_run_file(rest[0]):
+                break
             texts.append(rest.pop(0))
         if most == 0 and rest and rest[0].lower() in ("true", "false"):
             texts.append(rest.pop(0))
         before = flag if most is not None else ""
         yield (by_flag.get(flag) or _unknown(flag, option, by_flag, command)), flag, texts
+
+
+def _is_run_file(word: str) -> bool:
+    """Whether a word behind an unknown flag is rather the run file than a value of that."""
+    return word.endswith(".toml") and Path(word).is_file()
 
 
 def _is_flag(word: str) -> bool:

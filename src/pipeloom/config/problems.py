@@ -53,6 +53,7 @@ def _has_angles(run: RunConfig) -> bool:
 _USED_WITH: dict[str, tuple[str, Callable[[RunConfig], bool]]] = {
     "model.rope_theta": ("a model.family with rotary positions", _has_angles),
     "data.bpe_vocab_size": ("data.tokenizer bpe", lambda run: run.data.known_tokenizer == "bpe"),
+    "layout.shard": ("layout.dp of at least 2", lambda run: run.layout.dp != 1),  # below 1 is a problem of its own
     "layout.replicate": ("layout.shard", lambda run: run.layout.shard != "none"),
     "schedule.residency": ("layout.shard full", lambda run: run.layout.shard == "full"),
     "schedule.prefetch": ("layout.shard", lambda run: run.layout.shard != "none"),
