@@ -11,6 +11,8 @@
 # make bench-network   beside PyTorch's pipelining over slow networks between hosts (as root; 12 minutes)
 # make bench-overhead  beside PyTorch's pipelining with next to no compute (2 minutes)
 # make bench-balance  what moving activations saves and costs, with emulated compute (1 minute)
+# make playground-pictures  the pictures of docs/playground.md; needs Chromium (as the next one)
+# make playground-speed     milliseconds from a slider's move to the painted timeline, 8 x 4 x 64 (20 seconds)
 # make speed    actions a second that schedules are made, verified, lowered and simulated at
 #
 # The first use makes .venv; nothing is needed but Python >= 3.11 and make. Knobs:
@@ -35,7 +37,7 @@ STAMP       := $(VENV)/.installed
 LOADED      := numba llvmlite numpy pydantic pydantic_core rich tyro
 
 .PHONY: demo test docs dist docs-commands plan-demo predict reproduce schedules plan-speed bench-network bench-overhead \
-        bench-balance speed check format clean
+        bench-balance playground-pictures playground-speed speed check format clean
 
 demo: $(STAMP)
 	$(BIN)/pipeloom train $(ARGS)
@@ -82,6 +84,12 @@ bench-overhead: $(STAMP)
 
 bench-balance: $(STAMP)
 	$(BIN)/python benchmarks/balance.py $(ARGS)
+
+playground-pictures: $(STAMP)
+	$(BIN)/python benchmarks/playground.py pictures
+
+playground-speed: $(STAMP)
+	$(BIN)/python benchmarks/playground.py speed
 
 speed: $(STAMP)
 	$(BIN)/python -m pytest benchmarks/speed.py -q -p no:xdist --benchmark-disable-gc --benchmark-quiet $(ARGS)

@@ -8,6 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "_site"))
 
 import generated
+from sphinx.errors import ExtensionError
 
 project = "pipeloom"
 author = "The pipeloom authors"
@@ -46,8 +47,9 @@ copybutton_prompt_text = "$ "
 
 
 def setup(app):
-    """Fill in what is generated while the pages are read."""
+    """Fill in what is generated while the pages are read, and look at what is written."""
     app.connect("source-read", generated.fill_in)
+    app.connect("build-finished", check_pages)
     app.connect("autodoc-process-docstring", end_literals)
 
 
@@ -58,3 +60,18 @@ def end_literals(*event):
         r"(``[^`]+``)(\w?)", lambda found: f"{found[1]}\\ {found[2]}" if found[2] else found[1], "\n".join(lines)
     )
     lines[:] = text.split("\n")
+
+
+def check_pages(app, failure):
+    """End the build if a page loads something from a network, or the search does not know one."""
+    if failure is not None or app.builder.name != "html":
+        return
+    written = Path(app.outdir)
+    index = (written / "searchindex.js").read_text(encoding="utf-8")
+    problems = [f"the search lacks {name}" for name in app.env.found_docs if f'"{name}"' not in index]
+    for page in sorted(written.rglob("*.html")):
+        text = page.read_text(encoding="utf-8")
+        if re.search(r"<(?:script|img|link|iframe)[^>]*?(?:src|href)=\"(https?:)?//", text):
+            problems.append(f"{page.name} loads something from a network")
+    if problems:
+        raise ExtensionError("\n".join(problems))

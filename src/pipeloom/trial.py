@@ -10,7 +10,7 @@ from pipeloom.analysis.bubble import BubbleAccount, account_bubble
 from pipeloom.analysis.comparison import MEMORY_UNIT, memory_in_microbatches
 from pipeloom.analysis.summary import summarize
 from pipeloom.cost.costs import Costs
-from pipeloom.errors import ConfigError, UserError
+from pipeloom.errors import ConfigError
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.families.family import default_loops
 from pipeloom.passes import Moves, add_slices, split_backward

@@ -209,6 +209,7 @@ MODEL = {
         "model.preset and model.file both give the sizes; leave one out",
     ),
 }
+NEEDS = "{} have no effect without {} of at least 2; set that or leave them out"
 AXES = {
     "heads that tensor parallelism cannot share out": (
         {"layout__tp": 4},
@@ -254,6 +255,10 @@ AXES = {
         {"schedule__balance": True, "layout__pp": 1},
         "schedule.balance has no effect without layout.pp of at least 2; give both or leave it out",
     ),
+    "shards of one rank": (
+        {"layout__shard": "full"},
+        "layout.shard has no effect without layout.dp of at least 2; give both or leave it out",
+    ),
     "a residency of what always stays": (
         {"schedule__residency": 2, "layout__shard": "optimizer", "layout__dp": 2},
         "schedule.residency has no effect without layout.shard full; give both or leave it out",
@@ -263,14 +268,12 @@ AXES = {
         "schedule.prefetch has no effect without layout.shard and layout.dp of at least 2; give both or leave it out",
     ),
     "shards for nobody else": (
-        {"layout__shard": "full", "schedule__residency": 2, "schedule__prefetch": 2, "schedule__gradient_buffers": 1},
-        "layout.shard, schedule.residency, schedule.prefetch, schedule.gradient_buffers have no effect without layout.dp "
-        "of at least 2; set that or leave them out",
+        {"layout__shard": "full", "schedule__residency": 2, "schedule__prefetch": 2},
+        NEEDS.format("layout.shard, schedule.residency, schedule.prefetch", "layout.dp"),
     ),
     "a pipeline of one": (
-        {"layout__pp": 1, "layout__pipeline_order": (0,), "schedule__placement": "v", "schedule__receive_buffers": 3},
-        "layout.pipeline_order, schedule.placement, schedule.receive_buffers have no effect without layout.pp of at least "
-        "2; set that or leave them out",
+        {"layout__pp": 1, "layout__pipeline_order": (0,), "schedule__receive_buffers": 3},
+        NEEDS.format("layout.pipeline_order, schedule.receive_buffers", "layout.pp"),
     ),
     "angles of learned positions": (
         {"model__family": "gpt2", "model__rope_theta": 5e5},

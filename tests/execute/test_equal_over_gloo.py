@@ -1,4 +1,8 @@
-"""One step of runs of every kind over processes: loss and gradients are those of the single process."""
+"""One step of runs of every kind over processes: loss and gradients are those of the single process.
+
+Each family, and each way to share a model among ranks, meets gloo here. All of them together, with each recomputation:
+``tests/conformance/test_every_byte.py``, over the transport of tests, which passes the same conformance suite.
+"""
 
 from dataclasses import replace
 from itertools import cycle, product
@@ -25,11 +29,9 @@ def placed(names, placements):
     return dict.fromkeys((name, *fitting(name, 2, one).values()) for name, one in product(names, placements))
 
 
-def of_families(pp):
-    """Every family, some in every placement; layers in even and in uneven stages."""
-    for (family, loops, placement), model in zip(
-        placed(TRAINING, ["looped"]) | placed(SOME, PLACEMENTS), cycle((LLAMA, GPT2))
-    ):
+def of_families(pp, families):
+    """Families with their loops and placements; layers in even and in uneven stages."""
+    for (family, loops, placement), model in zip(families, cycle((LLAMA, GPT2))):
         stages, num_layers = pp * loops, 8
         uneven = (*[1] * (stages - 1), num_layers + 2 - stages + 1) if model is LLAMA else None
         layout = Layout(pp=pp, loops=loops, num_microbatches=5, microbatch_size=2, partition=uneven)
@@ -65,15 +67,9 @@ def tied_and_sharded():
     yield model, hybrid, ScheduleConfig()
 
 
-def recomputed():
-    for (family, choice), model in zip(product(SOME, CHOICES), cycle((LLAMA, GPT2))):
-        layout = Layout(pp=2, loops=fitting(family, 2)["loops"], num_microbatches=4, **choice)
-        yield model, layout, ScheduleConfig(family=family)
-
-
 def recomputed_and_sharded():
     cases = [(2, 2, 2, shard, None) for shard in LEVELS] + [(1, 4, 3, "full", 2)]
-    for (pp, dp, loops, shard, copies), choice in product(cases, CHOICES):
+    for (pp, dp, loops, shard, copies), choice in zip(cases, cycle(CHOICES)):
         layout = Layout(pp=pp, dp=dp, loops=loops, shard=shard, replicate=copies, num_microbatches=3, **choice)
         yield LLAMA, layout, ScheduleConfig(residency=1 if shard == "full" else None)
 
@@ -90,19 +86,17 @@ AXES = [
 
 
 def tensor_parallel():
-    """Families and models take turns; every family at every level: ``test_tensor_parallel_in_process``.
-
-    Llama's two key and value heads are not for four ranks.
-    """
-    for number, (family, axes) in enumerate(zip(cycle(SOME), AXES * 2)):
+    """Families and models take turns. Llama's two key and value heads are not for four ranks."""
+    for number, (family, axes) in enumerate(zip(cycle(SOME), AXES)):
         model = GPT2 if axes["tp"] == 4 or number % 2 else LLAMA
         recompute = ("none", "selective", "full")[number // 2 % 3]
         layout = Layout(loops=fitting(family, 2)["loops"], num_microbatches=3, recompute=recompute, **axes)
         yield replace(model, num_layers=4), layout, ScheduleConfig(family=family)
 
 
-def tied_tensor_parallel(model):
-    for number, axes in enumerate([AXES[0], AXES[1], AXES[6], {**AXES[4], "shard": "none"}]):
+def tied_tensor_parallel():
+    cases = [AXES[0], AXES[1], AXES[6], {**AXES[4], "shard": "none"}]
+    for number, (axes, model) in enumerate(zip(cases, cycle((LLAMA, GPT2)))):
         recompute = "full" if number % 2 else "none"
         layout = Layout(loops=2, num_microbatches=3, microbatch_size=2, recompute=recompute, **axes)
         yield replace(model, tied=True), layout, ScheduleConfig()
@@ -122,16 +116,15 @@ def compiled():
 
 
 RUNS = {
-    "families on two ranks": (2, list(of_families(2))),
-    "families on four ranks": (4, list(of_families(4))),
-    "families, tied, on two ranks": (2, list(tied_of_families(2, ("looped", "v")))),
+    "families in other placements": (2, list(of_families(2, placed(SOME, PLACEMENTS)))),
+    "families on four ranks": (4, list(of_families(4, placed(TRAINING, ["looped"])))),
+    "families, tied, on two ranks": (2, list(tied_of_families(2, ("v",)))),
     "families, tied, on three ranks": (3, list(tied_of_families(3, ("looped",)))),
     "sharded": (4, list(sharded())),
     "sharded, tied": (4, list(tied_and_sharded())),
-    "recomputed": (2, list(recomputed())),
     "recomputed, sharded": (4, list(recomputed_and_sharded())),
     "tensor-parallel": (4, list(tensor_parallel())),
-    "tensor-parallel, tied": (4, [*tied_tensor_parallel(LLAMA), *tied_tensor_parallel(GPT2)]),
+    "tensor-parallel, tied": (4, list(tied_tensor_parallel())),
     "compiled": (2, list(compiled())),
 }
 """For each kind of runs the processes that it takes and its runs, all in the same processes."""

@@ -1,4 +1,7 @@
-"""Every family, placement and model type computes the gradients of a single process, all ranks in one process."""
+"""Every family in every placement computes the gradients of a plain loop, all ranks in one process.
+
+With transformers: ``tests/conformance/test_every_byte.py``.
+"""
 
 import weakref
 from dataclasses import replace
@@ -7,21 +10,11 @@ import pytest
 import torch
 from families import TRAINING, fitting
 from in_process import Post, run_in_process
-from small_run import small_run
 from toy import Toy, make_executor, objective, reference, worst_difference
 
-from pipeloom.config import ModelConfig, ScheduleConfig
-from pipeloom.data.text import load_data
-from pipeloom.execute.communication.boundary import TensorSpec, stage_outputs
-from pipeloom.execute.stages.batch import Batch
 from pipeloom.families import make_schedule
-from pipeloom.model import build_stage, stage_pieces
 from pipeloom.passes import lower
 from pipeloom.passes.recompute import recompute_beyond
-from pipeloom.training.equivalence import Gradients, compare, reference_gradients
-from pipeloom.training.pipeline import training_schedule
-from pipeloom.training.session import resolve
-from pipeloom.workload.layout import Layout
 
 SIZES = [(1, 1, 1), (1, 3, 4), (2, 2, 3), (4, 2, 9), (3, 1, 2)]
 CASES = [(f, *size) for f in TRAINING for size in SIZES if fitting(f, size[1])["loops"] == size[1]]
@@ -66,41 +59,6 @@ def test_gradients_are_the_same_where_a_rank_short_of_memory_recomputes(family, 
     results = check(schedule, toy)
     assert sum(span.action.kind == "R" for result in results for span in result.trace.compute()) > 0
     assert [result.held.stage_inputs for result in results] == list(schedule.peak_stage_inputs)
-
-
-def _transformer_differences(tmp_path, model, layout, schedule_config):
-    config = small_run(tmp_path, model=model, layout=layout, schedule=schedule_config)
-    data = load_data(config.data, 0)
-    config = resolve(config, data)
-    batch = Batch.of(data.train.batch(0, layout.batch_size), layout.num_microbatches, torch.device("cpu"))
-    schedule, pieces = training_schedule(config), stage_pieces(config.layout.partition)
-
-    def build(stage, device):
-        sizes = {"max_positions": config.data.seq_len, "seed": 0, "dtype": torch.float64}
-        return build_stage(config.model, pieces[stage], device=device, **sizes)
-
-    tokens = TensorSpec((layout.microbatch_size, config.data.seq_len), torch.int64)
-    outputs = stage_outputs(lambda stage: build(stage, "meta"), schedule.num_stages, tokens)
-    modules, post = [build(stage, "cpu") for stage in range(schedule.num_stages)], Post()
-    executors = [make_executor(schedule, r, modules, outputs, post.transport(r)) for r in range(schedule.num_ranks)]
-    results = run_in_process(executors, batch.inputs, batch.loss)
-    loss = sum(float(value) for result in results for value in result.outputs.values())
-    found = Gradients(loss, {name: p.grad for module in modules for name, p in module.named_parameters()})
-    return compare(found, reference_gradients(config, batch))
-
-
-@pytest.mark.parametrize(("model", "partition"), [("llama", None), ("gpt2", "uneven")])
-@pytest.mark.parametrize(("family", "placement"), PLACED)
-def test_transformers_equal_the_single_process(tmp_path, family, placement, model, partition):
-    loops = fitting(family, 2)["loops"]
-    sizes = {4: (1, 3, 1, 3), 2: (2, 6)}[2 * loops]
-    layout = Layout(
-        pp=2, loops=loops, num_microbatches=5, microbatch_size=2, partition=sizes if partition == "uneven" else None
-    )
-    shape = ModelConfig(family=model, num_layers=6, hidden_size=16, num_heads=4, num_kv_heads=2)
-    differences = _transformer_differences(tmp_path, shape, layout, ScheduleConfig(family=family, placement=placement))
-    assert len(differences) > 40
-    assert max(differences.values()) < 1e-9
 
 
 def test_a_frozen_beginning_runs_no_backward_and_the_rest_is_right():

@@ -143,13 +143,14 @@ MODEL = ModelConfig(num_layers=4, hidden_size=32, num_heads=4, num_kv_heads=2)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_gradients_are_those_of_float32_but_for_rounding_over_gloo(tmp_path, family):
     narrow = TrainingConfig(dtype="bfloat16")
-    traced = TrainingConfig(dtype="bfloat16", compile=True, compile_backend="aot_eager")
     cases = [
         (narrow, Layout(pp=2, loops=2, num_microbatches=4), ScheduleConfig()),
         (narrow, Layout(pp=1, loops=3, dp=2, shard="full", num_microbatches=2), ScheduleConfig(residency=1)),
         (narrow, Layout(pp=1, loops=2, dp=2, shard="none", num_microbatches=2, recompute="full"), ScheduleConfig()),
-        (traced, Layout(pp=1, loops=2, dp=2, shard="full", num_microbatches=2), ScheduleConfig()),
     ]
+    if family == "llama":  # compiled code meets the hooks of narrow gradients in the same way whatever the layers are
+        traced = TrainingConfig(dtype="bfloat16", compile=True, compile_backend="aot_eager")
+        cases.append((traced, Layout(pp=1, loops=2, dp=2, shard="full", num_microbatches=2), ScheduleConfig()))
     configs = [
         small_run(tmp_path, model=replace(MODEL, family=family), training=training, layout=layout, schedule=order)
         for training, layout, order in cases

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.cli import main
-from pipeloom.playground.answers import MOST_ACTIONS, answer, choices, command_of, download
+from pipeloom.playground.answers import MOST_ACTIONS, MOST_RANKS, answer, choices, command_of, download
 from pipeloom.playground.server import MOST_BODY, App, serve
 
 STATES = [
@@ -64,12 +64,15 @@ def test_broken_rule_is_the_message_of_the_command_line_with_its_place(tmp_path,
         ({"family": "1f1b", "loops": 2}, ["loops"]),
         ({"family": "1f1b", "forward": -1.0, "microbatches": 0}, ["forward", "microbatches"]),
         ({"family": "1f1b", "offload": True}, ["offload"]),
+        ({"family": "1f1b", "offload": True, "budget": 0.5}, ["budget"]),
         ({"family": "1f1b", "gather": 1.0}, ["gather"]),
         ({"family": "1f1b", "weight": 0.5}, ["weight"]),
         ({"family": "1f1b", "weight": 9.0}, ["weight"]),
         ({"family": "1f1b", "keep": [1]}, ["keep"]),
         ({"family": "1f1b", "receive_buffers": 10**30}, ["receive_buffers"]),
         ({"family": "breadth-first", "pp": 1000, "loops": 1000, "microbatches": 1000}, ["microbatches"]),
+        ({"family": "1f1b", "pp": MOST_RANKS + 1}, ["pp"]),
+        ({"family": "1f1b", "update": "at-the-end"}, ["update"]),
         ({"family": "1f2b"}, ["family"]),
         ({"family": "1f1b", "colour": "red"}, [None]),
         ({"text": "0F0 what"}, ["text"]),

@@ -20,8 +20,10 @@ from in_process import (
 )
 
 from pipeloom.execute.communication.collectives import Groups
+from pipeloom.execute.stages.batch import Batch
 from pipeloom.schedule.stage_swaps import defers_updates
 from pipeloom.training import pipeline as module
+from pipeloom.training.equivalence import Gradients, _joined, compare, reference_gradients
 from pipeloom.training.optimizer import StageUpdates, make_optimizer
 from pipeloom.training.pipeline import Pipeline
 
@@ -88,9 +90,23 @@ class OneProcess:
         """One step on drawn tokens; the results by rank."""
         config = self.config
         draw = np.random.default_rng(0)
-        windows = draw.integers(config.model.vocab_size, size=(config.layout.batch_size, config.data.seq_len + 1))
-        ranks = [self._steps(pipeline, windows) for pipeline in self.pipelines]
+        self._windows = draw.integers(config.model.vocab_size, size=(config.layout.batch_size, config.data.seq_len + 1))
+        ranks = [self._steps(pipeline, self._windows) for pipeline in self.pipelines]
         return play_in_process(ranks, in_turns=config.layout.tp > 1)
+
+    def differences(self, results):
+        """Of the step's loss and gradients, with these results, from those of a single process; by name."""
+        layout = self.config.layout
+        parts, slices = [], [pipeline.slices() for pipeline in self.pipelines]
+        for rank, (pipeline, result) in enumerate(zip(self.pipelines, results, strict=True)):
+            (group,) = [ranks for ranks in layout.shard_groups() if rank in ranks]
+            by_name = {}
+            for stage, weights in pipeline.data_parallel.weights.items() if pipeline.is_first_replica else ():
+                shards = [self.pipelines[other].data_parallel.weights[stage].gradient for other in group]
+                by_name |= weights.order.views(torch.cat(shards))
+            parts.append(Gradients(pipeline.counted_loss(result), by_name))
+        batch = Batch.of(self._windows, layout.dp * layout.num_microbatches, torch.device("cpu"))
+        return compare(_joined(parts, slices), reference_gradients(self.config, batch))
 
     @staticmethod
     def _steps(pipeline, windows):

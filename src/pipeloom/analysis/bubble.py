@@ -68,7 +68,7 @@ class BubbleAccount:
 
     def __add__(self, other: "BubbleAccount") -> "BubbleAccount":
         """Part by part, such as over ranks."""
-        return BubbleAccount(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return BubbleAccount(**{cause: value + getattr(other, cause) for cause, value in vars(self).items()})
 
 
 def account_bubble(schedule: Schedule, trace: Trace) -> tuple[BubbleAccount, ...]:

@@ -63,9 +63,10 @@ def _curve(always: float, part: Ints, times: Seconds, more: Bytes, origin_s: flo
     parts[PARTS.index("always")] += always
     # Of several changes at one time the last sum is what is held from then on.
     is_last = np.append(times[1:] != times[:-1], True)[: len(times)]
-    points = list(zip(times[is_last].tolist(), total[is_last].tolist(), strict=True))
-    if not points or points[0][0] > 0:
-        points.insert(0, (0.0, always))
-    differing = [point for number, point in enumerate(points) if number == 0 or point[1] != points[number - 1][1]]
+    points_s, held = times[is_last], total[is_last]
+    if not len(points_s) or points_s[0] > 0:
+        points_s, held = np.append(0.0, points_s), np.append(always, held)
+    differs = np.append(True, held[1:] != held[:-1])
+    points = tuple(zip(points_s[differs].tolist(), held[differs].tolist(), strict=True))
     peak_bytes, peak_s = (float(total[peak]), float(times[peak])) if peak >= 0 else (always, 0.0)
-    return MemoryCurve(tuple(differing), peak_bytes, peak_s, dict(zip(PARTS, parts.tolist(), strict=True)))
+    return MemoryCurve(points, peak_bytes, peak_s, dict(zip(PARTS, parts.tolist(), strict=True)))

@@ -1,6 +1,5 @@
 """Words of a command line -> the options of a command, with everything that is wrong with them at once."""
 
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -174,7 +173,9 @@ def _groups(
 
 def _fits(place: Option, word: str) -> bool:
     """Whether a word names what a place takes: one of its choices, or a file."""
-    return word in place.choices or word.endswith(".toml") or os.path.exists(word)  # False for any wrong path
+    with suppress(OSError):  # such as a name that is too long
+        return word in place.choices or word.endswith(".toml") or Path(word).exists()
+    return False
 
 
 def _is_flag(word: str) -> bool:

@@ -12,8 +12,8 @@ _WIDEST, _NARROWEST = 110, 60
 _INDENT = 2
 _MOST_CHOICES = 60
 """Characters of names that follow an option; more of them are printed with all options alone."""
-_FLAGS = 34
-"""Columns of the flags; a longer one has its text in the next line."""
+_MOST_FLAGS = 34
+"""Most columns of the flags; a longer one has its text in the next line."""
 
 
 def help_page(command: Command[Any], *, is_whole: bool) -> str:
@@ -26,22 +26,24 @@ def help_page(command: Command[Any], *, is_whole: bool) -> str:
     from pipeloom.cli import COMMANDS
 
     options = options_of(command)
-    shown = [option for option in options if is_whole or option.is_common]
+    shown = [option for option in options if is_whole or (option.is_common and command.is_brief(option))]
     width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((100, 40)).columns))
     summary = COMMANDS.get(command.name, "")
     lines = [f"pipeloom {command.name}: {summary}", ""]
     lines += [_usage(command, options), ""]
     if command.about:
         lines += [*_wrapped(command.about, width), ""]
-    column = max(map(len, command.examples), default=0) + 2
-    lines += [f"  {line:<{column}}{what}".rstrip() for line, what in command.examples.items()]
-    lines += [""]
+    lines += [*_examples(command, width), ""]
+    heads = [_head(option, is_whole=is_whole) for option in shown]
+    flags = min(_MOST_FLAGS, max(map(len, heads), default=0) + 2)
     group = None
-    for option in shown:
+    for option, head in zip(shown, heads, strict=True):
         if option.group != group:
             group = option.group
-            lines += [f"{group}: {section_text(group)}" if group else "options"]
-        lines += _about(option, width, is_whole=is_whole)
+            lines += _wrapped(f"{group}: {section_text(group)}", width) if group else ["options"]
+        texts = _described(option, width - flags, is_whole=is_whole)
+        lines.append(f"{head:<{flags}}{texts.pop(0)}" if len(head) < flags - 1 else head)
+        lines += [" " * flags + text for text in texts]
     if is_whole:
         lines += ["", *_wrapped(_RULES, width)]
     else:
@@ -56,6 +58,16 @@ _RULES = (
 )
 
 
+def _examples(command: Command[Any], width: int) -> Iterator[str]:
+    """Each example with what it does: in one line each where all fit, otherwise below it."""
+    column = max(map(len, command.examples), default=0) + 4
+    fit = all(column + len(what) <= width for what in command.examples.values())
+    for line, what in command.examples.items():
+        yield f"  {line:<{column - 2}}{what}".rstrip() if fit else f"  {line}"
+        if not fit and what:
+            yield f"      {what}"
+
+
 def _usage(command: Command[Any], options: Sequence[Option]) -> str:
     places = [option.place if option.default is MISSING else f"[{option.place}]" for option in options if option.place]
     flags = " [--section.setting VALUE ...]" if command.settings else ""
@@ -63,21 +75,24 @@ def _usage(command: Command[Any], options: Sequence[Option]) -> str:
     return f"usage: pipeloom {' '.join([command.name, *places])}{own}{flags}"
 
 
-def _about(option: Option, width: int, *, is_whole: bool) -> Iterator[str]:
-    """The lines of an option."""
-    lines = _wrapped(_described_whole(option) if is_whole else _described_briefly(option), width - _FLAGS)
-    head = " " * _INDENT + (option.shown if is_whole else option.briefly)
-    yield f"{head:<{_FLAGS}}{lines.pop(0)}" if len(head) < _FLAGS - 1 else head
-    yield from (" " * _FLAGS + line for line in lines)
+def _head(option: Option, *, is_whole: bool) -> str:
+    return " " * _INDENT + (option.shown if is_whole else option.briefly)
 
 
-def _described_briefly(option: Option) -> str:
+def _described(option: Option, room: int, *, is_whole: bool) -> list[str]:
+    return _wrapped(_described_whole(option) if is_whole else _described_briefly(option, room), room)
+
+
+def _described_briefly(option: Option, room: int) -> str:
+    """The first sentence, with the choices where they are few, and the default; one in words only where it fits."""
     text = option.first_sentence
     names = ", ".join(option.choices)
     if option.place or (option.value.startswith("NAME") and len(names) < _MOST_CHOICES):
         text += f": {names}" if names else ""
-    default = option.shown_default.split(";")[0]
-    return text if not default or option.is_switch else f"{text} [{default}]"
+    if not option.shown_default or option.is_switch:
+        return text
+    whole = f"{text} [{option.shown_default.split(';')[0]}]"
+    return whole if len(whole) <= room or option.default not in (None, ()) else text
 
 
 def _described_whole(option: Option) -> str:

@@ -40,6 +40,7 @@ COMMAND = Command(
         "pipeloom launch run.toml --out start --to slurm": "for one",
     },
     settings=(*TRAINING, "machine"),
+    brief=("layout", "training.steps", "output", "machine"),
 )
 
 

@@ -46,7 +46,7 @@ class Options:
     cluster: Common[ClusterName | None] = None
     """Cluster: a name of the catalog, or a file."""
     devices: Common[int | None] = None
-    """World size: devices of the run, all of which a layout uses."""
+    """World size: devices, all of which a layout uses."""
     global_batch: Common[int | None] = None
     """Global batch size, in sequences."""
     seq: Common[int | None] = None
@@ -67,7 +67,7 @@ class Options:
     dp: Common[tuple[int, ...]] = ()
     """Data-parallel sizes to search. None: all."""
     loops: Common[tuple[int, ...]] = ()
-    """Virtual stages per pipeline rank to search. None: all."""
+    """Virtual stages per rank to search. None: all."""
     micro_batch: Common[tuple[int, ...]] = ()
     """Micro-batch sizes to search, in sequences. None: all."""
     families: Common[tuple[FamilyName, ...]] = ()

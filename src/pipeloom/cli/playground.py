@@ -1,5 +1,6 @@
 """``pipeloom playground``: a page on this machine that draws schedules while they change."""
 
+import gc
 import webbrowser
 from dataclasses import dataclass
 from typing import Annotated
@@ -45,6 +46,8 @@ def run(words: list[str]) -> int:
     # Every answer comes at once then, the first one included.
     expect_much()
     try_out(warm := Trial(family="zb-h1", unshard=1, reduce_grad=True), trial_recipe(warm))
+    # Collections then skip what has been loaded: each would take longer than an answer.
+    gc.freeze()
 
     def opened(app: App) -> None:
         shared = f"#{fragment}" if fragment else ""

@@ -46,6 +46,7 @@ class Command(Generic[Options_]):
             paragraphs of its docstring are part of the help.
         examples: command lines, with what each one does.
         settings: sections and settings of a run file that the command reads. With some, it takes a run file.
+        brief: those of them whose common settings the short help lists; all if empty.
         default: the run without a file and flags; ``None`` for the defaults of the class.
         retired: flags that there were -> what to use instead.
     """
@@ -54,8 +55,13 @@ class Command(Generic[Options_]):
     options: type[Options_]
     examples: Mapping[str, str]
     settings: tuple[str, ...] = ()
+    brief: tuple[str, ...] = ()
     default: RunConfig | None = None
     retired: Mapping[str, str] = field(default_factory=dict)
+
+    def is_brief(self, option: "Option") -> bool:
+        """Whether the short help may list an option."""
+        return not option.group or not self.brief or _is_in(option, self.brief)
 
     @property
     def about(self) -> str:
@@ -212,10 +218,15 @@ def options_of(command: str | Command[Any]) -> tuple[Option, ...]:
     """
     known = command_of(command) if isinstance(command, str) else command
     found = list(_options(known.options, default=known.default))
-    read = tuple(f"{name}." for name in known.settings)  # the dot ends a section, or the whole name
-    kept = [one for one in found if not one.group or f"{one.name}.".startswith(read)]
+    kept = [one for one in found if not one.group or _is_in(one, known.settings)]
     file = Option(name="config", place=RUN_FILE, hint=Path, default=None, owner=_RunFile)
     return tuple(sorted([file, *kept] if known.settings else kept, key=lambda one: (not one.place, bool(one.group))))
+
+
+def _is_in(option: Option, settings: tuple[str, ...]) -> bool:
+    """Whether sections and settings of a run file contain an option."""
+    # The dot ends a section, or the whole name.
+    return f"{option.name}.".startswith(tuple(f"{name}." for name in settings))
 
 
 def settings_of_runs() -> tuple[Option, ...]:

@@ -52,6 +52,7 @@ COMMAND = Command(
         "pipeloom simulate --model.preset llama-3-8b --machine.cluster dgx-h100 --layout.pp 8": "without a run file",
     },
     settings=PREDICTIONS,
+    brief=("model", "data.seq_len", "layout", "schedule", "machine"),
 )
 
 

@@ -36,6 +36,7 @@ COMMAND = Command(
         "pipeloom slices --model.preset llama-3-8b --machine.cluster dgx-h100 --data.seq-len 8192": "",
     },
     settings=PREDICTIONS,
+    brief=("model", "data.seq_len", "layout", "machine"),
 )
 
 

@@ -17,6 +17,7 @@ COMMAND = Command(
         "pipeloom verify run.toml --layout.shard full --layout.dp 2": "a run file with another layout",
     },
     settings=VERIFICATION,
+    brief=("model", "layout", "schedule", "training"),
     # In float32 a lost micro-batch of many could hide in a difference of 1e-9.
     default=RunConfig(training=TrainingConfig(dtype="float64")),
 )

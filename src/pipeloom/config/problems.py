@@ -53,15 +53,16 @@ def _has_angles(run: RunConfig) -> bool:
 
 _Need = tuple[str, Callable[[RunConfig], bool]]
 """What a setting takes to have an effect: in words, and whether a run has it."""
-_REPLICAS: _Need = ("layout.dp of at least 2", lambda run: run.layout.dp > 1)
-_PIPELINE: _Need = ("layout.pp of at least 2", lambda run: run.layout.pp > 1)
+# A size below 1 is a problem of its own.
+_REPLICAS: _Need = ("layout.dp of at least 2", lambda run: run.layout.dp != 1)
+_PIPELINE: _Need = ("layout.pp of at least 2", lambda run: run.layout.pp != 1)
 _SHARD: _Need = ("layout.shard", lambda run: run.layout.shard != "none")
 _NEEDS: dict[str, tuple[_Need, ...]] = {
     "model.rope_theta": (("a model.family with rotary positions", _has_angles),),
     "data.bpe_vocab_size": (("data.tokenizer bpe", lambda run: run.data.known_tokenizer == "bpe"),),
     "layout.replicate": (_SHARD, _REPLICAS),
     "layout.shard": (_REPLICAS,),
-    "layout.sequence_parallel": (("layout.tp of at least 2", lambda run: run.layout.tp > 1),),
+    "layout.sequence_parallel": (("layout.tp of at least 2", lambda run: run.layout.tp != 1),),
     "layout.pipeline_order": (_PIPELINE,),
     "schedule.placement": (_PIPELINE,),
     "schedule.receive_buffers": (_PIPELINE,),
@@ -72,9 +73,7 @@ _NEEDS: dict[str, tuple[_Need, ...]] = {
         _REPLICAS,
     ),
     "schedule.balance": (_PIPELINE,),
-    "schedule.activation_budget": (
-        ("balance or offload", lambda run: run.schedule.balance or run.schedule.offload),
-    ),
+    "schedule.activation_budget": (("balance or offload", lambda run: run.schedule.balance or run.schedule.offload),),
     "schedule.swap_folder": (("schedule.device_budget", lambda run: run.schedule.device_budget is not None),),
     "training.compile_backend": (("training.compile", lambda run: run.training.compile),),
     "training.run_ahead": (("training.device cuda", lambda run: run.training.device == "cuda"),),

@@ -38,7 +38,7 @@ class RunConfig:
     layout: Layout = field(default_factory=Layout)
     """Sizes of the parallel axes, and how the batch is divided."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """Order of the work on each pipeline rank, and what moves or is recomputed when memory is short."""
+    """Order of the work on each pipeline rank, and memory that moves."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Update rule and learning rate."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -48,7 +48,7 @@ class RunConfig:
     output: OutputConfig = field(default_factory=OutputConfig)
     """The run folder."""
     machine: MachineConfig = field(default_factory=MachineConfig)
-    """The cluster of predictions and plans; train runs on the machine where it is started."""
+    """The cluster of predictions and plans; train runs on this machine."""
 
     def __repr__(self) -> str:
         """The settings that are not their defaults."""

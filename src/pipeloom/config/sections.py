@@ -34,7 +34,7 @@ class DataConfig:
     """Text file, or a folder of them. None: Python's standard library; no default for a model from model.preset or
     model.file."""
     tokenizer: Common[Literal["bytes", "bpe"] | None] = None
-    """Tokenizer: bytes, or byte-pair encoding trained on the text. bpe needs pipeloom[bpe]. None: bytes; no
+    """Bytes, or byte-pair encoding trained on the text. bpe needs pipeloom[bpe]. None: bytes; no
     default for a model from model.preset or model.file."""
     bpe_vocab_size: Annotated[int, Limits(least=257)] = 4096  # the 256 bytes and end of text
     """Vocabulary size of the byte-pair encoding; with tokenizer bpe only."""
@@ -242,7 +242,7 @@ class CheckpointConfig:
     """When checkpoints are written, and from which one a run resumes."""
 
     every: Common[Count | None] = None
-    """Steps between checkpoints, in checkpoints/ of the run folder. None: checkpoints by every_s alone."""
+    """Steps between checkpoints. They are in checkpoints/ of the run folder. None: checkpoints by every_s alone."""
     every_s: Annotated[float, Limits(least=0)] = 1800.0
     """Most seconds between checkpoints by the clock of rank 0, also with every; 0 for no limit."""
     keep: Count | None = None

@@ -27,6 +27,8 @@ UNITS = Unit("units", 1.0, 2)
 """Costs have no unit."""
 MOST_ACTIONS = 50_000
 """Compute actions of a schedule, before passes add to it: an answer in a few seconds."""
+MOST_RANKS = 256
+"""More rows than a browser's canvas can hold with all their lanes, or a person can read."""
 MOST_NUMBER = 1_000_000
 """Of any number that the page sends."""
 TEXT = "text"
@@ -66,15 +68,17 @@ def choices() -> dict[str, Any]:
     }
 
 
-def answer(state: State) -> dict[str, Any]:
+def answer(state: State, *, with_curves: bool = False) -> dict[str, Any]:
     """What the page shows for a state: the schedule's proof, figures and pictures, or ``problems``.
 
     Args:
         state: fields of ``Trial``, and ``text``, a schedule as text or as PyTorch's CSV in place of a family.
+        with_curves: with the memory of each rank over time, a quarter of the work and of the bytes.
     """
     try:
         trial, outcome = _outcome(state)
-        return _contents(trial, outcome, state)
+        tree = _contents(trial, outcome, state)
+        return tree | {"over_time": _curves(outcome)} if with_curves else tree
     except PipeloomError as error:
         return refusal(error)
 
@@ -130,15 +134,15 @@ def _outcome(state: State) -> tuple[Trial, Outcome]:
     # Before anything is made of it: a request must not keep the machine busy.
     sizes = (trial.pp, trial.loops or 1, trial.microbatches, trial.slices, 3)
     num_actions = trial.slices * given.num_actions if given is not None else prod(max(size, 1) for size in sizes)
-    if num_actions > MOST_ACTIONS:
-        raise ConfigError(
-            [
-                (
-                    f"--microbatches: about {num_actions:,} actions are more than the playground draws, "
-                    f"{MOST_ACTIONS:,}; choose smaller numbers, or use `pipeloom schedule`"
-                )
-            ]
-        )
+    num_ranks = given.num_ranks if given is not None else trial.pp
+    for name, number, what, most in (
+        ("microbatches", num_actions, "about {:,} actions", MOST_ACTIONS),
+        ("pp", num_ranks, "{:,} pipeline ranks", MOST_RANKS),
+    ):
+        if number > most:
+            found, flagged = what.format(number), flag(name) if given is None else flag(TEXT)
+            problem = f"{flagged}: {found} are more than the playground draws, {most:,}; use `pipeloom schedule`"
+            raise ConfigError([problem])
     return trial, try_out(trial, trial_recipe(trial, given))
 
 
@@ -198,6 +202,7 @@ _FIELDS: tuple[tuple[str, str | None], ...] = (
     ("micro-batch", "microbatches"),
     ("receive", "receive_buffers"),
     ("budget", "budget"),
+    ("norm of the whole gradient", "update"),
     ("resident", "resident"),
     ("pp ", "pp"),
 )
@@ -210,7 +215,8 @@ def field_of(sentence: str) -> str | None:
     for name in re.findall(r"--([a-z][a-z-]*)", sentence):
         if name.replace("-", "_") in known:
             return name.replace("-", "_")
-    return next((field for words, field in _FIELDS if words in sentence), None)
+    # At the beginning of a word: "pipeline rank" is about no line.
+    return next((field for words, field in _FIELDS if re.search(rf"\b{words}", sentence)), None)
 
 
 def _title(trial: Trial, schedule: Schedule) -> str:
@@ -224,8 +230,6 @@ def _number(value: float) -> str:
 def _contents(trial: Trial, outcome: Outcome, state: State) -> dict[str, Any]:
     schedule, trace = outcome.schedule, outcome.trace
     figures, traces = outcome.figures, {"simulated": trace}
-    inputs = {"simulated": [curve.points for curve in inputs_over_time(schedule, trace)]}
-    note = "What a rank keeps for backwards, 1 for each stage's micro-batch; what its partner evicted to it included."
     return {
         "title": _title(trial, schedule),
         "command": command_of(state),
@@ -243,5 +247,11 @@ def _contents(trial: Trial, outcome: Outcome, state: State) -> dict[str, Any]:
         "timeline": timeline_contents(traces, {"simulated": trial.family or TYPED}, UNITS),
         "bubble": bubble_contents({"simulated": outcome.accounts}, traces, _number, UNITS.name),
         "memory": {"by_rank": figures["peak_held"], "budget": trial.budget},
-        "over_time": chart("Stage inputs over time", note, inputs, traces, peak="peak {:g}".format, unit=UNITS),
     }
+
+
+def _curves(outcome: Outcome) -> dict[str, Any]:
+    inputs = {"simulated": [curve.points for curve in inputs_over_time(outcome.schedule, outcome.trace)]}
+    note = "What a rank keeps for backwards, 1 for each stage's micro-batch; what its partner evicted to it included."
+    traces = {"simulated": outcome.trace}
+    return chart("Stage inputs over time", note, inputs, traces, peak="peak {:g}".format, unit=UNITS)

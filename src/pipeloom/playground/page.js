@@ -5,7 +5,7 @@
 const OWN_TEXT = "";
 const START = { gather: 1, reduce: 1, stage_swap: 1, budget: 4, weight: 1 };
 
-// Whether inputs apply; what does not is disabled and not sent.
+// Whether inputs apply; what does not is hidden and not sent.
 const isText = (s) => s.family === OWN_TEXT;
 const family = (s) => choices.families.find((one) => one.name === s.family);
 const isFamily = (s) => !isText(s);
@@ -13,21 +13,21 @@ const moves = (s) => s.balance || s.offload;
 const communicates = (s) => s.communication || s.transfer > 0 || s.reduce_grad || [s.unshard, s.tied, s.update, s.resident].some((one) => one !== null);
 
 // kind: slider and number (of a whole number, or of any with `step`), check, choice, list (of whole numbers).
-// `empty` is what stands in an input that may be left out.
+// `empty` is what stands in an input that may be left out; `fixed` is the value that a family has, which is shown.
 const GROUPS = [
   ["Sizes", [
     { name: "pp", label: "pipeline ranks", kind: "slider", min: 1, max: 32, on: isFamily },
-    { name: "loops", label: "loops (stages on each rank)", kind: "slider", min: 1, max: 16, on: (s) => isFamily(s) && family(s).loops === null },
+    { name: "loops", label: "loops (stages per rank)", kind: "slider", min: 1, max: 16, on: isFamily, fixed: (s) => isFamily(s) ? family(s).loops : null },
     { name: "microbatches", label: "micro-batches", kind: "slider", min: 1, max: 128, on: isFamily },
-    { name: "slices", label: "token slices of each", kind: "slider", min: 1, max: 16 },
+    { name: "slices", label: "token slices", kind: "slider", min: 1, max: 16 },
     { name: "group_size", label: "group size", kind: "number", min: 1, empty: "smallest", on: (s) => isFamily(s) && family(s).grouped },
-    { name: "placement", label: "placement", kind: "choice", empty: "the family's", options: () => choices.placements, on: (s) => isFamily(s) && family(s).placement === null },
+    { name: "placement", label: "placement", kind: "choice", empty: "default", options: () => choices.placements, on: (s) => isFamily(s) && family(s).placement === null },
   ]],
   ["Costs", [
     { name: "forward", label: "forward", kind: "slider", min: 0.1, max: 4, step: 0.1 },
     { name: "backward", label: "backward", kind: "slider", min: 0.1, max: 8, step: 0.1 },
     { name: "weight", label: "W, of a split backward", kind: "number", min: 0, step: 0.1, empty: "half", on: (s) => isText(s) || family(s).splits || s.split_backward !== null },
-    { name: "transfer", label: "transfer between ranks", kind: "slider", min: 0, max: 2, step: 0.05 },
+    { name: "transfer", label: "transfer", kind: "slider", min: 0, max: 2, step: 0.05 },
   ]],
   ["Sharding", [
     { name: "unshard", label: "gather weights", kind: "choice", empty: "no", options: () => ["1", "2", "3", "4", "all"], hint: "stages gathered at once" },
@@ -51,10 +51,13 @@ const GROUPS = [
     { name: "communication", label: "sends and receives", kind: "check" },
     { name: "receive_buffers", label: "receives posted ahead", kind: "number", min: 1, on: communicates },
     { name: "tied", label: "cost of a tied matrix", kind: "number", min: 0, step: 0.1, empty: "not tied", hint: "of embedding and head, sent each step" },
-    { name: "update", label: "optimizer", kind: "choice", empty: "not in the schedule", options: () => ["at-once", "at-the-end", "in-the-next-step"] },
+    { name: "update", label: "optimizer steps", kind: "choice", empty: "none", options: () => ["at-once", "at-the-end", "in-the-next-step"] },
   ]],
 ];
+const OPEN = ["Sizes", "Costs"];
 const FIELDS = GROUPS.flatMap(([, list]) => list);
+
+const COPIED = "Copied";
 
 let choices = null;
 const sides = [];
@@ -65,13 +68,19 @@ function button(text, act, attributes = {}) {
   return node;
 }
 
+// {isJson, json(), text(), blob(), headers}; without a server, words that say so.
 async function post(name, state) {
-  const reply = await fetch(name, {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify(state),
-  });
-  return reply;
+  try {
+    const reply = await fetch(name, {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(state),
+    });
+    reply.isJson = reply.headers.get("Content-Type") === "application/json";
+    return reply;
+  } catch (error) {
+    return new Response(`No answer: is \`pipeloom playground\` still running? ${error.message}`, { status: 503 });
+  }
 }
 
 // ---------------------------------------------------------------- a schedule with its inputs
@@ -80,16 +89,27 @@ class Side {
   constructor(letter) {
     this.letter = letter;
     this.inputs = new Map();
+    this.boxes = new Map();
     this.errors = new Map();
     this.isBusy = this.isPending = false;
-    this.answer = null;
+    this.answer = null; // the last one without problems, with what was sent for it
+    this.sent = null;
     this.timeline = null;
     this.form = element("form", { class: "controls", "aria-label": `inputs of schedule ${letter}` }, this.head());
-    for (const [title, list] of GROUPS) {
-      this.form.append(element("fieldset", {}, element("legend", {}, title), ...list.map((field) => this.field(field))));
-    }
+    this.groups = GROUPS.map(([title, list]) => {
+      const count = element("span", { class: "count" });
+      const node = element("details", { class: "group" }, element("summary", {}, title, count), ...list.map((field) => this.field(field)));
+      node.open = OPEN.includes(title);
+      this.form.append(node);
+      return { node, count, list };
+    });
     this.form.addEventListener("submit", (event) => event.preventDefault());
-    this.form.addEventListener("input", () => this.changed());
+    this.form.addEventListener("input", (event) => {
+      const isNew = event.target === this.inputs.get("family") && isText(this.values()) && this.text.value === "";
+      // One's own schedule begins with the rows of the last one.
+      if (isNew && this.sent !== null) this.edit();
+      else this.changed();
+    });
     this.results = element("div", { class: "results" });
     this.node = element("section", { class: "side", "aria-label": `schedule ${letter}` }, this.form, this.results);
     this.build();
@@ -105,15 +125,15 @@ class Side {
       "div",
       { class: "field wide" },
       this.text,
-      element("p", { class: "hint" }, "One row of actions for each rank, such as 0F0 0F1 0B0 0B1, or PyTorch's CSV."),
+      element("p", { class: "hint" }, "A row of actions for each rank, such as 0F0 0F1 0B0 0B1; or PyTorch's CSV."),
       this.error("text"),
     );
     this.inputs.set("family", select);
     this.inputs.set("text", this.text);
     return element(
       "fieldset",
-      {},
-      element("legend", {}, `Schedule${this.letter === "A" ? "" : " " + this.letter}`),
+      { class: "group" },
+      element("legend", {}, "Schedule", element("span", { class: "letter" }, " " + this.letter)),
       element("div", { class: "field wide" }, element("label", { for: select.id }, "family"), select, this.error("family")),
       this.summary,
       this.textBox,
@@ -132,7 +152,7 @@ class Side {
 
   field({ name, label, kind, min, max, step = 1, empty, options, hint }) {
     const id = this.id(name);
-    const node = element("div", { class: `field ${kind}`, id: id + "-field" }, element("label", { for: id }, label));
+    const node = element("div", { class: `field ${kind}` }, element("label", { for: id }, label));
     const described = { id, "aria-describedby": `${id}-error` };
     let input;
     if (kind === "check") input = element("input", { ...described, type: "checkbox" });
@@ -154,15 +174,17 @@ class Side {
     if (hint) node.append(element("p", { class: "hint" }, hint));
     node.append(this.error(name));
     this.inputs.set(name, input);
+    this.boxes.set(name, node);
     return node;
   }
 
   // What the inputs contain, by field; a number that is none stays text, which the server refuses.
   values() {
     const found = { family: this.inputs.get("family").value, text: this.text.value };
-    for (const { name, kind } of FIELDS) {
+    for (const { name, kind, fixed } of FIELDS) {
       const input = this.inputs.get(name);
-      if (kind === "check") found[name] = input.checked;
+      if (fixed && fixed(found) !== null) found[name] = choices.defaults[name];
+      else if (kind === "check") found[name] = input.checked;
       else found[name] = parsed(kind, input.validity.badInput ? "?" : input.value.trim(), choices.defaults[name]);
     }
     return found;
@@ -187,8 +209,10 @@ class Side {
       const input = this.inputs.get(name);
       if (kind === "check") input.checked = Boolean(value);
       else input.value = value === null ? "" : Array.isArray(value) ? value.join(" ") : value;
+      delete input.dataset.own;
       this.slide(name);
     }
+    for (const { node, list } of this.groups) if (list.some(({ name }) => name in state)) node.open = true;
     // Where an input does not apply, what it starts with when it does.
     const values = this.values();
     for (const { name, on } of FIELDS) {
@@ -201,7 +225,7 @@ class Side {
   }
 
   slide(name) {
-    const slide = this.form.querySelector(`#${this.id(name)}-slider`);
+    const slide = this.boxes.get(name).querySelector("[type=range]");
     if (slide !== null) slide.value = this.inputs.get(name).value;
   }
 
@@ -210,14 +234,33 @@ class Side {
     const chosen = family(values);
     this.textBox.hidden = chosen !== undefined;
     this.summary.textContent = chosen === undefined ? "" : chosen.summary;
-    for (const { name, on } of FIELDS) {
-      const isOff = Boolean(on && !on(values));
-      const box = this.form.querySelector(`#${this.id(name)}-field`);
-      box.classList.toggle("is-off", isOff);
-      for (const input of box.querySelectorAll("input, select")) input.disabled = isOff;
+    this.form.classList.toggle("is-text", chosen === undefined);
+    for (const { name, on, fixed } of FIELDS) {
+      this.boxes.get(name).hidden = Boolean(on && !on(values));
+      if (fixed) this.fix(name, fixed(values));
+    }
+    const sent = this.state();
+    for (const { count, list } of this.groups) {
+      const number = list.filter(({ name }) => name in sent).length;
+      count.textContent = number === 0 ? "" : `${number} set`;
     }
     remember();
     this.refresh();
+  }
+
+  // Shows a value that cannot be chosen; the reader's own one comes back with a family that takes it.
+  fix(name, value) {
+    const input = this.inputs.get(name);
+    if (value !== null) {
+      input.dataset.own ??= input.value;
+      input.value = value;
+    } else if (input.dataset.own !== undefined) {
+      input.value = input.dataset.own;
+      delete input.dataset.own;
+    }
+    const slide = this.boxes.get(name).querySelector("[type=range]");
+    input.disabled = slide.disabled = value !== null;
+    slide.value = input.value === "" ? slide.min : input.value;
   }
 
   // One request at a time; what changes meanwhile is sent when its answer is there.
@@ -228,14 +271,9 @@ class Side {
     }
     this.isBusy = true;
     const begin = performance.now();
-    try {
-      const reply = await post("answer", this.state());
-      const body = reply.headers.get("Content-Type") === "application/json" ? await reply.json() : { problems: [{ field: null, text: await reply.text() }] };
-      this.show(body, begin);
-    } catch (error) {
-      if (!(error instanceof TypeError)) throw error;
-      this.show({ problems: [{ field: null, text: "No answer: is `pipeloom playground` still running? " + error.message }] }, begin);
-    }
+    const sent = this.state();
+    const reply = await post(this.curves.open ? "curves" : "answer", sent);
+    this.show(reply.isJson ? await reply.json() : { problems: [{ field: null, text: await reply.text() }] }, sent, begin);
     this.isBusy = false;
     if (this.isPending) {
       this.isPending = false;
@@ -248,7 +286,7 @@ class Side {
   build() {
     this.verdict = element("div", { class: "verdict", role: "status", "aria-live": "polite" });
     this.rules = element("dl", { class: "rules" });
-    this.proof = element("details", {}, element("summary", {}, "What was proved"), this.rules);
+    this.proof = element("details", {}, element("summary", {}, "The rules"), this.rules);
     this.facts = element("dl", { class: "facts" });
     this.pictures = element("div", { class: "picture" });
     this.command = element("pre", { class: "command" });
@@ -264,29 +302,43 @@ class Side {
     this.legend = element("div");
     this.table = element("tbody");
     this.curves = element("details", {}, element("summary", {}, element("h2", {}, "Memory over time")));
-    this.curves.addEventListener("toggle", () => this.showCurves());
-    const copy = button("Copy command", () => navigator.clipboard.writeText(this.answer.command));
-    this.results.append(
-      this.verdict,
+    this.curves.addEventListener("toggle", () => this.curves.open && this.refresh());
+    const copy = button("Copy command", () => copyText(copy, this.answer.command));
+    this.old = element("p", { class: "note" }, "Below: the last schedule that was legal.");
+    this.taking = element(
+      "section",
+      {},
+      element("h2", {}, "The same on the command line"),
+      element("div", { class: "toolbar" }, this.command, copy),
+      this.downloads,
+      this.failed,
+    );
+    this.body = element(
+      "div",
+      { class: "body", hidden: "" },
       this.facts,
       this.pictures,
       element("section", {}, element("h2", {}, "All figures"), element("div", { class: "scroll" }, element("table", {}, this.table))),
-      element("section", {}, element("h2", {}, "The same on the command line"), this.command, element("p", { class: "toolbar" }, copy), this.downloads, this.failed),
+      this.taking,
       this.timing,
     );
+    this.results.append(this.verdict, this.old, this.body);
   }
 
-  show(answer, begin) {
+  show(answer, sent, begin) {
     const problems = answer.problems ?? [];
-    this.results.classList.toggle("is-stale", problems.length > 0);
+    const isWrong = problems.length > 0;
+    this.results.classList.toggle("is-stale", isWrong);
+    this.taking.hidden = isWrong;
     this.showProblems(problems);
-    if (problems.length === 0) {
-      this.answer = answer;
-      this.showSchedule(answer);
+    if (!isWrong) {
+      const isSame = this.sent?.family === sent.family;
+      [this.answer, this.sent] = [answer, sent];
+      this.body.hidden = false;
+      this.showSchedule(answer, isSame);
     }
-    root.dataset[`answers${this.letter}`] = Number(root.dataset[`answers${this.letter}`] ?? 0) + 1;
+    this.old.hidden = !isWrong || this.answer === null;
     const drawn = performance.now() - begin;
-    this.times = [...(this.times ?? []), drawn].slice(-200);
     if (answer.computed_ms !== undefined) {
       this.timing.textContent = `Answered and drawn in ${drawn.toFixed(0)} ms, of which ${answer.computed_ms.toFixed(0)} ms computing.`;
     }
@@ -297,16 +349,19 @@ class Side {
       const own = problems.filter((one) => one.field === name).map((one) => one.text);
       node.textContent = own.join("\n");
       const input = this.inputs.get(name);
-      if (own.length > 0) input.setAttribute("aria-invalid", "true");
-      else input.removeAttribute("aria-invalid");
+      if (own.length > 0) {
+        input.setAttribute("aria-invalid", "true");
+        const group = input.closest("details");
+        if (group !== null) group.open = true;
+      } else input.removeAttribute("aria-invalid");
     }
     this.verdict.classList.toggle("is-wrong", problems.length > 0);
     if (problems.length === 0) return;
     const nodes = problems.map(({ text, rule, rank, slot }) => {
       const [first, ...rest] = text.split("\n");
-      const line = element("p", {}, rule ? element("b", {}, "Illegal: ") : "", first);
+      const line = element("p", {}, element("b", {}, rule ? "Illegal: " : "Problem: "), first);
       if (rest.length > 0) line.append(element("pre", {}, rest.join("\n")));
-      if (rule && rank !== null && slot !== null && isText(this.values())) line.append(button("Show the place", () => this.point(rank, slot)));
+      if (rule && rank !== null && slot !== null && isText(this.values())) line.append(button("Select it in the text", () => this.point(rank, slot)));
       return line;
     });
     this.verdict.replaceChildren(...nodes);
@@ -322,43 +377,68 @@ class Side {
     this.text.setSelectionRange(from, from + cell[0].length);
   }
 
-  showSchedule(answer) {
+  showSchedule(answer, isSame) {
     const { proof, timeline } = answer;
-    this.verdict.replaceChildren(
-      element("p", {}, element("b", {}, "Proved: "), `${proof.actions.toLocaleString("en-US")} actions, ${proof.rules.length} rules hold, and no rank can wait for ever.`),
-      this.proof,
-    );
-    this.rules.replaceChildren(...proof.rules.flatMap(([name, words]) => [element("dt", {}, name), element("dd", {}, words)]));
-    this.facts.replaceChildren(...answer.headline.map(([name, value, unit]) => element("div", {}, element("dt", {}, name), element("dd", { "data-fact": name }, value, element("small", {}, unit)))));
-    this.ownEnd = timeline.end;
+    this.end = timeline.end;
+    this.most = Math.max(...answer.memory.by_rank, answer.memory.budget ?? 0, 1e-9);
     if (this.timeline === null) {
       this.timeline = new Timeline(timeline, this.letter);
+      this.timeline.canvas.addEventListener("viewchange", () => showEverywhere(this));
       this.pictures.append(
         element("section", {}, element("h2", {}, "The step"), this.timeline.toolbar(), this.timeline.box, this.legend),
         element("section", {}, element("h2", {}, "Where the time goes"), this.bars),
         element("section", {}, element("h2", {}, "Memory by rank"), element("p", { class: "note" }, "The most stage inputs that a rank holds for backwards; dashed: the limit."), this.levels),
         this.curves,
       );
-    } else this.timeline.take(timeline);
-    alignEnds();
+    } else this.retake(timeline, isSame);
+    this.drawn = null;
+    // First: they read their widths, which the browser would lay the page out for after other changes.
+    drawSides();
+    this.verdict.replaceChildren(
+      element("p", {}, element("b", {}, "Verified: "), `${proof.actions.toLocaleString("en-US")} actions; all ${proof.rules.length} rules hold; no deadlock.`),
+      this.proof,
+    );
+    this.rules.replaceChildren(...proof.rules.flatMap(([name, words]) => [element("dt", {}, name), element("dd", {}, words)]));
+    this.facts.replaceChildren(...answer.headline.map(([name, value, unit]) => element("div", {}, element("dt", {}, name), element("dd", { "data-fact": name }, value, element("small", {}, unit)))));
     this.legend.replaceChildren(stageKeys(timeline));
-    const width = Math.max(this.pictures.clientWidth, 280);
-    this.bars.replaceChildren(keys(answer.bubble.causes.map(({ name, key }) => ({ name, style: `cause ${key}` }))), bars(answer.bubble, width));
-    this.levels.replaceChildren(levels(answer.memory, width));
     this.table.replaceChildren(...answer.lines.map(([name, value]) => element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, value))));
     this.command.textContent = answer.command;
     this.showCurves();
   }
 
+  // A reader's zoom stays while inputs of one family change.
+  retake(contents, isSame) {
+    const { view, data } = this.timeline;
+    const seen = view.map((time) => time / data.end);
+    this.timeline.take(contents);
+    if (isSame) this.timeline.view = seen.map((share) => share * contents.end);
+  }
+
+  // Pictures on the axes of both schedules.
+  draw({ end, most }) {
+    const width = Math.max(this.pictures.clientWidth, 280);
+    const [from, to] = this.timeline.view.map((time) => time / this.timeline.data.end);
+    this.timeline.data.end = end;
+    this.timeline.view = [from * end, to * end];
+    this.timeline.resize();
+    const { bubble, memory } = this.answer;
+    this.bars.replaceChildren(keys(bubble.causes.map(({ name, key }) => ({ name, style: `cause ${key}` }))), bars(bubble, width - 6)); // as wide as the timeline
+    this.levels.replaceChildren(levels(memory, most, width));
+    this.drawn = { end, most };
+  }
+
+  // They are a quarter of an answer, which lacks them while they are not shown.
   showCurves() {
     while (this.curves.children.length > 1) this.curves.lastChild.remove();
-    if (this.curves.open && this.answer !== null) this.curves.append(...[...overTime(this.answer.over_time).children].slice(1));
+    const { over_time: curves } = this.answer;
+    if (this.curves.open && curves !== undefined) this.curves.append(...[...overTime(curves).children].slice(1));
   }
 
   async fetched(form) {
-    const reply = await post(form, this.state());
-    this.failed.textContent = reply.ok ? "" : (await reply.json()).problems.map((one) => one.text).join("\n");
-    return reply.ok ? reply : null;
+    const reply = await post(form, this.sent);
+    const problems = reply.isJson ? (await reply.json()).problems.map((one) => one.text) : reply.ok ? [] : [await reply.text()];
+    this.failed.textContent = problems.join("\n");
+    return problems.length === 0 ? reply : null;
   }
 
   async download(form) {
@@ -373,8 +453,8 @@ class Side {
   // The schedule as it is, to change by hand: the passes are in its rows, so they are off from now on.
   async edit() {
     const reply = await this.fetched("txt");
-    if (reply === null) return;
-    const { forward, backward, transfer, gather, reduce, move, stage_swap: swap, weight } = this.state();
+    if (reply === null) return this.changed();
+    const { forward, backward, transfer, gather, reduce, move, stage_swap: swap, weight } = this.sent;
     const costs = { forward, backward, transfer, gather, reduce, move, stage_swap: swap, weight };
     this.take({ ...Object.fromEntries(Object.entries(costs).filter(([, value]) => value !== undefined)), text: await reply.text() });
     this.text.focus();
@@ -389,9 +469,8 @@ function parsed(kind, text, missing) {
 }
 
 // A bar for each rank, and where the limit is.
-function levels({ by_rank: values, budget }, width) {
+function levels({ by_rank: values, budget }, most, width) {
   const [left, right, height, gap] = [96, 56, 15, 4];
-  const most = Math.max(...values, budget ?? 0, 1e-9);
   const x = (value) => left + (value / most) * (width - left - right);
   const bottom = values.length * (height + gap);
   const picture = svg("svg", { role: "img", "aria-label": `memory by rank: ${values.join(", ")}`, viewBox: `0 0 ${width} ${bottom}` });
@@ -407,14 +486,24 @@ function levels({ by_rank: values, budget }, width) {
   return picture;
 }
 
-// Two schedules have one time axis.
-function alignEnds() {
-  const drawn = sides.filter((side) => side.timeline !== null && side.ownEnd !== undefined);
-  const end = Math.max(...drawn.map((side) => side.ownEnd));
-  for (const { timeline } of drawn) {
-    timeline.data.end = end;
-    timeline.view = [0, end];
-    timeline.resize();
+// Two schedules have one time axis and one axis of memory.
+function drawSides() {
+  const shown = sides.filter((side) => side.timeline !== null);
+  const [end, most] = ["end", "most"].map((name) => Math.max(...shown.map((side) => side[name])));
+  for (const side of shown) if (side.drawn?.end !== end || side.drawn.most !== most) side.draw({ end, most });
+}
+
+function redraw() {
+  for (const side of sides) side.drawn = null;
+  drawSides();
+}
+
+// What is in view of one schedule, of the other too.
+function showEverywhere(from) {
+  for (const { timeline } of sides) {
+    if (timeline === null || timeline === from.timeline) continue;
+    timeline.view = [...from.timeline.view];
+    timeline.draw();
   }
 }
 
@@ -469,8 +558,7 @@ function setCompared(isWanted, copies = true) {
   } else if (!isWanted && sides.length === 2) sides.pop().node.remove();
   main.classList.toggle("two", sides.length > 1);
   document.getElementById("compare").setAttribute("aria-pressed", String(sides.length > 1));
-  // Pictures are as wide as their side.
-  for (const side of sides) if (side.answer !== null) side.showSchedule(side.answer);
+  redraw(); // pictures are as wide as their side
   remember();
 }
 
@@ -486,7 +574,27 @@ async function share() {
   const field = element("input", { type: "text", readonly: "", value: link, "aria-label": "link" });
   say("Whoever has pipeloom sees the same with ", element("code", {}, "pipeloom playground 'LINK'"), ":", field);
   field.select();
-  await navigator.clipboard.writeText(link).catch(() => {});
+  await copyText(document.getElementById("share"), link);
+}
+
+async function copyText(node, text) {
+  const before = node.textContent;
+  const isCopied = await navigator.clipboard.writeText(text).then(() => true, () => false);
+  if (!isCopied || before === COPIED) return;
+  node.textContent = COPIED;
+  setTimeout(() => (node.textContent = before), 1500);
+}
+
+function setInputs(areShown) {
+  document.getElementById("sides").classList.toggle("no-inputs", !areShown);
+  const node = document.getElementById("inputs");
+  node.textContent = areShown ? "Hide inputs" : "Show inputs";
+  redraw();
+}
+
+function reset() {
+  history.replaceState(null, "", location.pathname);
+  load();
 }
 
 async function begin() {
@@ -496,11 +604,13 @@ async function begin() {
   document.getElementById("share").after(modeButton());
   document.getElementById("compare").addEventListener("click", () => setCompared(sides.length === 1));
   document.getElementById("share").addEventListener("click", share);
+  document.getElementById("reset").addEventListener("click", reset);
+  document.getElementById("inputs").addEventListener("click", ({ target }) => setInputs(target.textContent === "Show inputs"));
   window.addEventListener("hashchange", load);
   let resizing = 0;
   window.addEventListener("resize", () => {
     clearTimeout(resizing);
-    resizing = setTimeout(() => sides.forEach((side) => side.answer && side.showSchedule(side.answer)), 150);
+    resizing = setTimeout(redraw, 150);
   });
   load();
   root.dataset.state = "ready";

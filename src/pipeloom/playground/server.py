@@ -172,9 +172,9 @@ def _file(name: str) -> bytes:
     return (files(package) / file).read_bytes()
 
 
-def _answered(state: dict[str, Any]) -> Response:
+def _answered(state: dict[str, Any], *, with_curves: bool = False) -> Response:
     begin = time.perf_counter()
-    tree = answer(state)
+    tree = answer(state, with_curves=with_curves)
     tree["computed_ms"] = round((time.perf_counter() - begin) * 1e3, 2)
     return _as_json(tree)
 
@@ -191,6 +191,7 @@ def _downloaded(form: str, state: dict[str, Any]) -> Response:
 
 _POSTS: dict[str, Callable[[dict[str, Any]], Response]] = {
     "answer": _answered,
+    "curves": partial(_answered, with_curves=True),
     **{form: partial(_downloaded, form) for form in ("svg", "txt", "csv")},
 }
 
@@ -211,7 +212,9 @@ class _Job:
             traceback.print_exc()
             self.response = _problem("500 Internal Server Error", "this is a defect of pipeloom; the terminal has more")
         if stop.reason == "time":
-            self.response = _problem("200 OK", f"no answer within {limit_s:g} s; choose smaller numbers")
+            self.response = _problem(
+                "503 Service Unavailable", f"no answer within {limit_s:g} s; choose smaller numbers"
+            )
         self.done.set()
         return stop.reason == "interrupt"
 

@@ -152,7 +152,10 @@ def stage_places(trace: Trace) -> dict[int, tuple[int, int]]:
     """For each stage its number among the stages of its rank, and how many these are: what decides its tone."""
     spans = trace.compute()
     by_rank: dict[int, list[int]] = {}
-    for rank, stage in np.unique(np.stack([spans.rank, spans.row.stage], axis=1), axis=0).tolist():
+    # One number for each pair: np.unique takes twenty times as long for pairs.
+    num_stages = 1 + int(spans.row.stage.max(initial=0))
+    found = np.unique(spans.rank.astype(np.int64) * num_stages + spans.row.stage)
+    for rank, stage in (divmod(one, num_stages) for one in found.tolist()):
         by_rank.setdefault(rank, []).append(stage)
     return {stage: (place, len(stages)) for stages in by_rank.values() for place, stage in enumerate(stages)}
 

@@ -225,8 +225,9 @@ class Timeline {
     const height = this.layOut();
     this.width = Math.max(this.box.clientWidth, 300);
     this.gutter = this.width < 600 ? 74 : 96;
-    // At least two pixels for each unit: a printed or zoomed canvas is not drawn again.
-    this.scale = Math.max(window.devicePixelRatio || 1, 2);
+    // At least two pixels for each unit: a printed or zoomed canvas is not drawn again. Browsers draw nothing on a
+    // canvas of more than 32,767 pixels.
+    this.scale = Math.min(Math.max(window.devicePixelRatio || 1, 2), 32_000 / height);
     this.canvas.width = Math.round(this.width * this.scale);
     this.canvas.height = Math.round(height * this.scale);
     this.canvas.style.width = this.width + "px";
@@ -420,6 +421,7 @@ class Timeline {
     const start = Math.min(Math.max(from, 0), end - width);
     this.view = [start, start + width];
     this.draw();
+    this.canvas.dispatchEvent(new Event("viewchange"));
   }
 
   zoom(factor, around = (this.view[0] + this.view[1]) / 2) {

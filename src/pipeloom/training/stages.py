@@ -141,7 +141,7 @@ class _Saved(NamedTuple):
     caches: int
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *, splits: bool) -> _Saved:
     layout, dtype = config.layout, getattr(torch, config.training.known_dtype)
     # The last of the tensor-parallel ranks has the largest share.

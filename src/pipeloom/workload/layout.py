@@ -72,7 +72,7 @@ class Layout:
     """Virtual stages on each pipeline rank. More loops make the bubble smaller: on a looped placement it is
     (pp - 1) / (num_microbatches * loops) of the ideal time."""
     num_microbatches: Common[int] = 8
-    """Micro-batches of a step, per data-parallel replica. With fewer than pp, ranks are idle while the pipeline fills
+    """Micro-batches of a step and data-parallel rank. With fewer than pp, ranks are idle while the pipeline fills
     and drains; a little above pp hides the transfers between ranks."""
     microbatch_size: Common[Count] = 2
     """Micro-batch size, in sequences."""
@@ -96,7 +96,7 @@ class Layout:
     """State sharded over data-parallel ranks (ZeRO). optimizer: the optimizer's state (ZeRO-1). gradients: also the
     gradients (ZeRO-2). full: also the weights (ZeRO-3, FSDP)."""
     sequence_parallel: Common[bool] = False
-    """Megatron's sequence parallelism, over the ranks of tp."""
+    """Megatron's sequence parallelism, over tp ranks."""
     recompute: Common[Recompute] = "none"
     """Activation recomputation in the backward. selective: the core of attention. full: whole layers."""
     recompute_layers: tuple[Recompute, ...] | None = None

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +19,7 @@ from small_run import small_run
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from pipeloom.checkpoint.checkpoint_folder import FOLDER, TOKENIZER, find_checkpoint, read_info
+from pipeloom.checkpoint.checkpoint_folder import FOLDER, METADATA, TOKENIZER, find_checkpoint, read_info
 from pipeloom.config import CheckpointConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.data.text import TokenWindows, load_data
 from pipeloom.errors import RunError, UserError, WorkerError
@@ -85,63 +86,81 @@ def losses(folder):
     return {line["step"]: line["loss"] for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
 
 
-@pytest.mark.timeout(400)
-def test_a_run_goes_on_under_every_layout_from_two_others(tmp_path):
-    saved = {name: tmp_path / name for name in LAYOUTS}
-    train_all({folder: config_of(tmp_path, name, every=SAVED) for name, folder in saved.items()})
-    expected = losses(saved["one rank"])
-    for folder in saved.values():
+TIED = ("one rank", "linear", "tensor, full")
+NARROW = ("one rank", "full")
+CIRCLE = [(old, list(LAYOUTS)[(number + 3) % len(LAYOUTS)]) for number, old in enumerate(LAYOUTS)]
+"""Each layout is read by another and reads another."""
+
+
+@pytest.fixture(scope="module")
+def chains(tmp_path_factory):
+    """By kind of run the folders of whole runs by layout, and of those that go on from their middle by pair of layouts.
+
+    All of them in six groups of processes.
+    """
+    folder = tmp_path_factory.mktemp("chains")
+    kinds = {
+        "plain": (LAYOUTS, CIRCLE, {}),
+        "tied": (TIED, list(pairwise([*TIED, TIED[0]])), {"tied": True}),
+        "narrow": (NARROW, list(product(NARROW, repeat=2)), {"dtype": "bfloat16"}),
+    }
+
+    def run(kind, name, **checkpoint):
+        config, changes = config_of(folder, name, **checkpoint), kinds[kind][2]
+        model = replace(config.model, tied=changes.get("tied", False))
+        dtype = changes.get("dtype", config.training.dtype)
+        return replace(config, model=model, training=replace(config.training, dtype=dtype))
+
+    whole = {kind: {name: folder / kind / name for name in names} for kind, (names, _, _) in kinds.items()}
+    train_all({path: run(kind, name, every=SAVED) for kind, one in whole.items() for name, path in one.items()})
+    rest = {kind: {pair: folder / kind / " to ".join(pair) for pair in pairs} for kind, (_, pairs, _) in kinds.items()}
+    jobs = {
+        path: run(kind, new, resume=middle(whole[kind][old]))
+        for kind, one in rest.items()
+        for (old, new), path in one.items()
+    }
+    train_all(jobs)
+    return {kind: (whole[kind], rest[kind]) for kind in kinds}
+
+
+def middle(run):
+    return run / FOLDER / f"step-{SAVED:06}"
+
+
+def description(run):
+    """What a run's checkpoint says of its tensors, by key."""
+    return FileSystemReader(middle(run)).read_metadata().state_dict_metadata
+
+
+def last(expected):
+    return {step: expected[step] for step in range(SAVED + 1, STEPS + 1)}
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied"])
+def test_a_run_goes_on_under_another_layout(chains, kind):
+    whole, rest = chains[kind]
+    expected = losses(whole["one rank"])
+    for folder in whole.values():
         assert losses(folder) == pytest.approx(expected, rel=1e-11)
-
-    names = list(LAYOUTS)
-    ahead = (1, 3)  # of all distances around the circle of layouts: each is read by two and reads two
-    circle = [(old, names[(number + far) % len(names)]) for number, old in enumerate(names) for far in ahead]
-    pairs = {(old, new): tmp_path / f"{old} -> {new}" for old, new in circle}
-    resume = {name: folder / FOLDER / f"step-{SAVED:06}" for name, folder in saved.items()}
-    train_all({folder: config_of(tmp_path, new, resume=resume[old]) for (old, new), folder in pairs.items()})
-    assert len(pairs) == len(LAYOUTS) * len(ahead)
-    for folder in pairs.values():
-        found = losses(folder)
-        assert list(found) == [3, 4]
-        assert found == pytest.approx({step: expected[step] for step in found}, rel=1e-11)
+    assert {old for old, _ in rest} == {new for _, new in rest} == {*whole}
+    for folder in rest.values():
+        assert losses(folder) == pytest.approx(last(expected), rel=1e-11)
 
 
-def test_a_tied_matrix_is_one_tensor_wherever_the_head_is(tmp_path):
-    runs = {}
-    for name in ("one rank", "linear", "tensor, full"):
-        config = config_of(tmp_path, name, every=SAVED)
-        runs[tmp_path / name] = replace(config, model=replace(config.model, tied=True))
-    train_all(runs)
-    jobs = {}
-    for old, new in pairwise([*runs, *runs][:4]):
-        checkpoint = CheckpointConfig(final="none", resume=old / FOLDER / f"step-{SAVED:06}")
-        jobs[tmp_path / f"{old.name} -> {new.name}"] = replace(runs[new], checkpoint=checkpoint)
-        keys = FileSystemReader(checkpoint.resume).read_metadata().state_dict_metadata
+def test_a_tied_matrix_is_one_tensor_wherever_the_head_is(chains):
+    for run in chains["tied"][0].values():
+        keys = description(run)
         assert "model.embedding.tokens.weight" in keys
         assert not any("head.output" in key for key in keys)
-    train_all(jobs)
-    expected = losses(tmp_path / "one rank")
-    for folder in jobs:
-        assert losses(folder) == pytest.approx({step: expected[step] for step in (3, 4)}, rel=1e-11)
 
 
-def test_narrow_weights_go_on_from_the_wide_ones(tmp_path):
-    narrow = {}
-    for name in ("one rank", "full"):
-        config = config_of(tmp_path, name, every=SAVED)
-        narrow[tmp_path / name] = replace(config, training=replace(config.training, dtype="bfloat16"))
-    train_all(narrow)
-    jobs = {}
-    for old, new in product(narrow, repeat=2):
-        checkpoint = CheckpointConfig(final="none", resume=old / FOLDER / f"step-{SAVED:06}")
-        jobs[tmp_path / f"{old.name} -> {new.name}"] = replace(narrow[new], checkpoint=checkpoint)
-        metadata = FileSystemReader(checkpoint.resume).read_metadata()
-        assert {one.properties.dtype for one in metadata.state_dict_metadata.values()} == {torch.float32}
-    train_all(jobs)
-    for old, new in product(narrow, repeat=2):
-        found, expected = losses(tmp_path / f"{old.name} -> {new.name}"), losses(new)
+def test_narrow_weights_go_on_from_the_wide_ones(chains):
+    whole, rest = chains["narrow"]
+    for run in whole.values():
+        assert {one.properties.dtype for one in description(run).values()} == {torch.float32}
+    for (old, new), folder in rest.items():
         exact = 0 if old == new else 2e-3  # other orders of narrow sums before the checkpoint
-        assert found == pytest.approx({step: expected[step] for step in (3, 4)}, rel=exact, abs=0)
+        assert losses(folder) == pytest.approx(last(losses(whole[new])), rel=exact, abs=0)
 
 
 def elements_written(checkpoint):
@@ -156,24 +175,34 @@ def elements_written(checkpoint):
 
 
 @pytest.mark.parametrize(("name", "alike"), [("tensor, no sharding", [(0, 2)]), ("hybrid", [(0, 2), (1, 3)])])
-def test_ranks_that_hold_the_same_share_the_writing_out(tmp_path, name, alike):
-    config = config_of(tmp_path, name, every=STEPS)
-    train_all({tmp_path / "run": config})
-    found = elements_written(find_checkpoint(tmp_path / "run"))
+def test_ranks_that_hold_the_same_share_the_writing_out(chains, tmp_path, name, alike):
+    config = config_of(tmp_path, name)
+    found = elements_written(find_checkpoint(chains["plain"][0][name]))
     for one, other in alike:
         assert found[one] == pytest.approx(found[other], abs=3 * config.layout.loops)  # weights and two moments
     shapes = expected_shapes(resolve(config, load_data(config.data, 0)))
     assert sum(found.values()) == sum(map(prod, shapes.values()))
 
 
-def test_only_the_newest_checkpoints_are_kept(tmp_path):
+def test_only_the_newest_checkpoints_are_kept_and_a_killed_runs_draft_is_in_no_ranks_way(tmp_path, monkeypatch):
+    """A rank that began to write while rank 0 removes the draft would find its description, or lose the folder."""
+    draft = tmp_path / "run" / FOLDER / ".step-000003.part"
+    draft.mkdir(parents=True)
+    (draft / METADATA).write_bytes(b"of a run that was killed")
+    honest = shutil.rmtree
+
+    def slow(path, **settings):
+        if path == draft:
+            time.sleep(0.3)
+        honest(path, **settings)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
     train_all({tmp_path / "run": config_of(tmp_path, "loops", every=1, keep=2)})
     assert sorted(file.name for file in (tmp_path / "run" / FOLDER).iterdir()) == ["step-000003", "step-000004"]
 
 
-def test_a_run_goes_on_with_another_batch_size_behind_the_text_that_was_read(tmp_path, monkeypatch):
-    train_all({tmp_path / "run": config_of(tmp_path, "one rank", every=2)})
-    config = config_of(tmp_path, "one rank", every=1, resume=tmp_path / "run" / FOLDER / "step-000002")
+def test_a_run_goes_on_with_another_batch_size_behind_the_text_that_was_read(chains, tmp_path, monkeypatch):
+    config = config_of(tmp_path, "one rank", every=1, resume=middle(chains["plain"][0]["one rank"]))
     wider = replace(config, layout=replace(config.layout, num_microbatches=6))
     honest = TokenWindows._row
 
@@ -189,9 +218,8 @@ def test_a_run_goes_on_with_another_batch_size_behind_the_text_that_was_read(tmp
     assert [int(number) for number in (tmp_path / "read").read_text().split()] == list(range(2 * 4, 2 * 4 + 2 * 6))
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_every_rank(tmp_path):
-    train_all({tmp_path / "run": config_of(tmp_path, "loops", every=2)})
-    config = config_of(tmp_path, "full", resume=find_checkpoint(tmp_path / "run"))
+def test_a_checkpoint_of_another_model_is_refused_by_every_rank(saved_by_two, tmp_path):
+    config = config_of(tmp_path, "full", resume=saved_by_two)
     wider = replace(config, model=replace(config.model, ffn_size=16, num_layers=5))
     with pytest.raises(UserError) as refused:
         train_all({tmp_path / "other": wider})
@@ -201,12 +229,10 @@ def test_a_checkpoint_of_another_model_is_refused_by_every_rank(tmp_path):
     assert "Traceback" not in words
 
 
-@pytest.fixture(scope="module")
-def saved_by_two(tmp_path_factory):
-    """A folder with a run of two ranks that wrote a checkpoint."""
-    folder = tmp_path_factory.mktemp("damaged")
-    train_all({folder / "run": config_of(folder, "loops", every=2)})
-    return folder
+@pytest.fixture
+def saved_by_two(chains):
+    """A checkpoint that two ranks wrote at the end of their run."""
+    return find_checkpoint(chains["plain"][0]["loops"])
 
 
 def flip(file, place):
@@ -219,17 +245,17 @@ def flip(file, place):
 @pytest.mark.parametrize("name", ["full", "one rank"])
 def test_damage_is_refused_by_all_ranks_before_anything_is_used(saved_by_two, tmp_path, name):
     path = tmp_path / "copy"
-    shutil.copytree(find_checkpoint(saved_by_two / "run"), path)
+    shutil.copytree(saved_by_two, path)
     flip(path / "__0_0.distcp", 5000)
     (path / "__1_0.distcp").unlink()
     with pytest.raises(
         UserError, match=r"the checkpoint .*copy is damaged; use another one:\n.*__1_0.distcp is missing"
     ):
-        train_all({tmp_path / "other": config_of(saved_by_two, name, resume=path)})
-    shutil.copy(find_checkpoint(saved_by_two / "run") / "__1_0.distcp", path)
+        train_all({tmp_path / "other": config_of(tmp_path, name, resume=path)})
+    shutil.copy(saved_by_two / "__1_0.distcp", path)
     flip(path / ".metadata", 300)
     with pytest.raises(UserError) as refused:
-        train_all({tmp_path / "other": config_of(saved_by_two, name, resume=path)})
+        train_all({tmp_path / "other": config_of(tmp_path, name, resume=path)})
     assert str(refused.value).splitlines()[1:] == [
         f"  - {path / file} has changed since it was written: its SHA-256 is another"
         for file in (".metadata", "__0_0.distcp")
@@ -270,9 +296,9 @@ def test_weights_that_give_no_gradient_end_the_run(tmp_path, monkeypatch):
 
 def test_a_checkpoint_of_the_format_without_hashes_is_read(saved_by_two, tmp_path):
     path = tmp_path / "copy"
-    shutil.copytree(find_checkpoint(saved_by_two / "run"), path)
+    shutil.copytree(saved_by_two, path)
     without_hashes(path)
-    config = config_of(saved_by_two, "one rank", resume=path)
+    config = config_of(tmp_path, "one rank", resume=path)
     train_all({tmp_path / "other": replace(config, training=replace(config.training, steps=STEPS + 1))})
     assert list(losses(tmp_path / "other")) == [STEPS + 1]
 

@@ -112,14 +112,13 @@ class Checkpoints:
         planner = ElementsSavePlanner(self._held(is_shared_out=True))
         try:
             with _errors(f"cannot write the checkpoint {path}", RunError):
-                if self._is_writer:
-                    shutil.rmtree(draft, ignore_errors=True)  # others write only after rank 0 has seen all plans
+                # Before any rank begins: DCP makes the folder on each rank, which fails if it vanishes in between.
+                self._on_all(partial(self._clear, draft))
                 dcp.save({}, storage_writer=CheckpointWriter(draft), planner=planner, process_group=self._group)
                 files = dict(ChainMap(*self._on_all(partial(self._measure, draft))))
                 self._on_all(partial(self._complete, draft, path, info, files))
         finally:
-            if self._is_writer:
-                shutil.rmtree(draft, ignore_errors=True)  # of a failure; it would fill the disk
+            self._clear(draft)  # of a failure; it would fill the disk
 
     def restore(self, path: Path) -> CheckpointInfo:
         """Read a complete checkpoint of any layout into the weights' shards and the optimizer.
@@ -168,6 +167,11 @@ class Checkpoints:
             if problem:
                 raise OSError(f"rank {rank}: {problem}")
         return [one for _, result in found for one in result]
+
+    def _clear(self, draft: Path) -> None:
+        """On rank 0, remove what a draft left."""
+        if self._is_writer:
+            shutil.rmtree(draft, ignore_errors=True)
 
     def _measure(self, draft: Path) -> dict[str, StoredFile]:
         """Sizes and hashes of the files that this rank wrote; rank 0 first writes the tokenizer."""
