@@ -85,8 +85,11 @@ bench-overhead: $(STAMP)
 bench-balance: $(STAMP)
 	$(BIN)/python benchmarks/balance.py $(ARGS)
 
-playground-pictures playground-speed: playground-%: $(STAMP)
-	$(BIN)/python benchmarks/playground.py $*
+playground-pictures: $(STAMP)
+	$(BIN)/python benchmarks/playground.py pictures
+
+playground-speed: $(STAMP)
+	$(BIN)/python benchmarks/playground.py speed
 
 speed: $(STAMP)
 	$(BIN)/python -m pytest benchmarks/speed.py -q -p no:xdist --benchmark-disable-gc --benchmark-quiet $(ARGS)
