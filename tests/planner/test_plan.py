@@ -131,8 +131,8 @@ def test_the_budget_is_for_the_whole_answer(ask):
     assert (plan.rivals, plan.changes) == ([], [])
 
 
-# The time may be up inside a callback of the collector, as Hypothesis has one, which swallows the exception. It is raised
-# again, but pytest warns of the first.
+# The time may be up inside a callback of the collector, as Hypothesis has one, which swallows the exception. It is
+# raised again, but pytest warns of the first.
 is_swallowed_once = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 MILLION = {
     "shape": load_model("llama-3-8b"),

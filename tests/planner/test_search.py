@@ -10,7 +10,6 @@ from pipeloom.planner.question import Limits
 from pipeloom.planner.search import Search, search
 from pipeloom.planner.space import arrangements
 
-
 searched = cache(search)
 """Several tests look at one answer."""
 

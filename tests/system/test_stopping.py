@@ -8,7 +8,6 @@ import pytest
 
 from pipeloom.system.stopping import Stop, shielded
 
-
 ROOM_S = 0.3
 """Time in which work has begun on a busy machine too, before a limit that is meant to be up in its middle."""
 
