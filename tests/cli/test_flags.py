@@ -187,11 +187,11 @@ def test_a_file_that_is_not_there_is_reported_with_the_flags(tmp_path, capsys, m
 
 @pytest.mark.parametrize("unknown", [["--foo", "1"], ["--foo"], ["--foo", "1", "2"]])
 def test_a_run_file_behind_an_unknown_flag_is_read(tmp_path, capsys, unknown):
-    (tmp_path / "run.toml").write_text('[training]\nsteps = 0\n[model]\nfamily = "lama"\n')
+    (tmp_path / "run.toml").write_text('[training]\nsteps = 0\n[model]\nfamily = "bert"\n')
     assert main(["train", *unknown, str(tmp_path / "run.toml")]) == 2
     _, *problems = capsys.readouterr().err.splitlines()
     assert [problem.split(" must ")[0].split(";")[0] for problem in problems] == [
         "  - there is no flag --foo",
-        "  - model.family: there is no model family 'lama'",
+        "  - model.family: there is no model family 'bert'",
         "  - training.steps",
     ]
