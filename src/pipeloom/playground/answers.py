@@ -184,7 +184,7 @@ def _read(state: State) -> tuple[Trial, str | None]:
 
 
 def _parsed(text: str) -> Schedule:
-    # No action has a comma; every row of PyTorch's CSV has one, but for those of a single action; comments may have some.
+    # No action has a comma; rows of PyTorch's CSV have some, but for those of a single action; comments may have some.
     is_csv = any("," in line for line in text.splitlines() if not line.lstrip().startswith("#"))
     return parse_torch_csv(text) if is_csv else parse_schedule(text)
 
