@@ -272,9 +272,12 @@ class Side {
     this.isBusy = true;
     const begin = performance.now();
     const sent = this.state();
-    const reply = await post(this.curves.open ? "curves" : "answer", sent);
-    this.show(reply.isJson ? await reply.json() : { problems: [{ field: null, text: await reply.text() }] }, sent, begin);
-    this.isBusy = false;
+    try {
+      const reply = await post(this.curves.open ? "curves" : "answer", sent);
+      this.show(reply.isJson ? await reply.json() : { problems: [{ field: null, text: await reply.text() }] }, sent, begin);
+    } finally {
+      this.isBusy = false; // also after an answer that the server's end cut off
+    }
     if (this.isPending) {
       this.isPending = false;
       this.refresh();
