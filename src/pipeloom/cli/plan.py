@@ -226,6 +226,8 @@ def _request(options: Options, problems: list[str], words: list[str]) -> Request
         for name in ("model", "cluster", "devices", "global_batch", "seq")
         if getattr(options, name) is None
     ]
+    # One with a wrong value is a problem already.
+    missing = [flag for flag in missing if not any(problem.startswith(f"{flag} ") for problem in problems)]
     if missing and options.config is None:
         problems.append(f"expected a run file, or {', '.join(missing)} as well")
     machine = config.machine if config is not None else None

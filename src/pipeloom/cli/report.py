@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pipeloom.cli.flags import parse_flags
+from pipeloom.cli.flags import SOURCE, or_note, read_flags
 from pipeloom.cli.reference import Command, Output, Place
+from pipeloom.errors import ConfigError
 from pipeloom.workload.limits import Common
 
 
@@ -30,12 +31,14 @@ COMMAND = Command(
 
 def run(words: list[str]) -> int:
     """Parse the arguments, write the page, print its path."""
-    options = parse_flags(COMMAND, words)
+    options, problems = read_flags(COMMAND, words)
     from pipeloom.report import write_page
     from pipeloom.report.unfinished import unfinished_contents
     from pipeloom.runs.run_reading import read_run
 
-    found = read_run(options.folder)
+    found = or_note(lambda: read_run(options.folder), problems)
+    if problems or found is None:
+        raise ConfigError(problems, SOURCE)
     print(f"report     {write_page(found, options.output)}")
     unfinished = unfinished_contents(found)
     if unfinished is not None:
