@@ -137,7 +137,7 @@ def test_several_processes_share_the_reading_out(tmp_path):
         (path / name).write_bytes(bytes((path / name).stat().st_size))
     shares = [damage(path, share, 2) for share in range(2)]
     assert sorted(len(problems) for problems in shares) == [1, 2]
-    assert sorted(problem.split(" has changed")[0] for problems in shares for problem in problems) == [
+    assert sorted(problem.split(" was changed")[0] for problems in shares for problem in problems) == [
         str(path / name) for name in names
     ]
 

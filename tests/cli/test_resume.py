@@ -190,7 +190,7 @@ def test_wrong_paths_and_steps_are_reported_with_everything_else(finished):
     done = train(finished, "refused", *LAYOUT, *resume, "--training.steps", "5")
     assert done.returncode == 2
     assert not (finished / "refused").exists()
-    assert "training.steps must be at least 6, the steps that" in done.stderr
+    assert "training.steps must be at least 6, the step of" in done.stderr
 
 
 def test_a_folder_with_checkpoints_of_later_steps_is_not_gone_on_in(finished):
