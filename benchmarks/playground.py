@@ -6,6 +6,7 @@ Run by ``make playground-pictures`` and ``make playground-speed``; needs Chromiu
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -32,26 +33,28 @@ LINKS = {
 """For each picture what is behind the address, the height and the mode."""
 IDLE = "sides.every((side) => !side.isBusy)"
 LARGE = "family=breadth-first&pp=8&loops=4&microbatches=64"
-MOVES = """(async () => {
-  const [slider, side, found] = [document.getElementById("A-forward-slider"), sides[0], []];
-  const frame = () => new Promise(requestAnimationFrame);
-  const show = side.show;
-  for (let k = 0; k < 60; k += 1) {
-    slider.value = 0.5 + (k % 10) / 10;
-    const shown = new Promise((done) => { side.show = (...all) => { show.apply(side, all); done(); }; });
-    const begin = performance.now();
-    slider.dispatchEvent(new Event("input", { bubbles: true }));
-    await shown;
-    const drawn = performance.now() - begin;
-    // A message that is sent in the frame's callback arrives when the frame has been painted.
-    await frame();
-    const channel = new MessageChannel();
-    await new Promise((done) => { channel.port1.onmessage = done; channel.port2.postMessage(0); });
-    found.push({ painted: performance.now() - begin, drawn, computed: side.answer.computed_ms });
-    await new Promise((done) => setTimeout(done, 150));
-  }
-  return found.slice(20);
+WARM, MOVES = 20, 40
+MOVE = """(async () => {
+  const [slider, side] = [document.getElementById("A-forward-slider"), sides[0]];
+  const shown = new Promise((done) => {
+    side.show = (...all) => {
+      delete side.show;
+      side.show(...all);
+      done();
+    };
+  });
+  slider.value = %s;
+  const begin = performance.now();
+  slider.dispatchEvent(new Event("input", { bubbles: true }));
+  await shown;
+  const drawn = performance.now() - begin;
+  // A message that is sent in a frame's callback arrives when the frame has been painted.
+  await new Promise(requestAnimationFrame);
+  const channel = new MessageChannel();
+  await new Promise((done) => { channel.port1.onmessage = done; channel.port2.postMessage(0); });
+  return { painted: performance.now() - begin, drawn, computed: side.answer.computed_ms };
 })()"""
+"""Milliseconds of a move of the slider."""
 
 
 @contextmanager
@@ -91,7 +94,11 @@ def measure() -> None:
         page.look(width=1400, height=900)
         page.open(f"{url}#{LARGE}")
         page.wait(IDLE)
-        moves = page.run(MOVES)
+        moves = []
+        for number in range(WARM + MOVES):
+            moves.append(page.run(MOVE % (0.5 + number % 10 / 10)))
+            time.sleep(0.15)
+    moves = moves[WARM:]
     for name in moves[0]:
         times = sorted(move[name] for move in moves)
         print(f"{name:<9} median {median(times):5.1f} ms, fastest {times[0]:5.1f} ms, of {len(times)} moves")

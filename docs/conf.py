@@ -10,6 +10,8 @@ sys.path.insert(0, str(Path(__file__).parent / "_site"))
 import generated
 from sphinx.errors import ExtensionError
 
+from pipeloom.plotting.palette import HUES, INK, mix
+
 project = "pipeloom"
 author = "The pipeloom authors"
 copyright = "The pipeloom authors, Apache-2.0"
@@ -39,10 +41,12 @@ html_static_path = ["_site/static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
 html_copy_source = False
-html_theme_options = {
-    "light_css_variables": {"color-brand-primary": "#1f5f99", "color-brand-content": "#1f5f99"},
-    "dark_css_variables": {"color-brand-primary": "#7cb7ee", "color-brand-content": "#7cb7ee"},
-}
+# Links have the tone of a first forward: blue that is legible on the ground of either mode.
+_MODES = [
+    {"color-brand-primary": blue, "color-brand-content": blue, "with-torch": HUES["recompute"], "core": HUES["forward"]}
+    for blue in (mix("#4477aa", INK, 0.25), HUES["forward"])
+]
+html_theme_options = {"light_css_variables": _MODES[0], "dark_css_variables": _MODES[1]}
 copybutton_prompt_text = "$ "
 
 

@@ -10,7 +10,7 @@ from pipeloom.analysis.bubble import BubbleAccount, account_bubble
 from pipeloom.analysis.comparison import MEMORY_UNIT, memory_in_microbatches
 from pipeloom.analysis.summary import summarize
 from pipeloom.cost.costs import Costs
-from pipeloom.errors import ConfigError, UserError
+from pipeloom.errors import ConfigError
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.families.family import default_loops
 from pipeloom.passes import Moves, add_slices, split_backward
@@ -164,6 +164,7 @@ def trial_problems(trial: Trial) -> list[str]:
 def _refuse_idle_costs(trial: Trial, schedule: Schedule) -> None:
     """Refuse costs of kinds of actions that the schedule lacks."""
     moves = trial.balance or trial.offload
+    problems: list[str] = []
     for name, kinds, reason in (
         ("gather", [Kind.UNSHARD], "the schedule has no UNSHARD; add --unshard or leave it out"),
         ("reduce", [Kind.REDUCE_GRAD], "the schedule has no REDUCE_GRAD; add --reduce-grad or leave it out"),
@@ -174,7 +175,9 @@ def _refuse_idle_costs(trial: Trial, schedule: Schedule) -> None:
     ):
         is_used = (name == "move" and moves) or schedule.facts.row.is_kind(*kinds).any()
         if getattr(trial, name) != getattr(Trial, name) and not is_used:
-            raise UserError(f"{flag(name)} has no effect: {reason}")
+            problems.append(f"{flag(name)} has no effect: {reason}")
+    if problems:
+        raise ConfigError(problems, "the command line")
 
 
 def flag(name: str) -> str:

@@ -1,5 +1,6 @@
 """Flags of a command line, with everything that is wrong with them at once."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,7 +8,7 @@ from typing import Annotated, Literal
 import pytest
 
 from pipeloom.cli import COMMANDS, main
-from pipeloom.cli.flags import parse_flags, read_flags, read_words
+from pipeloom.cli.flags import parse_flags, read_flags
 from pipeloom.cli.reference import Command, Output, Place, command_of
 from pipeloom.errors import ConfigError
 from pipeloom.workload.limits import ClusterName
@@ -166,10 +167,10 @@ def test_flags_and_a_file_that_are_wrong_are_one_message(tmp_path, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == f"pipeloom train: {tmp_path / 'run.toml'} with the flags over it has 5 problems:"
     assert [line.removeprefix("  - ").split(",")[0] for line in lines[1:]] == [
-        "there is no setting 'layout.loop'; did you mean 'layout.loops'?",
         "there is no flag --layout.dpp; did you mean '--layout.dp' or '--layout.pp'?",
         "--model.hidden-size must be a whole number",
         "there is no flag --pp; did you mean '--layout.pp'?",
+        "there is no setting 'layout.loop'; did you mean 'layout.loops'?",
         "training.steps must be at least 1",
     ]
 
@@ -185,9 +186,28 @@ def test_a_file_that_is_not_there_is_reported_with_the_flags(tmp_path, capsys, m
     ]
 
 
-def test_an_unknown_flag_does_not_take_the_run_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.toml").write_text("")
-    seen: list[Path] = []
-    words = read_words(command_of("train"), ["--foo", "1", "run.toml"], lambda file: seen.append(file) or [])
-    assert (seen, words.problems) == ([Path("run.toml")], ["there is no flag --foo"])
+@pytest.mark.parametrize("unknown", [["--foo", "1"], ["--foo"], ["--foo", "1", "2"]])
+def test_a_run_file_behind_an_unknown_flag_is_read(tmp_path, capsys, unknown):
+    (tmp_path / "run.toml").write_text('[training]\nsteps = 0\n[model]\nfamily = "bert"\n')
+    assert main(["train", *unknown, str(tmp_path / "run.toml")]) == 2
+    _, *problems = capsys.readouterr().err.splitlines()
+    assert [problem.split(" must ")[0].split(";")[0] for problem in problems] == [
+        "  - there is no flag --foo",
+        "  - model.family: there is no model family 'bert'",
+        "  - training.steps",
+    ]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_80_columns_and_examples_are_commands_when_pasted(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for flag, most in (("--help", 45), ("--help-all", None)):
+        with pytest.raises(SystemExit):
+            main([name, flag])
+        page = capsys.readouterr().out
+        assert max(map(len, page.splitlines())) <= 80
+        assert most is None or len(page.splitlines()) <= most
+        joined = page.replace(" \\\n", " ")
+        shown = [shlex.split(line, comments=True) for line in joined.splitlines() if line.startswith("  pipeloom ")]
+        for words, example in zip(shown, command_of(name).examples, strict=True):
+            assert words[: len(shlex.split(example))] == shlex.split(example)

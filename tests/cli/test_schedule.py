@@ -393,3 +393,9 @@ def test_memory_is_that_of_families_in_its_unit(capsys, name):
 def test_what_is_wrong_with_a_file_names_it(capsys, tmp_path):
     (tmp_path / "mine.txt").write_text("0F0 0X0\n")
     assert f"{tmp_path / 'mine.txt'}: row 0, cell 1: '0X0' is no action" in refusal(capsys, str(tmp_path / "mine.txt"))
+
+
+def test_all_costs_that_a_schedule_does_not_use_are_one_message(capsys):
+    message = refusal(capsys, "1f1b", "--gather", "1", "--reduce", "1", "--weight", "0.5")
+    for name in ("--gather", "--reduce", "--weight"):
+        assert f"{name} has no effect: the schedule has no " in message

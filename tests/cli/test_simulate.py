@@ -335,3 +335,23 @@ def test_a_swap_plan_is_told_although_the_given_cut_does_not_fit_and_its_own_cut
 def test_a_swap_plan_that_nobody_needs_says_so(capsys, monkeypatch):
     words = [*SMALL, "--layout.pp", "1", "--layout.loops", "2", "--schedule.device-budget", "4GiB", "--swap-plan"]
     assert "the whole model fits the budget: without one it trains faster" in text(capsys, monkeypatch, *words)
+
+
+def test_another_bandwidth_changes_what_depends_on_it_and_is_compared_with_the_clusters_own(capsys, monkeypatch):
+    own, fast, slow = (answer(capsys, GPT_52B, "--inter-bandwidth", factor) for factor in ("1", "2", "0.5"))
+    assert fast["step_time_s"] < own["step_time_s"] < slow["step_time_s"]
+    assert (own["own_step_time_s"], fast["own_step_time_s"]) == (None, own["step_time_s"])
+    assert fast["cluster"] == "dgx-1-v100, bandwidth between nodes x 2"
+    assert [one["compute_s"] for one in fast["accounts"]] == [one["compute_s"] for one in own["accounts"]]
+    # The tensor axis is inside a node, and its exchanges are compute.
+    inside = answer(capsys, GPT_52B, "--intra-bandwidth", "2")
+    assert inside["accounts"][0]["compute_s"] < own["accounts"][0]["compute_s"]
+    out = text(capsys, monkeypatch, GPT_52B, "--inter-bandwidth", "0.5")
+    assert re.search(r"a step, \+\d\.\d% of 1,880 ms on dgx-1-v100 as it is\n", out)
+
+
+def test_a_bandwidth_that_no_message_uses_or_that_cannot_be_is_refused(capsys):
+    assert "the 4 devices of the run are in one node of laptop" in refusal(capsys, RUN, "--inter-bandwidth", "2")
+    both = refusal(capsys, RUN, "--inter-bandwidth", "0", "--intra-bandwidth", "nan")
+    assert "--inter-bandwidth must be above 0, found 0" in both
+    assert "--intra-bandwidth must be above 0, found nan" in both

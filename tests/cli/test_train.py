@@ -228,7 +228,7 @@ def long_run(folder):
     words = arguments(folder, "--training.steps", "100000", "--training.no-predict")
     process = Command(words)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not (folder / "run" / "metrics.jsonl").exists() or len(metrics(folder / "run")) < 3:
             assert time.monotonic() < deadline
             assert process.poll() is None, process.wait()
@@ -252,7 +252,6 @@ def is_alive(pid):
 def test_whatever_ends_a_run_ends_all_of_it_and_keeps_what_was_written(tmp_path, how):
     with long_run(tmp_path) as (process, workers):
         assert len(workers) == 2
-        begin = time.monotonic()
         if how == "killed worker":
             os.kill(workers[1], signal.SIGKILL)
         elif how == "interrupt":
@@ -261,10 +260,9 @@ def test_whatever_ends_a_run_ends_all_of_it_and_keeps_what_was_written(tmp_path,
             os.kill(process.pid, signal.SIGTERM)
         else:
             os.kill(process.pid, signal.SIGKILL)
-        done = process.wait(30)
-        while any(map(is_alive, workers)) and time.monotonic() < begin + 15:
+        done, deadline = process.wait(60), time.monotonic() + 60
+        while any(map(is_alive, workers)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert time.monotonic() < begin + 15
         assert not any(map(is_alive, workers))
     if how == "killed worker":
         assert done.returncode == 1

@@ -153,7 +153,8 @@ def test_an_infinite_value_is_refused_as_such():
 def test_the_smallest_allowed_value_is_allowed(name):
     whole = isinstance(TOO_SMALL[name], int)
     least = SMALLEST.get(name, TOO_SMALL[name] + 1 if whole else 1e-9)
-    beside = {"layout__shard": "full", "data__tokenizer": "bpe", "training__device": "cuda"}
+    shared = {} if name == "layout__dp" else {"layout__shard": "full", "layout__dp": 2}
+    beside = shared | {"data__tokenizer": "bpe", "training__device": "cuda"}
     mine = [
         p
         for p in find_problems(changed(**{name: least}, **beside), trains=False)
@@ -208,6 +209,7 @@ MODEL = {
         "model.preset and model.file both give the sizes; leave one out",
     ),
 }
+NEEDS = "{} have no effect without {} of at least 2; set that or leave them out"
 AXES = {
     "heads that tensor parallelism cannot share out": (
         {"layout__tp": 4},
@@ -219,7 +221,7 @@ AXES = {
     ),
     "a sequence split over nobody": (
         {"layout__sequence_parallel": True},
-        "layout.sequence_parallel splits over the ranks of layout.tp, found layout.tp 1",
+        "layout.sequence_parallel has no effect without layout.tp of at least 2; give both or leave it out",
     ),
     "a sequence that does not split": (
         {"layout__sequence_parallel": True, "layout__tp": 3},
@@ -251,7 +253,7 @@ AXES = {
     ),
     "a balance of one": (
         {"schedule__balance": True, "layout__pp": 1},
-        "schedule.balance moves activations between pipeline ranks, found layout.pp 1",
+        "schedule.balance has no effect without layout.pp of at least 2; give both or leave it out",
     ),
     "shards of one rank": (
         {"layout__shard": "full"},
@@ -263,7 +265,15 @@ AXES = {
     ),
     "a prefetch of nothing": (
         {"schedule__prefetch": 2},
-        "schedule.prefetch has no effect without layout.shard; give both or leave it out",
+        "schedule.prefetch has no effect without layout.shard and layout.dp of at least 2; give both or leave it out",
+    ),
+    "shards for nobody else": (
+        {"layout__shard": "full", "schedule__residency": 2, "schedule__prefetch": 2},
+        NEEDS.format("layout.shard, schedule.residency, schedule.prefetch", "layout.dp"),
+    ),
+    "a pipeline of one": (
+        {"layout__pp": 1, "layout__pipeline_order": (0,), "schedule__receive_buffers": 3},
+        NEEDS.format("layout.pipeline_order, schedule.receive_buffers", "layout.pp"),
     ),
     "angles of learned positions": (
         {"model__family": "gpt2", "model__rope_theta": 5e5},

@@ -72,6 +72,7 @@ def test_a_run_file_says_nothing_that_a_preset_or_named_layers_replace():
     said = "\n".join(line for line in text.splitlines() if not line.startswith("#")).strip()
     assert said.startswith('[model]\npreset = "gpt-6.6b"\n\n')
     assert "recompute =" not in text
+    assert 'recompute_layers = ["full", "none"]\n' in text
     assert parse_run(tomllib.loads(text))[0].layout == layout
 
 

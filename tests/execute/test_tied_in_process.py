@@ -1,6 +1,7 @@
 """A tied embedding and head, every rank in one process: two steps equal the single process."""
 
 from collections import deque
+from itertools import product
 
 import pytest
 import torch
@@ -36,28 +37,37 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 5])
-@pytest.mark.parametrize(("shard", "pp", "dp", "replicate"), CASES)
-@pytest.mark.parametrize("family", SOME)
+EVERY = [(family, *case, (1, 5)[(n + m) % 2]) for n, family in enumerate(SOME) for m, case in enumerate(CASES)]
+"""Each family in each case, with one micro-batch and with many in turns."""
+
+
+@pytest.mark.parametrize(("family", "shard", "pp", "dp", "replicate", "num_microbatches"), EVERY)
 def test_steps_equal_the_single_process(family, shard, pp, dp, replicate, num_microbatches):
     sizes = {"pp": pp, "dp": dp, "replicate": replicate, "shard": shard, "num_microbatches": num_microbatches}
     layout = layout_of(family, **sizes)
     assert differences(TransformerCluster(layout, tied_schedule(layout, family))) < 1e-9
 
 
-@pytest.mark.parametrize("placement", ["v", "linear"])
-@pytest.mark.parametrize("shard", LEVELS)
-@pytest.mark.parametrize("family", SOME)
+PLACED = [
+    (family, shard, ("v", "linear")[(n + m) % 2]) for n, family in enumerate(SOME) for m, shard in enumerate(LEVELS)
+]
+
+
+@pytest.mark.parametrize(("family", "shard", "placement"), PLACED)
 def test_so_they_do_in_every_placement(family, shard, placement):
     layout = layout_of(family, pp=2, dp=2, shard=shard, num_microbatches=3)
     schedule = tied_schedule(layout, family, fitting(family, 2, placement)["placement"])
     assert differences(TransformerCluster(layout, schedule, "gpt2")) < 1e-9
 
 
-@pytest.mark.parametrize("placement", ["looped", "v"])
-@pytest.mark.parametrize("shard", ["gradients", "full"])
-@pytest.mark.parametrize("buffers", [1, 2])
-@pytest.mark.parametrize("family", ["depth-first", "breadth-first", "hybrid"])
+FEW = [
+    (family, buffers, shard, ("looped", "v")[(n + buffers + (shard == "full")) % 2])
+    for n, family in enumerate(("depth-first", "breadth-first", "hybrid"))
+    for buffers, shard in product((1, 2), ("gradients", "full"))
+]
+
+
+@pytest.mark.parametrize(("family", "buffers", "shard", "placement"), FEW)
 def test_the_heads_gradient_is_in_the_last_of_several_reductions(family, buffers, shard, placement):
     layout = layout_of(family, pp=2, dp=2, loops=3, shard=shard, num_microbatches=4)
     schedule = tied_schedule(layout, family, placement, gradient_buffers=buffers, residency=1)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from clusters import mixed
-from forked import Forked
+from forked import Forked, free_port
 from launch_runs import CLUSTER, command_of, reasons_of, run_of, values_of, written_for
 from small_run import small_run
 
@@ -149,7 +149,7 @@ def test_two_nodes_go_on_where_a_run_ended_and_do_not_fail_when_all_is_done(tmp_
     hand_over(config, replace(CLUSTER, devices_per_node=1), out, ["torchrun"])
     first = Forked(tmp_path, ["train", str(out / "torchrun.toml"), "--output.folder", str(out / "run")])
     assert first.end() == 0, first.stderr  # two steps, which the nodes find done
-    environment = {**os.environ, "PYTHON": sys.executable, "MASTER_ADDR": "localhost", "MASTER_PORT": _free_port()}
+    environment = {**os.environ, "PYTHON": sys.executable, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     agents = [
         subprocess.Popen(
             [shutil.which("bash"), str(out / "torchrun.sh"), "--training.steps", "3"],
@@ -167,14 +167,6 @@ def test_two_nodes_go_on_where_a_run_ended_and_do_not_fail_when_all_is_done(tmp_
     assert "all steps are done, only validation, sample and report are left" in ranks[0].stdout
     lines = (out / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
-
-
-def _free_port() -> str:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def test_nodes_of_several_kinds_are_named_in_the_order_of_their_ranks(tmp_path):

@@ -1,6 +1,7 @@
 """The search finds what simulating everything finds, whatever is allowed, and counts what it leaves out."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -8,6 +9,9 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.planner.question import Limits
 from pipeloom.planner.search import Search, search
 from pipeloom.planner.space import arrangements
+
+searched = cache(search)
+"""Several tests look at one answer."""
 
 
 def told(found):
@@ -34,7 +38,7 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_bounds_leave_nothing_out_that_is_among_the_best(ask, name):
     question = ask(**VARIANTS[name])
-    pruned, everything = search(question), search(question, prunes=False)
+    pruned, everything = searched(question), search(question, prunes=False)
     assert told(pruned) == told(everything)
     assert everything.counts.too_slow == 0
     assert pruned.counts.simulated <= everything.counts.simulated
@@ -48,21 +52,22 @@ def test_most_of_a_large_space_is_ruled_out_by_bounds(ask):
 
 
 def test_the_answer_is_always_the_same(ask):
-    assert told(search(ask())) == told(search(ask()))
+    assert told(searched(ask())) == told(search(ask()))
 
 
 def test_layouts_of_an_answer_differ_in_more_than_how_they_loop(ask):
     kinds = [
         (s.run.tp, s.run.pp, s.run.micro_batch, s.knobs.choice.family, s.run.recompute, s.run.sequence_parallel)
-        for s in search(ask()).steps
+        for s in searched(ask()).steps
     ]
     assert len(kinds) == len(set(kinds)) == 10
 
 
 def test_the_fastest_comes_first(ask):
-    times = [step.prediction.step_time_s for step in search(ask(), 20).steps]
+    steps = searched(ask()).steps
+    times = [step.prediction.step_time_s for step in steps]
     assert times == pytest.approx(sorted(times), rel=1e-8)
-    assert all(step.prediction.fits for step in search(ask(), 20).steps)
+    assert all(step.prediction.fits for step in steps)
 
 
 @pytest.mark.parametrize(

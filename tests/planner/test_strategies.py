@@ -242,7 +242,7 @@ def test_where_nothing_can_be_swapped_the_plan_says_why(deep, changes, words):
 
 def test_several_devices_share_the_stages_instead(deep):
     assert STRATEGIES["swap"].hint(deep({})) is None
-    plan = make_plan(deep({"strategies": ("swap",)}), budget_s=60, explains=True)
+    plan = make_plan(deep(ONE_BY_ONE | {"strategies": ("swap",)}), budget_s=60, explains=True)
     assert any("stages are swapped through one device alone" in line for line in plan.advice)
 
 

@@ -121,12 +121,13 @@ def test_the_best_of_a_cluster_is_its_fastest_and_the_front_is_made_of_them(curv
 
 
 def test_a_smaller_critical_batch_costs_more_and_never_asks_for_larger_batches(curves):
-    tight = tradeoff(replace(ASKED, training=replace(TRAINING, critical_batch=50)))
-    for before, after in zip(curves.points, tight.points, strict=True):
+    few = {name: ASKED.methods[name] for name in ("1f1b", "no-pipeline")}
+    tight = tradeoff(replace(ASKED, methods=few, training=replace(TRAINING, critical_batch=50)))
+    for before, after in zip([one for one in curves.points if one.method in few], tight.points, strict=True):
         assert after.step_time_s == before.step_time_s
         assert after.seconds > before.seconds
     for count in ASKED.device_counts:
-        for method in ASKED.methods:
+        for method in few:
             assert tight.best(count, method).batch_per_device <= curves.best(count, method).batch_per_device
 
 

@@ -35,6 +35,8 @@ def test_figures_are_those_of_the_command_that_the_page_shows(state, capsys):
         assert f"# {name:<18} {value}\n" in printed
     assert f"# {shown['title']}\n" in printed
     assert download(state, "txt").body in printed
+    # What the command line prints can be pasted, its comments included.
+    assert answer({"text": printed})["proof"]["actions"] == shown["proof"]["actions"]
 
 
 def test_timeline_has_a_box_for_each_action_and_json_holds_it():
@@ -76,6 +78,8 @@ def test_broken_rule_is_the_message_of_the_command_line_with_its_place(tmp_path,
         ({"family": "1f2b"}, ["family"]),
         ({"family": "1f1b", "colour": "red"}, [None]),
         ({"text": "0F0 what"}, ["text"]),
+        ({"text": "0F0, what keeps"}, ["text"]),
+        ({"text": "5F0"}, ["text"]),
         ({"text": "1" * 15 + "F0"}, ["text"]),
         ({}, ["family"]),
     ],

@@ -1,42 +1,31 @@
 """The page in a browser without a window, where there is one."""
 
 import re
-import shutil
-import subprocess
 
 import pytest
+from chromium import BROWSER, MISSING, chromium
 from run_files import without_its_end, write_run
 
 from pipeloom.report import write_report
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--virtual-time-budget=3000",
-    "--window-size=1280,900",
-    "--dump-dom",
-]
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs chromium or google-chrome on PATH")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason=MISSING)
+
+
+@pytest.fixture(scope="module")
+def page():
+    with chromium() as one:
+        yield one
 
 
 @pytest.fixture
-def show(tmp_path):
+def show(page):
     """The page's document, scripts left out, after they have run, and after ``then``, if given."""
 
-    def open_in_browser(run, then="", *flags):
-        page = write_report(run)
-        if then:
-            page.write_text(page.read_text().replace("</body>", f"<script>{then}</script></body>"))
-        command = [BROWSER, *FLAGS, *flags, f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        return re.sub(r"<script.*?</script>", "", done.stdout, flags=re.S)
+    def open_in_browser(run, then="", mode="light"):
+        page.look(width=1280, height=900, mode=mode)
+        page.open(write_report(run).as_uri())
+        page.run(then)
+        return re.sub(r"<script.*?</script>", "", page.run("document.documentElement.outerHTML"), flags=re.S)
 
     return open_in_browser
 
@@ -176,10 +165,7 @@ def test_the_page_follows_the_colors_of_the_system(show, tmp_path, mode):
       window.dispatchEvent(new Event("afterprint"));
       root.dataset.after = brightness(pixel());
     """
-    flag = f"--blink-settings=preferredColorScheme={['dark', 'light'].index(mode)}"
-    found = {
-        name: value for name, value in data(show(write_run(tmp_path / "run"), then, flag)).items() if name != "state"
-    }
+    found = data(show(write_run(tmp_path / "run"), then, mode))
     paper, ink, row, curve, label, total = (
         int(found[key]) for key in ("paper", "ink", "row", "curve", "label", "total")
     )

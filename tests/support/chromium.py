@@ -35,8 +35,9 @@ class Page:
         self._to, self._from = to_browser, from_browser
         self._read, self._number, self._session = b"", 0, None
         self._session = self._attach()
-        for domain in ("Page", "Runtime"):
-            self.call(f"{domain}.enable")
+        self.call("Runtime.enable")
+        # Without a window nothing has the focus.
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)
 
     def _attach(self):
         (target,) = (one for one in self.call("Target.getTargets")["targetInfos"] if one["type"] == "page")

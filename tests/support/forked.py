@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -60,11 +61,9 @@ class Forked:
         cls, folder: Path, words: list[str], number: int, prepare: Callable[[], object] = lambda: None
     ) -> list["Forked"]:
         """The ranks of a run on this host, with the variables that a launcher such as torchrun sets."""
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = str(found.getsockname()[1])
         place = {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1"}
-        each = ({**place, "MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number))
+        place["MASTER_PORT"] = free_port()
+        each = ({**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number))
         return [cls(folder, words, prepare, environment) for environment in each]
 
     @property
@@ -97,3 +96,17 @@ class Forked:
         self._process.join()
         assert status is not None, f"it did not end within {timeout_s:g} s: {self.stdout}{self.stderr}"
         return status
+
+
+def free_port() -> str:
+    """A port for a launcher, which binds it a moment later.
+
+    Below those that systems choose for connections and for whoever asks for any, so that none takes it meanwhile.
+    """
+    while True:
+        port = random.SystemRandom().randrange(
+            20_000, 30_000
+        )  # of its own, since Hypothesis sets the seed of the other
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return str(port)

@@ -8,19 +8,24 @@ import pytest
 
 from pipeloom.system.stopping import Stop, shielded
 
+ROOM_S = 0.3
+"""Time in which work has begun on a busy machine too, before a limit that is meant to be up in its middle."""
 
-def forever(begun=None):
-    if begun is not None:
-        begun.append(time.monotonic())
+
+def forever():
     while True:
         sum(range(1000))
+
+
+def sleep_beyond(deadline):
+    time.sleep(max(0.0, deadline - time.monotonic()) + 0.05)
 
 
 def test_work_without_a_look_at_the_clock_ends_when_its_time_is_up():
     stop, begin = Stop(time.monotonic() + 0.05), time.monotonic()
     stop.run(forever)
     assert stop.reason == "time"
-    assert 0.05 <= time.monotonic() - begin < 1
+    assert time.monotonic() - begin >= 0.05
 
 
 def test_a_time_that_is_over_already_ends_the_work_at_once():
@@ -30,9 +35,12 @@ def test_a_time_that_is_over_already_ends_the_work_at_once():
 
 
 def test_ctrl_c_ends_the_work_and_is_the_terminals_again_behind_it():
+    def work():
+        threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+        forever()
+
     stop = Stop(None)
-    threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
-    stop.run(forever)
+    stop.run(work)
     assert stop.reason == "interrupt"
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
@@ -45,7 +53,7 @@ def test_an_exception_that_a_destructor_swallows_is_raised_again(is_interrupt):
         def __del__(self):
             if is_interrupt:
                 signal.raise_signal(signal.SIGINT)
-            time.sleep(0.1)
+            sleep_beyond(deadline)
 
     def work():
         value = Slow()
@@ -53,7 +61,8 @@ def test_an_exception_that_a_destructor_swallows_is_raised_again(is_interrupt):
         swallowed.append(True)
         forever()
 
-    swallowed, stop = [], Stop(None if is_interrupt else time.monotonic() + 0.02)
+    deadline = time.monotonic() + ROOM_S
+    swallowed, stop = [], Stop(None if is_interrupt else deadline)
     stop.run(work)
     assert (swallowed, stop.reason) == ([True], "interrupt" if is_interrupt else "time")
 
@@ -76,11 +85,12 @@ def test_what_is_shielded_is_done_before_the_end():
 
     def work():
         with shielded():
-            time.sleep(0.15)
+            sleep_beyond(deadline)
             done.append("whole")
         done.append("too much")
 
-    stop = Stop(time.monotonic() + 0.02)
+    deadline = time.monotonic() + ROOM_S
+    stop = Stop(deadline)
     stop.run(work)
     assert (done, stop.reason) == (["whole"], "time")
 
@@ -89,7 +99,7 @@ def test_a_timer_that_there_was_goes_on():
     signal.setitimer(signal.ITIMER_REAL, 100)
     try:
         Stop(time.monotonic() + 60).run(lambda: time.sleep(0.01))
-        assert 99 < signal.getitimer(signal.ITIMER_REAL)[0] < 100
+        assert 50 < signal.getitimer(signal.ITIMER_REAL)[0] < 100
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 

@@ -148,14 +148,13 @@ def _groups(
     """For each flag its option, the flag and its values, in the order of the words; for a wrong flag a sentence."""
     by_flag = {flag: option for option in options for flag in option.flags}
     elsewhere = {flag: option for option in settings_of_runs() for flag in option.flags} if command.settings else {}
-    places = iter([option for option in options if option.place])
+    places = [option for option in options if option.place]
     rest = list(words)
     before = ""
     while rest:
         word = rest.pop(0)
         if not _is_flag(word):
-            option = next(places, None)
-            yield (option or _unexpected(word, before, by_flag)), word, [word]
+            yield (places.pop(0) if places else _unexpected(word, before, by_flag)), word, [word]
             continue
         flag, is_joined, text = word.partition("=")
         flag = flag.replace("_", "-")
@@ -163,8 +162,8 @@ def _groups(
         texts = [text] if is_joined else []
         most = None if option is None else option.most_values
         while rest and not _is_flag(rest[0]) and (most is None or len(texts) < most):
-            if option is None and _is_run_file(rest[0]):
-                break
+            if option is None and places and _fits(places[0], rest[0]):
+                break  # Who knows how many values the flag would take; the run file is to be judged, too.
             texts.append(rest.pop(0))
         if most == 0 and rest and rest[0].lower() in ("true", "false"):
             texts.append(rest.pop(0))
@@ -172,9 +171,11 @@ def _groups(
         yield (by_flag.get(flag) or _unknown(flag, option, by_flag, command)), flag, texts
 
 
-def _is_run_file(word: str) -> bool:
-    """Whether a word behind an unknown flag is rather the run file than a value of that."""
-    return word.endswith(".toml") and Path(word).is_file()
+def _fits(place: Option, word: str) -> bool:
+    """Whether a word names what a place takes: one of its choices, or a file."""
+    with suppress(OSError):  # such as a name that is too long
+        return word in place.choices or word.endswith(".toml") or Path(word).exists()
+    return False
 
 
 def _is_flag(word: str) -> bool:

@@ -9,7 +9,8 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.catalog.cluster_files import cluster_to_toml
 from pipeloom.cli.flags import SOURCE, or_note, read_flags
 from pipeloom.cli.reference import Command, Output, Place
-from pipeloom.config import RunConfig
+from pipeloom.cli.run_config import source_of
+from pipeloom.config import RunConfig, in_order
 from pipeloom.config.file import format_run, read_run_file
 from pipeloom.config.problems import model_problems, optimizer_problems
 from pipeloom.errors import ConfigError
@@ -34,8 +35,8 @@ RUN_FILE = "run.toml"
 class Options:
     """Options of ``pipeloom plan``.
 
-    Prints the layouts, where the time of each goes, why the first one is the fastest, what would change that, and the
-    error of past predictions. The search covers all layouts, and bounds prove the answer.
+    Prints the fastest layouts, where the time of each goes, why the first one wins, what would change that, and how far
+    past predictions were off. Layouts are skipped only where a lower bound on their step time exceeds the answer.
     """
 
     config: Annotated[Path | None, Place("CONFIG")] = None
@@ -130,7 +131,7 @@ class Request:
 def run(words: list[str]) -> int:
     """Parse the arguments, plan, print what there is; 1 if nothing fits, 130 at Ctrl-C."""
     options, problems = read_flags(COMMAND, words)
-    request = _request(options, problems)
+    request = _request(options, problems, words)
     from pipeloom.cli.plan_progress import PlanProgress
     from pipeloom.cli.plan_text import print_plan
 
@@ -210,7 +211,7 @@ def _over(config: RunConfig, planned: RunConfig, *, has_model: bool) -> RunConfi
     )
 
 
-def _request(options: Options, problems: list[str]) -> Request:
+def _request(options: Options, problems: list[str], words: list[str]) -> Request:
     """The question, or an error with everything that is missing or wrong, behind what is wrong with the words."""
     if options.out is not None and options.out.suffix == ".toml":
         problems.append(f"--out takes a folder, to which {RUN_FILE} and {SCHEDULE} go, found {options.out}")
@@ -238,7 +239,8 @@ def _request(options: Options, problems: list[str]) -> Request:
     cluster = load_or_note(load_cluster, cluster_name, problems) if cluster_name else None
     software = load_or_note(load_software, software_name, problems)
     if problems or shape is None or cluster is None or software is None:
-        raise ConfigError(list(dict.fromkeys(problems)), SOURCE)  # a run file and its model name one problem
+        source = SOURCE if path is None or config is None else source_of(path, words)
+        raise ConfigError(list(dict.fromkeys(problems)), source)  # a run file and its model name one problem
     layout, known = (config.layout, config.data) if config is not None else (None, None)
     question = make_question(
         shape,
@@ -267,7 +269,8 @@ def _read(path: Path, seq: int | None, problems: list[str]) -> RunConfig:
     if seq is not None:
         config = replace(config, data=replace(config.data, seq_len=seq))
     config, unknown = with_model_sizes(config)
-    problems += [*found, *unknown, *([] if unknown else model_problems(config)), *optimizer_problems(config)]
+    values = [] if unknown else model_problems(config)
+    problems += in_order([*found, *unknown, *values, *optimizer_problems(config)])
     return config
 
 

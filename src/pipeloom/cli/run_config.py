@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeloom.cli.flags import SOURCE, Words, read_words
 from pipeloom.cli.reference import Command, Options_, options_of
-from pipeloom.config import RunConfig, find_problems
+from pipeloom.config import RunConfig, find_problems, in_order
 from pipeloom.config.file import read_run_file, without_stale_sizes
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.describe import completed
@@ -38,17 +38,17 @@ def parse_config(
         SystemExit: help was printed.
     """
     file = command.default or RunConfig()
-    source, is_read = SOURCE, True
+    source, is_read, of_file = SOURCE, True, list[str]()
 
     def open_file(path: Path) -> list[str]:
-        nonlocal file, source, is_read
+        nonlocal file, source, is_read, of_file
         try:
-            file, problems = read_run_file(path, file)
+            file, of_file = read_run_file(path, file)
         except UserError as error:
             is_read = False
             return [str(error)]
-        source = str(path) if len(words) == 1 else f"{path} with the flags over it"
-        return problems
+        source = source_of(path, words)
+        return []
 
     found = read_words(command, words, open_file)
     config = without_stale_sizes(_over(file, found), file)
@@ -57,12 +57,17 @@ def parse_config(
     if is_read:
         config, values = completed(config, judge)
         # What follows from a wrong flag is not a problem of its own.
-        problems += [one for one in values if not any(name in one for name in found.wrong)]
+        problems += in_order([*of_file, *(one for one in values if not any(name in one for name in found.wrong))])
     if problems:
         raise ConfigError(problems, source)
     own = {option.name: found.values.get(option.name, option.default) for option in options_of(command)}
     own = {name: value for name, value in own.items() if "." not in name and name != "config"}
     return command.options(**{item.name: getattr(config, item.name) for item in fields(RunConfig)}, **own)
+
+
+def source_of(path: Path, words: Sequence[str]) -> str:
+    """The headline of a message about a run file and the words behind the command."""
+    return str(path) if len(words) == 1 else f"{path} with the flags over it"
 
 
 def _over(config: RunConfig, found: Words) -> RunConfig:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pipeloom.cli.flags import SOURCE, or_note, read_flags
 from pipeloom.cli.reference import Command, Output, Place
-from pipeloom.config import find_problems
+from pipeloom.config import find_problems, in_order
 from pipeloom.config.file import read_run_file
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.export.torch_csv import format_torch_csv, parse_torch_csv
@@ -29,7 +29,7 @@ from pipeloom.workload.limits import Common, Names
 class Options(Trial):
     """Options of ``pipeloom schedule``.
 
-    Costs are in units of a clock, on which a stage's forward takes 1 by default.
+    Costs are in any unit of time; the forward of a stage takes 1 by default.
     """
 
     family: Annotated[str | None, Place("FAMILY"), Names("families")] = None
@@ -101,7 +101,7 @@ def _run_recipe(options: Options, file: Path) -> tuple[Recipe, Sizes]:
     problems += [f"FAMILY {options.family} has no effect with --run; leave one out"] if options.family else []
     config, found = read_run_file(file)
     config, unknown = with_model_sizes(config)
-    problems += [*found, *unknown, *find_problems(config, trains=False, is_model_known=not unknown)]
+    problems += in_order([*found, *unknown, *find_problems(config, trains=False, is_model_known=not unknown)])
     if problems:
         raise ConfigError(problems, str(file))
     return config.recipe(), sizes_in_training(config)

@@ -2,21 +2,24 @@
 
 import json
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from pipeloom.analysis.summary import LaneUse, communication
+from pipeloom.cli.flags import SOURCE
 from pipeloom.cli.reference import Command, Output
 from pipeloom.cli.run_config import PREDICTIONS, parse_config
 from pipeloom.cli.swap_plan import ReportedPlan, make_swap_plan, print_swap_plan, swap_plan_to_json
 from pipeloom.config import RunConfig
-from pipeloom.errors import UserError
+from pipeloom.errors import ConfigError, UserError
+from pipeloom.planner.comparison import with_bandwidth
 from pipeloom.planner.run_step import predict_step
 from pipeloom.predict.describe import described_problems, why_training_may_differ
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
 from pipeloom.schedule import Level
 from pipeloom.system.files import write_text
-from pipeloom.terminal.words import unit_s
+from pipeloom.terminal.words import seconds, unit_s
 from pipeloom.workload.dtypes import dtype_of
 from pipeloom.workload.limits import Common
 
@@ -40,6 +43,10 @@ class Options(RunConfig):
     """Also print every lane of communication. --json always has them."""
     swap_plan: bool = False
     """With schedule.device_budget, also print where to cut the model and how many micro-batches hide the swaps."""
+    inter_bandwidth: Common[float] = 1.0
+    """What if: bandwidth between nodes, times this. Prints what it changes."""
+    intra_bandwidth: float = 1.0
+    """What if: bandwidth inside nodes, times this. Prints what it changes."""
     memory_over_time: Common[bool] = False
     """Print the peak of each rank: when and of what. --json has the curves as well."""
 
@@ -49,6 +56,7 @@ COMMAND = Command(
     options=Options,
     examples={
         "pipeloom simulate run.toml --plot step.svg": "a run file on its cluster, with a picture",
+        "pipeloom simulate run.toml --inter-bandwidth 2": "what if the network were twice as fast",
         "pipeloom simulate --model.preset llama-3-8b --machine.cluster dgx-h100 --layout.pp 8": "without a run file",
     },
     settings=PREDICTIONS,
@@ -65,9 +73,11 @@ def run(words: list[str]) -> int:
         raise UserError("--by-seconds has no effect without schedule.balance or schedule.offload; leave it out")
     if options.by_seconds and options.schedule.file is not None:
         raise UserError("--by-seconds has no effect with schedule.file, whose moves have their places; leave one out")
+    own = _with_own_bandwidth(options)
+    what_if = partial(with_bandwidth, intra=options.intra_bandwidth, inter=options.inter_bandwidth)
     plan = make_swap_plan(options) if options.swap_plan else None
     try:
-        step = predict_step(options, by_seconds=options.by_seconds)
+        step = predict_step(options, by_seconds=options.by_seconds, what_if=None if own is None else what_if)
     # The cut of the run file may be impossible; the plan says which one is not, so it is printed all the same.
     except UserError as error:
         if plan is None:
@@ -90,21 +100,44 @@ def run(words: list[str]) -> int:
         unit, name = unit_s(part.end_s - part.start_s)
         title = f"{options.schedule.title}, simulated{note}"
         plot_timeline(part, [options.plot], title=title, unit=name, scale=1 / unit)
-    _print(options, step, plan)
+    _print(options, step, plan, own)
     return 0 if step.prediction.fits else 1
 
 
-def _print(options: Options, step: SimulatedStep, plan: ReportedPlan | None) -> None:
+def _with_own_bandwidth(options: Options) -> SimulatedStep | None:
+    """The step on the cluster as it is, where another one is predicted; ``None`` else."""
+    factors = {"--inter-bandwidth": options.inter_bandwidth, "--intra-bandwidth": options.intra_bandwidth}
+    problems = [f"{flag} must be above 0, found {factor:g}" for flag, factor in factors.items() if not factor > 0]
+    if problems:
+        raise ConfigError(problems, SOURCE)
+    if set(factors.values()) == {1.0}:
+        return None
+    own = predict_step(options, by_seconds=options.by_seconds)
+    if options.inter_bandwidth != 1 and own.run.num_devices <= own.cluster.devices_per_node:
+        raise UserError(
+            f"--inter-bandwidth has no effect: the {own.run.num_devices} devices of the run are in one node of "
+            f"{own.cluster.name}; use --intra-bandwidth, or leave it out"
+        )
+    return own
+
+
+def _print(options: Options, step: SimulatedStep, plan: ReportedPlan | None, own: SimulatedStep | None) -> None:
     tree = to_json(step, with_curves=options.memory_over_time)
     # What other programs do is not what ``pipeloom train`` runs.
     may_differ = why_training_may_differ(options, dtype_of(step.run.precision) if step.software.has_lanes else None)
     tree |= {"has_default_dtype": options.training.dtype is None, "may_differ": may_differ}
+    tree["own_step_time_s"] = None if own is None else own.prediction.step_time_s
     if options.json:
         print(json.dumps(tree if plan is None else tree | swap_plan_to_json(plan)))
         return
     from pipeloom.cli.simulate_text import print_step
 
     print_step(step, tree, with_lanes=options.lanes)
+    if own is not None:
+        before, after = own.prediction.step_time_s, step.prediction.step_time_s
+        print(
+            f"\n{seconds(after)} a step, {after / before - 1:+.1%} of {seconds(before)} on {own.cluster.name} as it is"
+        )
     if may_differ is not None:
         print(f"\n{may_differ}")
     if step.fastest_partition is not None:
@@ -124,7 +157,8 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
     Keys: ``step_time_s`` = ``pipeline_s`` + the sum of ``after_s`` (``reduce_s``, ``tied_s``, ``optimizer_s``,
     ``fixed_s``); ``tokens_per_s``, ``mfu``, ``hfu``, ``bubble_fraction``; ``run`` (the model's sizes and the
     layout), ``dtype``, ``has_default_dtype`` (whether nobody chose it), ``may_differ`` (why ``train`` may do
-    something else, or null), ``fastest_partition`` (where ranks are not equally fast, the ``layout.partition`` that
+    something else, or null), ``own_step_time_s`` (with ``--inter-bandwidth`` or ``--intra-bandwidth``, the step on the
+    cluster as it is), ``fastest_partition`` (where ranks are not equally fast, the ``layout.partition`` that
     gives the slowest one least to do, unless the run has it), ``cluster``, ``software``, ``has_measured_pieces``,
     ``num_devices``; ``accounts`` (for each pipeline rank the seconds of each part of the step, which add up to
     ``step_time_s``); ``communication`` (for each rank and lane ``actions``, ``busy_s``, ``hidden_s``,

@@ -7,7 +7,7 @@ from pipeloom.config.hyperparameters import (
     usual_values,
     with_demo_hyperparameters,
 )
-from pipeloom.config.problems import find_problems
+from pipeloom.config.problems import find_problems, in_order
 from pipeloom.config.run import RunConfig, run_part, to_dict
 from pipeloom.config.sections import (
     CheckpointConfig,
@@ -32,6 +32,7 @@ __all__ = [
     "TrainingConfig",
     "find_problems",
     "hyperparameter_problems",
+    "in_order",
     "run_part",
     "to_dict",
     "training_problems",

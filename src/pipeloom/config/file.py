@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import textwrap
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -122,7 +123,13 @@ def format_run(config: RunConfig) -> str:
     if config.layout.recompute_layers is not None and config.layout.recompute == "none":
         # Both in one file would be refused: two settings of one thing.
         del tree["layout"]["recompute"]
-    return _with_comments(tomli_w.dumps(tree), config)
+    # The library writes an element a line; a partition of 64 stages is read in one.
+    text = re.sub(r"= \[\n((?: {4}.*,\n)+)\]", _in_a_line, tomli_w.dumps(tree))
+    return _with_comments(text, config)
+
+
+def _in_a_line(array: re.Match[str]) -> str:
+    return f"= [{', '.join(line.strip().removesuffix(',') for line in array[1].splitlines())}]"
 
 
 def _with_comments(text: str, config: RunConfig) -> str:

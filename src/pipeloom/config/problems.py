@@ -4,7 +4,8 @@ What a single number may be is in its type (``pipeloom.workload.limits``). Here 
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import get_type_hints
@@ -50,34 +51,65 @@ def _has_angles(run: RunConfig) -> bool:
     return is_default or run.model.family not in MODELS or MODELS[run.model.family].is_rotary
 
 
-_USED_WITH: dict[str, tuple[str, Callable[[RunConfig], bool]]] = {
-    "model.rope_theta": ("a model.family with rotary positions", _has_angles),
-    "data.bpe_vocab_size": ("data.tokenizer bpe", lambda run: run.data.known_tokenizer == "bpe"),
-    "layout.shard": ("layout.dp of at least 2", lambda run: run.layout.dp != 1),  # below 1 is a problem of its own
-    "layout.replicate": ("layout.shard", lambda run: run.layout.shard != "none"),
-    "schedule.residency": ("layout.shard full", lambda run: run.layout.shard == "full"),
-    "schedule.prefetch": ("layout.shard", lambda run: run.layout.shard != "none"),
+_Need = tuple[str, Callable[[RunConfig], bool]]
+"""What a setting takes to have an effect: in words, and whether a run has it."""
+# A size below 1 is a problem of its own.
+_REPLICAS: _Need = ("layout.dp of at least 2", lambda run: run.layout.dp != 1)
+_PIPELINE: _Need = ("layout.pp of at least 2", lambda run: run.layout.pp != 1)
+_SHARD: _Need = ("layout.shard", lambda run: run.layout.shard != "none")
+_NEEDS: dict[str, tuple[_Need, ...]] = {
+    "model.rope_theta": (("a model.family with rotary positions", _has_angles),),
+    "data.bpe_vocab_size": (("data.tokenizer bpe", lambda run: run.data.known_tokenizer == "bpe"),),
+    "layout.replicate": (_SHARD, _REPLICAS),
+    "layout.shard": (_REPLICAS,),
+    "layout.sequence_parallel": (("layout.tp of at least 2", lambda run: run.layout.tp != 1),),
+    "layout.pipeline_order": (_PIPELINE,),
+    "schedule.placement": (_PIPELINE,),
+    "schedule.receive_buffers": (_PIPELINE,),
+    "schedule.residency": (("layout.shard full", lambda run: run.layout.shard == "full"), _REPLICAS),
+    "schedule.prefetch": (_SHARD, _REPLICAS),
     "schedule.gradient_buffers": (
-        "layout.shard gradients or full",
-        lambda run: run.layout.shard in ("gradients", "full"),
+        ("layout.shard gradients or full", lambda run: run.layout.shard in ("gradients", "full")),
+        _REPLICAS,
     ),
-    "schedule.activation_budget": (
-        "balance or offload",
-        lambda run: run.schedule.balance or run.schedule.offload,
-    ),
-    "schedule.swap_folder": ("schedule.device_budget", lambda run: run.schedule.device_budget is not None),
-    "training.compile_backend": ("training.compile", lambda run: run.training.compile),
-    "training.run_ahead": ("training.device cuda", lambda run: run.training.device == "cuda"),
+    "schedule.balance": (_PIPELINE,),
+    "schedule.activation_budget": (("balance or offload", lambda run: run.schedule.balance or run.schedule.offload),),
+    "schedule.swap_folder": (("schedule.device_budget", lambda run: run.schedule.device_budget is not None),),
+    "training.compile_backend": (("training.compile", lambda run: run.training.compile),),
+    "training.run_ahead": (("training.device cuda", lambda run: run.training.device == "cuda"),),
 }
-"""Settings that only some runs use -> with what, in words, and whether this run does.
+"""Settings that only some runs use -> what they need.
 
 In other runs any value but the default is refused. A default is not, since run folders write down every setting."""
 
 
 def _unused_problems(config: RunConfig) -> Problems:
-    for name, (condition, is_used) in _USED_WITH.items():
-        if value_of(config, name) != value_of(_DEFAULTS, name) and not is_used(config):
-            yield f"{name} has no effect without {condition}; give both or leave it out"
+    idle: dict[str, list[str]] = {}
+    for name, needs in _NEEDS.items():
+        missing = " and ".join(words for words, is_met in needs if not is_met(config))
+        if missing and value_of(config, name) != value_of(_DEFAULTS, name):
+            idle.setdefault(missing, []).append(name)
+    for missing, names in idle.items():
+        has, leave = ("has", "give both or leave it out") if len(names) == 1 else ("have", "set that or leave them out")
+        yield f"{', '.join(names)} {has} no effect without {missing}; {leave}"
+
+
+def in_order(problems: Iterable[str]) -> list[str]:
+    """Sentences in the order of a run file: by the first setting that each one names; those without one are last."""
+    names = [f"{item.name}.{key.name}" for item in fields(RunConfig) for key in fields(getattr(_DEFAULTS, item.name))]
+    sections = [item.name for item in fields(RunConfig)]
+
+    def place(problem: str) -> tuple[int, int]:
+        found = _SETTING.search(problem)
+        if found is None or found[1] not in sections:
+            return len(sections), 0
+        # An unknown setting is behind those of its section.
+        return sections.index(found[1]), names.index(found[0]) if found[0] in names else len(names)
+
+    return sorted(problems, key=place)
+
+
+_SETTING = re.compile(r"\b([a-z]+)\.[a-z_]+\b")
 
 
 @cache
@@ -173,9 +205,7 @@ def _tensor_problems(config: RunConfig) -> Problems:
     for name, size in (("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)):
         if layout.tp > 0 and size is not None and size % layout.tp:
             yield f"layout.tp must divide model.{name}, found {layout.tp} and {size}"
-    if layout.sequence_parallel and layout.tp == 1:
-        yield "layout.sequence_parallel splits over the ranks of layout.tp, found layout.tp 1"
-    elif layout.sequence_parallel and layout.tp > 1 and num_tokens % layout.tp:
+    if layout.sequence_parallel and layout.tp > 1 and num_tokens % layout.tp:
         yield f"layout.tp must divide data.seq_len, found {layout.tp} and {num_tokens}"
 
 
@@ -191,8 +221,6 @@ def _recompute_problems(config: RunConfig) -> Problems:
 
 def _move_problems(config: RunConfig) -> Problems:
     schedule = config.schedule
-    if schedule.balance and config.layout.pp < 2:
-        yield f"schedule.balance moves activations between pipeline ranks, found layout.pp {config.layout.pp}"
     if schedule.offload and schedule.activation_budget is None:
         yield "schedule.offload moves what schedule.activation_budget has no room for; set it"
     yield from _size_problems("schedule.activation_budget", schedule.activation_budget)

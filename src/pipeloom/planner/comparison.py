@@ -189,9 +189,12 @@ def with_bandwidth(cluster: Cluster, *, intra: float = 1.0, inter: float = 1.0) 
     def times(link: Link, factor: float) -> Link:
         return replace(link, bytes_per_s=link.bytes_per_s * factor)
 
+    changed = [
+        f"bandwidth {where} x {factor:g}" for where, factor in (("inside nodes", intra), ("between nodes", inter))
+    ]
     return replace(
         cluster,
-        name=f"{cluster.name}, bandwidth x {intra:g} inside and x {inter:g} between nodes",
+        name=", ".join([cluster.name, *(one for one in changed if not one.endswith(" x 1"))]),
         intra=times(cluster.intra, intra),
         inter=times(cluster.inter, inter),
         bus_curves={

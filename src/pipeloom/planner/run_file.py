@@ -31,9 +31,9 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
         schedule=ScheduleConfig(
             family=knobs.choice.family,
             group_size=knobs.choice.group_size,
-            placement=knobs.choice.placement_name,
+            placement=knobs.choice.placement_name if run.pp > 1 else None,
             keep=knobs.choice.keep,
-            receive_buffers=knobs.receive_buffers,
+            receive_buffers=knobs.receive_buffers if run.pp > 1 else ScheduleConfig.receive_buffers,
             residency=knobs.residency if run.shard == "full" and run.dp > 1 else None,
             prefetch=knobs.prefetch if is_sharded else None,
             gradient_buffers=knobs.gradient_buffers if run.shard in ("gradients", "full") and run.dp > 1 else None,

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from pipeloom.analysis.memory import inputs_over_time
-from pipeloom.errors import ConfigError, PipeloomError, ScheduleError, UserError
+from pipeloom.errors import ConfigError, PipeloomError, ScheduleError, ScheduleTextError, UserError
 from pipeloom.export.torch_csv import format_torch_csv, parse_torch_csv
 from pipeloom.families import FAMILIES
 from pipeloom.plotting.draw import timelines_svg
@@ -90,7 +90,8 @@ def refusal(error: PipeloomError) -> dict[str, Any]:
     if isinstance(error, ScheduleError):
         place = {"rank": error.rank, "slot": error.slot}
         return {"problems": [{"field": None, "text": str(error), "rule": error.rule, **place}]}
-    return {"problems": [{"field": field_of(str(error)), "text": str(error)}]}
+    field = TEXT if isinstance(error, ScheduleTextError) else field_of(str(error))
+    return {"problems": [{"field": field, "text": str(error)}]}
 
 
 def download(state: State, form: str) -> Download:
@@ -183,8 +184,9 @@ def _read(state: State) -> tuple[Trial, str | None]:
 
 
 def _parsed(text: str) -> Schedule:
-    # No action has a comma, and every row of PyTorch's CSV has one but those of a single action.
-    return parse_torch_csv(text) if "," in text else parse_schedule(text)
+    # No action has a comma; rows of PyTorch's CSV have some, but for those of a single action; comments may have some.
+    is_csv = any("," in line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    return parse_torch_csv(text) if is_csv else parse_schedule(text)
 
 
 _FIELDS: tuple[tuple[str, str | None], ...] = (
@@ -197,8 +199,6 @@ _FIELDS: tuple[tuple[str, str | None], ...] = (
     ("loops", "loops"),
     ("stage on each rank", "loops"),
     ("stages on each rank", "loops"),
-    ("line ", TEXT),
-    ("row ", TEXT),
     ("micro-batch", "microbatches"),
     ("receive", "receive_buffers"),
     ("budget", "budget"),
@@ -215,7 +215,6 @@ def field_of(sentence: str) -> str | None:
     for name in re.findall(r"--([a-z][a-z-]*)", sentence):
         if name.replace("-", "_") in known:
             return name.replace("-", "_")
-    # At the beginning of a word: "pipeline rank" is about no line.
     return next((field for words, field in _FIELDS if re.search(rf"\b{words}", sentence)), None)
 
 

@@ -272,9 +272,12 @@ class Side {
     this.isBusy = true;
     const begin = performance.now();
     const sent = this.state();
-    const reply = await post(this.curves.open ? "curves" : "answer", sent);
-    this.show(reply.isJson ? await reply.json() : { problems: [{ field: null, text: await reply.text() }] }, sent, begin);
-    this.isBusy = false;
+    try {
+      const reply = await post(this.curves.open ? "curves" : "answer", sent);
+      this.show(reply.isJson ? await reply.json() : { problems: [{ field: null, text: await reply.text() }] }, sent, begin);
+    } finally {
+      this.isBusy = false; // also after an answer that the server's end cut off
+    }
     if (this.isPending) {
       this.isPending = false;
       this.refresh();
@@ -463,7 +466,7 @@ class Side {
 }
 
 function parsed(kind, text, missing) {
-  if (text === "") return kind === "slider" || missing !== null ? missing : null;
+  if (text === "") return missing;
   if (kind === "list") return text.split(/[\s,]+/).map((one) => (isNaN(one) ? one : Number(one)));
   return kind === "check" ? text === "true" : isNaN(text) ? text : Number(text);
 }
@@ -531,22 +534,24 @@ function read(prefix) {
     const name = full.startsWith("b.") ? full.slice(2) : full;
     if (full.startsWith("b.") !== (prefix === "b.")) continue;
     const field = FIELDS.find((one) => one.name === name);
-    // What this version has no input for is the server's to refuse, not to be left out without a word.
     state[name] = field === undefined ? text : parsed(field.kind, text, null);
   }
   return state;
 }
 
 function load() {
-  const [first, second] = [read(""), read("b.")];
-  const isEmpty = Object.keys(first).length === 0;
-  const known = (state) => "text" in state || choices.families.some((one) => one.name === state.family);
-  const unknown = [...Object.keys(first), ...Object.keys(second)].filter((name) => !["family", "text", ...FIELDS.map((one) => one.name)].includes(name));
-  const lost = [first, second].filter((state) => "family" in state && !known(state)).map((state) => `family=${state.family}`);
-  say(...(unknown.length + lost.length > 0 ? [`This link has what this version lacks, which is left out: ${[...unknown, ...lost].join(", ")}`] : []));
-  setCompared(Object.keys(second).length > 0, false);
-  sides[0].take(isEmpty || !known(first) ? { family: choices.defaults.family, loops: 4, ...first, ...(known(first) ? {} : { family: choices.defaults.family }) } : first);
-  if (sides.length > 1) sides[1].take(known(second) ? second : { ...second, family: choices.defaults.family });
+  const linked = [read(""), read("b.")];
+  setCompared(Object.keys(linked[1]).length > 0, false);
+  const isSame = (one, other) => JSON.stringify(one) === JSON.stringify(other);
+  const lost = sides.flatMap((side, number) => {
+    const state = linked[number];
+    const isKnown = "text" in state || choices.families.some((one) => one.name === state.family);
+    side.take(isKnown ? state : { loops: 4, ...state, family: choices.defaults.family });
+    const taken = side.state();
+    const names = Object.keys(state).filter((name) => !isSame(state[name], name in taken ? taken[name] : choices.defaults[name]));
+    return names.map((name) => `${name}=${state[name]}`);
+  });
+  say(...(lost.length > 0 ? [`What has no effect here, or is unknown to this version, is left out of the link: ${lost.join(", ")}`] : []));
 }
 
 function setCompared(isWanted, copies = true) {

@@ -169,13 +169,18 @@ def _rows(lines: Sequence[Sequence[str]]) -> tuple[list[Row], list[str]]:
     """The rows, without what is no action, and a sentence for each of that."""
     problems: list[str] = []
     rows: list[Row] = []
+    explained: set[str] = set()
     for rank, cells in enumerate(lines):
         row: list[Action] = []
         for slot, cell in enumerate(cells):
             try:
                 row.append(Action.parse(cell))
             except ScheduleTextError as error:
-                problems.append(f"row {rank}, cell {slot}: {error}")
+                # What an action is, once: it names all kinds.
+                found, is_none, expected = str(error).partition(" is no action: ")
+                problem = f"{found} is no action" if is_none and expected in explained else str(error)
+                problems.append(f"row {rank}, cell {slot}: {problem}")
+                explained.add(expected)
         rows.append(Row.of(row))
     return rows, problems
 
