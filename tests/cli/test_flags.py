@@ -1,5 +1,6 @@
 """Flags of a command line, with everything that is wrong with them at once."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -195,3 +196,18 @@ def test_a_run_file_behind_an_unknown_flag_is_read(tmp_path, capsys, unknown):
         "  - model.family: there is no model family 'bert'",
         "  - training.steps",
     ]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_80_columns_and_examples_are_commands_when_pasted(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for flag, most in (("--help", 45), ("--help-all", None)):
+        with pytest.raises(SystemExit):
+            main([name, flag])
+        page = capsys.readouterr().out
+        assert max(map(len, page.splitlines())) <= 80
+        assert most is None or len(page.splitlines()) <= most
+        joined = page.replace(" \\\n", " ")
+        shown = [shlex.split(line, comments=True) for line in joined.splitlines() if line.startswith("  pipeloom ")]
+        for words, example in zip(shown, command_of(name).examples, strict=True):
+            assert words[: len(shlex.split(example))] == shlex.split(example)

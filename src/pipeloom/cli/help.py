@@ -2,6 +2,7 @@
 
 import shutil
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING
 from typing import Any
@@ -29,18 +30,19 @@ def help_page(command: Command[Any], *, is_whole: bool) -> str:
     shown = [option for option in options if is_whole or (option.is_common and command.is_brief(option))]
     width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((100, 40)).columns))
     summary = COMMANDS.get(command.name, "")
-    lines = [f"pipeloom {command.name}: {summary}", ""]
-    lines += [_usage(command, options), ""]
+    lines = [*_wrapped(f"pipeloom {command.name}: {summary}", width), "", _usage(command, options), ""]
     if command.about:
         lines += [*_wrapped(command.about, width), ""]
     lines += [*_examples(command, width), ""]
     heads = [_head(option, is_whole=is_whole) for option in shown]
     flags = min(_MOST_FLAGS, max(map(len, heads), default=0) + 2)
-    group = None
+    sizes, group = Counter(option.group for option in shown), None
     for option, head in zip(shown, heads, strict=True):
         if option.group != group:
             group = option.group
-            lines += _wrapped(f"{group}: {section_text(group)}", width) if group else ["options"]
+            # Flags begin with their section, so that a single one needs no line for it.
+            has_title = group and (is_whole or sizes[group] > 1)
+            lines += _wrapped(f"{group}: {section_text(group)}", width) if has_title else [] if group else ["options"]
         texts = _described(option, width - flags, is_whole=is_whole)
         lines.append(f"{head:<{flags}}{texts.pop(0)}" if len(head) < flags - 1 else head)
         lines += [" " * flags + text for text in texts]
@@ -59,13 +61,18 @@ _RULES = (
 
 
 def _examples(command: Command[Any], width: int) -> Iterator[str]:
-    """Each example with what it does: in one line each where all fit, otherwise below it."""
+    """Each example with what it does: in one line each where all fit, otherwise below it; pasted, all are commands."""
     column = max(map(len, command.examples), default=0) + 4
     fit = all(column + len(what) <= width for what in command.examples.values())
     for line, what in command.examples.items():
-        yield f"  {line:<{column - 2}}{what}".rstrip() if fit else f"  {line}"
-        if not fit and what:
-            yield f"      {what}"
+        if fit:
+            yield f"  {line:<{column - 2}}{what}".rstrip()
+            continue
+        room = width if len(line) + 2 <= width else width - 2  # for the backslash
+        parts = textwrap.wrap(line, room, initial_indent="  ", subsequent_indent=" " * 6, break_on_hyphens=False)
+        yield " \\\n".join(parts)
+        if what:
+            yield f"      # {what}"
 
 
 def _usage(command: Command[Any], options: Sequence[Option]) -> str:
@@ -89,7 +96,8 @@ def _described_briefly(option: Option, room: int) -> str:
     names = ", ".join(option.choices)
     if option.place or (option.value.startswith("NAME") and len(names) < _MOST_CHOICES):
         text += f": {names}" if names else ""
-    if not option.shown_default or option.is_switch:
+    is_all = option.shown_default.split() == [*option.choices]
+    if not option.shown_default or option.default is False or is_all:
         return text
     whole = f"{text} [{option.shown_default.split(';')[0]}]"
     return whole if len(whole) <= room or option.default not in (None, ()) else text

@@ -35,8 +35,8 @@ RUN_FILE = "run.toml"
 class Options:
     """Options of ``pipeloom plan``.
 
-    Prints the layouts, where the time of each goes, why the first one is the fastest, what would change that, and the
-    error of past predictions. The search covers all layouts, and bounds prove the answer.
+    Prints the fastest layouts, where the time of each goes, why the first one wins, what would change that, and how far
+    past predictions were off. Layouts are skipped only where a lower bound on their step time exceeds the answer.
     """
 
     config: Annotated[Path | None, Place("CONFIG")] = None

@@ -127,8 +127,8 @@ class Option:
 
     @property
     def briefly(self) -> str:
-        """The same; of a switch the flag that changes the default."""
-        return self.flags[self.default is True] if self.is_switch else self.shown
+        """The same; of a switch that is off the flag that sets it."""
+        return self.flags[0] if self.default is False else self.shown
 
     @property
     def value(self) -> str:

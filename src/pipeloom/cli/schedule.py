@@ -29,7 +29,7 @@ from pipeloom.workload.limits import Common, Names
 class Options(Trial):
     """Options of ``pipeloom schedule``.
 
-    Costs are in units of a clock, on which a stage's forward takes 1 by default.
+    Costs are in any unit of time; the forward of a stage takes 1 by default.
     """
 
     family: Annotated[str | None, Place("FAMILY"), Names("families")] = None

@@ -16,9 +16,9 @@ COMMAND = Command(
     name="train",
     options=RunConfig,
     examples={
-        "pipeloom train": "the demo: a small model on four processes",
-        "pipeloom train --data.path notes.txt --layout.pp 2 --training.steps 500": "on a text of yours",
-        "pipeloom train run.toml --checkpoint.resume outputs/demo": "a run file, from a checkpoint",
+        "pipeloom train": "the demo: four processes",
+        "pipeloom train --data.path notes.txt --layout.pp 2": "a text of yours",
+        "pipeloom train --checkpoint.resume outputs/demo": "go on from a run",
     },
     settings=TRAINING,
 )

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from pipeloom.cli.reference import Command
 from pipeloom.cli.run_config import VERIFICATION, parse_config
 from pipeloom.config import RunConfig, TrainingConfig
+from pipeloom.errors import UserError
 
 if TYPE_CHECKING:
     from pipeloom.training.equivalence import Equality
@@ -17,7 +18,7 @@ COMMAND = Command(
         "pipeloom verify run.toml --layout.shard full --layout.dp 2": "a run file with another layout",
     },
     settings=VERIFICATION,
-    brief=("model", "layout", "schedule", "training"),
+    brief=("model", "layout", "schedule", "training.dtype", "training.device"),
     # In float32 a lost micro-batch of many could hide in a difference of 1e-9.
     default=RunConfig(training=TrainingConfig(dtype="float64")),
 )
@@ -29,7 +30,13 @@ def run(words: list[str]) -> int:
     from pipeloom.execute.processes.world import is_first
     from pipeloom.training.equivalence import verify_gradients
 
-    equality = verify_gradients(config)
+    try:
+        equality = verify_gradients(config)
+    except UserError as error:
+        # Bytes that stages keep are in a schedule file; processes find them, and pass on the text of their error.
+        if "kept_bytes:" in str(error) and config.training.dtype == "float64":
+            error.add_note("verify computes in float64 by default; give --training.dtype, as the file was written with")
+        raise
     return _report(equality) if is_first() else 0
 
 

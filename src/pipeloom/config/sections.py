@@ -195,7 +195,7 @@ class TrainingConfig:
     accumulated in float32, over micro-batches and over replicas. train does not compute in float16; float64 has no
     predictions. None: float32 on CPUs; on GPUs bfloat16, or float16 in predictions for devices that lack it."""
     device: Common[Literal["cpu", "cuda"]] = "cpu"
-    """Device type: with cuda, each process takes one GPU."""
+    """Device type. With cuda, each process takes one GPU."""
     threads: Count = 1
     """CPU threads of each process."""
     compile: bool = False
@@ -241,7 +241,7 @@ class OutputConfig:
 class CheckpointConfig:
     """When checkpoints are written, and from which one a run resumes."""
 
-    every: Common[Count | None] = None
+    every: Count | None = None
     """Steps between checkpoints. They are in checkpoints/ of the run folder. None: checkpoints by every_s alone."""
     every_s: Annotated[float, Limits(least=0)] = 1800.0
     """Most seconds between checkpoints by the clock of rank 0, also with every; 0 for no limit."""
@@ -255,9 +255,9 @@ class CheckpointConfig:
     final: Literal["none", "checkpoint", "safetensors"] = "safetensors"
     """Files after the last step: none, a checkpoint, or a checkpoint and its weights as safetensors."""
     resume: Common[Path | None] = None
-    """Checkpoint to resume from, or a run folder for its newest one. It may be of any other layout. training.steps
-    counts from the first start. The run has a folder of its own, unless output.folder is the same. None: new
-    weights."""
+    """Checkpoint or run folder to resume from. Of a folder, it is the newest one. It may be of any other layout.
+    training.steps counts from the first start. The run has a folder of its own, unless output.folder is the same. None:
+    new weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

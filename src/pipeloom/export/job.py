@@ -98,13 +98,18 @@ class Job:
             "schedule.offload": (schedule.offload, "does not move what backwards need"),
             "schedule.keep": (schedule.keep is not None, "cannot select micro-batches to recompute"),
             "schedule.device_budget": (schedule.device_budget is not None, "keeps all stages on the device"),
-            "schedule.file": (given is not None and not given.recipe, "is not handed an order that is no family's"),
             "layout.pipeline_order": (
                 self.config.layout.pipeline_order is not None,
                 "numbers pipeline ranks in ascending order",
             ),
         }
-        return [f"{name}: {program} {why}; leave it out" for name, (is_set, why) in reasons.items() if is_set]
+        found = [f"{name}: {program} {why}; leave it out" for name, (is_set, why) in reasons.items() if is_set]
+        if given is not None and not given.recipe:
+            found.append(
+                f"schedule.file: {program} starts with the schedule of a family, and {schedule.file} has no line "
+                "recipe.family; `pipeloom schedule FILE --format torch-csv` prints its order for programs that read CSV"
+            )
+        return found
 
     def start_problems(self, program: str) -> list[str]:
         """Why a program that is started by one command on every node cannot have the run's stages and updates."""

@@ -148,7 +148,13 @@ def _text(value: object) -> str | None:
 
 
 def _differs(name: str, found: object, wanted: object) -> str:
-    return f"{name}: {_or_nothing(found)} in the file, {_or_nothing(wanted)} in the run"
+    return f"{name}: {_or_nothing(found)} in the file, {_or_nothing(wanted)} in the run{_FOLLOWS.get(name, '')}"
+
+
+_FOLLOWS = {
+    "kept_bytes": "; they follow from training.dtype, layout.recompute, and the sizes of the model and the micro-batch"
+}
+"""What differs -> the settings that a user changes, where it has another name than these."""
 
 
 def _or_nothing(value: object) -> str:

@@ -72,8 +72,8 @@ class Layout:
     """Virtual stages on each pipeline rank. More loops make the bubble smaller: on a looped placement it is
     (pp - 1) / (num_microbatches * loops) of the ideal time."""
     num_microbatches: Common[int] = 8
-    """Micro-batches of a step and data-parallel rank. With fewer than pp, ranks are idle while the pipeline fills
-    and drains; a little above pp hides the transfers between ranks."""
+    """Micro-batches of a step, per replica. With fewer than pp, ranks are idle while the pipeline fills and drains;
+    a little above pp hides the transfers between ranks."""
     microbatch_size: Common[Count] = 2
     """Micro-batch size, in sequences."""
     token_slices: int | tuple[int, ...] | Literal["auto"] | None = None

@@ -18,8 +18,8 @@ class ModelConfig:
     preset: Common[Annotated[str, Names("models")] | None] = None
     """Model of the catalog, which gives all sizes. None: the sizes below."""
     file: Common[Path | None] = None
-    """Model file: .toml, or a Hugging Face config.json of llama, mistral or gpt2. It gives all sizes. None: the sizes
-    below."""
+    """Model file: .toml or a Hugging Face config.json. That may be of llama, mistral or gpt2. The file gives all sizes.
+    None: the sizes below."""
     family: Annotated[str, Names("model families")] = "llama"
     """Architecture. llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention. gpt2: LayerNorm, learned
     positions, GELU. docs/extending.md describes how to add one."""
