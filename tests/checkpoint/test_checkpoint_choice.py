@@ -37,18 +37,18 @@ def test_damaged_and_incomplete_ones_are_passed_over_with_the_reason(run):
     assert choice.path == path_of(run, 2)
     (newest, why), (second, lacks) = choice.damaged
     assert (newest, second, lacks) == (path_of(run, 6), path_of(run, 4), ".metadata is missing")
-    assert ".metadata is cut short: 7 bytes, " in why
+    assert ".metadata is truncated: 7 bytes, " in why
 
 
 def test_a_damaged_one_that_is_named_is_refused_with_the_names_of_whole_ones(run):
     damage(run, 6)
-    with pytest.raises(UserError, match=r"step-000006 is damaged: .*cut short.*beside it: step-000002, step-000004$"):
+    with pytest.raises(UserError, match=r"step-000006 is damaged: .*truncated.*of its run: step-000002, step-000004$"):
         choose_checkpoint(path_of(run, 6))
     damage(run, 2)
     damage(run, 4)
-    with pytest.raises(UserError, match="no other one beside it is whole"):
+    with pytest.raises(UserError, match="its run has no undamaged one"):
         choose_checkpoint(path_of(run, 6))
-    with pytest.raises(UserError, match="no checkpoint in .* is whole:") as refused:
+    with pytest.raises(UserError, match="all checkpoints in .* are damaged:") as refused:
         choose_checkpoint(run)
     assert [f"  - step-{step:06}: " in str(refused.value) for step in (2, 4, 6)] == [True] * 3
 

@@ -54,7 +54,9 @@ def test_one_that_lacks_a_file_is_not_complete_and_not_the_latest(tmp_path, lost
 def test_what_was_only_begun_is_named_and_not_used(tmp_path):
     draft = draft_of(tmp_path / FOLDER / name_of(30))
     write_checkpoint(tmp_path, 30).rename(draft)
-    with pytest.raises(UserError, match=r"found no complete checkpoint in .*, only \.step-000030\.part, whose writing"):
+    with pytest.raises(
+        UserError, match=r"found no complete checkpoint in .*, only \.step-000030\.part, which was not completed"
+    ):
         find_checkpoint(tmp_path)
     whole = write_checkpoint(tmp_path, 10)
     assert find_checkpoint(tmp_path) == whole
@@ -85,7 +87,7 @@ def test_what_a_checkpoint_says_is_read_back(tmp_path):
         ('{"format": 1, "st', "Unterminated string"),
         ("7", "expected a checkpoint of format 1 or 2"),
         ('{"format": 3, "step": 3}', "expected a checkpoint of format 1 or 2"),
-        ('{"format": 2, "step": 3}', "it has changed since it was written"),
+        ('{"format": 2, "step": 3}', "it was changed after it was written"),
         ('{"format": 1, "step": 3}', "missing 6 required positional arguments: 'sequences'"),
         (json.dumps({"format": 1, **asdict(info_of(1)), "more": 1}), "unexpected keyword argument 'more'"),
     ],
@@ -123,7 +125,7 @@ def test_missing_and_cut_files_are_named_all_at_once(tmp_path):
     (path / "__1_0.distcp").write_bytes(bytes(30))
     assert damage(path) == [
         f"{path / METADATA} is missing",
-        f"{path / '__0_0.distcp'} is cut short: 5 bytes, 21 were written",
+        f"{path / '__0_0.distcp'} is truncated: 5 bytes, 21 were written",
         f"{path / '__1_0.distcp'} is too long: 30 bytes, 22 were written",
     ]
 
@@ -135,7 +137,7 @@ def test_several_processes_share_the_reading_out(tmp_path):
         (path / name).write_bytes(bytes((path / name).stat().st_size))
     shares = [damage(path, share, 2) for share in range(2)]
     assert sorted(len(problems) for problems in shares) == [1, 2]
-    assert sorted(problem.split(" has changed")[0] for problems in shares for problem in problems) == [
+    assert sorted(problem.split(" was changed")[0] for problems in shares for problem in problems) == [
         str(path / name) for name in names
     ]
 

@@ -129,8 +129,8 @@ def test_other_batches_and_files_that_cannot_be_checked_are_remarked_on(finished
     words = ["--training.steps", "3", "--checkpoint.resume", str(path)]
     done = train(finished, "seed", *LAYOUT, *words, "--training.seed", "7", "--checkpoint.final", "none")
     assert done.returncode == 0, done.stderr
-    assert "written without hashes of its files, so damage to them cannot be found" in done.stdout
-    assert "other batches than its run would have read, since training.seed changed" in done.stdout
+    assert "written without hashes of its files, so damage cannot be detected" in done.stdout
+    assert "batches differ from those that its run would have read, since training.seed changed" in done.stdout
     assert not (finished / "seed" / "checkpoints").exists()
     assert not (finished / "seed" / "model.safetensors").exists()
 
@@ -166,7 +166,7 @@ def test_a_checkpoint_with_a_changed_bit_is_refused_by_name_before_anything_is_w
     assert main(["train", *words_of(finished, "refused", *LAYOUT, "--checkpoint.resume", str(path))]) == 2
     found = capsys.readouterr().err
     assert f"{path / name}" in found
-    assert "has changed since it was written" in found or name == "checkpoint.json"  # text that is no JSON any more
+    assert "was changed after it was written" in found or name == "checkpoint.json"  # text that is no JSON any more
     assert not (finished / "refused").exists()
 
 
@@ -176,7 +176,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(finished, tmp_path, capsys)
     (path / ".metadata").write_bytes(b"cos\nmkdir\n(V" + str(tmp_path / "made").encode() + b"\ntR.")
     write_info(path, read_info(path), measure(file for file in path.iterdir() if file.name != "checkpoint.json"))
     assert main(["train", *words_of(finished, "refused", *LAYOUT, "--checkpoint.resume", str(path))]) == 2
-    assert ".metadata names os.mkdir, which no checkpoint needs" in capsys.readouterr().err
+    assert ".metadata refers to os.mkdir, which no checkpoint needs" in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
     assert not (finished / "refused").exists()
 
@@ -190,7 +190,7 @@ def test_wrong_paths_and_steps_are_reported_with_everything_else(finished):
     done = train(finished, "refused", *LAYOUT, *resume, "--training.steps", "5")
     assert done.returncode == 2
     assert not (finished / "refused").exists()
-    assert "training.steps must be at least 6, the steps that" in done.stderr
+    assert "training.steps must be at least 6, the step of" in done.stderr
 
 
 def test_a_folder_with_checkpoints_of_later_steps_is_not_gone_on_in(finished):
@@ -223,8 +223,8 @@ def test_a_damaged_checkpoint_is_refused_and_everything_of_the_run_stays(finishe
     words = [*LAYOUT, "--training.steps", "8", "--checkpoint.final", "checkpoint"]
     done = train(finished, run.name, *words, "--checkpoint.resume", str(checkpoint))
     assert done.returncode == 2
-    assert "cut short: 2,000 bytes" in done.stderr
-    assert "whole ones beside it: step-000002, step-000004" in done.stderr
+    assert "truncated: 2,000 bytes" in done.stderr
+    assert "undamaged ones of its run: step-000002, step-000004" in done.stderr
     assert contents(run) == before
 
     done = train(finished, run.name, *words, "--checkpoint.resume", str(run))
@@ -293,7 +293,7 @@ def test_a_run_killed_after_its_last_step_is_finished_by_going_on(finished):
     words = [*LAYOUT, "--training.steps", "6", "--checkpoint.every", "2", "--checkpoint.resume"]
     done = train(finished, run.name, *words, str(run))
     assert done.returncode == 0, done.stderr
-    assert "all steps are done, only the end of the run is left" in done.stdout
+    assert "all steps are done, only validation, sample and report are left" in done.stdout
     expected, found = contents(finished / "run"), contents(run)
     assert found.keys() == expected.keys()
     assert weights(run) == weights(finished / "run")

@@ -26,7 +26,7 @@ def test_a_model_of_four_budgets_trains_to_the_same_losses(tmp_path):
     assert train(tmp_path, "plain", *DEEP, "--training.no-predict").returncode == 0
     run = train(tmp_path, "swapped", *DEEP, "--schedule.device-budget", "133 kB")
     assert run.returncode == 0, run.stderr
-    assert "at rest in memory of the host; on the device at most 133 KB of them" in run.stdout
+    assert "stored in memory of the host; at most 133 KB of them on the device" in run.stdout
     assert "on their way in the traced step" in run.stdout
     assert "swapped in (by pipeline rank, in a step)" in run.stdout
     assert metrics(tmp_path / "swapped")[2]["loss"] == metrics(tmp_path / "plain")[2]["loss"]

@@ -108,7 +108,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_the_printed_command_goes_on_t
     *_, first, safe, how = errors.splitlines()
     assert first == f"pipeloom train: interrupted by {number.name}"
     assert safe.startswith(f"{step} of {STEPS} steps are safe, in {tmp_path}/run/checkpoints/step-00000{step}.")
-    program, *printed = shlex.split(how.removeprefix("To go on: "))
+    program, *printed = shlex.split(how.removeprefix("To resume: "))
     assert program == "pipeloom"
     on = Forked(tmp_path, printed)
     assert on.end() == 0, on.stderr
@@ -166,7 +166,7 @@ def test_a_signal_to_one_rank_of_a_launcher_ends_all_of_them_in_order(tmp_path, 
     assert saved(tmp_path) == {3: "signal"}
     assert curve(tmp_path) == uninterrupted[:3]
     assert f"pipeloom train: interrupted by SIGTERM\n3 of {STEPS} steps are safe" in ranks[0].stderr
-    assert "To go on, with the same launcher: pipeloom train" in ranks[0].stderr
+    assert "To resume, with the same launcher: pipeloom train" in ranks[0].stderr
     assert "interrupted" not in ranks[1].stderr
 
 
@@ -202,7 +202,7 @@ def test_a_checkpoint_that_one_rank_cannot_write_is_a_warning_and_the_next_one_i
     assert "rank 1: " in lines[0]
     assert "File too large" in lines[0]
     assert "rank 0: [Errno 28] No space left on device" in lines[1]
-    assert "are free on its disk); the run goes on without this checkpoint" in lines[1]
+    assert "are free on its disk); the run continues without this checkpoint" in lines[1]
     noted = (tmp_path / "run" / "warnings.txt").read_text().splitlines()
     assert [line.partition("  ")[2] for line in noted] == [line.partition("warning: ")[2] for line in lines]
     assert "warnings.txt" in printed

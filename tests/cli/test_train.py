@@ -140,7 +140,7 @@ def test_the_layout_does_not_change_the_training(trained, layout):
 
 def test_lengths_of_slices_that_are_measured_are_announced_and_trained(trained):
     run, done = trained(*EXACT, "--training.no-predict", *LAYOUTS["chosen slices"])
-    assert "in slices that suit this machine" in done.stdout
+    assert "in slices of measured lengths" in done.stdout
     assert "starting   2 processes; measuring token slices may take minutes" in done.stdout
     assert sum(read_run(run).config.layout.token_slices) == 8
 

@@ -164,7 +164,7 @@ def test_two_nodes_go_on_where_a_run_ended_and_do_not_fail_when_all_is_done(tmp_
     words = [str(out / "torchrun.toml"), "--output.folder", str(out / "run"), "--checkpoint.resume", str(out / "run")]
     ranks = Forked.ranks(tmp_path, ["train", *words, "--training.steps", "3"], 2)
     assert [rank.end() for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
-    assert "all steps are done, only the end of the run is left" in ranks[0].stdout
+    assert "all steps are done, only validation, sample and report are left" in ranks[0].stdout
     lines = (out / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
 

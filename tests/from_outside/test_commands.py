@@ -96,8 +96,8 @@ def test_a_run_is_trained_damaged_and_refused_with_its_whole_checkpoint_named(fo
     damaged.write_bytes(data)
     refused, written = run_command("export", "run", "weights", folder=folder, imported=TRAINS)
     assert refused.returncode == 2
-    assert "__0_0.distcp has changed since it was written" in refused.stderr
-    assert "whole ones beside it: step-000001" in refused.stderr
+    assert "__0_0.distcp was changed after it was written" in refused.stderr
+    assert "undamaged ones of its run: step-000001" in refused.stderr
     assert written == []
 
 

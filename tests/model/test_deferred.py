@@ -157,7 +157,7 @@ def test_evaluation_defers_nothing_and_a_backward_that_nobody_expects_is_refused
     defer(model)
     with torch.no_grad():
         assert not model(tensor_for(model)).requires_grad
-    with pytest.raises(AssertionError, match="nobody keeps what it is made of"):
+    with pytest.raises(AssertionError, match="defers its weight gradient outside"):
         model(tensor_for(model)).sum().backward()
     with filing(leaves_of(model)) as filed:
         model(tensor_for(model)).sum().backward()

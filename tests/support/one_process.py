@@ -45,7 +45,15 @@ class OneProcess:
         groups = [groups_in_process(one()) for one in (layout.shard_groups, layout.copy_groups, layout.tensor_groups)]
         teams = blocking_groups_in_process(layout.tensor_groups())
 
-        # which every rank makes for itself where there are processes
+        # What every rank makes for itself where there are processes.
+        shapes, honest = {}, Pipeline._outputs
+
+        def outputs(pipeline, microbatch_size):
+            key = pipeline._place.tensor, microbatch_size
+            if key not in shapes:
+                shapes[key] = honest(pipeline, microbatch_size)
+            return shapes[key]
+
         schedules = {name: cache(getattr(module, name)) for name in ("training_schedule", "forward_schedule")}
 
         def place(rank):
@@ -69,6 +77,7 @@ class OneProcess:
                 timeout=timedelta(seconds=10),
             )
             with ExitStack() as stack:
+                stack.enter_context(patch.object(Pipeline, "_outputs", outputs))
                 for name, made in (connections | schedules).items():
                     stack.enter_context(patch.object(module, name, made))
                 return Pipeline(config, world)

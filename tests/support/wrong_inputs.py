@@ -184,8 +184,8 @@ export . out --dtype int4                                       | int4
 export . out --file-gb 0                                        | file-gb
 export                                                          | CHECKPOINT
 report missing                                                  | missing
-report missing --outptu x                                        | missing; --output
-plan --devices x --model nope                                   | --devices must; --cluster, --global-batch, --seq as well; nope
+report missing --outptu x                                       | missing; --output
+plan --devices x --model nope                                   | --devices must; --cluster, --global-batch; nope
 report .                                                        | config.toml
 report                                                          | RUN
 plan                                                            | model; cluster; devices

@@ -115,7 +115,7 @@ def test_weights_that_are_there_are_not_written_over(trained, tmp_path, capsys):
     run, _ = trained
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"mine")
     assert main(["export", str(run), str(tmp_path)]) == 2
-    assert "holds weights already; choose another folder" in capsys.readouterr().err
+    assert "already has weights; choose another folder" in capsys.readouterr().err
     assert [file.name for file in tmp_path.iterdir()] == ["model-00001-of-00002.safetensors"]
 
 
@@ -240,7 +240,7 @@ def test_any_damaged_file_is_refused_by_name_and_nothing_is_written(trained, tmp
         assert main(["export", str(path), str(tmp_path / "out")]) == 2
         words = capsys.readouterr().err
         assert str(file) in words
-        assert words.count("has changed since it was written") == 1 or file.name == INFO  # that may be no JSON any more
+        assert words.count("was changed after it was written") == 1 or file.name == INFO  # that may be no JSON any more
         file.write_bytes(whole)
     (path / "__0_0.distcp").unlink()
     assert main(["export", str(path), str(tmp_path / "out")]) == 2
@@ -260,7 +260,7 @@ def test_a_checkpoint_without_hashes_is_exported_with_a_remark(trained, tmp_path
     path = copied(trained[0], tmp_path)
     without_hashes(path)
     assert main(["export", str(path), str(tmp_path / "out")]) == 0
-    remark = "written without hashes of its files, so damage to them cannot be found"
+    remark = "written without hashes of its files, so damage cannot be detected"
     assert f"checkpoint {path} ({remark})\n" in capsys.readouterr().out
     (path / "__0_0.distcp").unlink()
     with pytest.raises(UserError, match=r"cannot read the checkpoint .*copy: it lacks __0_0\.distcp"):
@@ -272,5 +272,5 @@ def test_a_checkpoint_that_would_run_code_is_refused(trained, tmp_path, capsys):
     without_hashes(path)
     (path / ".metadata").write_bytes(b"cos\nmkdir\n(V" + str(tmp_path / "made").encode() + b"\ntR.")
     assert main(["export", str(path), str(tmp_path / "out")]) == 2
-    assert ".metadata names os.mkdir, which no checkpoint needs" in capsys.readouterr().err
+    assert ".metadata refers to os.mkdir, which no checkpoint needs" in capsys.readouterr().err
     assert sorted(file.name for file in tmp_path.iterdir()) == ["copy"]

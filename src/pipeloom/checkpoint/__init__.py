@@ -1,1 +1,1 @@
-"""The folder of a checkpoint, and which one a run goes on from; without torch."""
+"""The folder of a checkpoint, and the choice of the one to resume from; without torch."""

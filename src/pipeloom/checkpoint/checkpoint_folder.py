@@ -1,12 +1,12 @@
-"""Where checkpoints lie, what their descriptions contain, and whether their files are whole; without the tensors.
+"""Folders of checkpoints, their descriptions, and checks for damage; without the tensors.
 
     RUN/checkpoints/step-000100/
-        checkpoint.json     what ``CheckpointInfo`` holds; size and SHA-256 of every other file; its own SHA-256
-        tokenizer.json      of the text, in the form of the tokenizers library
-        .metadata           of torch.distributed.checkpoint: which box of which tensor lies where
-        __0_0.distcp, ...   what each rank wrote
+        checkpoint.json     ``CheckpointInfo``; size and SHA-256 of every other file; its own SHA-256
+        tokenizer.json      in the format of the tokenizers library
+        .metadata           of torch.distributed.checkpoint: the file and offset of every chunk of every tensor
+        __0_0.distcp, ...   chunks, files by rank
 
-A checkpoint is written under a hidden name and then renamed, so one with its name is complete.
+A checkpoint is written under a hidden name and then renamed, so one with its final name is complete.
 """
 
 import hashlib
@@ -27,23 +27,23 @@ FOLDER = "checkpoints"
 INFO = "checkpoint.json"
 METADATA = ".metadata"
 TOKENIZER = "tokenizer.json"
-UNCHECKED = "written without hashes of its files, so damage to them cannot be found"
-"""What a person should read about a checkpoint for which ``can_be_checked`` is false."""
+UNCHECKED = "written without hashes of its files, so damage cannot be detected"
+"""Note about a checkpoint for which ``can_be_checked`` is false."""
 _FORMAT = 2
 _UNCHECKED_FORMAT = 1
 """Without sizes and hashes of files."""
 _PREFIX = "step-"
 _READERS = 8
-"""Files that are read at once; hashing releases the interpreter's lock."""
+"""Number of files read in parallel; hashing releases the GIL."""
 _SETTLED_S = 2.0
-"""A file that was written a shorter time ago could change once more without a change of its time of writing."""
+"""A file modified less than this long ago may change again without a change of its mtime (coarse clocks)."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """What a checkpoint contains about one of its files.
+    """Size and hash of a file of a checkpoint.
 
     Attributes:
         num_bytes: its size.
@@ -55,22 +55,22 @@ class StoredFile:
 
 
 Cause = Literal["steps", "clock", "signal", "end"]
-"""Why a checkpoint was written: after so many steps, after so many seconds, before a signal ended the run, or after the
-last step."""
+"""Why a checkpoint was written: ``checkpoint.every`` steps, ``checkpoint.every_s`` seconds, a signal, or the last
+step."""
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a checkpoint contains beside its tensors.
+    """Description of a checkpoint.
 
     Attributes:
         step: optimizer steps done.
-        sequences: that these steps have read, over all replicas; the next batch begins behind them.
+        sequences: read in these steps, over all replicas; the next batch begins after them.
         tokens: in these sequences.
-        model: every size of the model, as ``ModelConfig`` names them.
-        data: what decides the order of the batches.
-        layout: that wrote it; any other may read it.
-        versions: of the programs that wrote it, by name.
+        model: sizes of the model, with the names of ``ModelConfig``.
+        data: settings that determine the order of the batches.
+        layout: that wrote it; any layout can read it.
+        versions: of pipeloom and torch, by name.
         cause: why it was written.
     """
 
@@ -85,13 +85,13 @@ class CheckpointInfo:
 
 
 def name_of(step: int) -> str:
-    """A checkpoint's folder in ``checkpoints/``."""
-    # Zeros in front, so that names sort like steps in a listing.
+    """Name of a checkpoint's folder in ``checkpoints/``."""
+    # Zero-padded, so that names sort by step in a listing.
     return f"{_PREFIX}{step:06}"
 
 
 def draft_of(path: Path) -> Path:
-    """Where a checkpoint is written before it is complete."""
+    """The folder that a checkpoint is written to before it is complete."""
     # Hidden, and in the same folder: a rename is atomic only within one file system.
     return path.with_name(f".{path.name}.part")
 
@@ -104,12 +104,12 @@ def list_checkpoints(run: Path) -> list[Path]:
 def step_folders(run: Path) -> list[Path]:
     """The folders of a run that are named as checkpoints, complete or not, oldest step first."""
     found = [path for path in (run / FOLDER).glob(f"{_PREFIX}*") if step_of(path) is not None]
-    # By number: after a million steps names are longer and no longer sort like steps.
+    # By number: from a million steps on, names are longer and no longer sort by step.
     return sorted(found, key=lambda path: step_of(path) or 0)
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step in a folder's name; ``None`` where there is none."""
+    """The step in a folder's name; ``None`` if it is no name of a checkpoint."""
     prefix, digits = checkpoint.name[: len(_PREFIX)], checkpoint.name[len(_PREFIX) :]
     return int(digits) if prefix == _PREFIX and digits.isdecimal() else None
 
@@ -120,13 +120,13 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """The run folder that a checkpoint lies in; ``None`` where it was put elsewhere."""
+    """The run folder that contains a checkpoint; ``None`` if it was moved elsewhere."""
     folder = checkpoint.absolute().parent
     return folder.parent if folder.name == FOLDER else None
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or the latest complete one of a run folder.
+    """The checkpoint at a path, or the latest complete one of a run folder.
 
     Raises:
         UserError: there is none, or it is not complete.
@@ -135,7 +135,7 @@ def find_checkpoint(path: Path) -> Path:
         raise UserError(
             f"expected a run folder or a checkpoint, found {'a file' if path.exists() else 'nothing'} at {path}"
         )
-    # Before a run folder is considered: a checkpoint that was copied elsewhere has no run around it.
+    # First, because a checkpoint that was copied elsewhere is in no run folder.
     if is_checkpoint(path):
         missing = missing_files(path)
         if missing:
@@ -144,13 +144,13 @@ def find_checkpoint(path: Path) -> Path:
     found = list_checkpoints(path)
     if not found:
         drafts = sorted(draft.name for draft in (path / FOLDER).glob(f".{_PREFIX}*.part"))
-        begun = f", only {', '.join(drafts)}, whose writing did not end" if drafts else ""
+        begun = f", only {', '.join(drafts)}, which was not completed" if drafts else ""
         raise UserError(f"expected a run folder or a checkpoint, found no complete checkpoint in {path}{begun}")
     return found[-1]
 
 
 def missing_files(checkpoint: Path) -> list[str]:
-    """Names of the files that are not there and without which a checkpoint is not complete."""
+    """Names of missing files without which a checkpoint is incomplete."""
     return [name for name in (METADATA, INFO) if not (checkpoint / name).is_file()]
 
 
@@ -158,16 +158,16 @@ def read_info(checkpoint: Path) -> CheckpointInfo:
     """The description of a complete checkpoint.
 
     Raises:
-        UserError: it cannot be read, it has changed since it was written, or another version of pipeloom wrote it.
+        UserError: it cannot be read, was changed after it was written, or has the format of another version.
     """
     return _read(checkpoint)[0]
 
 
 def read_tokenizer(checkpoint: Path) -> str | None:
-    """The tokenizer of a complete checkpoint; ``None`` in those that older versions wrote.
+    """The tokenizer of a complete checkpoint as JSON; ``None`` for checkpoints of older versions.
 
     Raises:
-        UserError: it cannot be read, or has changed since it was written.
+        UserError: it cannot be read, or was changed after it was written.
     """
     files = _read(checkpoint)[1] or {}
     if TOKENIZER not in files:
@@ -180,7 +180,7 @@ def read_tokenizer(checkpoint: Path) -> str | None:
 
 
 def write_info(checkpoint: Path, info: CheckpointInfo, files: Mapping[str, StoredFile]) -> None:
-    """Write the description of a checkpoint and of all other files in it, on disk when the call returns.
+    """Write and fsync the description of a checkpoint, with sizes and hashes of its other files.
 
     Raises:
         OSError: it cannot be written.
@@ -189,12 +189,12 @@ def write_info(checkpoint: Path, info: CheckpointInfo, files: Mapping[str, Store
     with (checkpoint / INFO).open("w", encoding="utf-8") as file:
         file.write(_sealed({"format": _FORMAT, **asdict(info), "files": listed}))
         file.flush()
-        # The rename that follows says that everything is there; without this, a crash could leave an empty file.
+        # The rename that follows marks the checkpoint as complete; without fsync a crash could leave an empty file.
         os.fsync(file.fileno())
 
 
 def measure(files: Iterable[Path]) -> dict[str, StoredFile]:
-    """Size and hash of each file, by its name.
+    """Size and hash of each file, by name.
 
     Raises:
         OSError: one cannot be read.
@@ -203,7 +203,7 @@ def measure(files: Iterable[Path]) -> dict[str, StoredFile]:
 
 
 def can_be_checked(checkpoint: Path) -> bool:
-    """Whether a checkpoint contains the hashes of its files; those that older versions wrote do not.
+    """Whether a checkpoint contains the hashes of its files; those of older versions do not.
 
     Raises:
         UserError: as ``read_info``.
@@ -212,30 +212,30 @@ def can_be_checked(checkpoint: Path) -> bool:
 
 
 def damage(checkpoint: Path, share: int = 0, num_shares: int = 1) -> list[str]:
-    """What is wrong with the files of a complete checkpoint.
+    """Find damaged files of a complete checkpoint, by size and hash.
 
-    Every file is read. A process, and those that it forks afterwards, do not read a file again that has the size and
-    the time of writing with which it was read before.
+    Hashes are cached in the process and the processes that it forks; a file with unchanged inode, size and times is not
+    read again.
 
     Args:
         checkpoint: its folder.
-        share: which part of the files is read and hashed, where several processes divide the work. Sizes are always
+        share: the share of the files to hash, 0..num_shares-1, if several processes divide the work. Sizes are always
             compared for all files.
-        num_shares: number of parts.
+        num_shares: number of shares.
 
     Returns:
-        A sentence about each file that is missing, cut short or changed. Where sizes are wrong, nothing is
-        hashed. Empty for a whole checkpoint, and for one for which ``can_be_checked`` is false.
+        A sentence about each file that is missing, truncated or changed; if sizes are wrong, nothing is hashed. Empty
+        for an undamaged checkpoint, and if ``can_be_checked`` is false.
     """
     try:
         files = _read(checkpoint)[1] or {}
     except UserError as error:
         return [str(error)]
     problems = [problem for name, one in files.items() if (problem := _wrong_size(checkpoint / name, one)) is not None]
-    # Sizes cost nothing to compare, and a file of a wrong size cannot have the right hash.
+    # Comparing sizes costs nothing, and a file of a wrong size cannot have the right hash.
     if problems:
         return problems
-    # Largest first and dealt out in turn: each process gets about as many bytes.
+    # Largest first, round robin: each process gets about as many bytes.
     by_size = sorted(files, key=lambda name: (-files[name].num_bytes, name))
     mine = [checkpoint / name for name in by_size[share::num_shares]]
     checked = _at_once(lambda file: _wrong_content(file, files[file.name]), mine)
@@ -243,7 +243,7 @@ def damage(checkpoint: Path, share: int = 0, num_shares: int = 1) -> list[str]:
 
 
 def _read(checkpoint: Path) -> tuple[CheckpointInfo, dict[str, StoredFile] | None]:
-    """The description of a checkpoint and its files, without those of the older format."""
+    """The description of a checkpoint and its files; ``None`` for the files in the older format."""
     path = checkpoint / INFO
     text = read_text(path)
     try:
@@ -252,12 +252,12 @@ def _read(checkpoint: Path) -> tuple[CheckpointInfo, dict[str, StoredFile] | Non
         if found not in (_FORMAT, _UNCHECKED_FORMAT):
             raise UserError(f"expected a checkpoint of format {_UNCHECKED_FORMAT} or {_FORMAT}")
         if found == _UNCHECKED_FORMAT:
-            # Checkpoints of version 1 stay readable; they have no hashes to compare.
+            # Format 1 stays readable; it has no hashes to compare.
             return CheckpointInfo(**tree), None
         tree.pop("sha256", None)
-        # The whole text is compared, so spaces and the order of keys count as well.
+        # The whole text is compared, including spaces and the order of keys.
         if text != _sealed({"format": found, **tree}):
-            raise UserError("it has changed since it was written, its hash is another; use another checkpoint")
+            raise UserError("it was changed after it was written (its hash differs); use another checkpoint")
         files = {_plain(name): StoredFile(**one) for name, one in dict(tree.pop("files", {})).items()}
         return CheckpointInfo(**tree), files
     except (ValueError, TypeError) as error:  # a UserError is a ValueError
@@ -265,15 +265,14 @@ def _read(checkpoint: Path) -> tuple[CheckpointInfo, dict[str, StoredFile] | Non
 
 
 def _sealed(tree: dict[str, Any]) -> str:
-    """A tree as text with the hash of that text in it. Only one text has this form, so every changed byte shows."""
+    """A tree as JSON that contains its own hash. The text is unique, so that every changed byte is detected."""
     digest = hashlib.sha256(json.dumps(tree, indent=2).encode()).hexdigest()
     return json.dumps({**tree, "sha256": digest}, indent=2) + "\n"
 
 
 def _plain(name: str) -> str:
-    """A name of a file of the folder itself."""
+    """Refuse a name with a folder in it, with which the check could read any file of the host."""
     if Path(name).name != name:
-        # A name with a folder in it could make the check read any file of the host.
         raise UserError(f"expected names of files in its folder, found {name!r}")
     return name
 
@@ -291,7 +290,7 @@ def _measured(path: Path) -> StoredFile:
 
 
 @lru_cache(maxsize=1 << 16)
-def _measured_once(path: Path, *_: int) -> StoredFile:  # the other arguments change when the file does
+def _measured_once(path: Path, *_: int) -> StoredFile:  # the other arguments are the key of the cache
     return _measured(path)
 
 
@@ -302,18 +301,18 @@ def _wrong_size(file: Path, stored: StoredFile) -> str | None:
     found = file.stat().st_size
     if found == stored.num_bytes:
         return None
-    what = "cut short" if found < stored.num_bytes else "too long"
+    what = "truncated" if found < stored.num_bytes else "too long"
     return f"{file} is {what}: {found:,} bytes, {stored.num_bytes:,} were written"
 
 
 def _wrong_content(file: Path, stored: StoredFile) -> str | None:
-    """A sentence about a file whose content differs from what was written."""
+    """A sentence about a file whose content has changed."""
     try:
         facts = file.stat()
         is_settled = time.time() - max(facts.st_mtime, facts.st_ctime) > _SETTLED_S
-        # Inode and ctime too: a copied or restored file may keep its size and its time of writing.
+        # Inode and ctime too: a copied or restored file may keep its size and mtime.
         version = (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
         found = _measured_once(file.absolute(), *version) if is_settled else _measured(file)
     except OSError as error:
         return f"{file} cannot be read: {error.strerror}"
-    return None if found == stored else f"{file} has changed since it was written: its SHA-256 is another"
+    return None if found == stored else f"{file} was changed after it was written: its SHA-256 differs"

@@ -345,7 +345,7 @@ def _checkpoint_problems(config: RunConfig) -> Problems:
     oldest = resume if is_checkpoint(resume) else list_checkpoints(resume)[0]
     done = step_of(oldest)
     if done is not None and steps < done:
-        yield f"training.steps must be at least {done}, the steps that {oldest} has done, found {steps}"
+        yield f"training.steps must be at least {done}, the step of {oldest}, found {steps}"
 
 
 def _training_problems(config: RunConfig) -> Problems:

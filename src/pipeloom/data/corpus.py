@@ -1,4 +1,4 @@
-"""The text: where it is, what is in it, and which of it is kept for validation."""
+"""The corpus: lists and reads text files, and splits them into training and validation."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from pipeloom.errors import UserError
 
-# Below Python's standard library these are not its text: bytecode, and packages that differ from host to host.
+# Not sources of Python's standard library: bytecode, and installed packages, which differ between hosts.
 _NO_SOURCES = frozenset({"__pycache__", "site-packages", "dist-packages"})
 
 
@@ -20,10 +20,10 @@ class Source:
     """A file of the corpus, not read yet.
 
     Attributes:
-        name: path below the corpus's root, with forward slashes.
-        path: where it is.
+        name: path relative to the corpus's root, with forward slashes.
+        path: of the file.
         num_bytes: its size.
-        mtime_ns: when it was last written, nanoseconds since 1970.
+        mtime_ns: modification time, nanoseconds since 1970.
     """
 
     name: str
@@ -49,12 +49,12 @@ def list_sources(path: Path | None) -> list[Source]:
     """The files of a corpus, sorted by name; hidden files and folders are left out.
 
     Args:
-        path: a file, or a folder of them. None: the ``*.py`` files of the running Python's standard library.
+        path: a file, or a folder of files. None: the ``*.py`` files of the running Python's standard library.
 
     Raises:
         UserError: there is no such file or folder, or it cannot be read.
     """
-    # Text that every machine has: a first run needs no download.
+    # By default, text that every machine has: a first run needs no download.
     root = Path(sysconfig.get_paths()["stdlib"]) if path is None else path
     found = _walk(root) if root.is_dir() else iter([root])
     wanted = (file for file in found if path is not None or file.suffix == ".py")
@@ -62,12 +62,12 @@ def list_sources(path: Path | None) -> list[Source]:
         sources = [_source(file, root) for file in wanted]
     except OSError as error:
         _fail(root, error)
-    # File systems list folders in any order; the order of the documents is part of the tokens.
+    # File systems list folders in any order, and the order of documents changes the tokens.
     return sorted((source for source in sources if source is not None), key=lambda source: source.name)
 
 
 def read_documents(sources: Sequence[Source]) -> list[Document]:
-    """The text of those files that are text: they decode as UTF-8, have no NUL and are not empty.
+    """Read those files that are text: valid UTF-8 without NUL, not empty.
 
     Raises:
         UserError: a file cannot be read, or none is text.
@@ -92,34 +92,34 @@ def fingerprint(documents: Sequence[Document]) -> str:
     """SHA-256 of the names and contents of all documents, as hexadecimal digits."""
     total = hashlib.sha256()
     for document in documents:
-        # A hash of lines, as sha256sum writes them: a boundary between two files cannot move without changing it.
+        # A hash of lines in the form of sha256sum, so that it changes if a boundary between two files moves.
         total.update(f"{hashlib.sha256(document.content).hexdigest()}  {document.name}\n".encode())
     return total.hexdigest()
 
 
 def shuffled(documents: Sequence[Document]) -> list[Document]:
-    """The documents in an order that looks random and depends on their names only."""
-    # By a hash and not by a seeded shuffle: a document that is added leaves the order of the others as it was.
+    """The documents in a pseudo-random order that depends on their names only."""
+    # Sorted by a hash instead of shuffled: adding a document keeps the order of the others.
     return sorted(documents, key=lambda document: hashlib.sha256(document.name.encode()).digest())
 
 
 def split_documents(documents: Sequence[Document], validation_fraction: float) -> tuple[list[Document], list[Document]]:
-    """Keep whole documents for validation: a share of the bytes, 0..1.
+    """Hold out whole documents for validation, up to a fraction of the bytes, 0..1.
 
-    Documents are taken in the order of :func:`shuffled`, each if it still fits into the wanted share of the bytes.
+    Documents are taken in the order of :func:`shuffled`, each if it still fits into the fraction.
 
     Returns:
-        Training and validation documents, each in the order of the corpus. The second list is empty if no choice of
-        this kind comes to half of the wanted share: too few documents, or one that is most of the text.
+        Training and validation documents, each in the order of the corpus. The second list is empty if the documents
+        that fit have less than half of the fraction: there are too few, or one is most of the text.
     """
     budget = validation_fraction * sum(len(document.content) for document in documents)
     kept, left = set(), budget
     for document in shuffled(documents):
-        # Whole documents: a cut one would have its beginning in the training text, and validation would be too easy.
+        # Whole documents: with the beginning of a document in the training text, validation would be too easy.
         if len(document.content) <= left:
             kept.add(document.name)
             left -= len(document.content)
-    # The caller then cuts the tokens: half of the wanted share is still a validation, a few bytes are none.
+    # The caller then splits the tokens instead. Half of the fraction is enough for validation, a few bytes are not.
     if left > budget / 2:
         kept = set()
     training = [document for document in documents if document.name not in kept]
@@ -127,21 +127,21 @@ def split_documents(documents: Sequence[Document], validation_fraction: float) -
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Every file below a folder that is not hidden; installed packages and bytecode are left out."""
+    """Every file below a folder, without hidden ones, installed packages and bytecode."""
 
     def fail(error: OSError) -> NoReturn:
         raise error
 
-    # Without onerror, os.walk skips folders that it cannot read, and the run would train on less text.
+    # Without onerror, os.walk silently skips folders that it cannot read.
     for folder, folders, files in os.walk(root, onerror=fail):
-        # In place: os.walk goes on into what is left in this list.
+        # In place: os.walk descends into the folders left in this list.
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _NO_SOURCES]
         yield from (Path(folder, name) for name in files if not name.startswith("."))
 
 
 def _source(file: Path, root: Path) -> Source | None:
-    """A file's entry; None for what is not a regular file (or leads nowhere)."""
-    # A broken link in a folder is not text; as the corpus itself it is an error, which stat raises.
+    """A file's entry; None if it is no regular file, or a broken link."""
+    # A broken link inside a folder is skipped; given as the corpus itself it is an error, which stat raises.
     if file != root and not file.exists():
         return None
     status = file.stat()

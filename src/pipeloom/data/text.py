@@ -1,16 +1,16 @@
-"""The training data: text, turned into tokens once, read in windows in a reproducible order.
+"""The training data: text, tokenized once, read in windows in a reproducible order.
 
-Tokens are kept in the cache folder, one folder for each corpus and tokenizer:
+Tokens are cached, in one folder for each corpus and tokenizer:
 
     <key>/tokens.bin       training tokens, then validation tokens; uint16, or uint32 if the vocabulary needs it
-    <key>/summary.json     how many of each, and what is known about the corpus
+    <key>/summary.json     their numbers, and facts about the corpus
     <key>/tokenizer.json   the trained tokenizer; byte-pair encoding only
 
-An entry is written under another name and then renamed, so it is there completely or not at all. The key comes from
-the names, sizes and times of the corpus's files, so a later run reads no text.
+An entry is written under another name and then renamed, so an existing entry is complete. The key is a hash of the
+names, sizes and modification times of the corpus's files, so a later run reads no text.
 
-The cache may be removed at any time. The tokenizer, which has to last, is in the run folder and in each checkpoint; a
-run that goes on from a checkpoint takes it from there.
+The cache may be deleted at any time. The tokenizer is also stored in the run folder and in each checkpoint, from which
+a resumed run takes it.
 """
 
 import hashlib
@@ -44,29 +44,29 @@ from pipeloom.errors import UserError
 from pipeloom.terminal.words import count
 
 _FORMAT = 3
-"""Part of the cache key; raise it when the same text and settings give other tokens or other files."""
+"""Part of the cache key; increment it when the same text and settings give other tokens or other files."""
 # More text takes longer and hardly changes the merges.
 _BPE_SAMPLE_BYTES = 8_000_000
-# bincount makes an int64 copy: 32 MiB at a time, not four times the tokens' file.
+# bincount makes an int64 copy: 32 MiB at a time, instead of up to four times the size of the file.
 _COUNT_AT_ONCE = 1 << 22
 _BYTES = ByteTokenizer().to_json().encode()
 _VALIDATION_SEED = 0
-"""Validation windows are shuffled, so that the first few are from all over the text, but alike in every run."""
+"""Validation windows are shuffled, so that the first few sample the whole text, and in the same order in every run."""
 
 
 class TokenWindows:
-    """Windows of ``seq_len + 1`` tokens that do not overlap, in an order that a seed decides.
+    """Non-overlapping windows of ``seq_len + 1`` tokens, in an order determined by a seed.
 
-    Every epoch visits each window once; with a seed, each epoch in another order. The batches are a pure function of
-    their index, so the whole state of reading is one integer.
+    Every epoch visits each window once; with a seed, each epoch in another order. A batch is a pure function of its
+    index, so the whole state of the reader is one integer.
 
     Args:
         tokens: the stream, [tokens]; may be a memory-mapped file. Tokens after the last full window are not used.
-        seq_len: tokens that a model reads at once; a window has one more, the last target.
-        seed: decides the order. None: the order of the text.
+        seq_len: input tokens of a window, which has one more, the last target.
+        seed: determines the order. None: the order of the text.
 
     Raises:
-        UserError: there is not one full window.
+        UserError: there is no full window.
     """
 
     def __init__(self, tokens: TokenArray, seq_len: int, seed: int | None = None) -> None:
@@ -76,7 +76,7 @@ class TokenWindows:
         self.tokens = tokens
         self.seq_len = seq_len
         self.num_windows = len(tokens) // size
-        # Still a view of the file in memory: only the rows of a batch are read.
+        # Still a view of the memory-mapped file: only the rows of a batch are read.
         self._windows = tokens[: self.num_windows * size].reshape(self.num_windows, size)
         self._seed = seed
 
@@ -84,36 +84,35 @@ class TokenWindows:
         """A batch of windows.
 
         Args:
-            index: number of the batch, from 0; after the last window the next epoch begins.
+            index: of the batch, from 0; after the last window the next epoch begins.
             batch_size: windows of a batch.
-            skipped: windows before the first batch, which were read in batches of another size.
+            skipped: windows read before batch 0, for example before a checkpoint, in batches of any size.
 
         Returns:
             Tokens, int64 [batch_size, seq_len + 1]: inputs are ``[:, :-1]``, targets are ``[:, 1:]``.
         """
-        # A run that was resumed with another batch size goes on behind the windows that were read.
         first = skipped + index * batch_size
         rows = [self._row(number) for number in range(first, first + batch_size)]
         return np.asarray(self._windows[rows], dtype=np.int64)
 
     def _row(self, number: int) -> int:
-        """Which window comes as the ``number``-th, counted over all epochs."""
+        """Index of the ``number``-th window in reading order, counted over all epochs."""
         epoch, place = divmod(number, self.num_windows)
         return place if self._seed is None else int(_order(self._seed, epoch, self.num_windows)[place])
 
 
 @dataclass(frozen=True)
 class Data:
-    """Everything that training needs of its text.
+    """Tokenized training and validation data.
 
     Attributes:
-        tokenizer: text to tokens and back.
+        tokenizer: of the tokens.
         train: training windows, shuffled.
-        validation: validation windows, in one order for all runs, from all over the text.
-        unigram_loss: loss on the validation tokens of a model of how often each token occurs in the
-            training tokens; nats a token. A model that has learned anything is below it.
+        validation: validation windows, shuffled in the same order in all runs.
+        unigram_loss: cross-entropy of the validation tokens under the token frequencies of the training tokens, nats
+            per token. A baseline: a model that has learned anything has a lower loss.
         corpus_sha256: fingerprint of the text.
-        description: one line for people.
+        description: one line for the start message.
     """
 
     tokenizer: Tokenizer
@@ -125,19 +124,19 @@ class Data:
 
 
 def load_data(config: DataConfig, seed: int, tokenizer_json: str | None = None) -> Data:
-    """Open the data, after turning the text into tokens if that was not done before.
+    """Open the data; tokenizes the text if the cache does not have it.
 
     Args:
-        config: the text and how it is cut.
-        seed: decides the order of the training windows.
-        tokenizer_json: the tokenizer of the checkpoint that the run goes on from. None: the one of ``config``;
+        config: the text, its tokenizer and the length of sequences.
+        seed: determines the order of the training windows.
+        tokenizer_json: the tokenizer of the checkpoint that the run resumes from. None: the one of ``config``;
             byte-pair encoding is trained on the text.
 
     Raises:
-        UserError: the text is missing, unreadable or too short; the cache folder cannot be written; byte-pair
-            encoding is wanted and its library is missing; or the given tokenizer is not the one of ``config``.
+        UserError: the text is missing, unreadable or too short; the cache folder cannot be written; the library of
+            byte-pair encoding is missing; or ``tokenizer_json`` contradicts ``config``.
     """
-    # Before the text is read: a library that is missing should not cost minutes first.
+    # Before the text is read, which may take minutes.
     if config.known_tokenizer == "bpe":
         require_bpe()
     given = None if tokenizer_json is None else _given_tokenizer(config, tokenizer_json)
@@ -161,7 +160,7 @@ def load_data(config: DataConfig, seed: int, tokenizer_json: str | None = None) 
 
 
 def unigram_loss(train: TokenArray, validation: TokenArray, vocab_size: int) -> float:
-    """Cross-entropy of tokens under the frequencies of other tokens, each count one higher than it is.
+    """Cross-entropy of tokens under the frequencies of other tokens, with add-one (Laplace) smoothing.
 
     Args:
         train: tokens that give the frequencies, [tokens].
@@ -169,25 +168,25 @@ def unigram_loss(train: TokenArray, validation: TokenArray, vocab_size: int) -> 
         vocab_size: number of different tokens.
 
     Returns:
-        Nats a token.
+        Nats per token.
     """
-    # Each count one higher (Laplace): a token that only the validation text has would have an infinite loss.
+    # Smoothed: a token that occurs only in the validation text would have an infinite loss.
     log_shares = np.log((_counts(train, vocab_size) + 1) / (len(train) + vocab_size))
     return -float(_counts(validation, vocab_size) @ log_shares) / len(validation)
 
 
 @lru_cache(maxsize=4)
 def _order(seed: int, epoch: int, num_windows: int) -> npt.NDArray[np.int64]:
-    """An epoch's order of windows. Only numpy's raw bits are used: they are the same in all of its versions."""
-    # NumPy keeps the bits of its generators over versions, but not what shuffle and permutation make of them (NEP 19).
-    # Seeds are numbers of 64 bits, since SeedSequence takes none below 0.
+    """An epoch's permutation of windows, the same in all versions of NumPy."""
+    # NumPy guarantees the raw bits of its generators over versions, but not the results of shuffle and permutation
+    # (NEP 19). SeedSequence takes no negative numbers, so the seed is taken modulo 2^64.
     bits = np.random.PCG64([seed % (1 << 64), epoch]).random_raw(num_windows)
-    # Stable: two equal numbers have one order in every version and on every machine.
+    # Stable, so that equal numbers have the same order everywhere.
     return np.argsort(bits, kind="stable")
 
 
 def _counts(tokens: TokenArray, vocab_size: int) -> npt.NDArray[np.int64]:
-    """How often each token occurs, [vocab_size]; in parts, because the count needs a wide copy."""
+    """Occurrences of each token, [vocab_size]; counted in parts."""
     counts = np.zeros(vocab_size, np.int64)
     for first in range(0, len(tokens), _COUNT_AT_ONCE):
         counts += np.bincount(tokens[first : first + _COUNT_AT_ONCE], minlength=vocab_size)
@@ -196,7 +195,7 @@ def _counts(tokens: TokenArray, vocab_size: int) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class _Summary:
-    """The entries in ``summary.json``."""
+    """Content of ``summary.json``."""
 
     num_files: int
     num_skipped: int
@@ -210,13 +209,13 @@ class _Summary:
 
 
 def _find_or_write(config: DataConfig, sources: Sequence[Source], given: Tokenizer | None) -> tuple[Path, _Summary]:
-    """The cache entry of a corpus and a tokenizer, written now if it is not there."""
-    # The XDG base directory specification: an empty variable counts as unset.
+    """The cache entry of a corpus and a tokenizer, written if missing."""
+    # As the XDG base directory specification says, an empty variable counts as unset.
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     cache = config.cache or home / "pipeloom"
     folder = cache / _key(config, sources, None)
     summary = _read_summary(folder)
-    # The entry without a given tokenizer serves if it was made with the same one, as in a run that resumes here.
+    # With a given tokenizer, the entry of the corpus is used if it has the same tokenizer, as in a run resumed here.
     if given is not None and (summary is None or summary.tokenizer_sha256 != _sha256(given)):
         folder = cache / _key(config, sources, given)
         summary = _read_summary(folder)
@@ -233,7 +232,7 @@ def _find_or_write(config: DataConfig, sources: Sequence[Source], given: Tokeniz
 
 
 def _given_tokenizer(config: DataConfig, text: str) -> Tokenizer:
-    """The tokenizer of a checkpoint, if it is of the kind that the configuration names."""
+    """The tokenizer of a checkpoint; refused if it contradicts the configuration."""
     of_bytes = ByteTokenizer()
     found = "bytes" if text == of_bytes.to_json() else "bpe"
     if found != config.known_tokenizer:
@@ -256,13 +255,13 @@ def _sha256(tokenizer: Tokenizer) -> str:
 
 
 def _key(config: DataConfig, sources: Sequence[Source], given: Tokenizer | None) -> str:
-    """Name of a cache entry: changes with the corpus's files and with everything that changes the tokens."""
+    """Name of a cache entry: a hash of the corpus's files and of all settings that change the tokens."""
     facts: dict[str, Any] = {
         "format": _FORMAT,
         "tokenizer": config.known_tokenizer,
         "vocab_size": config.bpe_vocab_size if config.known_tokenizer == "bpe" else None,
         "validation_fraction": config.validation_fraction,
-        # Times and sizes, not contents: a start would otherwise read the whole corpus to find that nothing changed.
+        # Times and sizes instead of contents, so that a start need not read the whole corpus.
         "files": [(str(source.path.resolve()), source.num_bytes, source.mtime_ns) for source in sources],
     }
     if given is not None:
@@ -275,31 +274,31 @@ def _read_summary(folder: Path) -> _Summary | None:
     try:
         summary = _Summary(**json.loads((folder / "summary.json").read_text(encoding="utf-8")))
         num_bytes = (folder / "tokens.bin").stat().st_size
-        # An entry of bytes has no file: its tokenizer is always the same.
+        # The byte tokenizer is always the same and has no file.
         trained = (folder / TOKENIZER).read_bytes() if (folder / TOKENIZER).exists() else _BYTES
     except (OSError, ValueError, TypeError):
         return None
     if hashlib.sha256(trained).hexdigest() != summary.tokenizer_sha256:
         return None
     width = np.dtype(token_dtype(summary.vocab_size)).itemsize
-    # A full disk or a kill may leave a shorter file under the right name.
+    # A truncated file counts as damaged.
     return summary if num_bytes == width * (summary.train_tokens + summary.validation_tokens) else None
 
 
 def _write_entry(
     folder: Path, documents: Sequence[Document], config: DataConfig, given: Tokenizer | None, num_skipped: int
 ) -> _Summary:
-    """Write a complete entry beside its place, then move it there."""
-    # A name of its own: several processes may tokenize the same text at the same time.
+    """Write an entry under a temporary name, then rename it."""
+    # A unique name: several processes may tokenize the same text at the same time.
     draft = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.tmp")
     draft.mkdir(parents=True)
     try:
         summary = _fill_entry(draft, documents, config, given, num_skipped)
-        _check_length(summary, config)  # text that is refused leaves nothing
+        _check_length(summary, config)  # before the rename: a text that is too short leaves no entry
         if folder.exists() and _read_summary(folder) is None:
             shutil.rmtree(folder)
         try:
-            # Fails on a folder that has files: then another process has put its entry there first, which stays.
+            # Fails if the folder has files: another process was faster, and its entry stays.
             draft.replace(folder)
         except OSError:
             existing = _read_summary(folder)
@@ -324,9 +323,9 @@ def _fill_entry(
     with (folder / "tokens.bin").open("wb") as file:
         train_tokens = _write_tokens(file, training, tokenizer)
         validation_tokens = _write_tokens(file, validation, tokenizer)
-    # Too few documents to keep a whole one: the end of the text is kept instead.
+    # Too few documents to hold out whole ones: the end of the text is held out instead.
     if not validation:
-        # At least one token on each side: the unigram loss is a mean over those of validation.
+        # At least one token each: the unigram loss is a mean over the validation tokens.
         validation_tokens = min(max(round(config.validation_fraction * train_tokens), 1), train_tokens - 1)
         train_tokens -= validation_tokens
     tokens = np.memmap(folder / "tokens.bin", token_dtype(tokenizer.vocab_size), mode="r")
@@ -351,7 +350,7 @@ def _new_tokenizer(documents: Sequence[Document], config: DataConfig) -> Tokeniz
         return ByteTokenizer()
     sample: list[bytes] = []
     left = _BPE_SAMPLE_BYTES
-    # The sorted order would sample the first folders of the corpus alone.
+    # Shuffled: in sorted order the sample would contain only the first folders of the corpus.
     for document in shuffled(documents):
         sample.append(document.content[:left])
         left -= len(sample[-1])
@@ -361,11 +360,11 @@ def _new_tokenizer(documents: Sequence[Document], config: DataConfig) -> Tokeniz
 
 
 def _write_tokens(file: BinaryIO, documents: Sequence[Document], tokenizer: Tokenizer) -> int:
-    """Append documents, each with the end-of-text token after it; returns the number of tokens."""
+    """Append documents, each followed by the end-of-text token; returns the number of tokens."""
     dtype, num_tokens = token_dtype(tokenizer.vocab_size), 0
     end = np.array([tokenizer.end_of_text], dtype)
     for document in documents:
-        # After each document: attention runs over the border, and the token is how the model learns that there is one.
+        # Windows span several documents without a mask; this token marks the boundary.
         ids = np.concatenate([tokenizer.encode(document.content).astype(dtype, copy=False), end])
         file.write(ids.tobytes())
         num_tokens += len(ids)
@@ -373,7 +372,7 @@ def _write_tokens(file: BinaryIO, documents: Sequence[Document], tokenizer: Toke
 
 
 def _check_length(summary: _Summary, config: DataConfig) -> None:
-    """Refuse a corpus that has not one window on each side."""
+    """Refuse a corpus without a full window for training and one for validation."""
     need = config.seq_len + 1
     if min(summary.train_tokens, summary.validation_tokens) < need:
         raise UserError(

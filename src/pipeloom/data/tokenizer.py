@@ -1,7 +1,7 @@
-"""Text to tokens and back.
+"""Tokenizers: bytes, and byte-pair encoding.
 
-A tokenizer is kept as the ``tokenizers`` library writes it, ``tokenizer.json``, with and without that library here.
-Whoever has the file can decode tokens, with that library or with those that build on it.
+Both are stored as ``tokenizer.json`` in the format of the ``tokenizers`` library, which can decode their tokens. The
+byte tokenizer does not need the library.
 """
 
 import json
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 TokenArray = npt.NDArray[np.int64] | npt.NDArray[np.uint32] | npt.NDArray[np.uint16]
-"""Tokens, [tokens]; the type is as wide as the vocabulary needs, or int64."""
+"""Tokens, [tokens]; in the narrowest dtype for the vocabulary (``token_dtype``), or int64."""
 
 _END_OF_TEXT = "<|endoftext|>"
 # Blocks of this size keep all cores busy with a batch of 256, which is 4 MiB of text and its tokens in memory.
@@ -26,35 +26,34 @@ _BLOCKS_AT_ONCE = 256
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
-    """The narrowest type, of two, that a vocabulary's tokens fit into."""
-    # Half of the disk and of the page cache; numpy has no 24 bits.
+    """The dtype of stored tokens: uint16 if the vocabulary fits, else uint32."""
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
 class ByteTokenizer:
-    """One token a byte; the last token is end of text.
+    """One token per byte, and one for end of text.
 
     Attributes:
-        vocab_size: number of tokens, which are 0..vocab_size-1.
-        end_of_text: the token between two documents. No text encodes to it.
+        vocab_size: number of tokens; tokens are 0..vocab_size-1.
+        end_of_text: the token after each document. No text encodes to it.
     """
 
     vocab_size = 257
     end_of_text = 256
 
     def encode(self, text: bytes) -> TokenArray:
-        """UTF-8 text to tokens, [tokens]; the end-of-text token is not added."""
+        """Encode UTF-8 text to [tokens], without an end-of-text token."""
         # Not uint8: end of text is 256.
         return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Tokens to text. End-of-text tokens are left out; bytes that are no UTF-8 become U+FFFD."""
+        """Decode tokens to text. End-of-text tokens are dropped; invalid UTF-8 becomes U+FFFD."""
         return bytes(token for token in ids if token != self.end_of_text).decode(errors="replace")
 
     def to_json(self) -> str:
-        """In the form of the ``tokenizers`` library: byte pairs without merges; tokens have the bytes' numbers."""
+        """The ``tokenizer.json`` of the ``tokenizers`` library: BPE without merges; a byte's token is its value."""
         end = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-        # No space in front: a text has to come back as it was.
+        # Without a prefix space, so that decoding returns the same text.
         by_byte = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         tree = {
             "version": "1.0",
@@ -74,7 +73,7 @@ class ByteTokenizer:
                 "fuse_unk": False,
                 "byte_fallback": False,
                 "ignore_merges": False,
-                # Each byte is a letter of its own and no merge joins any, so the library gives each byte its number.
+                # Each byte is its own symbol, and there are no merges, so each byte encodes to its value.
                 "vocab": {letter: byte for byte, letter in enumerate(_byte_letters())},
                 "merges": list[str](),
             },
@@ -83,20 +82,20 @@ class ByteTokenizer:
 
 
 class BpeTokenizer:
-    """Byte-pair encoding over bytes, by the ``tokenizers`` library; any text survives a round trip.
+    """Byte-level byte-pair encoding by the ``tokenizers`` library; lossless for any text.
 
-    Attributes and methods are those of :class:`ByteTokenizer`. Made by :meth:`train` or :meth:`from_json`.
+    Attributes and methods are those of :class:`ByteTokenizer`. Constructed by :meth:`train` or :meth:`from_json`.
     """
 
     def __init__(self, encoding: "tokenizers.Tokenizer", text: str) -> None:
         end_of_text = encoding.token_to_id(_END_OF_TEXT)
         if end_of_text is None:
             raise UserError(f"expected a tokenizer with the token {_END_OF_TEXT}, found none")
-        encoding.encode_special_tokens = True  # a document that spells the token out does not end there
+        encoding.encode_special_tokens = True  # the text "<|endoftext|>" in a document is ordinary text
         self._encoding, self._text = encoding, text
         self.end_of_text: int = end_of_text
         self.vocab_size: int = encoding.get_vocab_size()
-        # The embedding has a row for each of 0..vocab_size-1; tokenizers of other programs may leave gaps.
+        # The embedding has rows 0..vocab_size-1; tokenizers of other programs may have gaps in their numbers.
         if max(encoding.get_vocab().values()) >= self.vocab_size:
             raise UserError(f"expected a tokenizer whose tokens are 0..{self.vocab_size - 1}, found larger ones")
 
@@ -106,7 +105,7 @@ class BpeTokenizer:
 
         Args:
             texts: UTF-8 text; a few megabytes are enough.
-            vocab_size: tokens to end up with, end of text and 256 bytes included. Little text may give fewer.
+            vocab_size: wanted number of tokens, including end of text and 256 bytes. A short text may yield fewer.
 
         Raises:
             UserError: ``vocab_size`` is too small, or the ``tokenizers`` library is missing.
@@ -124,7 +123,7 @@ class BpeTokenizer:
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=[_END_OF_TEXT],
-            # All 256 bytes, also those that the sample does not have: any text can be encoded then.
+            # All 256 bytes, including those absent from the sample, so that any text can be encoded.
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
@@ -133,36 +132,36 @@ class BpeTokenizer:
 
     @classmethod
     def from_json(cls, text: str) -> "BpeTokenizer":
-        """Read what :meth:`to_json` returned.
+        """Read a ``tokenizer.json``.
 
         Raises:
-            UserError: it is no such tokenizer, or the ``tokenizers`` library is missing.
+            UserError: the text is no such tokenizer, or the ``tokenizers`` library is missing.
         """
         require_bpe()
         from tokenizers import Tokenizer
 
         try:
             encoding = Tokenizer.from_str(text)
-        except Exception as error:  # the library raises nothing more exact
+        except Exception as error:  # the library raises plain Exception
             raise UserError(f"expected a tokenizer of the tokenizers library, found {error}") from None
         return cls(encoding, text)
 
     def to_json(self) -> str:
-        """The text that was read, of a tokenizer that was read."""
+        """The ``tokenizer.json``; after :meth:`from_json`, the very text that was read."""
         return self._text
 
     def encode(self, text: bytes) -> TokenArray:
-        """Text to tokens; long text goes in blocks of whole lines, which bounds memory and uses all cores."""
+        """Encode text to [tokens], in blocks of whole lines, which bounds memory and uses all cores."""
         dtype = token_dtype(self.vocab_size)
         blocks, parts = _blocks(text), [np.empty(0, dtype)]
         for first in range(0, len(blocks), _BLOCKS_AT_ONCE):
-            # The fast form leaves out the offsets of tokens in the text, which nobody reads.
+            # The fast form omits the offsets of tokens in the text, which are not needed.
             encoded = self._encoding.encode_batch_fast(blocks[first : first + _BLOCKS_AT_ONCE])
             parts += [np.array(block.ids, dtype) for block in encoded]
         return np.concatenate(parts)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Tokens to text."""
+        """Decode tokens to text."""
         return self._encoding.decode(list(ids), skip_special_tokens=True)
 
 
@@ -184,7 +183,7 @@ def _blocks(text: bytes) -> list[str]:
     blocks: list[str] = []
     begin = 0
     while begin < len(text):
-        # Behind a newline, a byte that is never inside a longer character of UTF-8, so no character is cut.
+        # The newline byte never occurs inside a multi-byte character of UTF-8, so no character is cut.
         end = text.find(b"\n", begin + _BLOCK_BYTES) + 1 or len(text)
         blocks.append(text[begin:end].decode(errors="replace"))
         begin = end
@@ -192,8 +191,8 @@ def _blocks(text: bytes) -> list[str]:
 
 
 def _byte_letters() -> list[str]:
-    """The character that byte-level tokenizers write for each byte: itself if it is visible, else one above 255."""
-    # As in GPT-2's bytes_to_unicode, which the library and its files use: the numbers must be the same.
+    """The symbol of each byte in byte-level tokenizers: its character if visible, else one above U+00FF."""
+    # The mapping of GPT-2's bytes_to_unicode, which the library uses.
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in visible]
     return [chr(byte) if byte in visible else chr(256 + others.index(byte)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""Measures the machine it runs on, as a cluster file describes one: products, memory, host, links, collectives."""
+"""Measures this machine for a cluster file: matrix products, memory, host, links, collectives."""
 
 from pipeloom.measure.describe import describe_cluster
 from pipeloom.measure.findings import Findings

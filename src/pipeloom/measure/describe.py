@@ -1,4 +1,4 @@
-"""Findings -> a cluster, and the comments of its file."""
+"""Turns measurements into a cluster, and into the comments of its file."""
 
 from collections.abc import Iterator, Mapping
 from datetime import date
@@ -8,27 +8,27 @@ from pipeloom.measure.findings import Findings, Messages, Timing, Traffic, size_
 from pipeloom.terminal.words import UNBREAKABLE
 
 _CLEAR = 1.25
-"""A product this many times as long as the fixed time of a kernel has a rate; a shorter one is left out."""
+"""A product that takes less than this many times the fixed time of a kernel is left out."""
 _FREE = 0.95
-"""Share of a core above which a process had it to itself."""
+"""Share of a core above which the core was not shared."""
 _PEAKS: tuple[tuple[tuple[str, ...], Mapping[str, float], str], ...] = (
     (("V100-SXM2",), {"fp32": 15.7e12, "fp16": 125e12}, "NVIDIA V100 datasheet, SXM2"),
     (("A100",), {"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12}, "NVIDIA A100 datasheet, dense"),
     (("H100 80GB HBM3",), {"fp32": 67e12, "bf16": 989e12, "fp16": 989e12}, "NVIDIA H100 datasheet, SXM, dense"),
     (("NVIDIA H200",), {"fp32": 67e12, "bf16": 989e12, "fp16": 989e12}, "NVIDIA H200 datasheet, SXM, dense"),
 )
-"""(what the name contains, FLOP/s by precision, source). Tensor cores without sparsity; fp32 without TF32."""
+"""(parts of the name, FLOP/s by precision, source). Dense tensor cores; fp32 without TF32."""
 
 _OTHERS = ("MIG", "PCIe", "PCIE", "NVL", "GH200")
-"""Names with one of these mean other clocks or a part of the device, except for the A100, whose cards are alike."""
+"""Names with one of these have other clocks or are a part of a device; A100 cards differ only in MIG."""
 
 
 def describe_cluster(name: str, findings: Findings) -> tuple[Cluster, dict[str, list[str]]]:
-    """The cluster that was measured, and the comments for its file (``pipeloom.catalog.cluster_files``).
+    """Make a cluster, and the comments of its file by key (``pipeloom.catalog.cluster_files``).
 
     Args:
         name: of the cluster.
-        findings: what was measured on it.
+        findings: its measurements.
     """
     intra, inter, link_notes = _links(findings)
     curves: dict[Collective, tuple[CollectiveCurve, ...]] = {}
@@ -48,7 +48,7 @@ def describe_cluster(name: str, findings: Findings) -> tuple[Cluster, dict[str, 
 
 
 def datasheet_peaks(device_name: str) -> tuple[dict[str, float], str]:
-    """FLOP/s by precision and where they are from; empty for a device that is not known here."""
+    """Datasheet FLOP/s by precision, and their source; empty for a device without an entry."""
     for words, peaks, source in _PEAKS:
         is_other = any(other in device_name for other in (_OTHERS[:1] if words == ("A100",) else _OTHERS))
         if not is_other and any(word in device_name for word in words):
@@ -77,7 +77,7 @@ def _device(findings: Findings) -> Device:
 
 
 def _core_share(findings: Findings) -> float:
-    """Part of a core that a process had, where processes share cores: a device then stands for a whole core."""
+    """Share of a core that a process had, if processes share cores; a device of the cluster is a whole core."""
     is_shared = findings.host.kind == "cpu" and findings.per_host > findings.host.num_devices
     return min(1.0, findings.core_share) if is_shared else 1.0
 
@@ -85,7 +85,7 @@ def _core_share(findings: Findings) -> float:
 def product_rates(findings: Findings) -> dict[str, Curve]:
     """(FLOPs of a product, FLOP/s without the fixed time of a kernel) by precision; the same sizes for each.
 
-    A size that takes hardly longer than that fixed time in one of the precisions is left out, but for the largest.
+    A size that takes hardly longer than that fixed time in one of the precisions is left out, except the largest.
     """
     kernel_s = findings.kernel.median_s
     largest = max(product.flops for product in findings.products)
@@ -93,14 +93,14 @@ def product_rates(findings: Findings) -> dict[str, Curve]:
     rates: dict[str, list[tuple[float, float]]] = {}
     for product in findings.products:
         if product.flops not in unclear:
-            # The largest stays however short it is: never less than what a clear one has left.
+            # The largest stays even if it is short; its time is then bounded from below.
             alone_s = max(product.timing.median_s - kernel_s, product.timing.median_s * (1 - 1 / _CLEAR))
             rates.setdefault(product.precision, []).append((product.flops, product.flops / alone_s))
     return {name: tuple(curve) for name, curve in rates.items()}
 
 
 def _links(findings: Findings) -> tuple[Link, Link, dict[str, list[str]]]:
-    """Both links, the one standing for the other where only one was measured, and what to say about that."""
+    """Links inside and between hosts, the one in place of the other if only one was measured; and notes about them."""
     intra, inter = findings.intra, findings.inter
     notes = {"intra": _messages_note(intra), "inter": _messages_note(inter)}
     if intra is None and inter is None:
@@ -142,7 +142,7 @@ def _head(findings: Findings) -> dict[str, list[str]]:
 
 
 def crowding(findings: Findings) -> str:
-    """A sentence that warns of a machine that was not free, or nothing."""
+    """A warning if the machine was busy, else empty."""
     if findings.host.kind != "cpu" or findings.core_share >= _FREE:
         return ""
     return (
@@ -198,7 +198,7 @@ def _points(points: tuple[tuple[float, Timing], ...]) -> str:
 
 
 def _together(text: str) -> str:
-    """A text that no line break parts."""
+    """A text without line breaks."""
     return text.replace(" ", UNBREAKABLE)
 
 
@@ -226,7 +226,7 @@ def _spread(timing: Timing) -> str:
 
 
 def table_rows(findings: Findings) -> Iterator[tuple[str, str, Timing | None]]:
-    """What was measured, for a table: what, its value, and the timing behind it where that is a single one."""
+    """Rows of a table: name, value, and the timing if there is a single one."""
     for product in findings.products:
         name = f"{product.precision} product, {product.width} wide"
         yield name, f"{product.flops_per_s / 1e9:,.1f} GFLOP/s", product.timing

@@ -1,4 +1,4 @@
-"""What was measured, as it was measured: plain values that travel between processes."""
+"""Raw measurements, as values that can be pickled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from pipeloom.terminal.words import count
 
 @dataclass(frozen=True)
 class Timing:
-    """One measurement, repeated.
+    """A repeated measurement.
 
     Attributes:
-        median_s: seconds, the median of the repeats.
-        spread: distance between the quartiles as a fraction of the median.
-        repeats: how many.
+        median_s: median seconds.
+        spread: interquartile range as a fraction of the median.
+        repeats: number of repeats.
     """
 
     median_s: float
@@ -32,14 +32,14 @@ class Timing:
     def uncertainty(self) -> float:
         """Standard error of the median as a fraction of it.
 
-        Of n normal values it is 1.25 sigma / sqrt(n), and their quartiles are 1.35 sigma apart.
+        For n normal values it is 1.25 sigma / sqrt(n), and the interquartile range is 1.35 sigma.
         """
         return 0.93 * self.spread / self.repeats**0.5
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product of two square matrices, with the fixed time of a kernel in it.
+    """A product of two square matrices, including the fixed time of a kernel.
 
     Attributes:
         precision: of the operands.
@@ -58,7 +58,7 @@ class Product:
 
     @property
     def flops_per_s(self) -> float:
-        """FLOP/s with everything in it."""
+        """FLOP/s, including the fixed time of a kernel."""
         return self.flops / self.timing.median_s
 
 
@@ -81,7 +81,7 @@ class Traffic:
 
 
 def size_text(size: float) -> str:
-    """A size in powers of two, for people."""
+    """Format bytes with binary units."""
     scales = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
     scale, unit = next(pair for pair in scales if size >= pair[0])
     return f"{size / scale:,.0f} {unit}"
@@ -89,7 +89,7 @@ def size_text(size: float) -> str:
 
 @dataclass(frozen=True)
 class Messages:
-    """Messages of several sizes from process to process.
+    """Messages of several sizes between processes.
 
     Attributes:
         num_pairs: pairs of processes that exchanged messages at the same time.
@@ -101,13 +101,13 @@ class Messages:
 
     @property
     def link(self) -> Link:
-        """The latency and the bandwidth of all pairs together that fit the medians best, in relative error."""
+        """Least-squares fit of the medians in relative error: latency, and bandwidth of all pairs together."""
         latency_s, seconds_per_byte = fit_line([(size, timing.median_s) for size, timing in self.points])
         return Link(latency_s=latency_s, bytes_per_s=self.num_pairs / seconds_per_byte)
 
     @property
     def worst_error(self) -> float:
-        """Largest relative error of the link at a size that was measured."""
+        """Largest relative error of the fit at a measured size."""
         link = self.link
         predicted = [link.latency_s + size * self.num_pairs / link.bytes_per_s for size, _ in self.points]
         return max(
@@ -116,18 +116,18 @@ class Messages:
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Latency and seconds for each byte, both of at least 0, with the least squares of the relative errors.
+    """Non-negative least-squares fit in relative errors; returns latency in seconds, and seconds per byte.
 
     Args:
         points: (bytes, seconds), two or more of different bytes.
     """
-    # Divided by its seconds each point counts alike; else the largest message alone would decide.
+    # Divided by its seconds, each point has the same weight; otherwise the largest message would dominate.
     weights = [(1 / seconds, size / seconds) for size, seconds in points]
     uu, uv, vv = (sum(w[i] * w[j] for w in weights) for i, j in ((0, 0), (0, 1), (1, 1)))
     u, v = (sum(w[i] for w in weights) for i in (0, 1))
     determinant = uu * vv - uv * uv
     latency_s, seconds_per_byte = (vv * u - uv * v) / determinant, (uu * v - uv * u) / determinant
-    # On the border of what is allowed the least squares have one unknown left.
+    # On the boundary one unknown is left.
     if latency_s < 0:
         return 0.0, v / vv
     if seconds_per_byte <= 0:
@@ -137,11 +137,11 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Collectives:
-    """One collective over messages of several sizes, inside a node.
+    """One collective for several sizes, inside a node.
 
     Attributes:
-        collective: which.
-        ranks: that took part.
+        collective: its name.
+        ranks: size of the group.
         points: (bytes of the whole tensor, its timing), bytes rising.
     """
 
@@ -151,21 +151,21 @@ class Collectives:
 
     @property
     def bus(self) -> tuple[tuple[float, float], ...]:
-        """(bytes of the whole tensor, bus bytes/s), as nccl-tests counts them."""
+        """(bytes of the whole tensor, bus bandwidth in bytes/s), as defined by nccl-tests."""
         return tuple((size, bus_bytes(self.collective, size, self.ranks) / t.median_s) for size, t in self.points)
 
 
 @dataclass(frozen=True)
 class Host:
-    """What was measured on.
+    """The measured host.
 
     Attributes:
         kind: "cpu" or "cuda".
-        device_name: of the CPU or the GPU, as it calls itself.
+        device_name: model of the CPU or the GPU.
         num_devices: cores or GPUs of a host.
-        memory_bytes: of one device; of a core, its share of the host's.
+        memory_bytes: of one device; for a core, its share of the host's memory.
         num_multiprocessors: of a GPU; 0 on CPUs.
-        software: operating system, Python, PyTorch and what carries messages, for people.
+        software: operating system, Python, PyTorch and communication backend, as text.
     """
 
     kind: str
@@ -177,30 +177,30 @@ class Host:
 
     @property
     def devices(self) -> str:
-        """Their number, for people."""
+        """Number and kind of devices, as text."""
         return count(self.num_devices, "core" if self.kind == "cpu" else "GPU")
 
 
 @dataclass(frozen=True)
 class Findings:
-    """All of it.
+    """All measurements of a machine.
 
     Attributes:
-        host: where.
-        num_processes: that computed at the same time, on all hosts together.
-        per_host: of them on each host.
-        core_share: CPU time by time while rank 0 computed; below 1 where it had to share its core. Tells nothing on
-            CUDA.
+        host: the host of rank 0.
+        num_processes: number of processes, which measured at the same time, on all hosts.
+        per_host: processes on each host.
+        core_share: CPU time divided by wall-clock time while rank 0 computed; below 1 if it shared its core. Without
+            meaning on CUDA.
         products: matrix products; every precision has the same sizes.
-        too_slow: precisions that were left out, with the FLOP/s they reached.
+        too_slow: FLOP/s of the precisions that were left out.
         kernel: a product of tiny matrices.
-        launch: a tiny operation, seconds of the host.
-        copy: a large tensor into another one.
-        add: the sum of two large tensors into a third one.
-        intra: messages between two processes of a host; ``None`` where a host has but one.
-        inter: messages between two hosts; ``None`` on a single one.
+        launch: a tiny operation, on the host's clock.
+        copy: copy of a large tensor.
+        add: sum of two large tensors into a third one.
+        intra: messages between two processes of a host; ``None`` with one process per host.
+        inter: messages between two hosts; ``None`` with one host.
         collectives: inside a host.
-        seconds: that the measuring took.
+        seconds: duration of all measurements.
     """
 
     host: Host

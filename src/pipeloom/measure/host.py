@@ -1,4 +1,4 @@
-"""The host: what it is."""
+"""Describes this host: device, memory, software."""
 
 import os
 import platform
@@ -13,12 +13,12 @@ def num_devices(kind: str) -> int:
     """GPUs of this host, or cores that this process may use."""
     if kind == "cuda":
         return torch.cuda.device_count()
-    # Containers and job schedulers bind processes to some of the cores; ``cpu_count`` returns all. Not on macOS.
+    # Containers and job schedulers bind processes to some cores, which ``cpu_count`` ignores. macOS lacks the call.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def describe_host(device: torch.device) -> Host:
-    """This host, as one of its processes sees it."""
+    """Describe this host; CUDA devices by the properties of ``device``."""
     found = num_devices(device.type)
     system = f"{platform.system()} {platform.release().split('-')[0]}, Python {platform.python_version()}"
     if device.type == "cuda":
@@ -33,7 +33,7 @@ def describe_host(device: torch.device) -> Host:
 
 
 def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
-    """The CPU's model as Linux names it, or what Python returns."""
+    """The CPU's model name from Linux, or else from Python's ``platform``."""
     try:
         lines = info.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -43,11 +43,11 @@ def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def host_memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> float:
-    """Memory of the host, or of the container if that has less."""
+    """Memory of the host, or the limit of its container (cgroup v2) if that is less."""
     total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     try:
         text = limit.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return total
-    # It says "max" where there is no limit.
+    # Without a limit the file contains "max".
     return min(total, float(text)) if text.isdigit() else total

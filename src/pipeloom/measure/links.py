@@ -1,4 +1,4 @@
-"""Links: messages between processes, and collectives, over their sizes. gloo on CPUs, NCCL on CUDA devices."""
+"""Times messages between processes, and collectives, of several sizes. gloo on CPUs, NCCL on CUDA devices."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,27 +23,27 @@ SIZES = {
 """Bytes of a message: 4 KiB to 16 MiB, on CUDA to 1 GiB."""
 
 Pairs = Sequence[tuple[int, int]]
-"""Ranks that exchange messages with each other, all pairs at the same time; no rank is in two."""
+"""Pairs of ranks that exchange messages, all at the same time; no rank is in two pairs."""
 
 
 def group_sizes(per_host: int) -> list[int]:
-    """Numbers of ranks to measure collectives with: powers of two, and all of a host."""
+    """Group sizes to measure collectives with: powers of two, and all ranks of a host."""
     return sorted({*(2**n for n in range(1, per_host.bit_length()) if 2**n <= per_host), per_host} - {0, 1})
 
 
 def num_links(device: torch.device, num_processes: int, per_host: int) -> int:
-    """Measurements that are made where so many processes are."""
+    """Number of measurements for so many processes in total and on each host."""
     num_p2p = (per_host > 1) + (num_processes > per_host)
     return len(SIZES[device.type]) * (num_p2p + len(get_args(Collective)) * len(group_sizes(per_host)))
 
 
 def measure_messages(watch: Stopwatch, pairs: Pairs, between: str) -> Messages:
-    """Seconds of a message one way: half of there and back. Rank 0 is in a pair; ranks in none only keep time.
+    """Time messages: half of a round trip. Rank 0 is in a pair; ranks in no pair take part in synchronization only.
 
     Args:
         watch: repeats them.
-        pairs: who with whom.
-        between: what, for people.
+        pairs: of ranks.
+        between: description of the pairs, for the progress display.
     """
     world = watch.world
     groups = {pair: _new_group(world, pair) for pair in pairs}
@@ -70,25 +70,25 @@ def _there_and_back(tensor: Tensor, rank: int, pair: tuple[int, int], group: Any
 
 
 def measure_collectives(watch: Stopwatch, num_ranks: int, per_host: int) -> tuple[Collectives, ...]:
-    """All collectives among the first ``num_ranks`` ranks, as a run makes them; the others only keep time.
+    """Time all collectives among the first ``num_ranks`` ranks; the others take part in synchronization only.
 
     Args:
         watch: repeats them.
-        num_ranks: that take part.
-        per_host: processes of a host.
+        num_ranks: size of the group.
+        per_host: processes on each host.
     """
     world, device, num_cores = watch.world, watch.world.device, num_devices("cpu")
     handle, takes_part = _new_group(world, range(num_ranks)), world.rank < num_ranks
     group_type = NcclGroup if device.type == "cuda" else GlooGroup
     group = group_type(handle, range(num_ranks), world.rank) if takes_part else Alone()
     clock, factor = partial(now, device), 1.0
-    if device.type == "cpu" and per_host > num_cores:  # CPU time, so that other programs do not count
+    if device.type == "cpu" and per_host > num_cores:  # CPU time, which excludes other programs
         clock, factor = time.process_time, max(1.0, num_ranks / num_cores)
     found: list[Collectives] = []
     for kind in get_args(Collective):
         points: list[tuple[float, Timing]] = []
         for wanted in SIZES[device.type]:
-            # Every rank has a part of the same size, rounded up; what is noted is the size that was moved.
+            # Every rank has a shard of the same size, rounded up; the point has the size that was really moved.
             shard = -(-wanted // (4 * num_ranks))
             sample = sample_of(_collective(kind, shard, num_ranks, device, group), clock, factor=factor)
             what = f"{kind} of {size_text(wanted)} among {num_ranks}"
@@ -113,11 +113,11 @@ def _collective(kind: Collective, shard: int, num_ranks: int, device: torch.devi
 
 
 def _nothing(runs: int) -> float:  # noqa: ARG001
-    """What a rank does that takes no part."""
+    """The sample of a rank that is not in the group."""
     return 1.0
 
 
 def _new_group(world: World, ranks: Sequence[int]) -> Any:
-    """A group of its own, as the transport has one for each edge; every rank makes it."""
+    """A process group of its own, as in the transport. Collective over all ranks."""
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     return dist.new_group(list(ranks), timeout=world.timeout, backend=backend)

@@ -1,4 +1,4 @@
-"""The whole measurement, in processes of its own or in those of a launcher."""
+"""Measures a machine, in worker processes that it starts or in those of a launcher."""
 
 import os
 import sys
@@ -30,9 +30,9 @@ from pipeloom.measure.stopwatch import Stopwatch
 from pipeloom.terminal.progress import Bar
 
 MOST_PROCESSES = 8
-"""That are started unless told otherwise."""
+"""Default limit of the number of processes."""
 _PATIENCE_S = 120.0
-"""Communication may take this much longer than all measurements together."""
+"""Added to the time budget of all measurements for the timeout of communication."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,10 @@ class Request:
 
     @classmethod
     def make(cls, kind: str | None, num_processes: int | None, budget_s: float) -> "Request":
-        """Fill in what was not said, from this machine and its launcher.
+        """Fill in defaults (``None``) from this machine and its launcher.
 
         Raises:
-            ConfigError: there is no such device, there are too few of them, or a number makes no sense.
+            ConfigError: there is no such device, there are too few, or a number is out of range.
         """
         kind = kind or ("cuda" if num_devices("cuda") else "cpu")
         found, wanted, problems = num_devices(kind), num_processes, list[str]()
@@ -79,7 +79,7 @@ class Request:
 
 
 def processes_per_host(num_processes: int) -> int:
-    """Processes on each host: a launcher says so, else there is one host."""
+    """Processes on each host: as set by a launcher; without one there is a single host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", num_processes)) if is_launched() else num_processes
 
 
@@ -87,13 +87,13 @@ def measure_machine(request: Request) -> Findings | None:
     """Measure, with progress on standard error.
 
     Returns:
-        What was found; under a launcher on rank 0 only, ``None`` elsewhere.
+        The measurements; under a launcher on rank 0 only, ``None`` elsewhere.
 
     Raises:
-        WorkerError: a process of its own failed.
+        WorkerError: a worker process failed.
     """
     if is_launched():
-        # As processes that are started here have: one device of a CPU's cluster file is one core.
+        # As in worker processes: one device of a CPU's cluster file is one core.
         torch.set_num_threads(1)
         return _measure_in(request, join_launched(request.kind, request.budget_s + _PATIENCE_S))
     return run_workers(partial(_work, request), request.num_processes)[0]
@@ -117,13 +117,13 @@ def _num_measurements(world: World, per_host: int) -> int:
 
 
 def measure_on(world: World, budget_s: float, per_host: int, show: Callable[[str], None]) -> Findings:
-    """What every rank does; the findings of rank 0 are the ones that count.
+    """Make all measurements. Collective; callers use the findings of rank 0.
 
     Args:
-        world: this process among the others.
-        budget_s: for all measurements together.
-        per_host: processes on each host: ranks 0 to per_host - 1 are on the first, and so on.
-        show: called with what is measured next.
+        world: this process and the others.
+        budget_s: seconds for all measurements together.
+        per_host: processes on each host; ranks 0 to per_host - 1 are on the first host, and so on.
+        show: called with the name of each measurement before it begins.
     """
     begin_s = time.perf_counter()
     watch = Stopwatch(world, budget_s, _num_measurements(world, per_host), show)
@@ -163,8 +163,8 @@ class ProfileProgress(Bar):
     """Progress over measurements.
 
     Args:
-        count: how many there will be.
-        is_shown: on one rank.
+        count: number of measurements.
+        is_shown: whether this rank prints.
     """
 
     def __init__(self, count: int, *, is_shown: bool) -> None:
@@ -181,7 +181,7 @@ class ProfileProgress(Bar):
         super().__init__(sys.stderr, *columns, total=count, is_shown=is_shown, transient=True, what="starting")
 
     def show(self, what: str) -> None:
-        """A measurement begins, or is left out if it has no name."""
+        """Show that a measurement begins; an empty name means that it is left out."""
         self._begun += 1
         is_bar = self.update(self._begun, what=what)
         if not is_bar and self._is_shown and what and (self._begun - 1) % self._every == 0:

@@ -1,6 +1,6 @@
-"""Seconds of what moves in a step besides messages between stages, before the first step.
+"""Times data movement other than messages between stages, before the first step.
 
-What stages keep, to a partner or to the host; whole stages; the matrix of embedding and head, and its gradient.
+Activations to a partner rank or to the host; swapped stages; the tied matrix and its gradient.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,24 +25,24 @@ _PIECES = 16
 def time_moves(
     schedule: Schedule, rank: int, wires: Mapping[int, Wires], world: World, saved_bytes: Sequence[int]
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Seconds of moving what each of this rank's stages keeps of a micro-batch, to the partner and to the host.
+    """Time moving the activations of a micro-batch of each of this rank's stages to the partner and to the host.
 
-    One way, as the mean of there and back, while no rank computes. Every process calls it.
+    One way: half of a round trip, while no rank computes. Collective.
 
     Args:
         schedule: contains the moves.
         rank: of this process in its pipeline.
-        wires: this rank's ends of wires.
-        world: this process among the others.
-        saved_bytes: for each stage of the pipeline.
+        wires: connections between partners, by evicting rank.
+        world: this process and the others.
+        saved_bytes: activations of a micro-batch, for each stage of the pipeline.
 
     Returns:
-        By stage; without those that move nothing.
+        Seconds by stage to the partner, and to the host; without stages that move nothing.
     """
     evicted: dict[int, float] = {}
     for evictor, plan in evictions(schedule).items():
         for stage in _moving(schedule, evictor, PARTNER_MOVES):
-            # One stage of one rank after the other: pairs that share a link would time each other.
+            # One rank and stage at a time: pairs may share a link.
             world.wait_for_all()
             if rank in (evictor, plan.partner):
                 seconds = _there_and_back(wires[evictor], saved_bytes[stage], world, is_evictor=rank == evictor)
@@ -59,7 +59,7 @@ def _moving(schedule: Schedule, rank: int, moves: Sequence[Kind]) -> list[int]:
 
 
 def _there_and_back(wires: Wires, nbytes: int, world: World, *, is_evictor: bool) -> float:
-    # In several messages, as what a stage keeps travels in a step.
+    # In several messages, as in a step.
     packing = Packing.of((-(-nbytes // _PIECES),) * _PIECES)
     memory = torch.zeros(packing.total_bytes, dtype=torch.uint8, device=world.device)
 
@@ -86,15 +86,15 @@ def _to_host_and_back(nbytes: int, device: torch.device) -> float:
 
 
 def time_stage_swaps(store: StageStore, stages: Iterable[int], device: torch.device) -> tuple[Amounts, ...]:
-    """For each stage the seconds of moving what there is of it.
+    """Time swaps of each stage: seconds of its weights, gradient and optimizer state.
 
-    One way, as the mean of there and back, while nothing computes; with the room that is made and given back. Stages of
-    the same sizes are timed once, and what they are is as before.
+    One way: half of a round trip, with allocation and release of device memory, while nothing computes. Stages of equal
+    sizes are timed once. Contents stay unchanged.
 
     Args:
-        store: has the stages, all of them at rest.
-        stages: which.
-        device: that they visit.
+        store: of the stages, all at rest.
+        stages: indices of the stages.
+        device: that they are swapped to.
     """
     known: dict[Amounts, Amounts] = {}
     found: list[Amounts] = []
@@ -121,17 +121,19 @@ def _visit(store: StageStore, stage: int, part: Content, device: torch.device) -
 
 
 def time_messages(tied: Tied, schedule: Schedule, rank: int, world: World, transport: Transport) -> tuple[float, float]:
-    """Seconds of sending the shared matrix and of sending its gradient back, by their bytes, while no rank computes.
+    """Time sending the tied matrix and sending its gradient back, while no rank computes. Collective.
+
+    The round trip is divided in proportion to the bytes.
 
     Args:
         tied: has the specs of its messages.
         schedule: has the ranks of both stages.
         rank: of this process in its pipeline.
-        world: all processes, which call this together.
+        world: this process and the others.
         transport: to the pipeline's other ranks.
 
     Returns:
-        Both on the rank of the first stage; zeros on other ranks, and where no message is needed.
+        Seconds of both on the rank of the first stage; zeros on other ranks, and if no message is needed.
     """
     first, last = schedule.placement.rank_by_stage[0], schedule.placement.rank_by_stage[-1]
     if first == last:
@@ -147,7 +149,7 @@ def time_messages(tied: Tied, schedule: Schedule, rank: int, world: World, trans
                 finish(transport.receive(spec, source), timeout_s)
 
     measured_s = median_seconds(once, _REPEATS, world.device, before=world.wait_for_all)
-    # Only the first rank sees the whole way there and back.
+    # Only the first stage's rank measures the whole round trip.
     both_s = measured_s if rank == first else 0.0
     weights, gradient = (tied.specs[kind].dtype.itemsize for kind in (Kind.SEND_TIED, Kind.SEND_TIED_GRAD))
     return both_s * weights / (weights + gradient), both_s * gradient / (weights + gradient)

@@ -1,9 +1,9 @@
 """Measures a model's pieces as they train: embedding, one layer, head, a message between stages, the update.
 
-All processes compute at the same time, with the stages, transports and optimizer of a run. Where they are more than
-the cores, seconds are CPU time, so that neither other programs nor the other processes count; otherwise they are what a
-clock says. Everything is measured in rounds, one of each kind after the other: what a machine does to one kind it does
-to all. Of the rounds the lower quartile counts, since what disturbs a measurement only ever makes it longer.
+All processes compute at the same time, with the stages, transports and optimizer of a run. With more processes than
+cores, seconds are CPU time, which excludes other processes; otherwise they are wall-clock time. Measurements run in
+rounds, one of each kind per round, so that disturbances affect all kinds alike. The result is the lower quartile over
+the rounds, since disturbances only make a measurement longer.
 """
 
 import time
@@ -39,9 +39,9 @@ from pipeloom.workload.run import Run
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 200
 _MOST_LAYERS = 4
-"""Of the longest stage that is timed."""
+"""Layers of the longest timed stage."""
 _MESSAGES = 3
-"""That each rank sends to each neighbor in a round."""
+"""Messages from each rank to each neighbor in a round."""
 _PATIENCE_S = 120.0
 
 
@@ -50,18 +50,18 @@ class PieceRequest:
     """What to measure.
 
     Attributes:
-        model: resolved; of two layers or more.
+        model: resolved; at least two layers.
         seq_len: tokens of a sequence.
-        micro_batches: sequences of a micro-batch, each number.
-        tp: tensor axes; each divides the processes.
-        recompute: what a layer's backward computes again, each kind.
-        sequence_parallel: whether tensor-parallel ranks share the tokens of the residual stream.
+        micro_batches: micro-batch sizes to measure, in sequences.
+        tp: tensor-parallel sizes to measure; each divides ``num_processes``.
+        recompute: kinds of recomputation to measure.
+        sequence_parallel: whether tensor parallelism is with sequence parallelism.
         kind: "cpu" or "cuda".
-        num_processes: that compute at the same time, on this host.
+        num_processes: processes that measure at the same time, on this host.
         num_cores: of this host, for processes on a CPU.
-        budget_s: seconds for all measurements together, about.
-        make_optimizer: of a run.
-        clip_grad_norm: of a run.
+        budget_s: approximate seconds for all measurements together.
+        make_optimizer: makes the optimizer of a run.
+        clip_grad_norm: limit of the gradient norm.
     """
 
     model: ModelConfig
@@ -85,12 +85,12 @@ class PieceRequest:
 
 @dataclass(frozen=True)
 class PieceFindings:
-    """What was measured, in the terms of a cluster file.
+    """Measurements, in the terms of a cluster file.
 
     Attributes:
-        pieces: one for each tensor axis, micro-batch and kind of recomputation.
+        pieces: one entry for each tensor-parallel size, micro-batch size and kind of recomputation.
         update: of the weights.
-        rounds: how often each was measured.
+        rounds: number of measurements of each.
     """
 
     pieces: tuple[MeasuredPieces, ...]
@@ -99,7 +99,7 @@ class PieceFindings:
 
 
 def measure_pieces(request: PieceRequest) -> PieceFindings:
-    """Measure in processes of this host.
+    """Measure in worker processes on this host.
 
     Raises:
         WorkerError: a process failed.
@@ -119,7 +119,7 @@ _PARTS = ("one layer", "layers", "first", "last")
 
 
 class _Measurement:
-    """One rank of it: what is measured by name, in the order of a round, and the seconds of each in each round."""
+    """One rank of the measurement: named measurements, in the order of a round, and their seconds in each round."""
 
     def __init__(self, request: PieceRequest, world: World) -> None:
         self._request, self._world = request, world
@@ -139,7 +139,7 @@ class _Measurement:
             self._measured[update] = partial(self._time_update, update)
 
     def _add_stages(self, tp: int, recompute: Recompute) -> dict[str, StageWeights]:
-        """Stages of all parts with micro-batches of each size, and the messages between them, for one tensor axis."""
+        """Add measurements of all parts, of each micro-batch size, and of messages, for one tensor-parallel size."""
         request, world = self._request, self._world
         group = make_tensor_group(Layout(pp=1, loops=1, tp=tp, dp=world.size // tp), world)
         parallel = TensorParallel(group, request.sequence_parallel and tp > 1) if tp > 1 else WHOLE
@@ -149,7 +149,7 @@ class _Measurement:
                 run = self._run(one, parallel, size, part)
                 self._measured[tp, recompute, size, part] = partial(self._time, run)
                 self._runs.setdefault((part, size), run)
-            # Messages have the same size whatever is recomputed, and cost something only where processes share cores.
+            # Messages do not depend on recomputation, and take compute time only if processes share cores.
             if request.shares_cores and request.num_processes > tp and recompute == request.recompute[0]:
                 spec = TensorSpec((size, request.seq_len // tp, request.model.hidden_size), torch.float32)
                 self._measured[tp, size] = self._messages(tp, size, spec)
@@ -169,13 +169,13 @@ class _Measurement:
         )
         module.set_recompute((recompute,) * model.num_layers)
         weights = StageWeights(module, "none", 1, 0)
-        # As in a run, where backwards add to gradients that lie side by side.
+        # As in a run, where backwards accumulate into one flat gradient buffer.
         weights.open_gradient(weights.gradient)
         return weights
 
     def _run(self, weights: StageWeights, parallel: TensorParallel, size: int, part: str) -> StageRun:
         request, device, module = self._request, self._world.device, weights.module
-        # Random ones: the same token everywhere would read one row of the embedding, which stays in a cache.
+        # Random tokens: equal tokens would read one row of the embedding, which stays in a cache.
         tokens = np.random.default_rng(0).integers(0, request.model.vocab_size, (size, request.seq_len + 1))
         batch = Batch.of(tokens.astype(np.int64), 1, device)
         shape = (size, request.seq_len // parallel.size, request.model.hidden_size)
@@ -184,13 +184,13 @@ class _Measurement:
             output = TensorSpec.of(module(tensor))
         stage = Stage(module, int(part != "first"), output, needs_input_gradient=part != "first")
         if part != "last":
-            # Small, since all rounds add to the same gradients.
+            # Small, since all rounds accumulate weight gradients.
             return StageRun(stage, tensor, torch.randn(output.shape, device=device) * 1e-6, None)
         vocabulary = SplitVocabulary(parallel, request.model.vocab_size or 0)
         return StageRun(stage, tensor, None, partial(batch.loss, cross_entropy=vocabulary.summed_cross_entropy))
 
     def _messages(self, tp: int, size: int, spec: TensorSpec) -> Callable[[], Seconds]:
-        """Times tensors between ranks of a pipeline while all of them compute one layer: what they cost the cores."""
+        """Measure the CPU time of messages between ranks of a pipeline while all ranks compute one layer."""
         world, layout = self._world, Layout(pp=self._world.size // tp, loops=1, tp=tp, dp=1)
         edges = sorted(edge for a in range(layout.pp - 1) for edge in ((a, a + 1), (a + 1, a)))
         place, specs = layout.coordinates(world.rank).pipeline, {edge: [spec] for edge in edges}
@@ -200,10 +200,10 @@ class _Measurement:
         load = self._runs["one layer", size]
 
         def measure() -> Seconds:
-            """CPU seconds of each message: those of the process without those of computing on its main thread."""
+            """CPU seconds of each message: those of the process, without those of compute on the main thread."""
             computed_s: list[float] = []
             begin_s = time.process_time()
-            # The clock of this thread alone: those that carry messages are what is measured.
+            # thread_time excludes the threads that move messages, which are what is measured.
             exchange.around(lambda: computed_s.append(sum(load(time.thread_time))), _MESSAGES)
             own_s = time.process_time() - begin_s - sum(computed_s)
             return (world.sum([own_s])[0] / count,)
@@ -211,17 +211,17 @@ class _Measurement:
         return measure
 
     def _time(self, run: StageRun) -> Seconds:
-        run(self._clock)  # memory and caches are then as they are after the micro-batch before
+        run(self._clock)  # so that memory and caches are as after a previous micro-batch
         return run(self._clock)[:2]
 
     def _time_update(self, update: Update) -> Seconds:
         begin_s = self._clock()
-        update.fill_gradients()  # with as much work as zeros take
+        update.fill_gradients()  # as much work as zeroing gradients in a step
         update.step()
         return (self._clock() - begin_s,)
 
     def run(self) -> PieceFindings:
-        """All rounds; the first is not counted."""
+        """Run all rounds; the first is not counted."""
         begin_s, rounds = time.perf_counter(), 0
         while True:
             for name, measure in self._measured.items():
@@ -230,7 +230,7 @@ class _Measurement:
                 if rounds:
                     self._times[name].append(times)
             is_over = time.perf_counter() - begin_s > self._request.budget_s or rounds >= _MOST_ROUNDS
-            # Rank 0's clock ends it for all: a rank that began another round alone would wait in it for ever.
+            # Rank 0 decides for all: a rank that began another round alone would wait for ever.
             if self._world.broadcast(int(is_over and rounds >= _LEAST_ROUNDS), 0):
                 break
             rounds += 1
@@ -240,14 +240,14 @@ class _Measurement:
         return PieceFindings(tuple(self._found(*setting) for setting in settings), self._found_update(), rounds)
 
     def _seconds(self, name: Hashable) -> Seconds:
-        """Of the rounds the lower quartile; of the ranks, which do the same, the mean."""
+        """Lower quartile over the rounds, mean over the ranks."""
         own = [undisturbed(times) for times in zip(*self._times[name], strict=True)]
         return tuple(total / self._world.size for total in self._world.sum(own))
 
     def _found(self, tp: int, recompute: Recompute, size: int) -> MeasuredPieces:
         request = self._request
         one, more, first, last = (np.array(self._seconds((tp, recompute, size, part))) for part in _PARTS)
-        # The difference of two stages: what a stage takes beside its layers is in both.
+        # The difference of two stages, both of which include the overhead of a stage.
         layer = (more - one) / max(1, self._num_layers - 1)
         run = Run(
             shape=shape_of(request.model),
@@ -269,7 +269,7 @@ class _Measurement:
 
     def _found_update(self) -> MeasuredUpdate:
         (few_s, few), (many_s, many) = ((self._seconds(update)[0], update.size) for update in self._updates)
-        # A line through two sizes; noise could make it fall.
+        # A line through two sizes; its slope must not be negative.
         each_s = max(0.0, (many_s - few_s) / max(1, many - few))
         return MeasuredUpdate(fixed_s=max(0.0, few_s - each_s * few), parameter_s=each_s, precision="fp32")
 
@@ -280,6 +280,6 @@ def undisturbed(seconds: Sequence[float]) -> float:
 
 
 def _pair(both: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """Seconds forward and backward, which noise could make negative."""
+    """Seconds of forward and backward; negative values, which are noise, become 0."""
     forward_s, backward_s = both.clip(0.0).tolist()
     return forward_s, backward_s

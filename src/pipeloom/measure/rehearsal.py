@@ -1,4 +1,4 @@
-"""Stages outside a step: to be timed, or so that what is compiled on first use is compiled."""
+"""Runs stages outside a step, to time them or to compile them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ class Times(NamedTuple):
 
     Attributes:
         forward_s: of the forward.
-        backward_s: of the backward, or of its first half where the stage splits it.
-        weight_s: of the second half, which makes the gradients of the weights; 0 where there is none.
+        backward_s: of the backward, or of the first half of a split one (input gradient).
+        weight_s: of the second half of a split backward (weight gradients), else 0.
     """
 
     forward_s: float
@@ -36,19 +36,19 @@ class Times(NamedTuple):
 
     @classmethod
     def medians(cls, times: Sequence["Times"]) -> "Times":
-        """Of several measurements."""
+        """Medians of several measurements, field by field."""
         return cls(*map(median, zip(*times, strict=True)))
 
 
 @dataclass(frozen=True)
 class StageRun:
-    """Runs parts of the batch through a stage that stands alone.
+    """Runs micro-batches, or slices, through a single stage.
 
     Attributes:
-        stage: which.
+        stage: the stage.
         tensor: its input.
         gradient: of its output; ``None`` on the last stage.
-        objective: of the last stage; ``None`` on others.
+        objective: the loss, on the last stage; ``None`` on others.
     """
 
     stage: Stage
@@ -60,10 +60,9 @@ class StageRun:
         """Mean seconds of a micro-batch.
 
         Args:
-            clock: what is read between forward and backward.
-            held: micro-batches that all go forward before the first goes back. What a single one writes finds the
-                memory, still in a cache, that the one before it has just given back: on CPUs that is faster than a
-                step is.
+            clock: of the measurement.
+            held: number of forwards before the first backward. A single micro-batch reuses memory that is still in a
+                cache, which on CPUs is faster than in a step.
         """
         begin = clock()
         for number in range(held):
@@ -73,11 +72,11 @@ class StageRun:
         return Times(forward_s / held, *map(mean, zip(*backward_s, strict=True)))
 
     def forward(self, part: Portion) -> None:
-        """Run a part forward."""
+        """Run the forward of a part."""
         self.stage.forward(part, self.tensor, self.objective, trains=True)
 
     def backward(self, part: Portion, clock: Now) -> tuple[float, float]:
-        """Seconds of a part's backward, or of its two halves where the stage splits it; the second is 0 otherwise."""
+        """Run and time the backward of a part; returns seconds of both halves, the second 0 if it is not split."""
         begin = clock()
         if not self.stage.splits:
             self.stage.backward(part, self.gradient)
@@ -90,18 +89,18 @@ class StageRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """The stages of one rank outside a step. Every rank has equally many, and calls the same methods.
+    """The stages of one rank outside a step. Every rank has the same number of stages; methods are collective.
 
     Attributes:
-        world: this process among the others.
+        world: this process and the others.
         layout: of the ranks.
         schedule: of a step.
         stages: this rank's.
-        data_parallel: gathers their weights.
-        outputs: the agreed spec of every stage's output for a whole micro-batch.
-        tokens: stage 0's inputs: a micro-batch, or the slices of one.
-        objective: applied to the last stage's outputs.
-        slices: how the micro-batch is cut; ``None`` for a whole one.
+        data_parallel: all-gathers their weights.
+        outputs: spec of every stage's output for a whole micro-batch.
+        tokens: inputs of stage 0: a micro-batch, or the slices of one.
+        objective: the loss of the last stage's outputs.
+        slices: of the micro-batch; ``None`` for a whole one.
     """
 
     world: World
@@ -116,11 +115,11 @@ class Rehearsal:
 
     @property
     def clock(self) -> Now:
-        """Of what this rank computes."""
+        """A clock that synchronizes this rank's device."""
         return partial(now, self.world.device)
 
     def visits(self) -> Iterator[tuple[int, Stage]]:
-        """Each stage, with its weights here meanwhile. Gradients that its runs leave behind are dropped."""
+        """Iterate over the stages; each has its whole weights meanwhile. Gradients are dropped afterwards."""
         for index, stage in self.stages.items():
             with self.data_parallel.gathered(index, self.world.timeout.total_seconds()):
                 yield index, stage
@@ -128,11 +127,11 @@ class Rehearsal:
                 parameter.grad = None
 
     def in_turns(self, work: Callable[[], Found], teams: Sequence[Sequence[int]] = ()) -> Found:
-        """What ``work`` returns on this rank, called by one team after the other.
+        """Call ``work`` once on each rank, one team after the other; returns this rank's result.
 
         Args:
-            work: called once.
-            teams: of ranks; by default those that compute together, the tensor groups.
+            work: the call.
+            teams: disjoint groups of ranks that cover all ranks; by default the tensor-parallel groups.
         """
         found: list[Found] = []
         for team in teams or self.layout.tensor_groups():
@@ -142,7 +141,7 @@ class Rehearsal:
         return found[0]
 
     def run_of(self, stage: Stage, number: int = 0) -> StageRun:
-        """A run of a micro-batch, or of one of its slices, with random tensors for those of the stage's neighbors."""
+        """A run of a micro-batch, or of one of its slices, with random stage input and output gradient."""
 
         def random(index: int, size: float) -> Tensor:
             spec = self.outputs[index] if self.slices is None else self.slices.spec(self.outputs[index], number)
@@ -151,15 +150,15 @@ class Rehearsal:
         tensor = self.tokens[number] if stage.index == 0 else random(stage.index - 1, 1.0)
         if stage.index == len(self.outputs) - 1:
             return StageRun(stage, tensor, None, self.objective)
-        # A small gradient, since all runs add to the same ones.
+        # A small output gradient, since all runs accumulate weight gradients.
         return StageRun(stage, tensor, random(stage.index, 1e-6), None)
 
 
 def warm_up(rehearsal: Rehearsal) -> None:
-    """Run every stage forward and backward once, first on rank 0 and those that compute with it.
+    """Run every stage forward and backward once, first on rank 0's tensor-parallel group, then on the others.
 
-    What they compile is on disk when the others come. These wait as long as communication may take
-    (``World.timeout``), not as long as a tensor may in a step.
+    The others find the compiled code in the compiler's cache on disk. They wait at most ``World.timeout``, not the
+    shorter stall timeout of a step.
     """
     first = rehearsal.layout.tensor_groups()[0]
     others = [rank for rank in range(rehearsal.world.size) if rank not in first]
@@ -169,17 +168,17 @@ def warm_up(rehearsal: Rehearsal) -> None:
 
 
 class Exchange:
-    """Tensors between this rank and its neighbors in the pipeline.
+    """Messages between this rank and its neighbors in the pipeline.
 
     Args:
-        world: this process among the others.
+        world: this process and the others.
         transport: to the pipeline's other ranks.
         spec: of each tensor.
         layout: of the ranks.
 
     Attributes:
-        place: this rank's in its pipeline.
-        peers: the places of its neighbors; none in a pipeline of one rank.
+        place: this rank's pipeline rank.
+        peers: pipeline ranks of its neighbors; empty in a pipeline of one rank.
     """
 
     def __init__(self, world: World, transport: Transport, spec: TensorSpec, layout: Layout) -> None:
@@ -202,10 +201,10 @@ class Exchange:
             finish(transfer, self._world.timeout.total_seconds())
 
     def around(self, run: Callable[[], object], count: int) -> list[float]:
-        """Seconds of each of some runs with its messages, one from and one to each neighbor, as a row of 1F1B has them.
+        """Time ``count`` runs, each with one message from and one to each neighbor, as in the steady phase of 1F1B.
 
-        A tensor goes to the next rank for each forward and back for each backward, as in a step; what the threads
-        that move them take from the cores is part of the seconds, and so is what the rank itself does to post them.
+        Returns:
+            Seconds of each run, including the time to post messages, and the slowdown by the threads that move them.
         """
         times: list[float] = []
         under_way: list[UnderWay] = []
@@ -215,7 +214,7 @@ class Exchange:
             run()
             posted += [self.send(peer) for peer in self.peers]
             times.append(now(self._world.device) - begin)
-            # A run later, as in a step, where a message is on its way while the next micro-batch computes.
+            # One run later: in a step a message is under way while the next micro-batch computes.
             self.finish(*under_way)
             under_way = posted
         self.finish(*under_way)

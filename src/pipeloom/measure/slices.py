@@ -1,6 +1,6 @@
-"""Token slices: seconds of each behind the ones before it, and the lengths that suit this machine.
+"""Times token slices: those of a schedule, and slices of a few lengths and contexts with a fit through them.
 
-Lengths are measured at a few lengths and contexts, and chosen by the dynamic programme.
+The planner's dynamic program chooses slice lengths from the fit (``training/slices.py``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,15 +26,15 @@ _REPEATS = 5
 
 
 def profile_slices(rehearsal: Rehearsal) -> dict[int, list[Times]] | None:
-    """Time every slice of one micro-batch in every stage, each rank alone. Every rank calls it.
+    """Time every slice of one micro-batch in every stage, one tensor-parallel group after the other. Collective.
 
-    The halves of a backward are timed each where the stage splits it.
+    The halves of split backwards are timed separately.
 
     Args:
         rehearsal: of slices.
 
     Returns:
-        By stage of the first pipeline, of each slice, on rank 0; ``None`` elsewhere.
+        On rank 0, by stage of the first pipeline, the times of each slice; ``None`` elsewhere.
     """
     own = {index: rehearsal.in_turns(partial(_time, rehearsal, stage)) for index, stage in rehearsal.visits()}
     every: list[dict[int, list[Times]]] | None = rehearsal.world.gather(own)
@@ -42,7 +42,7 @@ def profile_slices(rehearsal: Rehearsal) -> dict[int, list[Times]] | None:
 
 
 def _time(rehearsal: Rehearsal, stage: Stage) -> list[Times]:
-    """Medians over a few micro-batches: all slices forward, then all back."""
+    """Medians over a few micro-batches: all forwards, then all backwards."""
     runs = {number: rehearsal.run_of(stage, number) for number in range(len(rehearsal.tokens))}
     clock, times = rehearsal.clock, list[list[Times]]()
     for _ in range(_REPEATS + 1):
@@ -51,10 +51,10 @@ def _time(rehearsal: Rehearsal, stage: Stage) -> list[Times]:
             begin = clock()
             run.forward(Portion(0, number))
             forward_s.append(clock() - begin)
-        # The last slice first: keys and values of the first one get gradients from all behind it.
+        # In reverse: earlier slices get gradients of their keys and values from later ones.
         backward_s = [run.backward(Portion(0, number), clock) for number, run in reversed(runs.items())]
         times.append([Times(one, *both) for one, both in zip(forward_s, reversed(backward_s), strict=True)])
-    # Without the first run, which allocates and fills caches.
+    # Without the first micro-batch, which allocates memory and warms caches.
     return [Times.medians(of_slice) for of_slice in zip(*times[1:], strict=True)]
 
 
@@ -62,10 +62,9 @@ def with_slices(profile: Profile, times: Mapping[int, Sequence[Times]], slices: 
     """The profile with costs of slices.
 
     Args:
-        profile: of whole micro-batches, complete: messages of a slice and its activations take their share of what
-            theirs take.
+        profile: of whole micro-batches; messages and moves of a slice take their share of its seconds.
         times: by stage, of each slice.
-        slices: how micro-batches are cut.
+        slices: lengths of the slices.
     """
     whole, stages = profile.costs, sorted(times)
     parts: list[StageCosts] = []
@@ -81,19 +80,19 @@ Point = tuple[int, int, float]
 
 
 class Latency(NamedTuple):
-    """Seconds of a slice of l tokens behind c: ``fixed + token l + pair l (c + l / 2)``, none of them negative."""
+    """Seconds of a slice of l tokens after c others: ``fixed + token l + pair l (c + l / 2)``; no term is negative."""
 
     fixed_s: float
     token_s: float
     pair_s: float
 
     def __call__(self, length: NDArray[np.float64], before: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Seconds of slices of so many tokens behind so many."""
+        """Seconds of slices of ``length`` tokens after ``before`` tokens."""
         return self.fixed_s + self.token_s * length + self.pair_s * length * (before + length / 2)
 
 
 def fitted(points: list[Point]) -> Latency:
-    """The latency that is nearest to some measured points, by relative errors."""
+    """Non-negative least-squares fit of the latency to measured points, in relative errors."""
     length, before, seconds = np.array(points, np.float64).T
     columns = np.stack([np.ones_like(length), length, length * (before + length / 2)], axis=1) / seconds[:, None]
     used = [0, 1, 2]
@@ -108,13 +107,13 @@ def fitted(points: list[Point]) -> Latency:
 
 
 def measured(stage: Transformer, make: Callable[[int], Tensor], num_tokens: int) -> list[Point]:
-    """Forward and backward of a stage, at a few lengths, at the beginning and the end of sequences.
+    """Time forward and backward of slices of a few lengths, at the beginning and the end of sequences.
 
-    All of it on this rank, without the ranks that it shares matrices with.
+    Runs on this rank alone, without tensor parallelism.
 
     Args:
-        stage: on its device, with every matrix that it needs.
-        make: inputs of so many tokens.
+        stage: on its device, with a borrowed matrix if it needs one.
+        make: makes a stage input of so many tokens.
         num_tokens: of a sequence.
     """
     lengths = sorted({max(1, num_tokens // share) for share in (1, 2, 4, 8)})
@@ -123,7 +122,7 @@ def measured(stage: Transformer, make: Callable[[int], Tensor], num_tokens: int)
 
 
 def _seconds(stage: Transformer, room: int, context: Tensor, tensor: Tensor) -> float:
-    """Median seconds of a slice behind others, which go forward before each run."""
+    """Median seconds of a slice after a context, whose untimed forward precedes each run."""
     caches: list[KeyValueCache] = []
 
     def prepare() -> None:

@@ -1,4 +1,4 @@
-"""Measured costs: how long this machine takes for each stage, alone and when all ranks compute at once."""
+"""Profiles the stages of a run: seconds of each stage, alone and while all ranks compute."""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -26,16 +26,15 @@ _MESSAGES = 24
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured.
+    """Measured costs of a run.
 
     Attributes:
-        costs: seconds of each stage, computing alone; of a transfer, while the ranks that have no part in it compute;
-            of each stage's collectives, while all ranks compute.
-        host_by_rank: for each pipeline rank its host, by name; ranks of the same name share one.
-        capacity_by_host: ranks of one pipeline that the host serves at full speed when all its ranks compute at once;
-            below their number where they share cores, caches or memory, with each other or with other replicas.
-        slices: for each token slice its seconds in each stage, behind the ones before it; empty where micro-batches are
-            not cut.
+        costs: seconds of each stage, computing alone; of a transfer, while all other ranks compute; of each stage's
+            collectives, while all ranks compute.
+        host_by_rank: host name of each pipeline rank.
+        capacity_by_host: by host name, the number of ranks of one pipeline that the host could serve at full speed:
+            below their number if ranks share cores, caches or memory, also with other replicas.
+        slices: for each token slice its seconds in each stage; empty without token slices.
     """
 
     costs: StageCosts
@@ -45,7 +44,7 @@ class Profile:
 
     @property
     def action_costs(self) -> ActionCosts:
-        """Of the actions of the schedule."""
+        """Costs for the simulator."""
         return SliceCosts(self.costs, self.slices) if self.slices else self.costs
 
 
@@ -58,14 +57,17 @@ def timed(costs: StageCosts, times: Sequence[Times]) -> StageCosts:
 
 
 def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> Profile | None:
-    """Time forward and backward of one micro-batch for every stage of the pipeline, its gather and its reduction.
+    """Time forward, backward, weight gather and gradient reduction of every stage of the pipeline. Collective.
 
-    The halves of a backward are timed each where the stage splits it.
+    The halves of split backwards are timed separately.
 
-    For one stage of each rank after the other: its weights are gathered; the ranks take turns, so that each is timed
-    alone, or with the tensor-parallel ranks that it computes with, while it holds micro-batches as in a step; then two
-    exchange tensors while the others compute; then all compute and exchange at once, which shows how much they slow
-    each other down. Last the stage's collectives are timed while all compute, as in a step. Every rank calls it.
+    Repeated for each stage of a rank:
+
+    1. its weights are all-gathered;
+    2. one tensor-parallel group after the other is timed alone, with as many micro-batches in flight as in a step;
+    3. the first two ranks exchange tensors while the others compute (only for the first stage);
+    4. all ranks compute and exchange messages at once, which shows how much they slow each other down;
+    5. the stage's collectives are timed while all ranks compute.
 
     Args:
         rehearsal: of whole micro-batches; the profile is of the first pipeline.
@@ -84,10 +86,10 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
         run = partial(rehearsal.run_of(stage), rehearsal.clock)
         one, alone[index] = rehearsal.in_turns(partial(_time_alone, run, most_held(rehearsal.schedule, index)))
         load = _Load(world, run, sum(one))
-        if len(alone) == 1:  # every boundary has the shape of the first one
+        if len(alone) == 1:  # messages have the same shape at every stage boundary
             takes_part = exchange.place <= 1 and layout.coordinates(world.rank).data == 0
             transfer_s = _time_transfer(exchange, load, takes_part=takes_part) if exchange.peers else 0.0
-        # Ranks that share cores slow each other down by up to their number; half of it is taken as the likely factor.
+        # Ranks that share cores slow each other down by a factor of up to their number; half of it is assumed.
         count = max(1, load.num_runs(_CROWD_S / len(rehearsal.stages) / max(1, world.size / 2)))
         world.wait_for_all()
         times = exchange.around(run, count)
@@ -101,14 +103,14 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank measured.
+    """Measurements of one rank.
 
     Attributes:
         host: its name.
-        alone: by stage its times.
-        slowdown: in the crowd.
-        transfer_s: seconds of a transfer.
-        collective_s: by stage seconds of gather and reduction.
+        alone: times by stage, computing alone.
+        slowdown: factor by which stages are slower while all ranks compute.
+        transfer_s: seconds of a message.
+        collective_s: by stage, seconds of weight gather and gradient reduction.
     """
 
     host: str
@@ -128,46 +130,45 @@ def _joined(parts: Sequence[_Part], pipeline: Sequence[int], has_own_device: boo
     for host in set(hosts):
         slowdowns = [part.slowdown for part in parts if part.host == host]
         num_ranks = len(slowdowns)
-        # n ranks that slow each other down by a mean factor do the work of n / factor.
+        # n ranks with a mean slowdown s do the work of n / s ranks.
         served = num_ranks if has_own_device else min(num_ranks, num_ranks * num_ranks / sum(slowdowns))
-        capacity[host] = served * hosts.count(host) / num_ranks  # replicas do the same at the same time
+        capacity[host] = served * hosts.count(host) / num_ranks  # this pipeline's share among the replicas
     around = StageCosts((), (), own[0].transfer_s, unshard_s, reduce_s)
     return Profile(timed(around, times), tuple(hosts), capacity)
 
 
 def _time_alone(run: Callable[..., Times], held: int) -> tuple[Times, Times]:
-    """The times of a micro-batch by itself, and of one while so many are held."""
+    """Times of a micro-batch by itself, and with ``held`` micro-batches in flight."""
 
     def repeated(repeats: int, held: int) -> Times:
-        run(held=held)  # allocates, and fills caches
+        run(held=held)  # allocates, and warms caches
         return Times.medians([run(held=held) for _ in range(repeats)])
 
     one = repeated(_REPEATS, 1)
-    # Of more that are held at once, fewer runs are as many measurements.
+    # A run with several micro-batches is that many measurements.
     return one, one if held == 1 else repeated(-(-_REPEATS // held), held)
 
 
 @dataclass(frozen=True)
 class _Load:
-    """What all ranks compute meanwhile: one forward and backward, and its seconds alone."""
+    """Background compute on all ranks: one forward and backward, and its seconds alone."""
 
     world: World
     run: Callable[[], object]
     run_s: float
 
     def num_runs(self, seconds: float) -> int:
-        """How many fill a time, the same number on all ranks, which call it together."""
+        """Number of runs that take so many seconds, averaged over the ranks. Collective."""
         total_s, run_s = self.world.sum([seconds, self.run_s])
         return round(total_s / run_s)
 
 
 def _time_transfer(exchange: Exchange, load: _Load, *, takes_part: bool) -> float:
-    """Seconds of one tensor between the first two ranks, half of there and back, while all other ranks compute.
+    """Seconds of one message between the first two ranks: half of a round trip, while all other ranks compute.
 
-    0 on other ranks. On a host whose cores are all busy a message is taken up late, so the time on an idle host would
-    be too short.
+    0 on other ranks. On busy cores a message is received late, so the time on an idle host would be too short.
     """
-    num_runs = max(1, load.num_runs(_CROWD_S / 2))  # tensor-parallel ranks run together
+    num_runs = max(1, load.num_runs(_CROWD_S / 2))  # the same on all ranks, since tensor-parallel ranks run together
     if not takes_part:
         for _ in range(num_runs):
             load.run()
@@ -178,15 +179,14 @@ def _time_transfer(exchange: Exchange, load: _Load, *, takes_part: bool) -> floa
         for act in (exchange.send, exchange.receive) if exchange.place == 0 else (exchange.receive, exchange.send):
             exchange.finish(act(1 - exchange.place))
         times.append((now(load.world.device) - begin) / 2)
-    # The first ones find connections and caches cold.
+    # Without the first ones, which warm up connections and caches.
     return mean(times[_MESSAGES // 4 :])
 
 
 def _time_collectives(rehearsal: Rehearsal, clock: Clock, stage: int, load: _Load) -> tuple[float, float]:
-    """Seconds of gathering a stage's weights and of reducing its gradient; 0 for what the schedule does not do.
+    """Seconds of gathering a stage's weights and of reducing its gradient; 0 for actions that the schedule lacks.
 
-    All ranks do it at once, each with its own group, and compute meanwhile. The stage's weights are here, and what a
-    gather brings is what they are.
+    All ranks do it at once, each in its own group, while they compute. Weights stay unchanged.
     """
     parallel, row = rehearsal.data_parallel, rehearsal.schedule.facts.row
 
@@ -203,7 +203,7 @@ def _time_collectives(rehearsal: Rehearsal, clock: Clock, stage: int, load: _Loa
 
 
 def _time_under_load(clock: Clock, start: Callable[[], UnderWay], load: _Load) -> float:
-    """Median seconds of a collective on its lane, while the rank computes for at least twice as long as it takes."""
+    """Median seconds of a collective on its lane, while the rank computes for at least twice as long."""
 
     def seconds(num_runs: int) -> float:
         load.world.wait_for_all()
@@ -214,15 +214,15 @@ def _time_under_load(clock: Clock, start: Callable[[], UnderWay], load: _Load) -
         clock.settle()
         return clock.seconds(collective.end) - clock.seconds(collective.begin)
 
-    seconds(0)  # connects, and allocates
+    seconds(0)  # connects and allocates
     num_runs = 1 + load.num_runs(2 * seconds(0))
     return median(seconds(num_runs) for _ in range(_REPEATS))
 
 
 def most_held(schedule: Schedule, stage: int) -> int:
-    """The most micro-batches whose activations a stage holds at once in a schedule, up to those that are timed at once.
+    """Peak number of micro-batches in flight on a stage, limited to ``_MOST_HELD``.
 
-    One where any are moved or recomputed: memory is short then.
+    1 if the schedule moves or recomputes activations, since memory is short then.
     """
     row = schedule.rows[schedule.placement.rank_by_stage[stage]]
     if schedule.facts.row.is_kind(Kind.RECOMPUTE, *OUT_OF).any():

@@ -1,4 +1,4 @@
-"""Seconds of work outside a step, on CPUs and CUDA devices: one run, a few, or as many as make a median steady."""
+"""Times work outside a step, on CPUs and CUDA devices: a few runs, or as many as a stable median needs."""
 
 import time
 from collections.abc import Callable
@@ -12,35 +12,34 @@ from pipeloom.execute.processes.world import World
 from pipeloom.measure.findings import Timing
 
 Run = Callable[[], object]
-"""What is timed, once."""
+"""One run of the timed work."""
 
 Now = Callable[[], float]
-"""Seconds on a clock: ``now`` of a device, or CPU time, which other programs do not change."""
+"""Seconds on a clock: ``now`` of a device, or CPU time, which excludes other programs."""
 
 Sample = Callable[[int], float]
-"""Seconds of one run, from so many in a row."""
+"""Number of consecutive runs -> seconds of one run."""
 
 SAMPLE_S = 2e-3
-"""A sample of something short is as many runs in a row as take this long."""
+"""A sample of short work has as many consecutive runs as take this long."""
 STEADY = 0.01
-"""Relative standard error of the median at which it is steady."""
+"""Relative standard error at which a median is stable."""
 LEAST, MOST = 5, 200
-"""Samples of a measurement; the time available may end it after two."""
+"""Samples of a measurement; the time budget may end it after two."""
 MOST_RUNS = 200
-"""In a sample. Fewer than a CUDA stream takes before it makes the host wait (about a thousand)."""
+"""Runs in a sample; fewer than a CUDA stream queues before the host has to wait (about a thousand)."""
 
 
 class Stopwatch:
-    """The clock of a number of measurements that share a time budget evenly; what one leaves over the later ones get.
+    """Repeats a number of measurements that share a time budget evenly; unused time passes to later ones.
 
-    Every rank makes the same measurements in the same order: all of them run, and rank 0 alone decides how often.
-    So whatever is measured is measured with all processes at work.
+    All ranks make the same measurements in the same order, at the same time; rank 0 decides how often.
 
     Args:
-        world: this process among the others.
+        world: this process and the others.
         budget_s: for all measurements.
-        count: how many there will be.
-        show: called with what is measured next.
+        count: number of measurements.
+        show: called with the name of each measurement before it begins.
     """
 
     def __init__(self, world: World, budget_s: float, count: int, show: Callable[[str], None]) -> None:
@@ -52,17 +51,17 @@ class Stopwatch:
 
     @property
     def core_share(self) -> float:
-        """CPU time of this process by time, in all samples so far."""
+        """CPU time of this process divided by wall-clock time, over all samples so far."""
         return self._cpu_s / self._wall_s if self._wall_s else 1.0
 
     def time(self, what: str, sample: Sample) -> Timing:
-        """Measure; the result of rank 0 is the one that counts."""
+        """Make one measurement, named ``what``. Collective; callers use the result of rank 0."""
         self._show(what)
         share_s = (self._end_s - time.perf_counter()) / max(1, self._left)
         self._left -= 1
         self.world.wait_for_all()
         begin_s = time.perf_counter()
-        sample(1)  # allocates, connects, fills caches
+        sample(1)  # allocates, connects, warms caches
         runs = self.world.broadcast(min(MOST_RUNS, max(1, round(SAMPLE_S / max(sample(1), 1e-9)))), 0)
         times_s: list[float] = []
         while True:
@@ -75,11 +74,11 @@ class Stopwatch:
                 return Timing.of(times_s)
 
     def agree(self, is_so: bool) -> bool:
-        """What rank 0 thinks."""
+        """Rank 0's value of a condition, on all ranks."""
         return bool(self.world.broadcast(int(is_so), 0))
 
     def skip(self, count: int) -> None:
-        """So many measurements that were announced are not made."""
+        """Leave out so many of the announced measurements."""
         self._left -= count
         for _ in range(count):
             self._show("")
@@ -90,10 +89,10 @@ def _is_steady(times_s: list[float]) -> bool:
 
 
 def on_device(device: torch.device, run: Run) -> Sample:
-    """Times what the device does, without the host's time to launch it where these are apart.
+    """Time work of the device; on CUDA without the host's launch overhead.
 
-    On CUDA the stream is given something long first, so that the kernels to be timed stand in a queue when the
-    first of them starts: events around them see no gap that the host leaves.
+    On CUDA a long kernel runs first, so that the timed kernels are queued before the first of them starts, and the
+    events around them include no gaps.
     """
     if device.type != "cuda":
         return on_host(device, run)
@@ -101,7 +100,7 @@ def on_device(device: torch.device, run: Run) -> Sample:
     def sample(runs: int) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         left, right, out = _long_product(device)
-        # A few milliseconds on the fastest GPUs, in which the host launches all runs of a sample.
+        # A few milliseconds on the fastest GPUs, enough for the host to launch all runs of a sample.
         for _ in range(3):
             torch.mm(left, right, out=out)
         begin.record()
@@ -115,18 +114,18 @@ def on_device(device: torch.device, run: Run) -> Sample:
 
 
 def on_host(device: torch.device, run: Run) -> Sample:
-    """Times what the host does: on a CPU all, on CUDA the launches alone."""
+    """Time work of the host: execution on a CPU, launches on CUDA."""
     return sample_of(run, partial(now, device), time.perf_counter)
 
 
 def sample_of(run: Run, begin: Now, end: Now | None = None, factor: float = 1.0) -> Sample:
-    """Times runs in a row.
+    """Time consecutive runs.
 
     Args:
-        run: once.
-        begin: the clock.
-        end: the same clock, read otherwise behind the last run; ``None``: as before the first one.
-        factor: of the seconds.
+        run: the work.
+        begin: the clock, read before the first run.
+        end: the clock as read after the last run, for example without synchronization; ``None``: ``begin``.
+        factor: applied to the seconds.
     """
 
     def sample(runs: int) -> float:
@@ -140,13 +139,13 @@ def sample_of(run: Run, begin: Now, end: Now | None = None, factor: float = 1.0)
 
 @lru_cache(maxsize=1)
 def _long_product(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Operands of a product of a TFLOP: a millisecond or more on any GPU there is."""
+    """Operands of a product of 1.1 TFLOP, about a millisecond on the fastest GPUs."""
     left, right, out = (torch.randn(8192, 8192, device=device, dtype=torch.float16) for _ in range(3))
     return left, right, out
 
 
 def now(device: torch.device) -> float:
-    """Seconds on the host's clock when the device has done all that it was given."""
+    """Synchronize the device, and return seconds on the host's clock."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -155,13 +154,13 @@ def now(device: torch.device) -> float:
 def median_seconds(
     run: Callable[[], object], repeats: int, device: torch.device, before: Callable[[], object] | None = None
 ) -> float:
-    """Median of some runs behind a first one, which does not count: it allocates, and fills caches.
+    """Median seconds of some runs, after an uncounted one, which allocates and warms caches.
 
     Args:
-        run: what is timed.
-        repeats: how many runs count, at least 1.
-        device: that the work is done on.
-        before: called before each run, and not timed.
+        run: the work.
+        repeats: number of counted runs, at least 1.
+        device: that runs the work.
+        before: called before each run, not timed.
     """
     times: list[float] = []
     for _ in range(repeats + 1):

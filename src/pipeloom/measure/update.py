@@ -1,4 +1,4 @@
-"""What follows a step's pipeline, on copies of weights: the norm of the gradient, clipping, the optimizer."""
+"""The update after a step's pipeline, on copies of the weights: gradient norm, clipping, optimizer step."""
 
 from collections.abc import Callable, Iterable
 
@@ -9,17 +9,17 @@ from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.clipping import clip_gradients, squared_gradient_norm
 
 MakeOptimizer = Callable[[list[nn.Parameter], list[nn.Parameter]], torch.optim.Optimizer]
-"""(parameters whose weights decay, those whose weights do not) -> optimizer of a run."""
+"""(parameters with weight decay, parameters without) -> optimizer of a run."""
 
 
 class Update:
     """An update of all parameters of a rank.
 
     Args:
-        make: the optimizer.
-        clip_grad_norm: largest norm of the gradient.
-        parts: parameters whose weights decay, and those whose weights do not; they stay as they are.
-        world: this process among the others.
+        make: makes the optimizer.
+        clip_grad_norm: limit of the gradient norm.
+        parts: parameters with weight decay, and those without; they stay unchanged.
+        world: this process and the others.
 
     Attributes:
         size: number of parameters.
@@ -38,12 +38,12 @@ class Update:
         self.size = sum(copy.numel() for copy in self._copies)
 
     def fill_gradients(self) -> None:
-        """Give every gradient values that are large enough to be clipped."""
+        """Fill all gradients with values large enough to be clipped."""
         for gradient in self._gradients:
             gradient.fill_(1.0)
 
     def step(self) -> None:
-        """Norm over all ranks, which call this together, clipping and the optimizer's rule."""
+        """Compute the norm over all ranks, clip, and do an optimizer step. Collective."""
         squares = self._world.sum([0.0, squared_gradient_norm(self._gradients)])[1]
         clip_gradients(self._copies, squares**0.5, self._limit)
         self._optimizer.step()

@@ -1,4 +1,4 @@
-"""The network: a transformer to read, and its stages. Contains no rank and no schedule."""
+"""The network: a transformer and its stages. Independent of ranks and schedules."""
 
 from pipeloom.model.cross_entropy import SplitVocabulary
 from pipeloom.model.key_values import KeyValueCache

@@ -1,13 +1,13 @@
-"""Gradients of weights for later: a backward that computes the gradient of its input and files what the weights' needs.
+"""Deferred weight gradients, for split backwards (arXiv 2401.10241, section 2).
 
-A split backward (arXiv 2401.10241, section 2) makes the gradient of a stage's input first, since another stage waits
-for it, and those of its weights whenever the rank has time. Layers here whose ``defers`` is set take part: their
-backward returns the gradient of the input alone, and files the layer's input and the gradient of its output under the
-weight (``filing``); ``Filed.add`` makes the weight's gradient of these. Autograd keeps nothing in between.
+The first half of a split backward computes the gradient of the stage input, for which another stage waits; the second
+half computes the weight gradients, whenever the rank has time. In the first half, layers with ``defers`` return only
+the gradient of their input, and record their input and output gradient (``filing``). In the second half ``Filed.add``
+computes the weight gradients from these. Autograd keeps nothing in between.
 
-As a program runs it, that is an ``autograd.Function``. ``torch.compile`` cannot look into its backward, which has an
-effect, so that compiled code calls operators instead: opaque ones, without a break of the graph. What is compiled
-assumes that nobody keeps the tensors that it gives an operator and uses their memory again; these file copies.
+In eager mode this is an ``autograd.Function``. ``torch.compile`` cannot trace its backward, which has a side effect, so
+compiled code calls opaque custom operators instead, without a graph break. Compiled code reuses the memory of an
+operator's inputs, so the operators record copies.
 """
 
 import threading
@@ -21,41 +21,43 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 run_backward = torch.autograd.Variable._execution_engine.run_backward  # noqa: SLF001
-"""What ``torch.autograd.backward`` comes to. That checks shapes first, which takes as long as a small stage's backward;
-here both ends of every boundary have agreed on them."""
+"""The core of ``torch.autograd.backward``, without its checks of shapes, which take as long as a small stage's
+backward. Both ends of every stage boundary have compared shapes before."""
 
 
 class Defers:
-    """A module that can leave the gradients of its weights for later.
+    """A module that can defer its weight gradients.
 
     Attributes:
-        defers: whether it does, where gradients are computed at all.
+        defers: whether it does, if gradients are enabled.
     """
 
     defers: bool = False
 
 
 def defer(module: nn.Module) -> None:
-    """Let all parts of a module that can leave the gradients of their weights for later do so."""
+    """Defer the weight gradients of all parts of a module that support it."""
     for part in module.modules():
         if isinstance(part, Defers):
             part.defers = True
 
 
 def leaves_of(module: nn.Module) -> list[Tensor]:
-    """What a module's backward makes gradients for: its parameters, and a matrix that it has borrowed."""
-    # A borrowed matrix is no parameter of the module (it belongs to the first stage), but gets a gradient here as well.
+    """The tensors that get gradients in a module's backward: its parameters, and a borrowed tied matrix.
+
+    The latter belongs to the first stage, so it is no parameter of the module.
+    """
     borrowed = getattr(module, "borrowed", None)
     return [*module.parameters(), *([] if borrowed is None else [borrowed])]
 
 
 @dataclass(frozen=True)
 class Filed:
-    """What the gradient of one weight is made of.
+    """Operands of one deferred weight gradient.
 
     Attributes:
-        leaf: the weight; its values are not needed any more.
-        taken: of a linear layer its input, [..., in]; of an embedding the int64 indices that were looked up, [...].
+        leaf: the weight; its values are no longer needed.
+        taken: input of a linear layer, [..., in], or int64 indices of an embedding, [...].
         gradient: of the output, [..., out].
     """
 
@@ -70,27 +72,23 @@ class Filed:
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
-        """The tensors that are kept for this; indices are the batch's and not counted."""
+        """The tensors kept for this, without indices, which are part of the batch."""
         return (self.gradient,) if self.is_lookup else (self.taken, self.gradient)
 
     def add(self) -> None:
-        """Make the weight's gradient and add it to what there is.
-
-        Added to ``grad`` in place where there is one, by the product itself; otherwise as autograd does it, hooks
-        included.
-        """
+        """Compute the weight's gradient; add it to ``grad`` in place if there is one, else through autograd's hooks."""
         rows, total = self.gradient.flatten(0, -2), self.leaf.grad
         if self.is_lookup:
             self._add_rows(rows, total)
         elif total is None:
             add_to_leaves([self.leaf], [rows.t() @ self.taken.flatten(0, -2)])
         else:
-            # The product adds to the sum by itself (beta = 1): no tensor of the weight's size in between.
+            # addmm adds in place, without a temporary tensor of the weight's size.
             total.addmm_(rows.t(), self.taken.flatten(0, -2))
 
     def _add_rows(self, rows: Tensor, total: Tensor | None) -> None:
         if total is not None:
-            # A token may occur several times in a batch. `total[taken] += rows` would add only one of its rows.
+            # A token may occur several times in a batch; `total[taken] += rows` would add only one of its rows.
             total.index_add_(0, self.taken.flatten(), rows)
             return
         found = rows.new_zeros(self.leaf.shape)
@@ -98,20 +96,20 @@ class Filed:
 
 
 def add_to_leaves(leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Add gradients to ``grad`` as a backward would, hooks included."""
+    """Add gradients to ``grad`` as a backward would, with hooks."""
     if leaves:
-        # The root of a leaf is its AccumulateGrad node, so hooks run that sum bfloat16 gradients in float32.
+        # The backward of a leaf is its AccumulateGrad node, with the hooks that sum bfloat16 gradients in float32.
         run_backward(tuple(leaves), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 _open: dict[int, dict[int, tuple[Tensor, list[Filed]]]] = {}
-"""Thread -> address of a weight -> the weight, and where its backward files. Ranks that take turns in one process have
-a thread each, and are between the first and the last layer of a backward at the same time."""
+"""By thread and address of a weight: the weight, and the list that its backward appends to. By thread, because the
+ranks of in-process tests have a thread each and run backwards at the same time."""
 
 
 @contextmanager
 def filing(leaves: Iterable[Tensor]) -> Iterator[list[Filed]]:
-    """Meanwhile deferring layers with these weights, which are here, file; yields where."""
+    """Collect the deferred gradients of these weights from backwards inside the context; yields the list."""
     filed: list[Filed] = []
     _open[threading.get_ident()] = {leaf.data_ptr(): (leaf, filed) for leaf in leaves}
     try:
@@ -121,34 +119,34 @@ def filing(leaves: Iterable[Tensor]) -> Iterator[list[Filed]]:
 
 
 def _file(weight: Tensor, taken: Tensor, gradient: Tensor) -> None:
-    assert _open, "a layer defers the gradient of its weight, and nobody keeps what it is made of"
+    assert _open, "a layer defers its weight gradient outside `filing`"
     here = _open.get(threading.get_ident())
-    if here is None:  # a thread of autograd's for a device; one stage runs backward at a time then
+    if here is None:  # autograd's thread of a CUDA device; only one stage runs a backward then
         (here,) = _open.values()
     leaf, filed = here[weight.data_ptr()]
-    filed.append(Filed(leaf, taken.detach(), gradient))  # what autograd returns to a backward keeps its graph
+    filed.append(Filed(leaf, taken.detach(), gradient))  # detached: a saved tensor keeps its graph alive
 
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Linear layers of one input, which is kept once for all; their weights' gradients are for later.
+    """Linear layers with a common input, which is kept once for all, and with deferred weight gradients.
 
     Args:
         x: [..., in].
         weights: [out, in] of each layer.
-        biases: [out] of each layer, or none at all. Their gradients are not deferred: a sum each.
+        biases: [out] of each layer, or empty. Their gradients, which are cheap sums, are not deferred.
 
     Returns:
         [..., out] of each layer.
     """
-    # A custom operator costs more per call than an autograd.Function (266 to 123 microseconds, docs/decisions/0023).
+    # A call of a custom operator takes 266 us, of an autograd.Function 123 us (docs/decisions/0023).
     if torch.compiler.is_compiling():
         return _linears_op(x, list(weights), list(biases))
     return _Linears.apply(x, len(weights), *weights, *biases)
 
 
-@torch.compiler.disable  # its operator would have no output, and none is kept that has none
+@torch.compiler.disable  # its backward operator would have no output, and would be eliminated as dead code
 def lookup(indices: Tensor, weight: Tensor) -> Tensor:
-    """Rows of an embedding, [..., H]; the gradient of its weight, [V, H], is for later."""
+    """Rows of an embedding, [..., H]; the gradient of its weight, [V, H], is deferred."""
     return _Lookup.apply(indices, weight)
 
 
@@ -159,7 +157,7 @@ def _outputs(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> 
 
 def _input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """Sum of the layers' gradients for their common input."""
-    # One tensor to which the other products are added, not one for each layer and their sum.
+    # Accumulated in one tensor, without temporaries.
     total = gradients[0] @ weights[0]
     rows = total.view(-1, total.shape[-1])
     for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
@@ -215,7 +213,7 @@ def _(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:  
 
 @torch.library.custom_op("pipeloom::linears_backward", mutates_args=())
 def _linears_backward_op(gradients: list[Tensor], x: Tensor, weights: list[Tensor]) -> Tensor:
-    # Copies, since the compiler plans memory as if an operator kept none of its inputs, and writes over them.
+    # Copies: the compiler assumes that an operator keeps none of its inputs, and overwrites their memory.
     kept = x.clone()
     for weight, gradient in zip(weights, gradients, strict=True):
         _file(weight, kept, gradient.clone())
@@ -224,7 +222,7 @@ def _linears_backward_op(gradients: list[Tensor], x: Tensor, weights: list[Tenso
 
 @_linears_backward_op.register_fake
 def _(gradients: list[Tensor], x: Tensor, weights: list[Tensor]) -> Tensor:  # noqa: ARG001
-    # Not empty_like: the operator returns a contiguous product, whatever the strides of x are.
+    # Not empty_like: the operator's result is contiguous whatever the strides of x.
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 

@@ -1,9 +1,9 @@
 """Keys and values of the earlier token slices of a sequence, and the gradients that they collect in the backward.
 
-A token attends to the tokens before it, so a stage may run a sequence slice by slice if attention keeps its keys and
-values (TeraPipe, arXiv 2102.07988, section 3.2). Slices go forward in order and back in reverse. What a later slice's
-backward finds for the keys and values of earlier ones is kept, and becomes part of the gradient that those give to
-their own projections: the sum is that of the whole sequence.
+A token attends to the tokens before it, so a stage can run a sequence slice by slice if attention caches its keys and
+values (TeraPipe, arXiv 2102.07988, section 3.2). Forwards run in order, backwards in reverse. The backward of a later
+slice accumulates gradients of the keys and values of earlier ones, which the earlier slices' backwards add to their
+own. The total is the gradient of the whole sequence.
 
 Letters of shapes are those of ``model.transformer``; S is the number of tokens up to the end of a slice.
 """
@@ -18,11 +18,13 @@ from torch import Tensor
 
 
 class KeyValueCache:
-    """Of one micro-batch, of sequences of so many tokens, in the layers of one stage.
+    """Keys and values of one micro-batch in the layers of one stage.
+
+    Args:
+        num_tokens: of a whole sequence.
 
     Attributes:
-        begin: position of the next slice's first token: behind the slice before it, unless it is set to that of one
-            which goes forward again.
+        begin: position of the next slice's first token. Set it back before an earlier slice is recomputed.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -31,26 +33,26 @@ class KeyValueCache:
         self._kept: dict[str, tuple[_Kept, _Kept]] = defaultdict(lambda: (_Kept(num_tokens), _Kept(num_tokens)))
 
     def take(self, num_tokens: int) -> int:
-        """Note that a slice of so many tokens goes forward; the position of its first one."""
+        """Advance ``begin`` by a slice of so many tokens; returns the position of its first token."""
         assert self.begin + num_tokens <= self.num_tokens, "more tokens than the sequences have"
         begin, self.begin = self.begin, self.begin + num_tokens
         return begin
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
+        """Allocated bytes of all keys and values."""
         return sum(one.nbytes for pair in self._kept.values() for one in pair)
 
     def earlier(self, layer: str, begin: int) -> "EarlierTokens":
-        """What the attention of a layer takes for a slice that begins at a position."""
+        """The keys and values before position ``begin``, for the attention of a layer."""
         return EarlierTokens(*self._kept[layer], begin)
 
 
 class EarlierTokens(NamedTuple):
-    """Keys and values of one layer of the tokens before a slice.
+    """Cached keys and values of one layer, of the tokens before a slice.
 
     Attributes:
-        keys, values: what is kept.
+        keys, values: caches.
         begin: position of the slice's first token.
     """
 
@@ -59,9 +61,9 @@ class EarlierTokens(NamedTuple):
     begin: int
 
     def extend(self, key_BKTD: Tensor, value_BKTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all tokens up to the end of the slice, [B, K, S, D], from the slice's own.
+        """Add the slice's keys and values; returns those of all tokens up to its end, [B, K, S, D].
 
-        A second time with the same ones, as a recomputation has it, changes nothing.
+        Idempotent, for recomputation.
         """
         key_BKSD = _Extend.apply(key_BKTD, self.keys, self.begin)
         value_BKSD = _Extend.apply(value_BKTD, self.values, self.begin)
@@ -69,10 +71,10 @@ class EarlierTokens(NamedTuple):
 
 
 class _Kept:
-    """Keys, or values, of a layer in one tensor for the whole sequence, filled from its beginning.
+    """Keys, or values, of a layer in one tensor for the whole sequence.
 
-    So every slice's attention saves a view of the same memory; what it has seen is never written again with other
-    numbers. The writing is hidden from autograd, since it would take any write for a change of what it saved.
+    Every slice's attention saves a view of the same memory. Values are never overwritten by others, so writes are
+    hidden from autograd, which would report saved tensors as modified.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -82,32 +84,32 @@ class _Kept:
 
     @property
     def nbytes(self) -> int:
-        """Bytes for the whole sequence; 0 before the first slice."""
+        """Allocated bytes, for the whole sequence; 0 before the first slice."""
         return 0 if self._whole_BTKD is None else self._whole_BTKD.nbytes
 
     def write(self, own_BKTD: Tensor, begin: int) -> Tensor:
-        """Add the slice's own; all up to its end, a view."""
+        """Store the slice's own; returns a view of all up to its end."""
         if self._whole_BTKD is None:
             sequences, heads, _, size = own_BKTD.shape
-            # Tokens before heads: slices are then contiguous along tokens, and the order is that of attention's output.
+            # Tokens before heads, the order of attention's output; slices are then contiguous along tokens.
             self._whole_BTKD = own_BKTD.new_empty(sequences, self._num_tokens, heads, size)
         end = begin + own_BKTD.shape[2]
-        # `data` has no version counter: otherwise the next slice's write would invalidate what earlier slices saved.
+        # `data` does not bump the version counter, so that writes do not invalidate tensors saved by earlier slices.
         whole_BTKD = self._whole_BTKD.data
         whole_BTKD[:, begin:end].copy_(own_BKTD.transpose(1, 2))
         return whole_BTKD[:, :end].transpose(1, 2)
 
     def add_gradient(self, gradient_BKSD: Tensor, begin: int) -> Tensor:
-        """Add what a slice's attention found to what later slices did; the sum for the slice's own, [B, K, T, D]."""
+        """Add a slice's gradient to that of later slices; returns the sum for the slice's own part, [B, K, T, D]."""
         total_BKSD = gradient_BKSD if self._gradient_BKSD is None else self._gradient_BKSD + gradient_BKSD
-        # The first slice has none before it: what was collected is complete and is freed.
+        # The first slice has none before it, so the gradient is freed.
         self._gradient_BKSD = total_BKSD[:, :, :begin] if begin else None
-        # A copy: a view would keep the earlier tokens' part as long as the slice's own waits for a second half.
+        # A copy: a view would keep the earlier tokens' part alive until the second half of a split backward.
         return total_BKSD[:, :, begin:].clone() if begin else total_BKSD
 
 
 class _Extend(torch.autograd.Function):
-    """A slice's keys or values -> those of all tokens up to its end."""
+    """From a slice's keys or values to those of all tokens up to its end."""
 
     @staticmethod
     def forward(*args: Any, **_: Any) -> Any:
@@ -120,15 +122,14 @@ class _Extend(torch.autograd.Function):
 
 
 def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """Which keys each of the last queries sees: those up to its own position, [queries, keys].
+    """Causal mask of the last queries of a sequence, aligned with its end, [queries, keys].
 
-    On a GPU it is a value that selects fused kernels; otherwise a matrix of bools.
+    A bool tensor on CPUs; on GPUs a bias object, with which PyTorch selects fused kernels.
     """
     if device.type == "cuda":
         from torch.nn.attention.bias import causal_lower_right
 
-        # A bias object instead of a matrix: with an explicit mask,
-        # scaled_dot_product_attention cannot use FlashAttention.
+        # With an explicit mask, scaled_dot_product_attention cannot use FlashAttention.
         return causal_lower_right(num_queries, num_keys)
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     return mask.tril(num_keys - num_queries)

@@ -1,7 +1,7 @@
-"""Layers whose parameters are split over tensor-parallel ranks. With one rank they are the layers of PyTorch.
+"""Tensor-parallel layers. With one rank they are the layers of PyTorch.
 
-Names are Megatron's, of a matrix that is multiplied from the right (``x A``): a column-parallel layer has some columns
-of ``A``, which are rows of PyTorch's weight.
+Names are Megatron's, for ``x A``: a rank of a column-parallel layer has some columns of ``A``, which are rows of
+PyTorch's weight.
 """
 
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ from pipeloom.model.tensor_parallel import TensorParallel, TensorSlice
 
 
 class Split:
-    """A module some of whose parameters are split.
+    """A module with split parameters.
 
     Attributes:
-        splits: for each of these, by name: the dim, its whole size, and the first index here.
+        splits: split parameters by name: the split dim, its whole size, and the first index on this rank.
     """
 
     splits: dict[str, tuple[int, int, int]]
 
     def reset_parameters(self) -> None:
-        """Nothing: ``build_stage`` draws all values by name, and PyTorch's own draws take seconds on meta tensors."""
+        """Do nothing: ``build_stage`` initializes all parameters, and PyTorch's own code is slow on meta tensors."""
 
     def slice_of(self, name: str, parameter: Tensor) -> TensorSlice:
-        """Where one of the module's parameters lies in the whole one."""
+        """This rank's slice of one of the module's parameters."""
         whole, begin = list(parameter.shape), [0] * parameter.ndim
         if name in self.splits:
             dim, whole[dim], begin[dim] = self.splits[name]
@@ -35,7 +35,7 @@ class Split:
 
 
 class ColumnParallelLinear(Split, nn.Linear, Defers):
-    """A linear layer whose rank computes some of the outputs, of which ``out_features`` are all ranks'."""
+    """A linear layer of which each rank computes some outputs; ``out_features`` counts those of all ranks."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, parallel: TensorParallel) -> None:
         own = parallel.share(out_features)
@@ -47,7 +47,7 @@ class ColumnParallelLinear(Split, nn.Linear, Defers):
 
 
 def project(x: Tensor, *layers: ColumnParallelLinear) -> Sequence[Tensor]:
-    """The outputs of layers that take the same input, which a backward that defers then keeps once for all."""
+    """The outputs of layers with a common input, which deferred weight gradients then keep once for all."""
     first = layers[0]
     if first.defers and torch.is_grad_enabled():
         biases = [layer.bias for layer in layers if layer.bias is not None]
@@ -56,23 +56,22 @@ def project(x: Tensor, *layers: ColumnParallelLinear) -> Sequence[Tensor]:
 
 
 def product(x: Tensor, weight: Tensor, *, defers: bool) -> Tensor:
-    """``x @ weight.T``; whether the gradient of the weight is for later."""
+    """``x @ weight.T``; ``defers`` leaves the weight's gradient for later (``model.deferred``)."""
     if defers and torch.is_grad_enabled():
         return linears(x, [weight], [])[0]
     return functional.linear(x, weight)
 
 
 class RowParallelLinear(Split, nn.Linear, Defers):
-    """A linear layer whose rank has some of the inputs; outputs are summed over the ranks.
+    """A linear layer of which each rank takes some inputs; outputs are summed over the ranks.
 
-    ``in_features`` are those of all ranks. Every rank has the whole bias.
+    ``in_features`` counts those of all ranks. Every rank has the whole bias.
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, parallel: TensorParallel) -> None:
         own = parallel.share(in_features)
         super().__init__(len(own), out_features, bias=bias)
-        # The bias is not split: it is added once, after the sum. Each rank
-        # adding it before would count it `size` times.
+        # The bias is replicated and added after the sum; before it, it would count `size` times.
         self.splits = {"weight": (1, in_features, own.start)}
         self._parallel = parallel
 
@@ -85,14 +84,14 @@ class RowParallelLinear(Split, nn.Linear, Defers):
 
 
 class Lookup(nn.Embedding, Defers):
-    """An embedding, some rows of which are looked up."""
+    """An embedding that can defer its weight gradient."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002, D102
         return lookup(input, self.weight) if self.defers and torch.is_grad_enabled() else super().forward(input)
 
 
 class VocabParallelEmbedding(Split, Lookup):
-    """An embedding whose rank has the rows of some tokens; the others are zero before the sum over the ranks."""
+    """An embedding of which each rank has the rows of some tokens; others give zeros, and ranks are summed."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, parallel: TensorParallel) -> None:
         self.own = parallel.share(num_embeddings)
@@ -104,6 +103,6 @@ class VocabParallelEmbedding(Split, Lookup):
         if self._parallel.size == 1:
             return super().forward(input)
         elsewhere = (input < self.own.start) | (input >= self.own.stop)
-        # Row 0 stands in for tokens of other ranks, since an index out of range is an error; its vectors become zeros.
+        # Tokens of other ranks look up row 0, since an index out of range is an error, and become zeros.
         vectors = super().forward((input - self.own.start).masked_fill(elsewhere, 0))
         return self._parallel.leave(vectors.masked_fill(elsewhere.unsqueeze(-1), 0))

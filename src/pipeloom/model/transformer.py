@@ -1,18 +1,18 @@
 """A decoder-only transformer, or a contiguous part of one.
 
 The network is a list of *pieces*: piece 0 is the embedding, pieces 1..L are the layers 0..L-1, piece L+1 is the head
-(last norm and output projection). A pipeline stage is a range of pieces. Parameters carry the same global names
-whatever the range is, so the parts of a model never clash and together name all of it. With ``tied`` the projection is
-the embedding's matrix, a parameter of the embedding alone; a part that has the head without it is lent that matrix.
+(last norm and output projection). A pipeline stage is a range of pieces. Parameters have the same global names in
+every range. With ``tied`` the output projection is the embedding's matrix, a parameter of the embedding alone; a range
+with the head but without the embedding borrows it.
 
-Values carry their shape in their name, one letter for each dim:
+Names of tensors end in their shape, one letter for each dim:
 
     B  sequences          N  query heads            F  inner width of the feed-forward layer
     T  tokens             K  key and value heads    V  vocabulary
     H  hidden             D  size of one head       R  rotary pairs of a head, D / 2
 
-With tensor parallelism N, K, F and V are this rank's share of them, and the residual stream between layers has all
-tokens or this rank's (``model.tensor_parallel``).
+With tensor parallelism N, K, F and V are this rank's share, and the residual stream between layers has all tokens or
+this rank's share (``model.tensor_parallel``).
 """
 
 # ruff: noqa: N803, N806, N815 (upper-case letters in names are shapes)
@@ -44,7 +44,7 @@ from pipeloom.workload.model import ModelConfig
 from pipeloom.workload.model_families import MODELS
 
 TIED_NAME = "embedding.tokens.weight"
-"""The parameter that a tied head projects with."""
+"""The parameter that a tied head uses."""
 
 
 def num_pieces(config: ModelConfig) -> int:
@@ -69,18 +69,15 @@ class Rotary(NamedTuple):
     ) -> "Rotary":
         """The table for positions begin..begin+T-1.
 
-        It is a pure function of its arguments, so all stages compute the same values.
-
         Args:
             num_tokens: T.
             head_size: D, even.
-            theta: base of the frequencies; pair r turns by ``theta ** (-2 r / D)`` radians a position.
-            dtype: type of the activations; the table has this type if it is wider than float32.
-            device: where the table is made.
+            theta: base of the frequencies; pair r turns by ``theta ** (-2 r / D)`` radians per position.
+            dtype: of the activations; the table has this dtype if it is wider than float32, else float32.
+            device: of the table.
             begin: the first position.
         """
-        # bfloat16 has 8 significant bits: it cannot represent position 257,
-        # and the angles of distant tokens would coincide.
+        # bfloat16 has 8 significant bits: it cannot represent position 257, and angles of far tokens would coincide.
         wide = torch.promote_types(dtype, torch.float32)
         exponents_R = torch.arange(0, head_size, 2, dtype=wide, device=device) / head_size
         positions_T = torch.arange(begin, begin + num_tokens, dtype=wide, device=device)
@@ -103,13 +100,13 @@ class Rotary(NamedTuple):
         left_BNTR, right_BNTR = x_BNTD.chunk(2, dim=-1)
         turned_left_BNTR = left_BNTR * self.cos_TR - right_BNTR * self.sin_TR
         turned_right_BNTR = right_BNTR * self.cos_TR + left_BNTR * self.sin_TR
-        # joined as [B, T, N, D] in memory: attention's output then has that order too, and its projection takes a view
+        # [B, T, N, D] in memory: attention's output then has that order too, and its projection takes a view.
         turned_BTND = torch.cat([turned_left_BNTR.transpose(1, 2), turned_right_BNTR.transpose(1, 2)], dim=-1)
         return turned_BTND.transpose(1, 2).to(x_BNTD.dtype)
 
 
 class Embedding(nn.Module):
-    """Piece 0: tokens to vectors; gpt2 adds a learned vector for each position."""
+    """Piece 0: token embedding; gpt2 adds learned positions."""
 
     def __init__(self, config: ModelConfig, max_positions: int, parallel: TensorParallel) -> None:
         super().__init__()
@@ -119,7 +116,7 @@ class Embedding(nn.Module):
         self.positions = Lookup(max_positions, config.hidden_size) if not MODELS[config.family].is_rotary else None
 
     def forward(self, tokens_BT: Tensor, begin: int = 0) -> Tensor:
-        """Tokens, int64, to x_BTH; ``begin`` is the position of the first ones."""
+        """From tokens, int64, to the residual stream; ``begin`` is the position of the first token."""
         x_BTH = self.tokens(tokens_BT)
         if self.positions is None:
             return x_BTH
@@ -128,7 +125,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; each key and value head serves N / K query heads."""
+    """Causal self-attention; N / K query heads share each key and value head."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
@@ -145,15 +142,16 @@ class Attention(nn.Module):
         self.output = RowParallelLinear(hidden, hidden, bias=bias, parallel=parallel)
 
     def forward(self, x: Tensor, rotary: Rotary | None, earlier: EarlierTokens | None = None) -> Tensor:
-        """Mix each token with those before it.
+        """Attend.
 
         Args:
             x: normed residual stream.
-            rotary: angles of the T positions; None if positions were added to the embedding.
-            earlier: of the tokens before, and takes these ones' keys and values; None for whole sequences.
+            rotary: angles of the T positions; None for learned positions.
+            earlier: cached keys and values of the tokens before, to which those of x are added; None for whole
+                sequences.
 
         Returns:
-            What is added to the residual stream.
+            The term to add to the residual stream.
         """
         x_BTH = self._parallel.enter(x)
         query_BNTD, key_BKTD, value_BKTD = map(self._heads, project(x_BTH, self.query, self.key, self.value))
@@ -162,8 +160,7 @@ class Attention(nn.Module):
         mask = None
         if earlier is not None:
             key_BKTD, value_BKTD = earlier.extend(key_BKTD, value_BKTD)
-            # is_causal aligns the mask with the upper left corner, which is
-            # right only where queries begin at position 0.
+            # is_causal aligns the mask with the upper left corner, which is right only for queries from position 0 on.
             if earlier.begin:
                 mask = causal_mask(query_BNTD.shape[2], key_BKTD.shape[2], x.device)
         mixed_BNTD = run_part(
@@ -174,10 +171,10 @@ class Attention(nn.Module):
             recomputes=self.recomputes_core,
             attn_mask=mask,
             is_causal=mask is None,
-            # Only where needed: with it PyTorch has fewer fused kernels to choose from.
+            # Only if needed: with it PyTorch has fewer fused kernels to choose from.
             enable_gqa=self.is_grouped,
         )
-        # No copy: attention's output lies as [B, T, N, D] in memory, because its inputs do (see Rotary.turn).
+        # A view: attention's output is [B, T, N, D] in memory, as its inputs are (see Rotary.turn).
         return self.output(mixed_BNTD.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -186,7 +183,7 @@ class Attention(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """SwiGLU, of the llama family: ``down(silu(gate(x)) * up(x))``, no biases; F is that of all ranks."""
+    """SwiGLU of the llama family: ``down(silu(gate(x)) * up(x))``, without biases; ``ffn_size`` is F of all ranks."""
 
     def __init__(self, hidden_size: int, ffn_size: int, parallel: TensorParallel) -> None:
         super().__init__()
@@ -205,7 +202,7 @@ class GatedFeedForward(nn.Module):
 class GeluFeedForward(nn.Module):
     """The gpt2 family's feed-forward layer: ``down(gelu(up(x)))`` with biases and the tanh form of GELU.
 
-    F is that of all ranks.
+    ``ffn_size`` is F of all ranks.
     """
 
     def __init__(self, hidden_size: int, ffn_size: int, parallel: TensorParallel) -> None:
@@ -254,11 +251,10 @@ class Head(nn.Module, Defers):
 
     def forward(self, x: Tensor, tied_VH: Tensor | None) -> Tensor:
         """Residual stream to logits_BTV; ``tied_VH`` is the embedding's matrix if the model is tied."""
-        # The norm works on each token by itself, so it runs before the gather, on 1 / tp of the tokens.
+        # The norm is per token, so with sequence parallelism it runs before the all-gather, on 1 / tp of the tokens.
         x_BTH = self._parallel.enter(self.norm(x))
         if self.output is not None:
-            # Logits of this rank's vocabulary only: the loss needs three numbers
-            # for each token of the others (SplitVocabulary).
+            # Logits of this rank's part of the vocabulary; the loss exchanges three numbers per token.
             return self.output(x_BTH)
         assert tied_VH is not None, "a tied head without the embedding's matrix: call borrow first"
         return product(x_BTH, tied_VH, defers=self.defers)
@@ -267,14 +263,14 @@ class Head(nn.Module, Defers):
 class Transformer(nn.Module):
     """A range of the model's pieces.
 
-    Parameters are named globally: ``embedding.tokens.weight``, ``layers.17.attention.query.weight``,
-    ``head.output.weight``, whichever other pieces are here.
+    Parameters have global names in every range: ``embedding.tokens.weight``, ``layers.17.attention.query.weight``,
+    ``head.output.weight``.
 
     Args:
         config: resolved model (:meth:`ModelConfig.resolve`).
-        max_positions: longest sequence that is taken.
+        max_positions: longest sequence.
         pieces: which pieces to build, contiguous and not empty. None: all of them.
-        parallel: the ranks that share its matrices.
+        parallel: tensor parallelism.
     """
 
     def __init__(
@@ -297,7 +293,7 @@ class Transformer(nn.Module):
         self.parallel = parallel
         self.embedding = Embedding(config, max_positions, parallel) if 0 in pieces else None
         kind = _layer_class(config.family)
-        # A dict, not a list: keys are the layers' numbers in the whole model, so names are global on every stage.
+        # A dict with layer numbers of the whole model as keys, so that names are global on every stage.
         self.layers = nn.ModuleDict({str(layer): kind(config, parallel) for layer in layers})
         self.head = Head(config, parallel) if last in pieces else None
         # Not registered as a parameter: the first stage owns, updates and saves the matrix.
@@ -305,36 +301,36 @@ class Transformer(nn.Module):
 
     @property
     def has_embedding(self) -> bool:
-        """Whether the range begins with the embedding, so that it takes tokens."""
+        """Whether the range begins with the embedding, and so takes tokens."""
         return self.embedding is not None
 
     @property
     def has_head(self) -> bool:
-        """Whether the range ends with the head, so that it returns logits."""
+        """Whether the range ends with the head, and so returns logits."""
         return self.head is not None
 
     @property
     def borrows(self) -> bool:
-        """Whether the head projects with the matrix of an embedding that is not in the range."""
+        """Whether the head is tied to an embedding that is not in the range."""
         return self.config.tied and self.has_head and not self.has_embedding
 
     @property
     def borrowed(self) -> Tensor | None:
-        """The embedding's matrix, while it is lent."""
+        """The embedding's matrix, while it is borrowed."""
         return self._borrowed_VH
 
     def borrow(self, weight_VH: Tensor | None) -> None:
-        """Lend the head the embedding's matrix, or take it back.
+        """Give the head the embedding's matrix; ``None`` removes it.
 
-        It is no parameter of this part; if it requires a gradient, it gets the head's share of the matrix's gradient.
+        It does not become a parameter of this module. If it requires a gradient, it gets the head's share.
         """
         self._borrowed_VH = weight_VH
 
     def set_recompute(self, by_layer: Sequence[Recompute]) -> None:
-        """Choose what the backward computes again.
+        """Set activation checkpointing.
 
         Args:
-            by_layer: for each layer of the whole model: nothing, the core of its attention, or all of it.
+            by_layer: for each layer of the whole model: "none", "selective" (core attention), or "full".
         """
         for name, layer in self.layers.items():
             assert isinstance(layer, Layer)
@@ -342,7 +338,7 @@ class Transformer(nn.Module):
             layer.attention.recomputes_core = by_layer[int(name)] == "selective"
 
     def slices(self) -> dict[str, TensorSlice]:
-        """For each parameter, by name, where it lies in the whole model's parameter of that name."""
+        """For each parameter by name, its slice of the whole model's parameter."""
         found: dict[str, TensorSlice] = {}
         for path, module in self.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
@@ -351,7 +347,7 @@ class Transformer(nn.Module):
         return found
 
     def replicated(self) -> frozenset[str]:
-        """Parameters that every tensor-parallel rank holds whole; none where there is one such rank."""
+        """Names of parameters that are replicated over tensor-parallel ranks; empty if there is only one rank."""
         if self.parallel.size == 1:
             return frozenset()
         shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
@@ -361,10 +357,9 @@ class Transformer(nn.Module):
         """Run the pieces.
 
         Args:
-            x: tokens_BT (int64) if the range begins with the embedding, else x_BtH: of each sequence this rank's
-                tokens, which without tensor parallelism are all.
-            cache: of these sequences, which are the next slice of them; the same one for all slices, in order. None:
-                they are whole.
+            x: tokens_BT (int64) if the range begins with the embedding, else x_BtH: this rank's share of the tokens of
+                each sequence.
+            cache: for a token slice, the cache of its micro-batch; slices are passed in order. None: whole sequences.
 
         Returns:
             logits_BTV if the range ends with the head, else x_BtH.
@@ -372,11 +367,11 @@ class Transformer(nn.Module):
         Raises:
             UserError: the sequences are longer than ``max_positions``.
         """
-        # Behind a stage boundary a rank has its own tokens only; the embedding takes all of them.
+        # A stage input has this rank's share of the tokens; the embedding takes all tokens.
         num_tokens = x.shape[1] if self.has_embedding else x.shape[1] * self.parallel.size
         begin = 0 if cache is None else cache.take(num_tokens)
         self._check_length(begin + num_tokens)
-        # Rotary angles depend on all tokens before, also where the residual stream holds this rank's part.
+        # Rotary angles cover all tokens, also if the residual stream has only this rank's share.
         x = self.parallel.from_boundary(x) if self.embedding is None else self.embedding(x, begin)
         rotary = self._rotary(begin, num_tokens, x)
         for name, layer in self.layers.items():
@@ -388,10 +383,10 @@ class Transformer(nn.Module):
         return self.head(x, self._borrowed_VH if self.embedding is None else self.embedding.tokens.weight)
 
     def _rotary(self, begin: int, num_tokens: int, x: Tensor) -> Rotary | None:
-        """The angles of all these positions; None where positions are learned, or no layer needs them."""
+        """Rotary angles of these positions; None for learned positions, or without layers."""
         if not MODELS[self.config.family].is_rotary or not self.layers:
             return None
-        # Made anew in each forward: a buffer would have to be moved, cast, and initialized after `to_empty`.
+        # Computed in each forward: a buffer would have to be moved, cast, and initialized after `to_empty`.
         head_size = self.config.hidden_size // self.config.num_heads
         sizes = {"dtype": x.dtype, "device": x.device, "begin": begin}
         return Rotary.make(num_tokens, head_size, self.config.known_rope_theta, **sizes)

@@ -16,7 +16,7 @@ function unfinished({ headline, state, missing, checkpoints, resume }) {
   const node = element("section", { class: "unfinished", role: "note" }, element("h2", {}, headline), element("p", {}, state));
   if (lines.length > 0) node.append(element("p", {}, "Missing on this page:"), element("ul", {}, ...lines));
   if (checkpoints.length > 0) node.append(element("p", {}, `Checkpoints: ${checkpoints.join(", ")}`));
-  if (resume !== null) node.append(element("p", {}, "To go on: ", element("code", {}, resume)));
+  if (resume !== null) node.append(element("p", {}, "To resume: ", element("code", {}, resume)));
   return node;
 }
 

@@ -1,4 +1,4 @@
-"""What steps measured, and what an earlier process left of that for a run that has no step left to do."""
+"""Measurements of a run's steps, also read back from the run folder for a resumed run with no steps left."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -16,19 +16,19 @@ from pipeloom.trace import Trace, from_chrome
 
 @dataclass
 class Measured:
-    """What the steps of a run measured: in this process, or in the earlier one where none is left to do.
+    """Measurements of a run's steps: by this process, or by an earlier one if no steps are left.
 
     Attributes:
-        loss: of the last step; ``None`` where the metrics do not contain it.
-        times_s: of the steps.
+        loss: of the last step, nats per token; ``None`` where the metrics lack it.
+        times_s: seconds of each step.
         traced_step: step whose trace is kept.
-        trace: its trace, on rank 0.
-        predicted: the same as predicted.
-        predicted_s: seconds of a step as predicted.
+        trace: measured trace of that step, on rank 0.
+        predicted: predicted trace, on rank 0.
+        predicted_s: predicted seconds of a step.
         exchange_s, live_bytes: as in ``RunSummary``.
-        peak_stage_bytes: the most bytes of swapped stages on the device in any step.
-        config: what the earlier process ran with; ``None`` for other settings, or another folder. Then nothing but
-            the loss is known of it.
+        peak_stage_bytes: peak bytes of swapped stages on the device, over all steps.
+        config: configuration of the earlier process; ``None`` if its settings differ or it ran in another folder. Then
+            only ``loss`` is set.
     """
 
     loss: float | None = None
@@ -44,7 +44,7 @@ class Measured:
 
 
 def read_earlier(folder: RunFolder, config: RunConfig) -> Measured:
-    """Read what the folder of a run that starts, with all steps done, has of an earlier process."""
+    """Read the measurements of an earlier process from the folder of a run that starts with all steps done."""
     steps = config.training.known_steps
     lines = [json.loads(line) for line in (folder.read(run_folder.METRICS) or "").splitlines()]
     found = Measured(next((float(line["loss"]) for line in lines if line["step"] == steps), None))
@@ -52,9 +52,9 @@ def read_earlier(folder: RunFolder, config: RunConfig) -> Measured:
     if before is None or _measuring(before) != _measuring(config):
         return found
     resumed = before.checkpoint.resume
-    # Lines before it are of the process that made the checkpoint, perhaps on another machine.
+    # Earlier lines are from the process that wrote the checkpoint, perhaps on another machine.
     first = 0 if resumed is None else step_of(resumed)
-    if first is None:  # nothing shows which lines are of these settings
+    if first is None:  # no way to tell which lines have these settings
         return found
     found.config = before
     found.times_s = [float(line["step_time_s"]) for line in lines if line["step"] > first]
@@ -65,8 +65,8 @@ def read_earlier(folder: RunFolder, config: RunConfig) -> Measured:
 
 
 def _config_before(folder: RunFolder) -> RunConfig | None:
-    """The configuration of the run whose files the drafts will replace."""
-    # Not the draft's: that is this run's own.
+    """Configuration of the earlier run in this folder; ``None`` without one."""
+    # Not the draft's: that is the configuration of this run.
     file = folder.path / run_folder.CONFIG
     if not folder.is_starting or not file.exists():
         return None
@@ -78,10 +78,10 @@ def _config_before(folder: RunFolder) -> RunConfig | None:
 
 
 def _measuring(config: RunConfig) -> Any:
-    """The settings that decide what a step does and how long it takes."""
+    """The settings that determine what a step does and how long it takes."""
     ends = RunConfig().training
-    config = with_absolute_paths(config)  # as those that are read
-    # These change what a run does around its steps and nothing in them.
+    config = with_absolute_paths(config)  # as in a configuration read from a run folder
+    # These settings affect what happens before and after the steps only.
     training = replace(
         config.training,
         validation_batches=ends.validation_batches,

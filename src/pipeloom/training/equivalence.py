@@ -1,4 +1,4 @@
-"""The proof that it is the same training: a pipeline's loss and gradients beside those of a single process."""
+"""Compares a pipeline's loss and gradients with those of a single process."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,23 +23,24 @@ from pipeloom.training.session import check_processes, run_on_all_ranks
 from pipeloom.training.stages import stage_of
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}
-"""Largest relative difference that rounding explains, by the type that stages compute in. bfloat16 has 8 bits: over
-models of 4 to 24 layers gradients of matrices were up to 0.024 away from those in float32, of norms and biases up to
-0.047, the loss 6e-5 and the gradient norm 2e-3. Finer mistakes than a lost micro-batch are for float64 to find."""
+"""Largest relative difference attributed to rounding, by the dtype that stages compute in. bfloat16 has 8 significant
+bits: in models of 4 to 24 layers, gradients of matrices differed from float32 by up to 0.024, those of norms and biases
+by up to 0.047, the loss by 6e-5, the gradient norm by 2e-3. In bfloat16 this finds a lost micro-batch; smaller errors
+need float64."""
 _REFERENCE_S = 3600.0
-"""The other ranks wait while rank 0 computes the reference; longest time for that."""
+"""The other ranks wait at most this long while rank 0 computes the reference."""
 _SCALE_FLOOR = 1e-3
-"""Gradients are compared relative to their own size, but to no less than this share of the model's largest one:
-some are zero but for rounding, such as that of a bias on attention keys."""
+"""Differences are relative to the gradient's largest element, but at least to this fraction of the model's largest one:
+some gradients are zero except for rounding, such as that of a bias of attention keys."""
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What one step computed.
+    """Loss and gradients of one step.
 
     Attributes:
-        loss: nats for each token.
-        by_name: each parameter's gradient, by its name in the whole model; of a rank, those of its slices.
+        loss: nats per token.
+        by_name: each parameter's gradient, by its name in the whole model; on a rank, the gradients of its slices.
     """
 
     loss: float
@@ -48,18 +49,18 @@ class Gradients:
     @property
     def norm(self) -> float:
         """Norm of the whole model's gradient."""
-        # In float64: a sum of squares over all elements of a model loses digits in float32.
+        # In float64: in float32 a sum of squares over a whole model loses digits.
         return float(torch.stack([gradient.double().norm() for gradient in self.by_name.values()]).norm())
 
 
 @dataclass(frozen=True, repr=False)
 class Equality:
-    """A pipeline's loss and gradients beside those of a single process.
+    """Result of comparing a pipeline's loss and gradients with those of a single process.
 
     Attributes:
-        differences: the worst relative difference over all batches, of ``loss``, ``gradient norm`` and each parameter's
+        differences: largest relative difference over all batches, of ``loss``, ``gradient norm`` and each parameter's
             gradient by name.
-        tolerance: the largest that rounding explains.
+        tolerance: largest difference attributed to rounding.
     """
 
     differences: Mapping[str, float]
@@ -67,22 +68,22 @@ class Equality:
 
     @property
     def is_equal(self) -> bool:
-        """Whether rounding explains every difference."""
+        """Whether every difference is within the tolerance."""
         return not self.wrong
 
     @property
     def wrong(self) -> tuple[str, ...]:
-        """Names of what differs by more."""
+        """Names of quantities that differ by more than the tolerance."""
         # Not `>`, which is false for NaN.
         return tuple(name for name, difference in self.differences.items() if not difference <= self.tolerance)
 
     @property
     def worst(self) -> str:
-        """Name of what differs most."""
+        """Name of the quantity that differs most."""
         return max(self.differences, key=lambda name: self.differences[name])
 
     def __repr__(self) -> str:
-        """Whether all agree, and the worst difference."""
+        """Whether all agree, and the largest difference."""
         found = "equal" if self.is_equal else f"{len(self.wrong)} differ"
         of = f"{len(self.differences) - 2} gradients"
         return f"Equality({found}: {of}, worst {self.worst}, {self.differences[self.worst]:.1e})"
@@ -91,8 +92,8 @@ class Equality:
 def verify_gradients(config: RunConfig, *, num_batches: int = 2, quiet: bool = False) -> Equality:
     """Compare the pipeline's loss and gradients with those of a single process, parameter by parameter.
 
-    Starts the processes of the run, or is one of those of a launcher. That a *schedule* obeys the rules needs no call:
-    a ``Schedule`` is verified when it is made.
+    Starts the processes of the run; under a launcher, this process is one of the ranks. A *schedule* needs no such
+    call: ``Schedule`` verifies itself on construction.
 
     Examples:
         >>> from pipeloom import load_run, verify_gradients
@@ -100,15 +101,16 @@ def verify_gradients(config: RunConfig, *, num_batches: int = 2, quiet: bool = F
         Equality(equal: 39 gradients, worst loss, 0.0e+00)
 
     Args:
-        config: of the run, from ``load_run``; without ``training.dtype`` in float64, so that rounding explains nothing.
-        num_batches: batches of the text.
-        quiet: whether nothing is printed.
+        config: of the run, from ``load_run``; if ``training.dtype`` is not set, float64 is used, so that rounding is
+            negligible.
+        num_batches: batches to compare.
+        quiet: whether to print nothing.
 
     Returns:
-        The differences; under a launcher empty on other ranks than 0.
+        The differences; under a launcher, empty on ranks other than 0.
 
     Raises:
-        ConfigError: everything that is wrong with the configuration.
+        ConfigError: lists all problems of the configuration.
         UserError: the run cannot be verified: it swaps stages, or the host lacks memory.
         WorkerError: a process failed.
     """
@@ -120,7 +122,7 @@ def verify_gradients(config: RunConfig, *, num_batches: int = 2, quiet: bool = F
     # Swapped stages update and drop their gradients within the step.
     if config.schedule.device_budget is not None:
         raise UserError(
-            "expected no schedule.device_budget: it lets gradients go before the end of the step, when they are "
+            "expected no schedule.device_budget: it drops gradients before the end of the step, when they are "
             "compared; leave it out (the losses of `pipeloom train` are the same with and without it)"
         )
     check_processes(config)
@@ -128,32 +130,31 @@ def verify_gradients(config: RunConfig, *, num_batches: int = 2, quiet: bool = F
     if is_first():
         if not quiet:
             layout, placement = config.layout, config.choice().placement_name
-            print(  # noqa: T201  a run says what it does
+            print(  # noqa: T201  start message
                 f"{config.schedule.title} ({placement}) over {count(layout.pp, 'pipeline rank')} x "
                 f"{count(layout.loops, 'stage')}{layout.other_axes}; {count(layout.num_microbatches, 'micro-batch')}, "
                 f"{config.training.known_dtype}, {count(num_batches, 'batch')}",
                 flush=True,
             )
-        # Once, before the processes, which find the tokens in the cache.
+        # Tokenized once, before the processes start; they read the tokens from the cache.
         load_data(config.data, config.training.seed)
     differences = run_on_all_ranks(config, partial(_compare, num_batches), _REFERENCE_S)
     return Equality(differences or {}, TOLERANCES[config.training.known_dtype])
 
 
 def _compare(num_batches: int, config: RunConfig, world: World, data: Data) -> dict[str, float] | None:
-    """What each rank does."""
     return compare_with_reference(config, world, data, num_batches)
 
 
 def reference_gradients(config: RunConfig, batch: Batch) -> Gradients:
-    """Loss and gradients by plain forward and backward of the whole model, without schedule or executor.
+    """Loss and gradients from forward and backward of the whole model, without schedule or executor.
 
-    Computed in the type of the weights that the optimizer updates: where stages compute in bfloat16, in float32.
+    Computed in the dtype of the optimizer's weights: float32 if stages compute in bfloat16.
     """
     dtype = master_dtype(getattr(torch, config.training.known_dtype))
     model = stage_of(config, range(config.model.num_layers + 2), batch.inputs[0].device, dtype=dtype)
     total = 0.0
-    # One micro-batch after the other, as the pipeline sums them: all at once would take M times the memory.
+    # One micro-batch at a time, as in the pipeline: all at once would take M times the memory.
     for microbatch, tokens in enumerate(batch.inputs):
         loss = batch.loss(model(tokens), microbatch)
         loss.backward()
@@ -164,15 +165,15 @@ def reference_gradients(config: RunConfig, batch: Batch) -> Gradients:
 def compare(found: Gradients, expected: Gradients) -> dict[str, float]:
     """Relative differences of the loss, the gradient norm, and each parameter's gradient by name.
 
-    A gradient's difference is the largest one of its elements, by the largest element of the expected
-    gradient. A parameter that only one side has differs infinitely.
+    A gradient's difference is the largest absolute difference of its elements, divided by the largest absolute element
+    of the expected gradient. A parameter that only one side has has an infinite difference.
     """
     differences = {
         "loss": abs(found.loss - expected.loss) / abs(expected.loss),
         "gradient norm": abs(found.norm - expected.norm) / expected.norm,
     }
     sizes = {name: float(gradient.abs().max()) for name, gradient in expected.by_name.items()}
-    # Softmax does not change when all scores of a row grow alike, so the exact gradient of a key's bias is 0.
+    # Softmax is invariant to adding a constant to a row of scores, so the exact gradient of a key's bias is 0.
     floor = _SCALE_FLOOR * max(sizes.values())
     for name in sorted({*found.by_name, *expected.by_name}, key=_natural):
         if name in found.by_name and name in expected.by_name:
@@ -184,10 +185,10 @@ def compare(found: Gradients, expected: Gradients) -> dict[str, float]:
 
 
 def compare_with_reference(config: RunConfig, world: World, data: Data, num_batches: int) -> dict[str, float] | None:
-    """Run the pipeline and the reference on the same batches; the worst difference of each; every rank calls it.
+    """Run the pipeline and the reference on the same batches. Collective.
 
     Returns:
-        Differences by name on rank 0, ``None`` elsewhere.
+        On rank 0 the largest relative difference over the batches, by name; ``None`` elsewhere.
     """
     pipeline, layout = Pipeline(config, world), config.layout
     windows = [data.train.batch(index, layout.batch_size) for index in range(num_batches)]
@@ -201,7 +202,7 @@ def compare_with_reference(config: RunConfig, world: World, data: Data, num_batc
         if parts is None or slices is None:
             return None
         for name, difference in compare(_joined(parts, slices), reference_gradients(config, batch)).items():
-            # max with NaN depends on the order of its arguments and could hide it.
+            # max() with NaN depends on the order of its arguments, so NaN counts as infinite.
             worst[name] = max(difference if math.isfinite(difference) else math.inf, worst.get(name, 0.0))
     return worst
 
@@ -212,13 +213,13 @@ def _step(pipeline: Pipeline, batch: Batch) -> Gradients:
     is_counted = pipeline.is_first_replica
     return Gradients(
         pipeline.counted_loss(result),
-        # Replicas have the same gradients after the reduction, so that of the first one is enough.
+        # Replicas have equal gradients after the reduction, so those of the first one are enough.
         {name: gradient.cpu() for name, gradient in gradients.items()} if is_counted else {},
     )
 
 
 def _joined(parts: Sequence[Gradients], slices: Sequence[Mapping[str, TensorSlice]]) -> Gradients:
-    """The whole model's gradients from those of the ranks' slices; what no rank has stays infinite."""
+    """The whole model's gradients from the ranks' slices; elements that no rank has are infinite."""
     by_name: dict[str, Tensor] = {}
     for part, here in zip(parts, slices, strict=True):
         for name, gradient in part.by_name.items():
@@ -228,5 +229,5 @@ def _joined(parts: Sequence[Gradients], slices: Sequence[Mapping[str, TensorSlic
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Sorts ``layers.10`` behind ``layers.9``."""
+    """Sort key that puts ``layers.10`` after ``layers.9``."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]

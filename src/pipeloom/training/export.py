@@ -1,8 +1,7 @@
-"""The weights of a checkpoint as safetensors files, whole and by name, and its tokenizer, in one process.
+"""Exports the unsharded weights of a checkpoint as safetensors files, and its tokenizer, in one process.
 
-A model of one file is ``model.safetensors``. A larger one is several files, ``model-00001-of-00003.safetensors`` and
-so on, with ``model.safetensors.index.json``, which maps parameters to files, as Hugging Face's libraries write
-and read them.
+The files are named as Hugging Face's libraries write and read them: ``model.safetensors``, or for a larger model
+``model-00001-of-00003.safetensors`` and so on, with ``model.safetensors.index.json``, which maps parameters to files.
 """
 
 import json
@@ -32,13 +31,13 @@ from pipeloom.workload.dtypes import Dtype
 
 _DRAFTS = ".weights.part"
 FILE_BYTES = 5_000_000_000
-"""Most bytes of one file, unless a single parameter has more; what Hugging Face's libraries took for years."""
+"""Maximum bytes of a file, unless a single parameter has more; the long-time default of Hugging Face's libraries."""
 
 
 def export_weights(
     checkpoint: str | Path, folder: str | Path, *, dtype: Dtype | None = None, file_bytes: int = FILE_BYTES
 ) -> list[Path]:
-    """Write the weights of a checkpoint as safetensors files, and its tokenizer. It takes the memory of one file.
+    """Write the weights of a checkpoint as safetensors files, and its tokenizer. Peak memory is one file of weights.
 
     Examples:
         >>> from pipeloom import export_weights
@@ -46,17 +45,17 @@ def export_weights(
         [PosixPath('weights/model.safetensors'), PosixPath('weights/tokenizer.json')]
 
     Args:
-        checkpoint: a complete one, or a run folder, which means its latest one.
-        folder: where the files go; made if it is not there.
-        dtype: of the written weights. ``None``: as they are in the checkpoint.
-        file_bytes: most bytes of weights in one file; a larger parameter has a file of its own.
+        checkpoint: a complete checkpoint, or a run folder, of which the latest complete one is used.
+        folder: for the files; created if missing.
+        dtype: of the written weights. ``None``: as in the checkpoint.
+        file_bytes: maximum bytes of weights in one file; a larger parameter gets its own file.
 
     Returns:
         The files: weights; the tokenizer, unless the folder has it; the index, if there are several files of weights.
 
     Raises:
-        UserError: the checkpoint cannot be read or is damaged, or the folder holds weights or another tokenizer.
-        RunError: the files cannot be written; none is left.
+        UserError: the checkpoint cannot be read or is damaged, or the folder has weights or another tokenizer.
+        RunError: the files cannot be written; none is left behind.
     """
     checkpoint, folder = find_checkpoint(Path(checkpoint)), Path(folder)
     torch_dtype = None if dtype is None else getattr(torch, dtype)
@@ -71,7 +70,7 @@ def export_weights(
     if not stored:
         raise UserError(f"expected a checkpoint with weights, found none in {checkpoint}")
     if weight_files(folder):
-        raise UserError(f"{folder} holds weights already; choose another folder, or move them away")
+        raise UserError(f"{folder} already has weights; choose another folder, or move them")
     texts = _tokenizer(checkpoint, folder)
     sizes = {name: prod(one.size) * (torch_dtype or one.properties.dtype).itemsize for name, one in stored.items()}
     parts = _named_parts(sizes, file_bytes)
@@ -91,18 +90,17 @@ def export_weights(
 
 
 def _tokenizer(checkpoint: Path, folder: Path) -> dict[str, str]:
-    """The file of the tokenizer by name; empty if the checkpoint has none, or the folder has the same."""
+    """Text of the tokenizer by file name; empty if the checkpoint has none, or the folder has the same."""
     text, file = read_tokenizer(checkpoint), folder / TOKENIZER
     if text is None or not file.exists():
         return {} if text is None else {TOKENIZER: text}
     if file.read_text(encoding="utf-8", errors="replace") != text:
-        raise UserError(f"{file} is another tokenizer; choose another folder, or move it away")
+        raise UserError(f"{file} is another tokenizer; choose another folder, or move it")
     return {}
 
 
 def _check_room(folder: Path, num_bytes: int) -> None:
-    """Refuse what cannot fit before hours of writing."""
-    # The folder itself may not exist yet; the nearest one above it is on the same disk.
+    # The folder may not exist yet; its nearest existing parent is on the same disk.
     disk = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     free = shutil.disk_usage(disk).free
     if free < num_bytes:
@@ -111,8 +109,8 @@ def _check_room(folder: Path, num_bytes: int) -> None:
 
 @contextmanager
 def _together(folder: Path) -> Iterator[Path]:
-    """A folder to write files into. They go to ``folder`` at the end: all of them, or none and nothing is left."""
-    # So that a failure removes what was made here and nothing that was there before.
+    """A draft folder, whose files are moved to ``folder`` at the end: all of them, or none after a failure."""
+    # A failure removes the folders created here and no others.
     made = [one for one in (folder, *folder.parents) if not one.exists()]
     drafts, placed = folder / _DRAFTS, list[Path]()
     try:
@@ -120,7 +118,7 @@ def _together(folder: Path) -> Iterator[Path]:
         shutil.rmtree(drafts, ignore_errors=True)  # of an export that was killed
         drafts.mkdir()
         yield drafts
-        # the index last: several files of weights are a model only with it
+        # The index last: it marks the files as complete.
         for draft in sorted(drafts.iterdir(), key=lambda file: (file.name == WEIGHTS_INDEX, file.name)):
             placed.append(folder / draft.name)
             draft.replace(placed[-1])
@@ -139,7 +137,7 @@ def _together(folder: Path) -> Iterator[Path]:
 
 
 def _named_parts(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
-    """Names of parameters, in their order, by the file that they are in."""
+    """Names of parameters, in their order, by file name."""
     parts: list[list[str]] = [[]]
     total = 0
     for name, size in sizes.items():
@@ -156,13 +154,12 @@ def _named_parts(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
 def _read(
     reader: CheckpointReader, stored: Mapping[str, TensorStorageMetadata], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    """Whole parameters by name."""
+    """Unsharded parameters by name."""
     tensors = {MODEL + name: torch.empty(one.size, dtype=dtype or one.properties.dtype) for name, one in stored.items()}
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
-            # torch allocates nothing itself: the tensors are already of the
-            # written type, and DCP converts while it copies.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose: one process
+            # DCP reads into these tensors and converts to their dtype while it copies.
             dcp.load(tensors, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
@@ -171,18 +168,17 @@ def _read(
 
 
 def _write(file: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
-    """Write a file of weights, on disk when the call returns; equal contents give equal bytes."""
-    # A file that Python makes has the permissions of the user's umask;
-    # those of safetensors' file are set to them below.
+    """Write a file of weights and fsync it; equal contents give equal bytes."""
+    # safetensors creates files that only their owner may read. A file created by Python shows the user's umask.
     file.touch()
     mode = file.stat().st_mode
     save_file(tensors, file, metadata=about)
-    file.chmod(mode)  # safetensors makes files that nobody else may read
+    file.chmod(mode)
     with file.open("r+b") as opened:
-        # The format: 8 bytes, little-endian, are the length of a JSON header, which may end in spaces.
+        # Format: the length of the JSON header in 8 bytes, little-endian; then the header, which may end in spaces.
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))  # safetensors writes them in random order
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))  # safetensors' order is random
         text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
         assert len(text) <= length, "a header that became longer by sorting"
         opened.seek(8)

@@ -1,4 +1,4 @@
-"""Whether the machine has the memory that a run takes at least, before anything starts."""
+"""Compares the least memory that a run needs with what the machine has, before anything starts."""
 
 import os
 from collections import Counter
@@ -28,16 +28,17 @@ _OF_STATE = (
 
 
 def check_memory(config: RunConfig, *, verifies: bool = False) -> None:
-    """Refuse a run of which this host's ranks need more memory than there is; under a launcher, on each host once.
+    """Refuse a run whose ranks on this host need more memory than there is; under a launcher, once on each host.
 
     Args:
-        config: without problems, the model's sizes in place.
-        verifies: whether the run proves gradients, and so has no optimizer, but a whole model on its first host.
+        config: valid, with a resolved model.
+        verifies: whether the run compares gradients with a reference: it has no optimizer state, but its first host
+            holds a whole model.
 
     Raises:
-        HostError: with what is needed, what there is, the largest part, and what to change.
+        HostError: names what is needed, what is available, the largest part, and what to change.
     """
-    # The first process of each host answers for the host: one message, and memory is counted once.
+    # Only the first process of each host checks: one message, and memory is counted once.
     if os.environ.get("LOCAL_RANK", "0") != "0" and is_launched():
         return
     needs, processes = need_by_pipeline_rank(config, verifies=verifies), processes_here(config)
@@ -45,16 +46,16 @@ def check_memory(config: RunConfig, *, verifies: bool = False) -> None:
     by_rank = {rank: needs[rank].host | (needs[rank].device if on_cpu else {}) for rank in processes}
     names = next(iter(by_rank.values()))
     on_host = {name: sum(by_rank[rank][name] * number for rank, number in processes.items()) for name in names}
-    # The reference runs on rank 0 alone, after the pipeline; its host needs room for a whole model.
+    # The reference runs on rank 0 alone, so its host needs memory for a whole model.
     if verifies and is_first() and on_cpu:
         on_host |= reference_bytes(config)
     _refuse_beyond(on_host, available_memory(), f"{count(processes.total(), 'process')} of this run")
     largest = max(by_rank.values(), key=lambda parts: sum(parts.values()))
     _refuse_beyond(largest, address_space(), "a process of this run")
-    # With a device budget the schedule itself keeps within it.
+    # With a device budget the schedule itself stays within it.
     if not on_cpu and config.schedule.budget_bytes is None:
-        # All of a device, not what is free: other processes may end, and only
-        # what can never run is refused (decision 33).
+        # Total memory of a device, not free memory: other processes may end, and only a run that can never fit is
+        # refused (decision 33).
         whole = (torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count()))
         fullest = max(processes, key=lambda rank: sum(needs[rank].device.values()))
         _refuse_beyond(
@@ -63,7 +64,7 @@ def check_memory(config: RunConfig, *, verifies: bool = False) -> None:
 
 
 def processes_here(config: RunConfig) -> Counter[int]:
-    """Pipeline ranks of this host's processes -> how many processes are of each."""
+    """Number of this host's processes by pipeline rank."""
     layout = config.layout
     if not is_launched():
         # Without a launcher all processes are on this host.

@@ -1,6 +1,6 @@
-"""The optimizer over this rank's parameters, its learning rate, and its steps.
+"""The optimizer of this rank's parameters, its learning rate, and its steps.
 
-A step updates all parameters at once, or stage by stage where stages are swapped, with the same numbers.
+A step updates all parameters at once, or stage by stage if stages are swapped; the results are equal.
 """
 
 import math
@@ -24,7 +24,7 @@ _REPEATS = 3
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """Linear warm-up to the peak, then a cosine down to ``lr_min_fraction`` of it; steps are counted from 0."""
+    """Linear warm-up to the peak, then cosine decay to ``lr_min_fraction`` of it; ``step`` is counted from 0."""
     peak, rising = config.known_lr, config.known_lr_warmup_steps
     if step < rising:
         return peak * (step + 1) / rising
@@ -36,7 +36,14 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
 def make_optimizer(
     config: OptimizerConfig, decayed: Sequence[nn.Parameter], plain: Sequence[nn.Parameter], *, begins: bool = True
 ) -> torch.optim.Optimizer:
-    """The optimizer of a run; weights decay in the first parameters. Its state may begin later (``begin_state``)."""
+    """Make the optimizer of a run.
+
+    Args:
+        config: its rule and settings.
+        decayed: parameters with weight decay.
+        plain: parameters without.
+        begins: whether the state is created here; otherwise by ``begin_state``.
+    """
     settings = config.values
     decay = settings.pop("weight_decay", None)
     groups = [
@@ -51,7 +58,7 @@ def make_optimizer(
 
 
 def begin_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig, parameters: Iterable[Tensor]) -> None:
-    """Give an optimizer the state that it begins with for some parameters, which some would make at the first step."""
+    """Create the initial optimizer state of parameters, which PyTorch's optimizers create in their first step."""
     for parameter in parameters:
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.get_default_dtype()),
@@ -65,7 +72,7 @@ def _set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 class WholeUpdates:
-    """Updates all parameters of a rank at once, behind the pipeline."""
+    """Updates all parameters of a rank at once, after the pipeline."""
 
     def __init__(self, config: OptimizerConfig, optimizer: torch.optim.Optimizer, data_parallel: DataParallel) -> None:
         self._config, self._optimizer, self._data_parallel = config, optimizer, data_parallel
@@ -73,29 +80,31 @@ class WholeUpdates:
         self._parameters = [*decayed, *plain]
 
     def begin_step(self, lr: float) -> None:
-        """Before the pipeline, with the learning rate of the step."""
+        """Set the learning rate of the step; called before the pipeline."""
         _set_rate(self._optimizer, lr)
 
     def squares(self) -> float:
-        """Behind the pipeline, this rank's share of the square of the norm of the whole model's gradient."""
+        """This rank's share of the squared gradient norm of the whole model; called after the pipeline."""
         return squared_gradient_norm(self._data_parallel.counted_gradients())
 
-    def end_step(self, norm: float, lr: float) -> None:  # noqa: ARG002  a rate for those who step later
-        """Clip by the norm of the whole model's gradient, and update."""
-        # By the norm over all ranks: clipping by its own norm would turn the
-        # direction of each rank's part differently.
+    def end_step(self, norm: float, lr: float) -> None:  # noqa: ARG002  StageUpdates needs the rate here
+        """Clip by the gradient norm of the whole model, and update."""
+        # By the norm over all ranks: clipping each part by its own norm would change the gradient's direction.
         clip_gradients(self._parameters, norm, self._config.clip_grad_norm)
         self._optimizer.step()
-        # Stages compute with a copy in training.dtype of what the optimizer updated, or gather it.
+        # Stages compute with a copy of the updated weights in training.dtype, or gather them.
         self._data_parallel.refresh()
 
     def settle(self) -> None:
-        """Between two steps: the weights are as the last step leaves them."""
+        """Do nothing: no update is pending between two steps."""
 
     def seconds(self, world: World) -> tuple[tuple[float, ...], float]:
-        """Seconds of updates, of each stage within the pipeline and of all that follows it; every rank calls it.
+        """Time the updates. Collective.
 
-        The gradient norm, clipping and the optimizer's step, on copies, all ranks at once; the slowest's, on rank 0.
+        Returns:
+            Seconds of each stage's update within the pipeline (here none); and on rank 0 the seconds after the
+            pipeline, of the slowest rank: gradient norm, clipping and optimizer step, timed on copies on all ranks at
+            once.
         """
         parts = self._data_parallel.optimizer_parts()
         update = Update(partial(make_optimizer, self._config), self._config.clip_grad_norm, parts, world)
@@ -106,21 +115,21 @@ class WholeUpdates:
 
         def once() -> None:
             update.step()
-            self._data_parallel.refresh()  # with the weights that there are
+            self._data_parallel.refresh()  # weights are unchanged
 
         every = world.gather(median_seconds(once, _REPEATS, world.device, before))
         return (), max(every) if every else 0.0
 
 
 class StageUpdates:
-    """Updates the stages of a rank that is alone, each when it is on the device with its gradient and its state.
+    """Updates swapped stages in a run of one rank, each while its weights, gradient and state are on the device.
 
     Args:
         config: rule and clipping.
-        optimizer: over the parts of all stages; its state is begun and given to the store.
+        optimizer: of the parameters of all stages; its state is created here and moved to the store.
         weights: of each stage.
-        store: has the stages.
-        is_deferred: whether the updates of a step are done in the next one, or by ``settle``.
+        store: of the swapped stages.
+        is_deferred: whether the updates of a step run during the next step, or in ``settle``.
     """
 
     def __init__(
@@ -144,28 +153,28 @@ class StageUpdates:
                     store.add(stage, Content.STATE, optimizer.state[part.parameter][name])
                 assert part.parameter.grad is not None
                 self._gradients[part.parameter] = part.parameter.grad
-                # Kept aside: an update must not see the gradients of stages whose turn has not come.
+                # Detached, since an optimizer step updates every parameter that has a gradient.
                 part.parameter.grad = None
 
     def complete(self, stage: int) -> None:
-        """Note the norm of a stage's gradient; that of the last stage to come makes the whole gradient's known."""
-        # Norms are kept by stage and added up in one order, so the sum has the same bits whatever order stages end in.
+        """Note the norm of a stage's gradient; after the last stage, compute that of the whole gradient."""
+        # Summed in a fixed order, so that the result is bit-identical in whatever order stages complete.
         self._norms[stage] = gradient_norms(self._weights[stage].counted_gradients(with_replicated=True))
         if len(self._norms) == len(self._weights):
             self._squares = squared_norm([norm for index in self._weights for norm in self._norms[index]])
             self._norms.clear()
 
     def update(self, stage: int) -> None:
-        """Clip the stage's gradient as the whole gradient's norm demands, and update its weights.
+        """Clip the stage's gradient by the norm of the whole gradient, and update its weights.
 
-        Where updates are deferred and none is owed, before the first step, nothing.
+        Deferred updates do nothing in the first step.
         """
         if self._is_deferred and not self._is_owed:
             return
         weights = self._weights[stage]
         parameters = [part.parameter for part in weights.parts]
         for parameter in parameters:
-            # The optimizer skips parameters without a gradient, so that its step updates this stage alone.
+            # The optimizer skips parameters without a gradient, so its step updates this stage alone.
             parameter.grad = self._gradients[parameter]
         if self._config.clips:
             clip_gradients(parameters, self._squares**0.5, self._config.clip_grad_norm)
@@ -176,16 +185,16 @@ class StageUpdates:
 
     def begin_step(self, lr: float) -> None:
         """As ``WholeUpdates``."""
-        # Deferred updates of the step before run within this one, with that step's learning rate.
+        # Deferred updates of the previous step run within this one, with the previous learning rate.
         if not self._is_deferred:
             _set_rate(self._optimizer, lr)
 
     def squares(self) -> float:
-        """As ``WholeUpdates``; the rank is alone, so that its share is the whole."""
+        """As ``WholeUpdates``; the share of the only rank is the whole."""
         return self._squares
 
-    def end_step(self, norm: float, lr: float) -> None:  # noqa: ARG002  it is that of the sum of the own norms
-        """After a step: its updates are done, or due if they are deferred."""
+    def end_step(self, norm: float, lr: float) -> None:  # noqa: ARG002  updates use self._squares
+        """Mark deferred updates as pending, with the learning rate of this step; others are done."""
         if self._is_deferred:
             _set_rate(self._optimizer, lr)
             self._is_owed = True
@@ -195,24 +204,24 @@ class StageUpdates:
         return tuple(self._seconds(stage, world.device) for stage in self._weights), 0.0
 
     def _seconds(self, stage: int, device: torch.device) -> float:
-        """Outside a step, with the stage at rest: seconds of an update whose gradient is clipped; it is forgotten."""
+        """Time an update with clipping, outside a step, with the stage at rest; its result is dropped."""
         changed = [part.parameter for part in self._weights[stage].parts]
         steps = [self._optimizer.state[parameter]["step"] for parameter in changed]
         done, owed = [step.clone() for step in steps], (self._squares, self._is_owed)
-        # Twice the limit, so that clipping is part of what is measured.
+        # A norm of twice the limit, so that clipping is part of the measurement.
         self._squares, self._is_owed = 4 * self._config.clip_grad_norm**2, True
         try:
-            # Nothing is taken back at the end of the visit, so weights and moments at rest stay as they are.
+            # Without contents to write back, so weights and moments at rest stay unchanged.
             with self._store.visit(stage, Content.WEIGHTS | Content.STATE | Content.GRADIENT):
                 return median_seconds(lambda: self.update(stage), _REPEATS, device)
         finally:
             self._squares, self._is_owed = owed
-            # Counters of steps are no part of the stage that the store has.
+            # Step counters are not part of the store.
             for step, before in zip(steps, done, strict=True):
                 step.copy_(before)
 
     def settle(self) -> None:
-        """Outside a step, with every stage at rest: do the updates that are due."""
+        """Do pending updates; called outside a step, with every stage at rest."""
         if not self._is_owed:
             return
         changed = Content.WEIGHTS | Content.STATE

@@ -1,4 +1,4 @@
-"""This rank's part of the model, and the executors that run it: to train, to evaluate, to sample."""
+"""This rank's stages, and the executors that run them: for training, evaluation and sampling."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -57,20 +57,20 @@ _Own = TypeVar("_Own")
 
 
 def training_schedule(config: RunConfig) -> Schedule:
-    """The schedule that a configuration trains with, ready to run."""
+    """The executable schedule of a training step; from a resolved configuration."""
     return build(config.recipe(), StageSizes(config))
 
 
 def forward_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
-    """A forward-only schedule over the same stages, ready to run."""
+    """An executable forward-only schedule over the same stages."""
     sizes = {"num_microbatches": num_microbatches, "group_size": None, "keep": None, "num_slices": 1}
-    choice = config.choice()  # stages stay where the family of the training has them
+    choice = config.choice()  # with the placement of the training schedule
     forward_only = replace(choice, family="forward-only", placement=choice.placement_name, **sizes)
     return build(replace(config.recipe(), start=forward_only, moves=Moves(), given=None), StageSizes(config))
 
 
 class Pipeline:
-    """The stages of one rank, connected to those of its pipeline's and its data-parallel group's other ranks."""
+    """The stages of one rank, with connections to its pipeline, data-parallel and tensor-parallel ranks."""
 
     def __init__(self, config: RunConfig, world: World) -> None:
         self._config = config
@@ -115,7 +115,7 @@ class Pipeline:
             self._place.pipeline,
             self._lanes,
             self._wires,
-            counts=self._moves_anything or not config.training.compile,  # hooks would compile the first use anew
+            counts=self._moves_anything or not config.training.compile,  # hooks would cause a recompilation
         )
         self._trainer = self._executor(self.schedule, outputs, self._moves)
         self._evaluator = self._executor(forward_schedule(config, layout.num_microbatches), outputs)
@@ -123,27 +123,27 @@ class Pipeline:
         self._is_cold = config.training.compile
         self._as_written = as_written if config.training.compile else nullcontext
         self._running = self._trainer
-        quiet_s = min(2.0, config.training.stall_timeout_s / 4)  # published twice before anyone gives up
+        quiet_s = min(2.0, config.training.stall_timeout_s / 4)  # positions are published before any rank times out
         self._watch = Watch(world.store, world.rank, world.size, self._position, quiet_s=quiet_s)
 
     @property
     def schedule_text(self) -> str:
-        """The schedule of the training as the text of a file."""
+        """The training schedule as the text of a schedule file."""
         return schedule_text(self._config.recipe(), self.schedule, StageSizes(self._config))
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether this rank is in the pipeline that represents all replicas where one does."""
+        """Whether this rank has data-parallel index 0."""
         return self._place.data == 0
 
     @property
     def last_rank(self) -> int:
-        """The rank of the first replica that computes the loss."""
+        """The global rank of the last stage in the first pipeline."""
         return self._config.layout.pipelines()[0][self.schedule.placement.rank_by_stage[-1]]
 
     @property
     def num_counted_parameters(self) -> int:
-        """Parameters of this rank's stages such that over all ranks each is counted once."""
+        """Number of this rank's parameters; the sum over all ranks counts each parameter once."""
         if not self.is_first_replica:
             return 0
         with_replicated = self._place.tensor == 0
@@ -152,17 +152,17 @@ class Pipeline:
         )
 
     def counted_loss(self, result: StepResult) -> float:
-        """Sum of this rank's shares of the loss such that over all ranks each is counted once."""
+        """This rank's share of the loss; the sum over all ranks counts each micro-batch once."""
         outputs = list(result.outputs.values())
         return float(torch.stack(outputs).sum()) if outputs and self._place.tensor == 0 else 0.0
 
     @property
     def exchange_s(self) -> float:
-        """Seconds that this rank has spent so far in exchanges of tensor parallelism, as the host sees them."""
+        """Total seconds that this rank has spent in tensor-parallel collectives, on the host's clock."""
         return self._tensor_group.busy_s
 
     def slices(self) -> dict[str, TensorSlice]:
-        """Where the parameters of this rank's stages lie in those of the whole model."""
+        """For each parameter of this rank's stages, its slice of the whole parameter."""
         return {
             name: here
             for one in self.data_parallel.weights.values()
@@ -170,14 +170,14 @@ class Pipeline:
         }
 
     def batch(self, windows: npt.NDArray[np.int64]) -> Batch:
-        """This replica's part of the windows of a whole step."""
+        """This replica's micro-batches from the windows of a whole step."""
         layout, device = self._config.layout, self._world.device
         return Batch.of(windows, layout.num_microbatches, device, replica=self._place.data, num_replicas=layout.dp)
 
     def gradients(self) -> dict[str, Tensor]:
-        """After a step, gradients of this rank's stages by name in the whole model, put together from the shards.
+        """Gradients of this rank's stages after a step, all-gathered from their shards, by name in the whole model.
 
-        With tensor parallelism they are those of the rank's slices. Every rank calls it.
+        With tensor parallelism, those of the rank's slices. Collective.
         """
         timeout_s = self._config.training.stall_timeout_s
         found: dict[str, Tensor] = {}
@@ -186,18 +186,22 @@ class Pipeline:
         return found
 
     def train_step(self, batch: Batch) -> StepResult:
-        """Forward and backward of a step, from gradients of zero. Outputs are shares of the loss."""
+        """Run forwards and backwards of a step, starting with zero gradients. Outputs are shares of the loss."""
         self._warm_up(batch)
         cut = batch if self._slices is None else batch.cut(self._slices)
         return self._run(self._trainer, cut.inputs, self._loss_of(cut))
 
     def evaluate(self, batch: Batch) -> StepResult:
-        """Forward only. Outputs are shares of the loss."""
+        """Run forwards only. Outputs are shares of the loss."""
         with self._as_written():
             return self._run(self._evaluator, batch.inputs, self._loss_of(batch))
 
     def profile(self, batch: Batch) -> Profile | None:
-        """Time every stage on a micro-batch of this batch, and its collectives; on rank 0 only. No gradient is left."""
+        """Time every stage on a micro-batch of this batch, its collectives, and moves. Collective; drops gradients.
+
+        Returns:
+            The profile on rank 0, ``None`` elsewhere.
+        """
         self._warm_up(batch)
         with self._rehearsal(batch) as rehearsal:
             found = profile_stages(rehearsal, self._transport, self._clock)
@@ -208,13 +212,13 @@ class Pipeline:
             found = replace(found, costs=replace(found.costs, **more))
         if self._slices is None:
             return found
-        # Last: slices share the costs of everything else.
+        # Last: slices take their share of all other costs.
         with self._rehearsal(batch, self._slices) as rehearsal:
             times = profile_slices(rehearsal)
         return found if found is None or times is None else with_slices(found, times, self._slices)
 
     def _time_tied_messages(self) -> dict[str, Any]:
-        """On rank 0 the seconds of messages about a tied matrix, as costs have them; so does the next."""
+        """Measured costs of messages of the tied matrix, by the fields of ``StageCosts``; empty except on rank 0."""
         if self._tied is None:
             return {}
         own_s = time_messages(self._tied, self.schedule, self._place.pipeline, self._world, self._transport)
@@ -222,6 +226,7 @@ class Pipeline:
         return dict(zip(("tied_s", "tied_grad_s"), max(every), strict=True)) if every else {}
 
     def _time_moves(self) -> dict[str, Any]:
+        """Measured costs of moving activations, in the same form."""
         if not self._moves_anything:
             return {}
         whole = [int(one) for one in saved_bytes(self._config).by_stage(self.schedule.num_stages)]
@@ -233,7 +238,7 @@ class Pipeline:
         return {name: tuple(one.get(stage, 0.0) for stage in range(len(whole))) for name, one in found.items()}
 
     def _of_pipeline(self, own: _Own) -> list[_Own]:
-        """On rank 0 what each rank of the first pipeline has; nothing elsewhere."""
+        """On rank 0, the values of the first pipeline's ranks; an empty list elsewhere."""
         every = self._world.gather(own)
         return [] if every is None else [every[rank] for rank in self._config.layout.pipelines()[0]]
 
@@ -241,21 +246,24 @@ class Pipeline:
         """Logits of the token after ``position``, on the rank with the last stage.
 
         Args:
-            tokens: ``int64[1, seq_len]``; what stands behind ``position`` has no effect.
-            position: of the last token that counts.
+            tokens: ``int64[1, seq_len]``; those after ``position`` have no effect.
+            position: of the last token of the context.
+
+        Returns:
+            ``[vocab_size]`` on the rank of the last stage, ``None`` elsewhere.
         """
         with self._as_written():
             result = self._run(self._sampler, [tokens], lambda logits, _: self._vocabulary.whole(logits[0, position]))
         return result.outputs.get(0)
 
     def close(self) -> None:
-        """Let go of threads; parameters stay."""
+        """Stop threads; parameters stay."""
         self._watch.end()
         self._transport.close()
         self._lanes.close()
 
     def _warm_up(self, batch: Batch) -> None:
-        """Compile the stages if they are to be and are not yet."""
+        """Compile the stages at the first call, if ``training.compile`` is set."""
         if not self._is_cold:
             return
         self._is_cold = False
@@ -264,7 +272,7 @@ class Pipeline:
 
     @contextmanager
     def _rehearsal(self, batch: Batch, slices: TokenSlices | None = None) -> Iterator[Rehearsal]:
-        """The stages outside a step; meanwhile a borrowed matrix is there for those that need one."""
+        """The stages outside a step; a tied head has the embedding's matrix meanwhile."""
         cut = batch if slices is None else batch.cut(slices)
         outputs = self._outputs_in_training
         with nullcontext() if self._tied is None else self._tied.rehearsal(self._world.device):
@@ -281,7 +289,7 @@ class Pipeline:
             )
 
     def _position(self) -> str:
-        """Where this rank is, for people; pipeline ranks of several pipelines have the same numbers."""
+        """This rank's position in the schedule, for messages; with replica and tensor rank where there are several."""
         layout, exchange = self._config.layout, self._tensor_group.position()
         place = ", ".join([self._running.position(), *([exchange] if exchange else [])])
         if layout.dp == layout.tp == 1:
@@ -306,7 +314,7 @@ class Pipeline:
         return module
 
     def _share_matrix(self) -> Tied | None:
-        """This rank's part in the matrix of embedding and head, if they share one over two stages."""
+        """The executor part for a tied matrix, if embedding and head are on different stages."""
         last = self.schedule.num_stages - 1
         if not self._config.model.tied or last == 0:
             return None
@@ -331,8 +339,8 @@ class Pipeline:
     def _outputs(self, microbatch_size: int) -> tuple[TensorSpec, ...]:
         """The spec of every stage's output."""
         tokens = TensorSpec((microbatch_size, self._config.data.seq_len), torch.int64)
-        # layers return tensors of their input's shape, so that the embedding and the head say everything; to run all
-        # layers on the meta device takes longer than to train a small model
+        # Layers keep the shape of their input, so embedding and head suffice; running all layers on the meta device
+        # takes longer than training a small model.
         ends = (self._pieces[0][:1], self._pieces[-1][-1:])
         between, logits = stage_outputs(lambda end: self._build(ends[end], "meta", self._dtype), 2, tokens)
         return (*[between] * (self.schedule.num_stages - 1), logits)
@@ -360,23 +368,23 @@ class Pipeline:
         moves: ActivationMoves | None = None,
     ) -> Executor:
         training, rank = self._config.training, self._place.pipeline
-        slices = self._slices if schedule.num_slices > 1 else None  # only training cuts sequences
+        slices = self._slices if schedule.num_slices > 1 else None  # only the training schedule has token slices
         stages = self._stages(schedule, outputs, slices)
         parts: list[Part] = [Compute(stages, slices=slices, keeper=moves), Messages(outputs, slices)]
         parts += [part for part in (self.data_parallel, self._tied, moves) if part is not None]
         if self.store is not None:
             swaps = StageSwaps(self.store, self._lanes, training.stall_timeout_s)
-            parts += [swaps, self.updates]  # behind the tied matrix, whose gradient belongs to what is updated
+            parts += [swaps, self.updates]  # after the tied matrix, whose gradient has to be added before the update
         return Executor(
             schedule, rank, parts, transport=self._transport, clock=self._clock, run_ahead=training.run_ahead
         )
 
 
 def _make_store(config: RunConfig) -> StageStore | None:
-    """Where stages are at rest; ``None`` in a run that does not swap them.
+    """The store of swapped stages; ``None`` without swaps.
 
     Raises:
-        UserError: its folder cannot be written to.
+        UserError: ``schedule.swap_folder`` cannot be written.
     """
     budget, folder = config.schedule.budget_bytes, config.schedule.swap_folder
     if budget is None:
@@ -391,7 +399,7 @@ def _make_store(config: RunConfig) -> StageStore | None:
 
 
 def _patience(config: RunConfig) -> timedelta | None:
-    """How long a rank waits in the middle of a stage: as long as for a message, or while another one may compile."""
+    """Timeout of tensor-parallel collectives; ``None`` (the world's timeout) while other ranks may compile."""
     return None if config.training.compile else timedelta(seconds=config.training.stall_timeout_s)
 
 

@@ -1,4 +1,4 @@
-"""A training run from start to end: checked, its folder taken, its processes started, its results written."""
+"""A training run from start to end: checks, run folder, processes, results."""
 
 import sys
 from collections.abc import Callable
@@ -30,9 +30,9 @@ from pipeloom.training.trainer import RunResult, Trainer
 
 
 def train(config: RunConfig, *, quiet: bool = False) -> RunResult:
-    """Train a language model with a pipeline of processes; this process waits for them.
+    """Train a language model with pipeline parallelism. Starts the processes of the run and waits for them.
 
-    Under a launcher such as torchrun this process is one of the ranks.
+    Under a launcher such as torchrun, this process is one of the ranks.
 
     Examples:
         >>> from pipeloom import load_run, train
@@ -43,23 +43,23 @@ def train(config: RunConfig, *, quiet: bool = False) -> RunResult:
 
     Args:
         config: of the run, from ``load_run``.
-        quiet: whether nothing is printed: neither what is run nor losses.
+        quiet: whether to print neither the configuration nor losses.
 
     Returns:
-        Results, folder and traces of the run; under a launcher complete on rank 0.
+        Summary, folder and traces of the run; under a launcher, complete on rank 0.
 
     Raises:
-        ConfigError: everything that is wrong with the configuration.
-        UserError: the run cannot start: its text, its folder, its checkpoint or the host; or its family is wrong.
-        RunError: the run failed; the newest checkpoint is safe.
-        Interrupted: a signal ended it.
+        ConfigError: lists all problems of the configuration.
+        UserError: the run cannot start, because of its text, folder, checkpoint or schedule, or the host.
+        RunError: the run failed; checkpoints written before remain.
+        Interrupted: a signal ended the run.
     """
     config, problems = completed(config, training_problems)
     if problems:
         raise ConfigError(problems, "the run")
     say = _say_nothing if quiet else _say
     check_processes(config)
-    # Before a folder is made and processes start: a run that cannot fit should leave nothing behind.
+    # Before a folder is created: a run that cannot fit leaves nothing behind.
     check_memory(config)
     if not is_first():
         # Other ranks of a launcher write no file, so their folder is never used.
@@ -75,7 +75,7 @@ _Say = Callable[[str], None]
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201  a run says what it does
+    print(text, flush=True)  # noqa: T201  start message
 
 
 def _say_nothing(_text: str) -> None:
@@ -83,16 +83,16 @@ def _say_nothing(_text: str) -> None:
 
 
 def _run_in(path: Path, config: RunConfig, say: _Say, *, quiet: bool) -> RunResult:
-    """The run from start to end, in a folder that this process has locked."""
+    """Run in a folder that this process has locked."""
     choice = None if config.checkpoint.resume is None else choose_checkpoint(config.checkpoint.resume)
     if choice is not None:
         refuse_steps(choice, config.training.known_steps, path)
         config = replace(config, checkpoint=replace(config.checkpoint, resume=choice.path))
-    # Here, before the processes: one tokenizes, and all of them find the text in the cache.
+    # Tokenized once, before the processes start; they read the tokens from the cache.
     data = load_text(config)
     resolved = resolve(config, data)
     goes_on = _check_checkpoint(resolved, data, choice) + _unused_size(config, data, choice)
-    # Everything that can be refused is refused before the run has drafts in its folder.
+    # All checks come before the run writes into its folder.
     moved = _check_schedule(resolved)
     folder = draft_start(path, resolved)
     if folder.damaged:
@@ -104,11 +104,11 @@ def _run_in(path: Path, config: RunConfig, say: _Say, *, quiet: bool) -> RunResu
     say(f"starting   {count(config.layout.num_ranks, 'process')}{patience if has_steps else ''}\n")
     try:
         result = run_on_all_ranks(config, partial(_train, folder, quiet))
-        # The ranks have ended, and with them the handling of signals; what this process writes must still end in order.
+        # The ranks, which handled signals, have exited; this process must not be killed while it writes.
         with raised_signals():
             _write_end(config, path, result)
     except BaseException as error:
-        # The bar may have hidden the cursor in a process that was killed.
+        # A killed rank may have left the cursor hidden.
         restore_terminal(sys.stdout)
         error.add_note(safe_steps(resolved, folder))
         raise
@@ -116,7 +116,7 @@ def _run_in(path: Path, config: RunConfig, say: _Say, *, quiet: bool) -> RunResu
 
 
 def _write_end(config: RunConfig, folder: Path, result: RunResult) -> None:
-    """What one process writes when all ranks are done."""
+    """Write plots, exported weights and the report, after all ranks have finished."""
     from pipeloom.report import write_report
 
     _draw(config, folder, result)
@@ -126,26 +126,26 @@ def _write_end(config: RunConfig, folder: Path, result: RunResult) -> None:
 
 
 def _check_checkpoint(config: RunConfig, data: Data, choice: Choice | None) -> str:
-    """Refuse a checkpoint of another model; else lines about how the run goes on, empty without checkpoint."""
+    """Refuse a checkpoint of another model; return lines that describe where the run resumes, empty if it does not."""
     if choice is None:
         return ""
     check_resumable(config)
     info = read_info(choice.path)
     line = f"\nresume     {choice.path}: step {info.step}, {info.tokens:,} tokens"
     if info.step == config.training.known_steps:
-        line += "; all steps are done, only the end of the run is left"
+        line += "; all steps are done, only validation, sample and report are left"
     line += "" if can_be_checked(choice.path) else f"\n           {UNCHECKED}"
     line += "".join(f"\n           not from {path.name}: {problem}" for path, problem in choice.damaged)
     changed = new_order(config, data, info)
     return (
-        f"{line}\n           other batches than its run would have read, since {', '.join(changed)} changed"
+        f"{line}\n           batches differ from those that its run would have read, since {', '.join(changed)} changed"
         if changed
         else line
     )
 
 
 def _unused_size(config: RunConfig, data: Data, choice: Choice | None) -> str:
-    """A line where the checkpoint's tokenizer has another size than was set; the resolved run has the size it uses."""
+    """A line if ``data.bpe_vocab_size`` has no effect because the checkpoint's tokenizer has another size."""
     wanted, used = config.data.bpe_vocab_size, data.tokenizer.vocab_size
     if choice is None or config.data.known_tokenizer != "bpe" or wanted == used:
         return ""
@@ -156,17 +156,15 @@ _MOVED = {"evicted": Kind.EVICT, "offloaded": Kind.OFFLOAD, "recomputed": Kind.R
 
 
 def _check_schedule(config: RunConfig) -> str:
-    """Refuse a family with a mistake, a schedule file that does not fit, and budgets that cannot be kept.
-
-    All of that before the run has a folder.
+    """Refuse an invalid family, a schedule file that does not fit the run, and budgets that cannot be met.
 
     Returns:
-        A line about what the schedule moves; empty if nothing may move.
+        A line with the number of moves and recomputations; empty if the configuration allows none.
     """
     schedule = config.schedule
     may_move = schedule.balance or schedule.offload or schedule.keep is not None or schedule.budget_bytes is not None
     may_move = may_move or schedule.file is not None
-    # The lengths of automatic slices are measured later, on rank 0; a schedule of other slices would mislead.
+    # Lengths of automatic slices are chosen later, on rank 0, so the final schedule does not exist yet.
     if not may_move or config.layout.token_slices == "auto":
         config.choice().make()
         return ""
@@ -194,7 +192,6 @@ def _draw(config: RunConfig, folder: Path, result: RunResult) -> None:
 
 
 def _train(folder: RunFolder, quiet: bool, config: RunConfig, world: World, data: Data) -> RunResult:
-    """What each rank does."""
     return Trainer(config, world, data, folder, quiet=quiet).run()
 
 
@@ -210,13 +207,13 @@ def _announce(config: RunConfig, say: _Say) -> None:
     }
     is_here = training.device == "cpu" and not is_launched()
     if is_here and (cores := num_devices("cpu")) < layout.num_ranks:
-        several = "`pipeloom launch` writes what starts them on several hosts"
+        several = "`pipeloom launch` writes start files for several hosts"
         lines["host"] = f"{count(layout.num_ranks, 'process')} share {count(cores, 'core')}; {several}"
     if (may_differ := why_training_may_differ(config)) is not None:
         lines["note"] = may_differ
     if schedule.budget_bytes is not None:
         home = "memory of the host" if schedule.swap_folder is None else f"files in {schedule.swap_folder}"
-        lines["stages"] = f"at rest in {home}; on the device at most {format_bytes(schedule.budget_bytes)} of them"
+        lines["stages"] = f"stored in {home}; at most {format_bytes(schedule.budget_bytes)} of them on the device"
     for name, text in lines.items():
         say(f"{name:<11}{text}")
 
@@ -227,7 +224,7 @@ def _passes(config: RunConfig) -> str:
 
 
 def _cut(config: RunConfig) -> str:
-    """Token slices; nothing without them."""
+    """Words about token slices; empty without them."""
     if config.layout.token_slices == "auto":
-        return ", in slices that suit this machine"
+        return ", in slices of measured lengths"
     return f", in {count(config.layout.num_slices, 'slice')}" if config.layout.num_slices > 1 else ""

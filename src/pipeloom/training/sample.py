@@ -1,4 +1,4 @@
-"""Text from the model, through the pipeline."""
+"""Samples text from the model, through the pipeline."""
 
 import torch
 
@@ -7,17 +7,17 @@ from pipeloom.data.text import Data
 from pipeloom.execute.processes.world import World
 from pipeloom.training.pipeline import Pipeline
 
-# Below 1: fewer unlikely tokens, so that a short sample shows what was learned.
+# Below 1, so that a short sample has few unlikely tokens.
 _TEMPERATURE = 0.8
-# A line or two: enough for the sample to show that it continues the text.
+# A line or two of context.
 _PROMPT_TOKENS = 40
 
 
 def sample_text(pipeline: Pipeline, world: World, data: Data, config: RunConfig) -> str:
-    """Continue the beginning of the validation text by ``training.sample_tokens``, one token at a time.
+    """Continue the beginning of the validation text by ``training.sample_tokens`` tokens.
 
-    Each token is one forward-only step of a single micro-batch; the rank with the last stage draws the
-    token and sends it to the others. Every rank calls this and returns the same text.
+    Each token is one forward-only step of a single micro-batch. The rank of the last stage draws the token and
+    broadcasts it. Collective: every rank calls it, and returns prompt and continuation.
     """
     tokenizer, seq_len = data.tokenizer, config.data.seq_len
     generator = torch.Generator().manual_seed(config.training.seed)
@@ -32,10 +32,10 @@ def sample_text(pipeline: Pipeline, world: World, data: Data, config: RunConfig)
         logits = pipeline.next_logits(padded, len(seen) - 1)
         drawn = 0
         if logits is not None:
-            known = logits[: tokenizer.vocab_size]  # the model may have room for more tokens than there are
+            logits = logits[: tokenizer.vocab_size]  # the model's vocabulary may be padded
             # On the CPU in float64, so that a seed draws the same tokens on every device.
-            chances = torch.softmax(known.double().cpu() / _TEMPERATURE, dim=-1)
-            drawn = int(torch.multinomial(chances, 1, generator=generator))
-        # All ranks need the token: the next forward begins on the first one.
+            probabilities = torch.softmax(logits.double().cpu() / _TEMPERATURE, dim=-1)
+            drawn = int(torch.multinomial(probabilities, 1, generator=generator))
+        # The rank of the first stage needs the token for the next forward.
         tokens.append(world.broadcast(drawn, pipeline.last_rank))
     return tokenizer.decode(tokens)

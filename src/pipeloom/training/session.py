@@ -1,4 +1,4 @@
-"""Runs a job on all ranks: in processes of its own, or as one of those that a launcher started."""
+"""Runs a job on all ranks: in worker processes that it starts, or in this process as one rank of a launcher."""
 
 import os
 from collections.abc import Callable
@@ -23,41 +23,41 @@ from pipeloom.training.slices import with_known_slices
 from pipeloom.training.stages import piece_bytes
 
 Job = Callable[[RunConfig, World, Data], Any]
-"""What every rank does; the configuration has its model resolved."""
+"""Work of one rank; takes the resolved configuration."""
 
 _LAUNCHED_PATIENCE_S = 1800.0
-"""Under a launcher, ranks may have to wait until another host has turned its text into tokens."""
+"""Under a launcher, ranks may wait this long for another host that tokenizes its text."""
 
 _RANK_0_PATIENCE_S = 1800.0
-"""The other ranks wait while rank 0 compiles, or measures token slices to choose their lengths."""
+"""The other ranks may wait this long for rank 0, which compiles, or measures token slices."""
 
 
 def run_on_all_ranks(config: RunConfig, job: Job, patience_s: float = 30.0) -> Any:
     """Run ``job`` on every rank.
 
     Args:
-        config: how many ranks, where they compute, and the chosen checkpoint; under a launcher rank 0's counts.
+        config: valid; not resolved yet. Under a launcher all ranks use the checkpoint that rank 0 chose.
         job: picklable where processes cannot be forked.
-        patience_s: communication outside the pipeline may wait this much longer than a stall takes to be
-            reported; more than the longest that one rank works while the others wait for it.
+        patience_s: added to ``training.stall_timeout_s`` for the timeout of communication outside the pipeline; more
+            than the longest work of one rank that others wait for.
 
     Returns:
         Rank 0's result; under a launcher, this rank's.
 
     Raises:
-        WorkerError: a process of its own failed.
+        WorkerError: a worker process failed.
         Interrupted: a signal ended the run.
     """
     if long_start(config) is not None:
         patience_s += _RANK_0_PATIENCE_S
     stall_s, threads = config.training.stall_timeout_s, config.training.threads
     if is_launched():
-        # Replaces the launcher's own setting; torchrun sets OMP_NUM_THREADS to 1.
+        # Overrides the launcher: torchrun sets OMP_NUM_THREADS to 1.
         torch.set_num_threads(threads)
-        # Hosts do not share a file system in general, so each may have to tokenize the text for itself.
+        # Each host may have its own cache folder, and then has to tokenize the text itself.
         world = join_launched(config.training.device, stall_s + max(patience_s, _LAUNCHED_PATIENCE_S))
         return _work(config, job, world)
-    # Imported once here, not once in every worker: optimizers import them on first use.
+    # Imported before the fork, once instead of once in every worker: optimizers import them on first use.
     needed = ["torch._dynamo", "torch.distributed.checkpoint"]
     if config.training.compile and config.training.compile_backend == "inductor":
         needed.append("torch._inductor.compile_fx")
@@ -68,19 +68,19 @@ def run_on_all_ranks(config: RunConfig, job: Job, patience_s: float = 30.0) -> A
 
 
 def long_start(config: RunConfig) -> str | None:
-    """What rank 0 may do for minutes before the first step, while the others wait; slices are not compiled."""
+    """Work that may take rank 0 minutes before the first step; ``None`` without any. Slices are not compiled."""
     if config.training.compile:
         return "compiling"
     return "measuring token slices" if config.layout.token_slices == "auto" else None
 
 
 def check_processes(config: RunConfig) -> None:
-    """Refuse a launcher that started another number of processes than the layout needs, and too few devices.
+    """Refuse a launcher whose number of processes differs from the layout's, and too few CUDA devices.
 
     Raises:
-        UserError: naming both numbers.
+        UserError: names both numbers.
     """
-    # torchrun's name for the processes of a host; other launchers that set RANK alone are taken to use one host.
+    # LOCAL_WORLD_SIZE is torchrun's; launchers that set only RANK are assumed to use one host.
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", launched_size())) if is_launched() else config.layout.num_ranks
     found = torch.cuda.device_count() if config.training.device == "cuda" else num_here
     if found < num_here:
@@ -98,7 +98,7 @@ def check_processes(config: RunConfig) -> None:
 
 
 def load_text(config: RunConfig) -> Data:
-    """The data of a run; where it goes on from a checkpoint, in tokens of the checkpoint's tokenizer.
+    """The data of a run; a resumed run uses the checkpoint's tokenizer.
 
     Raises:
         UserError: as ``load_data``; or the checkpoint's tokenizer cannot be read.
@@ -109,10 +109,10 @@ def load_text(config: RunConfig) -> Data:
 
 
 def resolve(config: RunConfig, data: Data) -> RunConfig:
-    """The configuration with everything derived filled in: sizes of the model, partition, group size.
+    """Fill in all derived settings: sizes of the model, partition, group size, dtype.
 
     Raises:
-        UserError: the model has fewer tokens than the tokenizer.
+        UserError: the model's vocabulary is smaller than the tokenizer's.
     """
     needed = data.tokenizer.vocab_size
     for problem in vocabulary_problems(config, needed):
@@ -121,7 +121,7 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
     model = config.model.resolve(needed)
     layout, schedule = config.layout, config.schedule
     recompute = layout.recompute_by_layer(model.num_layers)
-    # With a device budget the largest stage decides what fits, so bytes are balanced and not seconds.
+    # With a device budget the largest stage decides what fits, so the partition balances bytes instead of seconds.
     if schedule.budget_bytes is not None and layout.partition is None:
         partition = fastest_partition(piece_bytes(replace(config, model=model)), config.choice().placed())
     else:
@@ -133,7 +133,7 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
     return replace(
         config,
         model=model,
-        # what the text or a checkpoint has, so that the run folder records what was used
+        # the size of the tokenizer in use, so that the run folder records it
         data=replace(config.data, bpe_vocab_size=needed) if config.data.known_tokenizer == "bpe" else config.data,
         training=replace(config.training, dtype=config.training.known_dtype),
         layout=replace(layout, partition=partition),
@@ -146,10 +146,10 @@ def _work_forked(config: RunConfig, job: Job, rendezvous: Path, rank: int, num_r
 
 
 def _work(config: RunConfig, job: Job, world: World) -> Any:
-    # one process chooses the checkpoint: another one could find another newest, or read all of it once more
+    # One rank chooses the checkpoint: others could find another newest one, and would hash its files once more.
     config = replace(config, checkpoint=replace(config.checkpoint, resume=world.from_first(config.checkpoint.resume)))
     data = load_text(config)
     result = job(with_known_slices(resolve(config, data), world), world, data)
-    # At the end of success alone: a rank that failed must not wait for the others, whom its end is to stop.
+    # After success only: a rank that failed must exit at once, so that the others stop.
     world.leave()
     return result

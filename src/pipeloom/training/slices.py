@@ -1,4 +1,7 @@
-"""Token slices that suit this machine: measured at a few lengths and contexts, chosen by the dynamic programme."""
+"""Chooses the lengths of token slices for ``layout.token_slices = "auto"``.
+
+Slices are timed at a few lengths and contexts; the planner's dynamic program chooses from the fit.
+"""
 
 from dataclasses import replace
 
@@ -20,18 +23,18 @@ _MOST_UNITS = 64
 
 
 def with_known_slices(config: RunConfig, world: World) -> RunConfig:
-    """The configuration with lengths in place of ``auto``, the same on every rank. Every rank calls it.
+    """Replace ``auto`` by slice lengths, the same on every rank. Collective.
 
-    The others wait while rank 0 measures and chooses, as long as communication may take (``World.timeout``).
+    Rank 0 measures and chooses; the other ranks wait for it, at most ``World.timeout``.
     """
     if config.layout.token_slices != "auto":
         return config
-    known = world.from_first(_chosen(config, world.device) if world.rank == 0 else None)
-    return replace(config, layout=replace(config.layout, token_slices=known))
+    lengths = world.from_first(_chosen(config, world.device) if world.rank == 0 else None)
+    return replace(config, layout=replace(config.layout, token_slices=lengths))
 
 
 def _chosen(config: RunConfig, device: torch.device) -> tuple[int, ...]:
-    """The lengths with which this rank's schedule would be fastest if all stages were like the one that is timed."""
+    """The lengths with the shortest simulated step, if all stages took as long as the timed one."""
     layout, choice, num_tokens = config.layout, config.choice(), config.data.seq_len
     seconds = fitted(measured_points(config, device))
     table = LatencyTable(seconds, num_tokens, default_unit(num_tokens, layout.tp, _MOST_UNITS))
@@ -48,7 +51,7 @@ def _chosen(config: RunConfig, device: torch.device) -> tuple[int, ...]:
 
 
 def measured_points(config: RunConfig, device: torch.device) -> list[Point]:
-    """Seconds of slices in the stage with most layers."""
+    """Time slices in the stage with the most layers; (tokens, tokens before them, seconds) of each."""
     layout, model, dtype = config.layout, config.model, getattr(torch, config.training.known_dtype)
     assert layout.partition is not None
     assert model.vocab_size is not None

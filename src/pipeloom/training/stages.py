@@ -1,6 +1,6 @@
-"""The stages of a run, as its configuration describes them, and the bytes of each, counted on stages of meta tensors.
+"""Builds the stages of a run, and counts their bytes on meta tensors.
 
-By these bytes schedules move activations and swap stages. Counting takes neither memory nor other ranks.
+Schedules use these bytes to move activations and to swap stages. Counting needs neither memory nor other ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -35,12 +35,12 @@ def stage_of(
     dtype: torch.dtype | None = None,
     parallel: TensorParallel = WHOLE,
 ) -> Transformer:
-    """Build and initialize a stage of a run; nothing in it is recomputed or compiled yet.
+    """Build and initialize a stage of a run, without recomputation and not compiled.
 
     Args:
         config: resolved.
-        pieces: of the model, embedding, layers, head, counted from 0; see ``stage_pieces``.
-        device: where its weights live; on "meta" they take no memory.
+        pieces: indices of the stage's pieces (embedding, layers, head); see ``stage_pieces``.
+        device: of its weights; on "meta" they take no memory.
         dtype: of the weights; ``None`` for that of the run.
         parallel: the tensor-parallel rank that it is built for.
     """
@@ -57,27 +57,27 @@ def stage_of(
 
 @dataclass(frozen=True)
 class StageSizes:
-    """Bytes of the stages of a resolved configuration, as a recipe takes them."""
+    """Bytes of the stages of a resolved configuration, counted; the ``sizes`` of ``recipe.build``."""
 
     config: RunConfig
 
     def kept(self, schedule: Schedule) -> KeptBytes:
-        """What stages keep of micro-batches, and of their halves where backwards are split."""
+        """Bytes that stages keep of micro-batches, also between the halves of split backwards."""
         return saved_bytes(self.config, splits=any(row.is_kind(Kind.BACKWARD_INPUT).any() for row in schedule.rows))
 
     def stages(self) -> tuple[Amounts, ...]:
-        """Weights, gradient and state of each stage."""
+        """Bytes of weights, gradient and optimizer state of each stage."""
         return stage_amounts(self.config)
 
 
 def stage_amounts(config: RunConfig) -> tuple[Amounts, ...]:
-    """For each stage of a resolved configuration the bytes of its weights, gradient and optimizer state."""
+    """Bytes of weights, gradient and optimizer state of each stage of a resolved configuration."""
     assert config.layout.partition is not None
     return _amounts(config, config.layout.partition)
 
 
 def piece_bytes(config: RunConfig) -> tuple[int, ...]:
-    """For each piece of a resolved model, embedding, layers, head, the bytes of all that there is of it."""
+    """Bytes of weights, gradient and optimizer state together, of each piece (embedding, layers, head)."""
     return tuple(int(one.total) for one in _amounts(config, (1,) * (config.model.num_layers + 2)))
 
 
@@ -85,7 +85,7 @@ def piece_bytes(config: RunConfig) -> tuple[int, ...]:
 def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ...]:
     dtype = getattr(torch, config.training.known_dtype)
     narrow, wide = dtype.itemsize, master_dtype(dtype).itemsize
-    kept = len(config.optimizer.rule.state) + (narrow < wide)  # the weights in wide numbers are a part of the state
+    kept = len(config.optimizer.rule.state) + (narrow < wide)  # float32 master weights are part of the state
     found: list[Amounts] = []
     for pieces in stage_pieces(partition):
         stage = stage_of(config, pieces, "meta")
@@ -104,19 +104,19 @@ def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ..
 
 
 def saved_bytes(config: RunConfig, *, splits: bool = False) -> KeptBytes:
-    """What stages keep of a micro-batch, or of each of its slices, on the tensor-parallel rank that keeps most.
+    """Bytes that stages keep of a micro-batch, or of each of its slices, on the tensor-parallel rank that keeps most.
 
-    That is what autograd saves and nobody else holds, the loss's part as well. A stage of each kind runs once on meta
-    tensors, which takes neither memory nor other ranks.
+    These are the tensors that autograd saves, those of the loss included, without weights and batch. One stage of each
+    kind runs on meta tensors.
 
     Args:
         config: resolved.
-        splits: whether backwards run in two halves.
+        splits: whether backwards are split into two halves.
     """
     layout, num_layers = config.layout, config.model.num_layers
     assert layout.partition is not None, "the layout is not resolved"
     by_layer = layout.recompute_by_layer(num_layers)
-    same = replace(config, schedule=ScheduleConfig())  # runs with other schedules share what was counted
+    same = replace(config, schedule=ScheduleConfig())  # cache key: bytes do not depend on the schedule
     alike: dict[tuple[bool, bool, tuple[Recompute, ...]], _Saved] = {}
     by_stage: list[_Saved] = []
     for pieces in stage_pieces(layout.partition):
@@ -135,7 +135,7 @@ def saved_bytes(config: RunConfig, *, splits: bool = False) -> KeptBytes:
 
 
 class _Saved(NamedTuple):
-    """What one stage keeps of each slice: all, between the halves of a backward, its input; and for later slices."""
+    """Bytes that one stage keeps of each slice (all; between halves of a backward; its input), and of its caches."""
 
     of_slices: tuple[list[int], list[int], list[int]]
     caches: int
@@ -158,10 +158,10 @@ def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *,
         for length in lengths:
             tokens = TensorSpec((layout.microbatch_size, length), torch.int64).empty("meta")
             given = tokens
-            if not module.has_embedding:  # messages between stages carry a rank's own tokens
+            if not module.has_embedding:  # a message between stages carries the rank's share of the tokens
                 own = (layout.microbatch_size, length // layout.tp, config.model.hidden_size)
                 given = TensorSpec(own, dtype).empty("meta").requires_grad_()
-            targets = tokens.flatten()  # the batch's, so that no stage owns them
+            targets = tokens.flatten()  # part of the batch, so not counted
             parcel, begin = Parcel(owns_input=not module.has_embedding), 0 if cache is None else cache.begin
             with parcel.saving():
                 output = module(given, cache)
@@ -174,7 +174,7 @@ def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *,
         pending: list[int] = []
         for given, output, begin in reversed(gone) if splits else ():
             if cache is not None:
-                cache.begin = begin  # of what is recomputed
+                cache.begin = begin  # recomputation runs the slice forward again
             pending.insert(0, split_backward_of(module, given, output, torch.ones_like(output))[1].size)
     return _Saved((whole, pending, inputs), 0 if cache is None else cache.nbytes)
 
@@ -183,7 +183,7 @@ _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa:
 
 
 class _Norm(torch.autograd.Function):
-    """Keeps what PyTorch's one kernel of a norm does: its input, and a few numbers for each token."""
+    """Saves what PyTorch's fused norm kernels save: the input, and a few numbers per token."""
 
     @staticmethod
     def forward(*args: Any, **_: Any) -> Any:
@@ -198,13 +198,13 @@ class _Norm(torch.autograd.Function):
 
 
 class _Kernels(TorchFunctionMode):
-    """The kernels of a device in place of those of meta tensors, which write attention and RMS norms out.
+    """Replaces operations that meta tensors decompose (attention, RMS norm) by fused ones, so that they save the same.
 
-    Attention is one kernel on every device, which keeps a number for each row of scores; LayerNorm too, and an RMS norm
-    on GPUs.
+    Attention is fused on every device, and saves one number per row of scores; LayerNorm is fused too, and RMSNorm on
+    GPUs.
 
     Args:
-        is_gpu: which devices.
+        is_gpu: whether the kernels are those of GPUs, or of CPUs.
     """
 
     def __init__(self, *, is_gpu: bool) -> None:
@@ -217,15 +217,15 @@ class _Kernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
             mask = kwargs["attn_mask"]
-            # On CPUs the kernel takes numbers to add to scores, which PyTorch makes of a matrix of bools; on GPUs the
-            # mask is a value without memory.
+            # The CPU kernel takes an additive mask, which PyTorch makes from the bool matrix; on GPUs the mask is a
+            # bias object without memory.
             mask = None if mask is None or self._is_gpu else args[0].new_empty(mask.shape)
-            # It takes grouped queries as they are.
+            # This kernel supports grouped queries.
             return _ATTENTION(*args, is_causal=kwargs["is_causal"], attn_mask=mask)[0]
         if func is functional.rms_norm and self._is_gpu:
             return _Norm.apply(args[0], _for_each_token(args[0], 1, master_dtype(args[0].dtype)), kwargs["weight"])
         if func is functional.layer_norm:
-            # On CPUs mean and deviation have the type of the input, on GPUs a wide one.
+            # On CPUs mean and deviation have the dtype of the input, on GPUs float32 or wider.
             dtype = master_dtype(args[0].dtype) if self._is_gpu else args[0].dtype
             return _Norm.apply(args[0], _for_each_token(args[0], 2, dtype), kwargs["weight"], kwargs["bias"])
         return func(*args, **kwargs)

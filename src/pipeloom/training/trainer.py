@@ -1,4 +1,4 @@
-"""The loop of a run, as every rank goes through it."""
+"""The training loop of one rank."""
 
 import json
 import math
@@ -38,34 +38,34 @@ from pipeloom.training.sample import sample_text
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run came to.
+    """Results of a run.
 
-    Where a run goes on from its last step, only its end is computed. What steps measure is then of the process that did
-    them, as far as its files are there and its settings were the same, and ``None`` otherwise.
+    If a run resumes after its last step, only validation and what follows are computed. Measurements of steps are then
+    read from the files of the earlier process if its settings were the same, and are ``None`` otherwise.
 
     Attributes:
         num_parameters: of the whole model.
-        steps: optimizer steps done, those before a checkpoint it went on from included.
+        steps: optimizer steps done, including those before the checkpoint that the run resumed from.
         tokens: read in these steps.
         traced_step: step whose trace was kept; ``None`` without trace.
-        train_loss: of the last step, in nats for each token; ``None`` where no metrics have it.
-        validation_loss: over ``training.validation_batches`` batches; ``None`` if there were none.
-        unigram_loss: of a model of token frequencies alone, on the tokens that were validated,
-            or on the whole validation text if none were.
-        step_time_s: median over the steps since the start; ``None`` where none was measured.
+        train_loss: of the last step, nats per token; ``None`` if no metrics have it.
+        validation_loss: over ``training.validation_batches`` batches, nats per token; ``None`` without validation.
+        unigram_loss: loss of token frequencies alone, nats per token, on the validated tokens, or on the whole
+            validation text without validation.
+        step_time_s: median over the steps of this process; ``None`` without steps.
         predicted_step_time_s: simulated before the first step, from profiled costs; ``None`` without prediction.
         tokens_per_s: at the median step time; ``None`` without it.
-        exchange_s: seconds of the traced step that a rank spent in exchanges of tensor parallelism, mean of the ranks;
-            part of compute elsewhere. ``None`` without, and on CUDA, where the host does not wait for them.
-        live_bytes: for each pipeline rank the most bytes that it held for backwards in the traced step, what other
-            ranks evicted to it included; of replicas the largest. Zeros where nobody counted: with training.compile,
-            unless activations are moved. Empty where this process traced no step.
-        bubble_fraction: idle share of the ranks in the traced step, measured; ``None`` without trace.
-        predicted_bubble_fraction: the same as predicted.
-        corpus_sha256: of the text.
-        peak_stage_bytes: the most bytes of swapped stages on the device in any step; ``None`` where none is swapped.
-        swap_s: seconds of the traced step in which stages were on their way, added up over both directions.
-        swap_hidden_s: those of them in which the device computed.
+        exchange_s: seconds of the traced step spent in tensor-parallel collectives, mean over the ranks; traces count
+            them as compute. ``None`` without tensor parallelism, and on CUDA, where the host does not wait for them.
+        live_bytes: for each pipeline rank, peak bytes held for backwards in the traced step, including activations that
+            other ranks evicted to it; maximum over replicas. Zeros where not counted: with training.compile, unless
+            activations are moved. Empty if this process traced no step.
+        bubble_fraction: measured idle share of the ranks in the traced step, 0..1; ``None`` without trace.
+        predicted_bubble_fraction: the same, from the predicted trace.
+        corpus_sha256: fingerprint of the text.
+        peak_stage_bytes: peak bytes of swapped stages on the device, over all steps; ``None`` if none is swapped.
+        swap_s: seconds of the traced step with a swap under way, summed over both directions.
+        swap_hidden_s: the part of ``swap_s`` that overlaps with compute.
     """
 
     num_parameters: int
@@ -90,14 +90,14 @@ class RunSummary:
 
 @dataclass(frozen=True, repr=False)
 class RunResult:
-    """What a run returns.
+    """Result of ``train``.
 
     Attributes:
         folder: of the run, with its metrics, checkpoints, weights and report; ``pipeloom.load_run`` reads its
             ``config.toml``.
         summary: complete on rank 0.
-        measured: trace of the traced step, on rank 0; ``None`` where no step was traced.
-        predicted: the same as predicted, on rank 0; ``None`` without prediction.
+        measured: trace of the traced step, on rank 0; ``None`` if no step was traced.
+        predicted: predicted trace of a step, on rank 0; ``None`` without prediction.
     """
 
     folder: Path
@@ -116,7 +116,7 @@ class RunResult:
 
 
 class Trainer:
-    """One rank of a training run, which is resolved; rank 0 alone writes the folder."""
+    """One rank of a training run, from a resolved configuration. Rank 0 alone writes to the run folder."""
 
     def __init__(self, config: RunConfig, world: World, data: Data, folder: RunFolder, *, quiet: bool = False) -> None:
         self._quiet = quiet
@@ -126,21 +126,21 @@ class Trainer:
         self._folder = folder
         self._pipeline = Pipeline(config, world)
         decayed, plain = self._pipeline.data_parallel.optimizer_parts()
-        is_whole = self._pipeline.store is None  # stages that are swapped begin one by one
+        is_whole = self._pipeline.store is None  # swapped stages get their optimizer state one by one
         self._optimizer = make_optimizer(config.optimizer, decayed, plain, begins=is_whole)
         self._updates = self._make_updates()
         self._checkpoints = Checkpoints(
             config, world, self._pipeline, self._optimizer, folder.path, tokenizer=data.tokenizer
         )
         self._saving = Saving(config, world, folder, self._save)
-        # What was done before: everything until a checkpoint, or nothing.
+        # Steps, sequences and tokens before this process: those of the checkpoint, or none.
         resume = config.checkpoint.resume
         self._done = checkpoint_info(config, data, 0, 0, 0) if resume is None else self._checkpoints.restore(resume)
         traced_step = min(self._done.step + config.output.trace_step, config.training.known_steps)
         self._measured = Measured(traced_step=traced_step)
 
     def run(self) -> RunResult:
-        """Train, validate, sample, and write everything down.
+        """Train, validate, sample, and write the results.
 
         Raises:
             RunError: the run failed.
@@ -152,7 +152,7 @@ class Trainer:
     def _run(self) -> RunResult:
         config, is_writer = self._config, self._world.rank == 0
         if is_writer:
-            self._folder.write_config(config)  # with what the ranks have decided
+            self._folder.write_config(config)  # resolved, with measured slice lengths
             self._folder.write(TOKENIZER, self._data.tokenizer.to_json())
             self._folder.write(run_folder.SCHEDULE, self._pipeline.schedule_text)
         has_steps = self._done.step < config.training.known_steps
@@ -164,7 +164,7 @@ class Trainer:
                 self._saving.begin_step()
                 begin, exchanged_s = time.perf_counter(), self._pipeline.exchange_s
                 loss, grad_norm, result = self._step(step)
-                # Around the whole step, the optimizer's included, as the prediction counts it.
+                # The whole step with the optimizer, as in the prediction.
                 step_s = time.perf_counter() - begin
                 speed = config.layout.batch_size * config.data.seq_len / step_s
                 if is_writer:
@@ -179,7 +179,7 @@ class Trainer:
                     self._keep_traced(result, self._pipeline.exchange_s - exchanged_s)
                 self._saving.after_step(step)
         self._saving.end()
-        # Deferred updates are part of the last step: what is validated has them.
+        # Deferred updates of the last step come before validation.
         self._updates.settle()
         self._folder.close()
         if not has_steps:
@@ -187,18 +187,18 @@ class Trainer:
         return RunResult(self._folder.path, self._finish(), self._measured.trace, self._measured.predicted)
 
     def _end_again(self) -> Measured:
-        """Where all steps were done before: what the process measured that did them, on rank 0."""
+        """Finish a run that has no steps left: measurements of the process that did them, on rank 0."""
         config, resume = self._config, self._config.checkpoint.resume
         assert resume is not None
         run = run_of(resume)
         is_own = self._world.from_first(run is not None and run.resolve() == self._folder.path.resolve())
-        # The folder of this run shall have the model even if no step was left to do.
+        # This run's folder gets a checkpoint even though no step was left.
         if config.checkpoint.final != "none" and not is_own:
             self._save(config.training.known_steps, "end")
         if self._world.rank > 0:
             return Measured()
         found = read_earlier(self._folder, config)
-        if found.config is not None:  # which steps were measured, and which one traced
+        if found.config is not None:  # the settings that name the measured and the traced steps
             checkpoint = replace(config.checkpoint, resume=found.config.checkpoint.resume)
             output = replace(config.output, trace_step=found.config.output.trace_step)
             self._folder.write_config(replace(config, checkpoint=checkpoint, output=output))
@@ -216,15 +216,15 @@ class Trainer:
     def _predict(self) -> None:
         """Profile the stages, their collectives and the update on this machine, and simulate the step.
 
-        Collectives are timed while all ranks compute; that they slow compute down where they share its cores is left
-        out. Weights and optimizer state are as before.
+        Collectives are timed while all ranks compute. The reverse effect, that collectives slow down compute on shared
+        cores, is not modelled. Weights and optimizer state stay unchanged.
         """
         if not self._config.training.predict:
             return
-        # Any tokens do: how long a step takes does not depend on them.
+        # Any batch will do: step time does not depend on the tokens.
         profile = self._pipeline.profile(self._batch(self._data.train, 0))
         within_s, behind_s = self._updates.seconds(self._world)
-        if profile is None:  # but on rank 0
+        if profile is None:  # on all ranks but 0
             return
         profile = replace(profile, costs=replace(profile.costs, update_s=within_s))
         trace = simulate_profile(self._pipeline.schedule, profile)
@@ -235,27 +235,27 @@ class Trainer:
         return self._pipeline.batch(windows.batch(index, self._config.layout.batch_size))
 
     def _step(self, step: int) -> tuple[float, float, StepResult]:
-        """One optimizer step, counted from 1: loss, gradient norm, this rank's result."""
+        """Do one optimizer step, counted from 1; returns loss, gradient norm, and this rank's result."""
         config = self._config
         lr = learning_rate(config.optimizer, step - 1, config.training.known_steps)
         self._updates.begin_step(lr)
         windows = self._data.train.batch(step - self._done.step - 1, config.layout.batch_size, self._done.sequences)
         result = self._pipeline.train_step(self._pipeline.batch(windows))
-        # One sum for everything that the ranks have to agree on, so that a step has one more message and not four.
+        # One all-reduce for loss, gradient norm and votes.
         own = [self._pipeline.counted_loss(result), self._updates.squares()]
         loss, squares, *votes = self._world.sum([*own, *self._saving.votes()])
         self._saving.count(votes)
-        # On the sum, so that all ranks raise together; one rank alone would leave the others waiting for it.
+        # Checked on the sum, so that all ranks raise; one rank alone would leave the others waiting.
         if not math.isfinite(loss + squares):
             raise RunError(
                 f"the loss of step {step} is {loss}, its gradient norm {squares**0.5}; "
                 "try a lower --optimizer.lr or a longer --optimizer.lr-warmup-steps"
             )
-        # Without a gradient nothing but the weight decay would change the weights.
+        # Without a gradient only weight decay would change the weights.
         if squares == 0:
             raise RunError(
                 f"the gradient norm of step {step} is exactly 0 and its loss {loss}, so no weight would change; "
-                "the weights are damaged or far too large (go on from an older checkpoint, try a lower "
+                "the weights are damaged or far too large (resume from an older checkpoint, try a lower "
                 "--optimizer.lr), gradients vanish in training.dtype (try --training.dtype float32), or the model "
                 "predicts every token of the text with certainty"
             )
@@ -264,7 +264,7 @@ class Trainer:
         return loss, grad_norm, result
 
     def _make_updates(self) -> WholeUpdates | StageUpdates:
-        """What updates the weights: the stages one by one within the step, where they are swapped."""
+        """The weight update: of all stages at once, or of each stage within the step if stages are swapped."""
         optimizer, parallel, store = self._config.optimizer, self._pipeline.data_parallel, self._pipeline.store
         if store is None:
             return WholeUpdates(optimizer, self._optimizer, parallel)
@@ -274,7 +274,7 @@ class Trainer:
         return updates
 
     def _keep_traced(self, result: StepResult, exchange_s: float) -> None:
-        """Gather the traces on rank 0 and write them, one of each pipeline. Drawing takes longer: others would wait."""
+        """Gather the traces on rank 0 and write one for each pipeline. Plots are drawn after the ranks have exited."""
         own = result.trace, result.held.live_bytes, exchange_s
         every: list[tuple[Trace, int, float]] | None = self._world.gather(own)
         if every is None:
@@ -283,19 +283,19 @@ class Trainer:
         layout = self._config.layout
         for number, ranks in enumerate(layout.pipelines()):
             trace = merge(traces[rank] for rank in ranks)
-            # Summary and picture are of the first pipeline.
+            # Summary and plot show the first pipeline.
             self._measured.trace = self._measured.trace or trace
             name = run_folder.other_trace(layout.coordinates(ranks[0])) if number else run_folder.TRACE
             self._folder.write(name, to_chrome(trace, "measured"))
         by_rank = zip(*layout.pipelines(), strict=True)
         self._measured.live_bytes = tuple(max(live_bytes[rank] for rank in ranks) for ranks in by_rank)
-        # On CUDA the host only issues an exchange; its clock would measure the launch.
+        # On CUDA the host's clock would measure only the launch of a collective.
         if layout.tp > 1 and self._config.training.device == "cpu":
             self._measured.exchange_s = sum(exchanges_s) / len(exchanges_s)
 
     def _finish(self) -> RunSummary:
         config, measured = self._config, self._measured
-        # A step that was measured (not the mean of two), and not moved by the slow first one.
+        # The median ignores the slow first step; of two middle steps it is one of them, not their mean.
         step_time_s = median_high(measured.times_s) if measured.times_s else None
         (num_parameters,) = self._world.sum([self._pipeline.num_counted_parameters])
         summary = RunSummary(
@@ -317,7 +317,7 @@ class Trainer:
             **self._swapping(),
         )
         if self._world.rank == 0:
-            # Only now: a run without steps left replaces the summary of the run before when it has one of its own.
+            # Only now: a run without steps left keeps the earlier summary until it has one of its own.
             self._folder.begin(keeps_measured=measured.config is not None)
             self._folder.write(run_folder.SUMMARY, json.dumps(asdict(summary), indent=2) + "\n")
         if config.training.sample_tokens:
@@ -328,7 +328,7 @@ class Trainer:
         return summary
 
     def _swapping(self) -> dict[str, Any]:
-        """The part of the summary about swapped stages."""
+        """Fields of the summary about swapped stages."""
         trace = self._measured.trace
         if self._pipeline.store is None or trace is None:
             return {}
@@ -344,7 +344,7 @@ class Trainer:
         num_batches = self._config.training.validation_batches
         if num_batches == 0:
             return None
-        # From the first window in every run, so that losses of runs can be compared.
+        # From the first window in every run, so that losses are comparable.
         batches = (self._batch(self._data.validation, index) for index in range(num_batches))
         total = sum(self._pipeline.counted_loss(self._pipeline.evaluate(batch)) for batch in batches)
         return self._world.sum([total / num_batches])[0]
@@ -353,7 +353,7 @@ class Trainer:
         data, layout, num_batches = self._data, self._config.layout, self._config.training.validation_batches
         if num_batches == 0 or self._world.rank > 0:
             return data.unigram_loss
-        # The same windows as in _validate, so that the two losses differ by the model alone.
+        # The same windows as in _validate, so that the losses are comparable.
         windows = data.validation.batch(0, layout.batch_size * num_batches)
         return unigram_loss(data.train.tokens, windows[:, 1:].flatten(), data.tokenizer.vocab_size)
 
@@ -363,7 +363,7 @@ def _bubble_fraction(trace: Trace | None) -> float | None:
 
 
 def simulate_profile(schedule: Schedule, profile: Profile) -> Trace:
-    """The schedule on the clock of a profile: ranks of one host slow each other down as they did when profiled."""
+    """Simulate a schedule with profiled costs; ranks of one host slow each other down as measured."""
 
     def host(action: Action, rank: int) -> Hashable | None:
         return profile.host_by_rank[rank] if action.kind in COMPUTE_KINDS else None

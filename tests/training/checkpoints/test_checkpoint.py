@@ -257,7 +257,7 @@ def test_damage_is_refused_by_all_ranks_before_anything_is_used(saved_by_two, tm
     with pytest.raises(UserError) as refused:
         train_all({tmp_path / "other": config_of(tmp_path, name, resume=path)})
     assert str(refused.value).splitlines()[1:] == [
-        f"  - {path / file} has changed since it was written: its SHA-256 is another"
+        f"  - {path / file} was changed after it was written: its SHA-256 differs"
         for file in (".metadata", "__0_0.distcp")
     ]
 

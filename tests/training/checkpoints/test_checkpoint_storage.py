@@ -57,7 +57,7 @@ def test_no_pickle_runs_code_and_each_is_refused_by_name(tmp_path):
     num_tried = 0
     for pickled, name in hostile(mark):
         write(tmp_path, pickled)
-        with pytest.raises(UserError, match=rf"cannot read the checkpoint .*: \.metadata names .*{name}, which no"):
+        with pytest.raises(UserError, match=rf"cannot read the checkpoint .*: \.metadata refers to .*{name}, which no"):
             CheckpointReader(tmp_path).read_metadata()
         num_tried += 1
         assert not mark.exists()
@@ -72,7 +72,7 @@ def test_an_extension_code_is_a_name_like_any_other(tmp_path):
     copyreg.add_extension("os", "system", 77)
     try:
         write(tmp_path, b"\x80\x02\x82\x4d.")
-        with pytest.raises(UserError, match=r"names os\.system"):
+        with pytest.raises(UserError, match=r"refers to os\.system"):
             CheckpointReader(tmp_path).read_metadata()
     finally:
         copyreg.remove_extension("os", "system", 77)

@@ -175,7 +175,7 @@ def _end_of(work: dist.Work, timeout: timedelta | None = None) -> Finish:
     under_way = [work]  # with the message, which is dropped at its end
 
     def finish() -> bool:
-        with peer_errors("the partner of evictions went away, or did not come in time"):
+        with peer_errors("the partner of evictions went away, or did not answer in time"):
             if under_way:
                 under_way.pop().wait(*(() if timeout is None else (timeout,)))
         return True

@@ -94,7 +94,7 @@ def peer_errors(what: str) -> Iterator[None]:
 
 
 def _while(what: str) -> AbstractContextManager[None]:
-    return peer_errors(f"a process went away, or did not come in time, while {what}")
+    return peer_errors(f"a process exited, or did not answer in time, while {what}")
 
 
 def is_launched() -> bool:

@@ -1,4 +1,4 @@
-"""Elements that are contiguous in a flattened tensor, as boxes of the tensor."""
+"""Decomposes an interval of a flattened tensor into boxes of the tensor."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 class Box(NamedTuple):
-    """A box of a tensor's elements.
+    """A rectangular block of a tensor.
 
     Attributes:
         begin: index of its first element along each dim.
-        size: elements along each dim, none of them 0.
+        size: number of elements along each dim, none of them 0.
     """
 
     begin: tuple[int, ...]
@@ -21,16 +21,16 @@ class Box(NamedTuple):
 
 
 def boxes_of(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
-    """Cut the elements first..end-1 of a tensor, counted in row-major order, into boxes.
+    """Decompose elements first..end-1 of a tensor, counted in row-major order, into boxes.
 
-    Each box is contiguous in the interval and they come in its order, so the interval's elements, cut at the boxes'
-    sizes, are the boxes' elements. An interval of a matrix is at most the end of a row, whole rows, and the beginning
-    of a row; of ``n`` dims it is at most ``2 n - 1`` boxes.
+    Each box is contiguous in the interval, and boxes are yielded in its order, so ``interval.split(sizes of the
+    boxes)`` gives their elements. In a matrix an interval is at most the end of a row, whole rows, and the beginning of
+    a row; in ``n`` dims it is at most ``2 n - 1`` boxes.
     """
     assert 0 <= first <= end <= prod(shape), f"elements {first} to {end} of a tensor of shape {shape}"
     if first == end:
         return
-    # A scalar is one box without dims; of a vector every interval is a box.
+    # A scalar is one box without dims; in a vector every interval is a box.
     if len(shape) < 2:
         yield Box((first,), (end - first,)) if shape else Box((), ())
         return
@@ -39,7 +39,7 @@ def boxes_of(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
     if row == last_row:
         yield from _in_row(shape, row, column, last_column)
         return
-    # The rest of a row that was begun in the middle; whole rows follow as one box.
+    # The end of a row that the interval enters in the middle; whole rows follow as one box.
     if column:
         yield from _in_row(shape, row, column, size)
         row += 1
@@ -55,14 +55,14 @@ def _in_row(shape: tuple[int, ...], row: int, first: int, end: int) -> Iterator[
 
 @dataclass(frozen=True)
 class Elements:
-    """The elements of a parameter that a rank holds: contiguous in its tensor-parallel part of it.
+    """The elements of a parameter that a rank holds: an interval of its flattened tensor-parallel part.
 
     Attributes:
-        values: flat, in row-major order of the part.
+        values: the elements, flat, in row-major order of the part.
         whole: shape of the whole parameter.
-        corner: index of the part's first element along each dim of the whole.
+        corner: index of the part's first element along each dim of the whole parameter.
         part: shape of the part.
-        first: the first element that is held, counted in the part.
+        first: index of the first held element in the flattened part.
     """
 
     values: Tensor
@@ -72,11 +72,11 @@ class Elements:
     first: int
 
     def boxes(self) -> list[tuple[Box, Tensor]]:
-        """Boxes of the whole parameter, in the order of the elements, each with a view of its values."""
+        """Boxes of the whole parameter, in the order of ``values``, each with a view of its elements."""
         boxes = [
             Box(tuple(map(sum, zip(self.corner, box.begin, strict=True))), box.size)
             for box in boxes_of(self.part, self.first, self.first + len(self.values))
         ]
-        # Views: what is loaded goes straight into the weights, and what is saved is copied nowhere.
+        # Views: loading writes directly into the weights, and saving copies nothing.
         views = self.values.split([prod(box.size) for box in boxes])
         return [(box, view.view(box.size)) for box, view in zip(boxes, views, strict=True)]

@@ -1,8 +1,8 @@
-"""Checkpoints of a run: written and read by all ranks, keyed by the names of the whole model's parameters.
+"""Distributed checkpoints, written and read by all ranks, independent of the layout.
 
-The keys are ``model.NAME`` for a parameter, and ``optimizer.STATE.NAME`` for what the optimizer keeps of it, such as
-``optimizer.exp_avg.NAME``. Nothing is gathered: each rank writes elements that it holds, ranks that hold the same ones
-share them out, and each rank reads what it needs, whatever layout wrote it.
+Keys are ``model.NAME`` for a parameter, and ``optimizer.STATE.NAME`` for its optimizer state, such as
+``optimizer.exp_avg.NAME``; ``NAME`` is the name in the whole model. Nothing is gathered: each rank writes the elements
+that it holds (ranks with equal elements write a share each) and reads those that it needs, whatever layout wrote them.
 """
 
 import shutil
@@ -53,23 +53,23 @@ from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.stages import stage_of
 
 MODEL = "model."
-"""What keys of parameters begin with."""
+"""Prefix of the keys of parameters."""
 _STATE = "optimizer."
-"""What keys of the optimizer's state begin with."""
+"""Prefix of the keys of optimizer state."""
 _PATIENCE = timedelta(minutes=30)
-"""How long ranks wait for the slowest one to write or read."""
+"""Longest time that ranks wait for the slowest one to write or read."""
 _PASSING: tuple[Cause, ...] = ("clock", "signal")
-"""Causes of checkpoints that later ones make superfluous."""
+"""Causes of checkpoints that are removed once newer ones exist."""
 _NEWEST = 2
-"""How many of the newest checkpoints stay in any case: if the last one is damaged, the one before may be whole."""
+"""Number of newest checkpoints that always stay, in case the last one is damaged."""
 
 _Found = TypeVar("_Found")
 
 
 class Checkpoints:
-    """Checkpoints of one rank among the others; all ranks make it and call its methods together.
+    """Writes and reads checkpoints. Construction and all methods are collective.
 
-    The optimizer's state has begun. Of the run folders that ranks name, that of rank 0 counts.
+    The optimizer's state must exist. All ranks use the run folder of rank 0.
     """
 
     def __init__(
@@ -91,41 +91,41 @@ class Checkpoints:
         self._rank, self._num_ranks = world.rank, world.size
         self._is_writer = world.rank == 0
         self._tensor_rank = config.layout.coordinates(world.rank).tensor
-        # A group of its own: plans and errors are Python objects on the CPU, and writing may take longer than a stall.
+        # A group of its own: DCP exchanges Python objects, and writing may exceed the stall timeout.
         found = dist.new_group(backend="gloo", timeout=_PATIENCE)
         assert isinstance(found, dist.ProcessGroup)
         self._group = found
-        # Names from the clock differ between ranks of a launcher; DCP needs one folder.
+        # Ranks of a launcher may have chosen different names from the clock; DCP needs one folder.
         paths = [str(run.absolute())]
         dist.broadcast_object_list(paths, 0, group=self._group)
         self._run = Path(paths[0])
 
     def save(self, info: CheckpointInfo) -> None:
-        """Write a checkpoint after a step; when a rank returns, it is there, and no more old ones than are kept.
+        """Write a checkpoint after a step, then remove old ones. It is complete when any rank returns.
 
         Raises:
-            RunError: a rank could not write; on all ranks.
-            PeerLostError: another rank went away.
+            RunError: a rank could not write; raised on all ranks.
+            PeerLostError: another rank exited or does not answer.
         """
         path = self._run / FOLDER / name_of(info.step)
         draft = draft_of(path)
         planner = ElementsSavePlanner(self._held(is_shared_out=True))
         try:
             with _errors(f"cannot write the checkpoint {path}", RunError):
-                # Before any rank begins: DCP makes the folder on each rank, which fails if it vanishes in between.
+                # Before any rank begins: DCP creates the folder on each rank, and fails if it is removed meanwhile.
                 self._on_all(partial(self._clear, draft))
                 dcp.save({}, storage_writer=CheckpointWriter(draft), planner=planner, process_group=self._group)
                 files = dict(ChainMap(*self._on_all(partial(self._measure, draft))))
                 self._on_all(partial(self._complete, draft, path, info, files))
         finally:
-            self._clear(draft)  # of a failure; it would fill the disk
+            self._clear(draft)  # left by a failure; it would fill the disk
 
     def restore(self, path: Path) -> CheckpointInfo:
-        """Read a complete checkpoint of any layout into the weights' shards and the optimizer.
+        """Read a complete checkpoint of any layout into this layout's weight shards and optimizer state.
 
         Raises:
-            UserError: it cannot be read, or is not of this model; names everything that does not fit.
-            PeerLostError: another rank went away.
+            UserError: it cannot be read, or is of another model; lists all differences.
+            PeerLostError: another rank exited or does not answer.
         """
         with _errors(f"cannot read the checkpoint {path}", UserError):
             # Each rank reads its share of the files.
@@ -139,7 +139,7 @@ class Checkpoints:
                 "set data.tokenizer as in the run that wrote it"
             )
         info, reader = read_info(path), CheckpointReader(path)
-        # Each rank compares all tensors and not only its own, so that one message names everything that is wrong.
+        # Each rank compares all tensors, not only its own, so that one message lists all differences.
         if differing := differences(expected_shapes(self._config), reader.read_metadata()):
             lines = [f"the checkpoint {path} is not of this model:", *(f"  - {one}" for one in differing)]
             raise UserError("\n".join(lines))
@@ -149,17 +149,17 @@ class Checkpoints:
         self._refresh()
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
-                # The optimizer's counter of steps is the run's: not stored for each parameter.
+                # The step counter is the same for all parameters, so it is not stored for each.
                 self._optimizer.state[parameter]["step"].fill_(info.step)
         return info
 
     def _on_all(self, work: Callable[[], _Found]) -> list[_Found]:
-        """What a job returns on each rank, on every rank; where it fails on one, all raise an ``OSError``."""
+        """Call ``work`` on every rank; returns the results of all ranks. If one fails, all raise ``OSError``."""
         problem, own = "", list[_Found]()
         try:
             own.append(work())
         except OSError as error:
-            # Sent and not raised here: the other ranks are about to wait for this one in the exchange.
+            # Not raised here: the other ranks wait for this one in the exchange below.
             problem = str(error)
         found: list[tuple[str, list[_Found]]] = [("", [])] * self._num_ranks
         dist.all_gather_object(found, (problem, own), group=self._group)
@@ -169,7 +169,7 @@ class Checkpoints:
         return [one for _, result in found for one in result]
 
     def _clear(self, draft: Path) -> None:
-        """On rank 0, remove what a draft left."""
+        """Remove a draft folder, on rank 0."""
         if self._is_writer:
             shutil.rmtree(draft, ignore_errors=True)
 
@@ -179,56 +179,55 @@ class Checkpoints:
         if self._is_writer:
             (draft / TOKENIZER).write_text(self._tokenizer.to_json(), encoding="utf-8")
             names = [METADATA, TOKENIZER]
-        # DCP names the files of a rank __RANK_N.distcp. Just written, they are still in this host's page cache.
+        # DCP names the files of a rank __RANK_N.distcp. They are still in this host's page cache, so hashing is fast.
         return measure([*(draft / name for name in names), *draft.glob(f"__{self._rank}_*")])
 
     def _complete(self, draft: Path, path: Path, info: CheckpointInfo, files: dict[str, StoredFile]) -> None:
-        """On rank 0, give a draft its name, and remove what it makes superfluous."""
+        """On rank 0, rename a draft to its final name, and remove older checkpoints."""
         if not self._is_writer:
             return
         write_info(draft, info, files)
-        # A rename cannot replace a folder that has files, such as a
-        # checkpoint of the same step from a run before.
+        # A rename cannot replace a folder with files, such as an earlier checkpoint of the same step.
         _remove(path)
         draft.rename(path)
         keep = self._config.checkpoint.keep
         for old in list_checkpoints(self._run)[: -(_NEWEST if keep is None else keep)]:
-            with suppress(OSError, UserError):  # what cannot be removed or read now stays until the next checkpoint
-                # Without ``keep`` only those that were due by the clock or a signal.
+            with suppress(OSError, UserError):  # one that cannot be removed or read now is tried again next time
+                # Without ``keep``, only those caused by the clock or a signal.
                 if keep is not None or read_info(old).cause in _PASSING:
                     _remove(old)
 
     def _refresh(self) -> None:
-        """Compute with the weights that were read."""
+        """Update the weights that stages compute with from those that were read."""
         if self._store is None:
             self._data_parallel.refresh()
             return
-        for weights in self._data_parallel.weights.values():  # at rest, as the weights are that the optimizer updates
+        for weights in self._data_parallel.weights.values():
             whole, wide = self._store.at_rest(weights.whole), self._store.at_rest(weights.shard)
             if whole.data_ptr() != wide.data_ptr():
-                # Only where they are two: float32 stages compute on the memory that the optimizer updates.
+                # float32 stages compute on the very memory that the optimizer updates, and need no copy.
                 whole.copy_(wide)
 
     def _held(self, *, is_shared_out: bool) -> dict[str, Elements]:
-        """This rank's elements of each tensor; of those that other ranks hold too, only its share if shared out."""
+        """This rank's elements by key; with ``is_shared_out``, only its share of those that other ranks hold too."""
         found: dict[str, Elements] = {}
         index, size = self._data_parallel.copy_share if is_shared_out else (0, 1)
         for weights in self._data_parallel.weights.values():
             num = weights.shard.numel()
-            # Ranks that hold the same elements write equal parts, so that no rank writes all of them alone.
+            # Ranks that hold the same elements write equal shares of them.
             low, high = (weights.begin + num * share // size for share in (index, index + 1))
             for prefix, held, begin in self._buffers(weights):
                 values = held if self._store is None else self._store.at_rest(held)
                 for name, first, start, end in weights.order.overlaps(max(low, begin), min(high, begin + len(values))):
                     part, here = weights.order.shapes[name], self._slices[name]
                     if is_shared_out and self._tensor_rank > 0 and part == here.whole:
-                        continue  # all tensor-parallel ranks hold it whole
+                        continue  # replicated over tensor-parallel ranks; the first one writes it
                     own = values[start - begin : end - begin]
                     found[prefix + name] = Elements(own, here.whole, here.begin, part, first)
         return found
 
     def _buffers(self, weights: StageWeights) -> Iterator[tuple[str, Tensor, int]]:
-        """Flat tensors over a stage's shard: prefix of their keys, the tensor, where it begins in the flat buffer."""
+        """Flat tensors of a stage's shard: prefix of their keys, tensor, index of its first element in the stage."""
         yield MODEL, weights.shard, weights.begin
         for part in weights.parts:
             for name in self._config.optimizer.rule.state:
@@ -236,7 +235,7 @@ class Checkpoints:
 
 
 def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, tokens: int) -> CheckpointInfo:
-    """Metadata beside the tensors, of a resolved run that has done so many steps and read so much in them."""
+    """Description of a checkpoint of a resolved run after so many steps, sequences and tokens."""
     return CheckpointInfo(
         step=step,
         sequences=sequences,
@@ -249,10 +248,10 @@ def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, to
 
 
 def check_resumable(config: RunConfig) -> None:
-    """Refuse the checkpoint of another model or optimizer, before anything starts; it is whole.
+    """Refuse ``checkpoint.resume``, which is complete, if it is of another model or optimizer.
 
     Raises:
-        UserError: names everything that does not fit, or why the checkpoint cannot be read.
+        UserError: lists all differences, or why the checkpoint cannot be read.
     """
     path, optimizer = config.checkpoint.resume, config.optimizer
     assert path is not None
@@ -267,28 +266,27 @@ def check_resumable(config: RunConfig) -> None:
     if stored != {*optimizer.rule.state}:
         has, wants = (", ".join(sorted(names)) or "nothing" for names in (stored, optimizer.rule.state))
         raise UserError(
-            f"the checkpoint {path} is of another optimizer: it keeps {has}, optimizer.name {optimizer.name} "
-            f"keeps {wants}; use the optimizer that it is of"
+            f"the checkpoint {path} is of another optimizer: its state is {has}, that of optimizer.name "
+            f"{optimizer.name} is {wants}; use the optimizer that wrote it"
         )
     problems += differences(expected_shapes(config), metadata)
     if not problems:
         return
     run = run_of(path)
-    hint = "use the model that it is of"
+    hint = "use the model that wrote it"
     if run is not None and (run / CONFIG).exists():
         hint = f"start from its own configuration: pipeloom train {run / CONFIG} --checkpoint.resume {path}"
     raise UserError("\n".join([f"the checkpoint {path} is not of this model:", *(f"  - {p}" for p in problems), hint]))
 
 
 def new_order(config: RunConfig, data: Data, info: CheckpointInfo) -> list[str]:
-    """Settings that make other batches than those with which the run of a checkpoint would have gone on."""
+    """Settings that differ from the checkpoint's and change the batches that follow."""
     found = _text(config, data)
     return [name for name in found if found[name] != info.data.get(name)]
 
 
 def expected_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a checkpoint of a resolved run, by key."""
-    # Every rank can derive this from the configuration, those of other ranks included, without a message.
+    """Shape of every tensor in a checkpoint of a resolved run, by key; on any rank, without communication."""
     model = stage_of(config, range(config.model.num_layers + 2), "meta")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     prefixes = [MODEL, *map(_prefix, config.optimizer.rule.state)]
@@ -300,7 +298,7 @@ def _prefix(name: str) -> str:
 
 
 def _sizes(model: ModelConfig) -> dict[str, Any]:
-    """The model without where its sizes came from."""
+    """The model's sizes, without the preset or file that they were read from."""
     return {name: value for name, value in asdict(model).items() if name not in ("preset", "file")}
 
 
@@ -314,10 +312,8 @@ def _text(config: RunConfig, data: Data) -> dict[str, Any]:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, so that nobody ever sees a part of it under its name."""
     if checkpoint.exists():
-        # Renamed first: removing many files takes time, in which a kill
-        # would leave half of a checkpoint under its name.
+        # Renamed first: a kill during the removal would otherwise leave part of a checkpoint under its name.
         draft = draft_of(checkpoint).with_suffix(".old")
         shutil.rmtree(draft, ignore_errors=True)
         checkpoint.rename(draft)
@@ -326,7 +322,7 @@ def _remove(checkpoint: Path) -> None:
 
 @contextmanager
 def _errors(what: str, kind: type[PipeloomError]) -> Iterator[None]:
-    """What went wrong on any rank, as one error on all of them, without the tracebacks that torch puts around it."""
+    """Turn the failure of any rank into one error on all ranks, without torch's tracebacks in its message."""
     try:
         yield
     except CheckpointException as error:
@@ -334,6 +330,6 @@ def _errors(what: str, kind: type[PipeloomError]) -> Iterator[None]:
         raise kind(f"{what}: {cause if isinstance(cause, PipeloomError) else f'rank {rank}: {cause}'}") from None
     except OSError as error:
         raise kind(f"{what}: {error}") from None
-    # gloo raises a plain RuntimeError when a connection breaks or a wait takes too long.
+    # gloo raises a plain RuntimeError for a broken connection and for a timeout.
     except RuntimeError as error:
-        raise PeerLostError(f"{what}: a process went away, or did not come in time: {error}") from error
+        raise PeerLostError(f"{what}: a process exited, or did not answer in time: {error}") from error

@@ -1,8 +1,8 @@
-"""What each rank writes into a checkpoint and reads from it, for torch.distributed.checkpoint.
+"""Save and load planners for torch.distributed.checkpoint (DCP): what each rank writes and reads.
 
-A rank holds a contiguous part of a stage's flat buffer, which cuts parameters anywhere; DCP has shards that are boxes.
-Here every such cut becomes boxes of the whole parameter, so that what one layout wrote can be read by any other.
-Planners have the elements, and the state dict that DCP takes besides is empty.
+A rank holds a contiguous part of a stage's flat buffer, which may begin and end inside a parameter; DCP's shards are
+boxes. The planners decompose each part into boxes of the whole parameter, so that any layout can read what another one
+wrote. They hold the tensors themselves; the state dict passed to DCP is empty.
 """
 
 from collections.abc import Mapping
@@ -25,13 +25,13 @@ from pipeloom.errors import UserError
 from pipeloom.training.checkpoints.boxes import Box, Elements
 
 _MOST_NAMED = 5
-"""Wrong keys of one sort that a message names; of another model thousands are wrong, all for the same few reasons."""
+"""Maximum number of keys that a message lists for one kind of difference; another model has thousands."""
 
 
 class ElementsSavePlanner(DefaultSavePlanner):
     """Writes a rank's elements, by key.
 
-    Before anything is written, torch's own planner proves that the boxes of all ranks cover every tensor exactly once.
+    Before anything is written, DCP's global planner checks that the boxes of all ranks cover every tensor exactly once.
     """
 
     def __init__(self, elements: Mapping[str, Elements]) -> None:
@@ -58,7 +58,7 @@ class ElementsSavePlanner(DefaultSavePlanner):
 
 
 class ElementsLoadPlanner(DefaultLoadPlanner):
-    """Reads a rank's elements, by key; the checkpoint has tensors of their shapes (``differences``)."""
+    """Reads a rank's elements, by key; shapes have been compared before (``differences``)."""
 
     def __init__(self, elements: Mapping[str, Elements]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -66,10 +66,10 @@ class ElementsLoadPlanner(DefaultLoadPlanner):
         self._views: dict[MetadataIndex, Tensor] = {}
 
     def create_local_plan(self) -> LoadPlan:
-        """An item for each overlap of a box here with a box that was written.
+        """One item for each overlap of a box of this rank with a stored box.
 
         Raises:
-            UserError: elements are missing.
+            UserError: the checkpoint lacks elements.
         """
         assert self.metadata is not None
         items: list[ReadItem] = []
@@ -79,14 +79,14 @@ class ElementsLoadPlanner(DefaultLoadPlanner):
             stored = self.metadata.state_dict_metadata[key]
             assert isinstance(stored, TensorStorageMetadata)
             found = create_read_items_for_chunk_list(key, stored, [_chunk(box) for box, _ in boxes])
-            # create_read_items_for_chunk_list returns overlaps, and says nothing of elements that no chunk has.
+            # create_read_items_for_chunk_list silently omits elements that no chunk contains.
             if sum(prod(item.lengths) for item in found) != len(held.values):
                 raise UserError(f"the checkpoint is not complete: elements of {key} are missing; use another one")
             items += found
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Where the elements of a box go."""
+        """The view that the elements of a box are read into."""
         return self._views[index]
 
 
@@ -95,7 +95,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 def differences(expected: Mapping[str, tuple[int, ...]], metadata: Metadata) -> list[str]:
-    """How a checkpoint's tensors differ from the expected shapes by key, in a few sentences; empty if not at all."""
+    """Describe how a checkpoint's tensors differ from the expected shapes, given by key; empty if they agree."""
     stored = {
         key: tuple(found.size) if isinstance(found, TensorStorageMetadata) else None
         for key, found in metadata.state_dict_metadata.items()

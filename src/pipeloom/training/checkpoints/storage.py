@@ -1,8 +1,8 @@
-"""The files of a checkpoint, for torch.distributed.checkpoint: reading runs no code, equal contents give equal files.
+"""Storage reader and writer for torch.distributed.checkpoint (DCP): safe to read, and reproducible byte by byte.
 
-torch describes a checkpoint in ``.metadata``, which is a pickle, and a pickle may call any function while it is read.
-Here it may name only the classes of such a description. The tensors themselves are read by ``torch.load`` with
-``weights_only``, which has such a list of its own.
+DCP describes a checkpoint in ``.metadata``, a pickle, and unpickling may call any function. The reader here admits only
+the classes of such a description. Tensors are read by ``torch.load`` with ``weights_only``, which has an allow-list of
+its own.
 """
 
 import pickle
@@ -32,20 +32,19 @@ _PATHS = {
     for pure, kinds in ((PurePosixPath, ("PosixPath", "PurePosixPath")), (PureWindowsPath, ("WindowsPath",)))
     for name in kinds
 }
-"""Where a checkpoint was written, as other tools note it; a pure path does nothing to files."""
+"""Classes of the path that DCP's own writer stores. Pure paths, which cannot access files, take their place."""
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes a checkpoint without what differs between equal ones: a random name, and the folder it was written in."""
+    """Writes a checkpoint without DCP's UUID and path, so that equal checkpoints have equal files."""
 
     def storage_meta(self) -> StorageMeta | None:
-        """Nothing."""
-        # The base class returns a UUID and the path, with which equal checkpoints would have different files.
+        """Return ``None``, where the base class returns a UUID and the path."""
         return None
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads a checkpoint that a stranger may have made. The description is read once."""
+    """Reads an untrusted checkpoint. Its metadata is read once."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -53,10 +52,10 @@ class CheckpointReader(FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """The description: which tensors there are and where their parts are.
+        """The checkpoint's tensors, and the files that hold their chunks.
 
         Raises:
-            UserError: it cannot be read, or contains something else than such a description.
+            UserError: the metadata cannot be read, or contains anything else.
         """
         if self._metadata is None:
             self._metadata = _read_metadata(self._folder)
@@ -64,15 +63,15 @@ class CheckpointReader(FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Refuses every name that a description of a checkpoint does not need."""
+    """Refuses every global that the metadata of a checkpoint does not need."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name in the pickle means. Names with dots in them are never on the list."""
+        """Resolve a global of the pickle. Names with dots are never on the list."""
         if module == metadata.__name__ and name in _CLASSES:
             return getattr(metadata, name)
         if (module, name) == (filesystem.__name__, "_StorageInfo"):
             return filesystem._StorageInfo  # noqa: SLF001
-        # Types are pickled by name. Everything else of torch, functions above all, stays out.
+        # Dtypes are pickled by name. Everything else in torch, above all functions, is refused.
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
         if (module, name) == ("torch.serialization", "_get_layout"):
@@ -81,13 +80,16 @@ class _Unpickler(pickle.Unpickler):
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
             return _PATHS[name]
         raise UserError(
-            f"{METADATA} names {module}.{name}, which no checkpoint needs; "
-            "somebody may have changed it to run code on this machine"
+            f"{METADATA} refers to {module}.{name}, which no checkpoint needs; "
+            "it may have been changed to run code on this machine"
         )
 
 
 def _layout(name: str) -> torch.layout:
-    """The only layout of a checkpoint's tensors; torch's own function would be an object that a pickle can change."""
+    """``torch.strided``, the only layout of a checkpoint's tensors.
+
+    In place of torch's function of that purpose, whose attributes a pickle could change.
+    """
     if name != "torch.strided":
         raise UserError(f"expected tensors of layout torch.strided, found {name!r}")
     return torch.strided
@@ -105,13 +107,13 @@ def _read_metadata(folder: Path) -> Metadata:
     except Exception as error:  # bytes that are no pickle raise anything
         what = f"{type(error).__name__}: {error}"
         raise UserError(f"cannot read the checkpoint {folder}: {METADATA} describes none ({what})") from None
-    # DCP writes the id of a load into it, and expects one to be there.
+    # DCP sets `load_id` on it and fails on None.
     found.storage_meta = StorageMeta()
     return found
 
 
 def _check(found: Any, folder: Path) -> None:
-    """Refuse a description whose parts have other types, whose files are elsewhere or too small for its tensors."""
+    """Refuse metadata with wrong types, or whose files are missing, in another folder, or too small for its tensors."""
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise UserError(f"{METADATA} describes none")
     names: set[str] = set()
@@ -119,7 +121,7 @@ def _check(found: Any, folder: Path) -> None:
         if not isinstance(place, filesystem._StorageInfo) or not _is_plain(place.relative_path):  # noqa: SLF001
             raise UserError(f"expected names of files of its own folder in {METADATA}, found {place!r}")
         names.add(place.relative_path)
-    # Here, where one message names all of them: DCP would fail in the middle of reading, on some ranks.
+    # Here one message names all of them; DCP would fail in the middle of reading, on some ranks only.
     missing = sorted(name for name in names if not (folder / name).is_file())
     if missing:
         raise UserError(f"it lacks {', '.join(missing)}; use another one")
@@ -130,11 +132,11 @@ def _check(found: Any, folder: Path) -> None:
         if isinstance(one, TensorStorageMetadata):
             num_bytes += prod(max(length, 0) for length in one.size) * one.properties.dtype.itemsize
     room = sum((folder / name).stat().st_size for name in names)
-    # Before anything is allocated: a few changed bytes could claim a tensor of terabytes.
+    # Before anything is allocated: changed metadata could declare a tensor of terabytes.
     if num_bytes > room:
         raise UserError(f"its tensors have {num_bytes:,} bytes, its files only {room:,}; use another one")
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name is that of a file in the folder itself."""
+    """Whether a name is a file name without any folder."""
     return name not in ("", "..") and Path(name).name == name
