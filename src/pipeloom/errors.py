@@ -66,7 +66,7 @@ class ConfigError(UserError):
 
 
 class HostError(UserError):
-    """This host cannot run what was asked for; under a launcher, other hosts may find nothing wrong."""
+    """This host cannot run the configuration; under a launcher, other hosts may be able to."""
 
 
 class FamilyError(UserError):
@@ -123,7 +123,7 @@ class ActionError(RunError):
 
 
 class StallError(RunError):
-    """A rank waited longer than allowed; says for what, and where every rank stands."""
+    """A rank waited longer than allowed. Names the action that it waited for, and the position of every rank."""
 
 
 class PeerLostError(RunError):

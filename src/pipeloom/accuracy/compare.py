@@ -204,7 +204,7 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 DEFAULT_SOFTWARE = "megatron-2021"
-"""The program of a set that nobody calibrated, unless another one was calibrated on the row's device."""
+"""The program of a set without a calibrated one, unless another one is calibrated for the row's device."""
 
 
 @lru_cache(maxsize=1)
@@ -331,7 +331,7 @@ def _reason_to_skip(row: Row, cluster: Cluster | None) -> str | None:
 
 
 EXCHANGE_S = 0.6e-3
-"""Seconds in which a rank stands still to exchange tensors with its neighbors, for each micro-batch; half of it with
+"""Seconds in which a rank blocks to exchange tensors with its neighbors, for each micro-batch; half of it with
 the forward, half with the backward. Published stage times leave it out. arXiv 2401.10241 profiled 0.53 to 0.76 ms
 (``T_comm``) on the same machines."""
 

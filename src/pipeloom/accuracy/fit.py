@@ -87,7 +87,7 @@ class Fit:
 def first_guess(software: Software) -> Software:
     """The program's facts with the efficiencies of no program in particular.
 
-    So a calibration knows nothing of rows that an earlier one of the same program has seen.
+    So a calibration does not depend on the rows of an earlier one of the same program.
     """
     return replace(software, efficiency=Efficiency(drag_s=DRAG_S if software.efficiency.drag_s > 0 else 0.0))
 
@@ -183,7 +183,7 @@ def to_toml(result: Fit, table: str, source: str = "") -> str:
         for key, value in values.items()
         if value != default[key] or key in ("name", "cluster")
     }
-    told = {
+    provenance = {
         "by": "pipeloom validate --fit",
         "table": table,
         "cluster": result.cluster.name,
@@ -200,7 +200,7 @@ def to_toml(result: Fit, table: str, source: str = "") -> str:
     }
     values = {key: _digits(value) for key, value in efficiency.items() if value != getattr(Efficiency(), key)}
     given = {"source": source} if source else {}
-    return tomli_w.dumps({**given, **plain, "provenance": told, "efficiency": values})
+    return tomli_w.dumps({**given, **plain, "provenance": provenance, "efficiency": values})
 
 
 def _digits(value: float) -> float:

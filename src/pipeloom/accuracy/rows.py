@@ -93,7 +93,7 @@ class Row:
 
     @property
     def group(self) -> Group:
-        """What stays the same while somebody looks for the best layout."""
+        """What is fixed when layouts are compared."""
         run = self.run
         return Group(
             set_name=self.set_name,

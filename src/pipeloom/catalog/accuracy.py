@@ -35,7 +35,7 @@ class Accuracy:
 
     Attributes:
         table, date: which measurements, and when.
-        by_program: (program, device) -> errors on rows that the fit which predicted them had not seen.
+        by_program: (program, device) -> errors on rows that were left out of the fit which predicted them.
         by_device: device -> errors of the general efficiencies on all its rows, every program weighing the same.
         general_of: device -> program -> mean absolute error of the general efficiencies.
     """

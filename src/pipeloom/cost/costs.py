@@ -15,7 +15,7 @@ class ActionCosts(Protocol):
     """Action -> seconds.
 
     Attributes:
-        ignores_microbatch: whether the seconds are the same for every micro-batch, so that one of them is asked about.
+        ignores_microbatch: whether the seconds are the same for every micro-batch, so that those of one are enough.
     """
 
     ignores_microbatch: ClassVar[bool]
@@ -154,8 +154,8 @@ class StageCosts(_Named):
         evict_s: for each stage, seconds of evicting what it keeps for a micro-batch, and of loading it; empty where
             that takes none.
         offload_s: the same for moving it to the host, and for bringing it back.
-        weight_share: part of a backward that a split leaves to the gradients of the weights, if ``weight_s`` does not
-            tell.
+        weight_share: part of a backward that a split leaves to the gradients of the weights, if ``weight_s`` is
+            empty.
         tied_s: seconds of moving the matrix that embedding and head share; carried by the receive.
         tied_grad_s: seconds of moving the head's gradient for it; carried by the receive.
         boundary_s: for each boundary between a stage and the next one, seconds of moving one tensor over it in either

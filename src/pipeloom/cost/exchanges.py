@@ -114,7 +114,7 @@ def offload_seconds(placed: Placed, input_bytes: Sequence[float]) -> tuple[float
         input_bytes: for each stage the bytes that it keeps of a micro-batch on one device.
 
     Raises:
-        UserError: the cluster has too few devices, or does not say how fast they reach the host.
+        UserError: the cluster has too few devices, or its file has no ``[host]`` link.
     """
     hosts = [part.host_link for part in placed.parts]
     owner = placed.placement.rank_by_stage

@@ -36,7 +36,7 @@ class Kept:
     """What one device keeps of a run's micro-batches, piece by piece.
 
     Attributes:
-        run: what is trained. Attention is one kernel, whatever it says of that; a fused norm stands for a GPU.
+        run: what is trained. Attention is taken as one kernel, whatever ``attention`` is; a fused norm means a GPU.
     """
 
     run: Run

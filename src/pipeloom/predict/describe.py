@@ -28,8 +28,8 @@ _Config = TypeVar("_Config", bound=RunConfig)
 def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
     """The configuration with the sizes of ``model.preset`` or ``model.file``, and the problems of these.
 
-    That are the sizes, and where the file has them the epsilon of norms and the base of rotary positions. A value that
-    the configuration says as well, and differently, is a problem; one that has its default is not.
+    These are the sizes and, where the file has them, the epsilon of norms and the base of rotary positions. A setting
+    of the configuration that differs from the file is a problem, unless it has its default.
     """
     model = config.model
     if (model.preset is None) == (model.file is None):

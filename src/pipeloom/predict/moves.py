@@ -26,7 +26,7 @@ def with_moves(
         kept: bytes that stages keep.
 
     Raises:
-        UserError: the cluster does not say how fast a device reaches its host.
+        UserError: the cluster's file has no ``[host]`` link.
     """
     if partners is not None:
         costs = replace(costs, evict_s=evict_seconds(placed, partners, kept.by_stage(placed.run.num_stages)))

@@ -45,7 +45,7 @@ def swapped_costs(costs: StageCosts, placed: Placed, update_s: float) -> StageCo
         update_s: seconds of updating all stages.
 
     Raises:
-        UserError: the cluster's file does not say how fast the host is reached.
+        UserError: the cluster's file has no ``[host]`` link.
     """
     link, parameters = placed.cluster.host_link, placed.parameters
     whole = sum(parameters)

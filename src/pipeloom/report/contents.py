@@ -113,7 +113,7 @@ def _text(value: float | None, form: str) -> str:
 
 
 def _headline(run: Run, traces: Mapping[str, Trace], step: int | None) -> list[dict[str, str | None]]:
-    """Each number measured, predicted, and predicted / measured; without those that nothing is known of."""
+    """Each number measured, predicted, and predicted / measured; only those with a value."""
     summaries = {name: summarize(trace) for name, trace in traces.items()}
     makespans = {name: summary.makespan_s for name, summary in summaries.items()}
     fractions = {name: summary.bubble_fraction for name, summary in summaries.items()}

@@ -40,7 +40,7 @@ def done_steps(run: Run) -> int:
 
 
 def traced_step(run: Run) -> int | None:
-    """The step whose trace is kept; ``None`` where it cannot be known before the end."""
+    """The step whose trace is kept; ``None`` where only the end decides it."""
     if run.summary is not None:
         return run.summary["traced_step"]
     resume = run.config.checkpoint.resume

@@ -61,7 +61,7 @@ class RunFolder:
         return (self.path / DRAFTS).is_dir()
 
     def write(self, name: str, text: str) -> None:
-        """Write a file under its name at once, so that nobody ever sees a part of it.
+        """Write a file under its name at once, so that no reader finds a part of it.
 
         Raises:
             RunError: the folder cannot be written to any more; so do the methods below.

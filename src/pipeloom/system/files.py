@@ -29,7 +29,7 @@ _MOST_LEVELS = 64
 def read_text(file: Path, what: str = "", most_bytes: int = MOST_BYTES) -> str:
     """The text of a file in UTF-8, without a byte order mark.
 
-    A pipe that nobody writes to is empty, and a device without an end is too large.
+    A pipe without a writer is empty, and a device without an end is too large.
 
     Args:
         file: what to read.

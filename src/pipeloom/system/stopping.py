@@ -19,7 +19,7 @@ class TimeUp(BaseException):
 
 
 class Stop:
-    """Runs something until the time is up or somebody presses Ctrl-C; the caller then uses what there is by then.
+    """Runs something until its deadline or Ctrl-C; the caller then uses what it has by then.
 
     A timer of the operating system raises wherever the work is, so that no loop has to look at a clock and no step of a
     search is too long for a time limit. That works in the main thread alone. In another thread work ends early only

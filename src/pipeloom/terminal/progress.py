@@ -57,7 +57,7 @@ class Bar:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the bar as it stands, or take it away."""
+        """Keep the bar, or remove it."""
         if self._bar is not None:
             with suppress(OSError):
                 self._bar.stop()

@@ -35,7 +35,7 @@ def same_name(name: str, known: Iterable[str]) -> str | None:
 
 
 def close_names(name: str, known: Iterable[str]) -> list[str]:
-    """Which known names somebody may have meant, the closest first: at most three that are about equally close."""
+    """Names close to a wrong one, the closest first: at most three that are about equally close."""
     likeness = {one: _likeness(_plain(name), _plain(one)) for one in known}
     best = max(likeness.values(), default=0.0)
     least = max(_LEAST_LIKENESS, best - _SPREAD)
@@ -62,7 +62,7 @@ def and_finite(limit: str, found: float) -> str:
 
 
 def unknown_name(what: str, name: str, known: Collection[str]) -> str:
-    """The sentence about a name that is not known: what it should be, close names, and all."""
+    """The message about an unknown name: what it should be, close names, all names."""
     hint = did_you_mean(name, known)
     return f"there is no {what} '{name}'; {hint}{' ' if hint else ''}known: {', '.join(known)}"
 
