@@ -328,7 +328,7 @@ def test_files_that_another_host_wrote_elsewhere_make_no_checkpoint(tmp_path):
     draft.mkdir()
     with pytest.raises(OSError, match=r"__1_0\.distcp of other ranks are not in .*; set output\.folder"):
         Checkpoints._complete(
-            cast(Checkpoints, SimpleNamespace(_is_writer=True)),
+            cast("Checkpoints", SimpleNamespace(_is_writer=True)),
             draft,
             path,
             CheckpointInfo(2, 0, 0, {}, {}, {}, {}),
