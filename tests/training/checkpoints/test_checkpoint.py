@@ -10,6 +10,8 @@ from functools import partial
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -19,7 +21,15 @@ from small_run import small_run
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from pipeloom.checkpoint.checkpoint_folder import FOLDER, METADATA, TOKENIZER, find_checkpoint, read_info
+from pipeloom.checkpoint.checkpoint_folder import (
+    FOLDER,
+    METADATA,
+    TOKENIZER,
+    CheckpointInfo,
+    StoredFile,
+    find_checkpoint,
+    read_info,
+)
 from pipeloom.config import CheckpointConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.data.text import TokenWindows, load_data
 from pipeloom.errors import RunError, UserError, WorkerError
@@ -311,6 +321,20 @@ def test_a_folder_that_cannot_be_written_is_one_message(tmp_path):
     ) as failed:
         train_all({tmp_path / "run": config_of(tmp_path, "loops", every=2)})
     assert "Traceback" not in "".join(getattr(failed.value, "__notes__", []))
+
+
+def test_files_that_another_host_wrote_elsewhere_make_no_checkpoint(tmp_path):
+    draft, path = tmp_path / "draft", tmp_path / "step-000002"
+    draft.mkdir()
+    with pytest.raises(OSError, match=r"__1_0\.distcp of other ranks are not in .*; set output\.folder"):
+        Checkpoints._complete(
+            cast("Checkpoints", SimpleNamespace(_is_writer=True)),
+            draft,
+            path,
+            CheckpointInfo(2, 0, 0, {}, {}, {}, {}),
+            {"__1_0.distcp": StoredFile(1, "")},
+        )
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -186,6 +186,12 @@ class Checkpoints:
         """On rank 0, rename a draft to its final name, and remove older checkpoints."""
         if not self._is_writer:
             return
+        # Hosts with separate file systems would leave a checkpoint that lacks the other hosts' files.
+        if missing := sorted(name for name in files if not (draft / name).is_file()):
+            raise OSError(
+                f"{', '.join(missing)} of other ranks are not in {draft.parent}; "
+                "set output.folder to a folder that all hosts share"
+            )
         write_info(draft, info, files)
         # A rename cannot replace a folder with files, such as an earlier checkpoint of the same step.
         _remove(path)
