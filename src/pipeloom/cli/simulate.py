@@ -39,7 +39,7 @@ class Options(RunConfig):
     by_seconds: bool = False
     """Place the moves of schedule.balance and schedule.offload by predicted seconds instead of nominal ones.
     `pipeloom train` executes that with the file of --schedule-out."""
-    lanes: Common[bool] = False
+    lanes: bool = False
     """Also print every lane of communication. --json always has them."""
     swap_plan: bool = False
     """With schedule.device_budget, also print where to cut the model and how many micro-batches hide the swaps."""
@@ -47,7 +47,7 @@ class Options(RunConfig):
     """What if: bandwidth between nodes, times this. Prints what it changes."""
     intra_bandwidth: float = 1.0
     """What if: bandwidth inside nodes, times this. Prints what it changes."""
-    memory_over_time: Common[bool] = False
+    memory_over_time: bool = False
     """Print the peak of each rank: when and of what. --json has the curves as well."""
 
 
@@ -57,7 +57,7 @@ COMMAND = Command(
     examples={
         "pipeloom simulate run.toml --plot step.svg": "a run file on its cluster, with a picture",
         "pipeloom simulate run.toml --inter-bandwidth 2": "what if the network were twice as fast",
-        "pipeloom simulate --model.preset llama-3-8b --machine.cluster dgx-h100 --layout.pp 8": "without a run file",
+        "pipeloom simulate --model.preset llama-3-8b --layout.pp 8": "without a run file",
     },
     settings=PREDICTIONS,
     brief=("model", "data.seq_len", "layout", "schedule", "machine"),
