@@ -399,3 +399,22 @@ def test_all_costs_that_a_schedule_does_not_use_are_one_message(capsys):
     message = refusal(capsys, "1f1b", "--gather", "1", "--reduce", "1", "--weight", "0.5")
     for name in ("--gather", "--reduce", "--weight"):
         assert f"{name} has no effect: the schedule has no " in message
+
+
+@pytest.mark.parametrize(("first", "words"), [("breadth-first", ["--loops", "4"]), ("zb-h1", [])])
+def test_a_schedule_beside_another_has_the_same_work_for_each_rank(capsys, tmp_path, first, words):
+    file = tmp_path / "both.svg"
+    out = schedule(capsys, first, *words, "--plot", str(file), "--beside", "1f1b")
+    own, beside = (
+        schedule(capsys, *one).rstrip() for one in ([first, *words], ["1f1b", *(WITHOUT_LOOPS if words else [])])
+    )
+    assert out == f"{own}\n\n{beside}\n# picture            {file}\n"
+    headlines = [text.splitlines()[0].removeprefix("# ") for text in (own, beside)]
+    assert all(headline in file.read_text() for headline in headlines)
+
+
+def test_a_schedule_beside_another_that_cannot_be_drawn_is_refused(capsys):
+    err = refusal(capsys, "--beside", "hybrd")
+    assert "--beside has no effect without --plot" in err
+    assert "--beside compares two families" in err
+    assert "did you mean 'hybrid'?" in err

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -44,6 +44,8 @@ class Options(Trial):
     """The same as --format json."""
     plot: Common[Annotated[Path | None, Output("picture")]] = None
     """Draw the schedule to this .png, .svg or .pdf file."""
+    beside: Common[Annotated[str | None, Names("families")]] = None
+    """With --plot: another schedule, drawn below it. Its costs of a stage give each rank the same work."""
 
 
 COMMAND = Command(
@@ -51,7 +53,7 @@ COMMAND = Command(
     options=Options,
     examples={
         "pipeloom schedule 1f1b --pp 4 --microbatches 8": "actions, bubble, memory",
-        "pipeloom schedule breadth-first --loops 4 --plot schedule.svg": "a picture",
+        "pipeloom schedule breadth-first --loops 4 --plot both.svg --beside 1f1b": "a picture of two",
         "pipeloom schedule --run run.toml": "the schedule that a run executes",
     },
 )
@@ -67,10 +69,12 @@ def run(words: list[str]) -> int:
     outcome = try_out(options, recipe, sizes)
     schedule, trace = outcome.schedule, outcome.trace
     title = trial_title(options, (options.run or Path(options.family or "")).name, schedule)
+    other = None if options.beside is None else _tried_beside(options, options.beside, schedule)
     if options.plot is not None:
-        from pipeloom.plotting.draw import plot_timeline
+        from pipeloom.plotting.draw import plot_timelines
 
-        plot_timeline(trace, [options.plot], title=title, unit="units of cost")
+        traces = {title: trace} if other is None else {title: trace, other[0]: other[1].trace}
+        plot_timelines(traces, [options.plot], unit="units of cost")
     form = "json" if options.json else options.format
     if form == "torch-csv":
         print(format_torch_csv(schedule), end="")
@@ -83,6 +87,9 @@ def run(words: list[str]) -> int:
         print(f'{{"rows": [\n    {rows}\n], {json.dumps(tree)[1:]}')
     else:
         _print_text(title, schedule, outcome.lines(), is_whole=form == "text")
+        if other is not None:
+            print()
+            _print_text(other[0], other[1].schedule, other[1].lines(), is_whole=form == "text")
     if options.plot is not None:
         is_data = form in ("json", "torch-csv")
         # Standard output is the data of another program then.
@@ -93,6 +100,22 @@ def run(words: list[str]) -> int:
 def _recipes(options: Options) -> tuple[Recipe, Sizes | None]:
     """The recipe of the options, or that of a run file with the bytes of its stages."""
     return (_recipe(options), None) if options.run is None else _run_recipe(options, options.run)
+
+
+_OF_STAGES = ("weight", "gather", "reduce", "move", "stage_swap")
+"""Costs of a stage that only some schedules have."""
+
+
+def _tried_beside(options: Options, family: str, first: Schedule) -> tuple[str, Outcome]:
+    """The title and the outcome of another family with the sizes of the options and the same work for each rank."""
+    loops = options.loops if family in FAMILIES and FAMILIES[family].is_looped else None
+    trial = replace(options, family=family, loops=loops, placement=None, group_size=None, keep=None)
+    num_stages = trial.pp * trial_choice(trial).loops
+    ratio = first.num_stages / num_stages
+    given = [name for name in _OF_STAGES if getattr(options, name) != getattr(Trial, name)]
+    trial = replace(trial, **{name: getattr(options, name) * ratio for name in ("forward", "backward", *given)})
+    outcome = try_out(trial, trial_recipe(trial))
+    return trial_title(trial, family, outcome.schedule), outcome
 
 
 def _run_recipe(options: Options, file: Path) -> tuple[Recipe, Sizes]:
@@ -133,7 +156,15 @@ def _recipe(options: Options) -> Recipe:
 
 def _option_problems(options: Options) -> list[str]:
     is_torn = options.json and options.format == "torch-csv"
-    return [*(["--json and --format torch-csv disagree; choose one"] if is_torn else []), *trial_problems(options)]
+    problems = ["--json and --format torch-csv disagree; choose one"] if is_torn else []
+    if options.beside is not None:
+        if options.plot is None:
+            problems.append("--beside has no effect without --plot; give both or leave it out")
+        if options.run is not None or options.family not in FAMILIES:
+            problems.append("--beside compares two families, and a file or a run has sizes of its own; leave it out")
+        if options.beside not in FAMILIES:
+            problems.append(f"--beside: {FAMILIES.unknown(options.beside)}")
+    return [*problems, *trial_problems(options)]
 
 
 def _unused_problems(options: Options, file: Path, names: Sequence[str]) -> list[str]:
