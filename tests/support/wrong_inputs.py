@@ -178,6 +178,7 @@ verify --layout.pp 0                                            | layout.pp
 verify missing.toml                                             | missing.toml
 verify --model.file neox.json                                   | gpt_neox
 verify --model.hidden-size 6000000                              | memory
+verify --training.steps 3                                       | has no effect on verify
 export missing out                                              | missing
 export . out                                                    | checkpoint
 export . out --dtype int4                                       | int4

@@ -18,8 +18,13 @@ PREDICTIONS = (
     *("optimizer.name", "optimizer.clip_grad_norm", "training.dtype", "training.device"),
 )
 """Settings that predictions of a run read: sections and single ones. A flag of another setting is refused."""
-VERIFICATION = ("model", "data", "layout", "schedule", "optimizer", "training")
-TRAINING = (*VERIFICATION, "checkpoint", "output")
+VERIFICATION = (
+    *("model", "data", "layout", "schedule", "optimizer.name", "optimizer.clip_grad_norm"),
+    *("training.dtype", "training.device", "training.threads", "training.seed", "training.compile"),
+    *("training.compile_backend", "training.run_ahead", "training.stall_timeout_s"),
+)
+"""The same for gradients that are verified, which takes no optimizer's step."""
+TRAINING = ("model", "data", "layout", "schedule", "optimizer", "training", "checkpoint", "output")
 """The same for a run that is trained, which happens on the machine where it is started."""
 
 
