@@ -10,6 +10,7 @@ import pytest
 from pipeloom.cli import COMMANDS, main
 from pipeloom.cli.flags import parse_flags, read_flags
 from pipeloom.cli.reference import Command, Output, Place, command_of
+from pipeloom.cli.run_config import parse_config
 from pipeloom.errors import ConfigError
 from pipeloom.workload.limits import ClusterName
 
@@ -211,3 +212,11 @@ def test_help_fits_80_columns_and_examples_are_commands_when_pasted(name, capsys
         shown = [shlex.split(line, comments=True) for line in joined.splitlines() if line.startswith("  pipeloom ")]
         for words, example in zip(shown, command_of(name).examples, strict=True):
             assert words[: len(shlex.split(example))] == shlex.split(example)
+
+
+def test_a_file_behind_an_unknown_flag_is_no_run_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.txt").write_text("words")
+    with pytest.raises(ConfigError) as refused:
+        parse_config(command_of("train"), ["--data.pth", "my.txt"])
+    assert refused.value.problems == ("there is no flag --data.pth; did you mean '--data.path'?",)

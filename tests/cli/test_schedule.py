@@ -413,6 +413,14 @@ def test_a_schedule_beside_another_has_the_same_work_for_each_rank(capsys, tmp_p
     assert all(headline in file.read_text() for headline in headlines)
 
 
+def test_loops_are_for_the_schedule_that_takes_them_and_their_lack_is_noted(capsys, tmp_path):
+    words = ["--plot", str(tmp_path / "both.svg"), "--beside", "breadth-first"]
+    assert "16 stages on 4 pipeline ranks" in schedule(capsys, "1f1b", "--loops", "4", *words)
+    assert main(["schedule", "1f1b", *words]) == 0
+    assert "note: breadth-first has one stage on each rank here; --loops 4" in capsys.readouterr().err
+    assert "1f1b runs one stage on each rank" in refusal(capsys, "1f1b", "--loops", "4", *words[:3], "gpipe")
+
+
 def test_a_schedule_beside_another_that_cannot_be_drawn_is_refused(capsys):
     err = refusal(capsys, "--beside", "hybrd")
     assert "--beside has no effect without --plot" in err

@@ -28,7 +28,9 @@ def test_a_calibrated_program_has_its_error_on_held_out_rows():
     assert bar.errors == FEW
     assert bar.rests_on.startswith("3 measured steps of zero-bubble on a100-sxm-80gb, held out of the calibration")
     assert "mine.csv, 2026-01-02" in bar.rests_on
-    assert bar.text.startswith("step times were 5.0% off on average, 9 of 10 within 8.0% (bias -2.0%); compared with")
+    assert bar.text.startswith(
+        "step times were 5.0% off on average, 9 of 10 within 8.0% (predicted 2.0% too short in the mean); compared with"
+    )
     assert (
         "the layout ranked first took 1.0% longer in the median of 1 group, 35 times as long in the worst" in bar.text
     )

@@ -45,7 +45,7 @@ _USAGE = "\n".join(
         ),
         "\nexamples",
         "  pipeloom train                               train the demo: a small model on four processes",
-        "  pipeloom schedule breadth-first --plot s.svg draw a schedule",
+        "  pipeloom schedule zb-v --plot s.svg          draw a schedule",
         "\npipeloom COMMAND --help shows what a command takes, and pipeloom --version the version.",
     ]
 )

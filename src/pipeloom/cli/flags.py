@@ -9,7 +9,16 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pipeloom.cli.help import help_page
-from pipeloom.cli.reference import Command, Option, Options_, Output, options_of, replacement_of, settings_of_runs
+from pipeloom.cli.reference import (
+    RUN_FILE,
+    Command,
+    Option,
+    Options_,
+    Output,
+    options_of,
+    replacement_of,
+    settings_of_runs,
+)
 from pipeloom.config.paths import expand_home, names_file
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.system.files import picture_problem, write_problem
@@ -174,7 +183,8 @@ def _groups(
 def _fits(place: Option, word: str) -> bool:
     """Whether a word names what a place takes: one of its choices, or a file."""
     with suppress(OSError):  # such as a name that is too long
-        return word in place.choices or word.endswith(".toml") or Path(word).exists()
+        # Any other file behind an unknown flag is rather its value than a run file.
+        return word in place.choices or word.endswith(".toml") or (place.place != RUN_FILE and Path(word).exists())
     return False
 
 

@@ -51,7 +51,7 @@ class Options:
     """Global batch size, in sequences."""
     seq: Common[int | None] = None
     """Sequence length, in tokens."""
-    software: ProgramName | None = None
+    software: Common[ProgramName | None] = None
     """Training program: a name of the catalog, or a file. None: pipeloom."""
     dtype: Common[Dtype | None] = None
     """Data type of weights and activations. None: that of the run file; else on GPUs bfloat16, or float16 where they

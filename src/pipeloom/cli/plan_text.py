@@ -31,7 +31,7 @@ def print_plan(plan: Plan) -> None:
     if plan.best is None:
         _print_nothing(console, plan)
         return
-    console.print(headed(f"\nThe {count(len(plan.steps), 'best layout')}, one of a kind"))
+    console.print(headed(f"\nThe {count(len(plan.steps), 'best layout')}, the best one of each kind"))
     print_table(console, _best_table(plan))
     _print_layout(console, plan.best)
     if plan.rivals:
@@ -42,12 +42,14 @@ def print_plan(plan: Plan) -> None:
         console.print(headed("\nWhat would change it"))
         print_table(console, _change_table(plan.best, plan.changes))
     console.print(headed("\nHow far off this may be", f"\n{plan.error_bar.text}"))
+    if plan.error_bar.errors is not None and len(plan.steps) > 1:
+        console.print("Layouts that differ by less may be in another order: of these, the simplest is the best choice.")
     if plan.advice:
         console.print(headed("\nAdvice"))
         for sentence in plan.advice:
             console.print(f"- {sentence}")
     if plan.stopped is not None and plan.open_bound_s is None:
-        why = "somebody interrupted" if plan.stopped == "interrupt" else "the time was up"
+        why = "it was interrupted" if plan.stopped == "interrupt" else "the time was up"
         console.print(f"\n{why} before all other kinds and changes were looked at; the best layouts are proved")
 
 
@@ -89,7 +91,7 @@ def _print_layout(console: Console, best: SimulatedStep) -> None:
         least, most = min(run.layers_by_stage), max(run.layers_by_stage)
         parts.append(f"{count(least, 'layer')} each" if least == most else f"{least} to {most} layers each")
     if run.shard != "none" and run.dp > 1:
-        parts.append(f"{run.shard} shared out over {run.shard_size} of {run.dp} data-parallel ranks")
+        parts.append(f"{run.shard} sharded over {run.shard_size} of {run.dp} data-parallel ranks")
     if run.shard == "full" and run.dp > 1:
         parts.append(f"{count(knobs.residency, 'stage')} gathered at once")
     if run.recompute_layers is not None:
@@ -250,7 +252,7 @@ def _print_nothing(console: Console, plan: Plan) -> None:
     needs = (
         f": the layout that needs least (tp {run.tp}, pp {run.pp}, dp {run.dp}, "
         f"{count(run.loops, 'loop')}, {near.leaf.choice.family}, micro-batches of {run.micro_batch}, "
-        f"{_SHARED[near.leaf.sharding.levels[-1]]} shared out, "
+        f"{_SHARED[near.leaf.sharding.levels[-1]]} sharded, "
         f"{_AGAIN[near.leaf.cut.arrangement.recomputed]} recomputed) needs "
         f"{short(near.least_bytes / unit)} {name} of {short((near.least_bytes - near.missing_bytes) / unit)}: "
         + (

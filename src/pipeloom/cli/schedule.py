@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TextIO
 
 from pipeloom.cli.flags import SOURCE, or_note, read_flags
 from pipeloom.cli.reference import Command, Output, Place
@@ -21,6 +21,7 @@ from pipeloom.recipe import Recipe, Sizes, schedule_text
 from pipeloom.schedule import Schedule, format_schedule, read_schedule
 from pipeloom.system.files import MOST_SCHEDULE_BYTES, read_text
 from pipeloom.terminal.words import count
+from pipeloom.trace import Trace
 from pipeloom.trial import Outcome, Trial, flag, trial_choice, trial_problems, trial_recipe, trial_title, try_out
 from pipeloom.workload.limits import Common, Names
 
@@ -62,6 +63,10 @@ COMMAND = Command(
 def run(words: list[str]) -> int:
     """Parse the arguments, make the schedule, print it."""
     options, problems = read_flags(COMMAND, words)
+    number = options.loops
+    if options.family in FAMILIES and not _is_looped(options.family) and _is_looped(options.beside):
+        # Of two schedules, loops are for the one that takes several.
+        options = replace(options, loops=None)
     made = or_note(lambda: _recipes(options), problems)
     if problems or made is None:
         raise ConfigError(problems, SOURCE)
@@ -69,12 +74,7 @@ def run(words: list[str]) -> int:
     outcome = try_out(options, recipe, sizes)
     schedule, trace = outcome.schedule, outcome.trace
     title = trial_title(options, (options.run or Path(options.family or "")).name, schedule)
-    other = None if options.beside is None else _tried_beside(options, options.beside, schedule)
-    if options.plot is not None:
-        from pipeloom.plotting.draw import plot_timelines
-
-        traces = {title: trace} if other is None else {title: trace, other[0]: other[1].trace}
-        plot_timelines(traces, [options.plot], unit="units of cost")
+    other = None if options.beside is None else _tried_beside(options, options.beside, number, schedule)
     form = "json" if options.json else options.format
     if form == "torch-csv":
         print(format_torch_csv(schedule), end="")
@@ -91,10 +91,25 @@ def run(words: list[str]) -> int:
             print()
             _print_text(other[0], other[1].schedule, other[1].lines(), is_whole=form == "text")
     if options.plot is not None:
-        is_data = form in ("json", "torch-csv")
-        # Standard output is the data of another program then.
-        print(f"{'' if is_data else '# '}picture            {options.plot}", file=sys.stderr if is_data else sys.stdout)
+        traces = {title: trace} if other is None else {title: trace, other[0]: other[1].trace}
+        # Standard output is the data of another program with these forms.
+        _draw(options.plot, traces, sys.stderr if form in ("json", "torch-csv") else sys.stdout)
+        for name in (options.family, options.beside):
+            if number is None and _is_looped(name):  # a picture of its loops is what people expect
+                print(f"note: {name} has one stage on each rank here; --loops 4 gives each rank four", file=sys.stderr)
     return 0
+
+
+def _is_looped(name: str | None) -> bool:
+    """Whether a name is a family of any number of loops."""
+    return name in FAMILIES and FAMILIES[name].is_looped and FAMILIES[name].loops is None
+
+
+def _draw(file: Path, traces: dict[str, Trace], output: TextIO) -> None:
+    from pipeloom.plotting.draw import plot_timelines
+
+    plot_timelines(traces, [file], unit="units of cost")
+    print(f"{'# ' if output is sys.stdout else ''}picture            {file}", file=output)
 
 
 def _recipes(options: Options) -> tuple[Recipe, Sizes | None]:
@@ -106,9 +121,16 @@ _OF_STAGES = ("weight", "gather", "reduce", "move", "stage_swap")
 """Costs of a stage that only some schedules have."""
 
 
-def _tried_beside(options: Options, family: str, first: Schedule) -> tuple[str, Outcome]:
-    """The title and the outcome of another family with the sizes of the options and the same work for each rank."""
-    loops = options.loops if family in FAMILIES and FAMILIES[family].is_looped else None
+def _tried_beside(options: Options, family: str, number: int | None, first: Schedule) -> tuple[str, Outcome]:
+    """The title and the outcome of another family with the sizes of the options and the same work for each rank.
+
+    Args:
+        options: of the first schedule.
+        family: the other one.
+        number: loops that the command line gives.
+        first: the schedule beside which it is drawn.
+    """
+    loops = number if _is_looped(family) else None
     trial = replace(options, family=family, loops=loops, placement=None, group_size=None, keep=None)
     num_stages = trial.pp * trial_choice(trial).loops
     ratio = first.num_stages / num_stages

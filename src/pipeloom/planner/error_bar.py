@@ -41,7 +41,8 @@ class ErrorBar:
             )
         return (
             f"step times were {errors.mean_abs_error:.1%} off on average, 9 of 10 within {errors.p90_abs_error:.1%} "
-            f"(bias {errors.bias:+.1%}){regret}: {self.rests_on}"
+            f"(predicted {abs(errors.bias):.1%} too {'short' if errors.bias < 0 else 'long'} in the mean){regret}: "
+            f"{self.rests_on}"
         )
 
 
