@@ -81,10 +81,19 @@ class Page:
     def wait(self, condition):
         """Return when JavaScript is true."""
         end = time.monotonic() + LIMIT_S
-        while not self.run(condition):
+        while not self._is_true(condition):
             if time.monotonic() > end:
                 raise TimeoutError(f"not within {LIMIT_S:g} s: {condition}")
             time.sleep(0.02)
+
+    def _is_true(self, condition):
+        try:
+            return self.run(condition)
+        except RuntimeError as error:
+            # While one page replaces another there is nothing to evaluate in.
+            if any(text in str(error) for text in ("navigated or closed", "context was destroyed", "Cannot find")):
+                return False
+            raise
 
     def look(self, *, width, height, mode="light"):
         """Set the window's size and the color scheme of the system."""
