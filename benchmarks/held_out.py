@@ -193,10 +193,10 @@ def general(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 HEAD = """\
-# How far predictions were off, as fractions of the measured step time: what `planner/error_bar.py` reads. Written by
-# the command below and not by hand. [[program]]: rows that the fit that predicted them had not seen, of all splits
-# together; [[general]]: the general efficiencies, fitted on nothing, on all rows of a device, every program weighing
-# the same.
+# Errors of predictions, as fractions of the measured step time, for `planner/error_bar.py`. Written by the command
+# below, not by hand. [[program]]: held-out rows, which the fit that predicted them did not use, of all splits together;
+# [[general]]: the general efficiencies, which are not fitted, on all rows of a device, with equal weight for every
+# program.
 
 """
 

@@ -1,20 +1,20 @@
 """Every error that pipeloom raises on purpose.
 
     PipeloomError
-    ├── UserError                the question is wrong: expected, found, what to change
-    │   ├── ConfigError          a configuration, with all of its problems at once
-    │   ├── HostError            a run that this host cannot hold; another one of the same run may
-    │   ├── FamilyError          a family of schedules with a mistake in it: which, in which line of its file
-    │   ├── ScheduleTextError    text that is no schedule
-    │   └── ScheduleError        a schedule that breaks a rule: which, where, and the rows around it
-    └── RunError                 the question was right, the run failed
-        ├── BoundaryError        a tensor between two stages has another shape than was agreed
-        ├── ActionError          an action raised; its text and the rows around it
-        ├── StallError           a rank waited too long; every rank's position
-        ├── PeerLostError        another rank went away
-        └── WorkerError          a worker process ended; its reason
+    ├── UserError                wrong input: expected, found, what to change
+    │   ├── ConfigError          a wrong configuration; all of its problems
+    │   ├── HostError            the run does not fit on this host; it may fit on other hosts
+    │   ├── FamilyError          a family of schedules failed; the error, its file and line
+    │   ├── ScheduleTextError    text that is not a schedule
+    │   └── ScheduleError        a schedule breaks a rule; the rule, the place and the rows around it
+    └── RunError                 correct input, but the run failed
+        ├── BoundaryError        a tensor between two stages has another shape than both sides agreed on
+        ├── ActionError          an action raised an error; its text and the rows around it
+        ├── StallError           a rank waited too long; the position of every rank
+        ├── PeerLostError        another rank closed its connection
+        └── WorkerError          a worker process ended early; its reason
 
-``Interrupted`` is outside the tree: as a ``KeyboardInterrupt``, no handler of errors catches it by accident.
+``Interrupted`` is outside the tree: it is a ``KeyboardInterrupt``, so that ``except Exception`` does not catch it.
 
 A bug is an ``AssertionError``: no caller is expected to catch it.
 """
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 
 class PipeloomError(Exception):
-    """Root of every error that pipeloom raises on purpose: one clear message, meant for a person.
+    """Base class of every error that pipeloom raises on purpose. Its text is a complete message for the user.
 
     Examples:
         >>> from pipeloom import PipeloomError, make_schedule
@@ -54,8 +54,8 @@ class ConfigError(UserError):
     """A configuration is wrong.
 
     Args:
-        problems: one sentence for each problem; all that could be found are reported together.
-        source: where the configuration came from, for the headline.
+        problems: one sentence for each problem.
+        source: where the configuration came from, such as the name of its file; begins the message.
     """
 
     def __init__(self, problems: Sequence[str], source: str = "the configuration") -> None:
@@ -70,11 +70,11 @@ class HostError(UserError):
 
 
 class FamilyError(UserError):
-    """A family of schedules raised, or returned something else than rows of actions."""
+    """A family of schedules raised an error, or returned something other than rows of actions."""
 
 
 class ScheduleTextError(UserError):
-    """Text that cannot be read as a schedule."""
+    """A text is not a schedule."""
 
 
 class ScheduleError(UserError):
@@ -91,9 +91,9 @@ class ScheduleError(UserError):
     Args:
         rule: name of the broken rule, as listed in ``pipeloom.schedule.rules``.
         message: what is wrong.
-        rank: pipeline rank of the offending row, if one row is to blame.
-        slot: position in that row, if one action is to blame.
-        window: the rows around the place, already formatted.
+        rank: pipeline rank of the offending row; ``None`` if no single row is wrong.
+        slot: index of the offending action in that row; ``None`` if no single action is wrong.
+        window: the rows around it, as text.
     """
 
     def __init__(self, rule: str, message: str, *, rank: int | None, slot: int | None, window: str) -> None:
@@ -105,7 +105,7 @@ class ScheduleError(UserError):
 
 
 class RunError(PipeloomError, RuntimeError):
-    """The run failed although the input was right, such as a loss that is not finite or a process that was killed.
+    """The run failed although its input was correct: for example, the loss is not finite or a process was killed.
 
     Examples:
         >>> from pipeloom import PipeloomError, RunError
@@ -115,19 +115,19 @@ class RunError(PipeloomError, RuntimeError):
 
 
 class BoundaryError(RunError):
-    """A tensor that crosses a stage boundary is not what both sides agreed on."""
+    """A tensor between two stages has another shape or dtype than both sides agreed on."""
 
 
 class ActionError(RunError):
-    """An action failed; carries the action's text and the rows around it."""
+    """An action failed. The message has its text and the rows around it."""
 
 
 class StallError(RunError):
-    """A rank waited longer than allowed. Names the action that it waited for, and the position of every rank."""
+    """A rank waited too long. The message has the action that it waited for, and the position of every rank."""
 
 
 class PeerLostError(RunError):
-    """Another rank closed its connection. Its own error is the one to read."""
+    """Another rank closed its connection; the cause is in that rank's own error."""
 
 
 class WorkerError(RunError):
@@ -139,7 +139,7 @@ class Interrupted(KeyboardInterrupt):
 
     Args:
         number: of the signal.
-        message: for people; may be empty.
+        message: for the user; empty for a default with the signal's name.
     """
 
     def __init__(self, number: int, message: str = "") -> None:
@@ -148,28 +148,28 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def status(self) -> int:
-        """Exit status, as shells have it for a process that a signal ended."""
+        """Exit status by the shells' convention: 128 + the number of the signal."""
         return 128 + self.number
 
 
 def reason_of(error: BaseException) -> str:
-    """Why something failed, for a message that names the file itself; the system's words without number and path."""
+    """Text of an error, for a message that names the file itself: of an ``OSError`` without errno and path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def raised_in(error: BaseException, file: str) -> str | None:
-    """File, line and text of the last line of a file that an exception went through; ``None`` for none."""
+    """``FILE, line N: TEXT`` of the innermost frame of a traceback in this file; ``None`` if there is none."""
     from traceback import extract_tb
 
     if isinstance(error, SyntaxError) and error.filename == file:
         return _line(file, error.lineno or 1)
-    # The last frame of the file is the nearest to the mistake: below it is the code that it called.
+    # The innermost frame of the file is nearest to the mistake: below it is the code that it called.
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
     return _line(file, lines[-1] or 1) if lines else None
 
 
-def said(error: BaseException) -> str:
-    """An exception's name and text."""
+def type_and_text(error: BaseException) -> str:
+    """``TYPE: TEXT`` of an exception, as at the end of a traceback."""
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from pipeloom.errors import PipeloomError, UserError, raised_in, said
+from pipeloom.errors import PipeloomError, UserError, raised_in, type_and_text
 from pipeloom.terminal.words import unknown_name
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
         except PipeloomError as error:
             reason = str(error)
         except (Exception, SystemExit) as error:  # whatever a stranger's module does when it is imported
-            reason = f"{said(error)}, in {_place(error, entry)}"
+            reason = f"{type_and_text(error)}, in {_place(error, entry)}"
         else:
             reason = "" if entry.name in self._values else f"{entry.module} adds no {self.what} of that name"
         self._source = ""

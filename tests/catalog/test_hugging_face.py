@@ -276,7 +276,7 @@ WRONG = {
         ("architectures", ["LlamaForSequenceClassification"], f'must be ["LlamaForCausalLM"], {HEAD}'),
         ("quantization_config", {"bits": 4}, "must be null, as weights are not quantized here"),
         ("auto_map", {"AutoModel": "own.Own"}, "must be null, as code that comes with a model is not run here"),
-        ("qk_norm", True, "is no key of llama that is used here"),
+        ("qk_norm", True, "is not a supported key of llama"),
         ("num_attention_heads", 24, "must divide hidden_size"),
         ("num_key_value_heads", 5, "must divide num_attention_heads"),
         ("hidden_size", ..., WHOLE),

@@ -92,6 +92,15 @@ def test_a_host_that_launches_slowly_bounds_small_layers():
     assert parts.seconds(parts.layer_forward()) == pytest.approx(parts.layer_forward().num_kernels * launch_s)
 
 
+def test_dropout_of_scores_reads_and_writes_them_in_the_precision_of_the_run_and_writes_a_mask():
+    def dropout_s(precision):
+        run = replace(RUN, attention="fused-softmax", micro_batch=4, precision=precision)
+        with_masks, without = (Pieces(run, A100, replace(PROGRAM, dropout=is_on)) for is_on in (True, False))
+        return with_masks.layer_forward().attention_s - without.layer_forward().attention_s
+
+    assert dropout_s("fp32") == pytest.approx(dropout_s("bf16") * (2 * 4 + 1) / (2 * 2 + 1))
+
+
 def test_gradients_are_added_once_for_each_micro_batch_and_parameter():
     lean = replace(PROGRAM, efficiency=replace(PROGRAM.efficiency, accumulation_bytes=0.0))
     with_, without = (Pieces(RUN, A100, program).layer_backward().memory_s for program in (PROGRAM, lean))

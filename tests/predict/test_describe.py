@@ -62,7 +62,7 @@ def test_a_hugging_face_file_gives_the_sizes(tmp_path):
     [
         ({"num_hidden_layers": None}, "num_hidden_layers must be a whole number of at least 1, found None"),
         ({"vocab_size": "many"}, "vocab_size must be a whole number of at least 1, found 'many'"),
-        ({"num_local_experts": 8}, "num_local_experts is no key of llama that is used here, found 8"),
+        ({"num_local_experts": 8}, "num_local_experts is not a supported key of llama, found 8"),
         ({"head_dim": 256}, "head_dim must be 128, hidden_size / num_attention_heads, found 256"),
     ],
 )

@@ -112,7 +112,7 @@ def test_offload_goes_at_the_speed_of_the_host_and_names_a_cluster_that_has_none
         offload_seconds(Placed(RUN, A100, OURS), [1e9] * 8) == (A100.host.latency_s + 1e9 / A100.host.bytes_per_s,) * 8
     )
     alone = replace(A100, name="alone", host=None)
-    with pytest.raises(UserError, match="alone does not say how fast .* add to its file a table .host."):
+    with pytest.raises(UserError, match="alone has no link .* add a table .host."):
         step(cluster=alone, offload=True, budget_bytes=1e15)
 
 

@@ -75,8 +75,8 @@ def test_a_broken_line_before_the_last_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        (run_folder.TRACE, '{"traceEvents": [', "trace.json: this is no trace: it is not JSON"),
-        (run_folder.PREDICTED_TRACE, "[]", "predicted_trace.json: this is no trace: expected an object"),
+        (run_folder.TRACE, '{"traceEvents": [', "trace.json: this is not a trace: it is not JSON"),
+        (run_folder.PREDICTED_TRACE, "[]", "predicted_trace.json: this is not a trace: expected an object"),
         (run_folder.METRICS, "", "metrics.jsonl: expected a line for each step, found none"),
         (run_folder.METRICS, '{"step": 1, "loss": 2}\n', "it lacks step_time_s"),
         (run_folder.METRICS, '{"step": 1, "lo', "metrics.jsonl: expected a line for each step, found none"),

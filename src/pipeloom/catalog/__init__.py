@@ -1,4 +1,4 @@
-"""Models, clusters and programs as data: found by name in this folder or by path, each constant with its source."""
+"""Data files of models, clusters and training programs: by name from this folder, or by path."""
 
 from pipeloom.catalog.cluster_files import CLUSTERS, cluster_to_toml, load_cluster
 from pipeloom.catalog.model_files import ModelFile, load_model, read_model

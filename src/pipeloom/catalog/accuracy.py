@@ -1,4 +1,4 @@
-"""How far predictions were off where they were compared with measurements: ``accuracy.toml`` of the catalog."""
+"""Errors of predictions compared with measurements: ``accuracy.toml`` of the catalog."""
 
 import tomllib
 from dataclasses import dataclass, fields
@@ -9,15 +9,15 @@ from typing import Any, cast
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Errors of predicted step times; all but counts are fractions.
+    """Errors of predicted step times; all except counts are fractions.
 
     Attributes:
-        rows: measured steps.
-        mean_abs_error, p90_abs_error: of |predicted / measured - 1|.
+        rows: number of measured steps.
+        mean_abs_error, p90_abs_error: mean and 90th percentile of |predicted / measured - 1|.
         bias: mean of predicted / measured - 1.
-        groups: of layouts that competed with each other.
-        median_regret, worst_regret: over the groups, how much slower the layout ranked first was, as measured, than the
-            fastest; ``None`` without groups.
+        groups: number of groups of comparable layouts (``accuracy.rows.Group``).
+        median_regret, worst_regret: over the groups, the measured step time of the layout that was predicted fastest /
+            that of the fastest - 1; ``None`` without groups.
     """
 
     rows: int
@@ -31,12 +31,12 @@ class Errors:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What ``benchmarks/held_out.py`` found.
+    """Results of ``benchmarks/held_out.py``.
 
     Attributes:
-        table, date: which measurements, and when.
-        by_program: (program, device) -> errors on rows that were left out of the fit which predicted them.
-        by_device: device -> errors of the general efficiencies on all its rows, every program weighing the same.
+        table, date: name of the table of measurements, and date of the comparison.
+        by_program: (program, device) -> errors on held-out rows: the fit that predicted them did not use them.
+        by_device: device -> errors of the general efficiencies on all its rows, with equal weight for every program.
         general_of: device -> program -> mean absolute error of the general efficiencies.
     """
 
@@ -49,7 +49,7 @@ class Accuracy:
 
 @lru_cache(maxsize=1)
 def load_accuracy() -> Accuracy:
-    """The packaged file."""
+    """Read the file of the package."""
     text = files("pipeloom.catalog").joinpath("accuracy.toml").read_text(encoding="utf-8")
     content = tomllib.loads(text)
     return Accuracy(

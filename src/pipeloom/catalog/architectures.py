@@ -1,7 +1,7 @@
-"""Which Hugging Face architectures are computed here: what each key of their ``config.json`` has to be, or may be.
+"""Supported Hugging Face architectures: required values, and keys without an effect, of their ``config.json``.
 
-The facts are those of transformers 4 and 5: ``models/{llama,mistral,gpt2}/configuration_*.py`` for what a missing key
-means, ``modeling_*.py`` for what is computed with it, ``configuration_utils.py`` for keys of every model.
+Sources are transformers 4 and 5: ``models/{llama,mistral,gpt2}/configuration_*.py`` for defaults of missing keys,
+``modeling_*.py`` for their effects, ``configuration_utils.py`` for keys that all models have.
 """
 
 from collections.abc import Mapping
@@ -19,12 +19,12 @@ def _keys(text: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Fixed:
-    """The values of a key with which the function is the one that is computed here.
+    """A key that must have one of some equivalent values.
 
     Attributes:
-        values: all of them; the first one is named in messages.
-        why: what is here.
-        default: what a missing key means.
+        values: the supported values; messages contain the first one.
+        why: the reason, for messages.
+        default: value of a missing key.
     """
 
     values: tuple[Any, ...]
@@ -34,17 +34,17 @@ class Fixed:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How files of one ``model_type`` are read.
+    """The keys of files of one ``model_type``.
 
     Attributes:
-        classes: values of ``architectures`` that are this model with its head over the vocabulary.
-        layers, hidden, heads, ffn, eps: keys of the sizes and of the norm's epsilon.
-        family: of ``MODELS``; what it is decides whether there are keys for rotary positions or a table of them.
-        tied, default_eps: what missing keys mean.
-        fixed: keys that have to have one value.
-        used: further keys that are read, each in its own way (``model_files``).
-        unused: keys without an effect on the function, beside ``UNUSED``.
-        window: what a missing ``sliding_window`` means; ``None`` for an architecture without windows.
+        classes: supported values of ``architectures``: the model with a head over the vocabulary.
+        layers, hidden, heads, ffn, eps: names of the keys of the sizes and of the norm's epsilon.
+        family: key of ``MODELS``; determines whether positions are rotary or learned.
+        tied, default_eps: values of missing keys.
+        fixed: keys that must have a certain value.
+        used: further keys that ``model_files`` reads.
+        unused: keys without an effect on the model's function, in addition to ``UNUSED``.
+        window: value of a missing ``sliding_window``; ``None`` for architectures without windows.
     """
 
     classes: tuple[str, ...]
@@ -63,12 +63,12 @@ class Architecture:
 
     @property
     def model_family(self) -> ModelFamily:
-        """What its layers are."""
+        """The entry of ``MODELS``."""
         return MODELS[self.family]
 
     @property
     def keys(self) -> frozenset[str]:
-        """Every key that may be in a file."""
+        """All supported keys of a file."""
         sizes = {self.layers, self.hidden, self.heads, self.ffn, self.eps, "vocab_size", "tie_word_embeddings"}
         return UNUSED | self.used | self.unused | sizes | set(self.fixed)
 
@@ -95,7 +95,7 @@ UNUSED = _keys(
     "num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
     "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens"
 )
-"""Of every model: where the file comes from, types and kernels, tokens and generation, the start of the weights."""
+"""Keys of all models without an effect: origin of the file, types, kernels, tokens, generation, initialization."""
 
 _LLAMA_FIXED = MappingProxyType(
     {
@@ -122,14 +122,14 @@ _LLAMA_NAMES: Mapping[str, Any] = MappingProxyType(
         "used": _keys(
             "num_key_value_heads head_dim sliding_window layer_types rope_theta rope_scaling rope_parameters"
         ),
-        # A rotary angle is defined at any position; pretraining_tp sets in which parts products are computed.
+        # Rotary angles need no limit of positions; pretraining_tp only splits matrix products.
         "unused": _keys("max_position_embeddings max_sequence_length pretraining_tp"),
     }
 )
 _GPT2_DROPOUT = Fixed((0,), "as nothing is dropped here", 0.1)
 
 ARCHITECTURES: Registry[Architecture] = Registry("model_type", "", Architecture)
-"""By ``model_type``. A plug-in with a family of models adds those of the family here as well."""
+"""Architectures by ``model_type``. A plug-in with a family of models adds its architectures here."""
 ARCHITECTURES.add("llama", Architecture(classes=("LlamaForCausalLM",), **_LLAMA_NAMES))
 ARCHITECTURES.add("mistral", Architecture(classes=("MistralForCausalLM",), window=4096, **_LLAMA_NAMES))
 ARCHITECTURES.add(
@@ -161,7 +161,7 @@ ARCHITECTURES.add(
             ),
         },
         used=_keys("n_positions"),
-        # n_ctx is an old name that transformers does not read; the summary is of GPT2DoubleHeadsModel alone.
+        # transformers does not read n_ctx, an old name; summary_* belong to GPT2DoubleHeadsModel.
         unused=_keys(
             "n_ctx reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels "
             "summary_first_dropout"

@@ -1,6 +1,6 @@
-"""Cluster files, in both directions: read with every problem at once, written with comments on where numbers come from.
+"""Reading of cluster files, with all problems reported together, and writing, with comments on the sources of numbers.
 
-Units are converted here: files have TFLOP/s, GB, GB/s and microseconds, values hold FLOP/s, bytes, bytes/s and seconds.
+Files have TFLOP/s, GB, GB/s and microseconds; a ``Cluster`` has FLOP/s, bytes, bytes/s and seconds.
 """
 
 import json
@@ -36,7 +36,7 @@ from pipeloom.workload.run import Run
 
 _TERA, _GIGA, _MICRO, _NANO = 1e12, 1e9, 1e-6, 1e-9
 
-# For each table of a file: key -> name of the quantity, and its SI units in one of the file.
+# For each table of a file: key -> (attribute, factor from the file's unit to the SI unit).
 _DEVICE = {
     "memory_gb": ("memory_bytes", _GIGA),
     "memory_gb_per_s": ("memory_bytes_per_s", _GIGA),
@@ -46,18 +46,18 @@ _DEVICE = {
 _LINK = {"latency_us": ("latency_s", _MICRO), "gb_per_s": ("bytes_per_s", _GIGA)}
 _UPDATE = {"fixed_us": ("fixed_s", _MICRO), "parameter_ns": ("parameter_s", _NANO)}
 _COUNTS = ("adapters_per_node", "cores_per_node")
-"""Numbers of a cluster that are left out where they are 0."""
+"""Numbers of a cluster that files omit if they are 0."""
 _PIECE_SIZES = ("hidden", "heads", "kv_heads", "ffn", "mlp", "vocab")
 _PIECE_AXES = ("seq", "tp", "sequence_parallel", "micro_batch", "recompute", "precision")
 _PIECES = ("embedding", "layer", "head", "stage")
-"""What was measured, each forward and backward."""
+"""Measured pieces, each with a forward and a backward."""
 
 CLUSTERS: Registry[Cluster] = Registry("cluster", "pipeloom.clusters", Cluster)
-"""Clusters by name: those of ``pipeloom/catalog/clusters``, each read when it is looked up, and those of others."""
+"""Clusters by name: those of ``pipeloom/catalog/clusters``, read on demand, and those of plug-ins."""
 
 
 def load_cluster(name_or_path: str) -> Cluster:
-    """A cluster by name, whatever its case and ``_`` for ``-``, or from a file.
+    """A cluster by name (case and ``_`` for ``-`` do not matter) or from a file.
 
     Examples:
         >>> from pipeloom import load_cluster
@@ -65,7 +65,7 @@ def load_cluster(name_or_path: str) -> Cluster:
         8
 
     Raises:
-        UserError: there is no such name or file, or something in the file is wrong; all problems together.
+        UserError: there is no such name or file, or the file is wrong; has all problems.
     """
     if not names_file(name_or_path):
         name = name_or_path if name_or_path in CLUSTERS else same_name(name_or_path, CLUSTERS)
@@ -87,7 +87,7 @@ def _read_cluster(name_or_path: str) -> Cluster:
 
 
 for _name in names("clusters"):
-    # Read when it is looked up: a command needs one of them, and a broken file must not stop the others.
+    # On demand: a command needs one cluster, and a broken file must not affect the others.
     CLUSTERS.add_later(_name, partial(_read_cluster, _name))
 
 
@@ -100,7 +100,7 @@ def _cluster(reader: Reader) -> Cluster:
         inter=_link(reader.table("inter")),
         bus_curves=_bus(reader.table("bus", is_optional=True)),
         collective_curves=_collectives(reader.tables("collectives")),
-        # 0 stands for an unknown price, as a default has to be a number here.
+        # 0 is an unknown price, since a default must be a number here.
         price_per_device_hour=reader.number("price_per_device_hour", 0.0) or None,
         **{name: int(reader.number(name, 0)) for name in _COUNTS},
         pieces=tuple(map(_pieces, reader.tables("pieces"))),
@@ -110,7 +110,7 @@ def _cluster(reader: Reader) -> Cluster:
 
 
 def _mixed(reader: Reader, folder: Path) -> Cluster:
-    """A cluster of several groups of nodes; files that a group names are in ``folder``."""
+    """A cluster of several groups of nodes; paths of a group's file are relative to ``folder``."""
     name, groups = reader.text("name"), [_group(inner, folder) for inner in reader.tables("groups")]
     known = [group.name for group in groups]
     if not known:
@@ -136,7 +136,7 @@ def _group(reader: Reader, folder: Path) -> NodeGroup:
 
 
 def _alike(reader: Reader, named: str, folder: Path) -> Cluster:
-    """The cluster of one kind that a group names; one of the catalog, and a problem noted, if it is wrong."""
+    """The cluster that a group refers to, with nodes of one kind; if it is wrong, adds a problem."""
     try:
         source = str(folder / expand_home(Path(named))) if names_file(named) else named
         is_mixed = names_file(source) and "groups" in read_toml("clusters", source)[0]  # which may name itself
@@ -149,7 +149,7 @@ def _alike(reader: Reader, named: str, folder: Path) -> Cluster:
             reader.complain(f"{named}: {problem}")
     except UserError as error:
         reader.complain(str(error))
-    # Any cluster of one kind, so that reading goes on and finds the other problems; the result is never used.
+    # Any cluster, so that reading continues and finds further problems; the result is never used.
     return load_cluster(names("clusters")[0])
 
 
@@ -158,7 +158,7 @@ def _group_link(reader: Reader, known: Sequence[str]) -> GroupLink:
     reader.entitle(f"link between {' and '.join(between)}")
     if len(set(between)) != 2 or len(between) != 2 or not set(between) <= set(known):
         reader.complain(f"between must be two of the groups {', '.join(known)}, found {list(between)}")
-        # Two names that no group has, so that the rest of the file is still read.
+        # Two names that no group has, so that reading continues.
         between = ("", "")
     return GroupLink(between=(between[0], between[1]), link=_link(reader))
 
@@ -181,7 +181,7 @@ def _device(reader: Reader) -> Device:
 def _link(reader: Reader) -> Link:
     return Link(
         latency_s=reader.number("latency_us", scale=_MICRO),
-        # A link without bandwidth would make every message endless.
+        # A bandwidth of 0 would make every time infinite.
         bytes_per_s=reader.number("gb_per_s", scale=_GIGA, least=1e-6),
     )
 
@@ -234,9 +234,9 @@ def _precision(reader: Reader) -> Precision:
 
 
 DIGITS = 6
-"""Significant digits of a written number; a measurement has fewer."""
+"""Significant digits of a written number, more than a measurement has."""
 WIDTH = 118
-"""Columns of a comment."""
+"""Characters in a line of a comment."""
 
 Notes = dict[str, Sequence[str]]
 _Lines = dict[str, Any]
@@ -246,9 +246,9 @@ def cluster_to_toml(cluster: Cluster, notes: Mapping[str, Sequence[str]] | None 
     """The cluster as TOML, which ``load_cluster`` reads.
 
     Args:
-        cluster: numbers are written with six significant digits.
-        notes: lines of comment by what they stand above: ``""`` for the head of the file, a table such as
-            ``intra``, a key such as ``device.kernel_us``, or ``collectives.2`` for the curves of two ranks.
+        cluster: its numbers are rounded to six significant digits.
+        notes: comments by place: above ``""``, the head of the file; a table such as ``intra``; a key such as
+            ``device.kernel_us``; or ``collectives.2``, the curves of two ranks.
     """
     comments = dict(notes or {})
     head, parts = _comment(comments.pop("", ())), list[list[str]]()
@@ -268,7 +268,7 @@ def cluster_to_toml(cluster: Cluster, notes: Mapping[str, Sequence[str]] | None 
 
 
 def _parts(cluster: Cluster, more: _Lines, comments: Notes, prefix: str) -> Iterator[list[str]]:
-    """A cluster of one kind: its own keys, then its tables, whose names begin with ``prefix``."""
+    """Blocks of lines of a cluster with nodes of one kind: its keys, then its tables, whose names get ``prefix``."""
     top = {"name": cluster.name, **more, "devices_per_node": cluster.devices_per_node}
     top |= {name: number for name in _COUNTS if (number := getattr(cluster, name))}
     if cluster.price_per_device_hour is not None:
@@ -296,7 +296,7 @@ def _parts(cluster: Cluster, more: _Lines, comments: Notes, prefix: str) -> Iter
 
 
 def _in_units(value: object, units: Mapping[str, tuple[str, float]]) -> _Lines:
-    """What ``Reader.numbers_of`` reads."""
+    """The inverse of ``Reader.numbers_of``."""
     return {key: getattr(value, name) / scale for key, (name, scale) in units.items()}
 
 
@@ -328,7 +328,7 @@ def _rates(curves: Iterable[tuple[str, Curve]]) -> _Lines:
 
 
 def _by_ranks(cluster: Cluster) -> dict[tuple[int, tuple[float, ...]], list[tuple[str, Curve]]]:
-    """The curves that share a table: those of the same ranks and sizes."""
+    """(ranks, message sizes) -> the curves of one table: collective, points."""
     found: dict[tuple[int, tuple[float, ...]], list[tuple[str, Curve]]] = {}
     for kind, curves in cluster.collective_curves.items():
         for curve in curves:
@@ -360,13 +360,13 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        # A JSON string is a TOML basic string; other letters stay readable.
+        # A JSON string is a TOML basic string, also with letters that are not ASCII.
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, int) or value == int(value):
-        # 1 and 1.0 have different types in TOML; large whole numbers are bytes and FLOP/s, which need no point.
+        # In TOML 1 and 1.0 have different types; large whole numbers, such as bytes, are written without a point.
         return str(int(value)) if isinstance(value, int) or abs(value) >= 1e6 else f"{value:.1f}"
     return f"{value:.{DIGITS}g}"

@@ -1,8 +1,8 @@
 """Files of models: TOML of the catalog, and Hugging Face's ``config.json``.
 
-From a ``config.json`` comes a model that computes the same function here, or everything that is not the same.
-``model_type`` selects an architecture (``catalog.architectures``). Each key of the file is used, has to have one value,
-or has no effect on the function; any other key is a problem. So no setting is read and not used.
+A ``config.json`` is read only if the model here computes the same function; otherwise all differences are reported.
+``model_type`` selects an architecture (``catalog.architectures``). Each key is used, must have a certain value, or has
+no effect on the function. Any other key is a problem, so that no setting is silently ignored.
 """
 
 import json
@@ -24,11 +24,11 @@ _WIDTH = 100
 
 @dataclass(frozen=True)
 class ModelFile:
-    """The content of the file of a model.
+    """The content of a model file.
 
     Attributes:
         shape: the sizes.
-        norm_eps, rope_theta: as in ``ModelConfig``; ``None`` where the file has none.
+        norm_eps, rope_theta: as in ``ModelConfig``; ``None`` if the file has none.
     """
 
     shape: ModelShape
@@ -36,7 +36,7 @@ class ModelFile:
     rope_theta: float | None = None
 
     def over(self, model: ModelConfig) -> ModelConfig:
-        """A model's settings with those of the file."""
+        """The settings of a model, overridden by those of the file."""
         return replace(
             model_of(self.shape, model),
             norm_eps=model.norm_eps if self.norm_eps is None else self.norm_eps,
@@ -54,10 +54,10 @@ def read_model(name_or_path: str, seq_len: int | None = None) -> ModelFile:
 
     Args:
         name_or_path: its name or its file.
-        seq_len: tokens of a sequence, on which the function of some models depends; ``None`` to leave that open.
+        seq_len: tokens of a sequence, compared with attention windows and tables of positions; ``None`` for no check.
 
     Raises:
-        UserError: there is no such file, or something in it is wrong; all problems together.
+        UserError: there is no such name or file, or the file is wrong; has all problems.
     """
     if Path(name_or_path).suffix == ".json":
         return _read_config_json(Path(name_or_path), seq_len)
@@ -86,15 +86,7 @@ def read_model(name_or_path: str, seq_len: int | None = None) -> ModelFile:
 
 
 def _read_config_json(path: Path, seq_len: int | None) -> ModelFile:
-    """The model of a ``config.json``.
-
-    Args:
-        path: the file.
-        seq_len: tokens of a sequence, on which the function of some models depends; ``None`` to leave that open.
-
-    Raises:
-        UserError: it cannot be read, or is no model that is computed here; all problems together.
-    """
+    """``read_model`` of a ``config.json``."""
     text = read_text(path)
     try:
         table = parse_json(text)
@@ -104,12 +96,12 @@ def _read_config_json(path: Path, seq_len: int | None) -> ModelFile:
         raise UserError(f"cannot read {path}: expected an object, found {type(table).__name__}")
     found, reader = table.get("model_type"), Reader(table, str(path))
     name = found if isinstance(found, str) else ""
-    len(MODELS)  # imports the plug-ins, which add the architectures of their families
+    len(MODELS)  # imports plug-ins, which add the architectures of their families
     if name not in ARCHITECTURES:
         shown = _shown(found) if "model_type" in table else "none"
         why = f": {ELSEWHERE[name]}, which is not supported" if name in ELSEWHERE else ""
         reader.complain(f"model_type must be one of {', '.join(ARCHITECTURES)}, found {shown}{why}")
-        # Raises: without an architecture no other key has a meaning.
+        # Raises an error: without an architecture no other key has a meaning.
         reader.check(set(table))
     file = _ConfigJson(table, reader, ARCHITECTURES[name], name)
     model = _model(file, seq_len)
@@ -121,12 +113,12 @@ def _read_config_json(path: Path, seq_len: int | None) -> ModelFile:
 
 @dataclass(frozen=True)
 class _ConfigJson:
-    """A file that is read.
+    """A ``config.json`` while it is read.
 
     Attributes:
         table: its keys and values.
-        reader: takes values and collects problems.
-        known: what the keys mean.
+        reader: reads values and collects problems.
+        known: its architecture.
         name: its ``model_type``.
     """
 
@@ -136,7 +128,7 @@ class _ConfigJson:
     name: str
 
     def must_be(self, key: str, wanted: str, default: Any = None) -> None:
-        """Add a problem: what a key must be, and what it is, or means where it is missing."""
+        """Add a problem: the required and the actual value of a key, or its default if it is missing."""
         found = _shown(self.table[key]) if key in self.table else f"none, which means {_shown(default)}"
         self.reader.complain(f"{key} must be {wanted}, found {found}")
 
@@ -146,17 +138,17 @@ def _model(file: _ConfigJson, seq_len: int | None) -> ModelFile:
     is_rotary = known.model_family.is_rotary
     layers = reader.integer(known.layers, most=MOST_LAYERS)
     hidden, heads = reader.integer(known.hidden), reader.integer(known.heads)
-    # GPT-2's files may leave it out, and mean the usual multiple.
+    # GPT-2 files may omit n_inner, for 4 x n_embd.
     has_ffn = is_rotary or file.table.get(known.ffn) is not None
     ffn = reader.integer(known.ffn) if has_ffn else 4 * hidden
-    # Mistral's default is a number, not that of the heads.
+    # Without the key, Llama has as many as heads, Mistral a fixed number, for which the reader requires the key.
     has_groups = is_rotary and (file.table.get("num_key_value_heads") is not None or known.window is not None)
     kv_heads = reader.integer("num_key_value_heads") if has_groups else heads
     if not reader.has_problems:
         _check_heads(file, hidden, heads, kv_heads)
         if is_rotary:
             _check_windows(file, layers, seq_len)
-    # Learned positions: a shorter table lacks rows, and a longer one has weights that no sequence would train.
+    # Learned positions: a shorter table lacks rows, and a longer one has rows that are never trained.
     rows = seq_len if is_rotary else reader.integer("n_positions", 1024)
     if seq_len is not None and rows != seq_len:
         wanted = f"{seq_len}, the tokens of a sequence, as the table of positions has a row for each here"
@@ -185,7 +177,7 @@ def _check_heads(file: _ConfigJson, hidden: int, heads: int, kv_heads: int) -> N
 
 
 def _check_windows(file: _ConfigJson, layers: int, seq_len: int | None) -> None:
-    """Attention here sees all tokens before, so that a window has to be as wide as the sequences."""
+    """Attention here has no window, so a window of the file must be as wide as the sequences."""
     kinds = file.table.get("layer_types")
     is_full = isinstance(kinds, list) and len(kinds) == layers and all(kind == "full_attention" for kind in kinds)
     if kinds is not None and not is_full:
@@ -231,7 +223,7 @@ def _is_plain(rope: Mapping[str, Any]) -> bool:
 def _check_fixed(file: _ConfigJson) -> None:
     for key, fixed in file.known.fixed.items():
         value = file.table.get(key, fixed.default)
-        # In Python 0 == False, but a file with `0` for a switch is not what transformers writes.
+        # In Python 0 == False, but transformers writes booleans as true and false.
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in fixed.values):
             file.must_be(key, f"{_shown(fixed.values[0])}, {fixed.why}", fixed.default)
     classes, found = file.known.classes, file.table.get("architectures")
@@ -244,12 +236,12 @@ def _check_keys(file: _ConfigJson) -> None:
         if key not in file.known.keys:
             shown = key if key.isprintable() else _shown(key)
             file.reader.complain(
-                f"{shown} is no key of {file.name} that is used here, found {_shown(value)}; remove it if the model is "
-                "the same without it"
+                f"{shown} is not a supported key of {file.name}, found {_shown(value)}; remove it if the model is the "
+                "same without it"
             )
 
 
 def _shown(value: Any) -> str:
-    """A value as the file writes it, cut where it is long."""
-    text = json.dumps(value)  # all ASCII: nothing that a terminal takes for a command
+    """A value as JSON, shortened; in ASCII, so without control characters."""
+    text = json.dumps(value)
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."

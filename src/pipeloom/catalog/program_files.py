@@ -1,4 +1,4 @@
-"""Files of training programs: what each does in its own way, and its calibrated efficiencies."""
+"""Files of training programs: facts about their execution, and calibrated efficiencies."""
 
 from dataclasses import fields
 from typing import Any, cast, get_args
@@ -13,7 +13,7 @@ def load_software(name_or_path: str) -> Software:
     """A training program by name (``pipeloom/catalog/software``) or from a file.
 
     Raises:
-        UserError: there is no such file, or something in it is wrong; all problems together.
+        UserError: there is no such name or file, or the file is wrong; has all problems.
     """
     table, source = read_toml("software", name_or_path)
     reader = Reader(table, source)
@@ -23,7 +23,7 @@ def load_software(name_or_path: str) -> Software:
     plain = {
         item.name: _plain(reader, item.name, getattr(default, item.name))
         for item in fields(Software)
-        # By the type of the default, so that a new setting of a program is read without a line here.
+        # By the type of the default, so that a new attribute of Software needs no code here.
         if isinstance(getattr(default, item.name), bool | int | float)
     }
     software = Software(

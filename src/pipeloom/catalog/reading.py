@@ -1,4 +1,4 @@
-"""Reading of data files: by name from the package or by path, with every problem reported at once."""
+"""Reading of data files by name or by path, with all problems reported together."""
 
 import math
 from collections.abc import Collection, Mapping, Set
@@ -15,27 +15,27 @@ from pipeloom.terminal.words import did_you_mean, has_line_break, same_name
 
 
 def names(folder: str) -> list[str]:
-    """Names of the data files of a folder of the catalog."""
+    """Names of the data files in a folder of the catalog."""
     found = files("pipeloom.catalog").joinpath(folder).iterdir()
     return sorted(item.name.removesuffix(".toml") for item in found if item.name.endswith(".toml"))
 
 
 def find_name(folder: str, name: str) -> str | None:
-    """The name of a data file of a folder of the catalog: as it is, or else whatever its case and ``_`` for ``-``."""
+    """The catalog's spelling of a name, up to case and ``_`` for ``-``; ``None`` if ``folder`` has no such name."""
     known = names(folder)
     return name if name in known else same_name(name, known)
 
 
 def read_toml(folder: str, name_or_path: str, known: Collection[str] = ()) -> tuple[dict[str, Any], str]:
-    """A table and where it came from: the name of the catalog, or the path of a file.
+    """A data file's table, and its source: the name in the catalog, or the path.
 
     Args:
         folder: of the catalog.
         name_or_path: a name, or a file's path.
-        known: names for the message about an unknown one; empty for those of the folder.
+        known: names that the message about an unknown name lists; empty for those of the folder.
 
     Raises:
-        UserError: there is no such name or file, or it is no TOML.
+        UserError: there is no such name or file, or it is not TOML.
     """
     path, name = Path(name_or_path), find_name(folder, name_or_path)
     if name is not None:
@@ -52,36 +52,40 @@ def read_toml(folder: str, name_or_path: str, known: Collection[str] = ()) -> tu
 
 
 def source_of(folder: str, name_or_path: str) -> str:
-    """The sources of the facts in a file of the catalog; empty if it names none."""
+    """The text ``source`` of a data file; empty if it has none."""
     return str(read_toml(folder, name_or_path)[0].get("source", ""))
 
 
 _MOST = 1e100
-"""The largest number of a file: any quantity is below, and stays finite in other units."""
+"""Largest number in a file: far above any quantity, and still finite in other units."""
 
 
 def is_positive(value: Any) -> bool:
-    """Whether a value is a number above 0, and not beyond any quantity."""
+    """Whether a value is a number above 0 and at most ``_MOST``."""
     return _is_number(value) and value > 0
 
 
 def _is_number(value: Any) -> bool:
-    # A bool is an int in Python, and `true` is no number in a file.
+    # In Python a bool is an int.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
 
 
 def _bound(value: Any) -> str:
-    """What a limit from below leaves out, where it is what is wrong."""
+    """Addition to a message about a lower limit, if the value is too large instead."""
     return f" and at most {_MOST:g}" if isinstance(value, int | float) and value > _MOST else ""
 
 
 def _shown(value: Any) -> str:
-    is_long = isinstance(value, int) and value > 10**20  # Python does not write out any whole number
+    # Python refuses to convert very long integers to text.
+    is_long = isinstance(value, int) and value > 10**20
     return f"a number of {value.bit_length()} bits" if is_long else repr(value)
 
 
 class Reader:
-    """Takes values out of a table and remembers what was wrong, so that all of it is reported together."""
+    """Reads values of a table and collects problems; ``check`` raises them together.
+
+    Methods that read return a valid value in place of a wrong one.
+    """
 
     def __init__(self, table: Mapping[str, Any], source: str) -> None:
         self._table = table
@@ -100,13 +104,13 @@ class Reader:
         return float(value) * scale
 
     def numbers_of(self, units: Mapping[str, tuple[str, float]]) -> dict[str, float]:
-        """Numbers by the names of their quantities, from a table: key -> (name, SI units in one of the file)."""
+        """Attribute -> number in SI units, for ``units``: key -> (attribute, factor from the file's unit)."""
         return {name: self.number(key, scale=scale) for key, (name, scale) in units.items()}
 
     def fraction(
         self, key: str, default: float | None = None, *, most: float = 1.0, is_zero_allowed: bool = False
     ) -> float:
-        """A number above 0 (or of at least 0, if that is allowed) and at most ``most``."""
+        """A number above 0 (or at least 0, with ``is_zero_allowed``) and at most ``most``."""
         value = self._find(key, default)
         if not _is_number(value) or not (0 < value <= most or (is_zero_allowed and value == 0)):
             least = "of at least 0" if is_zero_allowed else "above 0"
@@ -139,7 +143,7 @@ class Reader:
         if not isinstance(value, list) or not value or not all(is_positive(item) and item <= most for item in value):
             limit = "" if most == math.inf else f" and at most {most:g}"
             self.complain(f"{key} must be a list of numbers above 0{limit}, found {value!r}")
-            # Any legal value: reading goes on, so that one message has all problems.
+            # Any valid value, so that reading continues.
             return [1.0]
         return [float(item) * scale for item in value]
 
@@ -162,7 +166,7 @@ class Reader:
         y_most: float = math.inf,
         within: "Reader | None" = None,
     ) -> Curve:
-        """Points from two lists of the same length, the first one rising; the second may be in another table."""
+        """(x, y) points from two lists of equal length, x rising; y may be in another table, ``within``."""
         known = len(self._problems)
         xs, ys = self.numbers(x_key, scale=x_scale), (within or self).numbers(y_key, scale=y_scale, most=y_most)
         if len(self._problems) > known:
@@ -183,7 +187,7 @@ class Reader:
         return value
 
     def texts(self, key: str, *, among: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """A list of texts, each one of ``among`` if that is given; empty if it is not there."""
+        """A list of texts, each one of ``among`` if that is given; empty if the key is missing."""
         value = self._find(key, [])
         if not isinstance(value, list) or not all(
             isinstance(item, str) and (not among or item in among) for item in value
@@ -202,7 +206,7 @@ class Reader:
         return value
 
     def table(self, key: str, *, is_optional: bool = False) -> "Reader":
-        """A table inside this one; its problems are this one's."""
+        """A reader of a table inside this one, which shares its list of problems."""
         value = self._find(key, {} if is_optional else None)
         if not isinstance(value, dict):
             self.complain(f"{key} must be a table, found {value!r}")
@@ -210,7 +214,7 @@ class Reader:
         return self._inside(key, value)
 
     def tables(self, key: str) -> list["Reader"]:
-        """Tables of a list inside this one, none if it is not there; their problems are this one's."""
+        """Readers of a list of tables inside this one, which share its list of problems; empty if it is missing."""
         value = self._find(key, [])
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             self.complain(f"{key} must be a list of tables, found {value!r}")
@@ -218,15 +222,15 @@ class Reader:
         return [self._inside(key, item) for item in value]
 
     def complain(self, problem: str) -> None:
-        """Add a problem, with the table's title before it."""
+        """Add a problem, with the title of the table in front."""
         self._problems.append(self._title + problem)
 
     def entitle(self, title: str) -> None:
-        """Name the table before every problem of it, and of those inside it."""
+        """Set the title that begins every problem of this table and of those inside it."""
         self._title = f"{title}: "
 
     def complain_of_unknown(self, where: str, known: Set[str]) -> None:
-        """Add a problem for each key that is neither known nor read, here and inside."""
+        """Add a problem for each key that was not read and is not in ``known``, here and in tables inside."""
         for key in self._table:
             if key not in self._seen | known:
                 hint = did_you_mean(key, self._seen - set(self._table))
@@ -236,7 +240,7 @@ class Reader:
 
     @property
     def has_problems(self) -> bool:
-        """Whether anything was wrong so far."""
+        """Whether there are problems so far."""
         return bool(self._problems)
 
     def names(self) -> list[str]:
@@ -244,22 +248,22 @@ class Reader:
         return list(self._table)
 
     def check(self, known: Set[str] = frozenset()) -> None:
-        """Raise if anything was wrong, or if there are keys that nothing has read, here or in a table inside.
+        """Raise all problems, including those of keys that were not read, here and in tables inside.
 
         Args:
             known: keys that need not be read.
 
         Raises:
-            ConfigError: with all problems.
+            ConfigError: there are problems.
         """
         self.complain_of_unknown("here", known)
         if self._problems:
-            # Each once: a value that two settings read is complained of twice.
+            # Without repetitions: a value may be read twice.
             raise ConfigError(list(dict.fromkeys(self._problems)), self._source)
 
     def _inside(self, name: str, table: Mapping[str, Any]) -> "Reader":
         inner = Reader(table, self._source)
-        # The same list, not a copy: problems stay in the order of the file.
+        # The same list, not a copy, so that problems stay in the order of the file.
         inner._problems, inner._title = self._problems, self._title
         self._inner.append((name, inner))
         return inner

@@ -1,4 +1,4 @@
-"""The settings of a run: frozen dataclasses. Files and flags only override them."""
+"""The settings of a run: frozen dataclasses, whose defaults run files and flags override."""
 
 from pipeloom.config.hyperparameters import (
     hyperparameter_problems,

@@ -1,4 +1,4 @@
-"""Run files: TOML in, TOML out. Everything wrong with a file is reported at once."""
+"""Reading and writing of run files (TOML). All problems of a file are reported together."""
 
 import copy
 import json
@@ -17,28 +17,28 @@ _Config = TypeVar("_Config", bound=RunConfig)
 RETIRED = {
     "machine.precision": "use training.dtype = 'float32', 'bfloat16' or 'float16', which predictions and training share"
 }
-"""Settings that there were -> what to use instead."""
+"""Removed settings -> what to use instead."""
 
 
 def read_run_file(path: Path, default: RunConfig | None = None) -> tuple[RunConfig, list[str]]:
-    """Read a run file as far as it can be read. Its relative paths begin at its folder.
+    """Read a run file. Its relative paths are relative to its folder.
 
     Args:
         path: a TOML file with the sections and keys of ``RunConfig``.
-        default: for what the file does not set; without relative paths.
+        default: values of settings that the file does not contain; without relative paths.
 
     Returns:
-        The configuration, with defaults where the file is wrong, and a sentence for each thing that is wrong.
+        The configuration, with defaults in place of wrong settings, and its problems, a sentence for each.
 
     Raises:
-        UserError: there is no such file, or it is not TOML.
+        UserError: the file cannot be read, or is not TOML.
     """
     config, problems = parse_run(parse_toml(read_text(path, "the configuration"), path), default)
     return with_absolute_paths(config, path.parent), problems
 
 
 def parse_run(tree: dict[str, Any], default: RunConfig | None = None) -> tuple[RunConfig, list[str]]:
-    """Build a configuration from nested dictionaries, with every unknown key and wrong type named."""
+    """A configuration from nested dictionaries, and a sentence for each unknown key and wrong type."""
     from pydantic import TypeAdapter, ValidationError
 
     adapter = TypeAdapter(RunConfig)
@@ -50,7 +50,7 @@ def parse_run(tree: dict[str, Any], default: RunConfig | None = None) -> tuple[R
     except ValidationError as error:
         for item in error.errors():
             names = [str(part) for part in item["loc"]]
-            # Section and setting; what follows are places inside of a list or alternatives of a type.
+            # Section and setting; further parts are indices of a list or alternatives of a type.
             is_choice = item["type"] == "literal_error"
             wanted = item["ctx"]["expected"] if is_choice else _WANTED.get(item["type"], item["msg"])
             problems.append(f"{'.'.join(names[:2])} must be {wanted}, found {item['input']!r}")
@@ -59,19 +59,19 @@ def parse_run(tree: dict[str, Any], default: RunConfig | None = None) -> tuple[R
                 section.pop(names[1], None)
             else:
                 tree.pop(names[0], None)
-    # Once more without what is wrong, so that the values that were right can be judged in the same message.
+    # Again without the wrong settings, so that callers can check the values of the others for the same message.
     return adapter.validate_json(_json(default, tree), strict=True), problems
 
 
 def without_stale_sizes(config: _Config, file: _Config) -> _Config:
-    """The configuration without what its file derived from sizes that were changed over it.
+    """Reset the settings of a run folder's file that follow from sizes which flags have changed.
 
-    The file of a run folder names its partition and its group size, and a checkpoint goes on under any layout.
+    That file contains the partition and the group size of its run, but a checkpoint can be resumed with any layout.
     """
     new, old = config.layout, file.layout
     if new.num_stages != old.num_stages and new.partition == old.partition:
         config = replace(config, layout=replace(new, partition=None))
-    # A group of old.pp was the default that the run filled in; any other size was chosen.
+    # A group of old.pp micro-batches was the default; the user chose any other size.
     if new.pp != old.pp and config.schedule.group_size == file.schedule.group_size == old.pp:
         config = replace(config, schedule=replace(config.schedule, group_size=None))
     return config
@@ -93,13 +93,13 @@ _WANTED = {
     "dataclass_type": "a section",
     "value_error": "of its type",
 }
-"""What pydantic expected, in the words of a configuration."""
+"""pydantic's type of an error -> what was expected, in TOML's terms."""
 
 
 def _json(default: RunConfig | None, tree: dict[str, Any]) -> str:
-    """The settings of ``tree``, with those of ``default`` where it has none.
+    """The settings of ``tree`` over those of ``default``, as JSON.
 
-    As JSON, because only there pydantic is strict about types and still takes tables and lists.
+    From JSON, unlike from Python values, pydantic converts objects to dataclasses and lists to tuples in strict mode.
     """
     merged = to_dict(default or RunConfig())
     for section, values in tree.items():
@@ -109,10 +109,10 @@ def _json(default: RunConfig | None, tree: dict[str, Any]) -> str:
 
 
 def format_run(config: RunConfig) -> str:
-    """The configuration as a run file that repeats it, without defaults that another setting replaces.
+    """The configuration as a run file, without defaults that another setting overrides.
 
     A line ``# SET`` marks each setting without which the run cannot train (``pipeloom.config.unset``).
-    Paths are absolute, so that the file means the same in any folder.
+    Paths are absolute, so that the file can be moved.
     """
     import tomli_w
 
@@ -121,9 +121,9 @@ def format_run(config: RunConfig) -> str:
         defaults = to_dict(RunConfig())["model"]
         tree["model"] = {name: value for name, value in tree["model"].items() if value != defaults.get(name)}
     if config.layout.recompute_layers is not None and config.layout.recompute == "none":
-        # Both in one file would be refused: two settings of one thing.
+        # A file with both is refused, since both set what is recomputed.
         del tree["layout"]["recompute"]
-    # The library writes an element a line; a partition of 64 stages is read in one.
+    # tomli_w writes each element on a line of its own; a partition of 64 stages is easier to read on one.
     text = re.sub(r"= \[\n((?: {4}.*,\n)+)\]", _in_a_line, tomli_w.dumps(tree))
     return _with_comments(text, config)
 
@@ -133,25 +133,25 @@ def _in_a_line(array: re.Match[str]) -> str:
 
 
 def _with_comments(text: str, config: RunConfig) -> str:
-    """The text of a run file with what is still to be set, and what is a default and no recipe, in its sections."""
+    """Add comments to the sections: settings that the user must set, and defaults that are not the model's recipe."""
     missing, usual = unset(config), usual_values(config)
     if usual is not None:
         comment = "\n".join(textwrap.wrap(usual, 118, initial_indent="# ", subsequent_indent="# "))
         text = text.replace("[optimizer]\n", f"[optimizer]\n{comment}\n")
-    # Each goes directly below the head of its section, so the last one inserted is on top.
+    # Each is inserted directly below the head of its section, so the last one inserted is on top.
     for name, what in reversed(missing.items()):
         section, key = name.split(".")
         text = text.replace(f"[{section}]\n", f"[{section}]\n# SET: {key} = ...    # {what}\n")
     if missing:
         text = (
-            "# SET marks what the user has to set: `pipeloom train` does not start without these settings, given here\n"
-            f"# or as flags.\n\n{text}"
+            "# SET marks what the user must set: `pipeloom train` does not start without these settings, here or as\n"
+            f"# flags.\n\n{text}"
         )
     return text
 
 
 def _drop_unknown(tree: dict[str, Any], config_class: type, prefix: str) -> list[str]:
-    """Remove keys that ``config_class`` does not have; a sentence for each, with a suggestion."""
+    """Remove keys that ``config_class`` does not have; return a sentence with a suggestion for each."""
     hints = get_type_hints(config_class)
     known = [item.name for item in fields(config_class)]
     problems: list[str] = []

@@ -1,7 +1,7 @@
-"""Hyperparameters that belong to a model and its text: which have no default, and the values of the demo.
+"""Hyperparameters without a default for a model from elsewhere, and their values in the demo.
 
-A run that states the sizes of its model is the demo, or a variation of it. A model from ``model.preset`` or
-``model.file`` was trained with hyperparameters of its own, which only the user has: no default is taken for them.
+A run that sets the sizes of its model is the demo, or a variation of it. A model of ``model.preset`` or ``model.file``
+has a training recipe of its own, which the user must provide: it gets no defaults for these settings.
 """
 
 from dataclasses import replace
@@ -19,15 +19,15 @@ HYPERPARAMETERS = {
     "optimizer.lr_warmup_steps": "steps over which the learning rate rises from 0",
     "training.steps": "optimizer steps",
 }
-"""Settings without which a model from elsewhere is not trained, and what each one is. ``None`` is unset."""
+"""Settings that a model from elsewhere needs for training -> description. ``None`` is unset."""
 
 _USUAL = ("clip_grad_norm", "lr_min_fraction")
-"""Settings that are much the same in published recipes, as those of the optimizer's rule: they keep their defaults, and
-are named."""
+"""Settings that, like those of the update rule, differ little between published recipes: they keep their defaults, and
+``usual_values`` lists them."""
 
 
 def unset(config: RunConfig) -> dict[str, str]:
-    """Settings that the user has to give before the run can train: name -> what it is. Empty for the demo."""
+    """Settings that the user must set before the run can train: name -> description. Empty for the demo."""
     if not _is_from_elsewhere(config):
         return {}
     is_rotary = MODELS[config.model.family].is_rotary
@@ -39,23 +39,24 @@ def unset(config: RunConfig) -> dict[str, str]:
 
 
 def training_problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
-    """What is wrong with a run that is trained here, one sentence each."""
-    recipe = hyperparameter_problems(config) if is_model_known else []  # what is unset depends on the model's file
+    """Problems of a run that is trained on this machine, one sentence each."""
+    # A model file may set some of the hyperparameters.
+    recipe = hyperparameter_problems(config) if is_model_known else []
     return [*find_problems(config, is_model_known=is_model_known), *recipe]
 
 
 def hyperparameter_problems(config: RunConfig) -> list[str]:
-    """Why the run cannot train yet: one sentence with all hyperparameters that are missing, or nothing."""
+    """One sentence with all missing hyperparameters; empty if none are missing."""
     missing = unset(config)
     if not missing:
         return []
     source = f"model.preset {config.model.preset}" if config.model.preset else f"model.file {config.model.file}"
     wanted = "\n".join(f"      {name:<26}{what}" for name, what in missing.items())
-    return [f"the recipe of {source} is not known here; set, in the run file or as flags:\n{wanted}"]
+    return [f"{source} has no training recipe; set, in the run file or as flags:\n{wanted}"]
 
 
 def usual_values(config: RunConfig) -> str | None:
-    """The settings of the optimizer that are defaults and no recipe of the model, a sentence; ``None`` without."""
+    """A sentence with the optimizer's settings that are defaults, not the model's recipe; ``None`` for no such."""
     own, default = config.optimizer, RunConfig().optimizer
     kept = {name: value for name, value in own.rule.settings.items() if own.values[name] == value}
     kept |= {name: getattr(own, name) for name in _USUAL if getattr(own, name) == getattr(default, name)}
@@ -67,7 +68,7 @@ def usual_values(config: RunConfig) -> str | None:
 
 
 def with_demo_hyperparameters(config: RunConfig) -> RunConfig:
-    """The run with the demo's value for each hyperparameter that is unset, but ``data.path``."""
+    """The run with the demo's values for all unset hyperparameters except ``data.path``."""
     model, data, optimizer, training = config.model, config.data, config.optimizer, config.training
     return replace(
         config,

@@ -1,4 +1,4 @@
-"""Paths among the settings: which settings are paths is read off their types, and nothing else lists them."""
+"""Settings that are paths, recognized by their types."""
 
 import os
 from collections.abc import Callable
@@ -12,33 +12,33 @@ _Config = TypeVar("_Config")
 
 
 def names_file(name: str) -> bool:
-    """Whether a name means a file, not an entry of the catalog: it has a folder in it, or ends in ``.toml``."""
+    """Whether a name is a file's and not one of the catalog: it contains a folder, or ends in ``.toml``."""
     return os.sep in name or name.endswith(".toml")
 
 
 def with_absolute_paths(config: _Config, folder: Path = Path()) -> _Config:
-    """The same settings with every path absolute: relative ones begin at a folder, ``~`` at the user's home."""
+    """The settings with absolute paths: relative to ``folder``, ``~`` expanded."""
     return _change(config, lambda path: _absolute(folder / expand_home(path)))
 
 
 def with_home(config: _Config) -> _Config:
-    """The same settings with every path's ``~`` expanded."""
+    """The settings with ``~`` expanded in all paths."""
     return _change(config, expand_home)
 
 
 def expand_home(path: Path) -> Path:
-    """The path with ``~`` expanded; as it is where there is no such user."""
+    """The path with ``~`` expanded; unchanged if there is no such user."""
     try:
         return path.expanduser()
-    # expanduser raises it for a name without a home folder; then `~name` may be a file's own name.
+    # Raised if the user has no home folder; `~name` may then be the name of a file.
     except RuntimeError:
         return path
 
 
 def _absolute(path: Path) -> Path:
-    """From the root on; without ``..``, unless a link to a folder gives it another meaning."""
+    """The absolute path; without ``..`` unless removing it changes the meaning."""
     whole = path.absolute()
-    # `a/link/..` is the folder that contains the link's target, which a plain removal of `..` would miss.
+    # If `link` is a symbolic link, `a/link/..` is not `a` but the folder that contains the link's target.
     short = Path(os.path.normpath(whole))
     return short if short.resolve() == whole.resolve() else whole
 

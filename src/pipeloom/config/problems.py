@@ -1,6 +1,7 @@
-"""What is wrong with a run's configuration: all of it at once, a sentence each.
+"""Validation of a run's configuration: a sentence for each problem, all problems together.
 
-What a single number may be is in its type (``pipeloom.workload.limits``). Here is what settings may be together.
+The limits of a single setting are in its type (``pipeloom.workload.limits``); combinations of settings are checked
+here.
 """
 
 import re
@@ -26,12 +27,12 @@ Problems = Iterator[str]
 
 
 def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: bool = True) -> list[str]:
-    """Everything that is wrong with the values of a run, one sentence each; empty if nothing is.
+    """Problems of the values of a run, one sentence each; empty if there are none.
 
     Args:
         config: the run.
-        trains: whether the run is trained here, so that its text, its checkpoint and its compiler have to be there.
-        is_model_known: whether the sizes of the model are what the run will have.
+        trains: whether the run is trained on this machine, so that its text, checkpoint and compiler must exist.
+        is_model_known: whether the sizes of the model are final; otherwise they are not checked.
     """
     checks = [_range_problems, _order_problems, _slice_problems]
     checks += [_model_problems, _stage_problems, _tensor_problems, _recompute_problems] if is_model_known else []
@@ -46,14 +47,14 @@ _DEFAULTS = RunConfig()
 
 
 def _has_angles(run: RunConfig) -> bool:
-    # An unknown family is a problem of its own; and resolving fills in the default for every family.
+    # An unknown family is reported elsewhere; a resolved configuration has the default value for every family.
     is_default = run.model.rope_theta == _DEFAULTS.model.known_rope_theta
     return is_default or run.model.family not in MODELS or MODELS[run.model.family].is_rotary
 
 
 _Need = tuple[str, Callable[[RunConfig], bool]]
-"""What a setting takes to have an effect: in words, and whether a run has it."""
-# A size below 1 is a problem of its own.
+"""A condition under which a setting has an effect: in words, and as a function of the run."""
+# Sizes below 1 are reported elsewhere.
 _REPLICAS: _Need = ("layout.dp of at least 2", lambda run: run.layout.dp != 1)
 _PIPELINE: _Need = ("layout.pp of at least 2", lambda run: run.layout.pp != 1)
 _SHARD: _Need = ("layout.shard", lambda run: run.layout.shard != "none")
@@ -78,9 +79,9 @@ _NEEDS: dict[str, tuple[_Need, ...]] = {
     "training.compile_backend": (("training.compile", lambda run: run.training.compile),),
     "training.run_ahead": (("training.device cuda", lambda run: run.training.device == "cuda"),),
 }
-"""Settings that only some runs use -> what they need.
+"""Settings that have an effect in some runs only -> their conditions.
 
-In other runs any value but the default is refused. A default is not, since run folders write down every setting."""
+Other runs may only have the default value, since the file of a run folder contains every setting."""
 
 
 def _unused_problems(config: RunConfig) -> Problems:
@@ -95,7 +96,7 @@ def _unused_problems(config: RunConfig) -> Problems:
 
 
 def in_order(problems: Iterable[str]) -> list[str]:
-    """Sentences in the order of a run file: by the first setting that each one names; those without one are last."""
+    """Sort sentences in the order of a run file, by the first setting in each; sentences without a setting are last."""
     names = [f"{item.name}.{key.name}" for item in fields(RunConfig) for key in fields(getattr(_DEFAULTS, item.name))]
     sections = [item.name for item in fields(RunConfig)]
 
@@ -103,7 +104,7 @@ def in_order(problems: Iterable[str]) -> list[str]:
         found = _SETTING.search(problem)
         if found is None or found[1] not in sections:
             return len(sections), 0
-        # An unknown setting is behind those of its section.
+        # An unknown setting follows those of its section.
         return sections.index(found[1]), names.index(found[0]) if found[0] in names else len(names)
 
     return sorted(problems, key=place)
@@ -114,7 +115,7 @@ _SETTING = re.compile(r"\b([a-z]+)\.[a-z_]+\b")
 
 @cache
 def _limits() -> dict[str, Limits]:
-    """The limits of every setting that has some."""
+    """Setting -> limits, for those with limits."""
     return {
         f"{section}.{key}": limits
         for section, part in get_type_hints(RunConfig).items()
@@ -134,7 +135,7 @@ def _range_problems(config: RunConfig) -> Problems:
 
 
 def model_problems(config: RunConfig) -> list[str]:
-    """What is wrong with the values of the model, one sentence each."""
+    """Problems of the values of the model, one sentence each."""
     return [*(one for one in _range_problems(config) if one.startswith("model.")), *_model_problems(config)]
 
 
@@ -151,7 +152,7 @@ def _model_problems(config: RunConfig) -> Problems:
 
 
 def _order_problems(config: RunConfig) -> Problems:
-    # A family's choice names its own sizes; a person set them under other names.
+    # Replace the names of sizes in messages about a family by the names of settings.
     names = {"pp ": "layout.pp ", "loops ": "layout.loops ", "the number of micro-batches ": "layout.num_microbatches "}
     for problem in config.choice().problems():
         old = next((one for one in names if problem.startswith(one)), "")
@@ -164,7 +165,7 @@ def _slice_problems(config: RunConfig) -> Problems:
     layout, num_tokens, wanted = config.layout, config.data.seq_len, config.layout.token_slices
     if wanted is None or layout.tp < 1:
         return
-    # With tp, each slice of tokens is split over the ranks, so that a slice has at least tp tokens.
+    # The tokens of a slice are divided among the tensor-parallel ranks, so a slice has at least tp tokens.
     if isinstance(wanted, int) and not 1 <= wanted <= max(1, num_tokens // layout.tp):
         shared = f" / layout.tp {layout.tp}" if layout.tp > 1 else ""
         yield f"layout.token_slices must lie between 1 and data.seq_len {num_tokens}{shared}, found {wanted}"
@@ -201,7 +202,7 @@ def _stage_problems(config: RunConfig) -> Problems:
 
 def _tensor_problems(config: RunConfig) -> Problems:
     layout, model, num_tokens = config.layout, config.model, config.data.seq_len
-    # A head is computed whole, so heads go to ranks as they are; vocabulary and inner width may be cut anywhere.
+    # A rank computes whole heads; vocabulary and inner width may be divided unevenly.
     for name, size in (("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)):
         if layout.tp > 0 and size is not None and size % layout.tp:
             yield f"layout.tp must divide model.{name}, found {layout.tp} and {size}"
@@ -255,7 +256,7 @@ def _swap_problems(config: RunConfig) -> Problems:
 
 def _size_problems(name: str, text: str | None) -> Problems:
     try:
-        # An unset size is right.
+        # An unset size has no problems.
         parse_bytes("1" if text is None else text)
     except ValueError as error:
         yield f"{name}: {error}"
@@ -271,7 +272,7 @@ def _place_problems(config: RunConfig) -> Problems:
 
 
 def _file_problems(config: RunConfig) -> Problems:
-    """What is wrong with a schedule file before it is compared with the schedule that the run makes."""
+    """Problems of a schedule file that show before it is compared with the schedule of the run."""
     file = config.schedule.file
     if file is None:
         return
@@ -285,11 +286,11 @@ def _file_problems(config: RunConfig) -> Problems:
     for key in ("family", "group_size", "keep", "receive_buffers", "prefetch"):
         name = f"schedule.{key}"
         if not given.recipe and value_of(config, name) != value_of(_DEFAULTS, name):
-            yield f"{name} has no effect with {file}, which does not say how it was made; leave it out"
+            yield f"{name} has no effect with {file}, which contains no recipe; leave it out"
 
 
 def optimizer_problems(config: RunConfig) -> Problems:
-    """What is wrong with the rule and its settings, one sentence each."""
+    """Problems of the update rule and its settings, one sentence each."""
     optimizer = config.optimizer
     if optimizer.name not in OPTIMIZERS:
         yield f"optimizer.name: {OPTIMIZERS.unknown(optimizer.name)}"
@@ -306,9 +307,9 @@ def optimizer_problems(config: RunConfig) -> Problems:
 
 
 def vocabulary_problems(config: RunConfig, num_tokens: int) -> Problems:
-    """What is wrong with a model of fewer tokens than its tokenizer has."""
+    """The problem of a model with a smaller vocabulary than its tokenizer."""
     given = config.model.vocab_size
-    # A size that no model may have is a problem of its own.
+    # Sizes outside the limits are reported elsewhere.
     if given is not None and given < num_tokens and not _limits()["model.vocab_size"].refusal(given):
         which = f"the number of tokens of the {config.data.known_tokenizer} tokenizer"
         wanted = f"model.vocab_size must be at least {num_tokens}, {which}"
@@ -316,7 +317,7 @@ def vocabulary_problems(config: RunConfig, num_tokens: int) -> Problems:
 
 
 def _text_problems(config: RunConfig) -> Problems:
-    if config.data.known_tokenizer == "bytes":  # text decides how many tokens another one has
+    if config.data.known_tokenizer == "bytes":  # the size of another tokenizer depends on the text
         yield from vocabulary_problems(config, config.data.vocab_size)
     path = config.data.path
     if path == Path():
@@ -331,7 +332,7 @@ def _text_problems(config: RunConfig) -> Problems:
 
 
 def _checkpoint_problems(config: RunConfig) -> Problems:
-    """What is wrong whichever checkpoint of a run folder is taken: the newest whole one is chosen later."""
+    """Problems of every checkpoint of the folder to resume from; the newest complete one is chosen later."""
     resume, steps = config.checkpoint.resume, config.training.known_steps
     if resume is None:
         return
@@ -341,7 +342,7 @@ def _checkpoint_problems(config: RunConfig) -> Problems:
     except (UserError, OSError) as error:  # an OSError such as a name that is too long
         yield f"checkpoint.resume: {reason_of(error)}"
         return
-    # The oldest one, since a newer one may turn out to be damaged: only what no checkpoint allows is a problem here.
+    # Compare with the oldest checkpoint: newer ones may be damaged.
     oldest = resume if is_checkpoint(resume) else list_checkpoints(resume)[0]
     done = step_of(oldest)
     if done is not None and steps < done:
@@ -349,7 +350,7 @@ def _checkpoint_problems(config: RunConfig) -> Problems:
 
 
 def _training_problems(config: RunConfig) -> Problems:
-    """What only a run that is trained here cannot have."""
+    """Problems that only training has, not predictions."""
     layout, training, num_tokens = config.layout, config.training, config.data.seq_len
     if layout.tp > 1 and not layout.sequence_parallel and num_tokens % layout.tp:
         share = "since messages carry a share of the tokens"

@@ -1,4 +1,4 @@
-"""A whole run: its sections, what they come to together, and what is wrong with them."""
+"""The configuration of a whole run, and the recipe of its schedule."""
 
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from pipeloom.workload.model import ModelConfig
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RunConfig:
-    """A whole run: the sections of a run file. ``load_run`` makes one, from a file or from settings.
+    """The configuration of a run: the sections of a run file. ``load_run`` makes it from a file or from settings.
 
     Examples:
         >>> from pipeloom import load_run
@@ -51,7 +51,7 @@ class RunConfig:
     """The cluster of predictions and plans; train runs on this machine."""
 
     def __repr__(self) -> str:
-        """The settings that are not their defaults."""
+        """The settings that differ from their defaults."""
         own = {
             f"{section.name}.{item.name}": getattr(getattr(self, section.name), item.name)
             for section in fields(RunConfig)
@@ -62,7 +62,7 @@ class RunConfig:
         return f"RunConfig({', '.join(changed)})"
 
     def choice(self) -> Choice:
-        """The schedule that the run trains with."""
+        """Family and sizes of the run's schedule."""
         return Choice(
             family=self.schedule.family,
             pp=self.layout.pp,
@@ -75,7 +75,7 @@ class RunConfig:
         )
 
     def knobs(self) -> Knobs:
-        """What the run chooses of its schedule.
+        """The run's choices for its schedule.
 
         Raises:
             UserError: ``schedule.file`` cannot be read.
@@ -94,7 +94,7 @@ class RunConfig:
         )
 
     def recipe(self) -> Recipe:
-        """How the schedule that the run trains with is made.
+        """The recipe of the schedule that the run trains with.
 
         Raises:
             UserError: ``schedule.file`` cannot be read.
@@ -104,7 +104,7 @@ class RunConfig:
 
 
 def run_part(options: RunConfig) -> RunConfig:
-    """The run of a command's options, which are a ``RunConfig`` with more fields; a run file has none of these."""
+    """The ``RunConfig`` in a command's options, which are a subclass with more fields."""
     return RunConfig(**{item.name: getattr(options, item.name) for item in fields(RunConfig)})
 
 
@@ -115,7 +115,7 @@ def value_of(config: RunConfig, name: str) -> Any:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A dataclass as nested dictionaries of TOML's types; fields that are ``None`` are left out."""
+    """A dataclass as nested dictionaries for TOML; fields that are ``None`` are left out."""
     tree: dict[str, Any] = {}
     for item in fields(config):
         value = getattr(config, item.name)

@@ -1,7 +1,4 @@
-"""The sections of a run's configuration. Every field carries its documentation below it.
-
-``None`` always has a stated meaning.
-"""
+"""The sections of a run's configuration. The string below a field is its help text; it says what ``None`` means."""
 
 import math
 from dataclasses import dataclass
@@ -52,7 +49,7 @@ class DataConfig:
 
     @property
     def known_tokenizer(self) -> Literal["bytes", "bpe"]:
-        """With its default."""
+        """``tokenizer``, or its default."""
         return self.tokenizer or "bytes"
 
 
@@ -61,14 +58,14 @@ class ScheduleConfig:
     """The order of the work on each pipeline rank, and what moves or is recomputed when memory is short."""
 
     family: Common[FamilyName] = "breadth-first"
-    """Pipeline schedule. `pipeloom families` compares them."""
+    """Family of pipeline schedules. `pipeloom families` compares them."""
     group_size: int | None = None
     """Micro-batches that a rank runs on one virtual stage before the next; hybrid only. None: pp / slices, rounded
     up."""
     placement: PlacementName | None = None
-    """Placement of stages on ranks. None: that of the schedule, else looped."""
+    """Placement of stages on ranks. None: that of the family, otherwise looped."""
     keep: tuple[int, ...] | None = None
-    """For each pipeline rank the stage inputs that it keeps with all activations. The others are recomputed. None:
+    """For each pipeline rank, the number of stage inputs whose activations it keeps; the others are recomputed. None:
     all."""
     receive_buffers: Count = 2
     """Receives posted ahead on each directed edge between two ranks."""
@@ -89,39 +86,39 @@ class ScheduleConfig:
     device_budget: str | None = None
     """Bytes of weights, gradients and optimizer state on the device at once, such as 64MiB or 20GB. Stages stay in host
     memory and are swapped in for their actions, one stage ahead. With a single rank only. Activations and workspace are
-    not counted. Without layout.partition, stages are cut to be of equal bytes. None: the whole model is on the
-    device."""
+    not counted. Without layout.partition, the model is cut into stages of nearly equal bytes. None: the whole model is
+    on the device."""
     swap_folder: Path | None = None
-    """With device_budget: folder for the stages that are not on the device. Its files have no name, and nothing is left
-    of them however the run ends. None: host memory."""
+    """With device_budget: folder for the stages that are not on the device. Its files are unlinked, so that nothing
+    remains however the run ends. None: host memory."""
 
     file: Path | None = None
-    """Schedule file to execute as it is, as simulate, plan and every run write it. It must fit the other settings.
+    """Schedule file to execute unchanged; simulate, plan and every run write one. It must match the other settings.
     None: the schedule is made from the settings."""
 
     @property
     def title(self) -> str:
-        """Family, or the name of the file that has the schedule; for people."""
+        """Name of the schedule in titles: the family, or the name of the file."""
         return self.family if self.file is None else self.file.name
 
     @property
     def budget_bytes(self) -> int | None:
-        """Bytes of ``device_budget``, which is without problems."""
+        """``device_budget`` in bytes; it must have no problems."""
         return None if self.device_budget is None else parse_bytes(self.device_budget)
 
     @property
     def activation_bytes(self) -> int | None:
-        """Bytes of ``activation_budget``, which is without problems."""
+        """``activation_budget`` in bytes; it must have no problems."""
         return None if self.activation_budget is None else parse_bytes(self.activation_budget)
 
     @property
     def known_residency(self) -> int:
-        """With its default."""
+        """``residency``, or its default."""
         return 2 if self.residency is None else self.residency
 
     @property
     def known_prefetch(self) -> int:
-        """With its default."""
+        """``prefetch``, or its default."""
         return 1 if self.prefetch is None else self.prefetch
 
 
@@ -152,28 +149,28 @@ class OptimizerConfig:
 
     @property
     def rule(self) -> Optimizer:
-        """What ``name`` stands for; a ``KeyError`` if that is nothing."""
+        """The update rule ``name``; a ``KeyError`` if it is unknown."""
         return OPTIMIZERS[self.name]
 
     @property
     def given(self) -> dict[str, Setting]:
-        """The settings of the rule that are not left to its defaults; each of ``settings`` is a number by name."""
+        """Name -> value of the rule's settings that are set, including those of ``settings``."""
         own = {name: getattr(self, name) for name in SHARED if getattr(self, name) is not None}
         return own | {name: float(value) for name, _, value in (text.partition("=") for text in self.settings)}
 
     @property
     def values(self) -> dict[str, Any]:
-        """All settings that the rule takes, with its defaults."""
+        """Name -> value of all settings of the rule, with its defaults."""
         return {**self.rule.settings, **self.given}
 
     @property
     def known_lr(self) -> float:
-        """With its default."""
+        """``lr``, or its default."""
         return 3e-3 if self.lr is None else self.lr
 
     @property
     def known_lr_warmup_steps(self) -> int:
-        """With its default."""
+        """``lr_warmup_steps``, or its default."""
         return 10 if self.lr_warmup_steps is None else self.lr_warmup_steps
 
     @property
@@ -218,12 +215,12 @@ class TrainingConfig:
 
     @property
     def known_dtype(self) -> Dtype:
-        """``dtype``, with its default where the run trains."""
+        """``dtype``, or its default in training."""
         return self.dtype or default_dtype(is_gpu=self.device == "cuda")
 
     @property
     def known_steps(self) -> int:
-        """With its default."""
+        """``steps``, or its default."""
         return 200 if self.steps is None else self.steps
 
 
@@ -232,7 +229,7 @@ class OutputConfig:
     """The run folder."""
 
     folder: Common[Path | None] = None
-    """Run folder. It is made if it does not exist. None: outputs/ and the time of the start."""
+    """Run folder. It is created if it does not exist. None: outputs/ and the time of the start."""
     trace_step: Count = 10
     """Step whose trace and timeline are written, counted from 1. With fewer steps, the last one."""
 
@@ -246,18 +243,18 @@ class CheckpointConfig:
     every_s: Annotated[float, Limits(least=0)] = 1800.0
     """Most seconds between checkpoints by the clock of rank 0, also with every; 0 for no limit."""
     keep: Count | None = None
-    """Number of newest checkpoints to keep. None: all by every and final, and of the others those among the two
-    newest."""
+    """Number of newest checkpoints to keep. None: all written by every and final, and others only while they are among
+    the two newest."""
     grace_s: Annotated[float, Limits(least=0)] = 25.0
     """Seconds for a last checkpoint after Ctrl-C, SIGTERM or SIGHUP. The run completes its step, writes a checkpoint
-    and ends; with 0 it ends at once, without a checkpoint. Launchers must wait longer: torchrun kills after 30 s, Slurm
-    after its KillWait, 30 s by default."""
+    and ends; with 0 it ends at once, without a checkpoint. Launchers must wait longer: torchrun kills processes after
+    30 s, Slurm after its KillWait, 30 s by default."""
     final: Literal["none", "checkpoint", "safetensors"] = "safetensors"
     """Files after the last step: none, a checkpoint, or a checkpoint and its weights as safetensors."""
     resume: Common[Path | None] = None
-    """Checkpoint or run folder to resume from. Of a folder, it is the newest one. It may be of any other layout.
-    training.steps counts from the first start. The run has a folder of its own, unless output.folder is the same. None:
-    new weights."""
+    """Checkpoint to resume from, or a run folder for its newest one. It may be from a run with another layout.
+    training.steps counts from the first start. The run gets a new folder, unless output.folder is the same. None: new
+    weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,12 +262,12 @@ class MachineConfig:
     """The cluster of predictions and plans; train runs on the machine where it is started."""
 
     cluster: Common[ClusterName] = "laptop"
-    """Cluster: a name of the catalog, or a file. A file has a folder or .toml in its name."""
+    """Cluster: a name of the catalog, or a file (a name with a folder or .toml)."""
     software: Common[ProgramName] = "pipeloom"
-    """Training program: a name of the catalog, or a file. A file has a folder or .toml in its name. pipeloom overlaps
-    transfers and reductions with compute."""
+    """Training program: a name of the catalog, or a file (a name with a folder or .toml). pipeloom overlaps transfers
+    and reductions with compute."""
     attention: Literal["plain", "fused-softmax", "flash1", "flash2"] = "flash2"
-    """Attention kernel. plain is three kernels, fused-softmax fuses scale, mask and softmax, and flash1 and flash2 are
-    one kernel."""
+    """Attention kernel. plain: separate kernels; fused-softmax: scale, mask and softmax in one kernel; flash1, flash2:
+    FlashAttention."""
     fused_norm: bool = True
-    """Norms are one kernel."""
+    """Whether a norm is one kernel."""

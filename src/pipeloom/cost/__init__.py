@@ -1,1 +1,1 @@
-"""How long and how large: what actions cost."""
+"""The cost model: time and memory of the actions of a schedule."""

@@ -1,4 +1,4 @@
-"""How long an action takes."""
+"""Costs: action -> seconds."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ class ActionCosts(Protocol):
     """Action -> seconds.
 
     Attributes:
-        ignores_microbatch: whether the seconds are the same for every micro-batch, so that those of one are enough.
+        ignores_microbatch: whether the seconds do not depend on the micro-batch.
     """
 
     ignores_microbatch: ClassVar[bool]
 
     def seconds(self, action: Action) -> float:
-        """Seconds that ``action`` keeps its lane busy; of a swap of a whole stage, those of all that there is of it."""
+        """Seconds that ``action`` occupies its lane; for a swap, those of all contents of the stage."""
         ...
 
     def move_s(self, stage: int, content: Content) -> float:
@@ -41,31 +41,31 @@ _NAMES: dict[Kind, str] = {
     Kind.RECV_TIED_GRAD: "tied_grad_s",
     Kind.UPDATE: "update_s",
 }
-"""Kind -> the attribute of costs that has its seconds."""
+"""Kind -> attribute of the costs with its seconds."""
 
-# A message's seconds are those of its receive, and gathered weights are dropped in no time.
+# The receive has the seconds of a message; dropping gathered weights takes no time.
 _FREE = SEND_KINDS | TIED_SEND_KINDS | {Kind.RESHARD}
 
 
 class _Named(ABC):
-    """Costs whose attributes have the seconds: one number, or one for each stage, where empty stands for none."""
+    """Costs whose attributes are seconds: one number, or one for each stage; an empty tuple for 0."""
 
     ignores_microbatch: ClassVar[bool] = True
 
     @abstractmethod
     def move_s(self, stage: int, content: Content) -> float:
-        """Seconds of moving some of what there is of a stage between device and host."""
+        """Seconds of moving contents of a stage between device and host, in either direction."""
 
     @abstractmethod
     def half_s(self, stage: int) -> float:
-        """Seconds that a stage's backward leaves to the gradients of the weights where it is split."""
+        """Seconds of the weight half of a stage's split backward."""
 
     def over_s(self, boundary: int) -> float:
         """Seconds of moving one tensor between the stages ``boundary`` and ``boundary + 1``."""
         return self._of("transfer_s", boundary)
 
     def seconds(self, action: Action) -> float:
-        """Seconds that ``action`` keeps its lane busy."""
+        """Seconds that ``action`` occupies its lane."""
         stage = action.stage
         match action.kind:
             case Kind.BACKWARD_INPUT:
@@ -78,7 +78,7 @@ class _Named(ABC):
                 return self.over_s(stage)
             case Kind.SWAP_IN | Kind.SWAP_OUT:
                 return self.move_s(stage, ~NOTHING)
-        # A kind without a price is an error, not free: its step would look too short.
+        # A kind without costs raises an error instead of being free, which would make the step too short.
         return 0.0 if action.kind in _FREE else self._of(_NAMES[action.kind], stage)
 
     def _of(self, name: str, stage: int) -> float:
@@ -90,7 +90,7 @@ class _Named(ABC):
 
 @dataclass(frozen=True)
 class Costs(_Named):
-    """Seconds of each action where all stages are alike. By default a backward takes two forwards, all else nothing.
+    """Seconds of each action, equal for all stages. By default a backward takes two forwards, all else no time.
 
     Examples:
         >>> Costs(forward_s=0.010, backward_s=0.021, transfer_s=0.001).transfer_s
@@ -98,20 +98,19 @@ class Costs(_Named):
 
     Attributes:
         forward_s: seconds of one stage's forward for one micro-batch.
-        backward_s: seconds of the full backward; a split backward has two parts of it.
-        transfer_s: seconds from the moment both sides of a message are ready until it has arrived. It is
-            carried by the receive, so that one edge moves one message at a time.
-        unshard_s: seconds of gathering one stage's weights; dropping them takes none.
+        backward_s: seconds of the full backward; the halves of a split backward add up to it.
+        transfer_s: seconds of a message from when both sides are ready until it has arrived. They are the receive's, so
+            that an edge moves one message at a time.
+        unshard_s: seconds of all-gathering one stage's weights; dropping them takes no time.
         reduce_s: seconds of reducing one stage's gradient.
         evict_s: seconds of evicting what a stage keeps for a micro-batch, and of loading it.
         offload_s: seconds of moving what a stage keeps for a micro-batch to the host, and of bringing it back.
-        tied_s: seconds of moving the matrix that embedding and head share; carried by the receive.
-        tied_grad_s: seconds of moving the head's gradient for it; carried by the receive.
-        move: seconds of moving a whole stage between device and host.
+        tied_s: seconds of sending a tied embedding's weights to the head, for its receive.
+        tied_grad_s: seconds of sending the head's gradient of them back, for its receive.
+        move: seconds of moving each content of a stage between device and host.
         update_s: seconds of the optimizer's step on one stage.
-        weight_share: part of a backward that a split leaves to the gradients of the weights: half, since for each
-            product of the forward there is one for the input's gradient and one for the weights'
-            (arXiv 2401.10241, section 2).
+        weight_share: share of the weight half of a split backward: for each matrix product of the forward, one product
+            computes the input's gradient and one the weights' (arXiv 2401.10241, section 2).
     """
 
     forward_s: float = 1.0
@@ -127,18 +126,18 @@ class Costs(_Named):
     update_s: float = 0.0
     weight_share: float = 0.5
 
-    def half_s(self, stage: int) -> float:  # noqa: ARG002  every stage is alike
-        """Seconds that a stage's backward leaves to the gradients of the weights where it is split."""
+    def half_s(self, stage: int) -> float:  # noqa: ARG002  all stages are equal
+        """Seconds of the weight half of a stage's split backward."""
         return self.backward_s * self.weight_share
 
-    def move_s(self, stage: int, content: Content) -> float:  # noqa: ARG002  every stage is alike
-        """Seconds of moving some of what there is of a stage between device and host."""
+    def move_s(self, stage: int, content: Content) -> float:  # noqa: ARG002  all stages are equal
+        """Seconds of moving contents of a stage between device and host, in either direction."""
         return self.move.of(content)
 
 
 @dataclass(frozen=True)
 class StageCosts(_Named):
-    """Seconds of each action where each stage has its own, such as measured ones.
+    """Seconds of each action, for each stage.
 
     Examples:
         >>> StageCosts(forward_s=(1.0, 1.5), backward_s=(2.0, 3.0)).over_s(boundary=0)
@@ -147,23 +146,20 @@ class StageCosts(_Named):
     Attributes:
         forward_s: for each stage, seconds of its forward for one micro-batch.
         backward_s: for each stage, seconds of its full backward.
-        transfer_s: seconds of moving one tensor between two ranks; carried by the receive. The least of them where
-            boundaries have their own.
-        unshard_s: for each stage, seconds of gathering its weights; empty where that takes none.
-        reduce_s: for each stage, seconds of reducing its gradient; empty where that takes none.
-        evict_s: for each stage, seconds of evicting what it keeps for a micro-batch, and of loading it; empty where
-            that takes none.
-        offload_s: the same for moving it to the host, and for bringing it back.
-        weight_share: part of a backward that a split leaves to the gradients of the weights, if ``weight_s`` is
-            empty.
-        tied_s: seconds of moving the matrix that embedding and head share; carried by the receive.
-        tied_grad_s: seconds of moving the head's gradient for it; carried by the receive.
-        boundary_s: for each boundary between a stage and the next one, seconds of moving one tensor over it in either
-            direction; empty where all take ``transfer_s``.
-        moves: for each stage, seconds of moving it between device and host; empty where that takes none.
-        update_s: for each stage, seconds of the optimizer's step on it; empty where no action does it.
-        weight_s: for each stage, seconds of the half of its backward that makes the gradients of the weights; empty
-            where ``weight_share`` holds.
+        transfer_s: seconds of a message between two stages, for its receive; the minimum, if ``boundary_s`` is given.
+        unshard_s: for each stage, seconds of all-gathering its weights; empty for 0.
+        reduce_s: for each stage, seconds of reducing its gradient; empty for 0.
+        evict_s: for each stage, seconds of evicting what it keeps for a micro-batch, and of loading it; empty for 0.
+        offload_s: for each stage, seconds of moving what it keeps for a micro-batch to the host, and of bringing it
+            back; empty for 0.
+        weight_share: share of the weight half of a split backward, if ``weight_s`` is empty.
+        tied_s: seconds of sending a tied embedding's weights to the head, for its receive.
+        tied_grad_s: seconds of sending the head's gradient of them back, for its receive.
+        boundary_s: for each boundary between consecutive stages, seconds of a message in either direction; empty if all
+            take ``transfer_s``.
+        moves: for each stage, seconds of moving each of its contents between device and host; empty for 0.
+        update_s: for each stage, seconds of the optimizer's step on it; empty if no action does it.
+        weight_s: for each stage, seconds of the weight half of its split backward; empty to use ``weight_share``.
     """
 
     forward_s: tuple[float, ...]
@@ -182,10 +178,10 @@ class StageCosts(_Named):
     weight_s: tuple[float, ...] = ()
 
     def check(self, num_stages: int) -> None:
-        """Compare the number of values with that of a schedule's stages.
+        """Compare the numbers of values with the number of a schedule's stages.
 
         Raises:
-            UserError: some are more or fewer; names all of them.
+            UserError: some differ; names all of them.
         """
         values = {name: value for name, value in vars(self).items() if isinstance(value, tuple) and value}
         wanted = {name: num_stages - (name == "boundary_s") for name in values}
@@ -198,11 +194,11 @@ class StageCosts(_Named):
             raise UserError(f"costs of a schedule of {count(num_stages, 'stage')}: {'; '.join(problems)}")
 
     def move_s(self, stage: int, content: Content) -> float:
-        """Seconds of moving some of what there is of a stage between device and host."""
+        """Seconds of moving contents of a stage between device and host, in either direction."""
         return self.moves[stage].of(content) if self.moves else 0.0
 
     def half_s(self, stage: int) -> float:
-        """Seconds that a stage's backward leaves to the gradients of the weights where it is split."""
+        """Seconds of the weight half of a stage's split backward."""
         return self.weight_s[stage] if self.weight_s else self.backward_s[stage] * self.weight_share
 
     def over_s(self, boundary: int) -> float:

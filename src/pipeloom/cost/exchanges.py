@@ -1,8 +1,8 @@
-"""Seconds of collectives, of moves of activations, and of the step after the pipeline.
+"""Seconds of data-parallel collectives, of moves of activations, and of the step after the pipeline.
 
-Global ranks of one data-parallel group differ by multiples of ``tp``. With ``replicate`` copies of what is sharded,
-the ranks of one copy are neighbors on the data axis; gradients are reduced inside a copy first, and each shard then
-between the copies (hybrid sharding, arXiv 2304.11277, section 3.2.2).
+Global ranks of one data-parallel group differ by multiples of ``tp``. With hybrid sharding (arXiv 2304.11277, section
+3.2.2), adjacent ranks of the data axis hold one of ``replicate`` copies of the model: gradients are reduced inside a
+copy first, and each shard then between the copies.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ def reduce_s(run: Run, cluster: Cluster, software: Software, parameters: float) 
         run: model and layout.
         cluster: the rank's part of it (``Placed.parts``).
         software: the training program.
-        parameters: number that one device holds of a stage, or of its rank.
+        parameters: number of parameters on one device, of a stage or of all stages of its rank.
     """
     use, message = software.efficiency.data_bus, parameters * software.gradient_bytes
     inner = _shard_group(run, cluster)
     kind: Collective = "all_reduce" if run.shard == "none" or software.reduces_whole else "reduce_scatter"
     seconds = cluster.collective_s(kind, message, inner, use)
-    # Between the copies each rank reduces its shard alone.
+    # Between the copies each rank reduces its shard only.
     if run.replicate > 1:
         outer = Group.strided(run.replicate, run.tp * run.shard_size, cluster.devices_per_node)
         seconds += cluster.collective_s("all_reduce", message / run.shard_size, outer, use)
@@ -37,10 +37,10 @@ def reduce_s(run: Run, cluster: Cluster, software: Software, parameters: float) 
 
 
 def gather_s(run: Run, cluster: Cluster, software: Software, parameters: float) -> float:
-    """Seconds of gathering sharded weights, with the arguments of ``reduce_s``; 0 where nothing is sharded."""
+    """Seconds of all-gathering sharded weights, with the arguments of ``reduce_s``; 0 without sharding."""
     if run.shard == "none":
         return 0.0
-    # Programs that gather in 16 bits have nothing narrower to send when they compute in 32.
+    # Programs that gather weights in 16 bits still send 32 bits when they compute in float32.
     message = parameters * max(software.gather_bytes, run.element_bytes)
     return cluster.collective_s("all_gather", message, _shard_group(run, cluster), software.efficiency.data_bus)
 
@@ -48,13 +48,13 @@ def gather_s(run: Run, cluster: Cluster, software: Software, parameters: float) 
 def sum_replicated_s(run: Run, cluster: Cluster, software: Software, parameters: float) -> float:
     """Seconds of the tensor-parallel reduction of gradients of replicated parameters.
 
-    With sequence parallelism each rank has the gradients of its own tokens; without, all ranks have equal ones.
+    With sequence parallelism each rank has the gradients of its own tokens; without, all ranks have the same gradients.
 
     Args:
         run: model and layout.
         cluster: the rank's part of it.
         software: the training program.
-        parameters: number that each rank holds whole.
+        parameters: number of replicated parameters.
     """
     if not run.sequence_parallel:
         return 0.0
@@ -69,7 +69,7 @@ def _shard_group(run: Run, cluster: Cluster) -> Group:
 
 
 def stage_collectives_s(placed: Placed) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """For each stage the seconds of gathering its weights, and of reducing its gradient, on its rank's nodes.
+    """For each stage the seconds of all-gathering its weights, and of reducing its gradient, on its rank's nodes.
 
     Raises:
         UserError: the cluster has too few devices.
@@ -90,7 +90,7 @@ def evict_seconds(placed: Placed, partners: Sequence[int], input_bytes: Sequence
 
     Args:
         placed: the run, its cluster and its program.
-        partners: for each pipeline rank the one to which it evicts; itself for none, which takes 0 seconds.
+        partners: for each pipeline rank its partner; the rank itself for none, which takes 0 seconds.
         input_bytes: for each stage the bytes that it keeps of a micro-batch on one device.
 
     Raises:
@@ -124,8 +124,8 @@ def offload_seconds(placed: Placed, input_bytes: Sequence[float]) -> tuple[float
 
 
 def drain_s(run: Run, software: Software, costs: StageCosts) -> float:
-    """Measured seconds of filling and draining a pipeline beyond those of its schedule."""
-    # It was not measured with longer sequences.
+    """Observed seconds of filling and draining a pipeline beyond its schedule's (``Software.extra_drain_slots``)."""
+    # Not observed with longer sequences.
     if run.pp == 1 or run.seq > software.drain_seq:
         return 0.0
     slot_s = max(f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True))
@@ -138,9 +138,9 @@ class StepTerms:
 
     Attributes:
         reduce_s: exposed reduction of gradients, and gather of updated weights.
-        tied_s: reduction of the gradients of a tied embedding that two ranks hold, where it follows the pipeline.
+        tied_s: all-reduce of a tied embedding's gradients between the two ranks that hold it, after the pipeline.
         optimizer_s: update of the weights.
-        fixed_s: overhead that does not depend on sizes.
+        fixed_s: constant overhead.
     """
 
     reduce_s: float
@@ -150,18 +150,18 @@ class StepTerms:
 
     @property
     def total_s(self) -> float:
-        """All of them."""
+        """Their sum."""
         return self.reduce_s + self.tied_s + self.optimizer_s + self.fixed_s
 
 
 def step_terms(placed: Placed, backward_s: float) -> StepTerms:
-    """Seconds of the step after the pipeline: each part on the rank where it takes longest.
+    """Seconds of the step after the pipeline, each part on the rank where it takes longest.
 
-    Where collectives have a lane, reductions and gathers overlap with the pipeline and are not included.
+    If collectives have a lane, reductions and gathers belong to the pipeline and are not included.
 
     Args:
         placed: the run, its cluster and its program.
-        backward_s: seconds of a rank's backward of the last micro-batch, which can hide a reduction.
+        backward_s: seconds of a rank's backward of the last micro-batch, which can overlap with a reduction.
     """
     run, software, use = placed.run, placed.software, placed.software.efficiency
     most: dict[Cluster, float] = {}
@@ -183,17 +183,17 @@ def step_terms(placed: Placed, backward_s: float) -> StepTerms:
 def _exposed_s(run: Run, part: Cluster, software: Software, parameters: float, backward_s: float) -> float:
     """Exposed seconds of a rank's collectives after the pipeline."""
     whole_s = reduce_s(run, part, software, parameters)
-    # A gather overlaps with nothing: the weights change only after the last backward.
+    # The gather cannot overlap: the weights are updated after the last backward.
     return whole_s - min(whole_s, software.overlap * backward_s) + gather_s(run, part, software, parameters)
 
 
 _CLEARED_BYTES = 8
 """Bytes moved for each parameter of a rank at any sharding level: its gradient in single precision is read for the norm
-and set to zero. An assumption; ``Efficiency.optimizer_bytes`` has the rest, which is sharded."""
+and set to zero. An assumption; ``Efficiency.optimizer_bytes`` is the sharded rest."""
 
 
 def _update_s(placed: Placed) -> float:
-    """Seconds of the optimizer: of the slowest rank, or, where cores are shared, of all ranks."""
+    """Seconds of the optimizer's step on the slowest rank, or on all ranks that share cores."""
     run, software = placed.run, placed.software
     shards = run.shard_size if run.shard != "none" else 1
     each_s: list[float] = []

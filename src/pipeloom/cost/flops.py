@@ -1,13 +1,13 @@
-"""FLOPs of a transformer in closed form, and the utilization of a cluster's peak.
+"""FLOPs of a transformer in closed form, and MFU.
 
-A matrix product of [m, k] and [k, n] is 2 m k n FLOPs. Backward costs twice the forward: one product for the gradient
+A product of [m, k] and [k, n] takes 2 m k n FLOPs. The backward takes twice the forward: one product for the gradient
 of the input, one for that of the weights.
 
-Attention is counted in two ways. The work of a stage is counted with the causal mask, which needs half of the scores
-(``layer_forward_flops``; ``piece_flops`` balances partitions). Utilization follows PaLM (arXiv 2204.02311, appendix B):
-the whole matrix of scores, and 6 FLOPs a token for every parameter, embedding included. With tied embeddings and 12 L
-H^2 layer parameters that is Megatron's 72 B T L H^2 (1 + T / 6H + V / 12LH) for a batch of B sequences, and with full
-recomputation its 96 B T L H^2 (1 + T / 6H + V / 16LH) (arXiv 2104.04473, section 5.1).
+Attention is counted in two ways. To balance stages (``piece_flops``), only the half of the scores below the causal mask
+counts. Utilization follows PaLM (arXiv 2204.02311, appendix B): all scores count, and 6 FLOPs for each token and
+parameter, including the embedding. With tied embeddings and 12 L H^2 layer parameters that is Megatron's
+72 B T L H^2 (1 + T / 6H + V / 12LH) for a batch of B sequences, and with full recomputation its
+96 B T L H^2 (1 + T / 6H + V / 16LH) (arXiv 2104.04473, section 5.1).
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from pipeloom.workload.model import ModelShape
 
 
 def layer_forward_flops(shape: ModelShape, seq_len: int) -> float:
-    """FLOPs of one layer's forward, for each token.
+    """FLOPs of one layer's forward per token.
 
     With hidden size H, query heads of total width H, key and value heads of total width G, inner width F
-    and T tokens: 2 H (2 H + 2 G) for the four projections; 2 T H for scores and weighted sum, of which the causal
-    mask needs half of 4 T H; 6 H F for SwiGLU's three matrices or 4 H F for GELU's two.
+    and T tokens: 2 H (2 H + 2 G) for the four projections; 2 T H for scores and weighted sum, half of 4 T H by the
+    causal mask; 6 H F for SwiGLU's three matrices or 4 H F for GELU's two.
 
     Args:
         shape: of the model.
@@ -31,9 +31,9 @@ def layer_forward_flops(shape: ModelShape, seq_len: int) -> float:
 
 
 def piece_forward_flops(shape: ModelShape, seq_len: int) -> list[float]:
-    """FLOPs of each piece's forward, for each token: embedding, each layer, head.
+    """FLOPs of each piece's forward per token: embedding, each layer, head.
 
-    The embedding is a look-up and has none; the head is one product with the vocabulary, 2 H V.
+    The embedding is a lookup without FLOPs; the head is one product, 2 H V.
 
     Args:
         shape: of the model.
@@ -43,9 +43,9 @@ def piece_forward_flops(shape: ModelShape, seq_len: int) -> list[float]:
 
 
 def piece_flops(shape: ModelShape, seq_len: int, recompute: Sequence[Recompute]) -> list[float]:
-    """FLOPs of each piece in a step, for each token: forward, twice that backward, and recomputation.
+    """FLOPs of each piece in a step per token: forward, backward (twice the forward), and recomputation.
 
-    A layer recomputes its forward, or scores and weighted sum, 2 T H with the causal mask.
+    A layer recomputes its forward, or only scores and weighted sum, 2 T H with the causal mask.
 
     Args:
         shape: of the model.
@@ -59,10 +59,10 @@ def piece_flops(shape: ModelShape, seq_len: int, recompute: Sequence[Recompute])
 
 
 def model_flops(*, parameters: float, layers: int, hidden: int, seq_len: int) -> float:
-    """Model FLOPs of training for each token, 6 N + 12 L H T (PaLM, arXiv 2204.02311, appendix B).
+    """Model FLOPs of training per token, 6 N + 12 L H T (PaLM, arXiv 2204.02311, appendix B).
 
     Args:
-        parameters: N, all of them, embedding and head included.
+        parameters: N, including embedding and head.
         layers: L.
         hidden: H.
         seq_len: T.
@@ -71,19 +71,19 @@ def model_flops(*, parameters: float, layers: int, hidden: int, seq_len: int) ->
 
 
 def recomputed_flops(shape: ModelShape, seq_len: int, recompute: Recompute) -> float:
-    """Recomputed FLOPs for each token.
+    """Recomputed FLOPs per token.
 
     Selective recomputation repeats scores and weighted sum, 4 L H T; full recomputation repeats every layer's forward,
-    2 N_layers + 4 L H T, and neither embedding nor head (arXiv 2205.05198, section 5).
+    2 N_layers + 4 L H T, but neither embedding nor head (arXiv 2205.05198, section 5).
 
     Args:
         shape: of the model.
         seq_len: T.
-        recompute: what backwards recompute.
+        recompute: of all layers.
     """
     if recompute == "none":
         return 0.0
-    # Two products of 2 T H for each token and layer: scores, and the sum that they weigh.
+    # Two products of 2 T H for each token and layer: scores, and weighted sum.
     attention = 4.0 * shape.layers * shape.hidden * seq_len
     return attention + (2.0 * shape.layers * shape.layer_matrix_parameters if recompute == "full" else 0.0)
 
@@ -103,12 +103,12 @@ def mfu(
     The whole attention matrix counts, recomputation does not (PaLM, arXiv 2204.02311, appendix B).
 
     Args:
-        tokens_per_s: of the whole run.
-        parameters: N, all of them, embedding and head included.
+        tokens_per_s: of all devices together.
+        parameters: N, including embedding and head.
         layers: L.
         hidden: H.
         seq_len: T.
-        devices: of the whole run.
+        devices: their number.
         peak_flops_per_s: of one device.
     """
     needed = model_flops(parameters=parameters, layers=layers, hidden=hidden, seq_len=seq_len)
@@ -116,13 +116,13 @@ def mfu(
 
 
 def shape_model_flops(shape: ModelShape, seq_len: int) -> float:
-    """``model_flops`` of a shape, with its parameters without norms and biases."""
+    """``model_flops`` of a shape, whose number of parameters excludes norms and biases."""
     return model_flops(parameters=shape.parameters, layers=shape.layers, hidden=shape.hidden, seq_len=seq_len)
 
 
 def hardware_flops(shape: ModelShape, seq_len: int, recompute: Recompute) -> float:
-    """Hardware FLOPs of training for each token: model FLOPs and recomputed FLOPs.
+    """Hardware FLOPs of training per token: model FLOPs and recomputed FLOPs.
 
-    In place of model FLOPs in ``mfu`` they make the hardware FLOPs utilization (arXiv 2205.05198, section 6).
+    HFU is computed from them as MFU from model FLOPs (arXiv 2205.05198, section 6).
     """
     return shape_model_flops(shape, seq_len) + recomputed_flops(shape, seq_len, recompute)

@@ -1,18 +1,18 @@
-"""Bytes of activations of other programs than this one, such as Megatron-LM.
+"""Bytes of activations of other training programs, such as Megatron-LM.
 
 Activations of a layer follow arXiv 2205.05198, section 4, generalized to SwiGLU, grouped queries, flash kernels,
-fused norms and runs without dropout. For each token, with element size e, hidden size H, key width G, inner width F,
+fused norms and runs without dropout. Per token, with element size e, hidden size H, key width G, inner width F,
 a heads, s tokens in a sequence, t tensor-parallel ranks:
 
     whole            inputs and outputs of two norms 4 e H; unfused norms keep single-precision copies;
                      masks of two dropouts 2 H
     split over t     queries, keys, values, and attention's output e (2 H + 2 G);
                      GELU's input and output 2 e F, or SwiGLU's gate, up, activated gate and product 4 e F
-    scores           softmax's output e a s, with dropout its mask and output e a s + a s; plain kernels keep a
-                     single-precision copy more; flash and selective recomputation keep none
+    scores           softmax's output e a s, with dropout its mask and output e a s + a s; plain kernels also keep a
+                     single-precision copy; flash kernels and selective recomputation keep no scores
 
 With e = 2, F = 4 H and dropout that is the paper's s b H (10 + 24 / t + 5 a s / (H t)). Sequence parallelism divides
-the first line by t as well. Full recomputation keeps each layer's input, and one whole layer while it is done again.
+the first line by t, too. Full recomputation keeps each layer's input, and all of one layer while it is recomputed.
 """
 
 from pipeloom.cost.software import Software
@@ -22,7 +22,8 @@ NORM_COPY_BYTES = 8.0
 """An unfused norm keeps its input and its normalized value in single precision, for each element."""
 
 GATHERED_COPIES = 4
-"""Copies of each logit that gathering over tensor-parallel ranks makes: pieces and the whole, with their gradients."""
+"""Copies of each logit that gathering logits over tensor-parallel ranks needs: shards, gathered logits, and the
+gradients of both."""
 
 
 def layer_activation_bytes(
@@ -32,9 +33,9 @@ def layer_activation_bytes(
 
     Args:
         run: model and layout.
-        dropout: whether masks are kept.
-        keeps_gathered: whether the two inputs that sequence parallelism gathers are kept whole.
-        norm_copies: bytes that an unfused norm keeps for each element.
+        dropout: whether dropout masks are kept.
+        keeps_gathered: whether, with sequence parallelism, the two gathered inputs of a layer are kept.
+        norm_copies: bytes per element that an unfused norm keeps.
     """
     shape, size = run.shape, run.element_bytes
     whole = shape.hidden * (4 * size + (2 if dropout else 0) + (0 if run.fused_norm else 2 * norm_copies))
@@ -52,7 +53,7 @@ def layer_activation_bytes(
 
 
 def stage_input_bytes(run: Run) -> float:
-    """Bytes of one layer's input for one micro-batch, which full recomputation keeps."""
+    """Bytes of one layer's input for one micro-batch; full recomputation keeps it."""
     return run.tokens * run.shape.hidden * run.element_bytes / (run.tp if run.sequence_parallel else 1)
 
 

@@ -1,9 +1,9 @@
-"""Devices, links and clusters: seconds of a matrix product, of memory traffic, of a collective; and measurements.
+"""Devices, links and clusters: seconds of matrix products, memory traffic and collectives; and measurements.
 
-Everything is in SI: seconds, bytes, FLOP/s, bytes/s. Files are converted where they are read (``pipeloom.catalog``).
+All units are SI: seconds, bytes, FLOP/s, bytes/s. ``pipeloom.catalog`` converts the units of files.
 
-Where a host has fewer cores than processes, measurements are in seconds of a core: the CPU time of a process while all
-processes work. Waiting takes no CPU time, and the simulator shares the cores among ranks (``pipeloom.predict.places``).
+If a host has fewer cores than processes, measured seconds are seconds of a core: the CPU time of a process while all
+processes work, without waiting. The simulator shares the cores among the ranks (``pipeloom.predict.places``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,9 +32,9 @@ TILES = (
     (64, 128, 0.75),
     (64, 64, 0.5),
 )
-"""Tiles of a matrix product's output (height, width, rate): a multiprocessor computes one at a time; small ones load
-more for each operation. The sizes are cuBLAS's (NVIDIA, "Matrix multiplication background"); the rates are rounded from
-general experience, not fitted, and those of 256 by 64 lie where their loads for each operation put them."""
+"""Tiles of a matrix product's output: (height, width, relative rate). A multiprocessor computes one tile at a time;
+small tiles load more bytes per operation. The sizes are cuBLAS's (NVIDIA, "Matrix multiplication background"); the
+rates are rounded from general experience, not fitted; those of 256 by 64 follow from their loads per operation."""
 
 
 def interpolate(curve: Curve, x: float) -> float:
@@ -52,16 +52,16 @@ class Device:
     """One accelerator.
 
     Attributes:
-        name: as tables of measurements spell it.
-        peak_flops_per_s: by precision.
-        matmul_curve: (FLOPs of one matrix product, FLOP/s reached as a fraction of the peak), in each precision that
-            has no curve of its own; empty where all have one.
-        matmul_curves: the curves of precisions that have their own.
-        kernel_s: seconds that a kernel costs whatever it does: ramp-up and the tail of the last wave.
-        memory_bytes: that a process can allocate.
-        memory_bytes_per_s: nominal bandwidth.
-        launch_s: seconds of the host for each kernel it launches.
-        num_multiprocessors: that compute tiles of a product; 0 if products are not cut into tiles.
+        name: as in tables of measurements.
+        peak_flops_per_s: precision -> peak.
+        matmul_curve: (FLOPs of one matrix product, fraction of the peak that it reaches), for precisions that are not
+            in ``matmul_curves``; may be empty if all are.
+        matmul_curves: precision -> its own curve.
+        kernel_s: fixed seconds of a kernel on the device: ramp-up and the tail of the last wave.
+        memory_bytes: memory that a process can allocate.
+        memory_bytes_per_s: nominal memory bandwidth.
+        launch_s: seconds of the host to launch a kernel.
+        num_multiprocessors: of a GPU, for tile quantization; 0 for other devices.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Device:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it is a GPU: its file says how many multiprocessors it has."""
+        """Whether it is a GPU, that is, has a number of multiprocessors."""
         return self.num_multiprocessors > 0
 
     def matmul_s(self, flops: float, moved_bytes: float, precision: str, efficiency: float = 1.0) -> float:
@@ -84,30 +84,30 @@ class Device:
 
         Args:
             flops: 2 m k n.
-            moved_bytes: both inputs and the output, once each.
+            moved_bytes: bytes of both inputs and the output.
             precision: key of ``peak_flops_per_s``.
             efficiency: fraction of the curve that a real program reaches (clocks, layouts of operands).
 
         Raises:
-            UserError: the device's file has no peak for this precision.
+            UserError: the device has no peak for this precision.
         """
         if flops <= 0:
             return 0.0
         if precision not in self.peak_flops_per_s:
-            # No other precision's peak is used instead: their ratio is 2 on a P100 and 16 on an A100.
+            # The peak of another precision is no substitute: their ratio is 2 on a P100 and 16 on an A100.
             known = ", ".join(self.peak_flops_per_s)
             raise UserError(f"the device '{self.name}' has no peak for {precision}; its file has {known}")
         curve = self.matmul_curves.get(precision, self.matmul_curve)
         rate = self.peak_flops_per_s[precision] * interpolate(curve, flops) * efficiency
-        # Roofline: products of few rows are bound by reading the weights.
+        # Roofline: products of few rows are limited by reading the weights.
         return max(flops / rate, moved_bytes / self.memory_bytes_per_s) + self.kernel_s
 
     def filling(self, rows: float, columns: float) -> float:
-        """Utilization of the multiprocessors by the tiles of a product's output, 0 to 1.
+        """Utilization of the multiprocessors by a product whose output is ``rows`` x ``columns``, 0 to 1.
 
-        Each multiprocessor computes one tile at a time, so that the last wave of tiles, and tiles at the edge, may be
-        partly empty (NVIDIA, "Matrix multiplication background", tile and wave quantization). The library chooses the
-        best size of tile for the product.
+        Each multiprocessor computes one tile at a time, so the last wave of tiles and the tiles at the edges may be
+        partly empty (NVIDIA, "Matrix multiplication background", tile and wave quantization). The library is assumed to
+        choose the best tile size.
         """
         if self.num_multiprocessors == 0:
             return 1.0
@@ -119,17 +119,17 @@ class Device:
         return best
 
     def memory_s(self, moved_bytes: float, efficiency: float = 1.0) -> float:
-        """Seconds of kernels that are bound by memory."""
+        """Seconds of kernels that are limited by memory bandwidth."""
         return moved_bytes / (self.memory_bytes_per_s * efficiency)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A route between devices.
+    """A link between devices.
 
     Attributes:
         latency_s: of one hop.
-        bytes_per_s: of one device and direction (inside a node), of a whole node and direction (between nodes).
+        bytes_per_s: bandwidth in one direction, of a device inside a node, or of a whole node between nodes.
     """
 
     latency_s: float
@@ -137,9 +137,9 @@ class Link:
 
 
 def bus_bytes(collective: Collective, message_bytes: float, ranks: int) -> float:
-    """Bytes that each rank's link carries; divided by the time they are the "bus bandwidth" of nccl-tests.
+    """Bytes that each rank's link carries; divided by the time, the "bus bandwidth" of nccl-tests.
 
-    A ring moves (n - 1) / n of the whole message over each link, an all-reduce twice that.
+    A ring sends (n - 1) / n of the whole message over each link, for an all-reduce twice that.
     """
     twice = 2 if collective == "all_reduce" else 1
     return twice * (ranks - 1) / ranks * message_bytes
@@ -150,18 +150,18 @@ class CollectiveCurve:
     """Measurements of one collective inside a node.
 
     Attributes:
-        ranks: of the group.
-        points: (bytes of the whole tensor, bus bytes/s with the latency in it), bytes rising.
+        ranks: size of the group.
+        points: (bytes of the whole tensor, bus bandwidth in bytes/s including latency), bytes rising.
     """
 
     ranks: int
     points: Curve
 
     def seconds(self, collective: Collective, message_bytes: float, ranks: int) -> float:
-        """Seconds with this or another number of ranks, at the same bus bandwidth for a message of the same size.
+        """Seconds with ``ranks`` ranks, assuming the bus bandwidth that was measured with ``self.ranks``.
 
-        The time is linear in bytes between two points, as with a latency and a bandwidth. Below the smallest measured
-        message it is that message's time; above the largest, the time at its bandwidth.
+        Between two points the time is linear in the bytes. Messages below the smallest measured one take its time;
+        those above the largest have its bandwidth.
         """
         times = tuple((size, bus_bytes(collective, size, ranks) / rate) for size, rate in self.points)
         if message_bytes <= times[0][0]:
@@ -177,9 +177,9 @@ class Group:
     """Distribution of a group of ranks over nodes.
 
     Attributes:
-        size: ranks of the group.
-        per_node: of them, ranks on each node.
-        sharing: groups that use a node's network at the same time.
+        size: number of ranks of the group.
+        per_node: number of its ranks on each node.
+        sharing: number of groups that use a node's network at the same time.
     """
 
     size: int
@@ -193,9 +193,9 @@ class Group:
 
     @classmethod
     def strided(cls, size: int, stride: int, devices_per_node: int) -> "Group":
-        """Ranks 0, stride, 2 stride, ... with all the other groups of that stride working at the same time."""
+        """The group of ranks 0, stride, 2 stride, ..., while all other groups of that stride communicate, too."""
         per_node = max(1, min(size, devices_per_node // stride if stride < devices_per_node else 1))
-        # Groups that lie between each other's ranks do the same at the same time, and share the node's network.
+        # Interleaved groups run the same collective at the same time, and share the node's network.
         return cls(size, per_node, max(1, min(devices_per_node, devices_per_node // per_node)))
 
 
@@ -204,11 +204,11 @@ class MeasuredPieces:
     """Measured seconds of a model's pieces.
 
     Attributes:
-        run: that was measured (``Run.of_measured_pieces``).
-        embedding, layer, head: seconds for one micro-batch, with tensor-parallel collectives.
-        stage: seconds of a stage besides its pieces.
-        message_s: seconds of a core for a message between two stages, both ends together; 0 where cores are not shared
-            and the link determines the seconds.
+        run: the measured run (``Run.of_measured_pieces``).
+        embedding, layer, head: seconds for one micro-batch, including tensor-parallel collectives.
+        stage: seconds of a stage in addition to its pieces.
+        message_s: seconds of a core for a message between two stages, both ends together; 0 if cores are not shared, so
+            that the link determines the time.
     """
 
     run: Run
@@ -224,8 +224,8 @@ class MeasuredUpdate:
     """Measured seconds after a step's pipeline: zeroing gradients, their norm, clipping, the optimizer.
 
     Attributes:
-        fixed_s: of a rank, for any number of parameters.
-        parameter_s: for each parameter that the rank updates.
+        fixed_s: seconds of a rank that do not depend on the number of parameters.
+        parameter_s: seconds for each parameter that the rank updates.
         precision: of weights and activations.
     """
 
@@ -242,27 +242,26 @@ class MeasuredUpdate:
 class Cluster:
     """Devices in nodes, nodes on a network.
 
-    Nodes of several kinds are a ``pipeloom.cost.mixed.MixedCluster``. Costs that depend on the nodes use ``part`` and
-    ``route``, which return a cluster of one kind: here this one.
+    ``MixedCluster`` (``pipeloom.cost.mixed``) has nodes of several kinds. Costs that depend on nodes use ``part`` and
+    ``route``, which return a cluster with nodes of one kind; here the cluster itself.
 
     Attributes:
-        name: for people.
-        device: all devices are alike.
-        devices_per_node: at most.
-        intra: inside a node.
-        inter: between nodes; the bandwidth is that of a whole node.
-        bus_curves: for each collective (nodes, bus bandwidth in bytes/s with all devices of the nodes in one
-            group), as nccl-tests reports it. Empty: from the links.
-        collective_curves: for each collective measurements inside a node over the message's size, with one or more
-            numbers of ranks. Empty: from ``bus_curves`` or the links.
-        host: between a device and the memory of its host, while all devices of a node use theirs; ``None`` where
-            nothing can be stored there.
-        price_per_device_hour: in dollars; ``None`` where none is published.
-        adapters_per_node: network adapters of a node, which its devices share evenly; 0: one for each device.
-        cores_per_node: cores that the devices of a node share, where devices are processes on a CPU; 0: devices share
-            nothing.
-        pieces: measured seconds of models; other models have closed forms.
-        update: measured seconds of updating weights; ``None``: closed forms.
+        name: in messages and reports.
+        device: the kind of all devices.
+        devices_per_node: their number.
+        intra: link between devices of a node.
+        inter: link between nodes, with the bandwidth of a whole node.
+        bus_curves: collective -> (number of nodes, bus bandwidth in bytes/s of a group of all their devices), as from
+            nccl-tests. Empty: computed from the links.
+        collective_curves: collective -> measurements inside a node over message sizes, for one or more group sizes.
+            Empty: computed from ``bus_curves`` or the links.
+        host: link between a device and host memory while all devices of the node use theirs; ``None``: none, so that
+            nothing can move to the host.
+        price_per_device_hour: in dollars; ``None`` if unknown.
+        adapters_per_node: network adapters that the devices of a node share evenly; 0: one for each device.
+        cores_per_node: cores that the devices of a node share, if devices are processes on a CPU; 0: not shared.
+        pieces: measured seconds of models; for other models closed forms are used.
+        update: measured seconds of updating weights; ``None``: closed forms are used.
     """
 
     name: str
@@ -284,21 +283,21 @@ class Cluster:
         """``host``.
 
         Raises:
-            UserError: the cluster's file has no such link.
+            UserError: the cluster has no such link.
         """
         if self.host is None:
             raise UserError(
-                f"the cluster {self.name} does not say how fast a device reaches the memory of its host; add to its "
-                "file a table [host] with latency_us and gb_per_s"
+                f"the cluster {self.name} has no link between devices and host memory; add a table [host] with "
+                "latency_us and gb_per_s to its file"
             )
         return self.host
 
     def __hash__(self) -> int:
-        """Of the name: equal clusters have equal names, and caches look clusters up often."""
+        """Hash of the name, which is fast: clusters are keys of caches."""
         return hash(self.name)
 
     def part(self, first: int, num_devices: int) -> "Cluster":
-        """The cluster of one kind of nodes that represents adjacent devices which work in lock-step.
+        """A cluster with nodes of one kind that represents adjacent devices which work in lockstep.
 
         Args:
             first: the first device.
@@ -311,11 +310,11 @@ class Cluster:
         return self
 
     def route(self, first: int, other: int, num_devices: int) -> "Cluster":
-        """The cluster of one kind of nodes that represents messages between two ranges of devices.
+        """A cluster with nodes of one kind that represents messages between two ranges of devices.
 
         Args:
             first: the first device of one range.
-            other: the first device of the other range, its peer.
+            other: the first device of the other range.
             num_devices: of each range.
 
         Raises:
@@ -325,7 +324,7 @@ class Cluster:
         return self
 
     def kinds(self, num_devices: int) -> tuple[tuple["Cluster", int], ...]:
-        """The kinds of nodes of the first devices, each with the number of its devices.
+        """The kinds of nodes of the first ``num_devices`` devices, each with its number of devices.
 
         Raises:
             UserError: the cluster has too few devices.
@@ -333,34 +332,34 @@ class Cluster:
         return ((self, num_devices),)
 
     def node_of(self, device: int) -> tuple[int, int]:
-        """The number of a device's node, and its index there."""
+        """Index of a device's node, and of the device in the node."""
         return divmod(device, self.devices_per_node)
 
     @property
     def num_devices(self) -> int | None:
-        """Devices of all nodes; ``None`` without a limit."""
+        """Number of devices; ``None`` for no limit."""
         return None
 
     def lack(self, num_devices: int) -> str | None:
-        """The problem of a run on more devices than there are; ``None`` if there are enough."""
+        """The message about a run on more devices than the cluster has; ``None`` if it has enough."""
         del num_devices
         return None
 
     def orders(self) -> Iterator[tuple[str, ...]]:
-        """Distinct orders of the kinds of nodes, for ``reordered``; the present one first."""
+        """Distinct orders of the groups of nodes, for ``reordered``; the current one first."""
         yield ()
 
     def reordered(self, order: Sequence[str]) -> "Cluster":
-        """The cluster with its kinds of nodes in another order; the first ranks are on the first kind."""
+        """The cluster with its groups of nodes in another order; the first ranks are on the first group."""
         assert not order, "there is one kind of nodes"
         return self
 
     def each(self, change: "Callable[[Cluster], Cluster]") -> "Cluster":
-        """The cluster with a change to every kind of nodes and to the networks between them; names stay."""
+        """The cluster with ``change`` applied to every kind of nodes and the networks between them; names stay."""
         return change(self)
 
     def default_dtype(self, num_devices: int) -> Dtype:
-        """The default dtype of a run on the first devices; one that all of them support, if there is one.
+        """The default dtype of a run on the first ``num_devices`` devices; if possible, one that all of them support.
 
         Raises:
             UserError: the cluster has too few devices.
@@ -370,9 +369,9 @@ class Cluster:
         return default_dtype(is_gpu=any(device.is_gpu for device in devices), precisions=shared)
 
     def price_per_hour(self, num_devices: int) -> float | None:
-        """Dollars for the first devices together; ``None`` where a kind of nodes has no price."""
+        """Dollars per hour of the first ``num_devices`` devices; ``None`` if one of them has no price."""
         total = 0.0
-        # A sum with one price missing would look cheap.
+        # A sum without a missing price would be too low.
         for kind, count in self.kinds(num_devices):
             if kind.price_per_device_hour is None:
                 return None
@@ -380,7 +379,7 @@ class Cluster:
         return total
 
     def peak_flops_per_s(self, num_devices: int, precision: str) -> float:
-        """Peak of the first devices together."""
+        """Peak FLOP/s of the first ``num_devices`` devices together."""
         return sum(count * kind.device.peak_flops_per_s[precision] for kind, count in self.kinds(num_devices))
 
     @property
@@ -389,24 +388,24 @@ class Cluster:
         return min(self.adapters_per_node or self.devices_per_node, self.devices_per_node)
 
     def crowding(self, num_ranks: int) -> float:
-        """Ranks for each core of a node, in a run of ``num_ranks``; 1 where each has a core."""
+        """Ranks per core of a node, in a run of ``num_ranks``; 1 if each rank has a core."""
         on_node = min(num_ranks, self.devices_per_node)
         return max(1.0, on_node / self.cores_per_node) if self.cores_per_node else 1.0
 
     def sharing(self, copies: int) -> int:
-        """Number by which the network of a node is divided for each device, while ``copies`` adjacent devices send.
+        """Divisor of a node's bandwidth for each device, while ``copies`` adjacent devices send.
 
-        A device sends through its own adapter, even if the others of the node are idle.
+        A device sends through its own adapter only, even if other adapters are idle.
         """
         return self.num_adapters * min(copies, -(-self.devices_per_node // self.num_adapters))
 
     def bus_bytes_per_s(self, collective: Collective, group: Group) -> float:
-        """Bandwidth of each rank's link if the links are the limit, in the sense of nccl-tests' "bus bandwidth".
+        """Bus bandwidth in bytes/s, as defined by nccl-tests.
 
-        Inside a node it is the link's. Over several nodes a group that has k of a node's n devices gets k / n of
-        the node's network, since the n / k groups of the same kind work at the same time.
+        Inside a node, that of ``bus_curves`` for one node, or of the link. Between nodes, a group with k of a node's n
+        devices gets k / n of the node's network.
         """
-        # All groups of a kind exchange at the same time: replicas end their backwards together.
+        # The n / k groups of a node communicate at the same time: replicas end their backwards together.
         share = group.per_node / self.devices_per_node
         curve = self.bus_curves.get(collective)
         if group.num_nodes == 1:
@@ -417,27 +416,27 @@ class Cluster:
     def collective_s(
         self, collective: Collective, message_bytes: float, group: Group, efficiency: float = 1.0
     ) -> float:
-        """Seconds of one collective; where ranks share cores, seconds of a core.
+        """Seconds of one collective; seconds of a core if ranks share cores.
 
-        Inside a node it is the measured curve of the number of ranks that is closest in ratio, where there is one;
-        otherwise, and between nodes, a latency and the bytes that a link carries over its bandwidth.
+        Inside a node, from the measured curve for the closest group size, if there is one. Otherwise latency + bytes of
+        a link (``bus_bytes``) / bus bandwidth.
 
         Args:
             collective: its kind.
-            message_bytes: of the whole tensor, not a rank's shard.
-            group: of ranks.
+            message_bytes: of the whole tensor, not of a shard.
+            group: its ranks.
             efficiency: fraction of the bus bandwidth that is reached.
         """
         if group.size <= 1:
             return 0.0
         curves = self.collective_curves.get(collective)
         if curves and group.num_nodes == 1:
-            # Of two equally close ones, the larger group.
+            # Closest in ratio; of two equally close ones, the larger group.
             closest = min(curves, key=lambda curve: (abs(log(curve.ranks / group.size)), -curve.ranks))
-            # Measured on a clock while ranks shared cores; predictions count seconds of a core (docs/decisions/0018).
+            # Measured in wall-clock time while ranks shared cores; costs are seconds of a core (docs/decisions/0018).
             return closest.seconds(collective, message_bytes, group.size) / self.crowding(closest.ranks) / efficiency
         moved = bus_bytes(collective, message_bytes, group.size)
-        # An assumption: with n nodes a ring has n - 1 hops in a row and a tree about log n. The root lies between.
+        # An assumption: over n nodes a ring has n - 1 sequential hops and a tree about log n; the root is in between.
         latency = self.intra.latency_s + self.inter.latency_s * (group.num_nodes - 1) ** 0.5
         return latency + moved / (self.bus_bytes_per_s(collective, group) * efficiency)
 

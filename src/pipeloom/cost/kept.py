@@ -1,23 +1,24 @@
 """Bytes that stages of this program keep of a micro-batch for its backward: exact closed forms.
 
-They are what autograd saves and nobody else holds, tensor by tensor, of the modules in ``pipeloom.model``, on the
-tensor-parallel rank with the largest share. With element size e, e' = max(e, 4) (norms and the loss compute in single
-precision at least), hidden size H, key width G, inner width F, heads a, vocabulary V, s tokens in a sequence, n in a
-micro-batch, t tensor-parallel ranks, m = n / t with sequence parallelism and n without:
+They count the tensors that autograd saves for the modules of ``pipeloom.model`` and that nothing else keeps alive, on
+the tensor-parallel rank with the largest share. With element size e, e' = max(e, 4) (norms and the loss compute in
+single precision at least), hidden size H, key width G, inner width F, heads a, vocabulary V, s tokens in a sequence, n
+in a micro-batch, t tensor-parallel ranks, m = n / t with sequence parallelism and n without:
 
     each of two norms    its input e H m, its output e H n; LayerNorm a mean and a deviation for each token, 2 e' m, on
                          CPUs 2 e m; RMSNorm in one kernel the deviation, e' m; in several, instead of its input, the
                          input and the normalized value in single precision, 2 e' H m + e' m
     attention            queries, keys, values and output e (2 H + 2 G) n / t; a sum for each row of scores, 4 a n / t,
-                         unless its core is recomputed; on CPUs, for a slice behind others, a mask e s S, where S is
-                         the tokens up to the slice's end
+                         unless its core is recomputed; on CPUs, for a token slice that is not the first, a mask e s S,
+                         where S is the number of tokens up to the slice's end
     GELU, SwiGLU         input and output 2 e F n / t; gate, up, activated gate and product 4 e F n / t
-    rotary positions     cosines and sines of a sequence, e' s H / a, once a stage, if no layer recomputes as a whole
-    embedding            learned positions 8 s; with several tensor-parallel ranks 9 n: which tokens are its own
-    head                 a norm as above; the loss e' V n / t, and e' where t is 1
+    rotary positions     cosines and sines of a sequence, e' s H / a, once per stage, if no layer is fully recomputed
+    embedding            indices of learned positions 8 s; with several tensor-parallel ranks 9 n: which tokens are in
+                         the rank's part of the vocabulary
+    head                 a norm as above; the loss e' V n / t, and e' if t is 1
 
-A layer that is recomputed as a whole keeps its input, e H m. Between the halves of a split backward a stage keeps, for
-each matrix, its input and the gradient of its output, and the gradients of all that is no matrix.
+A fully recomputed layer keeps its input, e H m. Between the halves of a split backward a stage keeps, for each matrix,
+its input and the gradient of its output, and the gradients of all other parameters.
 ``tests/training/test_kept_bytes.py`` compares all of it with stages on meta tensors.
 """
 
@@ -28,7 +29,7 @@ from pipeloom.workload.layout import Recompute
 from pipeloom.workload.run import Run
 
 _INDEX_BYTES = 8
-"""Of an index, such as a token's, on which PyTorch counts in int64."""
+"""Bytes of an index, such as a token's: PyTorch uses int64."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Kept:
     """What one device keeps of a run's micro-batches, piece by piece.
 
     Attributes:
-        run: what is trained. Attention is taken as one kernel, whatever ``attention`` is; a fused norm means a GPU.
+        run: the run. Attention counts as one fused kernel, whatever ``run.attention`` is; a fused norm implies a GPU.
     """
 
     run: Run
@@ -47,18 +48,18 @@ class Kept:
 
     @property
     def _residual_tokens(self) -> int:
-        """Tokens of the residual stream that a device has."""
+        """Tokens of the residual stream on a device."""
         return self.run.tokens // (self.run.tp if self.run.sequence_parallel else 1)
 
     def _share(self, whole: int) -> int:
-        """The largest part of as many rows that a tensor-parallel rank has."""
+        """The largest share of ``whole`` rows on a tensor-parallel rank."""
         return -(-whole // self.run.tp)
 
     def _norm(self) -> int:
         shape, size, tokens = self.run.shape, self.run.element_bytes, self._residual_tokens
         output = size * shape.hidden * self.run.tokens
         if shape.family.norms_have_biases:
-            # PyTorch's kernel for CPUs has both in the type of its input.
+            # PyTorch's CPU kernel stores mean and deviation in the type of its input.
             deviation = self._wide if self.run.fused_norm else size
             return output + (size * shape.hidden + 2 * deviation) * tokens
         if self.run.fused_norm:
@@ -66,7 +67,7 @@ class Kept:
         return output + (2 * self._wide * shape.hidden + self._wide) * tokens
 
     def layer(self, kind: Recompute) -> int:
-        """Bytes of one layer with what it recomputes."""
+        """Bytes of one layer that recomputes ``kind``."""
         shape, size = self.run.shape, self.run.element_bytes
         if kind == "full":
             return size * shape.hidden * self._residual_tokens
@@ -78,14 +79,14 @@ class Kept:
     def positions(self, kinds: Sequence[Recompute]) -> int:
         """Bytes of the rotary angles of a stage whose layers recompute these kinds.
 
-        A layer that is recomputed as a whole holds them itself, so that they cannot move with what autograd saves.
+        A fully recomputed layer refers to them, so that they do not count as saved by autograd alone.
         """
         shape = self.run.shape
         is_kept = shape.family.is_rotary and len(kinds) > 0 and "full" not in kinds
         return self._wide * self.run.seq * (shape.hidden // shape.heads) if is_kept else 0
 
     def embedding(self) -> int:
-        """Bytes of the embedding; the tokens are the batch's."""
+        """Bytes of the embedding; its input, the tokens, belongs to the batch."""
         own = (_INDEX_BYTES + 1) * self.run.tokens if self.run.tp > 1 else 0
         return own + (0 if self.run.shape.family.is_rotary else _INDEX_BYTES * self.run.seq)
 
@@ -98,17 +99,17 @@ class Kept:
         return self._share(self.run.shape.vocab) * self.run.tokens
 
     def loss(self) -> int:
-        """Bytes of the loss: a probability for each logit; on one rank the number of tokens that count as well."""
+        """Bytes of the loss: a probability for each logit, and without tensor parallelism a number of tokens."""
         return self._wide * (self.num_logits() + (1 if self.run.tp == 1 else 0))
 
     def masks(self, begin: int) -> int:
-        """Bytes of the mask of a layer's attention, of a slice that begins at a position; GPUs take none."""
-        # PyTorch's kernel for CPUs takes a matrix of numbers, which each layer keeps, where queries do not begin at 0.
+        """Bytes of the attention mask of a layer, for a token slice that begins at ``begin``; 0 on GPUs."""
+        # If queries do not begin at token 0, PyTorch's CPU kernel takes a mask tensor, which each layer keeps.
         has_mask = begin > 0 and not self.run.fused_norm
         return self.run.element_bytes * self.run.seq * (begin + self.run.seq) if has_mask else 0
 
     def stage_input(self) -> int:
-        """Bytes of a stage's input, which carries a tensor-parallel rank's own tokens."""
+        """Bytes of a stage's input: a tensor-parallel rank's share of the tokens."""
         return self.run.element_bytes * self.run.shape.hidden * (self.run.tokens // self.run.tp)
 
     def key_values(self) -> int:
@@ -127,13 +128,13 @@ class Kept:
         return size * ((4 * shape.hidden + split) * self.run.tokens + vectors)
 
     def pending_embedding(self) -> int:
-        """Bytes of the embedding between the halves: the gradient of what it looks up."""
+        """Bytes of the embedding between the halves: the gradient of its output."""
         shape, size = self.run.shape, self.run.element_bytes
         own = self.run.seq // (self.run.tp if self.run.sequence_parallel else 1)
         return size * shape.hidden * (self.run.tokens + (0 if shape.family.is_rotary else own))
 
     def pending_head(self) -> int:
-        """Bytes of the head between the halves, the gradient of the logits left out."""
+        """Bytes of the head between the halves, without the gradient of the logits."""
         shape, size = self.run.shape, self.run.element_bytes
         vectors = shape.family.norm_vectors * shape.hidden
         return size * (shape.hidden * self.run.tokens + vectors)

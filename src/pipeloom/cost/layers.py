@@ -9,10 +9,10 @@ each rank multiplies (m, k, n):
     out of the MLP          (T, F / t, H)
     head                    (T, H, V / t)
 
-Backward has two products of the same FLOPs for each, and adds the gradients of the weights to those of the
-micro-batches before. What is not a product of matrices is bound by memory, and counted in bytes; what tensor
-parallelism leaves whole (norms, residual stream) is divided by t only with sequence parallelism (arXiv 2205.05198,
-section 4.2). A piece takes the device's time or the host's time to launch its kernels, whichever is longer.
+The backward has two products of the same FLOPs for each of these, and accumulates the gradients of the weights over
+micro-batches. All other kernels are limited by memory bandwidth and counted in bytes. Norms and residual stream are
+divided by t only with sequence parallelism (arXiv 2205.05198, section 4.2). A piece takes the device's time, or the
+host's time to launch its kernels if that is longer.
 
 With a vocabulary of 0 there is no embedding and no head.
 """
@@ -25,22 +25,23 @@ from pipeloom.cost.software import Software
 from pipeloom.workload.run import Run
 
 READS_MORE = 1.5
-"""Backward of a kernel that is bound by memory, as a multiple of its forward: a normalization, an activation or a
-softmax reads one tensor and writes one, its backward reads two and writes one. Unfused norms: twice, for each step of
-theirs has its own backward kernel."""
+"""Bytes of the backward of a memory-bound kernel / those of its forward: a norm, activation or softmax reads one tensor
+and writes one, its backward reads two and writes one. For unfused norms 2, since each of their steps has its own
+backward kernel."""
 
-# Kernels that the host launches: assumptions without a source. They decide how small a piece is when it takes the
-# host's time instead of the device's; ``Efficiency.launch`` is calibrated with them.
+# Numbers of kernels that the host launches: assumptions without a source. They determine below which size a piece takes
+# the host's time instead of the device's; ``Efficiency.launch`` is calibrated with them.
 EMBEDDING_KERNELS = 4
 HEAD_KERNELS, HEAD_BACKWARD_KERNELS = 16, 24
-"""With the norm before the head, and the loss in single precision."""
+"""Including the norm before the head, and the loss in single precision."""
 SELECTIVE_KERNELS = 4
-"""Of attention's core, run again in a backward."""
+"""Of the core of attention, recomputed in a backward."""
 UNFUSED_NORM_KERNELS = 6
 
 EXPONENTIAL = 48.0
-"""What a score's exponential costs in a flash kernel, in elements of a head. A multiprocessor does 16 of them a cycle
-beside 2,048 (A100) or 4,096 (H100) operations of its matrix units: 32 and 64 (arXiv 2407.08608, section 3)."""
+"""Time of a score's exponential in a flash kernel, in elements of a head: between 32 (A100) and 64 (H100). Per cycle, a
+multiprocessor computes 16 exponentials, or 2,048 (A100) or 4,096 (H100) operations in its matrix units (arXiv
+2407.08608, section 3)."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Parts:
         attention_s: scores, softmax and weighted sum.
         memory_s: norms, activations, residual stream, dropout, loss.
         tensor_s: tensor-parallel collectives.
-        num_kernels: launched by the host.
-        num_collectives: tensor-parallel collectives, which cost the host more than a kernel.
+        num_kernels: number of kernels that the host launches.
+        num_collectives: number of tensor-parallel collectives, whose launch takes the host longer than a kernel's.
     """
 
     matmul_s: float = 0.0
@@ -64,7 +65,7 @@ class Parts:
     num_collectives: float = 0.0
 
     def __add__(self, other: "Parts") -> "Parts":
-        """Both, one after the other."""
+        """The sums of both."""
         return Parts(
             self.matmul_s + other.matmul_s,
             self.attention_s + other.attention_s,
@@ -76,7 +77,7 @@ class Parts:
 
     @property
     def device_s(self) -> float:
-        """Seconds of the device."""
+        """Seconds on the device."""
         return self.matmul_s + self.attention_s + self.memory_s + self.tensor_s
 
 
@@ -85,8 +86,9 @@ class Pieces:
     """The pieces of one run on one cluster with one program.
 
     Attributes:
-        is_dragged: whether stages exchange over nodes, which slows down tensor-parallel collectives of some programs.
-        before: tokens of each sequence before those of the run, which attention reads.
+        is_dragged: whether stages communicate between nodes, which delays tensor-parallel collectives of some programs
+            (``Efficiency.drag_s``).
+        before: earlier tokens of each sequence that attention reads, for token slices.
     """
 
     run: Run
@@ -96,7 +98,7 @@ class Pieces:
     before: int = 0
 
     def seconds(self, parts: Parts) -> float:
-        """Seconds of a piece: the longer of the device's and the host's."""
+        """Seconds of a piece: the maximum of the device's and the host's."""
         use = self.software.efficiency
         kernels_s = parts.num_kernels * self.cluster.device.launch_s * use.launch
         each_s = use.collective_s + (use.drag_s * self.run.tp if self.is_dragged else 0.0)
@@ -114,7 +116,7 @@ class Pieces:
         )
 
     def layer_backward(self) -> Parts:
-        """One layer's backward, with recomputation."""
+        """One layer's backward, including recomputation."""
         run, forward = self.run, self.layer_forward()
         backward = Parts(
             sum(sum(self._matmul_backward_s(*size)) for size in self._layer_matmuls()),
@@ -122,8 +124,8 @@ class Pieces:
             self._memory_s(self._elementwise_backward_bytes()) + self.accumulation_s(run.shape.layer_matrix_parameters),
             forward.tensor_s,
             2 * forward.num_kernels,
-            # The inputs that sequence parallelism scatters are gathered once more for the gradients of the weights:
-            # three collectives for two (arXiv 2205.05198, section 4.2.2).
+            # Sequence parallelism gathers inputs again for the gradients of the weights: three collectives instead of
+            # two (arXiv 2205.05198, section 4.2.2).
             forward.num_collectives * (1.5 if self.run.sequence_parallel else 1),
         )
         if self.run.recompute == "full":
@@ -138,7 +140,7 @@ class Pieces:
         return products_s + self.accumulation_s(self.run.shape.layer_matrix_parameters)
 
     def attention_s(self) -> tuple[float, float]:
-        """Seconds of one layer's core of attention, forward and backward, with recomputation."""
+        """Seconds of the core of one layer's attention, forward and backward, including recomputation."""
         forward_s = self._attention_forward_s()
         again_s = 0.0 if self.run.recompute == "none" else forward_s
         return forward_s, self._attention_backward_s() + again_s
@@ -152,11 +154,11 @@ class Pieces:
         return product_s + self.accumulation_s(run.shape.embedding_parameters)
 
     def accumulation_s(self, parameters: float) -> float:
-        """Seconds of adding one micro-batch's gradients to those of the micro-batches before it."""
+        """Seconds of adding one micro-batch's gradients of ``parameters`` to the accumulated ones."""
         return self._memory_s(self.software.efficiency.accumulation_bytes * parameters / self.run.tp)
 
     def embedding_forward(self) -> Parts:
-        """A look-up; with tensor parallelism each rank has its part of the vocabulary and the results are summed."""
+        """A lookup; with tensor parallelism in a part of the vocabulary, and a sum over the ranks."""
         run = self.run
         if not run.shape.vocab:
             return Parts()
@@ -169,7 +171,7 @@ class Pieces:
         )
 
     def embedding_backward(self) -> Parts:
-        """Gradients added to the rows that were looked up."""
+        """Addition of gradients to rows of the embedding."""
         forward = self.embedding_forward()
         if not self.run.shape.vocab:
             return forward
@@ -177,7 +179,7 @@ class Pieces:
         return Parts(memory_s=2 * forward.memory_s + added_s, num_kernels=EMBEDDING_KERNELS)
 
     def head_forward(self) -> Parts:
-        """Final norm, logits and loss in single precision: the logits are written, read, cast, exponentiated."""
+        """Final norm, logits, and the loss in single precision."""
         run, vocab = self.run, self.run.shape.vocab / self.run.tp
         if not vocab:
             return Parts()
@@ -198,7 +200,7 @@ class Pieces:
         )
 
     def head_backward(self) -> Parts:
-        """Two products, the loss's gradient, and the sum of the gradient for the head's input."""
+        """Two products, the gradient of the loss, and the sum over ranks of the gradient of the head's input."""
         run, forward = self.run, self.head_forward()
         if not run.shape.vocab:
             return forward
@@ -234,15 +236,15 @@ class Pieces:
         return self.run.tp if self.run.sequence_parallel else 1
 
     def _norm_bytes(self) -> float:
-        """Bytes of one norm's forward for each element of the residual stream."""
+        """Bytes that one norm's forward moves per element of the residual stream."""
         return 2.0 * self.run.element_bytes if self.run.fused_norm else self.software.efficiency.norm_bytes
 
     def _elementwise_bytes(self) -> float:
-        """Bytes of one layer's forward that no product moves, without the scores.
+        """Bytes that one layer's forward moves outside matrix products and scores.
 
-        Whole or split over the sequence: two norms, two residual additions of two reads and a write each, with
-        dropout its mask. Over heads: rotation of queries and keys (read and write in single precision), or biases.
-        Inner: SwiGLU reads two and writes one, GELU reads one and writes one.
+        Residual stream: two norms, two additions with two reads and a write each, dropout masks. Heads: rotation of
+        queries and keys (a read and a write in single precision), or biases. Inner: SwiGLU reads two tensors and writes
+        one, GELU reads one and writes one.
         """
         run, shape, size = self.run, self.run.shape, self.run.element_bytes
         whole = 2 * self._norm_bytes() + 6 * size + (2 if self.software.dropout else 0)
@@ -257,16 +259,20 @@ class Pieces:
         return 2 * norms + READS_MORE * (self._elementwise_bytes() - norms)
 
     def _scores(self) -> float:
-        """Scores of one layer on a rank; flash kernels leave out half of those within the run's tokens."""
+        """Number of scores of one layer on a rank.
+
+        For flash kernels, scores with earlier tokens count twice: the result is halved for the causal mask, from which
+        they are exempt.
+        """
         run, is_flash = self.run, self.run.effective_attention in ("flash1", "flash2")
         seen = run.seq + self.before * (2 if is_flash else 1)
         return run.micro_batch * run.shape.heads / run.tp * run.seq * seen
 
     def _score_bytes(self) -> float:
-        """Bytes moved for each score in the forward: softmax, and dropout with its mask."""
-        use = self.software.efficiency
-        softmax = use.softmax_bytes if self.run.effective_attention == "plain" else 4.0
-        return softmax + (5.0 if self.software.dropout else 0.0)
+        """Bytes moved per score in the forward: softmax, and dropout with its mask."""
+        use, size = self.software.efficiency, self.run.element_bytes
+        softmax = use.softmax_bytes if self.run.effective_attention == "plain" else 2.0 * size
+        return softmax + (2.0 * size + 1.0 if self.software.dropout else 0.0)
 
     def _attention_flops(self) -> float:
         return 4 * self._scores() * self.run.shape.hidden / self.run.shape.heads
@@ -275,9 +281,10 @@ class Pieces:
         return self._core_forward_s() + self._context_s()
 
     def _attention_backward_s(self) -> float:
-        """Keys and values of earlier tokens are read again, and their gradient is written.
+        """Seconds of the core's backward, including keys and values of earlier tokens.
 
-        It is added to that of later tokens, which takes two reads and a write (``pipeloom.model.key_values``).
+        They are read, and their gradients are written and added to those of later slices, which takes two reads and a
+        write (``pipeloom.model.key_values``).
         """
         return self._core_backward_s() + 5 * self._context_s()
 
@@ -287,7 +294,7 @@ class Pieces:
         return self._memory_s(2 * run.micro_batch * self.before * run.shape.kv_width / run.tp * run.element_bytes)
 
     def _core_forward_s(self) -> float:
-        """Plain kernels: two batched products over all scores, and softmax; flash: half of them by the mask."""
+        """Plain kernels: two batched products over all scores, and softmax; flash: scores below the mask."""
         use, device = self.software.efficiency, self.cluster.device
         kernel = self.run.effective_attention
         if kernel in ("plain", "fused-softmax"):
@@ -298,13 +305,13 @@ class Pieces:
             return products + self._memory_s(self._scores() * self._score_bytes())
         rate = device.peak_flops_per_s[self.run.precision] * (use.flash1 if kernel == "flash1" else use.flash2)
         size = self.run.shape.hidden / self.run.shape.heads
-        # The calibrated rates are those of heads of 128.
+        # The calibrated rates are for heads of size 128.
         rate *= (size / (size + EXPONENTIAL)) / (128 / (128 + EXPONENTIAL))
-        # Flash kernels leave out the blocks above the diagonal.
+        # Half of the FLOPs: flash kernels skip the blocks above the diagonal.
         return self._attention_flops() / 2 / rate + device.kernel_s
 
     def _core_backward_s(self) -> float:
-        """Plain: four products for two. Flash: five products for two, with the scores once more (arXiv 2307.08691)."""
+        """Plain: 4 products for 2 of the forward. Flash: 5 for 2, since scores are recomputed (arXiv 2307.08691)."""
         forward_s = self._core_forward_s()
         if self.run.effective_attention in ("plain", "fused-softmax"):
             memory_s = self._memory_s(self._scores() * self._score_bytes())
@@ -312,7 +319,7 @@ class Pieces:
         return 2.5 * forward_s
 
     def _tensor_s(self) -> float:
-        """One all-reduce of the residual stream, or the equivalent gather and scatter (the same bytes)."""
+        """One all-reduce of the residual stream, or with sequence parallelism an all-gather and a reduce-scatter."""
         run, use = self.run, self.software.efficiency
         if run.tp == 1:
             return 0.0
@@ -324,11 +331,11 @@ class Pieces:
         return self.cluster.collective_s("all_reduce", message, group, use.tensor_bus)
 
     def _num_collectives(self) -> int:
-        """Collectives equivalent to one all-reduce."""
+        """Number of collectives in ``_tensor_s``."""
         return 0 if self.run.tp == 1 else (2 if self.run.sequence_parallel else 1)
 
     def _num_kernels(self) -> float:
-        """Kernels of one layer's forward: products, norms, rotation, attention, activation, residuals."""
+        """Number of kernels of one layer's forward: products, norms, rotation, attention, activation, residuals."""
         attention = {"plain": 8, "fused-softmax": 5, "flash1": 2, "flash2": 2}[self.run.effective_attention]
         norms = 2 * (1 if self.run.fused_norm else UNFUSED_NORM_KERNELS)
         rotation = 8 if self.run.shape.family.is_rotary else 2
@@ -337,16 +344,16 @@ class Pieces:
 
 @dataclass(frozen=True)
 class PieceSeconds:
-    """Forward and backward of each kind of piece.
+    """Seconds of forward and backward of each kind of piece.
 
     Attributes:
-        embedding, layer, head: seconds on one device for one micro-batch, with tensor-parallel collectives.
-        weight_s: of the weight half of a layer's backward.
-        head_weight_s: the same of the head's; of the embedding's it is all.
-        idle_s: of a layer, in closed forms, those in which the device waits for the host's launches.
-        stage: of a stage besides its pieces, where measured.
-        message_s: seconds of a core for a message between two stages; 0 where the link determines them.
-        is_measured: whether they are from the cluster's file; else they are closed forms.
+        embedding, layer, head: seconds on one device for one micro-batch, including tensor-parallel collectives.
+        weight_s: seconds of the weight half of a layer's backward.
+        head_weight_s: seconds of the weight half of the head's backward. The embedding's whole backward is weight half.
+        idle_s: seconds of a layer in which the device waits for the host to launch kernels, by the closed forms.
+        stage: measured seconds of a stage in addition to its pieces; else 0.
+        message_s: seconds of a core for a message between two stages; 0 if the link determines the time.
+        is_measured: whether the seconds are from the cluster's file, not closed forms.
     """
 
     embedding: Both
@@ -367,10 +374,10 @@ class PieceSeconds:
 def piece_seconds(run: Run, cluster: Cluster, software: Software) -> PieceSeconds:
     """Seconds of the pieces of a run whose layers all recompute ``run.recompute``.
 
-    Measured ones where the cluster's file has exactly these. They depend on the model, the tokens, the kernels and the
-    tensor axis, not on the partition.
+    Measured, if the cluster's file has exactly these pieces; else closed forms. They depend on the model, the tokens,
+    the kernels and the tensor axis, not on the partition.
     """
-    # The only fact about the pipeline that pieces depend on: an argument, so that other layouts share the cache.
+    # The only property of the pipeline that pieces depend on is an argument, so that layouts share cache entries.
     is_dragged = run.pp > 1 and run.num_devices > cluster.devices_per_node
     return _piece_seconds(run.of_pieces, cluster, software, is_dragged)
 
@@ -393,13 +400,13 @@ def _piece_seconds(run: Run, cluster: Cluster, software: Software, is_dragged: b
         idle_s=(layer_s[0] - layer[0].device_s, layer_s[1] - layer[1].device_s),
     )
     key = run.of_measured_pieces
-    # Searched once for each run, since the result is cached.
+    # A linear search is fast enough, since the result is cached.
     found = next((one for one in cluster.pieces if one.run == key), None)
     return counted if found is None else _measured(found, counted)
 
 
 def _measured(found: MeasuredPieces, counted: PieceSeconds) -> PieceSeconds:
-    """Measured seconds, with backwards split in the proportions of the closed forms, since halves are not measured."""
+    """Measured seconds. Halves of backwards are not measured: they have the proportions of the closed forms."""
     return PieceSeconds(
         embedding=found.embedding,
         layer=found.layer,

@@ -1,6 +1,6 @@
 """Bytes on the devices of a run: weights, gradients and optimizer state, activations, logits.
 
-Activations are exact for this program (``pipeloom.cost.kept``), and as published for others
+Activations of this program are exact (``pipeloom.cost.kept``); those of others follow published formulas
 (``pipeloom.cost.foreign``).
 """
 
@@ -15,10 +15,10 @@ from pipeloom.workload.layout import Shard
 from pipeloom.workload.run import Run
 
 _WIDE_BYTES = 4
-"""Of a number in single precision."""
+"""Bytes of a number in single precision."""
 
 _KEPT_LOGIT_BYTES = 4.0
-"""Bytes of each logit that the loss of other programs keeps for its backward: probabilities in single precision."""
+"""Bytes per logit that the loss of other programs keeps for its backward: probabilities in single precision."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class State:
 
     @property
     def total_bytes(self) -> float:
-        """Everything."""
+        """Their sum."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
 
@@ -40,14 +40,14 @@ class Memory:
     """Bytes on one device, each part at its peak.
 
     Attributes:
-        weights_bytes: weights, and gathered weights.
-        gradients_bytes: gradients, and whole ones until they are reduced.
-        optimizer_bytes: the optimizer's state, with a copy of the weights in single precision where it keeps one.
-        activations_bytes: of the micro-batches in flight, as the schedule holds them.
+        weights_bytes: weights, including gathered ones.
+        gradients_bytes: gradients, including unreduced ones.
+        optimizer_bytes: optimizer state, including a copy of the weights in single precision if there is one.
+        activations_bytes: activations of the micro-batches that the schedule holds at once.
         head_bytes: logits and their gradient.
         buffers_bytes: receive buffers.
-        reserve_bytes: context, communicators, workspaces.
-        fragmentation_bytes: lost by the allocator, a fraction of activations and logits.
+        reserve_bytes: CUDA context, communicators, workspaces.
+        fragmentation_bytes: fragmentation of the allocator, a fraction of activations and logits.
     """
 
     weights_bytes: float
@@ -61,7 +61,7 @@ class Memory:
 
     @property
     def total_bytes(self) -> float:
-        """Everything."""
+        """Their sum."""
         state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
         working = self.activations_bytes + self.head_bytes + self.buffers_bytes
         return state + working + self.reserve_bytes + self.fragmentation_bytes
@@ -70,17 +70,21 @@ class Memory:
 def state_bytes(run: Run, parameters: float, software: Software, shard: Shard | None = None) -> State:
     """Bytes of weights, gradients and optimizer state of a device that holds ``parameters``.
 
-    The levels shard nothing; the optimizer's state; also the gradients; everything. Weights have the size of the
-    precision, gradients the rest of the program's bytes without the optimizer's state. In single precision both have
-    four bytes, and the optimizer keeps no copy of the weights. ``shard`` replaces the run's level. Buffers of whole
-    gradients before their reduction, and gathered weights, are not included.
+    A weight has the size of the precision, a gradient the rest of ``weight_state_bytes``. In single precision both have
+    four bytes, and the optimizer keeps no copy of the weights. Buffers for gathered weights and unreduced gradients are
+    not included.
+
+    Args:
+        run: model and layout.
+        parameters: number of parameters, before sharding.
+        software: the training program.
+        shard: sharding level; ``None`` for the run's.
     """
     kept, optimizer, among = software.weight_state_bytes, software.optimizer_state_bytes, run.shard_size
     shard = shard or run.shard
     if software.has_lanes:
         return _own_state(run, parameters, software, shard if run.dp > 1 else "none")
-    # Programs hold weights and gradients in half precision (2 + 2 bytes), or gradients in single precision (2 + 4):
-    # weights are never the larger part.
+    # Weights and gradients have 2 + 2 bytes, or 2 + 4 with gradients in single precision: weights are at most half.
     weights = min(run.element_bytes, kept / 2)
     gradients = kept - weights
     if run.precision == "fp32":
@@ -92,18 +96,18 @@ def state_bytes(run: Run, parameters: float, software: Software, shard: Shard | 
 
 
 def _own_state(run: Run, parameters: float, software: Software, shard: Shard) -> State:
-    """``state_bytes`` of this program, whose optimizer and gradient sums use shards in single precision."""
+    """``state_bytes`` of this program, whose optimizer works on shards in single precision."""
     among = 1 if shard == "none" else run.shard_size
     is_narrow = run.element_bytes < _WIDE_BYTES
-    # A study of another program may set gradients of two bytes; without mixed precision they are as wide as weights.
+    # A study may set gradients of two bytes; without mixed precision they are as wide as the weights.
     gradient = software.weight_state_bytes - run.element_bytes if is_narrow else _WIDE_BYTES
     share = parameters * _WIDE_BYTES / among  # of the copy that the optimizer works on
     # Without sharding, and in single precision, the optimizer works on the weights themselves.
     has_own = is_narrow or shard != "none"
     weights = 0.0 if shard == "full" else parameters * run.element_bytes
-    # What ``optimizer`` reduces to shares is whole in each stage all the time, with the share in its place.
+    # With level ``optimizer``, each stage keeps its whole gradient buffer; the reduced shard is a part of it.
     gradients = parameters * gradient / (1 if shard == "optimizer" else among)
-    # The file counts the copy in single precision as the optimizer's.
+    # The program's file counts the copy in single precision as optimizer state.
     moments = parameters * (software.optimizer_state_bytes - _WIDE_BYTES) / among
     return State(
         weights + (share if has_own and not is_narrow else 0.0), gradients, moments + (share if is_narrow else 0.0)
@@ -111,15 +115,15 @@ def _own_state(run: Run, parameters: float, software: Software, shard: Shard) ->
 
 
 def lent_bytes(run: Run, software: Software, stages: Sequence[int]) -> State:
-    """Additional bytes of a tied matrix on a rank, where the first stage lends it to the last one.
+    """Additional bytes of a tied matrix on the rank of ``stages``, if the first stage lends it to the last one.
 
-    The rank of the last stage has borrowed weights and accumulates their gradient; that of the first stage receives
-    this gradient. On one rank the weights are borrowed in place, except with ``full`` sharding.
+    The rank of the last stage holds borrowed weights and accumulates their gradient; that of the first stage receives
+    this gradient. If both are one rank, the weights are borrowed in place, except with ``full`` sharding.
     """
     first, last = 0 in stages, run.num_stages - 1 in stages
     if not (run.shape.tied and run.num_stages > 1 and software.lends_tied and (first or last)):
         return State(0.0, 0.0, 0.0)
-    # Only this program lends.
+    # Sizes are those of this program, the only one that lends.
     whole = state_bytes(run, run.shape.hidden * -(-run.shape.vocab // run.tp), software, "none")
     is_copied = last and not (first and run.shard != "full")
     return State(whole.weights_bytes if is_copied else 0.0, whole.gradients_bytes, 0.0)
@@ -132,7 +136,7 @@ def kept_bytes(run: Run, software: Software) -> float:
 
 
 def key_value_bytes(run: Run) -> float:
-    """Bytes of one layer's keys and values of one micro-batch, which later token slices need."""
+    """Bytes of one layer's keys and values of one micro-batch, which later token slices read."""
     return Kept(run).key_values()
 
 
@@ -157,9 +161,10 @@ def message_bytes(run: Run, software: Software) -> float:
 
 
 def stage_recomputed_bytes(run: Run, software: Software) -> list[float]:
-    """For each stage the bytes of one micro-batch that the stage recomputes as a whole: the stage's input.
+    """For each stage the bytes that it keeps of one micro-batch whose forward it repeats (action ``R``): its input.
 
-    With token slices also the keys and values of its layers. The first stage's input, tokens, belongs to the batch.
+    With token slices also the keys and values of its layers. The input of the first stage, tokens, belongs to the
+    batch.
     """
     counts, _ = stage_layers(run, software)
     each = key_value_bytes(run) if run.slices else 0.0
@@ -181,7 +186,7 @@ def stage_pending_bytes(run: Run, software: Software) -> list[float]:
 
 
 def working_bytes(run: Run, software: Software) -> float:
-    """Bytes of the layer that is being recomputed; 0 without full recomputation."""
+    """Bytes of a layer while it is recomputed; 0 without full recomputation."""
     return kept_bytes(replace(run, recompute="none"), software) if "full" in run.recompute_kinds else 0.0
 
 
@@ -199,7 +204,7 @@ def num_logits(run: Run, software: Software) -> float:
 
 
 def logits_bytes(run: Run, software: Software) -> float:
-    """Bytes of the logits of one micro-batch and of their gradient, at the peak of the loss."""
+    """Bytes of the logits of one micro-batch and their gradient, at the peak of the loss."""
     is_gathered = software.gathers_logits and run.tp > 1
     each = software.logit_bytes + (GATHERED_COPIES * run.element_bytes if is_gathered else 0)
     return num_logits(run, software) * each

@@ -1,7 +1,7 @@
-"""Clusters of several kinds of nodes, or with slower links between some of them.
+"""Clusters with several kinds of nodes, or with slower links between some of them.
 
-Ranks fill the groups of nodes in order. Devices of one group are described by that group's cluster. Devices of several
-groups work in lock-step at the speed of the slowest, so they are described by a cluster with the slowest of everything.
+Ranks fill the groups of nodes in order. Devices of one group have the costs of the group's cluster. Devices of several
+groups work in lockstep at the speed of the slowest: they have the costs of a cluster with the slowest of everything.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +18,8 @@ class NodeGroup:
     """Nodes of one kind in one place, such as a rack or a site.
 
     Attributes:
-        cluster: their devices, links and price. Its name is the group's.
-        num_nodes: of the group.
+        cluster: devices, links and price. Its name is the group's name.
+        num_nodes: number of nodes.
     """
 
     cluster: Cluster
@@ -27,12 +27,12 @@ class NodeGroup:
 
     @property
     def name(self) -> str:
-        """Of its cluster."""
+        """Name of the group."""
         return self.cluster.name
 
     @property
     def num_devices(self) -> int:
-        """Devices of all its nodes."""
+        """Number of devices of all its nodes."""
         return self.num_nodes * self.cluster.devices_per_node
 
 
@@ -41,8 +41,8 @@ class GroupLink:
     """The network between the nodes of two groups.
 
     Attributes:
-        between: the groups' names.
-        link: with the bandwidth of one node.
+        between: names of the groups.
+        link: its bandwidth is that of one node.
     """
 
     between: tuple[str, str]
@@ -51,57 +51,55 @@ class GroupLink:
 
 @dataclass(frozen=True, kw_only=True)
 class MixedCluster(Cluster):
-    """Groups of nodes; made by ``mixed_cluster``.
+    """Groups of nodes; ``mixed_cluster`` makes it.
 
-    Its fields as a ``Cluster`` are the slowest of everything.
+    Its fields as a ``Cluster`` are the slowest of all groups and links.
 
     Attributes:
-        groups: in the order of the ranks, with a name each.
-        links: between groups, each pair at most once; two without one have the slower network of both.
+        groups: in the order of the ranks; their names differ.
+        links: between pairs of groups, at most one for each. Without a link, a pair has the slower network of both.
     """
 
     groups: tuple[NodeGroup, ...]
     links: tuple[GroupLink, ...] = ()
 
     def __eq__(self, other: object) -> bool:
-        """By name, groups and links, which determine the rest."""
+        """Compare name, groups and links, which determine all other fields."""
         if not isinstance(other, MixedCluster):
             return NotImplemented
-        # The fields of the base class follow from the groups, so comparing them as well would only take longer.
         return (self.name, self.groups, self.links) == (other.name, other.groups, other.links)
 
     def __hash__(self) -> int:
-        """Of the name, as any cluster's."""
+        """Hash of the name, as of any cluster."""
         return hash(self.name)
 
     def part(self, first: int, num_devices: int) -> Cluster:
-        """The group's cluster inside a group; over several the slowest of everything in and between them."""
-        asked = ("part", first, num_devices)
-        if asked not in self._known:
-            self._known[asked] = self._shared(tuple(index for index, _ in self._spread(first, num_devices)))
-        return self._known[asked]
+        """The cluster of the devices' group; for several groups the slowest of them and of the links between them."""
+        key = ("part", first, num_devices)
+        if key not in self._cache:
+            self._cache[key] = self._shared(tuple(index for index, _ in self._spread(first, num_devices)))
+        return self._cache[key]
 
     def route(self, first: int, other: int, num_devices: int) -> Cluster:
-        """With the network between the groups of both ends as ``inter``; the slowest such of several."""
-        asked = ("route", first, other, num_devices)
-        if asked not in self._known:
+        """A cluster whose ``inter`` is the link between the groups of both ends; the slowest of several such links."""
+        key = ("route", first, other, num_devices)
+        if key not in self._cache:
             ends = [self._spread(begin, num_devices) for begin in (first, other)]
-            # The groups of both ends change at these offsets alone: one pair of
-            # devices between two of them stands for all.
+            # The groups of both ends change only at these offsets, so one pair of devices for each suffices.
             offsets = {offset for end in ends for offset in accumulate((count for _, count in end), initial=0)}
             pairs = {
                 tuple(sorted({self._spread(begin + offset, 1)[0][0] for begin in (first, other)}))
                 for offset in offsets - {num_devices}
             }
-            self._known[asked] = self._route(tuple(sorted(pairs)))
-        return self._known[asked]
+            self._cache[key] = self._route(tuple(sorted(pairs)))
+        return self._cache[key]
 
     def kinds(self, num_devices: int) -> tuple[tuple[Cluster, int], ...]:
-        """The groups that the first devices are in."""
+        """The clusters of the groups of the first ``num_devices`` devices, each with its number of devices."""
         return tuple((self.groups[index].cluster, count) for index, count in self._spread(0, num_devices))
 
     def node_of(self, device: int) -> tuple[int, int]:
-        """Nodes are counted through all groups."""
+        """Index of a device's node across all groups, and of the device in the node."""
         ((index, _),) = self._spread(device, 1)
         before = self.groups[:index]
         own = device - sum(group.num_devices for group in before)
@@ -110,11 +108,11 @@ class MixedCluster(Cluster):
 
     @property
     def num_devices(self) -> int:
-        """Devices of all groups."""
+        """Number of devices of all groups."""
         return sum(group.num_devices for group in self.groups)
 
     def lack(self, num_devices: int) -> str | None:
-        """Groups have as many nodes as their file says."""
+        """The message about a run on more devices than all groups have; ``None`` if there are enough."""
         if num_devices <= self.num_devices:
             return None
         made_of = ", ".join(
@@ -123,7 +121,7 @@ class MixedCluster(Cluster):
         return f"the cluster {self.name} has {self.num_devices} devices ({made_of}), found a run on {num_devices}"
 
     def orders(self) -> Iterator[tuple[str, ...]]:
-        """Names of the groups; exchanging equal groups with equal links gives no other order."""
+        """Distinct orders of the groups' names; an exchange of equal groups with equal links is not distinct."""
         indices = range(len(self.groups))
         alike = [next(other for other in indices if self._are_alike(other, index)) for index in indices]
 
@@ -138,13 +136,13 @@ class MixedCluster(Cluster):
         yield from orders_of(tuple(indices))
 
     def reordered(self, order: Sequence[str]) -> Cluster:
-        """The cluster with its groups in the order of these names."""
+        """The cluster with its groups in the order of the names."""
         by_name = {group.name: group for group in self.groups}
         assert sorted(by_name) == sorted(order), "every group once"
         return replace(self, groups=tuple(by_name[name] for name in order))
 
     def each(self, change: Callable[[Cluster], Cluster]) -> Cluster:
-        """The cluster with every group changed, and every link between groups as the ``inter`` of a cluster."""
+        """The cluster with ``change`` applied to every group, and to every link as the ``inter`` of a cluster."""
         groups = [replace(one, cluster=replace(change(one.cluster), name=one.name)) for one in self.groups]
         index = {group.name: index for index, group in enumerate(self.groups)}
         routes = [self._route((tuple(sorted(index[name] for name in one.between)),)) for one in self.links]
@@ -152,7 +150,7 @@ class MixedCluster(Cluster):
         return mixed_cluster(self.name, groups, links)
 
     def _spread(self, first: int, num_devices: int) -> list[tuple[int, int]]:
-        """Indices of the groups of a range of devices, each with the number of its devices."""
+        """Indices of the groups of a range of devices, each with its number of devices in the range."""
         found, begin, last = list[tuple[int, int]](), 0, first + num_devices
         for index, group in enumerate(self.groups):
             end = begin + group.num_devices
@@ -165,52 +163,52 @@ class MixedCluster(Cluster):
         return found
 
     def _link(self, one: int, other: int) -> Link:
-        """Between the nodes of two groups."""
+        """The link between the nodes of two groups."""
         ends = [self.groups[index].cluster for index in (one, other)]
         names = {cluster.name for cluster in ends}
         named = (known.link for known in self.links if set(known.between) == names)
-        # Without a link in the file, neither group is faster than its own network.
+        # Without a link of their own, the slower of both networks.
         return next(named, None) or _slowest_link([cluster.inter for cluster in ends])
 
     def _are_alike(self, one: int, other: int) -> bool:
-        """Whether two groups may be exchanged: they and their links to others are equal."""
+        """Whether two groups are interchangeable: they and their links to other groups are equal."""
         groups = [self.groups[index] for index in (one, other)]
         plain = [replace(group, cluster=replace(group.cluster, name="")) for group in groups]
-        # Between the two of them the link is the same in both directions, so only links to third groups can differ.
+        # The link between the two is symmetric, so only links to third groups can differ.
         thirds = set(range(len(self.groups))) - {one, other}
         return plain[0] == plain[1] and all(self._link(one, third) == self._link(other, third) for third in thirds)
 
     @cached_property
-    def _known(self) -> dict[tuple[object, ...], Cluster]:
-        """Cache of parts and routes: equal ones are one object, which makes caches that use it as a key fast."""
+    def _cache(self) -> dict[tuple[object, ...], Cluster]:
+        """Parts and routes. Equal ones are the same object, which speeds up caches whose keys contain them."""
         return {}
 
     def _shared(self, indices: tuple[int, ...]) -> Cluster:
-        """Some groups as nodes of one kind."""
-        if indices not in self._known:
+        """A cluster with nodes of one kind for several groups."""
+        if indices not in self._cache:
             clusters = [self.groups[index].cluster for index in indices]
             links = [self._link(*pair) for pair in combinations(indices, 2)]
-            self._known[indices] = _slowest_cluster(clusters, links)
-        return self._known[indices]
+            self._cache[indices] = _slowest_cluster(clusters, links)
+        return self._cache[indices]
 
     def _route(self, pairs: tuple[tuple[int, ...], ...]) -> Cluster:
         """The route inside a group or between two, or the slowest of several."""
-        if pairs not in self._known:
+        if pairs not in self._cache:
             routes = [
                 replace(self._shared(pair), inter=self._link(*pair)) if len(pair) == 2 else self._shared(pair)
                 for pair in pairs
             ]
-            self._known[pairs] = _slowest_cluster(routes, [])
-        return self._known[pairs]
+            self._cache[pairs] = _slowest_cluster(routes, [])
+        return self._cache[pairs]
 
 
 def mixed_cluster(name: str, groups: Sequence[NodeGroup], links: Sequence[GroupLink] = ()) -> MixedCluster:
     """A cluster of several groups of nodes.
 
     Args:
-        name: of the whole.
+        name: of the cluster.
         groups: at least one, in the order of the ranks.
-        links: between them.
+        links: between groups.
     """
     every = _slowest_cluster([group.cluster for group in groups], [one.link for one in links])
     return MixedCluster(
@@ -229,10 +227,10 @@ def mixed_cluster(name: str, groups: Sequence[NodeGroup], links: Sequence[GroupL
 
 
 def _slowest_cluster(clusters: Sequence[Cluster], links: Sequence[Link]) -> Cluster:
-    """A cluster of one kind of nodes with the slowest of everything in several clusters and links."""
+    """A cluster with nodes of one kind: the slowest of everything in several clusters and links."""
     first = clusters[0]
     inter = _slowest_link([*(cluster.inter for cluster in clusters), *links])
-    # The object itself, so that caches find it.
+    # Return the same object if possible: comparisons of cache keys are faster.
     if inter == first.inter and all(replace(cluster, name=first.name) == first for cluster in clusters):
         return first
     hosts = [cluster.host for cluster in clusters]
@@ -255,7 +253,7 @@ def _slowest_link(links: Sequence[Link]) -> Link:
 
 
 def _slowest_device(devices: Sequence[Device]) -> Device:
-    """A device with the lowest rate of all at each size of a product, in each precision that all support."""
+    """A device with the lowest rate of all for each size of a matrix product, in each precision that all support."""
     first = devices[0]
     if all(device == first for device in devices):
         return first
@@ -274,7 +272,7 @@ def _slowest_device(devices: Sequence[Device]) -> Device:
 
 
 def _lowest_fractions(devices: Sequence[Device], precision: str) -> Curve:
-    """The lowest rate of the devices over the size of a product, as a fraction of the lowest peak."""
+    """(FLOPs, lowest rate of the devices as a fraction of the lowest peak)."""
     curves = [device.matmul_curves.get(precision, device.matmul_curve) for device in devices]
     peaks = [device.peak_flops_per_s[precision] for device in devices]
     both = list(zip(peaks, curves, strict=True))
@@ -283,7 +281,7 @@ def _lowest_fractions(devices: Sequence[Device], precision: str) -> Curve:
 
 
 def _lowest_bus(clusters: Sequence[Cluster], inter: Link) -> dict[Collective, Curve]:
-    """The lowest bus bandwidth over the number of nodes, scaled to the network ``inter``."""
+    """Collective -> (number of nodes, lowest bus bandwidth), scaled to the network ``inter``."""
     curves: dict[Collective, Curve] = {}
     for kind in dict.fromkeys(kind for cluster in clusters for kind in cluster.bus_curves):
         sizes = sorted({num for cluster in clusters for num, _ in cluster.bus_curves.get(kind, ())})
@@ -296,12 +294,12 @@ def _bus_at(cluster: Cluster, kind: Collective, num_nodes: float, inter: Link) -
     if num_nodes <= 1:
         return interpolate(curve, num_nodes) if curve else cluster.intra.bytes_per_s
     across = interpolate(curve, num_nodes) if curve else cluster.inter.bytes_per_s
-    # A curve was measured on the group's own network: over a slower one it is lower in proportion.
+    # The curve was measured on the group's own network; a slower one reduces it in proportion.
     return across * min(1.0, inter.bytes_per_s / cluster.inter.bytes_per_s)
 
 
 def _slowest_curves(clusters: Sequence[Cluster]) -> dict[Collective, tuple[CollectiveCurve, ...]]:
-    """For each collective and number of ranks the measured curve that is lowest at its largest message."""
+    """For each collective and group size, the measured curve that is lowest at its largest message."""
     found: dict[Collective, dict[int, CollectiveCurve]] = {}
     for cluster in clusters:
         for kind, curves in cluster.collective_curves.items():

@@ -1,6 +1,6 @@
 """Partition of pieces into contiguous stages that minimizes the seconds of the slowest pipeline rank.
 
-A rank's work in a step is that of all its stages, so with loops the ranks have to be balanced, not the stages: the
+A rank runs all of its stages in a step, so with several stages per rank the ranks must be balanced, not the stages: the
 remainders of an uneven division must not all be on one rank.
 """
 
@@ -24,27 +24,27 @@ Floats = NDArray[np.float64]
 Cuts = NDArray[np.int64]
 
 SAME = 1e-9
-"""Relative difference below which seconds count as equal: sums in another order differ by rounding."""
+"""Relative difference below which seconds are equal: sums in different orders differ by rounding."""
 
 FEW = 5000
-"""Most cuts to enumerate, which takes some milliseconds."""
+"""Largest number of cuts to enumerate, which takes some milliseconds."""
 
 STARTS = 2
-"""Cuts from which a search starts."""
+"""Number of cuts from which a search starts."""
 
 PATIENCE = 600
-"""Moves in a row without improvement after which a search ends, times stages: with few stages moves are faster."""
+"""A search ends after PATIENCE / stages moves in a row without improvement; with few stages moves are faster."""
 
 
 def default_partition(
     model: ModelConfig, seq_len: int, placement: Placement, recompute: Sequence[Recompute]
 ) -> tuple[int, ...]:
-    """The partition that minimizes the most FLOPs of a rank, with embedding, head and recomputation.
+    """The partition that minimizes the FLOPs of the slowest rank, with embedding, head and recomputation.
 
     Args:
         model: resolved.
         seq_len: tokens of a sequence.
-        placement: stages, and the rank of each.
+        placement: stage -> pipeline rank.
         recompute: of each layer.
 
     Raises:
@@ -58,17 +58,17 @@ def fastest_partition(
 ) -> tuple[int, ...]:
     """Cut the pieces into stages of at least one contiguous piece each.
 
-    With equal layers, or one stage for each rank, it minimizes, in this order: the seconds of the slowest rank, which
-    has the work of all its stages; those of the slowest stage; the sum of the stages' squared seconds, so that the rest
-    is balanced too. Of equal stages the later ones get the remaining layers: the first ones keep activations of more
-    micro-batches, and ranks then run their longer stages at the same time.
+    With equal layers, or one stage per rank, it minimizes, in this order: the seconds of the slowest rank, summed over
+    its stages; those of the slowest stage; the sum of the stages' squared seconds, so that the others are balanced,
+    too. Of equal stages, later ones get the remaining layers: early stages keep activations of more micro-batches, and
+    ranks then run their longer stages at the same time.
 
-    With uneven layers and several stages on a rank, balanced ranks may still wait for each other all the time, since
-    their long stages run at different times. The first stages of all ranks are one round, the second ones the next; the
-    slowest stage of a round limits its micro-batches. So there the first criterion is the sum of the rounds' slowest
-    stages, which is never below the slowest rank; then the slowest rank, then the squares.
+    With uneven layers and several stages per rank, balanced ranks may still wait for each other all the time, since
+    their long stages run at different times. The first stages of all ranks are one round, their second stages the next;
+    the slowest stage of a round limits its throughput. So the first criterion is the sum over rounds of the slowest
+    stage's seconds, which is never below the slowest rank's; then the slowest rank, then the squares.
 
-    Exact
+    The result is optimal
 
     - where all pieces except the first and the last are equal (embedding, equal layers, head): each layer goes to the
       stage that is fastest with one more, within the limit of its rank. Limits of stages are nested in those of ranks,
@@ -76,13 +76,13 @@ def fastest_partition(
     - where every rank has one stage: dynamic programming over (stages, pieces);
     - where there are at most ``FEW`` cuts: by enumeration.
 
-    Otherwise a tabu search improves even stages, which does not always find the best (docs/plan.md has the rate on
-    small cases).
+    Otherwise a tabu search improves even stages, without a guarantee (docs/plan.md has its success rate on small
+    cases).
 
     Args:
         seconds: of each piece, in order, not negative; for one micro-batch or for the whole step.
-        placement: stages, and the rank of each.
-        slowness: for each rank a factor of the seconds, above 0; ``None`` where ranks are alike.
+        placement: stage -> pipeline rank.
+        slowness: for each rank a factor of the seconds, above 0; ``None`` if all ranks are equally fast.
 
     Returns:
         Number of pieces of each stage.
@@ -118,9 +118,10 @@ def _equal_layers(
         ranks.base[rank] += base[stage]
         ranks.held[rank] += stages.held[stage]
     left = layers - inner
-    # First the least seconds of the slowest rank, then stages within the limits of ranks that follow from it.
+    # First minimize the slowest rank's seconds, then divide layers among stages within the limits of ranks that follow.
     rank_room = ranks.room(ranks.poured(left).slowest_s(), left)
-    if len(set(slow)) == 1:  # the stage that is fastest with one more is also the one whose square grows least
+    # With equal ranks, the stage that is fastest with one layer more is also the one whose square grows least.
+    if len(set(slow)) == 1:
         best = stages.poured(left, owner, rank_room)
     else:
         slowest_s = stages.poured(left, owner, rank_room).slowest_s()
@@ -133,9 +134,9 @@ class _Places:
     """Stages, or ranks, with their layers.
 
     Attributes:
-        base: for each place the seconds without layers.
+        base: for each place its seconds without layers.
         step: for each place the seconds of a layer.
-        held: for each place its layers.
+        held: for each place its number of layers.
     """
 
     base: list[float]
@@ -147,8 +148,8 @@ class _Places:
         return max(base + step * held for base, step, held in zip(self.base, self.step, self.held, strict=True))
 
     def room(self, limit_s: float, most: int) -> list[int]:
-        """For each place the layers, at most ``most``, that it can add without exceeding ``limit_s``."""
-        # A sum in another order may be above the limit by rounding, and a place would lose a layer.
+        """For each place the number of layers, at most ``most``, that it can add without exceeding ``limit_s``."""
+        # Rounding may put a sum slightly above the limit, which would cost a place one layer.
         limit_s *= 1 + SAME
         return [
             most if step <= 0 else max(0, min(most, int((limit_s - base) / step) - held))
@@ -164,15 +165,15 @@ class _Places:
         *,
         by_squares: bool = False,
     ) -> "_Places":
-        """The places with ``amount`` more layers, each where it costs least; of equals, at the last place.
+        """The places with ``amount`` more layers, each added where it costs least; of equal places, at the last.
 
         Args:
-            amount: of layers, within the limits.
+            amount: number of layers, within the limits.
             group: for each place its group, if groups have limits.
-            group_room: layers that each group may add.
-            room: layers that each place may add; ``None`` without a limit.
-            by_squares: whether the cost of a layer is the increase of the place's squared seconds; else the place's
-                seconds with it.
+            group_room: for each group the number of layers that it may add.
+            room: for each place the number of layers that it may add; ``None`` for no limit.
+            by_squares: whether the cost of a layer is the increase of the place's squared seconds, instead of the
+                place's seconds with the layer.
         """
         held, count = list(self.held), len(self.held)
         full = (
@@ -186,7 +187,7 @@ class _Places:
         else:
             first, more = [base + step for base, step in zip(self.base, self.step, strict=True)], self.step
         place_of, left = group or range(count), list(group_room or repeat(amount, count))
-        # The negative number makes the last of equal places come first.
+        # Negative indices, so that the heap returns the last of equal places.
         heap = [(first[place] + more[place] * held[place], -place) for place in range(count)]
         heapify(heap)
         while amount:
@@ -207,8 +208,8 @@ class Uneven:
     """Partitions of pieces with any seconds.
 
     A *cut* is the index of a stage's first piece; 0 and the number of pieces are cuts, too. The first stages of all
-    ranks are the first *round*, the second ones the second round, and so on. The objective is the sum of the rounds'
-    slowest stages, then the slowest rank, then the sum of the stages' squares.
+    ranks are the first *round*, their second stages the second round, and so on. The objective is the sum over rounds
+    of the slowest stage's seconds, then the slowest rank's seconds, then the sum of the stages' squared seconds.
 
     Attributes:
         seconds: of each piece.
@@ -221,7 +222,7 @@ class Uneven:
     slow: Sequence[float]
 
     def best(self) -> tuple[int, ...]:
-        """Pieces of each stage."""
+        """Number of pieces of each stage."""
         pieces, stages = len(self.seconds), len(self.owner)
         if len(self.slow) == stages:
             cuts = self._even(self._stage_slow)
@@ -232,7 +233,7 @@ class Uneven:
         return tuple(int(size) for size in np.diff(cuts))
 
     def tried(self) -> Cuts:
-        """The best of all cuts."""
+        """The best of all cuts, by enumeration."""
         return self._best_of(np.array(list(combinations(range(1, len(self.seconds)), len(self.owner) - 1))))
 
     def searched(self) -> Cuts:
@@ -240,7 +241,7 @@ class Uneven:
         return self._best_of(np.array([self._walked(start)[1:-1] for start in self._starts()]))
 
     def judged(self, stages: Floats) -> tuple[Floats, Floats, Floats]:
-        """For each row of stages' seconds the objective: rounds, slowest rank, sum of squares."""
+        """The objective for each row of stages' seconds: rounds, slowest rank, sum of squares."""
         order, starts = self._rounds
         rounds = np.maximum.reduceat(stages[:, order], starts, axis=1).sum(1)
         return rounds, (stages @ self._on_rank).max(1), (stages * stages).sum(1)
@@ -264,22 +265,22 @@ class Uneven:
 
     @cached_property
     def _rounds(self) -> tuple[Cuts, Cuts]:
-        """The stages in the order of their rounds, and the index of each round's first stage there."""
+        """The stages ordered by round, and the index of each round's first stage in that order."""
         number = [self.owner[:stage].count(rank) for stage, rank in enumerate(self.owner)]
         return np.argsort(number, kind="stable"), np.searchsorted(np.sort(number), np.arange(max(number) + 1))
 
     def _stages(self, cuts: Cuts) -> Floats:
-        """Seconds of the stages, for cuts or rows of cuts."""
+        """Seconds of the stages, for one array of cuts or for rows of cuts."""
         return np.diff(self._total[cuts], axis=-1) * self._stage_slow
 
     def _best_of(self, inner: Cuts) -> Cuts:
-        """The best of several rows of inner cuts, with both ends."""
+        """The best of several rows of cuts without both ends, with both ends."""
         ends = np.zeros((len(inner), 1), dtype=np.int64)
         cuts = np.hstack([ends, inner, ends + len(self.seconds)])
         return cuts[_first(self.judged(self._stages(cuts)))]
 
     def _even(self, weight: Floats) -> Cuts:
-        """The cuts with the smallest largest ``weight x work`` of a stage, then with the least sum of squares."""
+        """The cuts that minimize the maximum of a stage's ``weight x work``, then the sum of its squares."""
         work = self._total[None, :] - self._total[:, None]  # [begin, end]
         # A stage has at least one piece.
         work[np.tril_indices(len(work))] = np.inf
@@ -301,7 +302,7 @@ class Uneven:
         return np.array(cuts[::-1])
 
     def _starts(self) -> Iterator[Cuts]:
-        """Even stages first; then the weights of ranks are corrected by their loads."""
+        """Cuts of even stages, then of stages whose weights are corrected by the loads of their ranks."""
         weight = self._stage_slow
         for _ in range(STARTS):
             cuts = self._even(weight)
@@ -311,15 +312,15 @@ class Uneven:
 
     @cached_property
     def _moves(self) -> tuple[Cuts, Cuts, Cuts]:
-        """All moves of adjacent cuts by one: direction (0 up, 1 down), first inner cut, one past the last."""
+        """All moves of adjacent cuts by one piece: direction (0 up, 1 down), first inner cut, last inner cut + 1."""
         begin, end = np.triu_indices(len(self.owner) - 1)
         return np.repeat([0, 1], len(begin)), np.tile(begin, 2), np.tile(end + 1, 2)
 
     def _walked(self, cuts: Cuts) -> Cuts:
-        """The best cuts of a tabu search: each step takes the best move to cuts that were not visited.
+        """The best cuts of a tabu search, which always takes the best move to cuts that it has not visited.
 
-        A move shifts one piece over each boundary of its cuts; only moves that shorten the slowest stage of a round are
-        considered. The search ends after moves without improvement (``PATIENCE``).
+        A move shifts one piece over each of some adjacent cuts. Only moves that shorten the slowest stage of a round
+        are considered. The search ends after moves without improvement (``PATIENCE``).
         """
         best, best_key = cuts, tuple(float(key[0]) for key in self.judged(self._stages(cuts)[None]))
         seen, since = {cuts.tobytes()}, 0
@@ -335,7 +336,7 @@ class Uneven:
         return best
 
     def _moves_from(self, cuts: Cuts) -> Iterator[tuple[tuple[float, ...], Cuts]]:
-        """Moves that shorten the slowest stage of a round, best first: (objective, cuts)."""
+        """(objective, cuts) of the moves that shorten the slowest stage of a round, best first."""
         now = self._stages(cuts)
         over = np.array([self._pieces[cuts[1:-1]], -self._pieces[cuts[1:-1] - 1]])
         gained = _sums(over, np.diag(self._stage_slow))
@@ -343,11 +344,11 @@ class Uneven:
         order, starts = self._rounds
         slowest = [part[now[part].argmax()] for part in np.split(order, starts[1:])]
         helps = (gained[way, end][:, slowest] < gained[way, begin][:, slowest]).any(1)
-        # The stage that gives a piece must keep one.
+        # A stage that loses a piece must keep one.
         helps &= np.diff(cuts)[np.where(way, begin, end)] > 1
         way, begin, end = way[helps], begin[helps], end[helps]
         rounds, ranks, squares = self.judged(now + gained[way, end] - gained[way, begin])
-        # lexsort takes its last key as the first.
+        # The last key of lexsort is the primary one.
         for move in np.lexsort((squares, rounds)):
             then = cuts.copy()
             then[begin[move] + 1 : end[move] + 1] += -1 if way[move] else 1
@@ -355,16 +356,16 @@ class Uneven:
 
 
 def _sums(over: Floats, groups: Floats) -> Floats:
-    """(directions, boundaries + 1, groups): gains of groups when ``over`` crosses all boundaries before one."""
+    """(directions, boundaries + 1, groups): seconds that groups gain if ``over`` crosses all boundaries before one."""
     gains = over[..., None] * (groups[:-1] - groups[1:])
     return np.concatenate([np.zeros_like(gains[:, :1]), np.cumsum(gains, axis=1)], axis=1)
 
 
 def _first(keys: Sequence[Floats]) -> int:
-    """Index of the least row by the first key, then by the second one among equals, and so on."""
+    """Index of the smallest row by the first key, of equal ones by the second, and so on."""
     left = np.arange(len(keys[0]))
     for key in keys:
-        # Equal up to rounding, or the first key alone would decide.
+        # Up to rounding, since otherwise the first key alone would decide.
         left = left[key[left] <= key[left].min() * (1 + SAME)]
     return int(left[0])
 

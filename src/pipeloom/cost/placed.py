@@ -1,8 +1,8 @@
 """A run on a cluster with a training program: nodes of its ranks, and seconds of its stages.
 
-Ranks are numbered with the tensor axis innermost, then data, then pipeline (``pipeloom.workload.layout``), so that a
-pipeline rank has ``dp x tp`` adjacent devices. They work in lock-step, tensor-parallel ranks at each collective and
-replicas at the end of a step, so that the slowest determines their seconds.
+In global ranks the tensor axis is innermost, then data, then pipeline (``pipeloom.workload.layout``), so that a
+pipeline rank has ``dp x tp`` adjacent devices. They work in lockstep, since tensor-parallel ranks meet at each
+collective and replicas at the end of a step: the slowest device determines their seconds.
 """
 
 from collections.abc import Sequence
@@ -32,11 +32,11 @@ from pipeloom.workload.run import Run
 class Placed:
     """A run with everything that its prediction depends on except its schedule.
 
-    Members that depend on the nodes of ranks raise a ``UserError`` where the cluster has too few devices.
+    Members that depend on the nodes of ranks raise a ``UserError`` if the cluster has too few devices.
 
     Attributes:
         run: model and layout.
-        cluster: that it runs on.
+        cluster: where it runs.
         software: the training program.
     """
 
@@ -45,26 +45,26 @@ class Placed:
     software: Software
 
     def of(self, run: Run) -> "Placed":
-        """Another run in the same place."""
+        """Another run on the same cluster with the same program."""
         return self if run is self.run else replace(self, run=run)
 
     @cached_property
     def placement(self) -> Placement:
-        """The pipeline rank of each stage."""
+        """Stage -> pipeline rank."""
         return placement_of(self.run)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Layers of each stage."""
+        """Number of layers of each stage."""
         return stage_layers(self.run, self.software)[0]
 
     @cached_property
     def parameters(self) -> tuple[float, ...]:
-        """Parameters of each stage that one device holds."""
+        """Number of parameters of each stage on one device."""
         return stage_parameters(self.run, self.software)
 
     def first_device(self, rank: int) -> int:
-        """The first of a pipeline rank's adjacent devices."""
+        """Index of the first of a pipeline rank's adjacent devices."""
         return place_of(rank, self.run.pipeline_order) * self.run.dp * self.run.tp
 
     @property
@@ -73,13 +73,13 @@ class Placed:
         return [self.first_device(rank) for rank in range(self.run.pp)]
 
     def are_near(self, one: int, other: int) -> bool:
-        """Whether each device of a pipeline rank is on the same node as its peer of another rank."""
+        """Whether each device of a pipeline rank is on the same node as its peer of the other rank."""
         begin, end, node_of = self.first_device(one), self.first_device(other), self.cluster.node_of
         return all(node_of(begin + n)[0] == node_of(end + n)[0] for n in range(self.run.dp * self.run.tp))
 
     @property
     def parts(self) -> tuple[Cluster, ...]:
-        """For each pipeline rank the cluster of one kind of nodes that represents its devices."""
+        """For each pipeline rank a cluster with nodes of one kind that represents its devices."""
         return _parts(self.cluster, self.run.dp * self.run.tp, self.run.pp, self.run.pipeline_order)
 
     @property
@@ -88,21 +88,21 @@ class Placed:
         return _kinds(self.cluster, self.run.dp * self.run.tp, self.run.pp, self.run.pipeline_order)
 
     def route(self, one: int, other: int) -> Cluster:
-        """The cluster of one kind of nodes that represents messages between two pipeline ranks."""
+        """A cluster with nodes of one kind that represents messages between two pipeline ranks."""
         size = self.run.dp * self.run.tp
         return self.cluster.route(self.first_device(one), self.first_device(other), size)
 
     @cached_property
     def device_bytes(self) -> tuple[float, ...]:
-        """Memory of one device of each pipeline rank."""
-        # Most clusters have one kind of nodes, and need no look-up for each rank.
+        """Memory of one device of each pipeline rank, in bytes."""
+        # Most clusters have one kind of nodes, and need no lookup for each rank.
         if len(self._kinds) == 1:
             return (self._kinds[0].device.memory_bytes,) * self.run.pp
         return tuple(part.device.memory_bytes for part in self.parts)
 
     @property
     def pieces(self) -> tuple[PieceSeconds, ...]:
-        """For each pipeline rank the seconds of the model's pieces there, if all layers recompute ``run.recompute``."""
+        """For each pipeline rank the seconds of the model's pieces, if all layers recompute ``run.recompute``."""
         of_part = {part: piece_seconds(self.run, part, self.software) for part in self._kinds}
         if len(of_part) == 1:
             return tuple(of_part.values()) * self.run.pp
@@ -110,7 +110,7 @@ class Placed:
 
     @property
     def fastest_pieces(self) -> PieceSeconds:
-        """Seconds of the model's pieces, each on the rank where it is fastest."""
+        """Seconds of the model's pieces, each on the fastest rank for it."""
         pieces = [piece_seconds(self.run, part, self.software) for part in self._kinds]
         if len(pieces) == 1:
             return pieces[0]
@@ -122,7 +122,7 @@ class Placed:
 
     @property
     def slowness(self) -> tuple[float, ...]:
-        """For each pipeline rank the seconds of a layer, forward and backward, as a multiple of the fastest rank's."""
+        """For each pipeline rank the seconds of a layer, forward and backward, / those on the fastest rank."""
         layer_s = [sum(pieces.layer) for pieces in self.pieces]
         fastest_s = min(layer_s)
         return tuple(seconds / fastest_s for seconds in layer_s)
@@ -131,7 +131,7 @@ class Placed:
     def recompute_s(self) -> tuple[float, ...]:
         """For each pipeline rank the additional seconds of a layer's backward with full recomputation.
 
-        They differ from those of a forward: where a host's launches take longest, they overlap with the device.
+        They may differ from a forward's, since launches of the host overlap with compute of the device.
         """
         plain = self.of(replace(self.run, recompute="none", recompute_layers=None)).pieces
         again = self.of(replace(self.run, recompute="full", recompute_layers=None)).pieces
@@ -146,12 +146,12 @@ class Placed:
         return [sum(ends.embedding), *(sum(pieces[kind].layer) for kind in recompute), sum(ends.head)]
 
     def with_fastest_layers(self, slowness: Sequence[float] | None = None) -> "Placed":
-        """The run partitioned so that its slowest rank is as fast as possible, by the seconds of its pieces.
+        """The run with the partition that minimizes the seconds of its slowest rank.
 
-        Uses the run's placement and ignores its layers.
+        Uses the run's placement and ignores ``run.layers_by_stage``.
 
         Args:
-            slowness: for each pipeline rank a factor of the fastest rank's seconds; ``None`` for those of its devices.
+            slowness: for each pipeline rank a factor of the fastest rank's seconds; ``None`` for ``self.slowness``.
 
         Raises:
             UserError: more stages than pieces.
@@ -161,7 +161,7 @@ class Placed:
 
     @property
     def balanced(self) -> "Placed":
-        """The run partitioned by seconds, if its program balances layers and its ranks are not equally fast.
+        """The run with fastest layers, if its program balances layers and its ranks are not equally fast.
 
         Raises:
             UserError: more stages than pieces.
@@ -175,8 +175,8 @@ class Placed:
     def costs(self) -> StageCosts:
         """Seconds of each stage's forward and backward for one micro-batch, and of messages between stages.
 
-        A stage is as fast as its rank's part of the cluster. The weight half of a split backward has the second of the
-        two products of each weight matrix, the accumulation over micro-batches, and all of the embedding's backward.
+        A stage runs on its rank's part of the cluster. The weight half of a split backward has the second of the two
+        products of each weight matrix, the accumulation over micro-batches, and all of the embedding's backward.
         """
         run, software, owner = self.run, self.software, self.placement.rank_by_stage
         counts, head = stage_layers(run, software)
@@ -214,11 +214,11 @@ class Placed:
 
 
 _FIXED_SHARES = (0.4, 0.6)
-"""Forward's and backward's shares of the fixed seconds of a micro-batch. An assumption: calibrations determine their
-sum alone, and a backward launches more than a forward."""
+"""Shares of forward and backward in the fixed seconds of a micro-batch. An assumption: calibrations determine only
+their sum, and a backward launches more kernels than a forward."""
 
 
-# Many runs of a search have the same parts; equal ones are one object, which makes caches that use it as a key fast.
+# Many runs of a search have the same parts; with the same objects, caches whose keys contain them are fast.
 @lru_cache(maxsize=4096)
 def _parts(cluster: Cluster, size: int, pp: int, order: tuple[int, ...] | None) -> tuple[Cluster, ...]:
     return tuple(cluster.part(place_of(rank, order) * size, size) for rank in range(pp))
@@ -230,7 +230,7 @@ def _kinds(cluster: Cluster, size: int, pp: int, order: tuple[int, ...] | None) 
 
 
 def _layers_s(placed: Placed) -> list[tuple[float, float]]:
-    """For each stage the seconds of its layers, forward and backward, by what each layer recomputes."""
+    """For each stage the seconds of its layers, forward and backward, with the recomputation of each layer."""
     stages = layers_by_recompute(placed.run, placed.software)
     each_s = {
         alike.recompute: [pieces.layer for pieces in placed.of(alike).pieces]
@@ -246,7 +246,7 @@ def _layers_s(placed: Placed) -> list[tuple[float, float]]:
 
 
 def _boundary_s(placed: Placed) -> tuple[float, ...]:
-    """For each boundary between two stages the seconds of one message over it."""
+    """For each boundary between consecutive stages the seconds of one message."""
     pairs = list(pairwise(placed.placement.rank_by_stage))
     routes = {pair: (placed.route(*pair), _is_inside(placed, *pair)) for pair in set(pairs)}
     of_route = {route: _transfer_s(placed, route[0], is_inside=route[1]) for route in dict.fromkeys(routes.values())}
@@ -257,8 +257,7 @@ def _boundary_s(placed: Placed) -> tuple[float, ...]:
 def _is_inside(placed: Placed, one: int, other: int) -> bool:
     """Whether messages between two pipeline ranks stay inside a node.
 
-    In ascending order all boundaries count as the slowest, which limits the pipeline; with ``pipeline_order`` each
-    counts as it is.
+    Without ``pipeline_order`` all boundaries count as the slowest, which limits the pipeline.
     """
     if placed.run.pipeline_order is None:
         return placed.run.num_devices <= placed.route(one, other).devices_per_node
@@ -268,7 +267,7 @@ def _is_inside(placed: Placed, one: int, other: int) -> bool:
 def _tied_message_s(placed: Placed) -> tuple[float, float]:
     """Seconds of sending a tied matrix from the first stage's rank to the last stage's, and its gradient back.
 
-    Each device sends its slice. Zero without such messages; ``step_terms`` has the reduction of other programs.
+    Each device sends its slice. 0 for programs without these messages; ``step_terms`` has their reduction.
     """
     run, software, ends = placed.run, placed.software, tied_ranks(placed.run)
     if ends is None or not software.lends_tied:
@@ -284,30 +283,30 @@ def _tied_message_s(placed: Placed) -> tuple[float, float]:
 
 
 def _transfer_s(placed: Placed, route: Cluster, *, is_inside: bool) -> float:
-    """Seconds of one message between consecutive pipeline ranks, whose device numbers differ by dp x tp.
+    """Seconds of one message between consecutive pipeline ranks, whose devices are dp x tp apart.
 
-    Between nodes a device sends through its own adapter (``Cluster.sharing``), even if others are idle.
+    Between nodes a device sends through its own adapter only (``Cluster.sharing``).
     """
     run, software = placed.run, placed.software
     if run.pp == 1:
         return 0.0
     measured_s = piece_seconds(run, route, software).message_s
-    # Processes that share cores copy their messages themselves: their seconds of a core were measured.
+    # Processes that share cores copy messages themselves; the seconds of a core for that were measured.
     if is_inside and measured_s:
         return measured_s
-    # Each tensor-parallel rank sends its part: by Megatron's scatter/gather (arXiv 2104.04473, section 4.1), and with
-    # sequence parallelism it has no more.
+    # Each tensor-parallel rank sends its share, with Megatron's scatter/gather (arXiv 2104.04473, section 4.1) or
+    # sequence parallelism.
     is_cut = run.tp > 1 and (software.scatter_gather or run.sequence_parallel)
     message = run.tokens * run.shape.hidden * run.element_bytes / (run.tp if is_cut else 1)
     use, sharing = software.efficiency, route.sharing(run.tp * run.dp)
     seconds = route.p2p_s(message, is_inside=is_inside, sharing=sharing, efficiency=use.p2p)
-    # Otherwise one after the other.
+    # A program that is not ``is_both_ways`` sends and receives one after the other.
     return (seconds + use.exchange_s) * (1 if software.is_both_ways else 2)
 
 
 @dataclass(frozen=True)
 class OfPlaced:
-    """Base of values about a placed run.
+    """Base class of values about a placed run.
 
     Attributes:
         placed: the run.
@@ -322,7 +321,7 @@ class OfPlaced:
 
     @property
     def cluster(self) -> Cluster:
-        """That it runs on."""
+        """Where it runs."""
         return self.placed.cluster
 
     @property

@@ -1,11 +1,11 @@
-"""Seconds of token slices: of a stage for consecutive tokens of a sequence that attend to earlier ones.
+"""Seconds of token slices: of a stage for consecutive tokens of a sequence, which attend to earlier ones.
 
-With ``c`` tokens before a slice of ``l``, everything except the core of attention takes as long as for a sequence of
-``l``, which uses a device less well. Attention has ``l c`` more scores than for a sequence of ``l``, in kernels that
-skip masked scores (``T^2 / 2`` for a sequence of T) as in those that do not (``T^2``). Keys and values of the ``c``
-tokens are read, and their gradients updated, for a slice of any length. So a device takes about ``f(l) + a l c + b c``
-(TeraPipe, arXiv 2102.07988, section 3.3, and the regression of its code), and a little more where products are small.
-Where it waits for the host to launch the kernels of a short slice, the additional seconds fill that wait first.
+For a slice of ``l`` tokens after ``c`` earlier ones, everything except the core of attention takes as long as for a
+sequence of ``l`` tokens. Attention has ``l c`` more scores than for such a sequence, both in kernels that skip masked
+scores (``T^2 / 2`` for a sequence of T) and in those that do not (``T^2``). Keys and values of the ``c`` tokens are
+read, and their gradients updated, once per slice. So a device takes about ``f(l) + a l c + b c`` (TeraPipe, arXiv
+2102.07988, section 3.3, and the regression of its code). If the device waits for the host to launch the kernels of a
+short slice, the additional work runs during that wait first.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class SliceCosts:
     """Costs for each stage and token slice.
 
     Attributes:
-        whole: of actions on a whole stage: gathers, reductions, a tied matrix.
+        whole: costs of actions on a whole stage, such as gathers, reductions and messages of a tied matrix.
         slices: for each slice the costs of its compute and its messages.
     """
 
@@ -46,16 +46,16 @@ class SliceCosts:
     slices: tuple[StageCosts, ...]
 
     def seconds(self, action: Action) -> float:
-        """Seconds that ``action`` keeps its lane busy."""
+        """Seconds that ``action`` occupies its lane."""
         return (self.whole if action.microbatch is None else self.slices[action.slice]).seconds(action)
 
     def move_s(self, stage: int, content: Content) -> float:
-        """Seconds of moving some of what there is of a stage between device and host."""
+        """Seconds of moving contents of a stage between device and host, in either direction."""
         return self.whole.move_s(stage, content)
 
 
 def moved(part: StageCosts, whole: StageCosts, share: float) -> StageCosts:
-    """Costs of a slice with its share of the moves of a micro-batch's activations."""
+    """``part``, the costs of a slice, with its share of the seconds of moving a micro-batch's activations."""
     return replace(
         part,
         evict_s=tuple(seconds * share for seconds in whole.evict_s),
@@ -66,17 +66,17 @@ def moved(part: StageCosts, whole: StageCosts, share: float) -> StageCosts:
 class SliceModel:
     """Seconds of slices of a run's sequences.
 
-    Where the pieces of whole sequences were measured, the closed forms of slices are scaled by the same factor.
+    If the pieces of whole sequences were measured, the closed forms of slices are scaled by measured / closed form.
 
     Args:
-        placed: the run; its slices are ignored.
+        placed: the run; ``run.slices`` is ignored.
 
     Raises:
         UserError: the cluster has too few devices.
     """
 
     def __init__(self, placed: Placed) -> None:
-        # The partition is fixed here: with shorter sequences the head weighs more, and the partition would differ.
+        # Fix the partition: for shorter sequences the head's share is larger, and another partition would be chosen.
         whole = placed.of(replace(placed.run, slices=(), layers_by_stage=placed.layers))
         self._placed = replace(whole, cluster=_unmeasured(placed.cluster))
         self._whole = whole.costs
@@ -88,9 +88,9 @@ class SliceModel:
         self._layers = _layers(self._placed)
 
     def stage_costs(self, length: int, before: int) -> StageCosts:
-        """Costs of the stages for a slice, and its messages.
+        """Costs of the stages for a slice, and of its messages.
 
-        Attention's core has no weights: its seconds for earlier tokens belong to the input half of a backward.
+        The core of attention has no weights: its seconds for earlier tokens belong to the input half of a backward.
 
         Args:
             length: tokens of the slice.
@@ -112,7 +112,7 @@ class SliceModel:
         """Costs of the actions of a schedule of slices.
 
         Args:
-            whole: of whole micro-batches, with all other actions of the schedule.
+            whole: of whole micro-batches, and of all other actions of the schedule.
             lengths: tokens of each slice.
         """
         parts: list[StageCosts] = []
@@ -124,11 +124,11 @@ class SliceModel:
         return SliceCosts(whole, tuple(parts))
 
     def seconds(self, lengths: Seconds, before: Seconds) -> Seconds:
-        """Forward and backward of slices: the mean of the stages of the rank that is slowest with a whole sequence.
+        """Seconds of forward and backward of slices: mean over the stages of the rank slowest with a whole sequence.
 
         Args:
-            lengths: tokens of each.
-            before: tokens before each.
+            lengths: tokens of each slice.
+            before: tokens before each slice.
         """
         owner = self._placed.placement.rank_by_stage
         both = [f + b for f, b in zip(self._whole.forward_s, self._whole.backward_s, strict=True)]
@@ -147,19 +147,17 @@ class SliceModel:
         return total / len(stages)
 
     def through_s(self, lengths: Seconds, before: Seconds) -> Seconds:
-        """Seconds of slices from rank to rank, forward and backward, with their messages.
-
-        The mean of all boundaries, since a slice crosses each of them.
+        """``seconds`` of slices, with a message forward and one back: their mean over all boundaries.
 
         Args:
-            lengths: tokens of each.
-            before: tokens before each.
+            lengths: tokens of each slice.
+            before: tokens before each slice.
         """
-        # The same few lengths recur at many positions, and each takes an evaluation of the whole model.
+        # Few lengths recur at many positions, and each needs an evaluation of the whole model.
         different, where = np.unique(lengths.astype(np.int64), return_inverse=True)
         alone = [self._alone(length) for length in different.tolist()]
         message_s = np.array([fmean(costs.boundary_s or [costs.transfer_s]) for costs in alone])
-        # NumPy 1 gives the inverse flat, NumPy 2 in the shape of its input (its release notes).
+        # The inverse is flat in NumPy 1, and has the shape of the input in NumPy 2 (release notes of 2.0).
         return self.seconds(lengths, before) + 2 * message_s[where].reshape(lengths.shape)
 
     def _more_s(self, stage: int, length: int, before: int) -> tuple[float, float]:
@@ -185,8 +183,8 @@ class _Layer:
     """A layer on some devices.
 
     Args:
-        run: as if all layers recomputed the same.
-        part: the devices.
+        run: the run, whose layers all recompute the same.
+        part: cluster of the devices.
         software: the training program.
     """
 
@@ -196,7 +194,7 @@ class _Layer:
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
 
     def more_s(self, length: int, before: int) -> tuple[float, float]:
-        """Additional seconds for the tokens before a slice, forward and backward, beyond the wait for the host."""
+        """Additional seconds for the tokens before a slice, forward and backward, less the wait for the host."""
         known = self._known.get((length, before))
         if known is None:
             run, free_s = self._alone.get(length) or self._of_length(length)
@@ -206,7 +204,7 @@ class _Layer:
         return known
 
     def _of_length(self, length: int) -> tuple[Run, tuple[float, float]]:
-        """The run with sequences of a length, and the seconds of attention that do not make a layer longer."""
+        """The run with sequences of a length, and the seconds of attention that do not prolong a layer."""
         run = replace(self._run, seq=length)
         own_s = Pieces(run, self._part, self._software).attention_s()
         idle_s = piece_seconds(run, self._part, self._software).idle_s
@@ -215,7 +213,7 @@ class _Layer:
 
 
 def _layers(placed: Placed) -> list[list[tuple[_Layer, int]]]:
-    """For each stage its layers by recomputation, and their numbers."""
+    """For each stage its layers by recomputation, with their numbers."""
     stages = [
         [((alike, placed.parts[rank]), count) for alike, count in kinds]
         for rank, kinds in zip(

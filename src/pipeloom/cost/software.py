@@ -11,31 +11,32 @@ Division = Literal["even", "uniform-items", "light-ends", "by-cost", "balanced"]
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Physical efficiencies and overheads of one program on one machine, the parameters of calibration.
+    """Efficiencies and overheads of one program on one machine, the parameters of calibration.
 
-    The defaults describe no program in particular: a calibration starts from them and is regularized towards them, so
-    that parameters which few rows do not determine stay plausible.
+    The defaults are general values, not those of a certain program. A calibration starts from them and is regularized
+    towards them, so that parameters which few measurements do not determine stay plausible.
 
     Attributes:
-        matmul: fraction of the device's reachable matmul curve.
-        kernel: the fixed time of a kernel, as a multiple of the device file's.
+        matmul: fraction of the device's matmul curve.
+        kernel: fixed time of a kernel, as a multiple of ``Device.kernel_s``.
         memory: fraction of the memory bandwidth that element-wise kernels reach.
-        batched_matmul: fraction of the curve that attention's products of plain kernels reach.
-        flash1, flash2: FLOP/s of the flash kernels with heads of 128 as a fraction of the peak.
-        softmax_bytes: bytes that plain attention moves for each score, forward; the fused kernel moves 4.
-        norm_bytes: bytes that an unfused norm moves for each element, forward; the fused one moves 4.
-        loss_bytes: bytes that the loss moves for each logit, in each direction.
-        accumulation_bytes: bytes moved for each parameter and micro-batch to add its gradient to those before.
-        launch: the host's seconds for each kernel, as a multiple of the device file's.
-        tensor_bus: fraction of the bus bandwidth of tensor-parallel collectives.
-        data_bus: fraction of the bus bandwidth of data-parallel collectives.
-        p2p: fraction of a link's bandwidth between stages.
+        batched_matmul: fraction of the curve that the batched products of plain attention reach.
+        flash1, flash2: FLOP/s of the flash kernels for heads of size 128, as a fraction of the peak.
+        softmax_bytes: bytes that unfused softmax moves per score, forward; the fused one reads and writes each once.
+        norm_bytes: bytes that an unfused norm moves per element, forward; the fused one reads and writes each once.
+        loss_bytes: bytes that the loss moves per logit, forward and backward each.
+        accumulation_bytes: bytes moved per parameter and micro-batch to accumulate gradients.
+        launch: the host's time to launch a kernel, as a multiple of ``Device.launch_s``.
+        tensor_bus: fraction of the bus bandwidth that tensor-parallel collectives reach.
+        data_bus: fraction of the bus bandwidth that data-parallel collectives reach.
+        p2p: fraction of a link's bandwidth that messages between stages reach.
         collective_s: the host's seconds for each tensor-parallel collective.
-        drag_s: more of them for each tensor-parallel rank while stages exchange over nodes.
+        drag_s: additional host seconds for each collective and tensor-parallel rank, if stages communicate between
+            nodes.
         exchange_s: fixed seconds of each exchange between stages.
         microbatch_s: fixed seconds of each micro-batch.
         step_s: fixed seconds of each step.
-        optimizer_bytes: bytes moved for each parameter by the optimizer, casts and norms of gradients.
+        optimizer_bytes: bytes moved per parameter by the optimizer, casts and gradient norms.
     """
 
     matmul: float = 0.92
@@ -70,10 +71,10 @@ FRACTIONS: dict[str, float] = {
     "data_bus": 1.0,
     "p2p": 1.0,
 }
-"""Efficiencies that are fractions, with the most that each can be. The curve that ``matmul`` is a fraction of was
-measured, and its measurement may be a little low."""
+"""Efficiencies that are fractions -> upper limit; for ``matmul`` above 1, since the measured curve may be a little
+low."""
 SHARES = ("overlap", "fragmentation")
-"""Other fractions of a program, 0 to 1."""
+"""Attributes of ``Software`` that are fractions, 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,48 +82,48 @@ class Software:
     """A training program.
 
     Attributes:
-        name: for people.
-        partition: how it divides layers: evenly; evenly over [embedding, layers, norm, head]; first and last
-            stage one layer less; so that the FLOPs of the stages are as even as can be.
+        name: in messages and reports.
+        partition: how layers are divided into stages (``pipeloom.cost.stages.layers_of_stages``); ``balanced``: so that
+            the FLOPs of the slowest rank are minimal.
         dropout: whether it trains with dropout.
         gradient_bytes: bytes of each gradient in the data-parallel reduction.
-        gather_bytes: bytes of each weight that is gathered after a sharded step.
-        overlap: fraction of the reduction that hides behind the backward of the last micro-batch.
-        has_reduction_lane: whether data-parallel collectives have a lane of their own beside the pipeline; otherwise
-            they follow it.
-        lends_tied: whether the last stage borrows a tied matrix for a step and returns its gradient, by messages beside
-            the pipeline; otherwise both stages hold it, and its gradients are reduced after the pipeline. For programs
-            that are not blocking.
+        gather_bytes: bytes of each weight in the all-gather after a sharded update.
+        overlap: share of the last micro-batch's backward that can overlap with the reduction.
+        has_reduction_lane: whether data-parallel collectives run on a lane of their own during the pipeline; otherwise
+            after it.
+        lends_tied: whether the first stage sends a tied matrix to the last one for each step and receives its gradient;
+            otherwise both stages hold it, and its gradients are all-reduced after the pipeline. Only for programs that
+            are not blocking.
         is_blocking: whether a rank does not compute while it sends or receives between stages.
-        blocks_split: whether that also holds for schedules that split backwards; sail-sg/zero-bubble posts their sends
-            and receives and waits where a tensor is used.
-        is_both_ways: whether a rank sends and receives at once; otherwise one after the other.
-        scatter_gather: whether a message between stages is cut over tensor-parallel ranks.
-        reduces_whole: whether gradients are all-reduced although the optimizer's state is sharded; otherwise they are
+        blocks_split: whether ``is_blocking`` also holds for schedules with split backwards; sail-sg/zero-bubble posts
+            their sends and receives, and waits where a tensor is used.
+        is_both_ways: whether a rank sends and receives at the same time; otherwise one after the other.
+        scatter_gather: whether each tensor-parallel rank sends a share of a message between stages.
+        reduces_whole: whether gradients are all-reduced although the optimizer state is sharded; otherwise they are
             reduce-scattered, half the traffic.
-        overlaps_steps: whether a rank begins its next step while others are still in the last one, since steps end
+        overlaps_steps: whether a rank begins its next step before others have ended the last one, since steps end
             without synchronization (arXiv 2401.10241, section 4); otherwise all wait for the slowest.
-        extra_drain_slots: measured time to fill and drain a pipeline beyond the P - 1 slots of its schedule, in
+        extra_drain_slots: observed time to fill and drain a pipeline beyond the P - 1 slots of its schedule, in
             micro-batches.
-        drain_seq: longest sequences of that measurement.
-        gathered_layers: layers whose weights a device gathers at once, besides the embedding and the head, with
-            ``full`` sharding and schedules without gathers: the current and the next one (FSDP, arXiv 2304.11277,
-            section 3.3.2).
-        weight_state_bytes: bytes for each parameter that the level ``optimizer`` does not shard.
-        optimizer_state_bytes: bytes for each parameter that it shards.
-        keeps_gathered: whether layers keep their inputs whole although sequence parallelism splits them.
-        norm_copy_bytes: bytes that an unfused norm keeps for each element: copies in single precision.
-        gathers_logits: whether every tensor-parallel rank computes the loss on the whole vocabulary.
-        logit_bytes: bytes for each logit at the peak of the loss.
-        reserve_bytes: context, communicators and workspaces.
-        fragmentation: bytes lost by the allocator as a fraction of activations.
+        drain_seq: longest sequences of that observation.
+        gathered_layers: with ``full`` sharding and without a reduction lane, number of layers besides embedding and
+            head whose weights a device holds gathered: the current and the next one (FSDP, arXiv 2304.11277, section
+            3.3.2).
+        weight_state_bytes: bytes per parameter of weights and gradients.
+        optimizer_state_bytes: bytes per parameter of optimizer state.
+        keeps_gathered: whether layers keep their inputs gathered although sequence parallelism splits them.
+        norm_copy_bytes: bytes per element that an unfused norm keeps: copies in single precision.
+        gathers_logits: whether every tensor-parallel rank computes the loss over the whole vocabulary.
+        logit_bytes: bytes per logit at the peak of the loss.
+        reserve_bytes: CUDA context, communicators and workspaces.
+        fragmentation: fragmentation of the allocator as a fraction of activations and logits.
         efficiency: calibrated efficiencies.
         cluster: name of the cluster that it was calibrated on.
-        sets: prefixes of the names of the sets of measurements with this program.
-        attentions: attention kernels of these sets; empty for all.
-        families: schedules that it runs; empty for all.
-        shards: sharding levels of its data parallelism; empty for all.
-        strategies: of the planner that it runs; empty for none.
+        sets: prefixes of the names of its sets of measurements.
+        attentions: attention kernels in these sets; empty for all.
+        families: families of schedules that it runs; empty for all.
+        shards: sharding levels that it supports; empty for all.
+        strategies: strategies of the planner that it supports; empty for none.
     """
 
     name: str
@@ -160,14 +161,14 @@ class Software:
 
     @property
     def has_lanes(self) -> bool:
-        """Whether all communication consists of actions on lanes of their own, as in ``pipeloom train``."""
+        """Whether all communication is actions on lanes of their own, as in ``pipeloom train``."""
         return self.has_reduction_lane and not self.is_blocking
 
 
 def with_optimizer(software: Software, optimizer: Optimizer) -> Software:
-    """The program with another update rule than AdamW, which its file describes.
+    """The program with another update rule than AdamW, for which its file is.
 
-    An update reads and writes each number of its state.
+    Additional bytes of optimizer state are read and written once per update.
     """
     more = optimizer.state_bytes - OPTIMIZERS["adamw"].state_bytes
     if not more:

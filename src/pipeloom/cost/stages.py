@@ -17,7 +17,7 @@ from pipeloom.workload.run import Run
 
 @lru_cache(maxsize=512)
 def placement_named(name: str, pp: int, loops: int) -> Placement:
-    """The placement of a name (``PLACEMENTS``); the same one each time."""
+    """A placement by its name in ``PLACEMENTS``, cached."""
     return PLACEMENTS[name](pp, loops)
 
 
@@ -29,8 +29,8 @@ def placement_of(run: Run) -> Placement:
 def stage_layers(run: Run, software: Software) -> tuple[tuple[int, ...], int]:
     """Number of layers of each stage of a run, and the stage of the head.
 
-    The run's own, or else by the rule of its program; ``balanced`` cuts [embedding, layers, head] so as to minimize the
-    most FLOPs of a rank in a step (``fastest_partition``).
+    ``run.layers_by_stage`` if given, else by ``software.partition``. ``balanced`` cuts [embedding, layers, head] so
+    that the FLOPs of the slowest rank in a step are minimal (``fastest_partition``).
     """
     if run.layers_by_stage is not None:
         return run.layers_by_stage, run.num_stages - 1
@@ -41,7 +41,7 @@ def stage_layers(run: Run, software: Software) -> tuple[tuple[int, ...], int]:
     return layers_of_pieces(sizes), run.num_stages - 1
 
 
-# A search uses the same partition with each micro-batch, sharding and family.
+# In a search, layouts with different micro-batches, sharding and families share a partition.
 @lru_cache(maxsize=4096)
 def _balanced(
     shape: ModelShape, seq: int, recompute: Recompute | tuple[Recompute, ...], placement: str, axes: tuple[int, int]
@@ -51,7 +51,7 @@ def _balanced(
 
 
 def layers_of_pieces(partition: tuple[int, ...]) -> tuple[int, ...]:
-    """Layers of each stage, given its pieces; the first piece is the embedding, the last one the head."""
+    """Number of layers of each stage from its number of pieces; the first piece is the embedding, the last the head."""
     layers = list(partition)
     layers[0] -= 1
     layers[-1] -= 1
@@ -59,7 +59,7 @@ def layers_of_pieces(partition: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def pieces_of_layers(layers: Sequence[int]) -> tuple[int, ...]:
-    """Pieces of each stage, as ``layout.partition`` has them; the inverse of ``layers_of_pieces``."""
+    """Number of pieces of each stage, as in ``layout.partition``; the inverse of ``layers_of_pieces``."""
     pieces = list(layers)
     pieces[0] += 1
     pieces[-1] += 1
@@ -69,10 +69,10 @@ def pieces_of_layers(layers: Sequence[int]) -> tuple[int, ...]:
 def layers_of_stages(shape: ModelShape, num_stages: int, division: Division) -> tuple[tuple[int, ...], int]:
     """Number of layers of each stage, and the stage of the head.
 
-    ``even``: the first stages take the remainder. ``uniform-items``: the list [embedding, layers, norm, head] is
-    cut into parts of equal length, the first parts take the remainder (the default of the layouts sweep's program).
+    ``even``: the first stages get the remainder. ``uniform-items``: the list [embedding, layers, norm, head] is
+    cut into parts of equal length, the first parts get the remainder (the default of Aleph-Alpha/scaling).
     ``light-ends``: the first and the last stage have one layer less (arXiv 2401.10241, section 5.1). ``by-cost``:
-    a stage is closed when the parameters so far, the head's among them, reach its share (nanotron).
+    a stage ends once the layers so far reach its share of the parameters of layers and head (nanotron).
     """
     if division == "by-cost":
         return _by_cost(shape, num_stages)
@@ -100,7 +100,7 @@ def _by_cost(shape: ModelShape, num_stages: int) -> tuple[tuple[int, ...], int]:
 
 @lru_cache(maxsize=256)
 def layers_by_recompute(run: Run, software: Software) -> tuple[tuple[tuple[Run, int], ...], ...]:
-    """For each stage its layers by recomputation: the run as if all layers recomputed the same, and their number."""
+    """For each stage its layers by recomputation: a run whose layers all recompute the same, and their number."""
     counts, _ = stage_layers(run, software)
     if run.recompute_layers is None:
         return tuple(((run, count),) for count in counts)
@@ -110,26 +110,25 @@ def layers_by_recompute(run: Run, software: Software) -> tuple[tuple[tuple[Run, 
 
 
 def tied_ranks(run: Run) -> tuple[int, int] | None:
-    """The pipeline ranks of a tied embedding and head; ``None`` where one rank has both, or nothing is tied."""
+    """The pipeline ranks of a tied embedding and head; ``None`` if they are on one rank or not tied."""
     owner = placement_of(run).rank_by_stage
     # On a V the first and the last stage are on the same rank, which has one matrix for both.
     return (owner[0], owner[-1]) if run.shape.tied and owner[0] != owner[-1] else None
 
 
 def stage_parameters(run: Run, software: Software) -> tuple[float, ...]:
-    """Parameters of each stage on one device; for this program exact, on the device with the largest share.
+    """Number of parameters of each stage on one device; exact for this program, on the device with the largest share.
 
-    A tied embedding counts for the first and the last stage; for the first alone if both are on one rank, or if the
-    program lends it to the last stage for a step.
+    A tied embedding counts for the first and the last stage; only for the first if both are on one rank, or if the
+    program lends it (``Software.lends_tied``).
     """
     return _parameters(run, software, stage_layers(run, software)[0])
 
 
 def gathered_parameters(run: Run, software: Software) -> tuple[float, ...]:
-    """Gathered parameters of each stage on one device while it computes the stage, with sharded weights.
+    """For each stage the parameters that are gathered on one device while it computes the stage, with sharded weights.
 
-    Where collectives have a lane, schedules gather whole stages; other programs gather a few layers
-    (``Software.gathered_layers``).
+    Programs with a reduction lane gather whole stages, others a few layers (``Software.gathered_layers``).
     """
     counts, _ = stage_layers(run, software)
     if not software.has_reduction_lane:
@@ -138,7 +137,7 @@ def gathered_parameters(run: Run, software: Software) -> tuple[float, ...]:
 
 
 def _parameters(run: Run, software: Software, counts: Sequence[int]) -> tuple[float, ...]:
-    """Parameters of each stage with ``counts`` layers, embedding and head included."""
+    """Number of parameters of each stage with ``counts`` layers, including embedding and head."""
     shape, (_, head) = run.shape, stage_layers(run, software)
     if software.has_lanes:
         layer, embedding = _split_parameters(run)
@@ -154,7 +153,7 @@ def _parameters(run: Run, software: Software, counts: Sequence[int]) -> tuple[fl
 
 
 def _split_parameters(run: Run) -> tuple[int, int]:
-    """The largest share that a tensor-parallel rank has of a layer's split parameters, and of the embedding."""
+    """The largest number of a layer's split parameters, and of the embedding's, on a tensor-parallel rank."""
     shape, family = run.shape, run.shape.family
     wholes = (shape.hidden, shape.kv_width, shape.ffn, shape.vocab)
     hidden, keys, inner, rows = (-(-whole // run.tp) for whole in wholes)
@@ -164,9 +163,9 @@ def _split_parameters(run: Run) -> tuple[int, int]:
 
 
 def replicated_parameters(run: Run, software: Software) -> tuple[int, ...]:
-    """Parameters of each stage that every tensor-parallel rank holds whole.
+    """Number of parameters of each stage that are replicated over tensor-parallel ranks.
 
-    Norms, the biases of a layer's two matrices whose results are summed, and the table of learned positions.
+    Norms, biases of row-parallel matrices, and learned positions.
     """
     shape, (counts, head) = run.shape, stage_layers(run, software)
     family = shape.family
@@ -178,7 +177,7 @@ def replicated_parameters(run: Run, software: Software) -> tuple[int, ...]:
 
 
 def rank_parameters(run: Run, software: Software) -> tuple[float, ...]:
-    """Parameters that one device of each pipeline rank holds."""
+    """Number of parameters on one device of each pipeline rank."""
     held = [0.0] * run.pp
     owner = placement_of(run).rank_by_stage
     for rank, parameters in zip(owner, stage_parameters(run, software), strict=True):

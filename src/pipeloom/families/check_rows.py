@@ -7,7 +7,7 @@ from itertools import islice
 from numbers import Integral
 from typing import Any, TypeVar
 
-from pipeloom.errors import FamilyError, PipeloomError, ScheduleError, raised_in, said
+from pipeloom.errors import FamilyError, PipeloomError, ScheduleError, raised_in, type_and_text
 from pipeloom.schedule import Action, Kind, Row
 
 _Result = TypeVar("_Result")
@@ -52,7 +52,7 @@ def naming_family(name: str, rule: Callable[..., Any]) -> Iterator[None]:
         raise
     except Exception as error:
         where = raised_in(error, _file_of(rule)) or place_of(rule)
-        raise FamilyError(f"the family '{name}' raised {said(error)}, in {where}; {_HINT}") from error
+        raise FamilyError(f"the family '{name}' raised {type_and_text(error)}, in {where}; {_HINT}") from error
 
 
 def checked_rows(name: str, rule: Callable[..., Any], answer: Any) -> Rows:

@@ -1,1 +1,1 @@
-"""What this host offers: files, locks, memory, stopping."""
+"""Facilities of the host: files, locks, free memory, interrupts."""

@@ -1,4 +1,4 @@
-"""Files of the user: read up to a limit, whatever they are, and written; every fault is one sentence."""
+"""Reading and writing of users' files: limited in size, and every failure is a ``UserError`` of one sentence."""
 
 import json
 import os
@@ -13,47 +13,48 @@ from pipeloom.terminal.words import did_you_mean
 
 MEGA = 1_000_000
 MOST_BYTES = 16 * MEGA
-"""Most bytes of a file of settings."""
+"""Largest file of settings, in bytes."""
 MOST_SCHEDULE_BYTES = 64 * MEGA
-"""Most bytes of a file of actions, which is some ten million of them."""
+"""Largest schedule file, in bytes: about ten million actions."""
 MOST_RECORD_BYTES = 1000 * MEGA
-"""Most bytes of what a run has recorded: a trace, its metrics."""
+"""Largest file that a run records, such as a trace or its metrics, in bytes."""
 PICTURES = ("png", "svg", "pdf")
-"""Endings of files that pictures are drawn to."""
+"""Endings of picture files."""
 _MOST_NAMES = 1000
-"""Files of a folder in which close names are searched; a folder of a million files takes too long."""
+"""Largest folder in which similar names are searched, in files: a million files would take too long."""
 _MOST_LEVELS = 64
 """Levels of nesting; deeper ones exhaust the interpreter's stack."""
 
 
 def read_text(file: Path, what: str = "", most_bytes: int = MOST_BYTES) -> str:
-    """The text of a file in UTF-8, without a byte order mark.
+    """Read a UTF-8 file; a byte order mark is removed.
 
-    A pipe without a writer is empty, and a device without an end is too large.
+    Any file ends: a pipe without a writer is empty, and an endless device such as /dev/zero is too large.
 
     Args:
-        file: what to read.
-        what: precedes the file in messages, such as ``the schedule``.
-        most_bytes: that it may have.
+        file: its path.
+        what: precedes the path in messages, such as ``the schedule``.
+        most_bytes: limit of its size.
 
     Raises:
-        UserError: it cannot be read, is too large, or is no UTF-8.
+        UserError: it cannot be read, is too large, or is not UTF-8.
     """
     name = f"{what} {file}".strip()
     try:
-        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # or opening a pipe waits for a writer
+        # Without O_NONBLOCK, opening a pipe waits for a writer.
+        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(descriptor, "rb") as opened:
             # Blocking again: a pipe with a writer is read to its end.
             os.set_blocking(descriptor, True)
-            # One more than allowed shows that there is more, without the size: a pipe or a device has none.
+            # One byte more than allowed shows that the file is too large; pipes and devices have no size.
             found = opened.read(most_bytes + 1)
     except (OSError, ValueError) as error:  # a ValueError such as a zero byte in the name
-        hint = close_file(file) if isinstance(error, FileNotFoundError) else ""
+        hint = _similar_files(file) if isinstance(error, FileNotFoundError) else ""
         raise UserError(f"cannot read {name}: {reason_of(error)}{f'; {hint}' if hint else ''}") from error
     if len(found) > most_bytes:
         raise UserError(f"cannot read {name}: expected at most {most_bytes:,} bytes, found more")
     try:
-        # Editors on Windows begin UTF-8 with a byte order mark, which is no part of the text.
+        # Editors on Windows begin UTF-8 with a byte order mark, which is not part of the text.
         return found.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
@@ -61,8 +62,8 @@ def read_text(file: Path, what: str = "", most_bytes: int = MOST_BYTES) -> str:
         ) from error
 
 
-def close_file(file: Path) -> str:
-    """A question with the names of files of the same folder that are close to a name; empty if none is."""
+def _similar_files(file: Path) -> str:
+    """``did you mean ...?`` with similar file names of the same folder; empty if there are none."""
     try:
         names = [one.name for one in islice(file.parent.iterdir(), _MOST_NAMES + 1)]
     except (OSError, ValueError):
@@ -72,18 +73,18 @@ def close_file(file: Path) -> str:
 
 
 def picture_problem(path: Path) -> str | None:
-    """Why no picture can be drawn to a file, by its ending; ``None`` for one of ``PICTURES``."""
+    """The message about a picture file whose ending is not one of ``PICTURES``; ``None`` if it is."""
     if path.suffix.lower().lstrip(".") in PICTURES:
         return None
     return f"cannot draw to {path}: expected a file ending in one of {', '.join(f'.{name}' for name in PICTURES)}"
 
 
 def write_problem(path: Path, *, is_folder: bool) -> str | None:
-    """Why a file, or files of a folder, could not be written; ``None`` if they can be. Writes nothing.
+    """The message about a file, or a folder for files, that cannot be written; ``None`` if it can. Writes nothing.
 
     Args:
         path: of the file or the folder.
-        is_folder: whether it is a folder, which is made if it is missing, with those that contain it.
+        is_folder: whether it is a folder. Missing folders are no problem then, since they will be made.
     """
     try:
         if path.is_dir() != is_folder and path.exists():
@@ -103,14 +104,14 @@ def write_problem(path: Path, *, is_folder: bool) -> str | None:
 
 
 def write_text(file: Path, text: str, what: str = "", advice: str = "", *, parents: bool = False) -> None:
-    """Write a file for the user.
+    """Write a file in UTF-8.
 
     Args:
-        file: where to.
-        text: of the file.
-        what: precedes the file in messages, such as ``the trace``.
-        advice: follows the reason.
-        parents: whether folders that are missing are made.
+        file: its path.
+        text: its content.
+        what: precedes the path in messages, such as ``the trace``.
+        advice: ends the message, such as what to do instead.
+        parents: whether missing folders are made.
 
     Raises:
         UserError: it cannot be written.
@@ -125,10 +126,10 @@ def write_text(file: Path, text: str, what: str = "", advice: str = "", *, paren
 
 
 def parse_toml(text: str, source: object) -> dict[str, Any]:
-    """The table that a TOML text holds.
+    """Parse TOML; ``source`` begins the message of an error.
 
     Raises:
-        UserError: it is not TOML, or nested too deeply.
+        UserError: the text is not TOML, or is nested too deeply.
     """
     try:
         return _shallow(tomllib.loads(text))
@@ -137,10 +138,10 @@ def parse_toml(text: str, source: object) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """The value that a JSON text holds; it may contain NaN and infinities, which Python writes and JSON has not.
+    """Parse JSON, also with NaN and infinities, which are not JSON but which Python writes.
 
     Raises:
-        UserError: it is not JSON, or nested too deeply.
+        UserError: the text is not JSON, or is nested too deeply.
     """
     try:
         return _shallow(json.loads(text))
@@ -153,18 +154,18 @@ def _reason(error: Exception) -> str:
 
 
 def _shallow(tree: Any) -> Any:
-    """The tree itself; what goes over it later may follow its levels."""
+    """Return the tree; raise a ``RecursionError`` if it has more than ``_MOST_LEVELS`` levels."""
     level = [tree]
     for _ in range(_MOST_LEVELS + 1):
         level = [item for node in level for item in _inside(node)]
         if not level:
             return tree
-    # As the parsers raise it for deep nesting, so that callers have one case. Code that follows the tree is recursive.
+    # The error of the parsers for deep nesting. Later code is recursive and would raise it where nobody catches it.
     raise RecursionError
 
 
 def _inside(node: Any) -> Iterable[Any]:
-    """What a table or a list contains."""
+    """Values of a table or a list; nothing for other values."""
     if isinstance(node, Mapping):
         return node.values()
     return node if isinstance(node, MutableSequence) else ()

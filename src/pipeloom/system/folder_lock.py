@@ -1,8 +1,8 @@
-"""A lock on a folder. It ends with the last process that holds it, however that process ends.
+"""A lock on a folder, released when the last process that holds it ends for any reason.
 
-The lock is an ``flock`` on the file ``.lock`` in the folder. Forked processes hold it together with their parent;
-programs that they start do not. On NFS the client passes it on to the server as a lock on the file's bytes, so it holds
-between hosts. The file contains who holds it; without locks of the file system, only that is compared.
+The lock is an ``flock`` on the file ``.lock`` in the folder. Forked processes share it with their parent; programs that
+they start do not. On NFS it works between hosts, since the client sends it to the server as a lock on the file's bytes.
+The file names the process that holds the lock. On a file system without locks, only this process is checked.
 """
 
 import errno
@@ -19,7 +19,7 @@ from pipeloom.errors import UserError
 
 LOCK = ".lock"
 _PATIENCE_S = 2.0
-"""How long a lock may stay held after its process was killed: the workers of that process end a moment later."""
+"""How long to wait for a lock: the workers of a killed process share its lock, and end a moment later."""
 # On NFS an flock is a byte-range lock, for which POSIX allows EACCES as well as EAGAIN.
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -30,10 +30,10 @@ class Holder:
     """The process that holds a lock, as the lock's file names it.
 
     Attributes:
-        pid: its number.
-        host: where it runs.
+        pid: its process ID.
+        host: name of its host.
         since: when it took the lock, in local time.
-        started: when the process began, by the clock of its kernel; empty where that cannot be found out.
+        started: when the process began, as of ``_start_of``; empty without /proc.
     """
 
     pid: int
@@ -42,7 +42,7 @@ class Holder:
     started: str
 
     def describe(self) -> str:
-        """For a message."""
+        """The process, its host and the time, for a message."""
         return f"process {self.pid} on host {self.host} since {self.since}"
 
 
@@ -50,8 +50,8 @@ class FolderLock:
     """A held lock; ``lock_folder`` returns it.
 
     Attributes:
-        folder: what is locked.
-        is_kept: whether the file system keeps locks. Where it does not, only processes of the same host see each other.
+        folder: the locked folder.
+        is_kept: whether the file system supports locks. Without, only processes of the same host exclude each other.
     """
 
     def __init__(self, folder: Path, descriptor: int, *, is_kept: bool) -> None:
@@ -61,18 +61,17 @@ class FolderLock:
 
     def release(self) -> None:
         """Remove the file and end the lock."""
-        (self.folder / LOCK).unlink(
-            missing_ok=True
-        )  # while it is held: whoever waits for the file sees that it is gone
+        # Before the lock ends: a process that waits for it then finds that the file is gone (_is_file).
+        (self.folder / LOCK).unlink(missing_ok=True)
         os.close(self._descriptor)
 
 
 def lock_folder(folder: Path, patience_s: float = _PATIENCE_S) -> FolderLock:
-    """Lock a folder for this process and those that it forks; wait so long for a lock that is held.
+    """Lock a folder for this process and its forks; wait at most ``patience_s`` for a lock that is held.
 
     Raises:
-        UserError: another process holds it; the message names it.
-        OSError: the file of the lock cannot be written.
+        UserError: another process holds the lock; the message names it.
+        OSError: the lock file cannot be written.
     """
     deadline = time.monotonic() + patience_s
     while True:
@@ -83,19 +82,19 @@ def lock_folder(folder: Path, patience_s: float = _PATIENCE_S) -> FolderLock:
             holder = _read_holder(folder / LOCK)
             who = "another process" if holder is None else holder.describe()
             raise UserError(f"the run folder {folder} is in use by {who}; wait for its end, or end it")
-        # flock without LOCK_NB would wait without an end, and could not name the holder.
+        # flock without LOCK_NB would wait forever, and could not name the holder.
         time.sleep(0.05)
 
 
 def is_locked(folder: Path) -> bool | None:
-    """Whether a process holds the lock of a folder; the lock stays as it is. ``None`` where that is not clear."""
+    """Whether a process holds the lock of a folder; ``None`` if that cannot be determined. Changes nothing."""
     path = folder / LOCK
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         return False if error.errno == errno.ENOENT else None
     try:
-        # A shared lock ends with this descriptor; an exclusive one would look held to a run that starts at this moment.
+        # Shared and brief: with an exclusive lock, a run that starts at this moment would find the folder in use.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         holder = _read_holder(path)
@@ -108,7 +107,7 @@ def is_locked(folder: Path) -> bool | None:
 
 
 def take_over(folder: Path) -> FolderLock | None:
-    """The lock of a folder whose holder ended without releasing it; ``None`` where that is not certain."""
+    """Lock a folder whose holder ended without releasing it; ``None`` if it is held, unlocked or unclear."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -118,23 +117,25 @@ def take_over(folder: Path) -> FolderLock | None:
     except OSError:
         os.close(descriptor)
         return None
-    if _read_holder(folder / LOCK) is None:  # another process has made the file and is about to lock it
+    # An empty file: another process has created it and is about to lock it.
+    if _read_holder(folder / LOCK) is None:
         os.close(descriptor)
         return None
     return FolderLock(folder, descriptor, is_kept=True)
 
 
 def _open(folder: Path) -> tuple[int | None, bool]:
-    """The locked file, or ``None`` if another process holds it; and whether the file system keeps locks."""
+    """The locked file's descriptor, or ``None`` if another process holds it; and whether the file system has locks."""
     path = folder / LOCK
-    # Close-on-exec: a program that a worker starts must not hold the lock beyond the run. Read and write for everybody,
-    # less the umask: another user of a shared folder has to be able to lock it.
+    # Close-on-exec: a program that a worker starts must not hold the lock after the run. Mode 0666, less the umask:
+    # other users of a shared folder must be able to lock it.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     is_taken, is_kept = False, True
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_taken = _is_file(descriptor, path)  # not, if its holder released it after it was opened here
+            # False if the holder removed the file between the two calls.
+            is_taken = _is_file(descriptor, path)
         except OSError as error:
             if error.errno not in (*_HELD, *_NO_LOCKS):
                 raise
@@ -142,7 +143,7 @@ def _open(folder: Path) -> tuple[int | None, bool]:
             holder = _read_holder(path)
             is_taken = not is_kept and (holder is None or not _lives(holder))
         if is_taken:
-            # Written in place and not replaced: the lock belongs to this file, not to its name.
+            # Written in place, not replaced: the lock belongs to this inode.
             os.ftruncate(descriptor, 0)
             now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
             holder = Holder(os.getpid(), socket.gethostname(), now, _start_of(os.getpid()))
@@ -154,7 +155,7 @@ def _open(folder: Path) -> tuple[int | None, bool]:
 
 
 def _is_file(descriptor: int, path: Path) -> bool:
-    """Whether a path still names the file that was opened."""
+    """Whether the path still names the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -169,19 +170,19 @@ def _read_holder(path: Path) -> Holder | None:
 
 
 def _start_of(pid: int) -> str:
-    """Boot and tick in which a process of this host began; empty where there is no /proc."""
+    """Boot ID and clock tick at which a process of this host began; empty without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    # proc(5): field 22, starttime, the 20th behind the name. The name may contain spaces and brackets, so the last
-    # bracket ends it. Ticks count from the boot, hence its id.
+    # proc(5): starttime is field 22, the 20th after the name. The name may contain spaces and brackets, so it ends at
+    # the last bracket. Ticks count from the boot, so the boot ID belongs to them.
     return f"{boot} {stat.rpartition(')')[2].split()[19]}"
 
 
 def _lives(holder: Holder) -> bool:
-    """Whether a process of this host still runs; a process of another host cannot be seen from here."""
+    """Whether a process of this host still runs; ``False`` for other hosts, whose processes are not visible here."""
     if holder.host != socket.gethostname():
         return False
     try:
@@ -190,5 +191,6 @@ def _lives(holder: Holder) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # it is another user's
-    return _start_of(holder.pid) == holder.started  # otherwise the number went to another process
+        pass  # a process of another user
+    # With another start time, the process ID was reused.
+    return _start_of(holder.pid) == holder.started

@@ -1,4 +1,4 @@
-"""Memory that this host, its control group and this process still have, as Linux shows it."""
+"""Free memory of this Linux host, of its control group and of this process."""
 
 import os
 import re
@@ -12,11 +12,11 @@ _GROUPS = Path("sys/fs/cgroup")
 
 
 class Available(NamedTuple):
-    """Memory that is there.
+    """An amount of free memory.
 
     Attributes:
-        size_bytes: how much; infinite where no source has it.
-        source: what limits it, for people.
+        size_bytes: how much; infinite without a limit, or where it cannot be read.
+        source: completes ``N bytes``, such as ``free on this host``.
     """
 
     size_bytes: float
@@ -24,39 +24,38 @@ class Available(NamedTuple):
 
 
 def available_memory(root: Path = Path("/")) -> Available:
-    """What all processes of this host, or of this process's control group, can still take together.
+    """Memory that the processes of this host, or of this process's control group, can still allocate together.
 
-    Memory that holds files only counts as available.
+    The page cache counts as available.
 
     Args:
-        root: where ``proc`` and ``sys`` are.
+        root: folder that contains ``proc`` and ``sys``.
     """
     return min([_free(root), *_group_limits(root)])
 
 
 def address_space(root: Path = Path("/")) -> Available:
-    """What this process, and each one that it forks, can still map (``ulimit -v``)."""
+    """Address space that this process, and each of its forks, can still map (``ulimit -v``)."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return Available(inf, "no limit")
-    # Addresses that are in use already count against the limit, whether memory is behind them or not.
+    # All mapped addresses count against the limit, whether memory backs them or not.
     pages = _number(_read(root / "proc/self/statm"), r"^(\d+)") or 0.0
     return Available(max(0.0, limit - pages * os.sysconf("SC_PAGE_SIZE")), "left of the limit of a process's addresses")
 
 
 def _free(root: Path) -> Available:
-    # MemAvailable and not MemFree: it counts the page cache that the kernel would give up (proc(5)).
+    # MemAvailable, not MemFree: it includes page cache that the kernel can reclaim (proc(5)).
     kibibytes = _number(_read(root / "proc/meminfo"), r"^MemAvailable:\s*(\d+)")
     return Available(inf if kibibytes is None else kibibytes * 1024, "free on this host")
 
 
 def _group_limits(root: Path) -> Iterator[Available]:
-    """Of the control group and of those around it, in both versions."""
+    """What is left of each limit of the control group and its parents, in versions 1 and 2."""
     versions = (
         (r"^0::(.*)$", "", "memory.max", "memory.current", ""),
         (
-            # Version 1 names a group for each set of controllers; version 2 has
-            # one line, with number 0 and no controller.
+            # Version 1 has a line for each set of controllers; version 2 has one line, with number 0 and no controller.
             r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:(.*)$",
             "memory",
             "memory.limit_in_bytes",
@@ -70,11 +69,11 @@ def _group_limits(root: Path) -> Iterator[Available]:
             continue
         top = root / _GROUPS / controller
         group = top / found[1].lstrip("/")
-        # A group is limited by each group around it as well.
+        # The limits of parent groups apply, too.
         for folder in [group, *(above for above in group.parents if above.is_relative_to(top))]:
             limit = _number(_read(folder / limit_name), r"^(\d+)$")
             usage = _number(_read(folder / usage_name), r"^(\d+)$")
-            # "max" in version 2 is no number: no limit.
+            # No limit is "max" in version 2, which is not a number.
             if limit is None or usage is None:
                 continue
             stat = _read(folder / "memory.stat")

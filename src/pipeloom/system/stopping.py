@@ -1,4 +1,4 @@
-"""How a long computation ends early: at its time limit or at Ctrl-C, wherever it is."""
+"""Ending a long computation early: at a time limit or at Ctrl-C, wherever it is."""
 
 import signal
 import threading
@@ -9,24 +9,24 @@ from typing import Literal
 
 Reason = Literal["time", "interrupt"]
 _AGAIN_S = 0.1
-"""Seconds between signals: an exception that a handler raises inside a destructor is lost."""
+"""Seconds between repeated signals: Python ignores an exception that a handler raises inside a destructor."""
 _shields = 0
 _held: type[BaseException] | None = None
 
 
 class TimeUp(BaseException):
-    """The time of the innermost ``Stop`` is up. Only that catches it: it is no error."""
+    """The time limit of the innermost ``Stop`` has passed; only ``Stop`` catches it."""
 
 
 class Stop:
-    """Runs something until its deadline or Ctrl-C; the caller then uses what it has by then.
+    """Runs work until it ends, its deadline passes, or Ctrl-C; the caller then uses the results so far.
 
-    A timer of the operating system raises wherever the work is, so that no loop has to look at a clock and no step of a
-    search is too long for a time limit. That works in the main thread alone. In another thread work ends early only
-    where it looks at a clock itself.
+    A timer signal raises an exception wherever the work is, so that loops need not check a clock and a single long step
+    does not exceed the limit. Signals need the main thread: in other threads work ends early only where it checks a
+    clock itself.
 
     Args:
-        deadline: on ``time.monotonic``; ``None`` for Ctrl-C alone.
+        deadline: by ``time.monotonic``; ``None`` for no limit.
     """
 
     def __init__(self, deadline: float | None) -> None:
@@ -34,11 +34,11 @@ class Stop:
         self._is_open = False
         self._is_interrupted = False
         self.reason: Reason | None = None
-        """Why the work ended early; ``None`` if it did not."""
+        """Why the work ended early; ``None`` if it ended by itself."""
 
     def run(self, work: Callable[[], None]) -> None:
-        """Do the work, or a part of it."""
-        # Python runs signal handlers in the main thread alone, and signal.signal raises in any other.
+        """Call ``work``; return when it ends, or when it is stopped, which sets ``reason``."""
+        # Python runs signal handlers in the main thread alone, and signal.signal raises an error in any other.
         if threading.current_thread() is not threading.main_thread():
             work()
             return
@@ -49,32 +49,32 @@ class Stop:
         try:
             self._is_open = True
             if self._deadline is not None:
-                # A time of 0 would switch the timer off, so a deadline that has passed is a microsecond away.
+                # A time of 0 would disable the timer, so a deadline in the past becomes a microsecond.
                 signal.setitimer(signal.ITIMER_REAL, max(1e-6, self._deadline - begin), _AGAIN_S)
             work()
-            # Before the handlers are restored: a signal between the two must not raise into the caller.
+            # Before the handlers are restored: a signal in between must not raise into the caller.
             self._is_open = False
         except (TimeUp, KeyboardInterrupt) as end:
             self._is_open = False
             self.reason = "time" if isinstance(end, TimeUp) else "interrupt"
         finally:
             self._is_open = False
-            # The timer before its handler: the default action of SIGALRM ends the process.
+            # Disable the timer before its handler: the default action of SIGALRM ends the process.
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, old_alarm)
             signal.signal(signal.SIGINT, old_interrupt)
             left_s, interval_s = old_timer
-            if left_s > 0:  # such as the one that limits a test
+            if left_s > 0:  # such as the time limit of a test
                 signal.setitimer(signal.ITIMER_REAL, max(1e-6, left_s - (time.monotonic() - begin)), interval_s)
 
     def _interrupt(self) -> None:
         self._is_interrupted = True
-        # The timer raises again where this exception is lost, as inside a destructor or a callback of the collector.
+        # The timer repeats the exception, which is lost inside a destructor or a callback of the garbage collector.
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
         self._raise()
 
     def _raise(self) -> None:
-        """Now, or at the end of what is shielded."""
+        """Raise now, or at the end of a shielded block."""
         global _held  # noqa: PLW0603  as _shields
         kind = KeyboardInterrupt if self._is_interrupted else TimeUp
         if self._is_open and _shields:
@@ -85,8 +85,8 @@ class Stop:
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """A block that no ``Stop`` ends in the middle, such as an import, which could not be repeated."""
-    global _shields, _held  # noqa: PLW0603  signals arrive for the process, not for a value that a caller has
+    """A block that no ``Stop`` interrupts, such as an import: a module that is half imported stays broken."""
+    global _shields, _held  # noqa: PLW0603  signals belong to the process, not to an object
     _shields += 1
     try:
         yield

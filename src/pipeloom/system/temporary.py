@@ -1,4 +1,4 @@
-"""Temporary folders that the next run removes if their own run was killed."""
+"""Temporary folders; those of a killed run are removed by the next run."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ _PREFIX = "pipeloom-"
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder that is removed at the end, or by the next run if this process is killed."""
+    """A folder that is removed at the end of the block, or by the next run if this process is killed."""
     _remove_abandoned(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     try:
@@ -28,16 +28,15 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def _remove_abandoned(place: Path) -> None:
-    """Remove this user's folders whose processes have all ended; a folder without a lock stays."""
+    """Remove this user's folders whose processes have ended; a folder without a lock file stays."""
     for folder in place.glob(f"{_PREFIX}*"):
         try:
-            # The folder for temporary files is everybody's: a link there may
-            # lead to files of other people or of this user.
+            # Anyone can write to the folder for temporary files: a symbolic link there may point to any file.
             is_own = folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid()
-        except OSError:  # it is being removed
+        except OSError:  # another process is removing it
             continue
         lock = take_over(folder) if is_own else None
         if lock is not None:
-            # While the lock is held, so that no two runs remove the same folder.
+            # The lock is held meanwhile, so that no two runs remove the same folder.
             shutil.rmtree(folder, ignore_errors=True)
             lock.release()

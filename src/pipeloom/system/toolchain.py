@@ -1,4 +1,4 @@
-"""What code generation needs of this machine: a compiler and the header files of Python."""
+"""What ``torch.compile`` needs on this machine: a compiler and Python's header files."""
 
 import os
 import shutil
@@ -6,19 +6,19 @@ import sysconfig
 from pathlib import Path
 
 _COMPILERS = {"C": ("gcc", "clang", "cc"), "C++": ("g++", "clang++")}
-"""What PyTorch looks for."""
+"""Names that PyTorch searches."""
 _VARIABLES = {"C": "CC", "C++": "CXX"}
 
 
 def toolchain_problems(device: str) -> list[str]:
-    """Why ``torch.compile`` cannot generate code here, one sentence each; empty if it can.
+    """Why ``torch.compile`` cannot generate code here, one sentence for each reason; empty if it can.
 
-    On CPUs it writes C++; on CUDA the launchers of kernels are C.
+    On CPUs it generates C++; on CUDA its launchers of kernels are C.
     """
     language = "C" if device == "cuda" else "C++"
     variable, names = _VARIABLES[language], _COMPILERS[language]
     problems: list[str] = []
-    # The variable first, as PyTorch reads it.
+    # The environment variable first, as in PyTorch.
     if not any(name and shutil.which(name) for name in (os.environ.get(variable), *names)):
         problems.append(
             f"training.compile needs a {language} compiler, found none of {variable}, {', '.join(names)}; "

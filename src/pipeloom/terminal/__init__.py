@@ -1,1 +1,1 @@
-"""What reaches the terminal, and words for it."""
+"""Output to the terminal: safe printing, tables, progress bars, formats of numbers and names."""

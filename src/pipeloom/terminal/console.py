@@ -1,4 +1,4 @@
-"""Tables and bars for people, without the control characters of foreign text."""
+"""Consoles and tables; control characters of the text in them are escaped."""
 
 import os
 import sys
@@ -14,52 +14,52 @@ from rich.text import Text
 from pipeloom.terminal.guard import printable, raw
 
 _WIDE = 210
-"""Columns of an output that is no terminal: enough for every table."""
+"""Characters in a line of an output that is not a terminal: enough for every table."""
 _MOST_OF_NAMES = 0.4
-"""Share of the width that names of rows may take; longer ones go over several lines."""
+"""Share of the width that names of rows may take; longer names wrap."""
 _TEXT = 40
-"""Columns that a text needs at least; longer ones go over several lines."""
+"""Width from which a column of text wraps, in characters."""
 
 
 class _PrintableConsole(Console):
-    """A console that shows the control characters of texts instead of sending them."""
+    """A console that escapes the control characters of texts."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """A text as it is laid out: escaped before its width counts."""
+        """Escape a text before its width is computed."""
         return super().render_str(printable(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """What is drawn; a segment without text of its own, such as the move of a cursor, stays as it is."""
+        """Escape the segments to print, except Rich's own control segments, such as cursor moves."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
 def make_console(stream: TextIO | None = None, *, width: int | None = None) -> Console:
-    """A console that takes every text literally: no markup, no emoji names, no control characters.
+    """A console that prints text literally: no markup, no emoji names, no control characters.
 
     Args:
-        stream: where to; ``None`` for standard output.
-        width: in characters; ``None`` for that of the terminal.
+        stream: to print to; ``None`` for standard output.
+        width: in characters; ``None`` for the terminal's.
     """
     file = raw(sys.stdout if stream is None else stream)
-    # Rich takes [..] for markup, :name: for an emoji and colors numbers: in foreign text and paths all three are wrong.
+    # By default Rich parses [..] as markup and :name: as an emoji, and colors numbers. All three are wrong in paths.
     return _PrintableConsole(file=file, width=width, markup=False, emoji=False, highlight=False)
 
 
 def headed(head: str, text: str = "", style: str = "bold") -> Text:
-    """A text whose head is marked."""
+    """``head`` in a style, followed by ``text``."""
     return Text.assemble((printable(head), style), printable(text))
 
 
 def wide_console() -> Console:
-    """As wide as the terminal; where there is none, wide enough for everything."""
-    # Rich takes 80 columns for a pipe or a file, and would wrap tables there.
+    """A console as wide as the terminal; without a terminal, wide enough for every table."""
+    # Rich assumes 80 columns for a pipe or a file, and would wrap tables there.
     has_width = raw(sys.stdout).isatty() or "COLUMNS" in os.environ
     return make_console(width=None if has_width else _WIDE)
 
 
 def print_table(console: Console, rows: Table) -> None:
-    """Print a table of ``table``. Columns that the width has no room for follow below, behind the names of the rows."""
+    """Print a table of ``table``. Columns that exceed the width follow below, with the names of the rows repeated."""
     for number, block in enumerate(_blocks(rows, console.width)):
         if number:
             console.print()
@@ -67,7 +67,7 @@ def print_table(console: Console, rows: Table) -> None:
 
 
 def _blocks(rows: Table, width: int) -> Iterator[Table]:
-    """The table in parts that fit the width, each with the names of the rows."""
+    """Parts of the table that fit the width, each with the names of the rows."""
     names, *others = rows.columns
     room = width - min(_width(names), int(width * _MOST_OF_NAMES)) - 1
     block, left = list[Column](), room
@@ -86,7 +86,7 @@ def _width(column: Column) -> int:
 
 
 def _part(rows: Table, columns: Sequence[Column]) -> Table:
-    """Some columns of a table."""
+    """A table of some columns of another."""
     part = _empty()
     for column in columns:
         part.add_column(column.header, justify=column.justify, no_wrap=column.no_wrap, overflow=column.overflow)
@@ -103,9 +103,9 @@ def table(first: str, columns: Sequence[str], texts: Collection[str] = ()) -> Ta
     """A table for ``print_table``.
 
     Args:
-        first: title of the first column, which names the rows.
+        first: title of the first column, which has the names of the rows.
         columns: titles of the others.
-        texts: those of them that are no numbers: they may go over several lines.
+        texts: columns of text, aligned to the left, which may wrap; the others are numbers, aligned to the right.
     """
     found = _empty()
     found.add_column(first, overflow="fold")
@@ -116,16 +116,16 @@ def table(first: str, columns: Sequence[str], texts: Collection[str] = ()) -> Ta
 
 
 Columns = Mapping[str, tuple[str, Callable[[Any], str]]]
-"""Key of a record, as JSON has it -> the title of its column, and its value as text."""
+"""Key of a record, as in JSON -> the title of its column, and a function that formats its value."""
 
 
 def cells_of(record: Mapping[str, Any], columns: Columns) -> list[str]:
-    """A record as people see it; ``-`` where there is no value."""
+    """Formatted values of a record; ``-`` for ``None``."""
     return ["-" if record[key] is None else form(record[key]) for key, (_, form) in columns.items()]
 
 
 def table_of(records: Mapping[str, Mapping[str, Any]], columns: Columns, first: str = "") -> Table:
-    """Records by name, as ``--json`` prints them, as a table for ``print_table``; ``first`` titles the names."""
+    """A table for ``print_table`` of the records that ``--json`` prints, by name; ``first`` is the names' title."""
     found = table(first, [title for title, _ in columns.values()])
     for name, record in records.items():
         found.add_row(name, *cells_of(record, columns))

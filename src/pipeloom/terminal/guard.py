@@ -1,7 +1,7 @@
-"""What reaches the terminal: a text may come from a model, a file or a stranger, and a terminal obeys what it prints.
+"""Escaping of control characters: printed text may come from a model or a file, and a terminal executes them.
 
-Everything that this program prints goes through ``guarded_streams``, so that no caller can forget it. What draws, such
-as tables and progress bars, writes its own control sequences to ``raw(stream)``; see ``pipeloom.terminal.console``.
+Everything that this program prints goes through ``guarded_streams``, so that no caller can forget it. Code that needs
+control sequences, such as tables and progress bars, writes to ``raw(stream)``; see ``pipeloom.terminal.console``.
 """
 
 import re
@@ -21,9 +21,9 @@ _UNPRINTABLE = re.compile(
 
 
 def printable(text: str) -> str:
-    r"""A text without control characters: ``\x1b`` and the like replace them; lines and tabs stay.
+    r"""Replace control characters by their escapes, such as ``\x1b``; line ends and tabs stay.
 
-    A terminal obeys control characters: they move its cursor, change its title, hide or reorder what is printed.
+    Control characters can move the cursor, change the terminal's title, or hide and reorder text.
     """
     return _UNPRINTABLE.sub(lambda found: _escaped(ord(found[0])), text)
 
@@ -33,43 +33,43 @@ def _escaped(code: int) -> str:
 
 
 class GuardedStream:
-    """A stream of text without control characters; see ``printable``.
+    """A text stream that escapes control characters; see ``printable``.
 
     Args:
-        stream: where to.
+        stream: to write to.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self.raw = stream
 
     def write(self, text: str) -> int:
-        """Write a text; returns its length."""
-        # The length of what was given, as callers of write expect, not of what was printed.
+        """Write a text; return its length."""
+        # Before escaping, as callers of write expect.
         self.raw.write(printable(text))
         return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """Write texts one behind the other."""
+        """Write several texts."""
         for line in lines:
             self.write(line)
 
     def isatty(self) -> bool:
-        """No: what styles its own text, such as help, would see its control sequences escaped."""
+        """``False``, so that libraries which style text for terminals print plain text: styles would be escaped."""
         return False
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is that of the stream."""
+        """Other attributes are the stream's."""
         return getattr(self.raw, name)
 
 
 def raw(stream: TextIO) -> TextIO:
-    """The stream below a guarded one, for what escapes foreign text itself; else the stream."""
+    """The stream below a guarded one, for code that escapes text itself; any other stream as it is."""
     return stream.raw if isinstance(stream, GuardedStream) else stream
 
 
 @contextmanager
 def guarded_streams() -> Iterator[None]:
-    """Guard standard output and standard error while the block runs."""
+    """Escape control characters in standard output and standard error within the block."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast("TextIO", GuardedStream(raw(stream))) for stream in before)
     try:

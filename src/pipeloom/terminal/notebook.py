@@ -1,13 +1,13 @@
-"""Values that a notebook shows as a picture."""
+"""Pictures of values in notebooks."""
 
 from importlib import import_module
 
 
 class Pictured:
-    """A value that ``pipeloom.plot`` can draw: a notebook shows its picture."""
+    """Base class of values that ``pipeloom.plot`` can draw: a notebook shows the picture."""
 
     __slots__ = ()
 
     def _repr_svg_(self) -> str:
-        # By name, and only here: what draws is floors above what it draws, and loads matplotlib.
+        # Imported by name and late: plotting is a layer above, and loads matplotlib.
         return import_module("pipeloom.plotting.plot").plot(self)._repr_svg_()

@@ -1,4 +1,4 @@
-"""A bar on a terminal, nothing elsewhere: what the commands that take their time share."""
+"""The progress bar of long commands, shown on terminals only."""
 
 from contextlib import suppress
 from types import TracebackType
@@ -11,26 +11,26 @@ from pipeloom.terminal.guard import raw
 
 
 def restore_terminal(stream: TextIO) -> None:
-    """Show the cursor again, which a bar hides, after its process was stopped."""
+    """Show the cursor, which a progress bar hides, after the bar's process was killed."""
     if raw(stream).isatty():
         with suppress(OSError):
-            # DECTCEM: shows the cursor. A process that is killed takes no bar away.
+            # DECTCEM, the control sequence that shows the cursor.
             raw(stream).write("\x1b[?25h")
             raw(stream).flush()
 
 
 class Bar:
-    """Progress as a bar, if the stream is a terminal; shown while it is entered.
+    """A progress bar, shown within a ``with`` block if the stream is a terminal.
 
-    Work goes on when its terminal has gone away: nothing here raises an ``OSError``.
+    Never raises an ``OSError``, so that work continues when its terminal is closed.
 
     Args:
-        stream: where to.
+        stream: to draw on.
         columns: of the bar.
-        total: steps in all.
-        is_shown: whether this process may show anything.
-        transient: whether the bar is taken away at the end.
-        fields: first values of the columns' own fields.
+        total: number of steps.
+        is_shown: whether this process shows the bar.
+        transient: whether the bar is removed at the end.
+        fields: initial values of the columns' own fields.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Bar:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Keep the bar, or remove it."""
+        """Stop the bar; remove it if it is transient."""
         if self._bar is not None:
             with suppress(OSError):
                 self._bar.stop()
 
     def _print_above(self, line: str) -> None:
-        """Leave a line, above the bar if there is one."""
+        """Print a line, above the bar if there is one."""
         with suppress(OSError):
             if self._bar is None:
                 print(line, flush=True)  # noqa: T201  progress is output
@@ -71,7 +71,7 @@ class Bar:
                 self._bar.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def update(self, completed: int, **fields: Any) -> bool:
-        """Move the bar on; whether there is one."""
+        """Set the number of completed steps; return whether there is a bar."""
         if self._bar is None:
             return False
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Words and figures for people: names that are close, numbers with their units."""
+"""Formats of numbers with units, and suggestions for misspelled names."""
 
 import math
 import re
@@ -10,32 +10,32 @@ _UNITS = {"": 1, "B": 1, **{f"{letter}{b}": base**power for power, letter in enu
 
 
 UNBREAKABLE = "\N{NO-BREAK SPACE}"
-"""In a comment of a file: a space at which no line ends."""
+"""A space in a comment of a file at which a line is not wrapped."""
 
 
 def has_line_break(text: str) -> bool:
-    """Whether a text would begin a new line of a message; other characters that would are escaped when printed."""
+    """Whether a text has a line feed. Other characters that break lines are escaped when printed."""
     return "\n" in text
 
 
 def count(number: int, noun: str) -> str:
-    """A number with its noun: ``1 stage``, ``2 stages``, ``3 micro-batches``."""
+    """A number and its noun: ``1 stage``, ``2 stages``, ``3 micro-batches``."""
     plural = f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-# The limits of difflib.get_close_matches: a likeness of 0.6, three suggestions.
+# A likeness of 0.6 and three suggestions are the defaults of difflib.get_close_matches.
 _LEAST_LIKENESS, _SPREAD, _MOST_SUGGESTIONS = 0.6, 0.1, 3
 
 
 def same_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that differs from a name in case and between ``_`` and ``-`` only; ``None`` if there is none."""
+    """The known name that equals a name up to case and ``_`` for ``-``; ``None`` if there is none."""
     wanted = _plain(name)
     return next((one for one in known if _plain(one) == wanted), None)
 
 
 def close_names(name: str, known: Iterable[str]) -> list[str]:
-    """Names close to a wrong one, the closest first: at most three that are about equally close."""
+    """The names most similar to a wrong one, closest first: at most three, of about equal similarity."""
     likeness = {one: _likeness(_plain(name), _plain(one)) for one in known}
     best = max(likeness.values(), default=0.0)
     least = max(_LEAST_LIKENESS, best - _SPREAD)
@@ -44,12 +44,12 @@ def close_names(name: str, known: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """A question with the close names, each behind a prefix: ``did you mean 'train'?``; empty if none is close."""
+    """``did you mean 'train'?`` with the most similar names, each with a prefix; empty if none is similar."""
     return or_one_of([f"{prefix}{one}" for one in close_names(name, known)])
 
 
 def or_one_of(names: Sequence[str]) -> str:
-    """The question whether one of these names was meant; empty without names."""
+    """``did you mean 'a', 'b' or 'c'?``; empty without names."""
     close = [f"'{one}'" for one in names]
     if not close:
         return ""
@@ -57,12 +57,12 @@ def or_one_of(names: Sequence[str]) -> str:
 
 
 def and_finite(limit: str, found: float) -> str:
-    """What a number must be, such as ``above 0``, for a message; ``and finite`` where an infinite one was found."""
+    """``limit``, such as ``above 0``, for a message; with ``and finite`` if the number found is infinite."""
     return f"{limit} and finite" if found == math.inf else limit
 
 
 def unknown_name(what: str, name: str, known: Collection[str]) -> str:
-    """The message about an unknown name: what it should be, close names, all names."""
+    """The message about an unknown name, with similar names and all names; ``what`` is a noun such as ``cluster``."""
     hint = did_you_mean(name, known)
     return f"there is no {what} '{name}'; {hint}{' ' if hint else ''}known: {', '.join(known)}"
 
@@ -72,7 +72,7 @@ def _plain(name: str) -> str:
 
 
 def _likeness(name: str, known: str) -> float:
-    """0 to 1: by letters in their order, and by words, since people leave out up to half or add some."""
+    """Similarity, 0 to 1: by letters, and by words of names, since users often omit or add some of them."""
     if name == known:
         return 1.0
     words, others = set(name.split("-")), set(known.split("-"))
@@ -82,7 +82,7 @@ def _likeness(name: str, known: str) -> float:
 
 
 def passes_of(keep: Sequence[int] | None, *, balance: bool, offload: bool, slices: int = 1) -> str:
-    """What passes change in a family's schedule: ``, balanced, offloaded``; empty for nothing."""
+    """What passes change in the schedule of a family, such as ``, balanced, offloaded``; empty for nothing."""
     words = [f"keeping {' '.join(map(str, keep))} inputs whole"] if keep is not None else []
     words += [f"in {slices} token slices"] if slices > 1 else []
     words += [word for word, is_on in (("balanced", balance), ("offloaded", offload)) if is_on]
@@ -93,7 +93,7 @@ def parse_bytes(text: str) -> int:
     """Bytes of a size such as ``64MiB``, ``1.5 GB`` or ``4096``.
 
     Raises:
-        ValueError: the text is no size above 0.
+        ValueError: the text is not a size of at least one byte.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     units = {name.lower(): factor for name, factor in _UNITS.items()}
@@ -103,16 +103,16 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(size: float, *, rounds_up: bool = False) -> str:
-    """A number of bytes for people, in the units of every command: ``64 MB``, ``1.5 GB`` (10^9), ``512 bytes``.
+    """A number of bytes in decimal units: ``64 MB``, ``1.5 GB`` (10^9 bytes), ``512 bytes``.
 
     Args:
-        size: the bytes.
-        rounds_up: whether the number is never below, such as that of what is needed; else it is the nearest.
+        size: in bytes.
+        rounds_up: whether to round up, as for a requirement, instead of to the nearest.
     """
     for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "KB")):
         if size >= 1000**power:
             number = size / 1000**power
-            # Three significant digits: more would suggest that an estimate is exact.
+            # Three significant digits: most sizes are estimates.
             digits = 2 - min(2, math.floor(math.log10(number)))
             number = math.ceil(number * 10**digits) / 10**digits if rounds_up else round(number, digits)
             return f"{number:.{digits}f}".rstrip("0").rstrip(".") + f" {unit}" if digits else f"{number:.0f} {unit}"
@@ -120,24 +120,24 @@ def format_bytes(size: float, *, rounds_up: bool = False) -> str:
 
 
 def unit_s(seconds: float) -> tuple[float, str]:
-    """The unit of a time: its seconds, and its name."""
-    # Milliseconds up to ten seconds: steps that are compared have one unit.
+    """The unit for a time: its length in seconds, and its name."""
+    # Milliseconds up to ten seconds, so that compared steps usually have the same unit.
     return (1.0, "s") if seconds >= 10 else (1e-3, "ms")
 
 
 def unit_bytes(size: float) -> tuple[float, str]:
-    """The unit of a memory: its bytes, and its name."""
+    """The unit for an amount of memory: its size in bytes, and its name."""
     return (1e9, "GB") if size >= 1e10 else (1e6, "MB")
 
 
 def seconds(value: float) -> str:
-    """A time with its unit."""
+    """A time with its unit, such as ``12.3 ms``."""
     unit, name = unit_s(value)
     return f"{short(value / unit)} {name}"
 
 
 def short(value: float) -> str:
-    """Three or four digits."""
+    """A number with at least three significant digits, such as ``1.23`` or ``1,234``."""
     if not value:
         return "0"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{max(0, 2 - len(str(int(abs(value)))) + 1)}f}"
@@ -150,10 +150,10 @@ def amount(number: float) -> str:
 
 
 def ms(value_s: float) -> str:
-    """Milliseconds to a tenth, without their unit."""
+    """A time in milliseconds, without the unit."""
     return f"{value_s * 1e3:,.1f}"
 
 
 def percent(share: float) -> str:
-    """A share of one."""
+    """A fraction in percent, such as ``12.3 %``."""
     return f"{share * 100:.1f} %"

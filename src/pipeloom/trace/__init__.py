@@ -1,4 +1,4 @@
-"""What happened when: actions with their times, simulated or measured."""
+"""Traces: actions with their times, simulated or measured."""
 
 from pipeloom.trace.spans import Span, Spans
 from pipeloom.trace.trace import Trace, from_chrome, merge, to_chrome

@@ -1,4 +1,4 @@
-"""Spans: actions with their times, as a sequence that is held in arrays."""
+"""Spans: actions with their times, as a sequence over arrays."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +16,12 @@ from pipeloom.schedule.row import Ints
 
 
 class Span(NamedTuple):
-    """One action as it happened.
+    """One action with its time.
 
     Attributes:
-        action: what was done.
-        rank: the pipeline rank that did it.
-        lane: the lane that it kept busy.
+        action: the action.
+        rank: the pipeline rank that ran it.
+        lane: the lane that it occupied.
         start_s, end_s: seconds on a clock that all ranks of the trace share.
     """
 
@@ -34,14 +34,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Spans(Sequence[Span]):
-    """Spans in arrays; immutable, equal to any sequence of the same spans.
+    """An immutable sequence of spans in arrays, equal to any sequence of the same spans.
 
     Attributes:
-        row: the actions.
-        rank: of each span.
-        lane: of each span, an index into ``lanes``.
-        lanes: lanes, each once.
-        start_s, end_s: seconds of each span.
+        row: action of each span.
+        rank: pipeline rank of each span.
+        lane: for each span an index into ``lanes``.
+        lanes: distinct lanes.
+        start_s, end_s: seconds, for each span.
     """
 
     row: Row
@@ -53,7 +53,7 @@ class Spans(Sequence[Span]):
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> "Spans":
-        """The same spans in arrays."""
+        """Spans in arrays; ``Spans`` are returned as they are."""
         if isinstance(spans, Spans):
             return spans
         spans = list(spans)
@@ -70,33 +70,31 @@ class Spans(Sequence[Span]):
 
     @property
     def duration_s(self) -> Seconds:
-        """Seconds that each span took."""
+        """Duration of each span in seconds."""
         return self.end_s - self.start_s
 
     def on(self, name: str) -> NDArray[np.bool_]:
-        """For each span whether its lane has this name, such as ``compute``."""
-        # One False where there are no lanes: an empty list would become an
-        # array of floats, which selects nothing as a mask.
-        return np.array([lane.name == name for lane in self.lanes] or [False], np.bool_)[self.lane]
+        """Mask of the spans whose lane has this name, such as ``compute``."""
+        return np.array([lane.name == name for lane in self.lanes], np.bool_)[self.lane]
 
     @cached_property
     def by_lane(self) -> dict[tuple[int, Lane], NDArray[np.intp]]:
-        """For each rank and lane that occurs, the places of its spans, ascending."""
+        """(rank, lane) -> indices of its spans, ascending."""
         key = self.rank.astype(np.int64) * max(len(self.lanes), 1) + self.lane
-        # Stable, so that places within a lane stay ascending.
+        # Stable, so that the indices of a lane stay ascending.
         order = np.argsort(key, kind="stable")
         begins = np.flatnonzero(np.diff(key[order], prepend=-1))
         groups = np.split(order, begins[1:]) if len(order) else []
         return {(int(self.rank[group[0]]), self.lanes[int(self.lane[group[0]])]): group for group in groups}
 
     def take(self, index: NDArray[np.intp] | NDArray[np.bool_] | slice) -> "Spans":
-        """The spans at some places."""
+        """The spans at some indices, in a mask or in a slice."""
         arrays = (self.rank, self.lane, self.start_s, self.end_s)
         rank, lane, start_s, end_s = (array[index] for array in arrays)
         return replace(self, row=self.row.take(index), rank=rank, lane=lane, start_s=start_s, end_s=end_s)
 
     def __repr__(self) -> str:
-        """Number of spans."""
+        """Numbers of spans and of lanes."""
         return f"Spans({len(self)} of {len(self.by_lane)} lanes)"
 
     def __len__(self) -> int:
@@ -114,7 +112,7 @@ class Spans(Sequence[Span]):
     @overload
     def __getitem__(self, index: slice) -> "Spans": ...
     def __getitem__(self, index: int | slice) -> "Span | Spans":
-        """One span, or some."""
+        """A span, or the spans of a slice."""
         if isinstance(index, slice):
             return self.take(index)
         lane = self.lanes[int(self.lane[index])]
@@ -128,5 +126,5 @@ class Spans(Sequence[Span]):
 
     def __hash__(self) -> int:
         """Equal spans have equal hashes."""
-        # Three of the columns are enough: equal spans have equal ones.
+        # Three of the arrays suffice: equal spans have equal arrays.
         return hash((self.row, self.start_s.tobytes(), self.end_s.tobytes()))

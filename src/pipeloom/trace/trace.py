@@ -1,4 +1,4 @@
-"""The trace: who did which action on which lane, from when to when. From the simulator or from the machine."""
+"""The trace of a step: which rank ran which action on which lane, and when. Simulated or measured."""
 
 import json
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from pipeloom.trace.spans import Span, Spans
 
 @dataclass(frozen=True, repr=False)
 class Trace(Pictured):
-    """All spans of one step: who did which action on which lane, from when to when. A notebook shows its timeline.
+    """All spans of one step: which rank ran which action on which lane, and when. A notebook shows its timeline.
 
     Examples:
         >>> from pipeloom import Costs, make_schedule, simulate
@@ -30,50 +30,49 @@ class Trace(Pictured):
         (0.01, 6)
 
     Attributes:
-        spans: in any order; any sequence of ``Span`` becomes ``Spans``.
-        num_ranks: pipeline ranks, also those without a span.
+        spans: in any order; the constructor takes any sequence of ``Span``.
+        num_ranks: number of pipeline ranks, including those without a span.
     """
 
     spans: Spans
     num_ranks: int
 
     def __post_init__(self) -> None:
-        """Hold the spans in arrays."""
+        """Convert the spans to arrays."""
         object.__setattr__(self, "spans", Spans.of(self.spans))
 
     def __repr__(self) -> str:
-        """Sizes and duration."""
+        """Numbers of spans and ranks, and the duration."""
         spans, ranks = count(len(self.spans), "span"), count(self.num_ranks, "rank")
         return f"Trace({spans} on {ranks}, {seconds(self.end_s - self.start_s)})"
 
     @cached_property
     def start_s(self) -> float:
-        """When the first action began."""
+        """When the first action starts, in seconds; 0 without actions."""
         return float(self.spans.start_s.min()) if len(self.spans) else 0.0
 
     @cached_property
     def end_s(self) -> float:
-        """When the last action ended."""
+        """When the last action ends, in seconds; 0 without actions."""
         return float(self.spans.end_s.max()) if len(self.spans) else 0.0
 
     def compute(self, rank: int | None = None) -> Spans:
-        """Spans of compute actions, of one rank or of all."""
+        """Spans of compute actions, of one rank or of all ranks."""
         if rank is None:
             return self.spans.take(self.spans.on(COMPUTE_LANE.name))
         return self.spans.take(self.spans.by_lane.get((rank, COMPUTE_LANE), slice(0)))
 
     def lanes(self, rank: int) -> list[Lane]:
-        """Lanes that a rank used, compute first."""
+        """Lanes of a rank that have spans: compute first, the others by name."""
         used = [lane for owner, lane in self.spans.by_lane if owner == rank]
-        # Compute at the top of each rank, since everything else is there to keep it busy.
         return sorted(used, key=lambda lane: (lane != COMPUTE_LANE, lane.name, lane.peer or 0))
 
 
 def merge(traces: Iterable[Trace]) -> Trace:
-    """One trace from those that several ranks recorded of the same step.
+    """Merge the traces that several ranks recorded of the same step.
 
-    A rank records when it requested a transfer and when it saw its end. When a tensor moved follows only from both
-    ranks together: from when it had been sent, its receive posted, and the tensor before it on the edge had arrived.
+    A rank records when it requested a transfer and when it noticed its end. When the tensor moved follows only from
+    both ranks: not before the send was issued, the receive posted, and the previous tensor on the edge had arrived.
     """
     parts = list(traces)
     spans = [span for part in parts for span in part.spans]
@@ -97,9 +96,9 @@ _SENDS, _RECEIVES = SEND_KINDS | TIED_SEND_KINDS, RECEIVE_KINDS | TIED_RECEIVE_K
 
 
 def _one_at_a_time(spans: list[Span]) -> list[Span]:
-    """The spans by rank and time; where a lane's span was seen to end after the next one began, it ends there."""
+    """The spans by rank and time; a span that overlaps the next one on its lane is cut where that starts."""
     ordered = sorted(spans, key=lambda s: (s.rank, s.lane.name, s.lane.peer or 0, s.start_s, s.end_s))
-    # A lane does one thing at a time. Ends are noted by threads, up to some milliseconds late (docs/decisions/0010).
+    # A lane runs one action at a time. Threads record ends up to some milliseconds late (docs/decisions/0010).
     for number, (span, following) in enumerate(pairwise(ordered)):
         if (span.rank, span.lane) == (following.rank, following.lane) and span.end_s > following.start_s:
             ordered[number] = span._replace(end_s=max(span.start_s, following.start_s))
@@ -107,14 +106,14 @@ def _one_at_a_time(spans: list[Span]) -> list[Span]:
 
 
 def to_chrome(trace: Trace, label: str) -> str:
-    """The trace as Chrome JSON, which ui.perfetto.dev opens.
+    """The trace in Chrome's JSON format, which ui.perfetto.dev opens.
 
-    One process for each rank, one thread for each lane, an arrow from each send to its receive. Times
-    are whole nanoseconds from the first action, written in microseconds, so that neighbouring slices never overlap.
+    A process for each rank, a thread for each lane, an arrow from each send to its receive. Times are in microseconds
+    from the first action, rounded to nanoseconds, so that adjacent slices never overlap.
 
     Args:
         trace: any trace.
-        label: goes into every process name, such as ``measured``.
+        label: part of every process name, such as ``measured``.
     """
     tids = {(rank, lane): tid for rank in range(trace.num_ranks) for tid, lane in enumerate(trace.lanes(rank))}
     events: list[dict[str, Any]] = []
@@ -143,7 +142,7 @@ def _slice(span: Span, tid: int, origin_s: float) -> dict[str, Any]:
         "cat": action.kind.value,
         "pid": span.rank,
         "tid": tid,
-        # The format's unit is the microsecond; three digits behind the point keep nanoseconds.
+        # In microseconds, the unit of the format; three decimals keep nanoseconds.
         "ts": begin / 1000,
         "dur": (end - begin) / 1000,
         "args": {"stage": action.stage, "microbatch": action.microbatch, "slice": action.slice},
@@ -160,8 +159,8 @@ def _arrows(trace: Trace, tids: dict[tuple[int, Lane], int]) -> list[dict[str, A
         if send is None:
             continue
         begin, end = _ns(receive.start_s, trace.start_s), _ns(receive.end_s, trace.start_s)
-        # The end of a slice is outside of it.
-        inside = max(begin, end - 1)  # the arrow binds to the slice that encloses its point
+        # An arrow binds to the slice that encloses its time, and the end of a slice is outside.
+        inside = max(begin, end - 1)
         for phase, span, time_ns in (("s", send, _ns(send.start_s, trace.start_s)), ("f", receive, inside)):
             place = {"pid": span.rank, "tid": tids[span.rank, span.lane], "ts": time_ns / 1000, "bp": "e"}
             events.append({"ph": phase, "name": "message", "cat": "message", "id": number, **place})
@@ -169,17 +168,17 @@ def _arrows(trace: Trace, tids: dict[tuple[int, Lane], int]) -> list[dict[str, A
 
 
 _MOST_US = 1e15
-"""Most microseconds of a time in a trace, 30 years: nanoseconds of it are whole numbers of 64 bits."""
+"""Largest time in a trace in microseconds, about 30 years: in nanoseconds it fits into 64 bits."""
 
 
 def from_chrome(text: str) -> Trace:
-    """The trace that ``to_chrome`` wrote: ranks, lanes, actions, and times to the nanosecond.
+    """Read a trace that ``to_chrome`` wrote: ranks, lanes, actions, and times in whole nanoseconds.
 
     Returns:
-        A trace that begins at 0, spans in the order of the text.
+        The trace, from time 0, with spans in the order of the text.
 
     Raises:
-        UserError: the text is no such trace; names the first event that is wrong.
+        UserError: the text is not such a trace; the message has the first wrong event.
     """
     events = _events(text)
     lanes: dict[tuple[int, int], Lane] = {}
@@ -195,10 +194,10 @@ def from_chrome(text: str) -> Trace:
                 case {"ph": "X"}:
                     spans.append(_span(event, lanes))
         except UserError as error:
-            raise UserError(f"this is no trace of pipeloom's: event {number}: {error}") from error
+            raise UserError(f"this is not a trace of pipeloom: event {number}: {error}") from error
     if ranks != set(range(len(ranks))) or any(span.rank not in ranks for span in spans):
         found = ", ".join(map(str, sorted(ranks))) or "none"
-        raise UserError(f"this is no trace of pipeloom's: expected a process for every rank from 0 on, found {found}")
+        raise UserError(f"this is not a trace of pipeloom: expected a process for every rank from 0 on, found {found}")
     return Trace(Spans.of(spans), len(ranks))
 
 
@@ -206,11 +205,11 @@ def _events(text: str) -> list[Any]:
     try:
         tree = parse_json(text)
     except UserError as error:
-        raise UserError(f"this is no trace: {error}") from error
+        raise UserError(f"this is not a trace: {error}") from error
     match tree:
         case {"traceEvents": list(events)}:
             return events
-    raise UserError("this is no trace: expected an object with a list 'traceEvents'")
+    raise UserError("this is not a trace: expected an object with a list 'traceEvents'")
 
 
 def _span(event: dict[str, Any], lanes: dict[tuple[int, int], Lane]) -> Span:
