@@ -34,7 +34,7 @@ TRAINING    := pipeloom.training.trainer, pipeloom.training.export, torch._dynam
 BIN         := $(VENV)/bin
 PIP         := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile $(PIP_ARGS) -c $(CONSTRAINTS)
 STAMP       := $(VENV)/.installed
-LOADED      := numba llvmlite numpy pydantic pydantic_core rich tyro
+LOADED      := numba llvmlite numpy pydantic pydantic_core rich
 
 .PHONY: demo test docs dist docs-commands plan-demo predict reproduce schedules plan-speed bench-network bench-overhead \
         bench-balance playground-pictures playground-speed speed check format clean

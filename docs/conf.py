@@ -41,7 +41,7 @@ html_static_path = ["_site/static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
 html_copy_source = False
-# Links have the tone of a first forward: blue that is legible on the ground of either mode.
+# Links are blue, in a tone that is legible on the ground of each mode.
 _MODES = [
     {"color-brand-primary": blue, "color-brand-content": blue, "with-torch": HUES["recompute"], "core": HUES["forward"]}
     for blue in (mix("#4477aa", INK, 0.25), HUES["forward"])
@@ -51,7 +51,7 @@ copybutton_prompt_text = "$ "
 
 
 def setup(app):
-    """Fill in what is generated while the pages are read, and look at what is written."""
+    """Insert what is generated while the pages are read, and check what is written."""
     app.connect("source-read", generated.fill_in)
     app.connect("build-finished", check_pages)
     app.connect("autodoc-process-docstring", end_literals)
@@ -67,7 +67,7 @@ def end_literals(*event):
 
 
 def check_pages(app, failure):
-    """End the build if a page loads something from a network, or the search does not know one."""
+    """Fail the build if a page loads anything over the network or is missing from the search index."""
     if failure is not None or app.builder.name != "html":
         return
     written = Path(app.outdir)

@@ -14,7 +14,7 @@ searched = cache(search)
 """Several tests look at one answer."""
 
 
-def told(found):
+def answers(found):
     return [(step.run, step.knobs, step.prediction.step_time_s) for step in found.steps]
 
 
@@ -39,7 +39,7 @@ VARIANTS = {
 def test_bounds_leave_nothing_out_that_is_among_the_best(ask, name):
     question = ask(**VARIANTS[name])
     pruned, everything = searched(question), search(question, prunes=False)
-    assert told(pruned) == told(everything)
+    assert answers(pruned) == answers(everything)
     assert everything.counts.too_slow == 0
     assert pruned.counts.simulated <= everything.counts.simulated
 
@@ -52,7 +52,7 @@ def test_most_of_a_large_space_is_ruled_out_by_bounds(ask):
 
 
 def test_the_answer_is_always_the_same(ask):
-    assert told(searched(ask())) == told(search(ask()))
+    assert answers(searched(ask())) == answers(search(ask()))
 
 
 def test_layouts_of_an_answer_differ_in_more_than_how_they_loop(ask):
@@ -86,7 +86,7 @@ def test_a_search_that_goes_on_finds_what_a_limited_one_finds(ask, limits):
     question = ask()
     searching = Search(question)
     searching.best(10)
-    assert told(searching.best(1, Limits(**limits))) == told(search(question.limited(**limits), 1))
+    assert answers(searching.best(1, Limits(**limits))) == answers(search(question.limited(**limits), 1))
 
 
 def test_where_nothing_fits_nothing_is_found(ask):

@@ -172,7 +172,7 @@ def _groups(
         most = None if option is None else option.most_values
         while rest and not _is_flag(rest[0]) and (most is None or len(texts) < most):
             if option is None and places and _fits(places[0], rest[0]):
-                break  # Who knows how many values the flag would take; the run file is to be judged, too.
+                break  # An unknown flag may take any number of values; the run file is checked, too.
             texts.append(rest.pop(0))
         if most == 0 and rest and rest[0].lower() in ("true", "false"):
             texts.append(rest.pop(0))

@@ -283,7 +283,7 @@ def _tied_message_s(placed: Placed) -> tuple[float, float]:
 
 
 def _transfer_s(placed: Placed, route: Cluster, *, is_inside: bool) -> float:
-    """Seconds of one message between consecutive pipeline ranks, whose devices are dp x tp apart.
+    """Seconds of a message between adjacent pipeline ranks, whose global ranks differ by dp x tp.
 
     Between nodes a device sends through its own adapter only (``Cluster.sharing``).
     """

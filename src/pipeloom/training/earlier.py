@@ -54,7 +54,7 @@ def read_earlier(folder: RunFolder, config: RunConfig) -> Measured:
     resumed = before.checkpoint.resume
     # Earlier lines are from the process that wrote the checkpoint, perhaps on another machine.
     first = 0 if resumed is None else step_of(resumed)
-    if first is None:  # no way to tell which lines have these settings
+    if first is None:  # unknown first step: earlier lines may have other settings
         return found
     found.config = before
     found.times_s = [float(line["step_time_s"]) for line in lines if line["step"] > first]
