@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.hardware import with_memory
 from pipeloom.cost.placed import Placed
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.passes import lower
 from pipeloom.planner.bounds import Bounds
 from pipeloom.planner.candidate import complete
-from pipeloom.planner.comparison import with_memory
 from pipeloom.planner.question import Question
 from pipeloom.planner.space import arrangements
 from pipeloom.simulation import simulate

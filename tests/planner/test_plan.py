@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.config import find_problems
+from pipeloom.cost.hardware import with_bandwidth, with_memory
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.planner.comparison import causes, with_bandwidth, with_memory
+from pipeloom.planner.comparison import causes
 from pipeloom.planner.infeasible import near_devices
 from pipeloom.planner.plan import plan as make_plan
 from pipeloom.planner.question import Limits, Question

@@ -41,8 +41,8 @@ def help_page(command: Command[Any], *, is_whole: bool) -> str:
         if option.group != group:
             group = option.group
             # Flags begin with their section, so that a single one needs no line for it.
-            has_title = group and (is_whole or sizes[group] > 1)
-            lines += _wrapped(f"{group}: {section_text(group)}", width) if has_title else [] if group else ["options"]
+            if is_whole or not group or sizes[group] > 1:
+                lines += _wrapped(f"{group}: {section_text(group)}" if group else "options", width)
         texts = _described(option, width - flags, is_whole=is_whole)
         lines.append(f"{head:<{flags}}{texts.pop(0)}" if len(head) < flags - 1 else head)
         lines += [" " * flags + text for text in texts]

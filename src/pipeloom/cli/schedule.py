@@ -63,18 +63,14 @@ COMMAND = Command(
 def run(words: list[str]) -> int:
     """Parse the arguments, make the schedule, print it."""
     options, problems = read_flags(COMMAND, words)
-    number = options.loops
-    if options.family in FAMILIES and not _is_looped(options.family) and _is_looped(options.beside):
-        # Of two schedules, loops are for the one that takes several.
-        options = replace(options, loops=None)
-    made = or_note(lambda: _recipes(options), problems)
+    made = or_note(lambda: _recipes(_first_of_two(options)), problems)
     if problems or made is None:
         raise ConfigError(problems, SOURCE)
     recipe, sizes = made
     outcome = try_out(options, recipe, sizes)
     schedule, trace = outcome.schedule, outcome.trace
     title = trial_title(options, (options.run or Path(options.family or "")).name, schedule)
-    other = None if options.beside is None else _tried_beside(options, options.beside, number, schedule)
+    other = None if options.beside is None else _tried_beside(options, options.beside, schedule)
     form = "json" if options.json else options.format
     if form == "torch-csv":
         print(format_torch_csv(schedule), end="")
@@ -95,7 +91,7 @@ def run(words: list[str]) -> int:
         # Standard output is the data of another program with these forms.
         _draw(options.plot, traces, sys.stderr if form in ("json", "torch-csv") else sys.stdout)
         for name in (options.family, options.beside):
-            if number is None and _is_looped(name):  # a picture of its loops is what people expect
+            if options.loops is None and _is_looped(name):  # a picture of its loops is what people expect
                 print(f"note: {name} has one stage on each rank here; --loops 4 gives each rank four", file=sys.stderr)
     return 0
 
@@ -103,6 +99,12 @@ def run(words: list[str]) -> int:
 def _is_looped(name: str | None) -> bool:
     """Whether a name is a family of any number of loops."""
     return name in FAMILIES and FAMILIES[name].is_looped and FAMILIES[name].loops is None
+
+
+def _first_of_two(options: Options) -> Options:
+    """The options of the first schedule: of two, loops are for the one that takes several."""
+    is_others = options.family in FAMILIES and not _is_looped(options.family) and _is_looped(options.beside)
+    return replace(options, loops=None) if is_others else options
 
 
 def _draw(file: Path, traces: dict[str, Trace], output: TextIO) -> None:
@@ -121,16 +123,9 @@ _OF_STAGES = ("weight", "gather", "reduce", "move", "stage_swap")
 """Costs of a stage that only some schedules have."""
 
 
-def _tried_beside(options: Options, family: str, number: int | None, first: Schedule) -> tuple[str, Outcome]:
-    """The title and the outcome of another family with the sizes of the options and the same work for each rank.
-
-    Args:
-        options: of the first schedule.
-        family: the other one.
-        number: loops that the command line gives.
-        first: the schedule beside which it is drawn.
-    """
-    loops = number if _is_looped(family) else None
+def _tried_beside(options: Options, family: str, first: Schedule) -> tuple[str, Outcome]:
+    """The title and the outcome of another family with the sizes of the options and the same work for each rank."""
+    loops = options.loops if _is_looped(family) else None
     trial = replace(options, family=family, loops=loops, placement=None, group_size=None, keep=None)
     num_stages = trial.pp * trial_choice(trial).loops
     ratio = first.num_stages / num_stages

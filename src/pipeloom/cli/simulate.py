@@ -12,8 +12,8 @@ from pipeloom.cli.reference import Command, Output
 from pipeloom.cli.run_config import PREDICTIONS, parse_config
 from pipeloom.cli.swap_plan import ReportedPlan, make_swap_plan, print_swap_plan, swap_plan_to_json
 from pipeloom.config import RunConfig
+from pipeloom.cost.hardware import with_bandwidth
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.planner.comparison import with_bandwidth
 from pipeloom.planner.run_step import predict_step
 from pipeloom.predict.describe import described_problems, why_training_may_differ
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit

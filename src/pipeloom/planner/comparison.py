@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 
-from pipeloom.cost.hardware import Cluster, Link
+from pipeloom.cost.hardware import Cluster, with_bandwidth, with_memory
 from pipeloom.cost.stages import layers_by_recompute
 from pipeloom.planner.frontier import SortKey
 from pipeloom.planner.question import Limits, Question, divisors
@@ -175,36 +175,3 @@ def _changed(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Que
         # Half of an odd batch is not a whole number.
         if other >= 1 and other in (2 * batch, batch / 2):
             yield what, replace(question, global_batch=other)
-
-
-def with_memory(cluster: Cluster, factor: float) -> Cluster:
-    """The cluster with the memory of its devices multiplied."""
-    device = replace(cluster.device, memory_bytes=cluster.device.memory_bytes * factor)
-    return replace(cluster, name=f"{cluster.name}, memory x {factor:g}", device=device)
-
-
-def with_bandwidth(cluster: Cluster, *, intra: float = 1.0, inter: float = 1.0) -> Cluster:
-    """The cluster with its bandwidths multiplied: inside a node, between nodes."""
-
-    def times(link: Link, factor: float) -> Link:
-        return replace(link, bytes_per_s=link.bytes_per_s * factor)
-
-    changed = [
-        f"bandwidth {where} x {factor:g}" for where, factor in (("inside nodes", intra), ("between nodes", inter))
-    ]
-    return replace(
-        cluster,
-        name=", ".join([cluster.name, *(one for one in changed if not one.endswith(" x 1"))]),
-        intra=times(cluster.intra, intra),
-        inter=times(cluster.inter, inter),
-        bus_curves={
-            kind: tuple((nodes, rate * (intra if nodes <= 1 else inter)) for nodes, rate in curve)
-            for kind, curve in cluster.bus_curves.items()
-        },
-        collective_curves={
-            kind: tuple(
-                replace(curve, points=tuple((size, rate * intra) for size, rate in curve.points)) for curve in curves
-            )
-            for kind, curves in cluster.collective_curves.items()
-        },
-    )
