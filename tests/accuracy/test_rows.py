@@ -44,7 +44,7 @@ def test_the_example_is_read():
         ({"tied": "yes"}, "line 2: tied must be 0 or 1, found 'yes'"),
         ({"attention": "flash9"}, "line 2: attention must be one of plain, fused-softmax, flash1, flash2"),
         ({"status": "good"}, "line 2: status must be one of ok, oom, found 'good'"),
-        ({"heads": "25"}, "line 2: hidden 2304 does not divide by heads 25"),
+        ({"heads": "25"}, "line 2: hidden 2304 must be divisible by heads 25"),
         ({"status": "", "step_time_s": ""}, "line 2: status must be one of ok, oom, found ''"),
         ({"hidden": "", "ffn": ""}, "line 2: hidden must be a whole number of at least 1, found ''"),
     ],

@@ -269,7 +269,7 @@ def test_foreign_text_of_any_kind_comes_back_from_the_page_as_it_is(tmp_path, te
 def test_a_trace_of_another_run_is_refused(tmp_path):
     run, other = write_run(tmp_path / "run"), write_run(tmp_path / "other", num_microbatches=6)
     (run / TRACE).write_text((other / TRACE).read_text())
-    with pytest.raises(UserError, match="the trace is not one of this schedule"):
+    with pytest.raises(UserError, match="the trace does not belong to this schedule"):
         write_report(run)
     assert not (run / "report.html").exists()
 

@@ -1,1 +1,1 @@
-"""Predictions held against published measurements."""
+"""Comparison of predictions with published measurements, and calibration of training programs."""

@@ -1,4 +1,4 @@
-"""Predictions for a table of measurements and for measured stage times, and how good they are. Errors are fractions."""
+"""Predictions for a table of measurements, and for measured stage times, and their errors as fractions."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -25,13 +25,13 @@ from pipeloom.simulation import simulate
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row with what was predicted for it.
+    """A measured row and its prediction.
 
     Attributes:
-        row: as measured.
-        step_time_s: predicted.
-        memory_bytes: predicted, of the fullest device.
-        fits: whether it was predicted to fit.
+        row: the measurement.
+        step_time_s: predicted step time.
+        memory_bytes: predicted memory of the fullest device.
+        fits: whether the prediction fits the devices.
     """
 
     row: Row
@@ -41,33 +41,34 @@ class Outcome:
 
     @property
     def error(self) -> float | None:
-        """Predicted / measured - 1 in step time."""
+        """Predicted / measured - 1 of the step time; ``None`` if it was not measured."""
         measured = self.row.step_time_s
         return None if measured is None or not self.row.is_ok else self.step_time_s / measured - 1
 
     @property
     def memory_error(self) -> float | None:
-        """Predicted / measured - 1 in memory."""
+        """Predicted / measured - 1 of the memory; ``None`` if it was not measured."""
         measured = self.row.memory_bytes
         return None if measured is None or not self.row.is_ok else self.memory_bytes / measured - 1
 
 
 @dataclass(frozen=True)
 class Measures:
-    """What is reported of a list of outcomes; ``None`` where it does not apply.
+    """Statistics of a list of outcomes; ``None`` where they are not defined.
 
     Attributes:
-        rows: outcomes.
-        timed_rows: those with a measured step time.
-        mean_abs_error, median_abs_error, p90_abs_error: of |predicted / measured - 1| in step time.
+        rows: number of outcomes.
+        timed_rows: number of outcomes with a measured step time.
+        mean_abs_error, median_abs_error, p90_abs_error: of |predicted / measured - 1| of step times.
         bias: mean of predicted / measured - 1.
-        groups: of at least two measured layouts that compete with each other (``Row.group``).
-        rank_correlation: Spearman's, mean over the groups of at least three layouts, weighted by their rows.
-        mean_top1_regret: how much slower the layout that is predicted to be the fastest was, as measured, than the
-            fastest, mean over the groups.
-        oom_first: groups in which one that ran out of memory was predicted to fit and to be faster still.
-        oom_agreement: part of the rows for which "fits" or "out of memory" was predicted as it came.
-        memory_mean_abs_error: of |predicted / measured - 1| in memory.
+        groups: number of groups with at least two measured layouts (``Row.group``).
+        rank_correlation: mean of Spearman's over the groups of at least three layouts, weighted by their rows.
+        mean_top1_regret: mean over the groups of the measured step time of the layout predicted fastest / that of the
+            fastest - 1.
+        oom_first: number of groups in which a layout that ran out of memory was predicted to fit and to be faster than
+            all measured ones.
+        oom_agreement: share of the rows for which "fits" or "out of memory" was predicted correctly.
+        memory_mean_abs_error: mean of |predicted / measured - 1| of memory.
     """
 
     rows: int
@@ -84,17 +85,17 @@ class Measures:
     memory_mean_abs_error: float | None
 
     def to_json(self) -> dict[str, float | int | None]:
-        """As plain values."""
+        """All statistics by name."""
         return asdict(self)
 
 
 def measure(outcomes: Sequence[Outcome]) -> Measures:
-    """Every measure of ``outcomes``."""
+    """All statistics of ``outcomes``."""
     errors = np.array([outcome.error for outcome in outcomes if outcome.error is not None])
     memory = np.array([outcome.memory_error for outcome in outcomes if outcome.memory_error is not None])
     absolute, has_errors = np.abs(errors), errors.size > 0
     ranked = rankings(outcomes)
-    # Weighted by their rows: the order of three layouts is easily right or wrong by chance.
+    # Weighted by rows: the order of three layouts is often right or wrong by chance.
     correlations = np.array([(r.rank_correlation, r.layouts) for r in ranked if r.rank_correlation is not None])
     agree = [outcome.fits == outcome.row.is_ok for outcome in outcomes]
     return Measures(
@@ -117,15 +118,15 @@ def measure(outcomes: Sequence[Outcome]) -> Measures:
 
 @dataclass(frozen=True)
 class Ranking:
-    """How the layouts of a group were ranked.
+    """The predicted ranking of a group's layouts.
 
     Attributes:
-        group: what they have in common.
-        layouts: those with a measured step time, at least two.
-        first, fastest: ranked first, and measured fastest among them.
-        regret: how much slower ``first`` was, as measured, than ``fastest``.
-        rank_correlation: Spearman's, for at least three layouts; ``None`` if flat.
-        is_first_oom: whether one that ran out of memory was predicted to fit and to be faster than ``first``.
+        group: what the layouts have in common.
+        layouts: number of layouts with a measured step time, at least two.
+        first, fastest: the one predicted fastest, and the one measured fastest.
+        regret: measured step time of ``first`` / that of ``fastest`` - 1.
+        rank_correlation: Spearman's; ``None`` for less than three layouts, or if all values are equal.
+        is_first_oom: whether a layout that ran out of memory was predicted to fit and to be faster than ``first``.
     """
 
     group: Group
@@ -137,7 +138,7 @@ class Ranking:
     is_first_oom: bool
 
     def to_json(self) -> dict[str, str | float | bool | None]:
-        """The group's values, and how it was ranked, without the layouts."""
+        """Group and statistics, without the layouts."""
         return {
             **self.group._asdict(),
             "layouts": self.layouts,
@@ -148,7 +149,7 @@ class Ranking:
 
 
 def rankings(outcomes: Sequence[Outcome]) -> list[Ranking]:
-    """The ranking of every group with at least two measured layouts, in the order of the table."""
+    """The rankings of the groups with at least two measured layouts, in the order of the table."""
     found: dict[Group, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         found[outcome.row.group].append(outcome)
@@ -161,8 +162,7 @@ def _ranking(group: Group, outcomes: Sequence[Outcome]) -> Ranking | None:
     if len(timed) < 2:
         return None
     measured = [outcome.row.step_time_s or 0.0 for outcome in timed]
-    # Layouts that were measured to run count even if they were predicted
-    # not to fit: the order of times is what is judged.
+    # Layouts that ran count even if they were predicted not to fit: this compares the order of step times.
     predicted = [outcome.step_time_s for outcome in timed]
     first = predicted.index(min(predicted))
     return Ranking(
@@ -171,25 +171,25 @@ def _ranking(group: Group, outcomes: Sequence[Outcome]) -> Ranking | None:
         first=timed[first].row,
         fastest=timed[measured.index(min(measured))].row,
         regret=top1_regret(measured, predicted),
-        # Of two layouts the correlation is 1 or -1, which says little.
+        # The correlation of two layouts is 1 or -1, which means little.
         rank_correlation=rank_correlation(np.array(measured), np.array(predicted)) if len(timed) > 2 else None,
         is_first_oom=any(o.fits and not o.row.is_ok and o.step_time_s < predicted[first] for o in outcomes),
     )
 
 
 def top1_regret(measured: Sequence[float], predicted: Sequence[float]) -> float:
-    """How much slower what is predicted to be the fastest was, as measured, than the fastest; 0 if it was the fastest.
+    """Measured seconds of the one predicted fastest / those of the fastest - 1.
 
     Args:
-        measured: seconds of at least one thing.
-        predicted: seconds of the same ones.
+        measured: seconds, at least one.
+        predicted: seconds, in the same order.
     """
     first = min(range(len(predicted)), key=predicted.__getitem__)
     return measured[first] / min(measured) - 1
 
 
 def rank_correlation(first: NDArray[np.float64], second: NDArray[np.float64]) -> float | None:
-    """Spearman's: Pearson's correlation of the ranks, equal values sharing the mean of theirs; ``None`` if flat."""
+    """Spearman's: Pearson's correlation of the ranks; equal values get their mean rank. ``None`` if all are equal."""
     one, other = _ranks(first), _ranks(second)
     if np.ptp(one) == 0 or np.ptp(other) == 0:
         return None
@@ -198,13 +198,13 @@ def rank_correlation(first: NDArray[np.float64], second: NDArray[np.float64]) ->
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     below = (values[:, None] > values[None, :]).sum(axis=1)
-    # Equal values share the mean of their ranks.
+    # Equal values get the mean of their ranks.
     equal = (values[:, None] == values[None, :]).sum(axis=1)
     return below + (equal + 1) / 2
 
 
 DEFAULT_SOFTWARE = "megatron-2021"
-"""The program of a set without a calibrated one, unless another one is calibrated for the row's device."""
+"""The program of rows whose set no program names, unless another program was calibrated on the row's device."""
 
 
 @lru_cache(maxsize=1)
@@ -217,10 +217,10 @@ def _clusters() -> Iterable[Cluster]:
 
 
 def program_of(row: Row) -> tuple[str, Software]:
-    """The program that the row's set was measured with, by name and as a value.
+    """Name and value of the program that names the row's set (``Software.sets``).
 
-    For a set that no program names: ``DEFAULT_SOFTWARE`` if it was calibrated on the row's device, otherwise the first
-    program that was, whose runs had the row's attention kernel; otherwise ``DEFAULT_SOFTWARE`` all the same.
+    If none does: ``DEFAULT_SOFTWARE`` if it was calibrated on the row's device; else the first program with the row's
+    attention kernel that was; else ``DEFAULT_SOFTWARE``.
     """
     named = [(name, software) for name, software in _programs() if _is_for(software, row.run.attention)]
     for name, software in named:
@@ -238,19 +238,19 @@ def _is_for(software: Software, attention: str) -> bool:
 
 
 def _device_of(software: Software) -> str:
-    """Device that a program of the catalog was calibrated on."""
+    """Name of the device that a program was calibrated on; empty if its cluster is not in the catalog."""
     return next((cluster.device.name for cluster in _clusters() if cluster.name == software.cluster), "")
 
 
 def _known_cluster(row: Row, software: Software) -> Cluster | None:
-    """The program's own cluster if it has the row's device, otherwise the first that has, if any."""
-    # Stable: behind the program's own cluster the others stay in the order of the catalog.
+    """The program's cluster if it has the row's device, else the first that does; ``None`` if none does."""
+    # A stable sort: after the program's cluster, the others stay in the order of the catalog.
     own_first = sorted(_clusters(), key=lambda cluster: cluster.name != software.cluster)
     return next((cluster for cluster in own_first if cluster.device.name == row.device), None)
 
 
 def cluster_of(row: Row, software: Software) -> Cluster:
-    """The program's own cluster if it has the row's device, otherwise the first that has.
+    """The program's cluster if it has the row's device, else the first that does.
 
     Raises:
         UserError: no cluster has the device.
@@ -264,11 +264,11 @@ def cluster_of(row: Row, software: Software) -> Cluster:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A table and what was predicted for it.
+    """The predictions for a table.
 
     Attributes:
-        outcomes: in the order of the table, without the rows that could not be predicted.
-        skipped: why rows were not predicted -> how many.
+        outcomes: in the order of the table, without skipped rows.
+        skipped: reason -> number of rows that could not be predicted.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -285,7 +285,7 @@ class Comparison:
         return {name: measure(part) for name, part in sorted(parts.items())}
 
     def to_json(self) -> dict[str, Any]:
-        """``summary``, the same under ``sets``, the ranking of each of the ``groups``, and what was skipped."""
+        """``summary``: statistics of all rows; ``sets``: by set; ``groups``: rankings; ``skipped``."""
         return {
             "summary": measure(self.outcomes).to_json(),
             "sets": {name: part.to_json() for name, part in self.by_set.items()},
@@ -298,9 +298,9 @@ def compare(rows: Iterable[Row], cluster: Cluster | None = None, software: Softw
     """Predict every row.
 
     Args:
-        rows: a table.
-        cluster: for every row; ``None`` chooses by the row's device.
-        software: for every row; ``None`` chooses by the row's set.
+        rows: of a table.
+        cluster: of all rows; ``None`` to choose by each row's device.
+        software: of all rows; ``None`` to choose by each row's set.
     """
     outcomes: list[Outcome] = []
     skipped: dict[str, int] = defaultdict(int)
@@ -311,7 +311,7 @@ def compare(rows: Iterable[Row], cluster: Cluster | None = None, software: Softw
         if machine is not None and reason is None:
             try:
                 answer = predict(Placed(row.run, machine, program), row.schedule).prediction
-            except ConfigError:  # a schedule that its family cannot make in this size, such as 1f1b with loops
+            except ConfigError:  # the family does not support the sizes, such as 1f1b with loops
                 reason = f"no family makes the schedule '{row.schedule}' in this size"
             else:
                 outcomes.append(Outcome(row, answer.step_time_s, answer.memory.total_bytes, answer.fits))
@@ -331,9 +331,9 @@ def _reason_to_skip(row: Row, cluster: Cluster | None) -> str | None:
 
 
 EXCHANGE_S = 0.6e-3
-"""Seconds in which a rank blocks to exchange tensors with its neighbors, for each micro-batch; half of it with
-the forward, half with the backward. Published stage times leave it out. arXiv 2401.10241 profiled 0.53 to 0.76 ms
-(``T_comm``) on the same machines."""
+"""Seconds per micro-batch in which a rank blocks to exchange tensors with its neighbors, half in the forward and half
+in the backward. Published stage times do not include them. arXiv 2401.10241 profiled 0.53 to 0.76 ms (``T_comm``)
+on the same machines."""
 
 STAGE_COLUMNS = (
     "schedule",
@@ -346,15 +346,16 @@ STAGE_COLUMNS = (
 
 
 def compare_stage_times(path: Path) -> dict[str, Any]:
-    """Feed measured stage times to the simulator; the step time it expects beside the measured one.
+    """Simulate steps with measured stage times, and compare with measured step times.
 
-    Exchanges between stages block, as in the Megatron-LM that such tables come from: ``EXCHANGE_S``.
+    Exchanges between stages block for ``EXCHANGE_S``, as in the Megatron-LM that such tables come from.
 
     Returns:
-        ``summary`` with ``rows``, ``max_abs_error``, ``mean_abs_error`` and ``bias``, and ``rows``, one for each line.
+        ``summary`` with ``rows``, ``max_abs_error``, ``mean_abs_error`` and ``bias``, and ``rows``: for each line
+        ``measured_s``, ``predicted_s`` and ``error``.
 
     Raises:
-        UserError: it is no such table.
+        UserError: the file cannot be read, or is not such a table.
     """
     problems: list[str] = []
     answers: list[dict[str, float]] = []
@@ -397,7 +398,7 @@ def _seconds(text: str) -> tuple[float, ...]:
 
 
 def parts_of(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    """Outcomes by set, for a picture."""
+    """Set -> its outcomes."""
     parts: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         parts[outcome.row.set_name].append(outcome)

@@ -1,4 +1,4 @@
-"""Calibration: the few physical efficiencies of a program on a machine, by least squares on measured steps."""
+"""Calibration: a least-squares fit of a program's efficiencies on a machine to measured step times."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -42,17 +42,17 @@ RANGES: dict[str, tuple[float, float]] = {
     "step_s": (1e-4, 1.0),
     "optimizer_bytes": (20.0, 400.0),
 }
-"""What is physically possible: no efficiency above what the hardware can do."""
+"""Bounds of the fit: what is physically plausible."""
 
 SCALE = 0.02
-"""Relative error from which a row counts linearly instead of squared (soft L1), so that outliers do not rule."""
+"""Relative error above which the loss is linear instead of squared (soft L1), so that outliers do not dominate."""
 
 PULL = 0.2
-"""Relative error that a factor e away from the starting value is worth: what no row determines stays where it is.
+"""Regularization: a parameter that differs from its starting value by a factor e costs as much as this relative error.
 Chosen by the errors on held-out rows of every program (docs/accuracy.md)."""
 
 DRAG_S = 1e-4
-"""Where ``drag_s`` starts in programs that have it; the default is that a program has none."""
+"""Starting value of ``drag_s`` in programs that have it; by default a program has none."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class Fit:
     """A calibrated program.
 
     Attributes:
-        software: with its new efficiencies.
-        cluster: the machine that it was calibrated on.
-        rows: those that it was fitted on.
-        starts: where each fitted efficiency started.
-        error_before, error_after: mean of |predicted / measured - 1| on those rows.
+        software: the program with fitted efficiencies.
+        cluster: the machine.
+        rows: the rows of the fit.
+        starts: fitted efficiency -> starting value.
+        error_before, error_after: mean of |predicted / measured - 1| on these rows.
     """
 
     software: Software
@@ -76,7 +76,7 @@ class Fit:
 
     @property
     def at_bounds(self) -> tuple[str, ...]:
-        """Efficiencies that ended at the edge of what is possible: they stand in for something that is not modelled."""
+        """Efficiencies that ended at a bound, which means that they compensate for something that is not modeled."""
         values = {name: getattr(self.software.efficiency, name) for name in self.starts}
         edges = {name: RANGES[name] for name in values}
         return tuple(
@@ -85,21 +85,24 @@ class Fit:
 
 
 def first_guess(software: Software) -> Software:
-    """The program's facts with the efficiencies of no program in particular.
-
-    So a calibration does not depend on the rows of an earlier one of the same program.
-    """
+    """The program with default efficiencies, so that a calibration does not depend on an earlier one."""
     return replace(software, efficiency=Efficiency(drag_s=DRAG_S if software.efficiency.drag_s > 0 else 0.0))
 
 
 def fit(rows: Sequence[Row], cluster: Cluster, start: Software, names: Sequence[str] = ()) -> Fit:
-    """Calibrate ``names`` (all that matter by default) on the measured step times of ``rows``.
+    """Fit efficiencies to the measured step times of ``rows``.
 
     Least squares of log(predicted / measured) with a soft L1 loss, in the logarithms of the parameters, within
     ``RANGES``.
 
+    Args:
+        rows: of one machine and program.
+        cluster: the machine.
+        start: the program with the starting values.
+        names: of the efficiencies to fit; empty for all that influence a row.
+
     Raises:
-        UserError: there is no measured row, a name is unknown, or SciPy is not installed.
+        UserError: no row is measured, a name is unknown, or SciPy is not installed.
     """
     timed = [(row, row.step_time_s) for row in rows if row.is_ok and row.step_time_s is not None]
     if not timed:
@@ -118,7 +121,7 @@ def fit(rows: Sequence[Row], cluster: Cluster, start: Software, names: Sequence[
 
     before = errors(start)
     chosen = list(names) or [name for name in RANGES if _matters(name, start, errors, before)]
-    # In logarithms: efficiencies are factors, of which a half and the double are equally far away.
+    # In logarithms: efficiencies are factors, so half and double are equally far away.
     lowest, highest = np.log(np.array([RANGES[name] for name in chosen])).T
     first = np.clip(np.log([getattr(start.efficiency, name) for name in chosen]), lowest + 1e-6, highest - 1e-6)
 
@@ -127,7 +130,7 @@ def fit(rows: Sequence[Row], cluster: Cluster, start: Software, names: Sequence[
         return replace(start, efficiency=replace(start.efficiency, **values))
 
     def residuals(logs: "NDArray[np.float64]") -> "NDArray[np.float64]":
-        # More residuals, one for each parameter: least squares then pulls towards the start what no row decides.
+        # An additional residual for each parameter pulls it towards its start unless rows determine it.
         return np.concatenate([errors(at(logs)), PULL * (logs - first)])
 
     answer: Any = optimize.least_squares(
@@ -147,7 +150,7 @@ def fit(rows: Sequence[Row], cluster: Cluster, start: Software, names: Sequence[
 
 
 def _mean(errors: "NDArray[np.float64]") -> float:
-    # Errors are logarithms of predicted / measured; people read the ratio less one.
+    # Errors are log(predicted / measured); reports have predicted / measured - 1.
     return float(np.abs(np.expm1(errors)).mean())
 
 
@@ -157,7 +160,7 @@ def _matters(
     errors: Callable[[Software], "NDArray[np.float64]"],
     before: "NDArray[np.float64]",
 ) -> bool:
-    """Whether any row changes when the efficiency is changed by half, up or down; what is 0 stays 0."""
+    """Whether half or double the efficiency changes the prediction of any row; ``False`` for 0."""
     value = getattr(start.efficiency, name)
     if value <= 0:
         return False
@@ -166,11 +169,11 @@ def _matters(
 
 
 def to_toml(result: Fit, table: str, source: str = "") -> str:
-    """The calibrated program as a file of the catalog: facts, where its efficiencies come from, efficiencies.
+    """The calibrated program as a program file, with the provenance of its efficiencies.
 
     Args:
         result: of ``fit``.
-        table: name of the table that the rows come from.
+        table: name of the table of the rows.
         source: of the program's facts.
     """
     import tomli_w
@@ -208,7 +211,7 @@ def _digits(value: float) -> float:
 
 
 def write(result: Fit, path: Path, table: str, source: str = "") -> None:
-    """Write the program to ``path``.
+    """Write ``to_toml`` to a file.
 
     Raises:
         UserError: it cannot be written.

@@ -1,4 +1,4 @@
-"""The table of measurements: one training step of one layout a row."""
+"""The table of measurements: each row is the measured training step of one layout."""
 
 import csv
 import io
@@ -46,15 +46,15 @@ BLANKS: dict[str, str] = {
     "fused_norm": "1",
     "precision": "bf16",
 }
-"""What a blank cell means. Others follow from the row: ``kv_heads`` is ``heads``, ``ffn`` four times ``hidden``,
-``devices`` dp x tp x pp, ``schedule`` 1f1b where there is a pipeline, ``status`` ok where something was measured."""
+"""Column -> value of a blank cell. Others follow from the row: ``kv_heads`` is ``heads``, ``ffn`` four times
+``hidden``, ``devices`` dp x tp x pp, ``schedule`` 1f1b with a pipeline, ``status`` ok if something was measured."""
 
 
 class Group(NamedTuple):
-    """What layouts that compete with each other have in common.
+    """What layouts have in common that are compared with each other.
 
-    Kernels are part of it: a faster attention kernel is no layout. Sequence parallelism, recomputation, sharding and
-    the schedule are not, since they are chosen with the axes.
+    Kernels are included, since an attention kernel is not a part of a layout. Sequence parallelism, recomputation,
+    sharding and the schedule are not: they are chosen with the layout.
     """
 
     set_name: str
@@ -72,14 +72,14 @@ class Row:
     """One measured layout.
 
     Attributes:
-        set_name: where it comes from.
-        run: what was run.
-        schedule: how its pipeline ran, as the table spells it.
-        device: the device's name.
-        is_ok: whether it ran; otherwise it was out of memory.
-        step_time_s: measured; ``None`` where it was not reported.
-        memory_bytes: measured peak of the fullest device; ``None`` where it was not reported.
-        note: what else matters.
+        set_name: name of its set of measurements.
+        run: model and layout.
+        schedule: the pipeline schedule, by the table's name.
+        device: name of the device.
+        is_ok: whether it ran; otherwise it ran out of memory.
+        step_time_s: measured; ``None`` if not reported.
+        memory_bytes: measured peak of the fullest device; ``None`` if not reported.
+        note: remarks.
     """
 
     set_name: str
@@ -93,7 +93,7 @@ class Row:
 
     @property
     def group(self) -> Group:
-        """What is fixed when layouts are compared."""
+        """The group of comparable layouts that it belongs to."""
         run = self.run
         return Group(
             set_name=self.set_name,
@@ -108,14 +108,14 @@ class Row:
 
 
 def read_table(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
-    """Lines of a CSV file that must have ``columns``.
+    """Rows of a CSV file, as column -> cell.
 
     Raises:
-        UserError: it cannot be read, is empty, or lacks a column.
+        UserError: the file cannot be read, has no rows, or lacks one of ``columns``.
     """
     text = read_text(path, "the table")
     try:
-        # The csv module wants line ends as they are: a quoted cell may have some.
+        # newline="": the csv module handles line ends itself, since quoted cells may contain some.
         reader = csv.DictReader(io.StringIO(text, newline=""))
         names, lines = reader.fieldnames or [], list(reader)
     except csv.Error as error:
@@ -132,7 +132,7 @@ def read_rows(path: Path) -> list[Row]:
     """Read a table of measurements.
 
     Raises:
-        UserError: it is no such table; a ``ConfigError`` lists what is wrong with its cells.
+        UserError: the file cannot be read, or is not such a table; a ``ConfigError`` lists wrong cells.
     """
     problems: list[str] = []
     rows = [
@@ -149,7 +149,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _filled(line: dict[str, str]) -> dict[str, str]:
-    """The line with its blank cells filled; what cannot be known stays blank."""
+    """The line with defaults in blank cells, where there are defaults."""
     filled = {name: text or BLANKS.get(name, "") for name, text in line.items()}
     filled["kv_heads"] = filled["kv_heads"] or filled["heads"]
     filled["schedule"] = filled["schedule"] or ("none" if filled["pp"] == "1" else "1f1b")
@@ -159,7 +159,7 @@ def _filled(line: dict[str, str]) -> dict[str, str]:
         filled["ffn"] = filled["ffn"] or str(4 * int(filled["hidden"]))
         filled["devices"] = filled["devices"] or str(int(filled["dp"]) * int(filled["tp"]) * int(filled["pp"]))
     except ValueError:
-        pass  # a cell that is no number is reported when it is read
+        pass  # _row reports cells that are not numbers
     return filled
 
 
@@ -191,7 +191,7 @@ def _check_sizes(values: dict[str, Any], where: str, problems: list[str]) -> Non
     if product != values["devices"]:
         problems.append(f"{where}: dp x tp x pp is {product}, found devices {values['devices']}")
     if values["hidden"] % values["heads"]:
-        problems.append(f"{where}: hidden {values['hidden']} does not divide by heads {values['heads']}")
+        problems.append(f"{where}: hidden {values['hidden']} must be divisible by heads {values['heads']}")
 
 
 def _count(text: str) -> int:

@@ -1,4 +1,4 @@
-"""The step that a row of a table describes: its family by the table's name, or the order that its authors searched."""
+"""Prediction of a row's step, with the family of its schedule or, for zero-bubble schedules, the order of a search."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -21,18 +21,18 @@ from pipeloom.workload.run import Run
 FAMILY_OF = {"1f1b": "1f1b", "interleaved": "depth-first", "breadth-first": "breadth-first", "gpipe": "gpipe"} | {
     name: name for name, known in FAMILIES.items() if known.splits_backward
 }
-"""Names in tables of measurements -> families."""
+"""Schedule in tables of measurements -> family."""
 SEARCHED = INPUTS_BY_RANKS | {"zb-v": 1}
-"""Schedules whose authors search for the order by the seconds of the stages, with what ranks may hold in it: so many
-times the stage inputs of one micro-batch on each of the stages of the model (arXiv 2401.10241, sections 3.1 and 6)."""
+"""Families whose authors search for the order by the stages' seconds -> memory limit of a rank, as a multiple of the
+stage inputs of one micro-batch on all stages of the model (arXiv 2401.10241, sections 3.1 and 6)."""
 
 
 class Ratios(NamedTuple):
-    """Seconds of the median stage, as parts of all that it takes for a micro-batch, in hundredths.
+    """Seconds of the median stage in percent of its forward and backward, rounded.
 
     Attributes:
-        forward, input, weight: of a forward and of the halves of a backward.
-        message: of a tensor that moves to the next stage.
+        forward, input, weight: of a forward, and of the halves of a backward.
+        message: of a message to the next stage.
     """
 
     forward: float
@@ -42,7 +42,7 @@ class Ratios(NamedTuple):
 
     @classmethod
     def of(cls, costs: StageCosts) -> "Ratios":
-        """Rounded, so that runs whose seconds hardly differ have one order."""
+        """Ratios of costs; rounded, so that runs with nearly equal costs get the same order."""
         stages = range(len(costs.forward_s))
         weights_s = [costs.half_s(stage) for stage in stages]
         inputs_s = [whole_s - half_s for whole_s, half_s in zip(costs.backward_s, weights_s, strict=True)]
@@ -54,17 +54,17 @@ class Ratios(NamedTuple):
 
 @lru_cache(maxsize=512)
 def found_schedule(family: str, placement: Placement, num_microbatches: int, ratios: Ratios, pending: float) -> Found:
-    """The schedule of a family that searches, as its authors find it: as fast as steps can follow each other.
+    """The best schedule of a family in ``SEARCHED``, by a search like its authors', for consecutive steps that overlap.
 
-    They search with the seconds of the median stage for all (``update_schedule`` in
+    They use the seconds of the median stage for all stages (``update_schedule`` in
     github.com/sail-sg/zero-bubble-pipeline-parallelism), so a longer last stage does not change the order.
 
     Args:
-        family: its name.
-        placement: stage -> rank.
+        family: a key of ``SEARCHED``.
+        placement: stage -> pipeline rank.
         num_microbatches: of the step.
         ratios: of a stage's seconds.
-        pending: of what a micro-batch keeps on a stage, the part that it keeps between the halves of its backward.
+        pending: ``pending_share``.
     """
     num_stages = placement.num_stages
     most = float(SEARCHED[family] * num_stages)
@@ -82,28 +82,28 @@ def found_schedule(family: str, placement: Placement, num_microbatches: int, rat
 
 
 def pending_share(run: Run, software: Software) -> float:
-    """Of what a layer keeps of a micro-batch, the part that it keeps between the halves of its backward."""
+    """Bytes that a layer keeps between the halves of its backward / bytes that it keeps from its forward on."""
     return layer_pending_bytes(run) / kept_bytes(run, software)
 
 
 def choice_of(run: Run, schedule: str) -> Choice:
-    """The family and sizes that a table's name of a schedule stands for.
+    """Family and sizes of a schedule in a table.
 
     Raises:
-        UserError: no family makes it.
+        UserError: no family makes the schedule.
     """
     if run.num_stages == 1:
-        schedule = "1f1b"  # any order takes as long, and 1F1B holds one micro-batch
+        schedule = "1f1b"  # every order takes the same time, and 1F1B holds one micro-batch
     if schedule not in FAMILY_OF:
         raise UserError(f"no family makes the schedule '{schedule}'; known: {', '.join(FAMILY_OF)}")
     return Choice(family=FAMILY_OF[schedule], pp=run.pp, loops=run.loops, num_microbatches=run.num_microbatches)
 
 
 def predict(placed: Placed, schedule: str) -> SimulatedStep:
-    """The step of a run in a schedule that a table names.
+    """Predict the step of a run with a schedule in a table.
 
     Raises:
-        UserError: no family makes the schedule, or not in this size, or the cluster has not so many devices.
+        UserError: no family makes the schedule with these sizes, or the cluster has too few devices.
     """
     run = placed.run
     choice = choice_of(run, schedule)

@@ -1,6 +1,6 @@
-"""The bubble account: why each rank stood still, from a trace and the schedule's dependency relation.
+"""The bubble account: each rank's idle time by cause, from a trace and the schedule's dependency relation.
 
-It does not matter whether the trace was simulated or measured.
+The trace may be simulated or measured.
 """
 
 from dataclasses import astuple, dataclass
@@ -28,29 +28,28 @@ _STARTUP = ("startup_s", "startup_s", "exposed_data_parallel_s", "startup_s")
 
 @dataclass(frozen=True)
 class BubbleAccount:
-    """Where one rank's makespan went; the parts add up to it.
+    """One rank's makespan by cause; the parts add up to it.
 
-    A rank stands still between two of its compute actions, before its first and after its last. While it stands
-    still before a compute action, the cause at each moment is the first of these that holds:
+    While a rank is idle before a compute action, the cause at each moment is the first of these that holds:
 
-    - *imbalance*: the compute action on another rank whose result it uses has not ended;
-    - *exposed p2p*: that has ended, and its result has not arrived, or what was evicted has not been loaded, or the
-      matrix that embedding and head share, or the whole stage, is under way;
+    - *imbalance*: a compute action on another rank, whose result it needs, has not ended;
+    - *exposed p2p*: it has ended but its result has not arrived; or a load of evicted activations, a message of a tied
+      matrix, or a swap of the stage has not ended;
     - *exposed data-parallel*: the stage's weights are not gathered, or no buffer is free for its gradient;
-    - *host*: nothing is missing, and the rank has not started yet.
+    - *host*: all inputs are there, but the rank has not started the action.
 
-    Before the first compute action there is *start-up* in place of all but the exposed data-parallel time. After
-    the last one there is *exposed p2p* until the gradient of a shared matrix has arrived and the last stage is swapped
-    out, *exposed data-parallel* while the rank's collectives run, and *drain*.
+    Before the first compute action, all but *exposed data-parallel* count as *start-up*. After the last one, the rank
+    has *exposed p2p* until the gradient of a tied matrix has arrived and the last stage is swapped out, then *exposed
+    data-parallel* while its collectives run, then *drain*.
 
     Attributes:
-        compute_s: the rank computes.
-        startup_s: until the first compute action, the filling of the pipeline.
-        imbalance_s: waiting for other ranks' compute.
-        exposed_p2p_s: waiting for a tensor under way.
+        compute_s: compute.
+        startup_s: filling of the pipeline, before the first compute action.
+        imbalance_s: waiting for compute of other ranks.
+        exposed_p2p_s: waiting for a tensor in transit.
         exposed_data_parallel_s: waiting for collectives.
-        host_s: waiting for nothing but the machine that starts the action.
-        drain_s: from the last compute action on, until the last rank is done.
+        host_s: waiting for the host to start the action.
+        drain_s: from the last compute action until the last rank has ended.
     """
 
     compute_s: float = 0.0
@@ -63,23 +62,23 @@ class BubbleAccount:
 
     @property
     def idle_s(self) -> float:
-        """All but compute."""
+        """The sum of all parts except compute."""
         return sum(astuple(self)[1:])
 
     def __add__(self, other: "BubbleAccount") -> "BubbleAccount":
-        """Part by part, such as over ranks."""
+        """The sum of each part."""
         return BubbleAccount(**{cause: value + getattr(other, cause) for cause, value in vars(self).items()})
 
 
 def account_bubble(schedule: Schedule, trace: Trace) -> tuple[BubbleAccount, ...]:
-    """For each rank its account.
+    """The bubble account of each rank.
 
     Args:
-        schedule: what was run or simulated, at the level at which it was.
-        trace: of one step of it.
+        schedule: the schedule that was run or simulated, with all of its actions.
+        trace: of one step.
 
     Raises:
-        UserError: the trace is not one of the schedule.
+        UserError: the trace does not belong to the schedule.
     """
     spans = match_spans(schedule, trace)
     needs = _Needs(schedule, spans)
@@ -87,7 +86,7 @@ def account_bubble(schedule: Schedule, trace: Trace) -> tuple[BubbleAccount, ...
 
 
 class _Needs:
-    """For each action when its tensor was computed on another rank, when it arrived, when collectives were done."""
+    """For each action, when its input was computed on another rank, when it arrived, and when collectives ended."""
 
     def __init__(self, schedule: Schedule, spans: Spans) -> None:
         self.spans, self.first = spans, schedule.facts.columns.first
@@ -118,17 +117,17 @@ def _account(rank: int, needs: _Needs, trace: Trace) -> BubbleAccount:
     index = np.flatnonzero(needs.computes[own]) + own.start
     starts, ends = needs.spans.start_s[index], needs.spans.end_s[index]
     begins = np.concatenate([[trace.start_s], ends])
-    # Compute actions of one rank cannot overlap; a trace where they do is of another schedule.
+    # Compute actions of one rank cannot overlap; if they do, the trace belongs to another schedule.
     early = np.flatnonzero((starts < begins[:-1]) | (ends < starts))
     if early.size:
         action = needs.spans.row[int(index[early[0]])]
-        raise UserError(f"the trace is not one of this schedule: on rank {rank}, {action} begins too early")
-    # In the order of the causes: each takes what is left of the gap up to its own point.
+        raise UserError(f"the trace does not belong to this schedule: on rank {rank}, {action} begins too early")
+    # In the order of the causes: each gets the rest of the gap up to its own end.
     gaps = _cut(begins[:-1], starts, [array[index] for array in (needs.computed, needs.arrived, needs.collected)])
     parts = dict.fromkeys(BubbleAccount.__dataclass_fields__, 0.0)
     parts["compute_s"] = float((ends - starts).sum())
     for startup, cause, lengths in zip(_STARTUP, _CAUSES, gaps, strict=True):
-        # The first gap is the one before the first compute action.
+        # The first gap is before the first compute action.
         parts[startup] += float(lengths[:1].sum())
         parts[cause] += float(lengths[1:].sum())
     reduced = needs.spans.end_s[own][needs.collects[own]].max(initial=-np.inf)
@@ -141,7 +140,7 @@ def _account(rank: int, needs: _Needs, trace: Trace) -> BubbleAccount:
 
 
 def _cut(begin: Seconds, end: Seconds, points: list[Seconds]) -> list[Seconds]:
-    """Lengths into which the points cut stretches of time, each beginning where the one before ended; then the rest."""
+    """Lengths of the parts into which points cut the intervals from ``begin`` to ``end``, in order; the rest last."""
     lengths: list[Seconds] = []
     for point in points:
         reached = np.minimum(np.maximum(point, begin), end)

@@ -1,4 +1,4 @@
-"""A schedule in the few numbers by which schedules are compared."""
+"""The numbers by which schedules are compared: bubble, memory, communication."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from pipeloom.trace import Trace
 from pipeloom.trace.spans import Spans
 
 MEMORY_UNIT = "what a rank keeps of one micro-batch"
-"""The unit of ``memory_in_microbatches``, for people."""
+"""The unit of ``memory_in_microbatches``, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,17 +21,17 @@ class Comparison:
     """A schedule in numbers.
 
     Attributes:
-        bubble_overhead: idle / ideal, from the first action of any rank to the last one of any; what is recomputed
-            counts as idle.
-        own_overhead: the same from each rank's own first action to its own last one, of the rank with the most: what is
-            left where ranks begin the next step without waiting for each other.
-        memory: for each rank the most that it holds between forwards and backwards, in units of what a rank keeps of
-            one micro-batch: 1F1B holds ``P`` on the first rank, and 1 on the last.
-        gathers: of the rank that gathers most, with weights fully sharded and one stage gathered at once.
-        messages: tensors that change rank in a step: activations on the way forward, gradients on the way back.
-        sent: what they carry, in units of a micro-batch's activations at the border of a stage.
-        moves: transfers out and back of what ranks keep, to a partner or to the host.
-        moved: what they carry, in the unit of ``memory``.
+        bubble_overhead: idle / ideal time over all ranks, from the first action to the last; recomputation counts as
+            idle.
+        own_overhead: idle / ideal time of the rank where it is largest, from its first compute action to its last: the
+            bubble if steps of different ranks overlap.
+        memory: for each rank the most that it holds for backwards, in units of what a rank keeps of one micro-batch:
+            for 1F1B, ``P`` on the first rank and 1 on the last.
+        gathers: all-gathers of the rank with the most, with fully sharded weights and one stage gathered at once.
+        messages: activations and gradients sent between ranks in a step.
+        sent: their size, in units of a micro-batch's activations at a stage boundary.
+        moves: transfers of kept activations to a partner or the host, and back.
+        moved: their size, in the unit of ``memory``.
     """
 
     bubble_overhead: float
@@ -55,7 +55,7 @@ def compare(schedule: Schedule, costs: ActionCosts) -> Comparison:
     ranks = [trace.compute(rank) for rank in range(trace.num_ranks)]
     loops = schedule.num_stages / schedule.num_ranks
     lowered = lower(schedule)
-    # With one place and nothing ahead the order of the stages alone decides how often weights are gathered.
+    # With these limits only the order of the stages determines how often weights are gathered.
     gathered = add_unshard(lowered, residency=1, prefetch=0)
     messages = _count(lowered, *SEND_KINDS)
     moves = _count(lowered, *LOAD_OF, *LOAD_OF.values())
@@ -69,7 +69,7 @@ def compare(schedule: Schedule, costs: ActionCosts) -> Comparison:
         messages=messages,
         sent=messages / schedule.num_slices,
         moves=moves,
-        # One move is of one stage, which keeps 1 / loops of what its rank keeps of a micro-batch.
+        # A move is of one stage, which keeps 1 / loops of what its rank keeps of a micro-batch.
         moved=moves / loops / schedule.num_slices,
     )
 
@@ -79,7 +79,7 @@ def memory_in_microbatches(schedule: Schedule, trace: Trace) -> tuple[float, ...
 
     Args:
         schedule: at any level.
-        trace: of it.
+        trace: of the schedule.
     """
     loops = schedule.num_stages / schedule.num_ranks
     one_each = HeldBytes(always_bytes=(0.0,) * schedule.num_ranks, kept=KeptBytes([1 / loops] * schedule.num_stages))
@@ -87,7 +87,7 @@ def memory_in_microbatches(schedule: Schedule, trace: Trace) -> tuple[float, ...
 
 
 def _needed_s(compute: Spans) -> float:
-    """Seconds of a rank's compute that recomputes nothing."""
+    """Seconds of a rank's compute without recomputation."""
     return float(compute.duration_s[~compute.row.is_kind(Kind.RECOMPUTE)].sum())
 
 

@@ -1,6 +1,6 @@
-"""Bytes that each rank holds over time, from a schedule, a trace of it, and the bytes of each thing.
+"""Bytes that each rank holds over time, from a schedule, its trace, and the sizes of what it holds.
 
-It does not matter whether the trace was simulated or measured.
+The trace may be simulated or measured.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from pipeloom.trace.spans import Seconds
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """What one rank holds over time.
+    """Bytes that one rank holds over time.
 
     Attributes:
-        points: (seconds from the start of the step, bytes held from then on), ascending, from 0 on; each holds other
-            bytes than the one before.
-        peak_bytes: the most.
-        peak_s: when it is first held.
-        peak_parts: what it is then made of, by ``PARTS``.
+        points: (seconds from the start of the step, bytes held from then on), from 0 on, ascending; consecutive bytes
+            differ.
+        peak_bytes: maximum.
+        peak_s: when it is first reached.
+        peak_parts: part of ``PARTS`` -> bytes at that time.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -34,12 +34,12 @@ class MemoryCurve:
 
 
 def memory_over_time(schedule: Schedule, trace: Trace, held: HeldBytes) -> tuple[MemoryCurve, ...]:
-    """For each rank its bytes over time.
+    """The bytes of each rank over time.
 
     Args:
-        schedule: what was run or simulated, at the level at which it was.
-        trace: of one step of it.
-        held: how large things are.
+        schedule: the schedule that was run or simulated, with all of its actions.
+        trace: of one step.
+        held: sizes.
     """
     matched, span_s = match_spans(schedule, trace), (trace.start_s, trace.end_s)
     balance = Ledger.of(schedule, held).on(schedule.num_ranks, matched.start_s, matched.end_s, span_s)
@@ -49,9 +49,9 @@ def memory_over_time(schedule: Schedule, trace: Trace, held: HeldBytes) -> tuple
 
 
 def inputs_over_time(schedule: Schedule, trace: Trace) -> tuple[MemoryCurve, ...]:
-    """The same for what ranks keep for backwards alone, 1 for each stage's micro-batch, which its slices share.
+    """Number of stage inputs that each rank holds over time; a token slice counts as its share.
 
-    What a partner evicted to a rank counts there; what is recomputed counts from when it is.
+    Evicted ones count at the partner, recomputed ones from their recomputation on.
     """
     return memory_over_time(schedule, trace, HeldBytes(always_bytes=(0.0,) * schedule.num_ranks, kept=KeptBytes()))
 
@@ -61,7 +61,7 @@ def _curve(always: float, part: Ints, times: Seconds, more: Bytes, origin_s: flo
     peak = int(total.argmax()) if len(total) and total.max() > always else -1
     parts = np.bincount(part[: peak + 1], more[: peak + 1], len(PARTS))
     parts[PARTS.index("always")] += always
-    # Of several changes at one time the last sum is what is held from then on.
+    # Of several changes at one time, the last sum is held from then on.
     is_last = np.append(times[1:] != times[:-1], True)[: len(times)]
     points_s, held = times[is_last], total[is_last]
     if not len(points_s) or points_s[0] > 0:

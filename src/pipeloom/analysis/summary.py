@@ -1,4 +1,4 @@
-"""Numbers from a trace. It does not matter whether the trace was simulated or measured."""
+"""Statistics of a trace, simulated or measured."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,15 @@ from pipeloom.trace.spans import Seconds, Spans
 
 @dataclass(frozen=True)
 class Summary:
-    """A step in figures, from its trace.
+    """Statistics of a step.
 
     Attributes:
-        makespan_s: from the first action's start to the last one's end.
+        makespan_s: from the start of the first action to the end of the last.
         busy_s: for each rank the seconds of compute.
-        bubble_overhead: idle / ideal: idle compute time over all ranks, by the time in which they compute.
+        bubble_overhead: idle / busy time of the ranks' compute, summed over all ranks.
         bubble_fraction: idle / (ranks x makespan).
-        gradients_final_s: for each stage that trains, when the last addition to its gradient ended,
-            from the start of the step.
+        gradients_final_s: stage -> seconds from the start of the step to the end of the last backward that adds to its
+            gradient.
     """
 
     makespan_s: float
@@ -33,8 +33,8 @@ class Summary:
 def summarize(trace: Trace) -> Summary:
     """Makespan, bubble and gradient times of a step.
 
-    The bubble of a pipeline of P ranks, V stages on each and M >= P micro-batches has the overhead
-    (P - 1) / (M V) for every looped order (arXiv 2104.04473, section 2.2; arXiv 2211.05953, section 3).
+    With P ranks, V stages on each and M >= P micro-batches, the bubble overhead is (P - 1) / (M V) for every looped
+    schedule (arXiv 2104.04473, section 2.2; arXiv 2211.05953, section 3).
 
     Examples:
         >>> from pipeloom import Costs, make_schedule, simulate, summarize
@@ -49,7 +49,7 @@ def summarize(trace: Trace) -> Summary:
     adds = compute.row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     stages = compute.row.stage[adds]
     final = np.full(stages.max(initial=-1) + 1, -np.inf)
-    # `at` takes every occurrence of a stage; plain indexing would keep the last one alone.
+    # `at` handles repeated stages; plain indexing would keep only the last value.
     np.maximum.at(final, stages, compute.end_s[adds] - trace.start_s)
     return Summary(
         makespan_s=makespan,
@@ -61,10 +61,10 @@ def summarize(trace: Trace) -> Summary:
 
 
 def longest_rank_s(trace: Trace) -> float:
-    """The longest time from a rank's first compute action to the end of its last.
+    """The longest time from a rank's first compute action to the end of its last, in seconds.
 
-    Steps follow each other as fast if no rank waits for all others between them, as where the optimizer checks
-    gradients afterwards (arXiv 2401.10241, section 4); the papers on zero-bubble schedules count bubbles in it.
+    That is the step time if ranks begin the next step without waiting for each other (arXiv 2401.10241, section 4,
+    which also defines bubbles by it).
     """
     spans = map(trace.compute, range(trace.num_ranks))
     return max(float(own.end_s.max() - own.start_s.min()) for own in spans if len(own))
@@ -72,14 +72,14 @@ def longest_rank_s(trace: Trace) -> float:
 
 @dataclass(frozen=True)
 class LaneUse:
-    """How a rank used a lane of communication.
+    """Use of a communication lane of a rank.
 
     Attributes:
         rank: the pipeline rank.
-        lane: one of its lanes.
-        num_actions: what ran there.
-        busy_s: seconds in which something was under way.
-        hidden_s: those of them in which the rank computed.
+        lane: its lane.
+        num_actions: number of actions on it.
+        busy_s: seconds in which an action ran on it.
+        hidden_s: seconds of these in which the rank computed.
     """
 
     rank: int
@@ -90,12 +90,12 @@ class LaneUse:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds in which something was under way and the rank did not compute."""
+        """Seconds in which an action ran on the lane and the rank did not compute."""
         return self.busy_s - self.hidden_s
 
 
 def communication(trace: Trace) -> list[LaneUse]:
-    """Every lane of communication of every rank: how long it was busy, and how much of that compute hid."""
+    """Use of every communication lane of every rank, with the share that overlaps with compute."""
     spans = trace.spans
     uses: list[LaneUse] = []
     for rank in range(trace.num_ranks):
@@ -111,11 +111,11 @@ def communication(trace: Trace) -> list[LaneUse]:
 
 
 Stretches = tuple[Seconds, Seconds]
-"""Begins and ends of stretches of time, disjoint and ascending."""
+"""Begins and ends of time intervals, disjoint and ascending."""
 
 
 def _union(spans: Spans) -> Stretches:
-    """The stretches of time that the spans cover."""
+    """The union of the spans as intervals."""
     order = np.argsort(spans.start_s, kind="stable")
     # Spans of a measured lane may overlap.
     begins, ends = spans.start_s[order], np.maximum.accumulate(spans.end_s[order])
@@ -124,11 +124,11 @@ def _union(spans: Spans) -> Stretches:
 
 
 def _covered(stretches: Stretches, times: Seconds) -> Seconds:
-    """How much of the stretches lies before each time."""
+    """For each time the total length of the intervals before it."""
     begins, ends = stretches
     if not len(begins):
         return np.zeros_like(times)
     done = np.concatenate([[0.0], np.cumsum(ends - begins)])
     edges = np.stack([begins, ends], axis=1).reshape(-1)
-    # Inside of a stretch what is covered grows with time, between stretches it stays.
+    # The covered length grows inside an interval and is constant between intervals.
     return np.interp(times, edges, np.repeat(done, 2)[1:-1])
