@@ -279,7 +279,7 @@ def test_a_run_over_two_kinds_of_nodes_says_which_ranks_are_where(capsys, monkey
 
 def test_a_default_type_that_training_does_not_take_is_named(capsys, monkeypatch):
     shown = text(capsys, monkeypatch, "--machine.cluster", "dgx-a100")
-    assert "without training.dtype train takes float32 for training.device cpu, simulate bfloat16" in shown
+    assert "without training.dtype train uses float32 for training.device cpu, simulate bfloat16" in shown
     for words in (["--training.device", "cuda"], ["--training.dtype", "bfloat16"]):
         assert answer(capsys, "--machine.cluster", "dgx-a100", *words)["may_differ"] is None
 

@@ -94,7 +94,7 @@ def test_a_run_leaves_everything_behind_and_can_be_repeated_from_its_configurati
     assert numbers(elsewhere) == numbers(run)
     refused = pipeloom(["train", there, "--output.folder", "again"], cwd=tmp_path)
     assert refused.returncode == 2
-    assert "holds a run already" in refused.stderr
+    assert "contains a run already" in refused.stderr
 
 
 def test_the_trace_has_a_track_for_each_lane_and_an_arrow_for_each_message(trained):

@@ -76,7 +76,7 @@ def test_a_file_that_lacks_or_bends_a_key_is_named_with_the_key(tmp_path, change
 def test_a_size_that_disagrees_with_the_preset_is_named():
     model = ModelConfig(preset="llama-13b", num_layers=12, vocab_size=128000)
     _, problems = with_model_sizes(RunConfig(model=model))
-    assert problems == ["model.num_layers must be 40, as model.preset llama-13b says, found 12; leave one of them out"]
+    assert problems == ["model.num_layers must be 40, as in model.preset llama-13b, found 12; leave one of them out"]
 
 
 def test_the_epsilon_and_the_rotary_base_of_the_preset_are_those_of_the_run():
@@ -85,7 +85,7 @@ def test_the_epsilon_and_the_rotary_base_of_the_preset_are_those_of_the_run():
     assert (config.model.norm_eps, config.model.rope_theta) == (1e-5, 500000.0)
     _, problems = with_model_sizes(RunConfig(model=ModelConfig(preset="llama-3-8b", rope_theta=2e4)))
     assert problems == [
-        "model.rope_theta must be 500000.0, as model.preset llama-3-8b says, found 20000.0; leave one of them out"
+        "model.rope_theta must be 500000.0, as in model.preset llama-3-8b, found 20000.0; leave one of them out"
     ]
 
 

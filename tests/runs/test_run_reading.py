@@ -32,13 +32,13 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
 def test_a_folder_without_a_configuration_is_refused(tmp_path):
     write_run(tmp_path)
     (tmp_path / run_folder.CONFIG).unlink()
-    with pytest.raises(UserError, match=r"not the folder of a run: it lacks config\.toml, which `pipeloom"):
+    with pytest.raises(UserError, match=r"not the folder of a run: it has no config\.toml, which `pipeloom"):
         read_run(tmp_path)
 
 
 def test_a_run_before_its_first_step_says_so(tmp_path):
     (tmp_path / run_folder.DRAFTS).mkdir()
-    with pytest.raises(UserError, match="has not done its first step, so there is nothing to show yet; try later"):
+    with pytest.raises(UserError, match="has not completed its first step, so there is nothing to show; try later"):
         read_run(tmp_path)
 
 

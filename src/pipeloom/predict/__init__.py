@@ -1,1 +1,1 @@
-"""What a step of a described run will take and hold: quickly for searches and tables, or with its whole trace."""
+"""Prediction of the time and memory of a run's step, by simulating its schedule."""

@@ -26,10 +26,10 @@ _Config = TypeVar("_Config", bound=RunConfig)
 
 
 def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
-    """The configuration with the sizes of ``model.preset`` or ``model.file``, and the problems of these.
+    """The configuration with the settings of ``model.preset`` or ``model.file``, and their problems.
 
-    These are the sizes and, where the file has them, the epsilon of norms and the base of rotary positions. A setting
-    of the configuration that differs from the file is a problem, unless it has its default.
+    The settings are sizes and, if the file has them, the epsilon of norms and the base of rotary positions. A setting
+    that differs from the file is a problem, unless it is the default.
     """
     model = config.model
     if (model.preset is None) == (model.file is None):
@@ -44,29 +44,29 @@ def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
     for item in fields(ModelConfig):
         found, size = getattr(model, item.name), getattr(sized, item.name)
         if found not in (size, item.default):
-            wanted = f"must be {size}, as {source} {file.shape.name} says"
+            wanted = f"must be {size}, as in {source} {file.shape.name}"
             problems.append(f"model.{item.name} {wanted}, found {found}; leave one of them out")
     return replace(config, model=sized), problems
 
 
 def completed(config: _Config, judge: Callable[..., list[str]]) -> tuple[_Config, list[str]]:
-    """The configuration with its model's sizes, and what is wrong with all of it.
+    """The configuration with its model's sizes, and all of its problems.
 
     Args:
         config: of a run.
-        judge: what is wrong with a configuration; called with ``is_model_known``.
+        judge: returns the problems of a configuration; called with ``is_model_known``.
     """
     config, problems = with_model_sizes(config)
     return config, [*problems, *judge(config, is_model_known=not problems)]
 
 
 def described_problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
-    """What is wrong with a run that is described to the cost model and not trained here."""
+    """Problems of a run that is predicted, not trained on this machine."""
     return [*find_problems(config, trains=False, is_model_known=is_model_known), *machine_problems(config)]
 
 
 def load_run(file: str | Path | None = None, **sections: Mapping[str, Any]) -> RunConfig:
-    """Read a run file, with other settings over it.
+    """Read a run file, and override settings.
 
     Examples:
         >>> from pipeloom import load_run
@@ -80,15 +80,15 @@ def load_run(file: str | Path | None = None, **sections: Mapping[str, Any]) -> R
           - there is no setting 'layout.p'; did you mean 'layout.dp', 'layout.pp' or 'layout.tp'?
 
     Args:
-        file: a TOML file with the sections and keys of ``RunConfig``; its relative paths begin at its folder. ``None``:
+        file: a TOML file with the sections and keys of ``RunConfig``; its paths are relative to its folder. ``None``:
             the defaults, which are those of ``pipeloom train``.
-        sections: section -> its settings, which go over the file as flags of the command line do.
+        sections: section -> settings, which override the file like flags of the command line.
 
     Returns:
         The configuration, with the sizes of its model; ``train``, ``predict_step`` and ``verify_gradients`` take it.
 
     Raises:
-        ConfigError: everything that is wrong with the file and the settings.
+        ConfigError: the file or the settings are wrong; has all problems.
         UserError: the file cannot be read, or is not TOML.
     """
     config, problems = parse_run({}) if file is None else read_run_file(Path(file))
@@ -113,10 +113,10 @@ def describe(config: RunConfig) -> Placed:
     """The run of a configuration on its cluster with its training program.
 
     Args:
-        config: without problems, its model's sizes in place (``with_model_sizes``).
+        config: without problems, with the sizes of its model (``with_model_sizes``).
 
     Raises:
-        ConfigError: cluster or program are unknown or wrong, or do not fit the run; all problems together.
+        ConfigError: cluster or program are unknown, wrong, or do not fit the run; has all problems.
     """
     cluster, software, problems = _machine(config)
     if problems or cluster is None or software is None:
@@ -128,13 +128,13 @@ def describe(config: RunConfig) -> Placed:
         run = with_alike_stages(run, software)
     placed = Placed(run, cluster, software)
     if software.has_lanes and placed.balanced is not placed:
-        # Training does not read the cluster and takes all ranks for equally fast; plans write a partition.
+        # Training does not read the cluster and balances layers as if all ranks were equally fast.
         return placed.of(replace(run, layers_by_stage=placed.layers))
     return placed
 
 
 def with_dtype(config: _Config, cluster: Cluster) -> _Config:
-    """The configuration with the dtype of predictions for a cluster, where it has none."""
+    """The configuration with ``training.dtype``; if unset, the default of predictions for the cluster."""
     return replace(config, training=replace(config.training, dtype=_dtype(config, cluster)))
 
 
@@ -143,7 +143,7 @@ def _dtype(config: RunConfig, cluster: Cluster) -> Dtype:
 
 
 def _default_dtype(cluster: Cluster, num_devices: int) -> Dtype:
-    """The default of the first devices; of one device where there are too few, which is a problem of its own."""
+    """The default dtype for the first devices; for one device if there are too few, which is reported elsewhere."""
     is_there = num_devices >= 1 and cluster.lack(num_devices) is None
     return cluster.default_dtype(num_devices if is_there else 1)
 
@@ -153,12 +153,14 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
     problems: list[str] = []
     cluster = load_or_note(load_cluster, machine.cluster, problems)
     software = load_or_note(load_software, machine.software, problems)
-    if software is not None and config.optimizer.name in OPTIMIZERS:  # else a problem of its own
+    if software is not None and config.optimizer.name in OPTIMIZERS:  # an unknown name is reported elsewhere
         software = with_optimizer(software, config.optimizer.rule)
     if cluster is not None:
         problems += _lacks(config, cluster)
     if config.schedule.file is not None and software is not None and not software.has_lanes:
-        problems.append(f"schedule.file is for pipeloom alone, and machine.software {software.name} has its own order")
+        problems.append(
+            f"schedule.file needs machine.software pipeloom, found {software.name}, which has its own order"
+        )
     return cluster, software, problems
 
 
@@ -180,11 +182,11 @@ def asked_precision(dtype: Dtype | None, cluster: Cluster, num_devices: int) -> 
 
     Args:
         dtype: ``None`` for the default of the devices.
-        cluster: whose devices.
-        num_devices: from the first on.
+        cluster: the cluster.
+        num_devices: number of its first devices that are used.
 
     Raises:
-        ConfigError: the cost model has no costs of it.
+        ConfigError: the cost model does not support the dtype.
     """
     dtype = dtype or _default_dtype(cluster, num_devices)
     precision = precision_of(dtype)
@@ -200,14 +202,14 @@ def dtype_problem(dtype: Dtype, device: str, precisions: Iterable[str]) -> str |
     Args:
         dtype: of weights and activations.
         device: its name.
-        precisions: that its file has peaks for.
+        precisions: for which it has peaks.
     """
     known = [one for one in get_args(Dtype) if precision_of(one) in set(precisions)]
     return None if dtype in known else f"must be one that {device} computes in: {', '.join(known)}, found {dtype}"
 
 
 def load_or_note(load: Callable[[str], _T], name: str, problems: list[str]) -> _T | None:
-    """Load a name of the catalog or a file; on an error append to ``problems`` and return ``None``."""
+    """Load a name of the catalog or a file; on an error add to ``problems`` and return ``None``."""
     try:
         return load(name)
     except ConfigError as error:
@@ -218,7 +220,7 @@ def load_or_note(load: Callable[[str], _T], name: str, problems: list[str]) -> _
 
 
 def described_run(config: RunConfig, precision: Precision) -> Run:
-    """The run of a configuration with its model's sizes, without cluster and program."""
+    """The run of a configuration that has its model's sizes, without cluster and program."""
     layout, machine = config.layout, config.machine
     return Run(
         shape=shape_of(config.model.resolve(config.data.vocab_size)),
@@ -245,20 +247,20 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
 
 
 def why_training_may_differ(config: RunConfig, predicted: Dtype | None = None) -> str | None:
-    """Why ``train`` may differ from what ``simulate`` predicts; ``None`` where both are the same.
+    """Why ``train`` may run another step than ``simulate`` predicts; ``None`` if it does not.
 
-    Everything else of a schedule comes from the configuration alone (``tests/conformance/test_every_command.py``).
+    Everything else depends only on the configuration (``tests/conformance/test_every_command.py``).
 
     Args:
         config: of the run.
-        predicted: the type of its prediction; ``None`` where nothing is predicted.
+        predicted: dtype of its prediction; ``None`` if nothing is predicted.
     """
     reasons: list[str] = []
     if config.layout.token_slices == "auto":
         reasons.append("with layout.token_slices auto train measures slices, simulate predicts them")
     trained, device = config.training.known_dtype, config.training.device
-    # Each takes the default of the devices that it is for: train of its own, simulate of the cluster's.
+    # The defaults differ: train uses that of its device, simulate that of the cluster.
     if predicted not in (None, trained):
-        default = f"train takes {trained} for training.device {device}, simulate {predicted} for machine.cluster"
+        default = f"train uses {trained} for training.device {device}, simulate {predicted} for machine.cluster"
         reasons.append(f"without training.dtype {default}; set it")
     return f"the trained run may differ from the simulated one: {'; '.join(reasons)}" if reasons else None

@@ -1,4 +1,4 @@
-"""Peak memory of each rank in a step, from the entries of its row and closed forms of their bytes."""
+"""Peak memory of each rank in a step, from the ledger of its schedule and closed forms of bytes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -44,9 +44,9 @@ def memory_by_rank(
         run: model and layout.
         software: the training program.
         schedule: as it is simulated.
-        receive_buffers: for each directed edge, where the schedule has its communication.
-        trace: of the schedule, whose times determine when moved activations are on a rank. ``None`` for a clock on
-            which a backward takes two forwards and a transfer one.
+        receive_buffers: for each directed edge, if the schedule has communication.
+        trace: of the schedule; determines when moved activations are on a rank. ``None`` for nominal times: a backward
+            takes two forwards, a transfer one.
     """
     most_held = partial(most_in_rows, schedule)
     if moves_anything(schedule):
@@ -57,14 +57,14 @@ def memory_by_rank(
 
 
 class _Buffers(NamedTuple):
-    """Most bytes of a rank besides its own state: gathered weights, and whole gradients that are to be reduced."""
+    """Maximal bytes of a rank for gathered weights, and for unreduced gradients."""
 
     gathered_bytes: float
     gradients_bytes: float
 
 
 def _buffers(run: Run, software: Software, schedule: Schedule) -> list[_Buffers]:
-    """For each rank its buffers in a schedule."""
+    """The buffers of each rank in a schedule."""
     if not software.has_reduction_lane:
         return _buffers_for(run, software, schedule.placement, 1, schedule.gradient_buffers)
     most = most_gathered(schedule, _gathered_bytes(run, software))
@@ -77,8 +77,8 @@ def _buffers(run: Run, software: Software, schedule: Schedule) -> list[_Buffers]
 def _buffers_for(
     run: Run, software: Software, placement: Placement, gathered: int, unreduced: int | None
 ) -> list[_Buffers]:
-    """For each rank its buffers for the largest ``gathered`` stages and for ``unreduced`` gradients."""
-    # Without a lane, gathers are layer by layer, and ``gathered_parameters`` has counted that for a stage.
+    """The buffers of each rank for its ``gathered`` largest stages and for ``unreduced`` gradients."""
+    # Without a reduction lane, layers are gathered one by one, which ``gathered_parameters`` counts for a stage.
     count, each = gathered if software.has_reduction_lane else 1, _gathered_bytes(run, software)
     return [
         _Buffers(
@@ -94,12 +94,12 @@ def _stages(placement: Placement) -> list[Sequence[int]]:
 
 
 class Room(NamedTuple):
-    """Buffers of a rank once communication is added to its schedule.
+    """Numbers of buffers of a rank, for a schedule to which communication will be added.
 
     Attributes:
         receive_buffers: for each directed edge.
         gathered: stages gathered at once, with ``full`` sharding.
-        unreduced: stages with unreduced gradients at once, where gradients are sharded; ``None`` for all.
+        unreduced: stages with unreduced gradients at once, if gradients are sharded; ``None`` for all.
     """
 
     receive_buffers: int
@@ -108,13 +108,13 @@ class Room(NamedTuple):
 
 
 def memory_with_room(run: Run, software: Software, schedule: Schedule | Peaks, room: Room) -> tuple[Memory, ...]:
-    """``memory_by_rank`` of a schedule without communication, for a search that need not add it.
+    """``memory_by_rank`` of a schedule without communication, which saves a search the time to add it.
 
     Args:
         run: model and layout.
         software: the training program.
         schedule: compute actions, or their peaks.
-        room: buffers of every rank.
+        room: buffers of each rank.
     """
     most_held = schedule.most if isinstance(schedule, Peaks) else partial(most_in_rows, schedule)
     buffers = _buffers_for(run, software, schedule.placement, room.gathered, room.unreduced)
@@ -122,27 +122,27 @@ def memory_with_room(run: Run, software: Software, schedule: Schedule | Peaks, r
 
 
 def held_for_backwards(run: Run, software: Software, schedule: Schedule) -> list[float]:
-    """For each rank the most bytes that its row holds for backwards, with the loss, before anything moves."""
+    """For each rank the maximal bytes that its row holds for backwards, including the loss, before moves are added."""
     return most_in_rows(schedule, kept_with_loss(run, software))
 
 
 def kept_with_loss(run: Run, software: Software) -> KeptBytes:
-    """Bytes that micro-batches keep for their backwards, with those of the loss."""
+    """Bytes that stages keep of a micro-batch for its backward, including those of the loss."""
     if run.slices and software.has_lanes:
         return _kept_by_slice(run, software)
     whole, pending = stage_kept_bytes(run, software), stage_pending_bytes(run, software)
     _, head = stage_layers(run, software)
     whole[head] += kept_logits(run, software)
-    # Between the halves of a backward the gradient of the logits is left of the loss.
+    # Between the halves of a backward, the loss keeps only the gradient of the logits.
     pending[head] += num_logits(run, software) * run.element_bytes
     return KeptBytes(whole, pending, stage_recomputed_bytes(run, software), run.slice_shares)
 
 
 def _kept_by_slice(run: Run, software: Software) -> KeptBytes:
-    """The same for token slices: each is a sequence of its own that leaves keys and values in the cache."""
+    """``kept_with_loss`` for token slices: each counts as a sequence, and the cache has keys and values."""
     counts, _ = stage_layers(run, software)
     begins = accumulate(run.slices, initial=0)
-    # How many layers stages have depends on the length of whole sequences.
+    # Fix the layers of stages, which depend on the length of whole sequences.
     alone = [replace(run, layers_by_stage=counts, seq=length, slices=()) for length in run.slices]
     slices = [kept_with_loss(one, software) for one in alone]
     whole, pending, recomputed = (np.stack(columns, axis=1) for columns in list(zip(*slices, strict=True))[:3])
@@ -150,7 +150,7 @@ def _kept_by_slice(run: Run, software: Software) -> KeptBytes:
         for stage, layers in enumerate(layers_by_recompute(one, software)):
             for alike, count in layers:
                 own = Kept(alike)
-                # The cache has what layers that are not recomputed as a whole would keep of keys and values.
+                # Keys and values that layers without full recomputation would keep are in the cache.
                 whole[stage, number] -= count * own.key_values() * (alike.recompute != "full")
                 whole[stage, number] += count * own.masks(begin) * (alike.recompute == "none")
     caches = [count * Kept(run).key_values() for count in counts]
@@ -158,7 +158,7 @@ def _kept_by_slice(run: Run, software: Software) -> KeptBytes:
 
 
 def kept_by_stage(run: Run, software: Software) -> list[float]:
-    """For each stage the bytes that a micro-batch keeps for its backward, with those of the loss."""
+    """For each stage the bytes that it keeps of a micro-batch for its backward, including those of the loss."""
     return kept_with_loss(run, software).by_stage(run.num_stages)
 
 
@@ -176,14 +176,14 @@ def _memory(
     Args:
         run: model and layout.
         software: the training program.
-        placement: of the stages.
-        most_held: bytes that micro-batches keep -> for each rank the most that it holds of them.
+        placement: stage -> pipeline rank.
+        most_held: function from the bytes that stages keep to the maximum that each rank holds.
         buffers: of each rank.
         receive_buffers: for each directed edge.
     """
     _, head = stage_layers(run, software)
     shares, by_stage = run.slice_shares, _held_parameters(run, software)
-    # One slice computes at a time, and any may be the largest. What the loss keeps is counted with what is kept.
+    # One slice computes at a time; the largest counts. What the loss keeps is part of ``kept``.
     working = working_bytes(run, software) * max(shares)
     logits_each = (logits_bytes(run, software) - kept_logits(run, software)) * max(shares)
     kept = most_held(kept_with_loss(run, software))
@@ -211,7 +211,7 @@ def _memory(
 
 
 def moves_anything(schedule: Schedule) -> bool:
-    """Whether a schedule moves activations off a rank between forward and backward."""
+    """Whether a schedule moves activations to a partner or the host."""
     return bool(schedule.facts.row.is_kind(*MOVE_KINDS).any())
 
 
@@ -223,21 +223,21 @@ def _clock(schedule: Schedule, trace: Trace | None) -> tuple[Seconds, Seconds]:
 
 
 def _most_on(schedule: Schedule, clock: tuple[Seconds, Seconds], kept: KeptBytes) -> list[float]:
-    """``most_in_rows`` on a clock: without activations that left, with those that a rank accepted."""
+    """``most_in_rows`` at given times: without activations that a rank has moved away, with those of its partner."""
     held = Ledger.of_kept(schedule, kept).on(schedule.num_ranks, *clock)
     return [held.peak(rank) for rank in range(schedule.num_ranks)]
 
 
 @lru_cache(maxsize=4096)
 def _num_peers(placement: Placement, stages: Sequence[int]) -> int:
-    """Number of other ranks from which a rank receives."""
+    """Number of other ranks from which the rank of ``stages`` receives."""
     owner = placement.rank_by_stage
     near = {stage + step for stage in stages for step in (-1, 1) if 0 <= stage + step < len(owner)}
     return len({owner[stage] for stage in near} - {owner[stages[0]]})
 
 
 def _held_parameters(run: Run, software: Software) -> tuple[float, ...]:
-    """Parameters of each stage that one device holds, padded to a multiple of the shards."""
+    """Number of parameters of each stage on one device, padded to a multiple of the number of shards."""
     among = run.shard_size if _is_sharded(run) and software.has_lanes else 1
     return tuple(-(-held // among) * among if among > 1 else held for held in stage_parameters(run, software))
 
@@ -247,7 +247,7 @@ def _is_sharded(run: Run) -> bool:
 
 
 def _gathered_bytes(run: Run, software: Software) -> list[float]:
-    """For each stage the bytes of its gathered weights, with ``full`` sharding; else 0."""
+    """For each stage the bytes of its gathered weights with ``full`` sharding, else 0."""
     if not _is_sharded(run) or run.shard != "full":
         return [0.0] * run.num_stages
     each = state_bytes(replace(run, shard="none"), 1.0, software).weights_bytes
@@ -256,15 +256,16 @@ def _gathered_bytes(run: Run, software: Software) -> list[float]:
 
 
 def _gradient_buffer_bytes(run: Run, software: Software, stages: Sequence[int], buffers: int | None) -> float:
-    """Bytes of a rank's whole gradients before they are reduced to shards, without the shards.
+    """Bytes of a rank's unreduced gradients, without their shards.
 
     Args:
         run: model and layout.
         software: the training program.
         stages: of the rank.
-        buffers: for whole gradients, each as large as the largest; ``None``: each stage has its own, with its shard.
+        buffers: number of buffers, each for the largest stage; ``None``: each stage has its own, which includes its
+            shard.
     """
-    # With the optimizer's state alone, ``state_bytes`` has the whole gradients.
+    # With level ``optimizer``, ``state_bytes`` includes whole gradients.
     if not (_is_sharded(run) and software.has_reduction_lane) or run.shard == "optimizer":
         return 0.0
     each = state_bytes(replace(run, shard="none"), 1.0, software).gradients_bytes
@@ -275,7 +276,7 @@ def _gradient_buffer_bytes(run: Run, software: Software, stages: Sequence[int], 
 
 
 def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
-    """Bytes of everything that the ranks of a schedule hold, without fragmentation."""
+    """Sizes of everything that the ranks of a schedule hold, without fragmentation."""
     _, head = stage_layers(run, software)
     stages = layers_by_recompute(run, software)
     working = [max((working_bytes(a, software) for a, count in stage if count), default=0.0) for stage in stages]

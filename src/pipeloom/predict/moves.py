@@ -1,4 +1,4 @@
-"""Seconds of moving activations between forward and backward: to partners, to the host."""
+"""Seconds of moving activations to partners and to the host, and their placement by these seconds."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,14 +16,14 @@ from pipeloom.schedule.ledger import KeptBytes
 def with_moves(
     costs: StageCosts, placed: Placed, moves: Moves, partners: Sequence[int] | None, kept: KeptBytes
 ) -> StageCosts:
-    """Costs with the seconds of moving what stages keep.
+    """Add the seconds of moving activations to costs.
 
     Args:
-        costs: of everything else, of whole micro-batches.
+        costs: of all other actions, for whole micro-batches.
         placed: the run; its nodes determine the links of the moves.
         moves: kinds of moves.
-        partners: for each rank the one that it evicts to; ``None`` without evictions.
-        kept: bytes that stages keep.
+        partners: for each rank its partner; ``None`` without evictions.
+        kept: bytes that stages keep of a micro-batch.
 
     Raises:
         UserError: the cluster's file has no ``[host]`` link.
@@ -36,13 +36,13 @@ def with_moves(
 
 
 def by_seconds(costs: StageCosts, placed: Placed, moves: Moves, price: Callable[[StageCosts], ActionCosts]) -> Timing:
-    """Timing that places moves by the predicted seconds of the step.
+    """A ``Timing`` that places moves by the predicted seconds of the step.
 
     Args:
         costs: see ``with_moves``.
         placed: see ``with_moves``.
         moves: see ``with_moves``.
-        price: from costs those of the schedule's actions, which may be of token slices.
+        price: converts costs of whole micro-batches to those of the schedule's actions, such as token slices.
     """
 
     def place(schedule: Schedule, kept: KeptBytes) -> PlacedBy:

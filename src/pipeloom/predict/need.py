@@ -1,7 +1,7 @@
 """Lower bound of a training run's memory, checked before it starts.
 
-Every part is a lower bound, so that a refused run could not have run: weights, gradients and optimizer state by closed
-forms, of activations only the inputs of matrix products, of a schedule only its rows while they are verified.
+A run that is refused could not have run, since every part is a lower bound: weights, gradients and optimizer state by
+closed forms; of activations, only the inputs of matrix products; of the schedule, only its rows.
 """
 
 from dataclasses import replace
@@ -18,8 +18,8 @@ from pipeloom.workload.run import Run
 
 _TOKEN_BYTES = 8
 _PROCESS_BYTES = 8e6
-"""Of a process that computes nothing: its own pages of an interpreter that is forked."""
-# The bytes and end of text: no tokenizer here has fewer.
+"""Bytes of an idle process: the pages that a forked interpreter does not share."""
+# The smallest tokenizer: 256 bytes and end of text.
 _LEAST_VOCABULARY = 257
 
 Parts = dict[str, float]
@@ -42,14 +42,14 @@ def need_by_pipeline_rank(config: RunConfig, *, verifies: bool = False) -> tuple
     """For each pipeline rank a lower bound of the memory of one process.
 
     Args:
-        config: without problems, the model's sizes in place.
+        config: without problems, with the sizes of its model.
         verifies: whether the run only verifies gradients, without an optimizer.
     """
     software, run = with_optimizer(load_software("pipeloom"), config.optimizer.rule), _run(config)
     state = [_state(config, run, software, held, verifies=verifies) for held in rank_parameters(run, software)]
     activations, choice, layout = _activations(config, run, software), config.choice(), config.layout
     head = choice.placed().rank_by_stage[-1]
-    # Slices that are measured later may be as short as one token.
+    # The lengths of auto slices are chosen later, and may be one token.
     parts = layout.num_slices if layout.token_slices != "auto" else run.seq
     logits = run.tokens / parts * run.shape.vocab / run.tp * max(4.0, run.element_bytes * _width(config))
     host = {
@@ -70,13 +70,13 @@ def reference_bytes(config: RunConfig) -> Parts:
 
 
 def _run(config: RunConfig) -> Run:
-    """The described run with the type of the training and the smallest vocabulary."""
+    """The run with the dtype of training and the smallest vocabulary."""
     model = config.model.resolve(_LEAST_VOCABULARY)
     return described_run(replace(config, model=model), precision_of(config.training.known_dtype) or "fp32")
 
 
 def _width(config: RunConfig) -> int:
-    """Factor of all bytes: 2 in double precision, which the closed forms do not have."""
+    """Factor of all bytes: 2 for float64, which the closed forms do not support."""
     return 1 if precision_of(config.training.known_dtype) else 2
 
 
@@ -89,15 +89,16 @@ def _state(config: RunConfig, run: Run, software: Software, parameters: float, *
     }
     budget, whole = config.schedule.budget_bytes, sum(parts.values())
     if budget is not None and config.schedule.swap_folder is not None and whole > budget:
-        return {name: size * budget / whole for name, size in parts.items()}  # the rest is in files
+        # The rest is in files.
+        return {name: size * budget / whole for name, size in parts.items()}
     return parts
 
 
 def _activations(config: RunConfig, run: Run, software: Software) -> list[float]:
-    """For each pipeline rank the most bytes that its matrix products keep for their backwards."""
+    """For each pipeline rank the maximal bytes that its matrix products keep for their backwards."""
     layout, schedule, choice = config.layout, config.schedule, config.choice()
     shape, whole = run.shape, run.shape.hidden / (run.tp if run.sequence_parallel else 1)
-    # A lower bound: where any layer recomputes all of itself, every layer counts as one that does.
+    # A lower bound: if any layer is fully recomputed, all layers count as fully recomputed.
     inputs = [whole] if "full" in run.recompute_kinds else [whole, whole, shape.hidden / run.tp, shape.ffn / run.tp]
     kept = run.tokens * sum(inputs) * run.element_bytes * _width(config)
     layers, placement = stage_layers(run, software)[0], choice.placed()

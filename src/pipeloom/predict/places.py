@@ -19,9 +19,9 @@ class Place:
     """Nodes of one pipeline rank.
 
     Attributes:
-        kind: the name of its group of nodes, of several joined with plus signs; of the cluster, if nodes are alike.
-        first_node, last_node: of its devices, numbered across the cluster from 0.
-        device_memory_bytes: memory of one of its devices; the least, if they differ.
+        kind: name of its group of nodes, several joined by plus signs; of the cluster, if all nodes are equal.
+        first_node, last_node: nodes of its devices, numbered across the cluster from 0.
+        device_memory_bytes: memory of one of its devices; the minimum if they differ.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Place:
 
 
 def rank_places(placed: Placed) -> tuple[Place, ...]:
-    """For each pipeline rank its nodes.
+    """The nodes of each pipeline rank.
 
     Raises:
         UserError: the cluster has too few devices.
@@ -47,7 +47,7 @@ def describe_places(places: Sequence[Place]) -> list[str]:
     """One line for each range of adjacent ranks of one kind, such as ``0-3 on a100, nodes 0-3``."""
     lines: list[str] = []
     for kind, run_of in groupby(enumerate(places), key=lambda pair: pair[1].kind):
-        # A group of ``groupby`` can be read only once.
+        # A group of ``groupby`` can be iterated only once.
         members = list(run_of)
         first, last = members[0][0], members[-1][0]
         begin, end = min(place.first_node for _, place in members), max(place.last_node for _, place in members)
@@ -62,36 +62,35 @@ def _range(word: str, first: int, last: int) -> str:
 
 COLLECTIVES = frozenset({Kind.UNSHARD, Kind.REDUCE_GRAD})
 ON_CORES = COMPUTE_KINDS | RECEIVE_KINDS | TIED_RECEIVE_KINDS | COLLECTIVES
-"""Kinds of actions for which processes on a CPU use its cores; a receive includes both ends of a message."""
+"""Kinds of actions for which processes on a CPU use its cores; a receive counts both ends of a message."""
 
 
 def shared_links(placed: Placed, placement: Placement, partners: Sequence[int] | None = None) -> Sharing | None:
     """The nodes' network adapters and cores as shared resources.
 
     Pipeline neighbors are ``dp x tp`` devices apart, so a rank's first device determines its node and its adapter.
-    A transfer or a collective between nodes has that adapter for itself and its copies on the adjacent devices of its
-    pipeline rank (``Cluster.sharing``); concurrent ones on the same adapter share it.
+    The seconds of a transfer or collective between nodes already assume that it shares the adapter with the same action
+    on adjacent devices of its pipeline rank (``Cluster.sharing``); other concurrent actions on the adapter share it
+    here. An eviction and its load use the evicting rank's adapter.
 
-    An eviction and its load count at the evicting rank's adapter.
-
-    Where a node has more ranks than cores (``Cluster.cores_per_node``), what ranks compute there, and the messages and
-    collectives that stay there, which processes on a CPU move themselves, take their shares of its cores.
+    If a node has more ranks than cores (``Cluster.cores_per_node``), compute, and messages and collectives inside the
+    node, which processes on a CPU copy themselves, share the cores.
 
     Args:
         placed: the run and its cluster.
         placement: stage -> pipeline rank.
-        partners: for each pipeline rank the one to which it evicts; ``None`` without evictions.
+        partners: for each pipeline rank its partner; ``None`` without evictions.
 
     Returns:
-        Sharing with a resource for each adapter, the receives, evictions, loads and collectives on it, and one for the
-        cores of each node; ``None`` where there is nothing to share.
+        The sharing of each adapter by receives, evictions, loads and collectives, and of each node's cores; ``None`` if
+        nothing is shared.
     """
     run, cluster, owner = placed.run, placed.cluster, placement.rank_by_stage
     adapter = [_adapter(first, cluster) for first in placed.first_devices]
     is_wide = [_is_wide(run, part) for part in placed.parts]
     pairs = {*pairwise(owner), *enumerate(partners or ())}
     crosses = any(adapter[one][0] != adapter[other][0] for one, other in pairs)
-    # A rank with an adapter of its own competes with none, except where its collectives leave the node as well.
+    # A rank with its own adapter shares it only if its collectives leave the node, too.
     has_shared_links = crosses and (any(is_wide) or len(set(adapter)) < len(adapter))
     has_shared_cores = cluster.crowding(run.num_devices) > 1
     if not has_shared_links and not has_shared_cores:
@@ -113,7 +112,8 @@ def shared_links(placed: Placed, placement: Placement, partners: Sequence[int] |
 
     capacity: dict[Hashable, float] = dict.fromkeys(adapter, 1.0)
     if has_shared_cores:
-        copies = min(run.dp * run.tp, cluster.devices_per_node)  # of a pipeline rank on a node, doing the same at once
+        # Devices of a pipeline rank on a node, which do the same at the same time.
+        copies = min(run.dp * run.tp, cluster.devices_per_node)
         capacity |= {_Cores(node): cluster.cores_per_node / copies for node, _ in adapter}
     return Sharing(resource_of, capacity)
 
@@ -125,7 +125,7 @@ class _Cores(NamedTuple):
 
 
 def _adapter(device: int, cluster: Cluster) -> tuple[int, int]:
-    """The node of a device, and the number of its adapter there."""
+    """Indices of a device's node, and of its adapter in the node."""
     node, place = cluster.node_of(device)
     own = cluster.part(device, 1)
     return node, place * own.num_adapters // own.devices_per_node

@@ -21,7 +21,7 @@ class ClosedSizes:
     """Closed forms of the bytes of a run's stages.
 
     Attributes:
-        run: model and layout, with the kernels of its devices.
+        run: model and layout, with its devices' kernels.
         software: the training program.
     """
 
@@ -30,15 +30,15 @@ class ClosedSizes:
 
     @classmethod
     def of(cls, run: Run, software: Software, *, is_gpu: bool) -> "ClosedSizes":
-        """Sizes of a run; a norm of this program is one kernel on GPUs alone, whatever the run says."""
+        """Sizes of a run. In this program a norm is one kernel on GPUs only, whatever ``run.fused_norm`` is."""
         return cls(replace(run, fused_norm=is_gpu) if software.has_lanes else run, software)
 
     def kept(self, _schedule: Schedule) -> KeptBytes:
-        """Bytes that stages keep of micro-batches for their backwards."""
+        """Bytes that stages keep of a micro-batch for its backward."""
         return kept_with_loss(self.run, self.software)
 
     def stages(self) -> tuple[Amounts, ...]:
-        """For each stage the bytes of its weights, gradient and state."""
+        """For each stage the bytes of its weights, gradient and optimizer state."""
         return swapped_amounts(self.run, self.software)
 
 
@@ -46,10 +46,10 @@ def sizes_in_training(config: RunConfig) -> ClosedSizes:
     """Closed forms of the bytes of the stages of a run, as ``pipeloom train`` executes it on any machine.
 
     Args:
-        config: without problems, its model's sizes in place.
+        config: without problems, with the sizes of its model.
 
     Raises:
-        UserError: there are none for its type.
+        UserError: they do not support its dtype.
     """
     precision = precision_of(config.training.known_dtype)
     if precision is None:

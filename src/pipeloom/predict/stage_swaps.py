@@ -1,4 +1,4 @@
-"""Bytes, seconds and memory of the stages of a run that is swapped through one device."""
+"""Bytes, seconds and memory of a run whose stages are swapped through one device."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from pipeloom.workload.run import Run
 
 
 def swapped_amounts(run: Run, software: Software) -> tuple[Amounts, ...]:
-    """For each stage the bytes of its weights, gradient and state, and of a borrowed matrix."""
+    """For each stage the bytes of its weights, gradient and optimizer state, and of a borrowed tied matrix."""
     found: list[Amounts] = []
     for parameters in stage_parameters(run, software):
         state = state_bytes(run, parameters, software)
@@ -27,7 +27,7 @@ def swapped_amounts(run: Run, software: Software) -> tuple[Amounts, ...]:
 
 
 def with_alike_stages(run: Run, software: Software) -> Run:
-    """The run partitioned into stages of nearly equal bytes, unless it names its layers."""
+    """The run with a partition into stages of nearly equal bytes, unless it has ``layers_by_stage``."""
     if run.layers_by_stage is not None:
         return run
     pieces = (0, *[1] * run.shape.layers, 0)
@@ -37,7 +37,7 @@ def with_alike_stages(run: Run, software: Software) -> Run:
 
 
 def swapped_costs(costs: StageCosts, placed: Placed, update_s: float) -> StageCosts:
-    """Costs with the seconds of moving each stage, and of updating it.
+    """Add the seconds of moving and of updating each stage to costs.
 
     Args:
         costs: of the same run without swaps.
@@ -52,15 +52,15 @@ def swapped_costs(costs: StageCosts, placed: Placed, update_s: float) -> StageCo
     return replace(
         costs,
         moves=tuple(amounts.times(1 / link.bytes_per_s) for amounts in swapped_amounts(placed.run, placed.software)),
-        # By parameters: an update reads and writes each of them once.
+        # In proportion to parameters: an update reads and writes each of them once.
         update_s=tuple(update_s * held / whole for held in parameters),
     )
 
 
 def swapped_memory(memory: Memory, run: Run, software: Software, schedule: Schedule) -> Memory:
-    """The memory of a rank whose stages are swapped: the most weights, gradients and state of resident stages.
+    """The memory of a rank whose stages are swapped: maximal weights, gradients and state of resident stages.
 
-    A stage counts from its swap in to its swap out, in the order of the row.
+    A stage is resident from its swap in to its swap out, in the order of the row.
     """
     amounts, stays = swapped_amounts(run, software), stage_stays(schedule.rows[0])
     most = max(

@@ -1,4 +1,4 @@
-"""Prediction of a run's training step: schedule, trace, times, memory, and an account of each rank's time."""
+"""Prediction of a run's training step: schedule, trace, times, memory, and each rank's time by cause."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -49,11 +49,11 @@ class Prediction:
 
     Attributes:
         step_time_s: seconds of the step.
-        pipeline_s: seconds from the first forward to the last backward; where steps overlap, those of the slowest rank.
+        pipeline_s: seconds from the first forward to the last backward; if steps overlap, on the slowest rank.
         terms: seconds after the pipeline.
-        costs: seconds of each stage.
-        memory_by_rank: of one device of each pipeline rank.
-        device_bytes: memory of one device of each pipeline rank.
+        costs: seconds of the actions of each stage.
+        memory_by_rank: memory that one device of each pipeline rank needs.
+        device_bytes: memory that one device of each pipeline rank has.
     """
 
     step_time_s: float
@@ -65,7 +65,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank fits its devices."""
+        """Whether the memory of every rank fits its devices."""
         return self.memory.total_bytes <= self.device_bytes[self.fullest_rank]
 
     @property
@@ -76,21 +76,21 @@ class Prediction:
     @property
     def fullest_rank(self) -> int:
         """The pipeline rank whose devices have the least free memory."""
-        # By free memory, not by memory in use: on devices of several kinds these differ.
+        # Free memory, not used memory, since devices may differ.
         over = [memory.total_bytes - room for memory, room in zip(self.memory_by_rank, self.device_bytes, strict=True)]
         return over.index(max(over))
 
 
 @dataclass(frozen=True)
 class StepAccount:
-    """Account of one rank's step; the parts add up to the step time.
+    """One rank's step time by cause; the parts add up to it.
 
     Attributes:
         pipeline: the bubble account of the pipeline. Exchanges of a blocking program count as exposed p2p; an observed
-            longer drain counts as drain.
+            additional drain (``Software.extra_drain_slots``) counts as drain.
         data_parallel_s: collectives after the pipeline.
         optimizer_s: update of the weights.
-        host_s: everything else after the pipeline.
+        host_s: constant overhead after the pipeline.
     """
 
     pipeline: BubbleAccount
@@ -99,7 +99,7 @@ class StepAccount:
     host_s: float
 
     def to_dict(self) -> dict[str, float]:
-        """Part -> seconds; collectives and host time after the pipeline are added to those within it."""
+        """Part -> seconds; collectives and host time after the pipeline are added to those in it."""
         account = self.pipeline
         return {
             "compute_s": account.compute_s,
@@ -115,15 +115,15 @@ class StepAccount:
 
 @dataclass(frozen=True, repr=False)
 class SimulatedStep(Pictured, OfPlaced):
-    """A step as it is expected, with everything that the expectation rests on. A notebook shows its timeline.
+    """A predicted step, with the schedule, costs and trace that it follows from. A notebook shows its timeline.
 
     Attributes:
         placed: the run, its cluster and its program.
-        knobs: of its schedule.
-        schedule: as it was simulated.
+        knobs: choices for its schedule.
+        schedule: the simulated schedule.
         trace: of the pipeline.
         prediction: times and memory.
-        drain_s: seconds that the pipeline was observed to fill and drain longer than its schedule explains.
+        drain_s: additional seconds of filling and draining the pipeline (``pipeloom.cost.exchanges.drain_s``).
     """
 
     knobs: Knobs
@@ -146,22 +146,22 @@ class SimulatedStep(Pictured, OfPlaced):
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of the whole run, for each second of a step."""
+        """Tokens per second of all devices together."""
         return self.run.global_batch * self.run.seq / self.prediction.step_time_s
 
     @property
     def peak_flops_per_s(self) -> float:
-        """Peak of all devices together."""
+        """Peak FLOP/s of all devices together."""
         return self.cluster.peak_flops_per_s(self.run.num_devices, self.run.precision)
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        """For each pipeline rank the nodes that it is on."""
+        """The nodes of each pipeline rank."""
         return rank_places(self.placed)
 
     @cached_property
     def fastest_partition(self) -> tuple[int, ...] | None:
-        """``layout.partition`` by the seconds of ranks; ``None`` where ranks are equally fast or the run has it."""
+        """The fastest ``layout.partition``; ``None`` if ranks are equally fast, or if it is the run's partition."""
         if len(set(self.placed.slowness)) == 1:
             return None
         layers = self.placed.with_fastest_layers().layers
@@ -169,13 +169,13 @@ class SimulatedStep(Pictured, OfPlaced):
 
     @property
     def has_measured_pieces(self) -> bool:
-        """Whether the seconds of all pieces were measured on the cluster; else some or all are closed forms."""
+        """Whether the seconds of all pieces were measured on the cluster; otherwise some are closed forms."""
         alike = [replace(self.run, recompute=kind, recompute_layers=None) for kind in set(self.run.recompute_kinds)]
         return all(pieces.is_measured for run in alike for pieces in self.placed.of(run).pieces)
 
     @property
     def dollars_per_billion_tokens(self) -> float | None:
-        """Price of a billion tokens; ``None`` where the cluster has no price."""
+        """Dollars per billion tokens; ``None`` if the cluster has no price."""
         price = self.cluster.price_per_hour(self.run.num_devices)
         return None if price is None else price * 1e9 / self.tokens_per_s / 3600
 
@@ -186,7 +186,7 @@ class SimulatedStep(Pictured, OfPlaced):
 
     @property
     def hfu(self) -> float:
-        """Hardware FLOPs utilization, a fraction: with recomputation."""
+        """Hardware FLOPs utilization, a fraction: MFU with recomputed FLOPs."""
         flops = {kind: hardware_flops(self.run.shape, self.run.seq, kind) for kind in ("none", "selective", "full")}
         again = self.recomputed_share * (flops["full"] - flops["none"])
         mean = fmean(flops[kind] for kind in self.run.recompute_kinds)
@@ -194,13 +194,13 @@ class SimulatedStep(Pictured, OfPlaced):
 
     @property
     def recomputed_share(self) -> float:
-        """Share of the forwards that run again as a whole, a fraction."""
+        """Share of the forwards that are repeated by actions ``R``, a fraction."""
         row = self.schedule.facts.row
         return float(row.is_kind(Kind.RECOMPUTE).sum() / row.is_kind(Kind.FORWARD).sum())
 
     @cached_property
     def accounts(self) -> tuple[StepAccount, ...]:
-        """For each pipeline rank the account of its step."""
+        """The step time of each pipeline rank by cause."""
         terms, hidden_s = self.prediction.terms, self.trace.end_s + self.drain_s - self.prediction.pipeline_s
         return tuple(
             StepAccount(
@@ -220,13 +220,13 @@ class SimulatedStep(Pictured, OfPlaced):
 
     @cached_property
     def blocked_s(self) -> tuple[float, ...]:
-        """For each rank the seconds of exchanges inside its compute actions, with a blocking program."""
+        """For each rank the seconds of exchanges in its compute actions; 0 unless the program is blocking."""
         run, software = self.run, self.software
-        # Where exchanges have lanes, the account of the bubble finds what is exposed of them.
+        # Exchanges on lanes are part of the bubble account.
         if not software.is_blocking:
             return (0.0,) * self.schedule.num_ranks
         by_stage = [0.0] * run.num_stages
-        # The difference to the same program without blocking is what its exchanges add.
+        # The difference to the same program without blocking is the time of exchanges.
         for sign, program in ((1, software), (-1, replace(software, is_blocking=False))):
             placed = replace(self.placed, software=program)
             parts = (placed.costs,)
@@ -249,13 +249,13 @@ class SimulatedStep(Pictured, OfPlaced):
 
     @property
     def schedule_text(self) -> str:
-        """The schedule as a file for ``pipeloom train``."""
+        """Text of a schedule file for ``pipeloom train``."""
         recipe = recipe_of(self.run, self.software, self.knobs)
         return schedule_text(recipe, self.schedule, self.sizes)
 
     @property
     def sizes(self) -> ClosedSizes:
-        """Bytes of its stages, on its devices."""
+        """Bytes of its stages on its devices."""
         return ClosedSizes.of(self.run, self.software, is_gpu=self.cluster.device.is_gpu)
 
     @cached_property
@@ -269,20 +269,20 @@ class SimulatedStep(Pictured, OfPlaced):
 
 
 def simulate_step(placed: Placed, knobs: Knobs, *, moves_by_seconds: bool = True) -> SimulatedStep:
-    """The step of a run: its schedule with all communication, on the clock of its costs.
+    """Predict the step of a run: make its schedule with all communication, and simulate it with its costs.
 
-    The answer's run has the placement of the family and, where ranks are not equally fast and the program balances
-    them, the layers of each stage.
+    The result's run has the placement of the family and, if ranks are not equally fast and the program balances them,
+    the layers of each stage.
 
     Args:
         placed: the run, its cluster and its program.
-        knobs: of its schedule.
-        moves_by_seconds: whether moves are placed by the seconds of the step, which only a schedule file brings to
-            ``pipeloom train``; else by nominal ones, as ``train`` does by itself.
+        knobs: choices for its schedule.
+        moves_by_seconds: whether moves are placed by the predicted seconds, which ``pipeloom train`` executes only from
+            a schedule file; otherwise by nominal ones, as ``train`` does itself.
 
     Raises:
-        UserError: the schedule cannot be made, the cluster has not so many devices, or its file or the program's let
-            devices compute more than their peak.
+        UserError: the schedule cannot be made, the cluster has too few devices, or devices would exceed their peak, so
+            that the file of the cluster or of the program must be wrong.
     """
     placed = placed_in(placed, knobs.choice)
     run, cluster, software = placed.run, placed.cluster, placed.software
@@ -296,9 +296,9 @@ def simulate_step(placed: Placed, knobs: Knobs, *, moves_by_seconds: bool = True
         costs = with_moves(costs, placed, how.moves, schedule.partners, sizes.kept(schedule))
     if knobs.device_budget is not None:
         costs = swapped_costs(costs, placed, terms.optimizer_s)
-        # Updates are actions of the schedule then, and in its time already.
+        # Updates are actions of the schedule.
         terms = replace(terms, optimizer_s=0.0)
-    # Without messages there is nothing on a link, unless cores are shared.
+    # Without messages no links are shared, but cores may be.
     has_shared = schedule.level is Level.COMMUNICATION or cluster.crowding(run.num_devices) > 1
     links = shared_links(placed, schedule.placement, schedule.partners) if has_shared else None
     trace = simulate(schedule, price(costs), links)
@@ -309,7 +309,7 @@ def simulate_step(placed: Placed, knobs: Knobs, *, moves_by_seconds: bool = True
     pipeline_s = (longest_rank_s(trace) if software.overlaps_steps else trace.end_s) + more_s
     prediction = Prediction(pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, placed.device_bytes)
     step = SimulatedStep(placed, knobs, schedule, trace, prediction, more_s)
-    # Faster than the peak of the hardware, so that a number of a file must be wrong.
+    # Faster than the hardware's peak: a number in a file must be wrong.
     if step.hfu > 1:
         raise UserError(_impossible(step))
     return step
@@ -330,7 +330,7 @@ def placed_in(placed: Placed, choice: Choice) -> Placed:
 
 
 def _impossible(step: SimulatedStep) -> str:
-    """Message for a step whose devices would exceed their peak."""
+    """The message about a step whose devices would exceed their peak."""
     devices = " and ".join(dict.fromkeys(kind.device.name for kind, _ in step.cluster.kinds(step.run.num_devices)))
     return (
         f"the prediction is impossible: {devices} would use {step.hfu:.1%} of the peak (HFU; MFU {step.mfu:.1%}), "
@@ -340,7 +340,7 @@ def _impossible(step: SimulatedStep) -> str:
 
 
 def _whole(costs: StageCosts) -> ActionCosts:
-    """Of whole sequences."""
+    """Costs of whole sequences."""
     return costs
 
 
@@ -360,9 +360,9 @@ def recipe_of(run: Run, software: Software, knobs: Knobs) -> Recipe:
 
     Args:
         run: model and layout.
-        software: the training program; its schedules lack messages if it blocks, and reductions if these follow the
+        software: the training program; the schedule has no messages if it blocks, and no collectives if they follow the
             pipeline.
-        knobs: of the schedule.
+        knobs: choices for the schedule.
     """
     return run_recipe(
         knobs,
@@ -382,7 +382,7 @@ def lowered(run: Run, software: Software, knobs: Knobs) -> Schedule:
 
 
 def graph_without_messages(run: Run, software: Software, knobs: Knobs) -> Graph:
-    """The graph of ``lowered`` without messages: its step takes no longer, and it is much faster to make.
+    """The dependency graph of ``lowered`` without messages: a lower bound of the step time, much faster to make.
 
     Raises:
         UserError: the schedule cannot be made.
@@ -400,10 +400,10 @@ def compute_schedule(choice: Choice) -> Schedule:
 
 
 def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
-    """Settings that each lower the peak of the fullest rank, with the same compute -> bytes of that peak.
+    """Settings that each lower the peak memory of the fullest rank, with the same order of compute -> its new bytes.
 
-    If another rank with other devices becomes the fullest, the bytes with which the former one would have as little
-    free memory.
+    If a rank with other devices becomes the fullest, the bytes for which the former one would have as little free
+    memory.
     """
     run, now = step.run, step.prediction.memory.total_bytes
     changes: dict[str, Run] = {}
@@ -414,7 +414,7 @@ def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
     if run.tp > 1 and not run.sequence_parallel:
         changes["layout.sequence_parallel true"] = replace(run, sequence_parallel=True)
     if set(run.recompute_kinds) == {"none"}:
-        # recompute_layers decides where it is set, so it has to go.
+        # recompute_layers would override recompute.
         changes["layout.recompute selective"] = replace(run, recompute="selective", recompute_layers=None)
     if set(run.recompute_kinds) != {"full"}:
         changes["layout.recompute full"] = replace(run, recompute="full", recompute_layers=None)
@@ -423,7 +423,8 @@ def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
 
 
 def _fullest_bytes(run: Run, step: SimulatedStep) -> float:
-    is_same = run.shard == step.run.shard or step.knobs.moves.is_any  # what moves was placed with these gathers
+    # Moves were placed with the gathers of this schedule.
+    is_same = run.shard == step.run.shard or step.knobs.moves.is_any
     schedule = step.schedule if is_same else lowered(run, step.software, step.knobs)
     now, device_bytes = step.prediction.fullest_rank, step.prediction.device_bytes
     run = ClosedSizes.of(run, step.software, is_gpu=step.cluster.device.is_gpu).run

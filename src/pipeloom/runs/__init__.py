@@ -1,1 +1,1 @@
-"""The folder of a run: its names, how one begins, how one is read."""
+"""The folder of a run: file names, start of a run, reading."""

@@ -1,4 +1,4 @@
-"""The run folder: what a run leaves behind, in a form that survives its end at any moment; and how it is read."""
+"""The run folder: the files that a run writes, which are consistent whenever the run ends."""
 
 import errno
 import io
@@ -19,34 +19,34 @@ from pipeloom.workload.layout import Coordinates
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 WARNINGS = "warnings.txt"
-"""Checkpoints that could not be written, a line each; not there in most runs."""
+"""A line for each checkpoint that could not be written; most runs have no such file."""
 SCHEDULE = "schedule.txt"
 TRACE = "trace.json"
 OTHER_TRACES = "trace-replica-*.json"
-"""Of the other replicas, and of tensor-parallel ranks but the first; ``other_trace`` names them."""
+"""Traces of other replicas and tensor-parallel ranks than the first; ``other_trace`` names them."""
 PREDICTED_TRACE = "predicted_trace.json"
 TIMELINE = "timeline"
 SAMPLE = "sample.txt"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 WEIGHTS = "model.safetensors"
-"""The weights at the end; where they are several files, ``WEIGHTS_INDEX`` maps parameters to files."""
+"""The final weights; if they are several files, ``WEIGHTS_INDEX`` maps parameters to files."""
 WEIGHTS_INDEX = f"{WEIGHTS}.index.json"
 DRAFTS = ".starting"
-"""Folder in a run folder with the files of a run that has not done its first step."""
+"""Folder in a run folder with the files of a run before the end of its first step."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of a full disk, or of a user's full share of it."""
+"""Errors of a full disk, or of an exceeded quota."""
 
 
 class RunFolder:
-    """Writes a run's files. A file is whole or not there; metrics are whole up to the last line.
+    """Writes the files of a run. Files are written atomically; of metrics, only the last line may be incomplete.
 
-    Where the folder contains drafts of a run that starts (``pipeloom.runs.run_start``), new files go to them, and the
-    files of an earlier run stay as they are until ``begin``.
+    Until ``begin``, new files go to the drafts of a run that starts (``pipeloom.runs.run_start``), and the files of an
+    earlier run in the folder do not change.
 
     Args:
         path: an existing folder.
-        damaged: names of checkpoints that ``begin`` puts aside.
+        damaged: names of checkpoints that ``begin`` renames.
     """
 
     def __init__(self, path: Path, damaged: tuple[str, ...] = ()) -> None:
@@ -57,16 +57,16 @@ class RunFolder:
 
     @property
     def is_starting(self) -> bool:
-        """Whether no step of the run is done yet."""
+        """Whether the first step of the run has not ended."""
         return (self.path / DRAFTS).is_dir()
 
     def write(self, name: str, text: str) -> None:
-        """Write a file under its name at once, so that no reader finds a part of it.
+        """Write a file atomically, so that no reader sees a part of it.
 
         Raises:
-            RunError: the folder cannot be written to any more; so do the methods below.
+            RunError: the folder cannot be written to any more; also raised by the methods below.
         """
-        # In the same folder: a rename replaces a file at once only within one file system.
+        # In the same folder: a rename is atomic only within one file system.
         draft = self.path / f".{name}.part"
         try:
             draft.write_text(text, encoding="utf-8")
@@ -75,70 +75,71 @@ class RunFolder:
             raise self._error(error) from None
 
     def read(self, name: str) -> str | None:
-        """A file of the run, its draft if there is one; ``None`` if there is neither."""
+        """Text of a file of the run, or of its draft if there is one; ``None`` if there is neither."""
         for file in (self.path / DRAFTS / name, self.path / name):
             if file.is_file():
                 return file.read_text(encoding="utf-8")
         return None
 
     def write_config(self, config: RunConfig) -> None:
-        """Write the configuration without the folder itself, so that it can be run again as it is."""
-        # With its folder in it, a second run of the configuration would be refused: the folder holds a run.
+        """Write the configuration without the run folder, so that it can be run again unchanged."""
+        # With the folder, a second run would be refused, since the folder contains a run.
         self.write(CONFIG, format_run(replace(config, output=replace(config.output, folder=None))))
 
     def add_metrics(self, metrics: dict[str, Any]) -> None:
-        """Append one line to the metrics, on disk when the call returns. The first line begins the run.
+        """Append one line to the metrics, without buffering. The first line calls ``begin``.
 
-        While the disk is full, lines wait in memory for room.
+        While the disk is full, lines are kept in memory.
         """
         self._unwritten += json.dumps(metrics).encode() + b"\n"
         try:
             if self._metrics is None:
                 self.begin()
-                # Without a buffer, so that a killed process loses no line that it has reported.
+                # Without a buffer, so that a killed process loses no line.
                 self._metrics = (self.path / METRICS).open("ab", buffering=0)
             while self._unwritten:
-                # A write to a full disk may take a part of a line; the rest waits, so that lines stay whole.
+                # A full disk may accept a part of a line; the rest is written later, so that lines stay whole.
                 self._unwritten = self._unwritten[self._metrics.write(self._unwritten) :]
-            # An open file outlives its folder: without this check a run would go on writing into nothing.
+            # Writes to an open file succeed even if its folder was removed.
             if not (self.path / METRICS).exists():
                 raise FileNotFoundError(2, os.strerror(2))
         except OSError as error:
-            # A full disk may be emptied while the run goes on; anything else does not pass.
+            # Space may be freed while the run continues; other errors are permanent.
             if error.errno not in _FULL:
                 raise self._error(error) from None
 
     def add_warning(self, line: str) -> None:
-        """Append one line to the warnings, if there is room for it."""
-        # The warning is mostly about a full disk, and must not end the run.
+        """Append one line to the warnings; errors are ignored."""
+        # Most warnings are about a full disk, and must not end the run.
         with suppress(OSError), (self.path / WARNINGS).open("a", encoding="utf-8") as warnings:
             warnings.write(line + "\n")
 
     def begin(self, *, keeps_measured: bool = False) -> None:
-        """Replace the files of an earlier run with the drafts. Without drafts nothing happens.
+        """Replace the files of an earlier run with the drafts; without drafts, do nothing.
 
-        A process that is killed in the middle leaves a folder of a run without its end: the summary goes first, and
-        each configuration is only ever there with metrics and a schedule of its own, or with none.
+        If the process is killed meanwhile, the folder is that of an unfinished run: the summary is removed first, and a
+        configuration is never together with metrics or a schedule of another run.
 
         Args:
-            keeps_measured: leave what was measured and predicted. The run does no step, and its settings are the same.
+            keeps_measured: keep schedule, traces and timelines: the run has no steps left, and its settings are the
+                same.
         """
         if not self.is_starting:
             return
         try:
             drafts = self.path / DRAFTS
-            # The end first: a folder with a summary is read as a finished run.
+            # First what was written at the end: a folder with a summary counts as a finished run.
             for file in _ends(self.path):
                 file.unlink()
             for file in [] if keeps_measured else _measured(self.path):
                 file.unlink()
             names = {file.name for file in drafts.iterdir()}
-            # Metrics first: a configuration must never be there with the metrics of another run.
+            # Metrics first: a configuration must never be together with the metrics of another run.
             for name in [METRICS, CONFIG, *sorted(names - {METRICS, CONFIG})]:
                 (drafts / name).replace(self.path / name)
             for name in self.damaged:
                 _put_aside(self.path / FOLDER / name)
-            # Last: the folder is what marks a run that has not begun (is_starting).
+            # Last, since this folder marks a run that has not begun (is_starting).
             drafts.rmdir()
         except OSError as error:
             raise self._error(error) from None
@@ -153,19 +154,19 @@ class RunFolder:
 
 
 def _ends(path: Path) -> list[Path]:
-    """What a run wrote at its end, the summary first."""
+    """The files that a run wrote at its end, the summary first."""
     files = [path / name for name in (SUMMARY, REPORT, SAMPLE)]
     return [*(file for file in files if file.exists()), *reversed(weight_files(path))]
 
 
 def _measured(path: Path) -> list[Path]:
-    """The schedule that a run executed, and what was measured and predicted of a step of it."""
+    """Schedule, measured and predicted traces, and timelines of a run."""
     names = (TRACE, PREDICTED_TRACE, f"{TIMELINE}.png", f"{TIMELINE}.svg", SCHEDULE)
     return [*path.glob(OTHER_TRACES), *(path / name for name in names if (path / name).exists())]
 
 
 def _put_aside(checkpoint: Path) -> None:
-    """Give a damaged checkpoint a name under which neither a run nor the limit on old checkpoints takes it for one."""
+    """Rename a damaged checkpoint, so that neither runs nor the limit on old checkpoints count it."""
     for number in count():
         target = checkpoint.with_name(f"{checkpoint.name}.damaged{f'-{number}' if number else ''}")
         if not target.exists():
@@ -174,12 +175,12 @@ def _put_aside(checkpoint: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Files of weights in a folder, whole models and parts of them."""
-    # The names that Hugging Face's libraries give to the parts.
+    """Files of weights in a folder: a single file, or several with their index."""
+    # The names of several files are those of Hugging Face's libraries.
     several = folder.glob(WEIGHTS.replace(".", "-?????-of-?????."))
     return [*several, *(file for file in (folder / WEIGHTS, folder / WEIGHTS_INDEX) if file.exists())]
 
 
 def other_trace(place: Coordinates) -> str:
-    """The file of the trace of the pipeline at a place of the data and tensor axes, but the first."""
+    """Name of the trace of the pipeline with these coordinates on the data and tensor axes, except the first."""
     return f"trace-replica-{place.data:03}-tensor-{place.tensor}.json"

@@ -1,4 +1,4 @@
-"""How a run folder is read, at whatever point its run is: finished, going on, or ended before its end."""
+"""Reading of a run folder, whether its run has finished, is running, or ended early."""
 
 import json
 from collections.abc import Callable
@@ -44,20 +44,20 @@ _SUMMARY_NAMES = (
 
 @dataclass(frozen=True)
 class Run:
-    """A run, as far as its folder shows it.
+    """The content of a run folder.
 
     Attributes:
-        folder: where it is.
-        config: its configuration.
-        config_text: the same as written.
-        schedule: what each rank did, in order; ``None`` before the ranks have started.
-        trace: of one step, measured; of the first pipeline where there are several. ``None`` before that step.
-        other_traces: the same of the others, by their names; empty without.
-        predicted: the same as predicted; ``None`` without prediction.
-        metrics: a dictionary for each step that is done, with at least ``step``, ``loss`` and ``step_time_s``.
-        summary: the results; ``pipeloom.training.trainer.RunSummary`` describes the keys. ``None`` before the end.
-        sample: text from the model; ``None`` without.
-        checkpoints: the complete ones, oldest step first.
+        folder: its path.
+        config: the configuration.
+        config_text: text of the configuration's file.
+        schedule: the executed schedule; ``None`` before the ranks have started.
+        trace: measured trace of one step, of the first pipeline if there are several; ``None`` before that step.
+        other_traces: name of another pipeline -> its trace of that step.
+        predicted: predicted trace; ``None`` without a prediction.
+        metrics: a dictionary for each completed step, with at least ``step``, ``loss`` and ``step_time_s``.
+        summary: the results (``pipeloom.training.trainer.RunSummary`` describes the keys); ``None`` before the end.
+        sample: text sampled from the model; ``None`` without.
+        checkpoints: complete checkpoints, oldest step first.
     """
 
     folder: Path
@@ -77,23 +77,23 @@ def read_run(folder: Path) -> Run:
     """Read the folder of a run.
 
     Raises:
-        UserError: there is none, it lacks its configuration, or a file in it is broken; the message names it.
+        UserError: there is no such folder, it is not that of a run, or a file in it is damaged.
     """
     if not folder.is_dir():
         raise UserError(f"there is no run folder {folder}; `pipeloom train` writes one and prints its path")
     if not (folder / CONFIG).is_file() and (folder / DRAFTS).is_dir():
-        raise UserError(f"the run in {folder} has not done its first step, so there is nothing to show yet; try later")
+        raise UserError(f"the run in {folder} has not completed its first step, so there is nothing to show; try later")
     if not (folder / CONFIG).is_file():
         raise UserError(
-            f"{folder} is not the folder of a run: it lacks {CONFIG}, which `pipeloom train` writes after the "
-            "first step; give the folder that `pipeloom train` names at its start"
+            f"{folder} is not the folder of a run: it has no {CONFIG}, which `pipeloom train` writes after the "
+            "first step; use the folder that `pipeloom train` prints at its start"
         )
     config, problems = read_run_file(folder / CONFIG)
     if problems:
         raise ConfigError(problems, str(folder / CONFIG))
     summary = _read(folder / SUMMARY, lambda text: _with_names(json.loads(text), _SUMMARY_NAMES))
     metrics = _read(folder / METRICS, _parse_metrics) or ()
-    # A summary without metrics is not a state that a run leaves behind, so a file was lost.
+    # No run writes a summary without metrics, so a file was lost.
     if summary is not None and summary["train_loss"] is not None and not metrics:
         raise UserError(f"cannot read {folder / METRICS}: expected a line for each step, found none")
     return Run(
@@ -116,16 +116,16 @@ def read_run(folder: Path) -> Run:
 
 
 def _name_of(file: Path) -> str:
-    """What people call the pipeline of ``other_trace``."""
+    """Name of the pipeline of an ``other_trace``, in words."""
     _, _, data, _, tensor = file.stem.split("-")
     return f"replica {int(data)}, tensor rank {tensor}"
 
 
 def _read(file: Path, parse: Callable[[str], _T]) -> _T | None:
-    """What a file holds; ``None`` if there is no such file."""
+    """The parsed content of a file; ``None`` if there is no such file."""
     if not file.exists():
         return None
-    # A trace of a long step has hundreds of megabytes, far more than a file of settings may have.
+    # A trace of a long step may have hundreds of megabytes.
     text = read_text(file, most_bytes=MOST_RECORD_BYTES)
     try:
         return parse(text)
@@ -134,12 +134,12 @@ def _read(file: Path, parse: Callable[[str], _T]) -> _T | None:
 
 
 def _parse_metrics(text: str) -> tuple[dict[str, Any], ...]:
-    """A dictionary for each line; a last one without its end is being written, or was when the run ended."""
+    """A dictionary for each line, except a last one that is incomplete."""
     *whole, last = text.split("\n")
     lines = [_with_names(json.loads(line), _METRIC_NAMES) for line in whole]
     try:
         return (*lines, _with_names(json.loads(last), _METRIC_NAMES))
-    # Only the last line may be incomplete: lines are written whole or not at all before the next one.
+    # A run that was killed, or that still writes, leaves only the last line incomplete.
     except json.JSONDecodeError:
         return tuple(lines)
 

@@ -1,7 +1,7 @@
-"""How a run takes its folder: locked, cleared of drafts of killed runs, its own first files drafted.
+"""Start of a run in its folder: lock it, remove drafts of killed runs, draft its first files.
 
-Until the first step is done nothing of an earlier run in the folder is changed, and a new folder contains drafts alone.
-``RunFolder.begin`` ends that.
+Until the first step has ended (``RunFolder.begin``), the files of an earlier run do not change, and a new folder
+contains only drafts.
 """
 
 import json
@@ -19,18 +19,18 @@ from pipeloom.runs.run_folder import CONFIG, DRAFTS, METRICS, RunFolder, weight_
 from pipeloom.system.folder_lock import FolderLock, lock_folder
 
 _OUTPUTS = Path("outputs")
-"""Where run folders without a name go, in the current folder."""
+"""Parent of run folders whose name is not set, in the current folder."""
 
 
 @contextmanager
 def take_run_folder(config: RunConfig) -> Iterator[FolderLock]:
-    """Make the folder of a run and hold its lock. At the end, a run that has not begun leaves nothing behind.
+    """Create the folder of a run and hold its lock. If the run has not begun at the end, its files are removed.
 
     Args:
-        config: with the folder and, for a run that goes on in the same one, what it goes on from.
+        config: with the folder and, for a run that continues in the same folder, the checkpoint.
 
     Raises:
-        UserError: the folder cannot be written to, is in use, or holds another run already.
+        UserError: the folder cannot be written to, is in use, or contains another run.
     """
     path = config.output.folder
     made: list[Path] = []
@@ -38,7 +38,7 @@ def take_run_folder(config: RunConfig) -> Iterator[FolderLock]:
         if path is None:
             has_parent = _OUTPUTS.exists()
             path = _new_default_folder()
-            # What this run makes is removed again if it never begins; what was there before stays.
+            # Folders that this run creates are removed if it never begins.
             made = [path] if has_parent else [path, _OUTPUTS]
         else:
             made = [one for one in (path, *path.parents) if not one.exists()]
@@ -52,26 +52,24 @@ def take_run_folder(config: RunConfig) -> Iterator[FolderLock]:
     try:
         has_run = (path / CONFIG).exists() or bool(list_checkpoints(path) or weight_files(path))
         resume = config.checkpoint.resume
-        # Under the lock: another run may have begun here while this one waited for it.
+        # After locking: another run may have begun here while this one waited.
         if has_run and not (resume is not None and goes_on_in(resume, path)):
-            raise UserError(f"{path} holds a run already; choose another --output.folder, or move it away")
+            raise UserError(f"{path} contains a run already; choose another --output.folder, or move it away")
         _remove_drafts(path)
         yield lock
     finally:
-        # Before the lock is released, or the next holder's drafts would be removed.
+        # Before the lock is released, since afterwards the drafts may be another run's.
         shutil.rmtree(path / DRAFTS, ignore_errors=True)
         lock.release()
         _remove_empty(made)
 
 
 def draft_start(path: Path, config: RunConfig) -> RunFolder:
-    """Draft the first files of a run: its configuration and, with a checkpoint, the metrics until its step.
-
-    The configuration leaves out the folder itself, so that it can be run again as it is.
+    """Draft the first files of a run: its configuration and, with a checkpoint, the metrics up to its step.
 
     Args:
         path: the run folder, locked.
-        config: resolved; what it resumes from is the newest whole checkpoint of its run, if that run has this folder.
+        config: resolved. If its checkpoint is in this folder, it is the newest complete one.
 
     Raises:
         UserError: the folder cannot be written to.
@@ -82,7 +80,7 @@ def draft_start(path: Path, config: RunConfig) -> RunFolder:
     try:
         (path / DRAFTS).mkdir()
         folder.write_config(config)
-        # Steps behind the checkpoint are done again, and would stand twice in the metrics.
+        # Steps after the checkpoint are repeated, and would be in the metrics twice.
         folder.write(METRICS, "" if resume is None else "".join(_metrics_until(resume)))
     except (OSError, RunError) as error:
         raise UserError(
@@ -92,7 +90,7 @@ def draft_start(path: Path, config: RunConfig) -> RunFolder:
 
 
 def _metrics_until(checkpoint: Path) -> list[str]:
-    """The lines of metrics of a checkpoint's run until its step."""
+    """The metrics of a checkpoint's run up to its step, a line each."""
     run = run_of(checkpoint)
     if run is None or not (run / METRICS).is_file():
         return []
@@ -102,7 +100,7 @@ def _metrics_until(checkpoint: Path) -> list[str]:
 
 
 def _is_until(line: str, step: int) -> bool:
-    """Whether a line of metrics is whole and of a step that a checkpoint has seen."""
+    """Whether a line of metrics is complete and of a step up to ``step``."""
     try:
         return int(json.loads(line)["step"]) <= step
     except (ValueError, KeyError, TypeError):
@@ -110,7 +108,7 @@ def _is_until(line: str, step: int) -> bool:
 
 
 def _remove_drafts(path: Path) -> None:
-    """Remove what killed processes of this run left half written; the lock is held, so no process still writes it."""
+    """Remove incomplete files of killed processes; since the lock is held, no process still writes them."""
     shutil.rmtree(path / DRAFTS, ignore_errors=True)
     checkpoints = path / FOLDER
     for draft in [*path.glob(".*.part"), *checkpoints.glob(".step-*.part"), *checkpoints.glob(".step-*.old")]:
@@ -121,7 +119,7 @@ def _remove_drafts(path: Path) -> None:
 
 
 def _remove_empty(made: list[Path]) -> None:
-    """Remove folders that this run made, the innermost first, as far as nothing is in them."""
+    """Remove empty folders that this run created, innermost first, up to one that is not empty."""
     for folder in made:
         try:
             folder.rmdir()
@@ -130,9 +128,9 @@ def _remove_empty(made: list[Path]) -> None:
 
 
 def _new_default_folder() -> Path:
-    """``outputs/`` and the time, made; two runs that start in the same second get two folders."""
+    """Create a folder in ``outputs/``, named after the time; runs that start in the same second get different names."""
     name = datetime.now().astimezone().strftime("%Y-%m-%d-%H%M%S")
-    # mkdir fails where the folder exists, so that two processes cannot both take one name.
+    # mkdir fails if the folder exists, so that two processes cannot take the same name.
     for number in range(100):
         path = _OUTPUTS / (f"{name}-{number}" if number else name)
         try:
