@@ -29,7 +29,7 @@ def test_a_run_without_an_end_has_a_page_and_the_terminal_says_that_it_has_not_f
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"report     {run / 'report.html'}",
-        "           This run has not finished. It does not run any more. 2 of 5 steps are done.",
+        "           This run has not finished. It is not running any more. 2 of 5 steps are done.",
         "           The page lists what is missing, and why.",
     ]
 

@@ -312,5 +312,7 @@ def test_a_run_killed_after_its_last_step_is_finished_by_going_on(finished):
     assert {summary[name] for name in measured} == {None}
     assert summary["train_loss"] == one["train_loss"]
     assert (finished / "end only" / "checkpoints" / "step-000006").is_dir()
-    assert "All steps of this run were done before it" in (finished / "end only" / "report.html").read_text()
+    assert (
+        "All steps of this run were completed by an earlier run" in (finished / "end only" / "report.html").read_text()
+    )
     assert weights(finished / "end only") == weights(finished / "run")

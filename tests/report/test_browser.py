@@ -93,15 +93,15 @@ def test_runs_that_lack_something_are_shown_too(show, tmp_path, what):
     found = data(document)
     assert found["state"] == "ready"
     assert found["boxes"] == found["expected"]
-    assert ("One rank: nothing is sent." in document) == (what == "bare")
-    assert ("No value is finite." in document) == (what == "diverged")
+    assert ("There is no communication." in document) == (what == "bare")
+    assert ("No value is a finite number." in document) == (what == "diverged")
 
 
 def test_a_run_without_an_end_is_shown_with_what_it_lacks(show, tmp_path):
     run = without_its_end(write_run(tmp_path / "run"), "trace.json", steps=2)
     document = show(run)
     assert data(document)["state"] == "ready"
-    assert "<h2>This run has not finished</h2><p>It does not run any more. 2 of 5 steps are done.</p>" in document
+    assert "<h2>This run has not finished</h2><p>It is not running any more. 2 of 5 steps are done.</p>" in document
     assert "<b>trace.json: measured timeline and bubble</b>: step 3 is traced" in document
     nothing = without_its_end(write_run(tmp_path / "none"), *("trace.json", "predicted_trace.json", "metrics.jsonl"))
     assert data(show(nothing)) == {"state": "ready", "expected": "0", "mode": "light"}

@@ -15,7 +15,7 @@ from pipeloom.cost.costs import Costs
 from pipeloom.errors import UserError
 from pipeloom.report import format_page, write_report
 from pipeloom.report.contents import CAUSES, page_contents
-from pipeloom.runs.run_folder import METRICS, PREDICTED_TRACE, SAMPLE, SCHEDULE, SUMMARY, TRACE, other_trace
+from pipeloom.runs.run_folder import CONFIG, METRICS, PREDICTED_TRACE, SAMPLE, SCHEDULE, SUMMARY, TRACE, other_trace
 from pipeloom.runs.run_reading import read_run
 from pipeloom.simulation import simulate
 from pipeloom.system.folder_lock import lock_folder
@@ -107,7 +107,7 @@ def test_communication_has_a_row_for_each_lane_and_a_total(tmp_path):
         ["rank 1", "send to 0", "12"],
     ]
     assert table["total"][2] == "48"
-    assert table["total"][3] == "24.0"  # 24 transfers of 1 ms, carried by the receives
+    assert table["total"][3] == "24.0"  # 24 transfers of 1 ms, at the receives
     assert all(len(row) == 3 + 2 * 4 for row in [*table["rows"], table["total"]])
 
 
@@ -185,7 +185,7 @@ def test_a_run_without_an_end_says_so_on_top_and_shows_what_there_is(tmp_path):
     contents = page_contents(read_run(run))
     top = contents["unfinished"]
     assert top["headline"] == "This run has not finished"
-    assert top["state"] == "It does not run any more. 2 of 5 steps are done."
+    assert top["state"] == "It is not running any more. 2 of 5 steps are done."
     assert dict(top["missing"]) == {
         "trace.json: measured timeline and bubble": "step 3 is traced",
         "summary.json: validation loss, unigram loss, predicted step time": "it is written at the end",
@@ -199,6 +199,9 @@ def test_a_run_without_an_end_says_so_on_top_and_shows_what_there_is(tmp_path):
         "tokens/s": f"{1024 / 0.12:,.0f}",
         "training loss": "2.7500",
     }
+    config = (run / CONFIG).read_text(encoding="utf-8")
+    (run / CONFIG).write_text(config.replace("steps = 5\n", ""), encoding="utf-8")
+    assert dict(page_contents(read_run(run))["facts"])["steps"] == "2 of 200"  # the default
     step, pipeline, _ = contents["headline"]
     assert (step["measured"], step["predicted"]) == ("120.0 ms", None)
     assert (pipeline["measured"], pipeline["predicted"], pipeline["ratio"]) == (None, "28.0 ms", None)
@@ -209,9 +212,9 @@ def test_a_run_without_an_end_says_so_on_top_and_shows_what_there_is(tmp_path):
 def test_a_run_whose_folder_is_locked_still_runs(tmp_path, monkeypatch):
     run = without_its_end(write_run(tmp_path))
     lock = lock_folder(run)
-    assert page_contents(read_run(run))["unfinished"]["state"] == "It still runs. 5 of 5 steps are done."
+    assert page_contents(read_run(run))["unfinished"]["state"] == "It is still running. 5 of 5 steps are done."
     monkeypatch.setattr("pipeloom.report.unfinished.is_locked", lambda _: None)
-    assert page_contents(read_run(run))["unfinished"]["state"].startswith("Whether it still runs is not known.")
+    assert page_contents(read_run(run))["unfinished"]["state"].startswith("It may still be running.")
     lock.release()
 
 
@@ -229,8 +232,8 @@ def test_a_finished_run_that_has_lost_a_file_says_which(tmp_path):
     assert page_contents(read_run(folder))["unfinished"] is None
     (folder / TRACE).unlink()
     top = page_contents(read_run(folder))["unfinished"]
-    assert (top["headline"], top["state"]) == ("The folder of this run is not whole", "")
-    assert top["missing"] == [["trace.json: measured timeline and bubble", "step 3 is traced; the file is gone"]]
+    assert (top["headline"], top["state"]) == ("Files of this run are missing", "")
+    assert top["missing"] == [["trace.json: measured timeline and bubble", "step 3 is traced; the file is missing"]]
 
 
 def test_a_run_that_diverged_has_a_page(tmp_path):

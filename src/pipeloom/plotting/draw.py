@@ -1,4 +1,4 @@
-"""Pictures of traces. Nothing is computed here but where the ink goes."""
+"""Pictures of traces; only their layout is computed here."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
@@ -24,30 +24,30 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# More numbers have no room on a page, and each one is a text to lay out.
+# A page has no room for more labels, and each of them is laid out as text.
 _MOST_LABELS = 1200
 _MOST_SHAPES = 20_000
-"""Boxes that a picture of shapes has one by one; more of them are pixels there, too."""
+"""Number of boxes above which a vector picture has them as pixels."""
 _WIDTH, _ROW_INCHES = 10.5, 0.42
-"""Of a timeline: as wide as a page of the documentation at its own size, so that texts are read without zooming."""
+"""Inches of a timeline and of a row: in the documentation, the text is legible without zooming."""
 _MOST_INCHES, _MOST_NAMES = 34, 80
-"""Height of all rows of a panel, and ranks that are named beside them: what 80 rows at full height take."""
+"""Largest height of all rows of a panel, and number of rank names beside them: those of 80 rows at full height."""
 _MOST_TONES = 4
-"""Stages of a rank that the legend names one by one."""
+"""Number of stages of a rank up to which the legend lists each."""
 _SIZES = (7.0, 6.0, 5.5)
-"""Of labels in boxes of compute, in points."""
+"""Font sizes of labels in compute boxes, in points."""
 _ROW_HEIGHT = 0.86
 _MARKERS = "os^vDPX*"
 _STRIP_HEIGHT = 0.2
 _STRIPS_HEIGHT = 0.4
-"""Of all strips of a row together."""
+"""Height of all strips of a row together."""
 
 
 def check_formats(files: Sequence[Path]) -> None:
-    """Refuse files that no picture can be drawn to.
+    """Check the endings of picture files.
 
     Raises:
-        UserError: an ending is unknown.
+        UserError: an ending is not supported.
     """
     for file in files:
         if (problem := picture_problem(file)) is not None:
@@ -55,15 +55,15 @@ def check_formats(files: Sequence[Path]) -> None:
 
 
 def excerpt(trace: Trace, most_ranks: int = 16, most_actions: int = 3000) -> tuple[Trace, str]:
-    """The first ranks of a trace and, if they do more, their first compute actions and what begins before these do.
+    """The beginning of a trace: its first ranks, up to the time when the first ``most_actions`` compute actions begin.
 
     Args:
         trace: any trace.
-        most_ranks: ranks to keep.
-        most_actions: compute actions to keep.
+        most_ranks: limit of ranks.
+        most_actions: limit of compute actions.
 
     Returns:
-        The part, and what was left out, to go behind a headline; empty if nothing was.
+        The excerpt, and a note for the end of a headline; empty if the trace is complete.
     """
     num_ranks = min(trace.num_ranks, most_ranks)
     spans = trace.spans.take(trace.spans.rank < num_ranks)
@@ -71,7 +71,7 @@ def excerpt(trace: Trace, most_ranks: int = 16, most_actions: int = 3000) -> tup
     starts = np.sort(spans.start_s[spans.on(COMPUTE_LANE.name)])
     if len(starts) > most_actions:
         end_s = float(starts[most_actions])
-        # By time and not by number: all ranks of the picture end at the same moment.
+        # Cut by time, so that all ranks of the picture end at the same moment.
         spans = spans.take(spans.start_s < end_s)
         whole_s = trace.end_s - trace.start_s
         notes.append(f"the first {end_s - trace.start_s:.3g} s of {whole_s:.3g} s")
@@ -79,26 +79,26 @@ def excerpt(trace: Trace, most_ranks: int = 16, most_actions: int = 3000) -> tup
 
 
 def plot_timeline(trace: Trace, files: Sequence[Path], *, title: str, unit: str = "s", scale: float = 1.0) -> None:
-    """Draw a step as the papers do: a row for each rank, a box for each compute action, its micro-batch in the box.
+    """Draw a timeline: a row for each rank, a box for each compute action, labeled with its micro-batch.
 
-    The color is the kind's, the tone that of the stage among the stages of its rank (``palette.py``). Strips below
-    a rank's compute show collectives, and what goes to a partner or the host and comes back.
+    The color shows the kind, the tone the stage among the stages of its rank (``palette.py``). Strips below a rank's
+    compute show collectives, and moves to a partner or the host and back.
 
     Args:
-        trace: what to draw.
-        files: where to; the endings name the formats, ``PICTURES``.
+        trace: to draw.
+        files: to write; their endings select the formats (``PICTURES``).
         title: the headline.
-        unit: name of the time axis's unit.
-        scale: units for each second.
+        unit: unit of the time axis.
+        scale: units per second.
 
     Raises:
-        UserError: an ending is unknown, or a file cannot be written.
+        UserError: an ending is not supported, or a file cannot be written.
     """
     plot_timelines({title: trace}, files, unit=unit, scale=scale)
 
 
 def plot_timelines(traces: Mapping[str, Trace], files: Sequence[Path], *, unit: str = "s", scale: float = 1.0) -> None:
-    """Draw several traces below each other on one time axis, each under its headline; see ``plot_timeline``."""
+    """Draw several traces below each other on one time axis, each with its headline; see ``plot_timeline``."""
     check_formats(files)
     figure = _timelines_figure(traces, unit, scale)
     for file in files:
@@ -106,7 +106,7 @@ def plot_timelines(traces: Mapping[str, Trace], files: Sequence[Path], *, unit: 
 
 
 def timelines_svg(traces: Mapping[str, Trace], *, unit: str, scale: float) -> str:
-    """What ``plot_timelines`` draws, as the text of an SVG picture."""
+    """The picture of ``plot_timelines`` as SVG text."""
     return svg_text(_timelines_figure(traces, unit, scale))
 
 
@@ -118,7 +118,7 @@ def _timelines_figure(traces: Mapping[str, Trace], unit: str, scale: float) -> "
     for axes, (title, trace) in zip(panels, traces.items(), strict=True):
         _draw_boxes(axes, trace, scale, longest)
         _set_axes(axes, trace, title)
-        # matplotlib warns of an axis without length, which a trace without time would have.
+        # matplotlib warns of an axis of length 0.
         axes.set_xlim(0, max(longest, 1e-12))
     panels[-1].set_xlabel(headline(f"time ({unit}){_numbers(traces.values())}", 110), fontsize=9)
     _add_legend(figure, list(traces.values()))
@@ -129,7 +129,7 @@ def _set_axes(axes: "Axes", trace: Trace, title: str) -> None:
     named = range(0, trace.num_ranks, -(-trace.num_ranks // _MOST_NAMES))
     axes.set_yticks(named, [f"rank {rank}" for rank in named])
     axes.set_title(headline(title, 110), loc="left", fontsize=10)
-    # From below to above: rank 0 is at the top, as the papers draw it.
+    # Inverted: rank 0 is at the top, as in papers.
     axes.set_ylim(trace.num_ranks - 0.5, -0.5)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(labelsize=9)
@@ -149,10 +149,10 @@ def _draw_boxes(axes: "Axes", trace: Trace, scale: float, longest: float) -> Non
 
 
 def stage_places(trace: Trace) -> dict[int, tuple[int, int]]:
-    """For each stage its number among the stages of its rank, and how many these are: what decides its tone."""
+    """Stage -> (index among the stages of its rank, number of these), which determine its tone."""
     spans = trace.compute()
     by_rank: dict[int, list[int]] = {}
-    # One number for each pair: np.unique takes twenty times as long for pairs.
+    # (rank, stage) as one number: np.unique takes twenty times as long for pairs.
     num_stages = 1 + int(spans.row.stage.max(initial=0))
     found = np.unique(spans.rank.astype(np.int64) * num_stages + spans.row.stage)
     for rank, stage in (divmod(one, num_stages) for one in found.tolist()):
@@ -161,21 +161,21 @@ def stage_places(trace: Trace) -> dict[int, tuple[int, int]]:
 
 
 def box_fill(action: Action, places: Mapping[int, tuple[int, int]]) -> Fill:
-    """The colors of an action's box; only compute has tones, as other lanes have few boxes and no room for a key."""
+    """The colors of an action's box; only compute has tones, since other boxes are few and small."""
     place = places.get(action.stage, (0, 1)) if action.kind in COMPUTE_LANE_KINDS else (0, 1)
     return fill_of(action.kind.color, *place)
 
 
 class _Bars(NamedTuple):
-    """How the boxes of a panel are drawn.
+    """Settings for drawing the boxes of a panel.
 
     Attributes:
-        axes: where to.
-        start_s: where the time axis begins.
-        scale: units for each second.
-        points: points of 1/72 inch for each unit.
-        places: of stages on their ranks, which decide the tones.
-        with_labels: whether boxes with room for a label have one.
+        axes: to draw on.
+        start_s: beginning of the time axis.
+        scale: units per second.
+        points: points of 1/72 inch per unit.
+        places: ``stage_places``, which determine the tones.
+        with_labels: whether boxes have labels if they have room.
     """
 
     axes: "Axes"
@@ -186,13 +186,13 @@ class _Bars(NamedTuple):
     with_labels: bool
 
     def draw(self, spans: Spans, below: float, tall: float, sizes: Sequence[float]) -> None:
-        """Draw a box for each span, all as one: a figure of so many patches takes minutes.
+        """Draw a box for each span, all in one collection: separate patches would take minutes.
 
         Args:
-            spans: what to draw.
-            below: where boxes begin in their row, from its top.
+            spans: to draw.
+            below: distance of the boxes from the top of their row.
             tall: their height.
-            sizes: of labels, in points, from which that is taken with which many boxes have room for theirs.
+            sizes: font sizes in points, of which one with room for many labels is used.
         """
         from matplotlib.collections import PolyCollection
 
@@ -206,16 +206,16 @@ class _Bars(NamedTuple):
             edgecolors=PAPER,
             linewidths=np.where(is_edged, 0.5, 0.0),
         )
-        # A vector file with a shape for each of many boxes is larger than its pixels and slow to open.
+        # A vector file with very many shapes is larger than its pixels and slow to open.
         boxes.set_rasterized(len(spans) > _MOST_SHAPES)
-        # The limits are set, and computing them takes every corner of every box.
+        # Without autolim, since the limits are set and computing them would use every corner of every box.
         self.axes.add_collection(boxes, autolim=False)
         if self.with_labels:
             self._label(spans, left, right - left, top + tall / 2, sizes)
 
     def _colors(self, row: Row) -> NDArray[np.float64]:
-        """For each action the fill of its box."""
-        # A color for each kind and stage, not for each box.
+        """The fill color of each action's box."""
+        # Computed for each kind and stage, not for each box.
         which, number = np.unique(np.stack([row.kind, row.stage], axis=1), axis=0, return_inverse=True)
         fills = [channels(box_fill(Action(KINDS[kind], stage), self.places).fill) for kind, stage in which.tolist()]
         return np.array(fills, np.float64).reshape(-1, 3)[number.reshape(-1)]
@@ -233,7 +233,7 @@ class _Bars(NamedTuple):
         def fits(texts: Mapping[int, str], size: float) -> list[bool]:
             return [_em(text) * size + 2 <= width[place] * self.points for place, text in texts.items()]
 
-        # All boxes of a panel have letters or none: a mixture would look like two kinds of labels.
+        # Either all labels of a panel have letters or none, since they would look different.
         is_lettered = len(sizes) > 1 and all(fits(names, sizes[0]))
         texts = names if is_lettered else numbers
         # A smaller size for a few more labels would make all of them harder to read.
@@ -251,12 +251,12 @@ class _Bars(NamedTuple):
 
 
 def _em(text: str) -> float:
-    """Width of a label in units of its size, with digits and letters as wide as DejaVu Sans has them."""
+    """Width of a label in units of its font size, with the widths of DejaVu Sans."""
     return sum(0.32 if letter == "." else 0.64 for letter in text)
 
 
 def _numbers(traces: Iterable[Trace]) -> str:
-    """What the numbers in boxes are; empty if there are none."""
+    """Explanation of the numbers in boxes; empty if there are none."""
     rows = [trace.spans.row for trace in traces]
     if not any(bool((row.microbatch != NO_MICROBATCH).any()) for row in rows):
         return ""
@@ -272,7 +272,7 @@ _STRIP_OF = {
 
 
 def _strips(trace: Trace) -> dict[str, Spans]:
-    """What takes time beside compute, by the strip that shows it."""
+    """Name of a strip -> its spans, for strips with spans that take time."""
     spans = trace.spans
     strip_of = np.array([_STRIP_OF.get(lane, "") for lane in spans.lanes] or [""])[spans.lane]
     found = {name: (strip_of == name) & (spans.end_s > spans.start_s) for name in _STRIPS}
@@ -294,14 +294,14 @@ _KEYS = {
 
 
 def legend_names(traces: Sequence[Trace]) -> list[tuple[str, str]]:
-    """(category, text) of everything that is drawn, in the order of a legend."""
+    """(category, text) of the legend of all kinds of actions in the traces."""
     kinds = {KINDS[kind] for trace in traces for kind in np.unique(trace.spans.row.kind).tolist()}
     drawn = {kind.color for kind in kinds}
     return [(name, text) for name, text in _KEYS.items() if name in drawn]
 
 
 def legend_tones(trace: Trace) -> list[tuple[str, Fill]]:
-    """(stages, colors) of forwards, if ranks have several stages; of many the first and the last ones."""
+    """(stages, colors) of the legend of forwards, if ranks have several stages; of many, the first and the last."""
     stages: dict[tuple[int, int], list[int]] = {}
     for stage, place in stage_places(trace).items():
         stages.setdefault(place, []).append(stage)
@@ -315,17 +315,17 @@ def legend_tones(trace: Trace) -> list[tuple[str, Fill]]:
 
 
 def _add_legend(figure: "Figure", traces: Sequence[Trace]) -> None:
-    """Below everything: the categories that are drawn, and the tones of the stages of a rank."""
+    """Add the legend below the panels: categories, and tones of stages."""
     from matplotlib.patches import Patch
 
     strips = [_strips(trace) for trace in traces]
-    # Messages have no boxes here, nor has anything that takes no time beside compute.
+    # Messages have no boxes, nor do actions on other lanes that take no time.
     shown = [Trace(spans, 0) for found in strips for spans in found.values()]
     shown += [Trace(trace.compute(), 0) for trace in traces]
     entries = [(text, fill_of(name)) for name, text in legend_names(shown)] + legend_tones(traces[0])
     handles = [Patch(facecolor=fill.fill, label=text) for text, fill in entries]
     if handles:
-        # As many columns as fit: matplotlib's layout leaves room for the height of a legend, not for its width.
+        # As many columns as fit: matplotlib's layout reserves the height of a legend, but does not limit its width.
         widest = max(len(text) for text, _ in entries) * 5 + 26
         figure.legend(
             handles=handles,
@@ -350,10 +350,10 @@ def plot_accuracy(points: Mapping[str, Sequence[tuple[float, float]]], file: Pat
 
     Args:
         points: set -> (measured, predicted) in seconds.
-        file: where to; the ending names the format, ``PICTURES``.
+        file: to write; its ending selects the format (``PICTURES``).
 
     Raises:
-        UserError: the ending is unknown, or the file cannot be written.
+        UserError: the ending is not supported, or the file cannot be written.
     """
     check_formats([file])
     figure = new_figure(7, 7)
@@ -363,7 +363,7 @@ def plot_accuracy(points: Mapping[str, Sequence[tuple[float, float]]], file: Pat
         axes.plot(*zip(*pairs, strict=True), marker=marker, color=color, label=plain(name), **style)
     everything = [value for pairs in points.values() for pair in pairs for value in pair]
     if everything:
-        # One range for both axes, so that the diagonal is where predictions are exact.
+        # The same range on both axes: predictions on the diagonal are exact.
         ends = [min(everything) * 0.8, max(everything) * 1.25]
         axes.plot(ends, ends, color="0.5", linewidth=1, zorder=0)
         axes.set(xlim=ends, ylim=ends)
@@ -382,13 +382,13 @@ def plot_tradeoff(curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark], f
     """Draw training time against cost on logarithmic axes, a curve for each method, a point for each cluster.
 
     Args:
-        curves: method -> points; their labels show the number of devices.
+        curves: method -> points, labeled with the number of devices.
         front: points of the Pareto front, drawn as a wide band below the curves.
-        file: where to; the ending names the format, ``PICTURES``.
+        file: to write; its ending selects the format (``PICTURES``).
         title: the headline.
 
     Raises:
-        UserError: the ending is unknown, or the file cannot be written.
+        UserError: the ending is not supported, or the file cannot be written.
     """
     check_formats([file])
     save(_tradeoff_figure(curves, front, title), file)
@@ -402,7 +402,7 @@ def _tradeoff_figure(curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark]
     band = [mark[:2] for mark in front]
     labels: list[Label] = []
     axes.plot(*zip(*band, strict=True), color=BAND, linewidth=9, alpha=0.55, zorder=0, label="Pareto front")
-    # Markers as well as colors, for prints in gray.
+    # Markers in addition to colors, for prints in gray.
     for (method, marks), marker, color in zip(curves.items(), cycle(_MARKERS), cycle(SERIES), strict=False):
         if marks:
             dollars, days, _ = zip(*marks, strict=True)

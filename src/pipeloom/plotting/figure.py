@@ -1,4 +1,4 @@
-"""Figures without a display, and the files that they become."""
+"""Matplotlib figures without a display, and their files."""
 
 from io import StringIO
 from pathlib import Path
@@ -11,39 +11,39 @@ from pipeloom.terminal.guard import printable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# A file depends on what it shows and on nothing else, such as the date: a picture that is drawn again does not change.
+# No metadata such as the date: a picture that is drawn again does not change.
 _METADATA: dict[str, dict[str, None]] = {
     ".svg": {"Date": None, "Creator": None},
     ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
     ".png": {"Software": None},
 }
-# Text stays text, to be selected, searched and read aloud; its fonts end with the generic one.
+# Text is written as text, not as paths, so that it can be selected, searched and read aloud.
 _STYLE = {"svg.fonttype": "none", "svg.hashsalt": "pipeloom", "pdf.fonttype": 42}
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """A figure of so many inches, whose layout leaves room for all texts."""
+    """A figure of a size in inches, whose layout leaves room for all text."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    # Not pyplot: it keeps every figure in a global list, and may look for a display.
+    # pyplot would keep every figure in a global list, and might use a display.
     FigureCanvasAgg(figure)
     return figure
 
 
 def headline(text: str, width: int) -> str:
-    """A text in lines of so many letters: no layout leaves room for a long one."""
+    """A text wrapped to lines of ``width`` characters, since layouts do not leave room for long ones."""
     return "\n".join(wrap(plain(text), width))
 
 
 def plain(text: str) -> str:
-    """A text that may hold foreign names, as it is: a pair of $ would begin mathematics."""
+    """A text for matplotlib to print literally: control characters and $, which begins mathematics, are escaped."""
     return printable(text).replace("$", r"\$")
 
 
 def save(figure: "Figure", file: Path) -> None:
-    """Write a figure; the ending of the file is its format.
+    """Write a figure; the ending of the file selects the format.
 
     Raises:
         UserError: the file cannot be written.
@@ -53,13 +53,14 @@ def save(figure: "Figure", file: Path) -> None:
     try:
         with rc_context(_STYLE):
             figure.savefig(file, dpi=150, metadata=_METADATA.get(file.suffix.lower()))
-        figure.set_layout_engine("none")  # it has placed everything; a second file needs it no more
+        # The layout is computed; further files need not repeat it.
+        figure.set_layout_engine("none")
     except OSError as error:
         raise UserError(f"cannot write the picture {file}: {error.strerror}") from error
 
 
 def svg_text(figure: "Figure") -> str:
-    """A figure as the text of an SVG picture."""
+    """A figure as SVG text."""
     from matplotlib import rc_context
 
     text = StringIO()

@@ -1,4 +1,4 @@
-"""Labels of points in a picture, placed so that none is cut and none lies on another, a point or a line."""
+"""Placement of the labels of points, so that none is cut off and none covers another label, a point or a line."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 _Points = NDArray[np.float64]
 _SIZE = 7
 _POINT = 4.0
-"""Half the side of the square that a point takes, in points of 1/72 inch."""
+"""Half the side of the square that a point occupies, in points of 1/72 inch."""
 _DISTANCES = (6.0, 12.0, 20.0, 30.0, 42.0)
 _DIRECTIONS = 16
 _FAR = 15.0
-"""From here on a line shows whose label it is."""
+"""Distance above which a line connects a label with its point, in points."""
 
 
 class Label(NamedTuple):
@@ -28,7 +28,7 @@ class Label(NamedTuple):
     Attributes:
         text: of the label.
         at: its point, in the units of the axes.
-        color: of its curve, as matplotlib takes it.
+        color: a color of matplotlib.
     """
 
     text: str
@@ -37,15 +37,15 @@ class Label(NamedTuple):
 
 
 def place_labels(figure: "Figure", axes: "Axes", labels: Sequence[Label]) -> None:
-    """Write the labels beside their points, after everything else is drawn; one without room is left out.
+    """Add labels near their points, after everything else is drawn; a label without room is omitted.
 
-    Each takes the nearest place inside the axes that is clear of the points and of the labels before it; of such places
-    as near, and of somewhat farther ones, the one that lies on fewest lines.
+    Each gets the place inside the axes with the lowest cost that overlaps no point and no earlier label. The cost grows
+    with the distance from the point and with the number of lines crossed.
     """
     from matplotlib.transforms import Bbox
 
-    # A constrained layout is computed by drawing; before that, points in pixels are wrong.
-    figure.draw_without_rendering()  # the layout decides where points are
+    # A constrained layout is computed by drawing; before that, positions in pixels are wrong.
+    figure.draw_without_rendering()
     per_point = figure.dpi / 72
     room = axes.get_window_extent()
     points = axes.transData.transform([label.at for label in labels]) if labels else np.empty((0, 2))
@@ -58,8 +58,7 @@ def place_labels(figure: "Figure", axes: "Axes", labels: Sequence[Label]) -> Non
         size = text.get_window_extent()
         places = _places(point, size.width, size.height, per_point)
         free = [
-            # A crossed line costs as much as three steps of distance: a farther
-            # free place is better than a near one on a line.
+            # A crossed line costs as much as three steps of distance.
             (cost + sum(3 * _is_crossed(*ends, box) for line in lines for ends in pairwise(line)), offset, box)
             for cost, offset, box in places
             if room.x0 <= box.x0 and room.y0 <= box.y0 and box.x1 <= room.x1 and box.y1 <= room.y1
@@ -71,7 +70,7 @@ def place_labels(figure: "Figure", axes: "Axes", labels: Sequence[Label]) -> Non
         _, offset, box = min(free, key=lambda place: place[0])
         taken.append(box)
         text.set_position(offset)
-        text.set_in_layout(False)  # it has been laid out
+        text.set_in_layout(False)  # its place is final
         if max(box.x0 - point[0], point[0] - box.x1, box.y0 - point[1], point[1] - box.y1) > _FAR * per_point:
             leader = {"arrowstyle": "-", "color": label.color, "linewidth": 0.5, "shrinkA": 4, "shrinkB": 3}
             axes.annotate("", label.at, offset, textcoords="offset points", arrowprops=leader)
@@ -80,7 +79,7 @@ def place_labels(figure: "Figure", axes: "Axes", labels: Sequence[Label]) -> Non
 def _places(
     point: _Points, width: float, height: float, per_point: float
 ) -> Iterator[tuple[float, tuple[float, float], "Bbox"]]:
-    """(cost, offset of the middle in points, box in pixels), the nearest first; right and above a little cheaper."""
+    """(cost, offset of the center in points, box in pixels), nearest first; right and above cost a little less."""
     from matplotlib.transforms import Bbox
 
     half = np.array([width, height]) / 2
@@ -95,7 +94,7 @@ def _places(
 
 
 def _is_crossed(begin: _Points, end: _Points, box: "Bbox") -> bool:
-    """Whether a segment passes through a box: the part of it that is within both pairs of sides is not empty."""
+    """Whether a segment passes through a box."""
     first, last = 0.0, 1.0
     for at, step, low, high in zip(begin, end - begin, box.min, box.max, strict=True):
         if step == 0:

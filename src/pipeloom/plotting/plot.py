@@ -1,4 +1,4 @@
-"""``pipeloom.plot``: schedules, traces and predicted steps as a picture, in a notebook or in a file."""
+"""``pipeloom.plot``: pictures of schedules, traces and predicted steps, in notebooks and files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class Picture(Pictured):
 
     Attributes:
         panels: headline -> trace.
-        unit: name of the unit of the time axis.
-        scale: units for each second of the traces.
+        unit: unit of the time axis.
+        scale: units per second of the traces.
     """
 
     panels: Mapping[str, Trace]
@@ -32,15 +32,15 @@ class Picture(Pictured):
     scale: float
 
     def save(self, *files: str | Path) -> None:
-        """Write the picture to files, whose endings name the formats: .png, .svg or .pdf.
+        """Write the picture to files; their endings select the formats: .png, .svg or .pdf.
 
         Raises:
-            UserError: an ending is unknown, or a file cannot be written.
+            UserError: an ending is not supported, or a file cannot be written.
         """
         plot_timelines(self.panels, [Path(file) for file in files], unit=self.unit, scale=self.scale)
 
     def __repr__(self) -> str:
-        """Number of panels, and their headlines."""
+        """Headlines of the panels."""
         return f"Picture({'; '.join(self.panels)})"
 
     def _repr_svg_(self) -> str:
@@ -50,9 +50,9 @@ class Picture(Pictured):
 def plot(what: Drawable | Mapping[str, Drawable], file: str | Path | None = None) -> Picture:
     """Draw timelines: a row for each pipeline rank, a color for each kind of action, the micro-batch in each box.
 
-    A schedule is drawn on a clock on which the stages of a rank together take 1 for the forward of a micro-batch and 2
-    for its backward, so that schedules with different numbers of stages do the same work. Of more than 16 ranks or
-    3,000 compute actions the first are drawn, as the headline says.
+    Schedules are simulated with 1 unit of time for a micro-batch's forward on all stages of a rank together and 2 for
+    its backward, so that schedules with different numbers of stages have the same work. Of more than 16 ranks or 3,000
+    compute actions only the first are drawn, and the headline has a note.
 
     Examples:
         >>> from pipeloom import make_schedule, plot
@@ -66,13 +66,14 @@ def plot(what: Drawable | Mapping[str, Drawable], file: str | Path | None = None
 
     Args:
         what: a schedule, a trace or a predicted step; or headline -> one of these, for panels below each other.
-        file: where to write it as well: .png, .svg or .pdf.
+        file: to write: .png, .svg or .pdf; ``None`` for none.
 
     Returns:
-        The picture, which a notebook shows and ``save`` writes.
+        The picture; a notebook shows it, and ``save`` writes it.
 
     Raises:
-        UserError: nothing to draw, schedules beside traces, whose clocks differ, or the file cannot be written.
+        UserError: there is nothing to draw; schedules are mixed with traces, whose units differ; or the file cannot be
+            written.
     """
     named = what if isinstance(what, Mapping) else {"": what}
     if not named:

@@ -1,4 +1,4 @@
-"""A run as one self-contained HTML page: no request leaves it, and it computes nothing but where the ink goes."""
+"""The report of a run: one self-contained HTML page that loads nothing and computes only its layout."""
 
 import html
 import json
@@ -16,42 +16,42 @@ __all__ = ["format_page", "write_page", "write_report"]
 
 
 def write_report(folder: Path, file: Path | None = None) -> Path:
-    """Write the page of a run: all of a finished one, and of another what there is.
+    """Write the page of a run; of an unfinished run, with what there is so far.
 
     Args:
         folder: the run folder.
-        file: where to; ``None`` for ``report.html`` in the run folder.
+        file: to write; ``None`` for ``report.html`` in the run folder.
 
     Returns:
         The file.
 
     Raises:
-        UserError: there is no run, its folder is broken, or the file cannot be written.
+        UserError: there is no run, a file in its folder is damaged, or the page cannot be written.
     """
     return write_page(read_run(folder), file)
 
 
 def write_page(run: Run, file: Path | None = None) -> Path:
-    """The same of a run that is read already."""
+    """``write_report`` of a run that is already read."""
     file = file or run.folder / REPORT
     write_text(file, format_page(run), "the report", "choose another --output")
     return file
 
 
 def format_page(run: Run) -> str:
-    """The page as text."""
+    """HTML text of the page."""
     contents = page_contents(run)
     return Template(_joined("page.html")).substitute(
         title=html.escape(contents["title"]),
         version=html.escape(version("pipeloom")),
         style=_joined("colors.css", "drawing.css", "page.css"),
         script=_joined("drawing.js", "page.js"),
-        # whatever the run wrote, nothing in it can end the element or begin another
-        # allow_nan=False: JSON has no NaN, and JSON.parse would fail in the browser of whoever opens the page.
+        # Without "<", text of the run cannot end the script element or begin another one. With allow_nan=False a number
+        # that is not finite fails here instead of in the reader's browser, since JSON has none.
         contents=json.dumps(contents, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     )
 
 
 def _joined(*names: str) -> str:
-    """Files of this folder, one behind the other."""
+    """Concatenated text of files in this folder."""
     return "".join((files(__name__) / name).read_text(encoding="utf-8") for name in names)

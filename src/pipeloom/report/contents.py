@@ -1,4 +1,4 @@
-"""Everything that the page shows: numbers as text, curves as points, ready to be laid out."""
+"""The contents of the page for its layout: numbers as text, curves as points."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,20 +21,20 @@ _Text = Callable[[float], str]
 CAUSES = {
     "startup_s": ("start-up", "before the rank's first compute action"),
     "compute_s": ("compute", "the rank computes"),
-    "imbalance_s": ("imbalance", "another rank has not computed what is needed"),
-    "exposed_p2p_s": ("exposed p2p", "it is computed and under way"),
-    "exposed_data_parallel_s": ("exposed data-parallel", "weights being gathered, gradients being reduced"),
-    "host_s": ("host", "nothing is missing, the rank has not started"),
+    "imbalance_s": ("imbalance", "waiting for compute of another rank"),
+    "exposed_p2p_s": ("exposed p2p", "waiting for a tensor in transit"),
+    "exposed_data_parallel_s": ("exposed data-parallel", "waiting for gathered weights or reduced gradients"),
+    "host_s": ("host", "waiting for the host to start the action"),
     "drain_s": ("drain", "after the rank's last compute action"),
 }
-"""Parts of the bubble account in the order of the page: name, meaning. The style sheet has a color for each key."""
+"""Parts of the bubble account in the order of the page: (name, meaning). The style sheet has a color for each key."""
 
 
 def page_contents(run: Run) -> dict[str, Any]:
-    """What the page shows, as a tree for JSON; what needs a trace is ``None`` or empty without one.
+    """The contents of the page for JSON; without a trace, those that need one are ``None`` or empty.
 
     Raises:
-        UserError: a trace is not one of the run's schedule.
+        UserError: a trace does not belong to the run's schedule.
     """
     traces = {
         name: trace for name, trace in (("measured", run.trace), ("predicted", run.predicted)) if trace is not None
@@ -50,7 +50,7 @@ def page_contents(run: Run) -> dict[str, Any]:
         "headline": _headline(run, traces, step),
         "curves": curves_contents(run),
         "sample": run.sample,
-        # A box for each section of the TOML file; only a line that begins with a bracket begins one.
+        # A block for each section of the TOML file, which begins with a bracket.
         "config": re.split(r"\n\n(?=\[)", run.config_text.strip()),
     }
     nothing: list[Any] = []
@@ -72,21 +72,21 @@ def page_contents(run: Run) -> dict[str, Any]:
 
 
 def _other_axes(layout: Layout) -> str:
-    """What there is beside the pipeline."""
+    """Sizes of the axes other than the pipeline, for the title."""
     replicas = f", {layout.dp} replicas" if layout.dp > 1 else ""
     return replicas + (f", {layout.tp} tensor-parallel ranks" if layout.tp > 1 else "")
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
-    """(label, value) of what is no comparison; of a run without an end from its steps."""
+    """(label, value) of numbers that are not compared with a prediction; of an unfinished run, from its metrics."""
     summary, metrics, speed = run.summary, run.metrics, median_tokens_per_s(run)
     if summary is None:
         known = bool(metrics) and all("tokens_per_s" in line for line in metrics)
-        # Metrics have speeds and times, from which the number follows; a summary with the count is not there yet.
+        # Before the summary, the number of tokens follows from speeds and times.
         tokens = sum(line["tokens_per_s"] * line["step_time_s"] for line in metrics) if known else None
         facts = {
             "training loss": _text(metrics[-1]["loss"] if metrics else None, ".4f"),
-            "steps": f"{done_steps(run):,} of {run.config.training.steps:,}",
+            "steps": f"{done_steps(run):,} of {run.config.training.known_steps:,}",
             "tokens seen": _text(tokens, ",.0f"),
             "tokens/s": _text(speed, ",.0f"),
         }
@@ -108,12 +108,12 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 
 
 def _text(value: float | None, form: str) -> str:
-    """A number as text; empty for none."""
+    """A number as text; empty for ``None``."""
     return "" if value is None else f"{value:{form}}"
 
 
 def _headline(run: Run, traces: Mapping[str, Trace], step: int | None) -> list[dict[str, str | None]]:
-    """Each number measured, predicted, and predicted / measured; only those with a value."""
+    """Numbers that are measured, predicted, or both, with predicted / measured."""
     summaries = {name: summarize(trace) for name, trace in traces.items()}
     makespans = {name: summary.makespan_s for name, summary in summaries.items()}
     fractions = {name: summary.bubble_fraction for name, summary in summaries.items()}
@@ -146,20 +146,20 @@ def _with_unit(value_s: float) -> str:
 def bubble_contents(
     accounts: Mapping[str, Sequence[BubbleAccount]], traces: Mapping[str, Trace], text: _Text, unit: str
 ) -> dict[str, Any]:
-    """A bar for each rank and its parts as text, for each trace, with the parts that some rank has.
+    """Bars and table rows of bubble accounts, for each rank and trace, without causes that are 0 for all ranks.
 
     Args:
-        accounts: for each trace its ranks.
+        accounts: name of a trace -> account of each rank.
         traces: by the same names.
-        text: of a number of seconds.
+        text: formats a number of seconds.
         unit: of these texts.
     """
     num_ranks = len(next(iter(accounts.values())))
     groups = [(f"rank {rank}", {name: parts[rank] for name, parts in accounts.items()}) for rank in range(num_ranks)]
     total = {name: sum(parts, BubbleAccount()) for name, parts in accounts.items()}
-    # One scale for both traces, so that bars of measured and predicted can be compared.
+    # One scale for all traces, so that measured and predicted bars can be compared.
     longest = max(trace.end_s - trace.start_s for trace in traces.values())
-    # By the sum over all ranks and both traces, so that every table has the same columns.
+    # By the sums over all ranks of each trace, so that all rows have the same columns.
     shown = [cause for cause in CAUSES if any(getattr(account, cause) for account in total.values())]
     rows = [[label, *_cells(parts, shown, text)] for label, parts in groups]
     rows.append(["all ranks", *_cells(total, shown, text)])
@@ -183,17 +183,17 @@ def bubble_contents(
 
 
 def _cells(accounts: Mapping[str, BubbleAccount], shown: Sequence[str], text: _Text) -> list[str]:
-    """For each cause a cell for each trace."""
+    """Cells of a row: for each cause, one for each trace."""
     return [text(getattr(account, cause)) for cause in shown for account in accounts.values()]
 
 
 def _scaled(account: BubbleAccount, whole: float) -> BubbleAccount:
-    """Every part divided by the same."""
+    """Every part / ``whole``."""
     return BubbleAccount(**{cause: getattr(account, cause) / whole if whole else 0.0 for cause in CAUSES})
 
 
 def _bars(accounts: Mapping[str, BubbleAccount], shown: Sequence[str], whole: float, text: _Text) -> list[Any]:
-    """For each trace a bar of (share of the width, text) for each cause."""
+    """A bar for each trace: (share of the width, text) for each cause."""
     bars = []
     for account in accounts.values():
         values = [getattr(account, cause) for cause in shown]
@@ -202,27 +202,27 @@ def _bars(accounts: Mapping[str, BubbleAccount], shown: Sequence[str], whole: fl
 
 
 def _communication(traces: Mapping[str, Trace]) -> dict[str, Any]:
-    """A row for each lane: rank, lane, messages; then busy, hidden, exposed of each trace."""
+    """A row for each lane: rank, lane, number of actions; then busy, hidden, exposed, hidden share of each trace."""
     uses = {name: {(use.rank, use.lane): use for use in communication(trace)} for name, trace in traces.items()}
     rows = []
     for rank, lane in dict.fromkeys(lane for by_lane in uses.values() for lane in by_lane):
-        # A lane may be in one of the traces only.
+        # Some lanes are in one of the traces only.
         found = [[by_lane[rank, lane]] if (rank, lane) in by_lane else [] for by_lane in uses.values()]
         num_actions = next(use.num_actions for one in found for use in one)
         rows.append([f"rank {rank}", str(lane), str(num_actions), *(cell for one in found for cell in _use_cells(one))])
     totals = [cell for by_lane in uses.values() for cell in _use_cells(list(by_lane.values()))]
-    num_messages = sum(int(row[2]) for row in rows)
-    return {"traces": list(traces), "rows": rows, "total": ["all ranks", "", str(num_messages), *totals]}
+    total = sum(int(row[2]) for row in rows)
+    return {"traces": list(traces), "rows": rows, "total": ["all ranks", "", str(total), *totals]}
 
 
 def _use_cells(uses: Sequence[LaneUse]) -> list[str]:
-    """Busy, hidden, exposed, and the hidden share."""
+    """Cells: busy, hidden, exposed, hidden share."""
     busy, hidden = sum(use.busy_s for use in uses), sum(use.hidden_s for use in uses)
     return [ms(busy), ms(hidden), ms(busy - hidden), percent(hidden / busy) if busy else "-"]
 
 
 def _pipelines(run: Run) -> list[list[str]]:
-    """A row for each pipeline of the layout, if there are several: name, step, compute, and its communication."""
+    """A row for each pipeline of the layout, if there are several: name, step, compute, communication."""
     if run.trace is None or not run.other_traces:
         return []
     traces = {"replica 0, tensor rank 0": run.trace, **run.other_traces}

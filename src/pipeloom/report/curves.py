@@ -1,4 +1,4 @@
-"""A run's metrics as curves over its steps."""
+"""Curves of a run's metrics over its steps."""
 
 import math
 from statistics import median_high
@@ -12,7 +12,7 @@ from pipeloom.terminal.words import ms
 
 
 def curves_contents(run: Run) -> list[dict[str, Any]]:
-    """The curves that the run's metrics hold; empty before the first step is done."""
+    """The curves of the metrics; empty before the end of the first step."""
     if not run.metrics:
         return []
     summary = run.summary or {}
@@ -38,10 +38,10 @@ def curves_contents(run: Run) -> list[dict[str, Any]]:
 
 
 def median_step_time_s(run: Run) -> float | None:
-    """Median over the steps, as the summary counts it or, before the end, over those that are done."""
+    """Median step time: the summary's or, before the end, that of the steps so far."""
     if run.summary is not None:
         return run.summary["step_time_s"]
-    # As the summary's: a time that was measured, whatever the number of steps.
+    # median_high, as in the summary: one of the measured times.
     return median_high(line["step_time_s"] for line in run.metrics) if run.metrics else None
 
 
@@ -54,8 +54,8 @@ def median_tokens_per_s(run: Run) -> float | None:
 
 
 def ink(value: float) -> float:
-    """As many digits as a picture can show."""
-    # Six digits are finer than a pixel, and a page of many curves is less than half as large.
+    """A number rounded to six significant digits."""
+    # They are finer than a pixel, and a page with many curves is less than half as large.
     return float(f"{value:.6g}")
 
 
@@ -64,14 +64,14 @@ def inks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     with np.errstate(divide="ignore"):
         places = 5 - np.floor(np.log10(np.abs(values)))
     places = np.where(np.isfinite(places), places, 0.0)
-    # By powers of ten of at least 1, which are exact, so that results print with six digits.
+    # Powers of ten of at least 1 are exact, so that results print with six digits.
     up, down = 10.0 ** np.maximum(places, 0), 10.0 ** np.maximum(-places, 0)
     return np.rint(values * up / down) * down / up
 
 
 def _plain(run: Run, name: str, title: str, unit: str, scale: float = 1.0) -> dict[str, Any]:
-    """A curve from zero of one of the metrics; without points where a step lacks it."""
-    # Only three names are certain (run_reading); a curve with holes for older lines would mislead.
+    """A curve of one of the metrics, from zero; without points if any step lacks it."""
+    # Only three metrics are in every line (run_reading), and a curve with gaps would mislead.
     is_known = all(name in line for line in run.metrics)
     points = [[line["step"], _finite(line[name] * scale)] for line in run.metrics] if is_known else []
     return {"title": title, "unit": unit, "points": points, "levels": [], "marks": [], "from_zero": True}
@@ -82,5 +82,5 @@ def _level(name: str, value: float, style: str) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """A number that JSON can hold; a loss may have become infinite."""
+    """A number for JSON; ``None`` if it is not finite, as a loss may be."""
     return ink(value) if math.isfinite(value) else None

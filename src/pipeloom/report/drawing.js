@@ -1,10 +1,10 @@
 "use strict";
-// What the report and the playground draw with: elements, timelines on a canvas, bars and curves.
-// It computes where the ink goes, and nothing else.
+// Drawing functions of the report and the playground: elements, timelines on a canvas, bars, curves.
+// Only the layout is computed here.
 
 const root = document.documentElement;
 
-// A color of the style sheet, for the canvas; it is another one in the dark, and on paper.
+// A color of the style sheet for the canvas, in the current mode.
 function color(name) {
   return getComputedStyle(root).getPropertyValue("--" + name).trim();
 }
@@ -13,7 +13,7 @@ function color(name) {
 
 const systemDark = matchMedia("(prefers-color-scheme: dark)");
 
-// The reader's choice, kept by the browser where it keeps anything for a file.
+// The reader's choice. Some browsers store nothing for local files.
 function chosenMode(mode) {
   try {
     if (mode !== undefined) localStorage.setItem("pipeloom-mode", mode);
@@ -27,7 +27,7 @@ function systemMode() {
   return systemDark.matches ? "dark" : "light";
 }
 
-// Pictures on a canvas keep their pixels: they listen for "modechange" and are drawn again.
+// Style sheets do not change a canvas, so timelines are drawn again at "modechange".
 function setMode(mode) {
   root.dataset.mode = mode;
   window.dispatchEvent(new Event("modechange"));
@@ -48,7 +48,7 @@ for (const name of ["beforeprint", "afterprint"]) {
   });
 }
 
-// A button for the other mode.
+// A button that switches between light and dark mode.
 function modeButton() {
   const node = element("button", { type: "button", class: "mode" });
   const show = () => (node.textContent = root.dataset.mode === "dark" ? "Light mode" : "Dark mode");
@@ -64,12 +64,12 @@ function modeButton() {
 
 // ---------------------------------------------------------------- elements
 
-// The state is an attribute, so that a test of the page in a browser sees a failure.
+// An attribute has the state of the page, for tests in a browser.
 window.addEventListener("error", (event) => {
   root.dataset.state = "failed: " + event.message;
 });
 
-// An HTML element; strings become text, so nothing that a run wrote is read as markup.
+// An HTML element. Strings become text nodes, so text from a run is never parsed as markup.
 function element(name, attributes = {}, ...children) {
   const node = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
@@ -91,7 +91,7 @@ function section(title, note, ...children) {
   return node;
 }
 
-// Items are {name, style} with classes of the style sheet, or {name, fills} with the colors of a light and a dark page.
+// A legend. Items are {name, style} with CSS classes, or {name, fills} with colors for a light and a dark page.
 function keys(items) {
   const list = element("div", { class: "legend" });
   for (const { name, style, fills } of items) {
@@ -102,14 +102,14 @@ function keys(items) {
   return list;
 }
 
-// Round values that divide a range into at most `most` parts.
+// Round values in a range, and their number of decimals; at most about `most` values.
 function ticks(low, high, most) {
   const rough = (high - low) / most;
   const power = 10 ** Math.floor(Math.log10(rough));
-  // 0.999: a range that is a round number up to rounding keeps its own step.
+  // 0.999 allows for rounding errors if the range is a multiple of a round step.
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999) || rough;
   const found = [];
-  // + 0 turns -0 into 0, which would be written as "-0".
+  // + 0 turns -0 into 0, since -0 is printed as "-0".
   for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k += 1) found.push(k * step + 0);
   return { values: found, digits: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
 }
@@ -125,7 +125,7 @@ const AXIS = 26;
 const TITLE = 26;
 
 class Timeline {
-  // The suffix of ids sets timelines of one page apart.
+  // Ids get a suffix, so that a page can have several timelines.
   constructor(data, suffix = "") {
     this.suffix = suffix;
     this.withLanes = false;
@@ -142,7 +142,7 @@ class Timeline {
     this.listen();
   }
 
-  // What is drawn from now on, all of it in view.
+  // Replace the data, and show all of it.
   take(data) {
     this.data = data;
     this.view = [0, data.end];
@@ -154,7 +154,7 @@ class Timeline {
 
   // The box of an action of a rank in a panel; undefined if there is none.
   boxOf(panel, name, rank) {
-    // Made when somebody points at something: it has an entry for each box.
+    // Made on demand, since it has an entry for each box.
     if (this.where === null) {
       this.where = new Map();
       this.data.panels.forEach((one, number) => {
@@ -225,8 +225,8 @@ class Timeline {
     const height = this.layOut();
     this.width = Math.max(this.box.clientWidth, 300);
     this.gutter = this.width < 600 ? 74 : 96;
-    // At least two pixels for each unit: a printed or zoomed canvas is not drawn again. Browsers draw nothing on a
-    // canvas of more than 32,767 pixels.
+    // At least two pixels per CSS pixel, since printing and zooming do not draw again. Browsers draw nothing on a canvas
+    // higher than 32,767 pixels.
     this.scale = Math.min(Math.max(window.devicePixelRatio || 1, 2), 32_000 / height);
     this.canvas.width = Math.round(this.width * this.scale);
     this.canvas.height = Math.round(height * this.scale);
@@ -301,7 +301,7 @@ class Timeline {
       pen.fillStyle = color("muted");
       pen.fillRect(x - 0.5, this.bottom, 1, 4);
       const text = grouped(value, digits);
-      // At the right edge a number in the middle of its tick would leave the canvas.
+      // At the right edge, shift the number so that it is not cut off.
       pen.fillText(text, Math.min(x, this.width - MARGIN - pen.measureText(text).width / 2), this.bottom + 14);
     }
     pen.fillStyle = color("axis");
@@ -311,14 +311,14 @@ class Timeline {
     pen.fillText(`time (${this.data.unit})`, this.gutter - 10, this.bottom + 14);
   }
 
-  // In a box: stage, letter and micro-batch (form 0), letter and micro-batch (1), or the micro-batch alone (2).
+  // Label of a box: stage, letter and micro-batch (form 0), letter and micro-batch (1), or only the micro-batch (2).
   label(box, form) {
     const [kind, , microbatch, slice] = box;
     const number = microbatch + (slice ? "." + slice : "");
     return [this.name(box), this.data.kinds[kind][0] + number, number][form];
   }
 
-  // The longest form that most boxes in view have room for: a mixture would look like labels of several kinds.
+  // The longest form for which at least 80 % of the boxes in view have room; all labels have the same form.
   form() {
     const [from, to] = this.view;
     const lanes = this.rows.map((row) => row.lane).filter((lane) => lane.label === "compute");
@@ -327,7 +327,7 @@ class Timeline {
     return [0, 1].find((form) => seen.filter((box) => fits(box, form)).length >= 0.8 * seen.length) ?? 2;
   }
 
-  // Number of compute boxes that are in view.
+  // Draw a row; return the number of its compute boxes in view.
   drawRow(pen, row, form) {
     const isCompute = row.lane.label === "compute";
     let drawn = 0;
@@ -338,13 +338,13 @@ class Timeline {
       const [, , microbatch, , start, duration, tone] = box;
       if (start + duration < this.view[0] || start > this.view[1]) continue;
       const left = this.x(start);
-      // Thinner boxes would vanish, and a short action is what somebody looks for.
+      // Thinner boxes would be invisible.
       const width = Math.max(this.x(start + duration) - left, 0.75);
       const [fill, ink] = this.data.palette[tone].slice(first);
       pen.fillStyle = fill;
       pen.fillRect(left, row.top, width > 3 ? width - 0.7 : width, row.height);
       drawn += isCompute;
-      // The number stands in the middle of what is seen of a box.
+      // The label is in the middle of the visible part of the box.
       const from = Math.max(left, this.gutter);
       const seen = Math.min(left + width, this.width - MARGIN) - from;
       if (!isCompute || seen < 9 || microbatch === null) continue;
@@ -375,11 +375,11 @@ class Timeline {
     const row = this.rows.find((one) => y >= one.top - 1 && y <= one.top + one.height + 1);
     if (row === undefined || x < this.gutter) return null;
     const time = this.time(x);
-    // Two pixels around a box belong to it, or thin ones could not be hit.
+    // A tolerance of two pixels, for thin boxes.
     const slack = this.time(x + 2) - time;
     let best = null;
     for (const box of row.lane.boxes) {
-      // Boxes are in the order of their times (timeline.py).
+      // Boxes are sorted by time (timeline.py).
       if (box[4] > time + slack) break;
       if (box[4] - slack <= time && time <= box[4] + box[5] + slack) best = box;
       if (best !== null && box[4] <= time && time < box[4] + box[5]) break;
@@ -416,7 +416,7 @@ class Timeline {
 
   show(from, to) {
     const end = this.data.end;
-    // Not closer than a thousandth of the unit: times are whole millionths of it.
+    // At least a thousandth of the unit, since times are whole millionths.
     const width = Math.min(Math.max(to - from, 1000), end);
     const start = Math.min(Math.max(from, 0), end - width);
     this.view = [start, start + width];
@@ -437,7 +437,7 @@ class Timeline {
     let held = null;
     this.canvas.addEventListener("pointerdown", (event) => {
       held = event.clientX;
-      // The drag goes on when the pointer leaves the canvas.
+      // The drag continues when the pointer leaves the canvas.
       this.canvas.setPointerCapture(event.pointerId);
     });
     this.canvas.addEventListener("pointermove", (event) => {
@@ -463,7 +463,7 @@ class Timeline {
         if (sideways) this.pan(event.deltaX);
         else this.zoom(Math.exp(Math.max(-1, Math.min(1, event.deltaY / 150))), this.time(event.offsetX));
       },
-      // Only a listener that is not passive may keep the page from scrolling.
+      // Passive listeners cannot prevent the page from scrolling.
       { passive: false },
     );
     this.canvas.addEventListener("keydown", (event) => {
@@ -478,7 +478,7 @@ class Timeline {
         "\u2212": () => this.zoom(1 / 0.7),
         0: () => this.show(0, this.data.end),
       };
-      // Own keys only: "constructor" is in every object. Ctrl and + stays the zoom of the browser.
+      // hasOwn, since every object inherits "constructor". Ctrl and + stays the browser's zoom.
       if (!Object.hasOwn(acts, event.key) || event.ctrlKey || event.metaKey || event.altKey) return;
       event.preventDefault();
       acts[event.key]();
@@ -488,7 +488,7 @@ class Timeline {
   }
 }
 
-// What the colors of a timeline are: kinds, then tones of the stages of a rank.
+// Legend of a timeline: kinds, then tones of a rank's stages.
 function stageKeys(data) {
   const kinds = data.legend.map(([name, text]) => ({ name: text, style: `kind ${name}` }));
   return keys([...kinds, ...data.tones.map(([name, ...fills]) => ({ name, fills }))]);
@@ -547,7 +547,7 @@ function path(points, x, y, style) {
   let text = "";
   let open = false;
   for (const [at, value] of points) {
-    // A value that was not finite is a gap in the line.
+    // null, for a value that is not finite, is a gap in the line.
     if (value === null) open = false;
     else {
       text += `${open ? "L" : "M"}${x(at).toFixed(2)} ${y(value).toFixed(2)}`;

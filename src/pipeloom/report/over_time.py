@@ -1,4 +1,4 @@
-"""What the ranks hold over time: stage inputs, and memory as the cost model counts it."""
+"""Charts over time, by rank: number of stage inputs, and memory by the cost model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,11 +20,11 @@ from pipeloom.trace import Trace
 
 MEGA = 1e6
 Steps = Sequence[tuple[float, float]]
-"""(seconds from the start of the step, what is held from then on)."""
+"""(seconds from the start of the step, value from then on)."""
 
 
 def over_time_contents(run: Run, schedule: Schedule, traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
-    """Charts of step functions, for each rank one of each trace: milliseconds, and what is held from then on."""
+    """Charts with a step function for each rank and trace: (milliseconds, value from then on)."""
     inputs = {name: [curve.points for curve in inputs_over_time(schedule, trace)] for name, trace in traces.items()}
     charts = [chart("Stage inputs held", STAGE_INPUTS, inputs, traces, peak="peak {:g}".format)]
     held = _held_bytes(run, schedule)
@@ -41,22 +41,22 @@ def over_time_contents(run: Run, schedule: Schedule, traces: Mapping[str, Trace]
 
 
 STAGE_INPUTS = (
-    "What a rank keeps for backwards, 1 for each stage's micro-batch: its own until they end, without what has moved "
-    "away or will be recomputed, and what its partner moved to it."
+    "Number of (stage, micro-batch) pairs whose activations a rank keeps for backwards, including those that its "
+    "partner moved to it, without those that it moved away or that will be recomputed."
 )
 _MEMORY = (
-    "Weights, gradients, optimizer state, activations, logits and receive buffers as the cost model counts them along "
-    "each trace; what the process itself and its allocator take is left out."
+    "Weights, gradients, optimizer state, activations, logits and receive buffers by the cost model, at the times of "
+    "each trace; without memory of the process itself and of its allocator."
 )
 
 
 def _held_bytes(run: Run, schedule: Schedule) -> HeldBytes | None:
-    """How large the things are that the ranks hold; ``None`` where the cost model does not cover the run."""
+    """Sizes of what the ranks hold; ``None`` if the cost model does not support the run."""
     try:
         described = describe(run.config)
-    except UserError:  # such as a cluster file that is not here
+    except UserError:  # such as a missing cluster file
         return None
-    # Without the reserve: it is the same at all times and would hide what changes.
+    # Without the reserve, a constant that would hide changes.
     return held_bytes(described.run, replace(described.software, reserve_bytes=0.0), schedule)
 
 
@@ -72,17 +72,17 @@ def chart(
     """A chart of step functions.
 
     Args:
-        title: for people.
-        note: the same.
-        steps: for each trace, for each rank.
+        title: of the chart.
+        note: its explanation.
+        steps: name of a trace -> step function of each rank.
         traces: by the same names.
-        peak: the most that a rank holds, as text.
+        peak: formats the maximum of a rank.
         unit: of the time axis.
     """
     longest = max(trace.end_s - trace.start_s for trace in traces.values())
     ranks: list[dict[str, Any]] = []
     for rank, by_trace in enumerate(zip(*steps.values(), strict=True)):
-        # In arrays: the curves of a large step have thousands of points.
+        # As arrays: the curves of a large step have thousands of points.
         curves = [inks(np.array(curve, np.float64) * (unit.per_s, 1.0)).tolist() for curve in by_trace]
         most = max(held for curve in by_trace for _, held in curve)
         ranks.append({"label": f"rank {rank}", "curves": curves, "peak": peak(most)})

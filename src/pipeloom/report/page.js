@@ -1,4 +1,4 @@
-// Lays out what the JSON of a report contains, with what drawing.js draws.
+// Lays out the JSON contents of a report, with the functions of drawing.js.
 
 // ---------------------------------------------------------------- head
 
@@ -10,7 +10,7 @@ function head(contents) {
   return [...nodes, element("dl", { class: "facts" }, ...facts)];
 }
 
-// What a run without an end lacks, and how it goes on.
+// What an unfinished run lacks, and how to resume it.
 function unfinished({ headline, state, missing, checkpoints, resume }) {
   const lines = missing.map(([what, why]) => element("li", {}, element("b", {}, what), `: ${why}`));
   const node = element("section", { class: "unfinished", role: "note" }, element("h2", {}, headline), element("p", {}, state));
@@ -20,7 +20,7 @@ function unfinished({ headline, state, missing, checkpoints, resume }) {
   return node;
 }
 
-// ---------------------------------------------------------------- measured beside predicted
+// ---------------------------------------------------------------- measured and predicted
 
 function headline(rows) {
   const cards = rows.map((row) => {
@@ -40,7 +40,7 @@ function timelines(data) {
   const timeline = new Timeline(data);
   const node = section(
     "The step",
-    "A row for each rank and a box for each action, colored by what it does; where there is room, a box has its stage, letter and micro-batch.",
+    "A row for each rank, a box for each action. Colors show kinds of actions; labels are stage, letter and micro-batch, as far as there is room.",
     timeline.toolbar(),
     timeline.box,
     stageKeys(data),
@@ -74,15 +74,15 @@ function account(data) {
   });
   return section(
     "Where the time goes",
-    "Every rank's step by cause; the causes add up to the whole step. All bars have one scale.",
+    "The step of each rank by cause; the causes add up to the whole step. All bars have the same scale.",
     meanings(data.causes),
     bars(data),
     element("div", { class: "scroll" }, element("table", {}, head, body)),
-    element("p", { class: "note" }, "Milliseconds; all ranks: their sum, and each cause's share of it."),
+    element("p", { class: "note" }, "In milliseconds. The last rows are the sums over all ranks, and the share of each cause."),
   );
 }
 
-// ---------------------------------------------------------------- pipelines beside each other
+// ---------------------------------------------------------------- all pipelines
 
 function pipelines(rows) {
   const groups = ["messages", "data-parallel collectives"];
@@ -99,7 +99,7 @@ function pipelines(rows) {
   }
   return section(
     "Replicas",
-    "Milliseconds of the measured step of every pipeline, added up over its ranks; the step is its longest way through.",
+    "The measured step of every pipeline in milliseconds. Compute and communication are sums over its ranks; the step is from the first action to the last.",
     element("div", { class: "scroll" }, element("table", {}, element("thead", {}, first, second), body)),
   );
 }
@@ -108,11 +108,11 @@ function pipelines(rows) {
 
 function communication(data) {
   const title = "Communication";
-  if (data.rows.length === 0) return section(title, "One rank: nothing is sent.");
+  if (data.rows.length === 0) return section(title, "There is no communication.");
   const columns = ["busy", "hidden", "exposed", "hidden share"];
   const first = element("tr", {}, ...["", "", ""].map(() => element("th", { class: "text" })));
   const second = element("tr", {}, element("th", { class: "text" }, "rank"), element("th", { class: "text" }, "lane"));
-  second.append(element("th", {}, "messages"));
+  second.append(element("th", {}, "actions"));
   for (const trace of data.traces) {
     first.append(element("th", { class: "group first", colspan: columns.length }, trace));
     columns.forEach((name, number) => second.append(element("th", { class: number ? "" : "first" }, name)));
@@ -130,8 +130,8 @@ function communication(data) {
   }
   return section(
     title,
-    "Milliseconds for each lane: busy while something is under way, hidden while the rank computes meanwhile, exposed " +
-      "the rest." + (data.traces.length > 1 ? " Predicted transfers are carried by the receive; their sends take no time." : ""),
+    "Milliseconds for each lane. Busy: an action runs on the lane; hidden: the rank computes at the same time; exposed: it " +
+      "does not." + (data.traces.length > 1 ? " In the prediction, the receive has the time of a transfer, and its send takes none." : ""),
     element("div", { class: "scroll" }, element("table", {}, element("thead", {}, first, second), body)),
   );
 }
@@ -145,19 +145,19 @@ function curve(data, width) {
   const values = [...data.points.map((point) => point[1]), ...data.levels.map((l) => l.value), ...data.marks.map((m) => m.at[1])];
   const known = values.filter((value) => value !== null);
   if (known.length === 0) {
-    picture.replaceWith(element("p", { class: "note" }, "No value is finite."));
+    picture.replaceWith(element("p", { class: "note" }, "No value is a finite number."));
     return node;
   }
   const low = data.from_zero ? 0 : Math.min(...known);
   const high = Math.max(...known);
-  // A flat curve has a range of its own height, or of 1 at zero.
+  // The range of a flat curve is its value, or 1 if that is zero.
   const room = (high - low || Math.abs(high) || 1) * 0.05;
   const range = [data.from_zero ? 0 : low - room, high + room];
   const ends = [data.points[0][0], data.points.at(-1)[0]];
   const x = (step) => (ends[0] === ends[1] ? (left + right) / 2 : left + ((step - ends[0]) / (ends[1] - ends[0])) * (right - left));
   const y = (value) => bottom - ((value - range[0]) / (range[1] - range[0])) * (bottom - top);
   const across = ends[0] === ends[1] ? { values: [ends[0]], digits: 0 } : { ...ticks(ends[0], ends[1], 8), digits: 0 };
-  // Half a step is no step.
+  // Steps are whole numbers.
   across.values = across.values.filter(Number.isInteger);
   axes(picture, { x, y, across, up: ticks(...range, 6), bottom, left, right, unit: "step" });
   const legend = [{ name: data.title.toLowerCase(), style: "line measured" }];
@@ -168,7 +168,7 @@ function curve(data, width) {
     legend.push({ name, style: `line level ${style}` });
   }
   picture.append(path(data.points, x, y, "line measured"));
-  // More dots would cover the line.
+  // Only few dots: more would cover the line.
   if (data.points.length < 40) {
     for (const [step, value] of data.points) {
       if (value !== null) picture.append(svg("circle", { cx: x(step), cy: y(value), r: 2.2, class: "dot measured" }));
@@ -183,7 +183,7 @@ function curve(data, width) {
   return node;
 }
 
-// The first curve is as wide as the page.
+// The first curve has the width of the page.
 function training(curves) {
   const nodes = curves.map((data, number) => curve(data, number || innerWidth <= 900 ? WIDTH : 2 * WIDTH));
   nodes[0].classList.add("wide");
@@ -201,7 +201,7 @@ function config(parts) {
     const [first, ...rest] = part.split("\n");
     return element("pre", {}, element("b", {}, first), "\n" + rest.join("\n"));
   });
-  return section("Configuration", "Complete; `pipeloom train config.toml` runs it again.", element("div", { class: "config" }, ...blocks));
+  return section("Configuration", "All settings; `pipeloom train config.toml` repeats the run.", element("div", { class: "config" }, ...blocks));
 }
 
 function build() {
@@ -216,7 +216,7 @@ function build() {
   for (const chart of contents.over_time) page.append(overTime(chart));
   if (contents.sample !== null) page.append(sample(contents.sample));
   page.append(config(contents.config));
-  // Last: a canvas has no width before it is in the page.
+  // Last, since a canvas has no width before it is in the page.
   if (step !== null) step.timeline.resize();
   root.dataset.expected = step === null ? 0 : contents.timeline.boxes;
   root.dataset.state = "ready";

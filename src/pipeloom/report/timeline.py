@@ -1,4 +1,4 @@
-"""What a page needs to draw timelines: boxes with times in whole numbers, and colors."""
+"""Contents of timelines for a page: boxes with times in whole numbers, and colors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class Unit:
     """A unit of time.
 
     Attributes:
-        name: for people.
-        per_s: how many of them a second has.
-        digits: behind the point, of a makespan.
+        name: its symbol.
+        per_s: units per second.
+        digits: decimals of a makespan.
     """
 
     name: str
@@ -39,14 +39,14 @@ MILLISECONDS = Unit("ms", 1e3, 1)
 def timeline_contents(
     traces: Mapping[str, Trace], titles: Mapping[str, str], unit: Unit = MILLISECONDS
 ) -> dict[str, Any]:
-    """Panels of ranks of lanes of boxes, for ``Timeline`` of ``drawing.js``.
+    """Contents of ``Timeline`` in ``drawing.js``: panels contain ranks, ranks lanes, and lanes boxes.
 
-    A box is (kind, stage, micro-batch, slice, start, duration, colors): kind and colors as indices into the lists
-    beside the panels, times in millionths of the unit from the start of the step.
+    A box is (kind, stage, micro-batch, slice, start, duration, colors): kind and colors are indices into ``kinds`` and
+    ``palette``, times are in millionths of the unit from the start of the step.
 
     Args:
-        traces: by name; they have one time axis.
-        titles: of the same names.
+        traces: name -> trace, on one time axis.
+        titles: name -> title.
         unit: of all times.
     """
     palette: _Palette = {}
@@ -75,7 +75,7 @@ def timeline_contents(
 
 def _ranks(trace: Trace, palette: _Palette, unit: Unit) -> list[dict[str, Any]]:
     spans, row = trace.spans, trace.spans.row
-    # Whole millionths are shorter as text than fractions, and neighbors that touch still do.
+    # Whole millionths are shorter as text than fractions, and adjacent boxes still touch.
     begin, end = (
         np.rint((at_s - trace.start_s) * unit.per_s * 1e6).astype(np.int64) for at_s in (spans.start_s, spans.end_s)
     )
@@ -83,7 +83,7 @@ def _ranks(trace: Trace, palette: _Palette, unit: Unit) -> list[dict[str, Any]]:
     columns = np.stack([row.kind, row.stage, row.microbatch, row.slice, begin, end - begin, color], axis=1)
 
     def boxes(places: NDArray[np.intp]) -> list[list[int | None]]:
-        # By time: the page stops searching for the box below the pointer at the first one behind it.
+        # By time: the page's search for the box below the pointer ends at the first later box.
         places = places[np.lexsort((spans.end_s[places], spans.start_s[places]))]
         found: list[list[int | None]] = columns[places].tolist()
         for number in np.flatnonzero(row.microbatch[places] == NO_MICROBATCH).tolist():
@@ -100,8 +100,8 @@ def _ranks(trace: Trace, palette: _Palette, unit: Unit) -> list[dict[str, Any]]:
 
 
 def _color_numbers(row: Row, places: Mapping[int, tuple[int, int]], palette: _Palette) -> NDArray[np.intp]:
-    """For each action the number of its colors in the palette, to which those that it lacks are added."""
-    # Numbers of colors and kinds, not their text: a step may have a hundred thousand boxes.
+    """The index of each action's colors in the palette, to which missing colors are added."""
+    # Indices instead of names: a step may have a hundred thousand boxes.
     num_stages = 1 + int(row.stage.max(initial=0))
     which, number = np.unique(row.kind.astype(np.int64) * num_stages + row.stage, return_inverse=True)
     pairs = (divmod(one, num_stages) for one in which.tolist())

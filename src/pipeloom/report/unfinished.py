@@ -1,4 +1,4 @@
-"""The head of the page of an unfinished run: how far it is, what is missing, and why."""
+"""The head of an unfinished run's page: its progress, what is missing, and why."""
 
 import shlex
 from collections.abc import Iterator
@@ -13,21 +13,23 @@ from pipeloom.terminal.words import count
 
 
 def unfinished_contents(run: Run) -> dict[str, Any] | None:
-    """A headline, whether it still runs, (what is missing, why), and the checkpoints; ``None`` for a whole run."""
+    """Headline, state, missing contents with reasons, checkpoints, and the command to resume; ``None`` if complete."""
     missing = [[what, why] for what, why in _missing(run) if why]
     if run.summary is not None:
         did_nothing = run.summary["step_time_s"] is None
-        whole = "All steps of this run were done before it" if did_nothing else "The folder of this run is not whole"
+        whole = (
+            "All steps of this run were completed by an earlier run" if did_nothing else "Files of this run are missing"
+        )
         head = {"headline": whole, "state": "", "resume": None}
         return {**head, "missing": missing, "checkpoints": [path.name for path in run.checkpoints]} if missing else None
     runs, folder = is_locked(run.folder), run.folder
-    state = "It still runs." if runs else "It does not run any more."
+    state = "It is still running." if runs else "It is not running any more."
     done = f"{done_steps(run):,} of {count(run.config.training.known_steps, 'step')} are done."
-    # With its own folder as output, which a run only accepts together with the resume.
+    # A run accepts the same folder as output only to resume from it.
     words = ("pipeloom", "train", folder / run_folder.CONFIG, "--checkpoint.resume", folder, "--output.folder", folder)
     return {
         "headline": "This run has not finished",
-        "state": f"{'Whether it still runs is not known.' if runs is None else state} {done}",
+        "state": f"{'It may still be running.' if runs is None else state} {done}",
         "missing": missing,
         "checkpoints": [path.name for path in run.checkpoints],
         "resume": shlex.join(map(str, words)) if run.checkpoints else None,
@@ -35,12 +37,12 @@ def unfinished_contents(run: Run) -> dict[str, Any] | None:
 
 
 def done_steps(run: Run) -> int:
-    """Optimizer steps that are done."""
+    """Number of completed optimizer steps."""
     return run.metrics[-1]["step"] if run.metrics else 0
 
 
 def traced_step(run: Run) -> int | None:
-    """The step whose trace is kept; ``None`` where only the end decides it."""
+    """The step whose trace is kept; ``None`` if it is not determined yet."""
     if run.summary is not None:
         return run.summary["traced_step"]
     resume = run.config.checkpoint.resume
@@ -52,12 +54,12 @@ def traced_step(run: Run) -> int | None:
 
 
 def _missing(run: Run) -> Iterator[tuple[str, str]]:
-    """What is missing, and why; an empty reason where it was not wanted."""
+    """(what is missing, why); the reason is empty if it was not wanted."""
     config, is_finished = run.config, run.summary is not None
     if run.schedule is None:
         yield run_folder.SCHEDULE, _because(run, "it is written when all ranks have started")
     if not run.metrics:
-        yield run_folder.METRICS, "no step is done"
+        yield run_folder.METRICS, "no step is completed"
     if run.trace is None:
         step = traced_step(run)
         when = "step output.trace_step" if step is None else f"step {step:,}"
@@ -77,5 +79,5 @@ def _because(run: Run, reason: str) -> str:
     if run.summary is None:
         return reason
     if run.summary["step_time_s"] is None:
-        return "no step was done with these settings in this folder"
-    return f"{reason}; the file is gone"
+        return "no step was run with these settings in this folder"
+    return f"{reason}; the file is missing"
