@@ -23,7 +23,7 @@ def test_the_example_of_52_billion_parameters(tmp_path, capsys):
     words = (tmp_path / "megatron.sh").read_text()
     assert "--pipeline-model-parallel-size 8" in words
     assert "--tensor-model-parallel-size 8" in words
-    assert said.count("model.tied: both ends") == 1
+    assert said.count("model.tied: the first and the last stage hold") == 1
 
 
 def test_flags_go_over_the_file_and_only_what_is_asked_for_is_written(tmp_path, capsys):

@@ -70,5 +70,5 @@ def test_it_is_handed_over_by_its_whole_path_to_what_executes_it_and_refused_for
     printed = " ".join(capsys.readouterr().out.split())
     assert f"schedule.file is {file}, on every node" in printed
     assert f'file = "{file}"' in (file.parent / "start" / "torchrun.toml").read_text()
-    assert "schedule.offload: PyTorch's runtime does not move what backwards need" in printed
+    assert "schedule.offload: PyTorch's runtime does not move activations to the host" in printed
     assert not (file.parent / "start" / "torch_schedule.csv").exists()

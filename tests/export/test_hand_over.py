@@ -37,7 +37,7 @@ def test_other_programs_do_not_cut_sequences(tmp_path, target):
 def test_files_of_others_are_neither_replaced_nor_removed(tmp_path):
     for name in ("torchrun.toml", "megatron.sh"):
         (tmp_path / name).write_text("mine\n")
-    with pytest.raises(UserError, match=r"files that are not of an earlier call: megatron.sh, torchrun.toml"):
+    with pytest.raises(UserError, match=r"files that pipeloom did not write: megatron.sh, torchrun.toml"):
         hand_over(run_of(schedule={"placement": "v"}), CLUSTER, tmp_path)
     assert (tmp_path / "torchrun.toml").read_text() == (tmp_path / "megatron.sh").read_text() == "mine\n"
     assert names(tmp_path) == {"torchrun.toml", "megatron.sh"}

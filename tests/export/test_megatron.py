@@ -97,7 +97,7 @@ def test_breadth_first_is_handed_over_with_what_is_different(tmp_path):
     (sentence,) = written.notes.differs
     assert "forwards are those of breadth-first" in sentence
     assert "hybrid and group_size 8" in sentence
-    assert "Differs from what pipeloom does:" in written.files[0].read_text()
+    assert "Differences from pipeloom:" in written.files[0].read_text()
     same = run_of(schedule={"family": "hybrid", "group_size": 8}).choice().make()
     assert is_megatrons(same.rows, 2, 8, 8)
     assert written_for("megatron", tmp_path, schedule={"family": "hybrid", "group_size": 8}).notes.differs == ()
@@ -193,7 +193,7 @@ REFUSED = {
     "rest": ({"layout": {"num_microbatches": 10}}, "layout.num_microbatches 10 in groups of 4 leaves 2"),
     "spread": (
         {"layout": {"num_microbatches": 14}, "schedule": {"family": "hybrid", "group_size": 5}},
-        "schedule.family hybrid: layout.num_microbatches 14 is no multiple of its groups of 5",
+        "schedule.family hybrid: layout.num_microbatches 14 is not a multiple of the group size 5",
     ),
     "few": ({"layout": {"num_microbatches": 3}}, "layout.num_microbatches 3 is below layout.pp 4"),
     "gradients": ({"layout": {"dp": 2, "shard": "gradients"}}, "layout.shard gradients with layout.pp 4"),
@@ -238,7 +238,7 @@ def test_all_reasons_come_at_once(tmp_path):
     ("checkpoint", "words"),
     [
         ({}, "checkpoint.every_s 1800: "),
-        ({"every": 5, "every_s": 60.0}, "by steps alone, here every 5 steps"),
+        ({"every": 5, "every_s": 60.0}, "by steps only, here every 5 steps"),
         ({"every_s": 0.0}, None),
     ],
 )

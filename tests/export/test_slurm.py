@@ -63,7 +63,7 @@ def test_the_job_asks_for_whole_nodes_and_one_task_on_each(tmp_path, played):
 
 def test_a_run_without_checkpoints_and_one_with_a_long_grace_are_said_and_signalled_in_time(tmp_path):
     written = written_for("slurm", tmp_path, checkpoint={"every_s": 0, "grace_s": 300})
-    assert any("a run that fails has no checkpoint and begins anew" in sentence for sentence in written.notes.differs)
+    assert any("a run that fails has no checkpoint and starts again" in sentence for sentence in written.notes.differs)
     assert any("torchrun kills processes 30 s after the signal" in sentence for sentence in written.notes.differs)
     assert "#SBATCH --signal=B:USR1@360" in (tmp_path / "pipeloom.sbatch").read_text()
 
@@ -83,7 +83,7 @@ def test_a_run_on_cpus_asks_for_no_gpus_and_one_with_checkpoints_does_not_begin_
 def test_nodes_of_several_kinds_have_to_be_ordered_and_the_script_says_so(tmp_path):
     both = mixed(*((replace(CLUSTER, name=name), 2) for name in ("new", "old")))
     (written,) = hand_over(run_of(layout={"dp": 4}), both, tmp_path, ["slurm"]).written
-    assert any("the first ranks belong on new, then old" in sentence for sentence in written.notes.differs)
+    assert any("the first ranks must be on new, then old" in sentence for sentence in written.notes.differs)
     assert "new, then old" in " ".join((tmp_path / "pipeloom.sbatch").read_text().replace("#", " ").split())
 
 

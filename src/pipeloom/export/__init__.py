@@ -1,4 +1,4 @@
-"""A run handed over to whoever starts it: torchrun, Slurm, PyTorch's runtime, torchtitan, Megatron-LM."""
+"""Export of a run as start files: torchrun, Slurm, PyTorch's pipeline runtime, torchtitan, Megatron-LM."""
 
 from pipeloom.export.hand_over import TARGETS, HandedOver, Refused, Written, hand_over
 

@@ -1,4 +1,4 @@
-"""Writes start files of a run for other programs, or the reason why one cannot be written."""
+"""Writing of a run's start files, or of the reasons why a program cannot start it."""
 
 import re
 from collections.abc import Sequence
@@ -14,20 +14,20 @@ from pipeloom.export.text import MARK
 
 _ALL = (torchrun.TARGET, slurm.TARGET, torch_schedule.TARGET, torchtitan.TARGET, megatron.TARGET)
 TARGETS: dict[str, Target] = {target.name: target for target in _ALL}
-"""Everything that a run can be handed over to, by name."""
+"""Targets of an export by name."""
 
 _TIME = re.compile(r"(\d+-\d{1,2}(:\d{2}){0,2}|\d+|\d+:\d{2}(:\d{2})?)")
-"""minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on, as ``sbatch --time`` reads them."""
+"""The formats of ``sbatch --time``: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A target that the run was written for.
+    """A target with its files.
 
     Attributes:
-        target: for whom.
-        files: that were written.
-        notes: how it is started, what it lacks, what the user has to set.
+        target: the target.
+        files: the files that were written.
+        notes: start command, differences, variables that the user must set.
     """
 
     target: Target
@@ -40,8 +40,8 @@ class Refused:
     """A target that cannot express the run.
 
     Attributes:
-        target: for whom.
-        reasons: all of them, a sentence each.
+        target: the target.
+        reasons: all reasons, a sentence each.
     """
 
     target: Target
@@ -50,13 +50,13 @@ class Refused:
 
 @dataclass(frozen=True)
 class HandedOver:
-    """A run, target by target.
+    """The result of an export.
 
     Attributes:
-        folder: where the files are.
-        written: for whom.
-        refused: for whom not, and why.
-        usual: a sentence about settings that are defaults and no recipe of the model; ``None`` without.
+        folder: of the files.
+        written: targets with files.
+        refused: targets that cannot express the run.
+        usual: a sentence with settings that are defaults, not the model's recipe; ``None`` for no such.
     """
 
     folder: Path
@@ -68,20 +68,20 @@ class HandedOver:
 def hand_over(
     config: RunConfig, cluster: Cluster, folder: Path, targets: Sequence[str] = (), *, time_limit: str = "24:00:00"
 ) -> HandedOver:
-    """Write what starts a run, for each target that can express it.
+    """Write the start files of a run for each target that can express it.
 
-    What an earlier call wrote for these targets is replaced, or removed where one refuses now.
+    Files of an earlier call for these targets are replaced, or removed if the target refuses the run now.
 
     Args:
         config: the run.
-        cluster: whose nodes it is for.
-        folder: made if it is not there.
-        targets: keys of ``TARGETS``; none for all.
-        time_limit: of a Slurm job, as ``sbatch --time`` takes it.
+        cluster: where it runs.
+        folder: of the files; created if it does not exist.
+        targets: keys of ``TARGETS``; empty for all.
+        time_limit: of a Slurm job, in a format of ``sbatch --time``.
 
     Raises:
-        ConfigError: the configuration is wrong; all problems together.
-        UserError: a target is unknown, the time limit is no time, or the folder cannot be written to.
+        ConfigError: the configuration is wrong; has all problems.
+        UserError: a target is unknown, the time limit is not a time, or the folder cannot be written to.
     """
     unknown = [name for name in targets if name not in TARGETS]
     if unknown:
@@ -94,7 +94,7 @@ def hand_over(
     refusing = [one.target for one in refused]
     drafts = [(target, target.make(job)) for target in chosen if target not in refusing]
     texts = {name: text for _, draft in drafts for name, text in draft.files.items()}
-    # A script of an earlier call would start a run that the target now refuses.
+    # A script of an earlier call would start a run that the target refuses now.
     stale = {name for target in chosen for name in target.files} - set(texts)
     _write(folder, texts, stale)
     written = tuple(Written(target, tuple(folder / name for name in draft.files), draft) for target, draft in drafts)
@@ -107,7 +107,9 @@ def _write(folder: Path, texts: dict[str, str], stale: set[str]) -> None:
         # Before anything is written or removed, so that a refusal changes nothing.
         foreign = [name for name in sorted({*texts, *stale}) if not _may_go(folder / name)]
         if foreign:
-            raise UserError(f"{folder} has files that are not of an earlier call: {', '.join(foreign)}; choose another")
+            raise UserError(
+                f"{folder} has files that pipeloom did not write: {', '.join(foreign)}; choose another folder"
+            )
         for name in stale:
             (folder / name).unlink(missing_ok=True)
         for name, text in texts.items():
@@ -117,5 +119,5 @@ def _write(folder: Path, texts: dict[str, str], stale: set[str]) -> None:
 
 
 def _may_go(file: Path) -> bool:
-    """Whether nothing is lost with a file: it is not there, or an earlier call wrote it. A CSV has no comments."""
+    """Whether a file may be replaced: it does not exist, or an earlier call wrote it. A CSV has no mark."""
     return not file.exists() or file.suffix == ".csv" or MARK in file.read_text(encoding="utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""A run as those see it who start it: processes on nodes, layers in stages; and what a target makes of it."""
+"""A run for export: its processes on nodes and layers in stages; and the interface of targets."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,16 +15,16 @@ from pipeloom.workload.dtypes import precision_of
 
 @dataclass(frozen=True)
 class Job:
-    """A run and where its processes go.
+    """A run and its nodes.
 
     Attributes:
-        config: without problems; the sizes of its model and its type are in place.
+        config: without problems, with the sizes of its model and its dtype.
         model: resolved.
         schedule: compute actions only.
-        layers_by_stage: layers of each stage; the first stage has the embedding as well.
-        head_stage: the stage that has the head.
-        cluster: whose nodes it runs on.
-        time_limit: of one job, as Slurm takes it.
+        layers_by_stage: number of layers of each stage, without the first stage's embedding.
+        head_stage: the stage of the head.
+        cluster: where it runs.
+        time_limit: of one job, in a format of Slurm.
     """
 
     config: RunConfig
@@ -37,14 +37,14 @@ class Job:
 
     @property
     def order(self) -> tuple[tuple[Action, ...], ...]:
-        """For each pipeline rank its forwards and backwards, without what is recomputed in between."""
+        """For each pipeline rank its forwards and backwards, without recomputations."""
         return tuple(tuple(action for action in row if action.kind is not Kind.RECOMPUTE) for row in self.schedule.rows)
 
     def needs(self, flags: dict[str, str]) -> tuple["Need", ...]:
-        """What of the recipe the user has to set, for a program with these flags; nothing of what has no flag.
+        """The variables for hyperparameters that the user must set, for a program with these flags.
 
         Args:
-            flags: flag by setting; ``-`` for one that the script uses otherwise.
+            flags: setting -> flag; ``-`` if the script uses the variable in another way. Others are not needed.
         """
         missing = unset(self.config)
         return tuple(Need(variable(name), missing[name], flag) for name, flag in flags.items() if name in missing)
@@ -52,17 +52,17 @@ class Job:
     @property
     def num_nodes(self) -> int:
         """Nodes that the run needs."""
-        # Rounded up: the last node may be used in part.
+        # Rounded up, since the last node may be used in part.
         return -(-self.config.layout.num_ranks // self.cluster.devices_per_node)
 
     @property
     def processes_per_node(self) -> int:
-        """Processes on each node, where all nodes have the same number."""
+        """Number of processes on each node, if all nodes have the same number."""
         return min(self.config.layout.num_ranks, self.cluster.devices_per_node)
 
     @property
     def dtype(self) -> str:
-        """Type of weights and activations as other programs call it: fp32, bf16, fp16 or fp64."""
+        """Data type of weights and activations: fp32, bf16, fp16 or fp64."""
         return precision_of(self.config.training.known_dtype) or "fp64"
 
     @property
@@ -71,19 +71,19 @@ class Job:
         return self.cluster.device.is_gpu
 
     def pieces_of(self, stage: int) -> tuple[bool, range, bool]:
-        """What a stage holds: whether the embedding, which layers, whether the head."""
+        """Pieces of a stage: whether it has the embedding, its layers, whether it has the head."""
         begin = sum(self.layers_by_stage[:stage])
         return stage == 0, range(begin, begin + self.layers_by_stage[stage]), stage == self.head_stage
 
     def slice_problems(self) -> list[str]:
-        """Why other programs cannot cut sequences as the run does; empty if it does not."""
+        """Why other programs cannot run token slices; empty without slices."""
         wanted = self.config.layout.token_slices
         if wanted is None or wanted == 1:
             return []
-        return [f"layout.token_slices {wanted}: its schedules take whole sequences; leave it out"]
+        return [f"layout.token_slices {wanted}: the program runs whole sequences only; leave it out"]
 
     def accumulation_problems(self, program: str) -> list[str]:
-        """Why a program that accumulates gradients without a pipeline cannot keep the order of a run on one rank."""
+        """Why a program that accumulates gradients cannot run the order of a run without a pipeline."""
         microbatches = [action.microbatch or 0 for action in self.order[0]]
         if len(self.order) > 1 or microbatches == sorted(microbatches):
             return []
@@ -91,11 +91,11 @@ class Job:
         return [f"{what} runs each micro-batch forward and back before the next; use depth-first"]
 
     def order_problems(self, program: str) -> list[str]:
-        """What only pipeloom does: recomputing some micro-batches, moving things away in between, an order of ranks."""
+        """Settings of the schedule that only pipeloom supports: recomputation, moves, swaps, order of ranks."""
         schedule, given = self.config.schedule, self.config.recipe().given
         reasons = {
-            "schedule.balance": (schedule.balance, "does not move what backwards need"),
-            "schedule.offload": (schedule.offload, "does not move what backwards need"),
+            "schedule.balance": (schedule.balance, "does not move activations to other ranks"),
+            "schedule.offload": (schedule.offload, "does not move activations to the host as the schedule does"),
             "schedule.keep": (schedule.keep is not None, "cannot select micro-batches to recompute"),
             "schedule.device_budget": (schedule.device_budget is not None, "keeps all stages on the device"),
             "layout.pipeline_order": (
@@ -112,7 +112,7 @@ class Job:
         return found
 
     def start_problems(self, program: str) -> list[str]:
-        """Why a program that is started by one command on every node cannot have the run's stages and updates."""
+        """Why a program with one start command for all nodes cannot have the run's stages and optimizer."""
         found, last = self.node_problems(), len(self.layers_by_stage) - 1
         if self.head_stage != last:
             found.append(
@@ -123,7 +123,7 @@ class Job:
         return (
             found
             if name == "adamw"
-            else [*found, f"optimizer.name {name}: {program} is started with adamw here; use that"]
+            else [*found, f"optimizer.name {name}: the export to {program} supports adamw only; use adamw"]
         )
 
     def node_problems(self) -> list[str]:
@@ -143,26 +143,26 @@ class Job:
             way_out = f"use a multiple of {per_node}, or fewer devices of a node"
         else:
             return []
-        return [f"{what}, and one command for all nodes starts as many processes on each; {way_out}"]
+        return [f"{what}, but one command for all nodes starts the same number of processes on each; {way_out}"]
 
     def checkpoints_left_out(self, program: str, otherwise: str) -> list[str]:
-        """That another program writes no checkpoints by the clock; ``otherwise`` is what it has without an interval."""
+        """That a program writes no checkpoints by time; ``otherwise``: what it writes without an interval of steps."""
         every, every_s = self.config.checkpoint.every, self.config.checkpoint.every_s
         rest = f"{otherwise}, as checkpoint.every is not set" if every is None else f"every {count(every, 'step')}"
-        sentence = f"checkpoint.every_s {every_s:g}: {program} writes checkpoints by steps alone, here {rest}"
+        sentence = f"checkpoint.every_s {every_s:g}: {program} writes checkpoints by steps only, here {rest}"
         return [sentence] if every_s else []
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What a target makes of a run.
+    """Files of a target and notes about them.
 
     Attributes:
-        files: text by file name.
-        start: how it is started, one line.
-        left_out: settings that have no counterpart there, a sentence each.
-        differs: what runs in another way than here, a sentence each.
-        needs: what the user has to set; its script does not start without.
+        files: file name -> text.
+        start: the start command, one line.
+        left_out: settings without a counterpart in the program, a sentence each.
+        differs: differences from pipeloom, a sentence each.
+        needs: variables without which the script does not start.
     """
 
     files: dict[str, str]
@@ -174,12 +174,12 @@ class Draft:
 
 @dataclass(frozen=True)
 class Need:
-    """A variable that a script does not start without.
+    """An environment variable without which a script does not start.
 
     Attributes:
-        name: of the environment.
-        what: it is; for people.
-        flag: that passes its value on; ``-`` where the script uses it otherwise.
+        name: of the variable.
+        what: description of its value.
+        flag: of the program, for its value; ``-`` if the script uses it in another way.
     """
 
     name: str
@@ -188,21 +188,21 @@ class Need:
 
 
 def variable(setting: str) -> str:
-    """The variable for a setting: ``OPTIMIZER_LR`` for ``optimizer.lr``."""
+    """The environment variable of a setting: ``OPTIMIZER_LR`` for ``optimizer.lr``."""
     return setting.replace(".", "_").upper()
 
 
 @dataclass(frozen=True)
 class Target:
-    """Something that a run can be handed over to.
+    """A target of an export.
 
     Attributes:
-        name: as the command line spells it.
-        program: with the version whose names and rules are used.
-        files: names of everything it may write.
-        problems: why a run cannot be expressed there, a sentence each; empty if it can.
-        make: the files, for a run without such problems.
-        starts: whether its files start the run, and do not only describe a part of it.
+        name: on the command line.
+        program: the program, with the version whose names and rules are used.
+        files: names of all files that it may write.
+        problems: returns why it cannot express a run, a sentence each; empty if it can.
+        make: returns the files of a run without such problems.
+        starts: whether its files start the run; otherwise they describe a part of it.
     """
 
     name: str
@@ -214,16 +214,16 @@ class Target:
 
 
 def make_job(config: RunConfig, cluster: Cluster, time_limit: str) -> Job:
-    """The run with everything that its start depends on.
+    """A run for export.
 
     Raises:
-        ConfigError: the configuration is wrong; all problems together.
+        ConfigError: the configuration is wrong; has all problems.
     """
     config, problems = with_model_sizes(run_part(config))
     problems += find_problems(config, trains=False, is_model_known=not problems)
     if problems:
         raise ConfigError(problems)
-    # The layers of stages do not depend on the type, and no cluster has a rate for float64.
+    # The layers of stages do not depend on the dtype, and no cluster has a peak for float64.
     is_priced = config.training.dtype is None or precision_of(config.training.dtype) is not None
     described = describe(config if is_priced else replace(config, training=replace(config.training, dtype=None)))
     config = with_dtype(config, cluster)
@@ -240,11 +240,11 @@ def make_job(config: RunConfig, cluster: Cluster, time_limit: str) -> Job:
 
 
 def training_problems(config: RunConfig) -> list[str]:
-    """Why ``pipeloom train`` would refuse the run on another machine, whose text and files are not known here."""
+    """Why ``pipeloom train`` would refuse the run on another machine, without checks of that machine's files."""
     elsewhere = replace(
         config,
         data=replace(config.data, path=None),
-        # These depend on files and on a compiler of the machine where the run will start, not of this one.
+        # These depend on files and a compiler of the other machine.
         checkpoint=replace(config.checkpoint, resume=None),
         training=replace(config.training, compile=False),
     )

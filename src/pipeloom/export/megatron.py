@@ -1,4 +1,4 @@
-"""Megatron-LM: its flags, where it can express the run.
+"""Export to Megatron-LM, as flags.
 
 Names and rules are those of Megatron-LM with Megatron Core 0.16 (``training/arguments.py``,
 ``core/transformer/transformer_config.py``, ``core/transformer/pipeline_parallel_layer_layout.py``,
@@ -31,11 +31,11 @@ _FLAGS = {
     "optimizer.lr_warmup_steps": "--lr-warmup-iters",
     "training.steps": "--train-iters",
 }
-"""Megatron-LM's flag for each setting of the recipe; text and tokenizer are in DATA."""
+"""Hyperparameter -> flag of Megatron-LM; text and tokenizer are in DATA."""
 
 
 def _problems(job: Job) -> list[str]:
-    # Without slices the rest of the run would be another one.
+    # Without its slices, the run would have other problems.
     return job.slice_problems() or [
         *job.start_problems("Megatron-LM"),
         *_order_problems(job),
@@ -46,9 +46,9 @@ def _problems(job: Job) -> list[str]:
 
 
 def _group_size(job: Job) -> int:
-    """Micro-batches that go through one local stage before the next."""
+    """Number of micro-batches that a rank runs on one of its stages before the next."""
     layout, schedule = job.config.layout, job.config.schedule
-    # Megatron-LM's nearest order: one group of all micro-batches (docs/decisions/0017).
+    # Megatron-LM's closest order is one group of all micro-batches (docs/decisions/0017).
     if schedule.family == "breadth-first":
         return layout.num_microbatches
     return schedule.group_size or layout.pp
@@ -65,11 +65,11 @@ def _order_problems(job: Job) -> list[str]:
     found = group_problems(layout.pp, layout.num_microbatches, _group_size(job))
     placement = job.config.choice().placement_name
     if placement != "looped":
-        found.append(f"schedule.placement {placement}: stages go round the ranks in Megatron-LM; use looped")
+        found.append(f"schedule.placement {placement}: Megatron-LM has looped placement only; use looped")
     elif not found and schedule.family != "breadth-first" and not _is_same_order(job):
         found.append(
-            f"schedule.family {schedule.family}: layout.num_microbatches {layout.num_microbatches} is no multiple of "
-            f"its groups of {_group_size(job)}; Megatron-LM leaves the rest for the last group, pipeloom spreads it"
+            f"schedule.family {schedule.family}: layout.num_microbatches {layout.num_microbatches} is not a multiple "
+            f"of the group size {_group_size(job)}; Megatron-LM runs the rest as a last group, pipeloom distributes it"
         )
     return found
 
@@ -86,15 +86,15 @@ def _shard_problems(job: Job) -> list[str]:
     if layout.pp > 1:
         what = "gradients" if layout.shard == "gradients" else "weights and gradients"
         setting = f"layout.shard {layout.shard} with layout.pp {layout.pp}"
-        why = f"its FSDP exchanges {what} in shards for every micro-batch, and its torch FSDP2 takes no pipeline"
-        return [f"{setting}: Megatron-LM has no such run, {why}; use layout.shard optimizer"]
+        why = f"its FSDP communicates {what} for every micro-batch, and torch FSDP2 does not work with a pipeline"
+        return [f"{setting}: not supported by Megatron-LM: {why}; use layout.shard optimizer"]
     what = f"layout.replicate {layout.replicate} with layout.shard {layout.shard}"
     is_hybrid = layout.shard_size < layout.dp
-    return [f"{what}: hybrid sharding is handed over with layout.shard optimizer only"] if is_hybrid else []
+    return [f"{what}: the export supports hybrid sharding with layout.shard optimizer only"] if is_hybrid else []
 
 
 def _first_layers_recomputed(job: Job) -> int | None:
-    """The number of first layers that every stage recomputes in full, if that is what the run does."""
+    """The number of first layers that every stage fully recomputes; ``None`` if the run recomputes others."""
     kinds = job.config.layout.recompute_by_layer(job.model.num_layers)
     if not set(kinds) <= {"none", "full"}:
         return None
@@ -109,19 +109,19 @@ def _layer_problems(job: Job) -> list[str]:
     found: list[str] = []
     if len(set(kinds)) > 1 and _first_layers_recomputed(job) is None:
         found.append(
-            "layout.recompute_layers: Megatron-LM recomputes all layers, or in full the same number of first layers of "
-            "every stage and nothing else"
+            "layout.recompute_layers: Megatron-LM recomputes all layers, or fully the same number of first layers of "
+            "every stage"
         )
     if job.dtype == "fp64":
         found.append("training.dtype float64: Megatron-LM trains in fp32, bf16 or fp16")
     family = MODELS[job.model.family]
     if family.layer is not None:
-        found.append(f"model.family {job.model.family}: Megatron-LM is started with llama or gpt2 here")
+        found.append(f"model.family {job.model.family}: the export to Megatron-LM supports llama and gpt2 only")
     if not job.model.known_rope_theta.is_integer() and family.is_rotary:
         found.append(f"model.rope_theta {job.model.rope_theta}: Megatron-LM takes a whole number")
     rising, steps = config.optimizer.known_lr_warmup_steps, config.training.known_steps
     if rising >= steps and not {"optimizer.lr_warmup_steps", "training.steps"} & set(unset(config)):
-        found.append(f"optimizer.lr_warmup_steps {rising}: Megatron-LM wants fewer than training.steps, {steps}")
+        found.append(f"optimizer.lr_warmup_steps {rising}: Megatron-LM requires fewer than training.steps {steps}")
     return found
 
 
@@ -129,7 +129,7 @@ def _make(job: Job) -> Draft:
     needs = (*_NEEDS, *job.needs(_FLAGS))
     start = start_of(job, SCRIPT, "MEGATRON=... DATA=... ")
     notes = Draft({}, start, _left_out(job), _differences(job), needs)
-    about = [*about_ranks(job), "Flags behind the script's name go over all."]
+    about = [*about_ranks(job), "Flags after the script's name override those in it."]
     groups = {
         "model": _model(job),
         "parallel": [*_parallel(job), *_sharding(job)],
@@ -147,17 +147,17 @@ def _make(job: Job) -> Draft:
 
 
 _FOLLOWING = {"optimizer.lr": ("--min-lr",), "training.steps": ("--eval-interval", "--save-interval")}
-"""Flags that follow from what the user may have to set (``_from_the_user``)."""
+"""Hyperparameter -> flags that are computed from it (``_from_the_user``)."""
 
 
 def _without_unset(job: Job, flags: Sequence[Flag]) -> list[Flag]:
-    """The flags without those of settings that the user has to set, which the script passes on by itself."""
+    """The flags without those of hyperparameters that the user must set, which the script adds."""
     names = {name for setting in unset(job.config) for name in (_FLAGS.get(setting), *_FOLLOWING.get(setting, ()))}
     return [one for one in flags if one.name not in names]
 
 
 def _from_the_user(job: Job) -> list[str]:
-    """Lines for flags that follow from what the user has to set; the script has ended before them if it is missing."""
+    """Lines of the script that compute flags from hyperparameters which the user must set; it has checked these."""
     missing, optimizer, lines = unset(job.config), job.config.optimizer, list[str]()
     if "optimizer.lr" in missing:
         least = f'awk -v lr="${variable("optimizer.lr")}" "BEGIN {{ print lr * {optimizer.lr_min_fraction} }}"'
@@ -177,10 +177,10 @@ def _model(job: Job) -> list[Flag]:
         flag("--num-attention-heads", model.num_heads),
         flag("--seq-length", seq_len),
         flag("--max-position-embeddings", seq_len),
-        # Its default of 128 would pad the vocabulary, and the model would have other sizes.
+        # The default of 128 would pad the vocabulary.
         flag("--make-vocab-size-divisible-by", 1),
         flag(_FLAGS["model.norm_eps"], model.known_norm_eps),
-        # Its defaults are 0.1; nothing is dropped here.
+        # The defaults are 0.1.
         flag("--attention-dropout", 0.0),
         flag("--hidden-dropout", 0.0),
         flag("--init-method-std", 0.02),
@@ -214,9 +214,9 @@ def _parallel(job: Job) -> list[Flag]:
 
 
 def layer_layout(layers_by_stage: tuple[int, ...]) -> str:
-    """Stages as Megatron-LM writes them: ``E`` is the embedding, ``t`` a layer, ``L`` the head, ``|`` a boundary."""
+    """Stages in Megatron-LM's notation: ``E`` is the embedding, ``t`` a layer, ``L`` the head, ``|`` a boundary."""
     stages = ["t" if count == 1 else f"t*{count}" if count else "" for count in layers_by_stage]
-    # A stage of no layers has an empty place between two bars.
+    # A stage without layers is empty between two bars.
     return "|".join(["E" * (number == 0) + text for number, text in enumerate(stages)]) + "L"
 
 
@@ -250,7 +250,7 @@ def _recompute(job: Job) -> list[Flag]:
         return []
     if kinds == {"selective"}:
         return [flag("--recompute-granularity", "selective"), flag("--recompute-modules", "core_attn")]
-    # uniform with 1: each layer keeps its own input, as here.
+    # uniform with 1: each layer keeps its own input, as in pipeloom.
     method, number = ("uniform", 1) if kinds == {"full"} else ("block", _first_layers_recomputed(job))
     return [
         flag("--recompute-granularity", "full"),
@@ -262,10 +262,10 @@ def _recompute(job: Job) -> list[Flag]:
 def _training(job: Job) -> list[Flag]:
     config, layout, optimizer = job.config, job.config.layout, job.config.optimizer
     own, steps, rate = optimizer.values, config.training.known_steps, optimizer.known_lr
-    # Gradients are added up in float32 here as well (docs/decisions/0012).
+    # pipeloom accumulates gradients in float32, too (docs/decisions/0012).
     precision = {"bf16": [flag("--bf16"), flag("--accumulate-allreduce-grads-in-fp32")], "fp16": [flag("--fp16")]}
-    # Megatron-LM has no infinite limit.
-    clip = 0.0 if math.isinf(optimizer.clip_grad_norm) else optimizer.clip_grad_norm  # 0 clips nothing
+    # In Megatron-LM, 0 disables clipping.
+    clip = 0.0 if math.isinf(optimizer.clip_grad_norm) else optimizer.clip_grad_norm
     return [
         *precision.get(job.dtype, []),
         flag("--micro-batch-size", layout.microbatch_size),
@@ -274,7 +274,7 @@ def _training(job: Job) -> list[Flag]:
         flag(_FLAGS["optimizer.lr"], rate),
         flag(_FLAGS["optimizer.lr_warmup_steps"], optimizer.known_lr_warmup_steps),
         flag("--min-lr", rate * optimizer.lr_min_fraction),
-        # One evaluation, behind the last step, as here.
+        # One evaluation, after the last step, as in pipeloom.
         flag("--eval-interval", steps),
         flag("--save-interval", config.checkpoint.every or steps),
         flag("--lr-decay-style", "cosine"),
@@ -296,10 +296,10 @@ def _left_out(job: Job) -> tuple[str, ...]:
     if schedule.gradient_buffers is not None:
         found.append(f"schedule.gradient_buffers {schedule.gradient_buffers}")
     if config.training.compile:
-        found.append("training.compile: layers are those of Transformer Engine, with kernels of its own")
+        found.append("training.compile: layers are Transformer Engine's, with its own kernels")
     found += job.checkpoints_left_out("Megatron-LM", "one at the end")
     found.append(f"machine.attention {config.machine.attention}: Transformer Engine chooses the kernel")
-    return (*found, "training.seed: weights and batches are drawn in another way")
+    return (*found, "training.seed: weights and batches are drawn differently")
 
 
 def _differences(job: Job) -> tuple[str, ...]:
@@ -307,16 +307,16 @@ def _differences(job: Job) -> tuple[str, ...]:
     found: list[str] = []
     if layout.pp > 1 and layout.loops > 1 and not _is_same_order(job):
         found.append(
-            "order: forwards are those of breadth-first; the last local stage of a rank begins its backward before all "
-            "forwards have ended, as with schedule.family hybrid and group_size "
-            f"{layout.num_microbatches}. Gradients of a stage are final in the same order"
+            "order: forwards are those of breadth-first, but backwards of a rank's last stage begin before all "
+            f"forwards have ended, as with schedule.family hybrid and group_size {layout.num_microbatches}; gradients "
+            "of stages are final in the same order"
         )
     if layout.pp > 1 and job.model.tied:
-        found.append("model.tied: both ends hold the matrix, and its gradients are summed after the pipeline")
-    if _is_fsdp(job):
         found.append(
-            f"layout.shard {layout.shard}: gathers and reductions are for each micro-batch, not once in a step"
+            "model.tied: the first and the last stage hold the matrix, and its gradients are summed after the pipeline"
         )
+    if _is_fsdp(job):
+        found.append(f"layout.shard {layout.shard}: gathers and reductions run for each micro-batch, not once per step")
     if (job.model.vocab_size or 0) % layout.tp:
         found.append(f"model.vocab_size {job.model.vocab_size}: padded to a multiple of layout.tp {layout.tp}")
     return tuple(found)

@@ -1,4 +1,4 @@
-"""The order of Megatron-LM's pipeline schedules, to compare with: what it can run, and what only resembles it."""
+"""The order of Megatron-LM's pipeline schedules, to find out whether it runs that of a schedule."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,10 +7,10 @@ from pipeloom.terminal.words import count
 
 
 def order_of_rank(rank: int, pp: int, loops: int, num_microbatches: int, group_size: int) -> Iterator[Action]:
-    """What Megatron-LM does on a pipeline rank, in order (core 0.16, ``pipeline_parallel/schedules.py``).
+    """Megatron-LM's actions of a pipeline rank, in order (core 0.16, ``pipeline_parallel/schedules.py``).
 
-    Groups of ``group_size`` micro-batches, the last one of what is left, go through all local stages. A rank begins
-    with P - r - 1 forwards without loops, and else with 2 (P - r - 1) + (V - 1) N of them.
+    Groups of N = ``group_size`` micro-batches, the last one smaller, go through all V stages of the rank. Rank r warms
+    up with P - r - 1 forwards if V = 1, else with 2 (P - r - 1) + (V - 1) N.
     """
     groups = [
         range(begin, min(begin + group_size, num_microbatches)) for begin in range(0, num_microbatches, group_size)
@@ -19,7 +19,7 @@ def order_of_rank(rank: int, pp: int, loops: int, num_microbatches: int, group_s
     forwards = [Action(Kind.FORWARD, stage, m) for group in groups for stage in local for m in group]
     backwards = [Action(Kind.BACKWARD, stage, m) for group in groups for stage in reversed(local) for m in group]
     to_end = pp - rank - 1
-    # As get_pp_rank_microbatches in Megatron-LM's schedules.py counts them.
+    # As in get_pp_rank_microbatches of Megatron-LM's schedules.py.
     num_warmup = min(to_end if loops == 1 else 2 * to_end + (loops - 1) * group_size, len(forwards))
     yield from forwards[:num_warmup]
     for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
@@ -28,7 +28,7 @@ def order_of_rank(rank: int, pp: int, loops: int, num_microbatches: int, group_s
 
 
 def is_megatrons(rows: Sequence[Sequence[Action]], loops: int, num_microbatches: int, group_size: int) -> bool:
-    """Whether rows are what Megatron-LM does."""
+    """Whether rows are in Megatron-LM's order."""
     return all(
         list(row) == list(order_of_rank(rank, len(rows), loops, num_microbatches, group_size))
         for rank, row in enumerate(rows)
@@ -36,18 +36,18 @@ def is_megatrons(rows: Sequence[Sequence[Action]], loops: int, num_microbatches:
 
 
 def group_problems(pp: int, num_microbatches: int, group_size: int) -> list[str]:
-    """Why Megatron-LM would refuse a group size: its own two rules."""
+    """Why Megatron-LM would refuse a group size, by its two rules."""
     found: list[str] = []
     if num_microbatches < pp:
         found.append(
-            f"layout.num_microbatches {num_microbatches} is below layout.pp {pp}, and Megatron-LM's looped schedules "
-            "take groups of at least that many"
+            f"layout.num_microbatches {num_microbatches} is below layout.pp {pp}, but Megatron-LM's interleaved "
+            "schedule needs groups of at least layout.pp"
         )
     left = num_microbatches % group_size
     if 0 < left < pp <= num_microbatches:
         found.append(
-            f"layout.num_microbatches {num_microbatches} in groups of {group_size} leaves {left}: Megatron-LM takes "
-            f"what is left as a group only where it is at least layout.pp {pp}; use a multiple of {group_size}, or "
-            f"schedule.family hybrid with another group_size than {count(group_size, 'micro-batch')}"
+            f"layout.num_microbatches {num_microbatches} in groups of {group_size} leaves {left}, but Megatron-LM's "
+            f"last group needs at least layout.pp {pp}; use a multiple of {group_size}, or schedule.family hybrid with "
+            f"another group_size than {count(group_size, 'micro-batch')}"
         )
     return found

@@ -1,4 +1,4 @@
-"""Slurm: a script for sbatch that starts the script for torchrun once on each node."""
+"""Export to Slurm: a script for sbatch, which starts the script for torchrun once on each node."""
 
 import math
 from dataclasses import replace
@@ -10,10 +10,10 @@ from pipeloom.export.torchrun import TARGET as TORCHRUN
 SCRIPT = "pipeloom.sbatch"
 
 _SECONDS_BEFORE_LIMIT = 120
-"""How long before the time limit the batch script gets its signal: time to end in order, and to be queued again."""
+"""How long before the time limit the batch script gets a signal, for a checkpoint and the requeue."""
 _TO_QUEUE_S = 60
-"""What of that is kept to queue the job again; Slurm itself may be that late with the signal."""
-# A job that fails each time must come to an end by itself.
+"""Part of that for the requeue; Slurm may also send the signal up to 60 seconds late."""
+# A job that always fails must end eventually.
 _MAX_RESTARTS = 3
 
 
@@ -21,7 +21,7 @@ def _make(job: Job) -> Draft:
     started = TORCHRUN.make(job)
     notes = Draft(
         {},
-        f"sbatch {SCRIPT}, in its folder; SCRIPT=megatron.sh or another one beside it starts that one",
+        f"sbatch {SCRIPT}, in its folder; with SCRIPT=megatron.sh it starts another script of the folder",
         differs=(*started.differs, *_differences(job)),
         needs=started.needs,
     )
@@ -36,17 +36,17 @@ def _make(job: Job) -> Draft:
         "--exclusive",
         f"--time={job.time_limit}",
         "--output=slurm-%j.out",
-        # The same job number and file after a requeue; truncated, it would lose what was printed before.
+        # A requeued job has the same number and output file, which must not be truncated.
         "--open-mode=append",
         "--requeue",
-        # B: to the batch script, which sends SIGTERM to the step; without it Slurm signals the steps alone.
+        # B: to the batch script, which sends SIGTERM to the step; without B, Slurm signals only the steps.
         f"--signal=B:USR1@{before_limit_s}",
     ]
     about = [
         (
-            "Near the time limit the run ends its step and writes a checkpoint. A run that ended so, or failed, is "
-            "queued again and goes on from its latest checkpoint. "
-            "Add what your site requires: --partition, --account."
+            "Shortly before the time limit, the run completes its step and writes a checkpoint. It is then requeued, "
+            "as after a failure, and resumes from its newest checkpoint. "
+            "Add options that your site requires, such as --partition and --account."
         )
     ]
     script = "\n".join(
@@ -65,15 +65,15 @@ def _differences(job: Job) -> tuple[str, ...]:
     found: list[str] = []
     if job.config.checkpoint.every is None and not job.config.checkpoint.every_s:
         found.append(
-            "checkpoint.every is not set and checkpoint.every_s is 0: a run that fails has no checkpoint and "
-            "begins anew"
+            "checkpoint.every is not set and checkpoint.every_s is 0: a run that fails has no checkpoint and starts "
+            "again"
         )
     kinds = [kind.name for kind, _ in job.cluster.kinds(job.config.layout.num_ranks)]
     if len(kinds) > 1:
         order = ", then ".join(kinds)
         found.append(
-            f"Slurm numbers nodes as it likes, and the first ranks belong on {order}: give it a SLURM_HOSTFILE in that "
-            "order with --distribution=arbitrary, or a constraint for each part"
+            f"the first ranks must be on {order}, but Slurm chooses the order of nodes: set SLURM_HOSTFILE to a file "
+            "in that order with --distribution=arbitrary, or a constraint for each part"
         )
     return tuple(found)
 

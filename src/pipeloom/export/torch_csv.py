@@ -1,4 +1,4 @@
-"""PyTorch's schedule CSV: one line for each rank, one cell for each action, which both name alike."""
+"""PyTorch's schedule CSV: a line for each rank, a cell for each action; both use the same names of actions."""
 
 import csv
 import io
@@ -11,17 +11,17 @@ from pipeloom.schedule.text import schedule_from_cells
 
 
 def format_torch_csv(schedule: Schedule) -> str:
-    """PyTorch's schedule CSV: one line for each rank, one cell for each action.
+    """The schedule as PyTorch's CSV.
 
-    A compute-level schedule is what ``_load_csv(format="compute_only")`` reads, a schedule with
-    communication what ``format="compute_comms"`` reads (torch 2.13). The latter gets its ``REDUCE_GRAD``
-    actions, because that is where PyTorch's runtime divides the gradients by the number of micro-batches.
+    A schedule of compute actions is for ``_load_csv(format="compute_only")``, one with communication for
+    ``format="compute_comms"`` (torch 2.13). The latter gets ``REDUCE_GRAD`` actions, because PyTorch's runtime divides
+    gradients by the number of micro-batches in these.
 
     Raises:
-        ScheduleTextError: the schedule cuts sequences or has kinds of actions that PyTorch's runtime lacks.
+        ScheduleTextError: the schedule has token slices, or kinds of actions that PyTorch's runtime lacks.
     """
     if schedule.num_slices > 1:
-        raise ScheduleTextError("PyTorch's runtime takes whole sequences; write the schedule without token slices")
+        raise ScheduleTextError("PyTorch's runtime runs whole sequences only; write the schedule without token slices")
     missing = [kind for kind in KINDS if not kind.in_torch and any(row.is_kind(kind).any() for row in schedule.rows)]
     if missing:
         letters, words = (", ".join(names) for names in (missing, [kind.words for kind in missing]))
@@ -40,9 +40,9 @@ def parse_torch_csv(text: str) -> Schedule:
     """Read PyTorch's schedule CSV, compute-only or with communication. Empty cells (idle slots) and lines are dropped.
 
     Raises:
-        ScheduleTextError: a cell is no action, or the rows name no placement.
+        ScheduleTextError: a cell is not an action, or the rows do not determine a placement.
         ScheduleError: the rows break a rule.
     """
-    # PyTorch writes an empty cell where a rank is idle; here a row is an order without times.
+    # PyTorch writes empty cells for idle times; here a row has no times.
     lines = [[cell for cell in cells if cell.strip()] for cells in csv.reader(io.StringIO(text))]
     return schedule_from_cells([cells for cells in lines if cells])

@@ -1,4 +1,4 @@
-"""PyTorch's pipelining runtime: the schedule as its CSV, and a module that loads it."""
+"""Export to PyTorch's pipelining runtime: the schedule as CSV, and a module that loads it."""
 
 from dataclasses import replace
 
@@ -10,22 +10,22 @@ CSV, MODULE = "torch_schedule.csv", "torch_schedule.py"
 PROGRAM = "torch.distributed.pipelining of PyTorch 2.13"
 
 RESIDENT_STAGES = 3
-"""Stages of a rank that PyTorch's runtime keeps gathered, fixed (torch 2.13, ``_add_unshard_reshard``)."""
+"""Number of a rank's stages that PyTorch's runtime keeps gathered (torch 2.13, ``_add_unshard_reshard``)."""
 
 
 def tied_problems(job: Job, program: str) -> list[str]:
-    """Why embedding and head cannot be one matrix; empty where they are not, or where one rank has both."""
+    """Why embedding and head cannot be tied; empty if they are not, or are on one rank."""
     owner = job.schedule.placement.rank_by_stage
     if not job.model.tied or owner[0] == owner[-1]:
         return []
-    return [f"model.tied: {program} sends no messages about a matrix that its first and its last stage share"]
+    return [f"model.tied: {program} does not support a matrix that the first and the last stage share"]
 
 
 def _problems(job: Job) -> list[str]:
     problems = [*job.slice_problems(), *tied_problems(job, "PyTorch's runtime")]
     problems += job.order_problems("PyTorch's runtime")
     if job.config.layout.pp == 1:
-        problems.append("layout.pp 1: without a pipeline there is no schedule to hand over")
+        problems.append("layout.pp 1: without a pipeline there is no schedule to export")
     return problems
 
 
@@ -38,8 +38,8 @@ def _make(job: Job) -> Draft:
         (
             *left_out_of_runtime(job),
             (
-                "everything but the order: the program that builds the stages decides about layout.tp, layout.dp, "
-                "layout.shard, recomputation, types and data"
+                "everything except the order: the program that builds the stages determines layout.tp, layout.dp, "
+                "layout.shard, recomputation, data types and data"
             ),
         ),
         differences_of_runtime(job),
@@ -59,7 +59,7 @@ def _make(job: Job) -> Draft:
 
 
 def left_out_of_runtime(job: Job) -> tuple[str, ...]:
-    """Settings of the schedule that PyTorch's runtime decides by itself."""
+    """Settings of the schedule that PyTorch's runtime determines itself."""
     schedule = job.config.schedule
     found: list[str] = []
     if job.config.layout.shard == "full":
@@ -70,7 +70,7 @@ def left_out_of_runtime(job: Job) -> tuple[str, ...]:
 
 
 def differences_of_runtime(job: Job) -> tuple[str, ...]:
-    """What gathers of sharded weights do under PyTorch's runtime."""
+    """How gathers of sharded weights differ in PyTorch's runtime."""
     layout = job.config.layout
     if layout.shard == "none" or layout.dp == 1:
         return ()
@@ -78,7 +78,7 @@ def differences_of_runtime(job: Job) -> tuple[str, ...]:
         return (f"the runtime keeps {RESIDENT_STAGES} stages of a rank gathered, and gathers the others again",)
     if layout.shard == "full":
         return (
-            f"the runtime keeps {RESIDENT_STAGES} stages gathered, so that all weights of a rank are whole at once",
+            f"the runtime keeps {RESIDENT_STAGES} stages gathered, so that all weights of a rank are gathered at once",
         )
     return ()
 

@@ -1,4 +1,4 @@
-"""torchrun: one script that is started on every node."""
+"""Export to torchrun: one script that is started on every node."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from pipeloom.export.text import MARK, body, comment, needs_array
 from pipeloom.terminal.words import count
 
 _KILLS_AFTER_S = 30
-"""How long torchrun waits for its processes once it has passed a signal on."""
+"""How long torchrun waits for its processes after it has forwarded a signal."""
 SCRIPT, RUN_FILE = "torchrun.sh", "torchrun.toml"
 
 
@@ -22,7 +22,7 @@ def _problems(job: Job) -> list[str]:
 def _make(job: Job) -> Draft:
     needs = job.needs({name: f"--{name}" for name in HYPERPARAMETERS})
     notes = Draft(files={}, start=start_of(job, SCRIPT), differs=_differences(job), needs=needs)
-    about = [*about_ranks(job), *([f"These settings may be in {RUN_FILE} as well."] if needs else [])]
+    about = [*about_ranks(job), *([f"Settings below may instead be in {RUN_FILE}."] if needs else [])]
     head = comment("torchrun of PyTorch 2.11 or newer", notes, [*about, _about_signals(job)], job.config)
     threads = [f"threads={job.config.training.threads}"]
     script = script_of(job, notes, head, threads, body("torchrun.sh"), settings=RUN_FILE)
@@ -36,12 +36,12 @@ def _elsewhere(config: RunConfig) -> RunConfig:
 
 
 def start_of(job: Job, script: str, needs: str = "") -> str:
-    """How a person starts a script on the nodes of a run.
+    """The start command of a script.
 
     Args:
         job: the run.
         script: its name.
-        needs: variables that it takes in any case, each ``NAME=... `` with a space behind it.
+        needs: variables that it always needs, each ``NAME=... `` with a trailing space.
     """
     if job.num_nodes == 1:
         return f"{needs}bash {script}"
@@ -53,18 +53,18 @@ def script_of(job: Job, notes: Draft, head: str, lines: Sequence[str], end: str,
 
     Args:
         job: the run.
-        notes: what the user has to set.
+        notes: with the variables that the user must set.
         head: its comment.
-        lines: that set what the end of the script takes.
-        end: what comes behind the part that all scripts have, which checks what is set.
-        settings: the run file in which that may be set, too.
+        lines: define variables for ``end``.
+        end: follows the common part, which checks the required variables.
+        settings: name of a run file that may have these settings instead.
     """
     sizes = [f"nodes={job.num_nodes}", f"processes={job.processes_per_node}", f"settings={settings}"]
     return "\n".join(["#!/usr/bin/env bash", head, *sizes, needs_array(notes), *lines, body("start.sh") + end])
 
 
 def about_ranks(job: Job) -> list[str]:
-    """Which ranks lie on which node; sentences for a comment."""
+    """Sentences about the ranks of each node, for a comment."""
     layout, per_node = job.config.layout, job.processes_per_node
     where = f"{count(job.num_nodes, 'node')} of {job.cluster.name}, {count(per_node, 'process')} on each"
     local = f"NODE_RANK x {per_node} + local rank" if job.num_nodes > 1 else "local rank"
@@ -87,12 +87,12 @@ def about_ranks(job: Job) -> list[str]:
         found.append(f"NODE_RANK {which} on {kind.name}.")
         node = last + 1
     if job.num_nodes > 1:
-        found.append("All nodes see the same folder, under the same name.")
+        found.append("All nodes need the same folder at the same path.")
     return found
 
 
 def _about_signals(job: Job) -> str:
-    """What a signal to torchrun does; a sentence for a comment."""
+    """A sentence about signals to torchrun, for a comment."""
     grace_s = job.config.checkpoint.grace_s
     if grace_s <= 0:
         return "Ctrl-C and SIGTERM end the run at once, without a checkpoint (checkpoint.grace_s 0)."
@@ -107,10 +107,10 @@ def _differences(job: Job) -> tuple[str, ...]:
     if config.checkpoint.grace_s >= _KILLS_AFTER_S:
         found.append(
             f"checkpoint.grace_s is {config.checkpoint.grace_s:g}, but torchrun kills processes {_KILLS_AFTER_S} s "
-            "after the signal; where yours has it, add --shutdown-timeout"
+            "after the signal; add --shutdown-timeout if your version has it"
         )
     training = config.training
-    # Not changed here: a prediction for GPUs may be tried on CPUs first.
+    # Not changed, since a run for GPUs may be tried on CPUs first.
     if job.has_gpus and training.device == "cpu":
         found.append(
             f"training.device is cpu, although the devices of {job.cluster.name} are {job.cluster.device.name}; "
@@ -118,11 +118,12 @@ def _differences(job: Job) -> tuple[str, ...]:
         )
     if config.machine.software != "pipeloom" and config.layout.partition is None:
         found.append(
-            f"layers go into stages as pipeloom divides them, not as machine.software {config.machine.software}"
+            "layers are divided into stages by pipeloom's rule, not by that of machine.software "
+            f"{config.machine.software}"
         )
     if len(job.cluster.kinds(config.layout.num_ranks)) > 1 and config.layout.partition is None:
         found.append(
-            f"layers go into stages as if all devices were alike; name a layout.partition for {job.cluster.name}"
+            f"layers are divided as if all devices were equally fast; set a layout.partition for {job.cluster.name}"
         )
     for name, path in (("data.path", config.data.path), ("schedule.file", config.schedule.file)):
         if path is not None:

@@ -1,4 +1,4 @@
-"""torchtitan: flags, PyTorch's schedule CSV, and a configuration function with a Llama of the run's sizes.
+"""Export to torchtitan: flags, PyTorch's schedule CSV, and a configuration function with a Llama of the run's sizes.
 
 Names and rules are those of torchtitan 0.3.0 (``config/configs.py``, ``distributed/pipeline_parallel.py``,
 ``trainer.py``).
@@ -19,8 +19,8 @@ SCRIPT, CONFIG, CSV = "torchtitan.sh", "torchtitan_run.py", "torchtitan_schedule
 PROGRAM = "torchtitan 0.3.0"
 
 _NEEDS = (
-    Need("TOKENIZER", "folder of a tokenizer, as torchtitan's hf_assets_path"),
-    Need("DATASET", "one of torchtitan's data sets, such as c4"),
+    Need("TOKENIZER", "folder of a tokenizer, for torchtitan's hf_assets_path"),
+    Need("DATASET", "one of torchtitan's datasets, such as c4"),
 )
 _CONSTANTS = {
     "model.norm_eps": "NORM_EPS",
@@ -28,15 +28,15 @@ _CONSTANTS = {
     "optimizer.lr": "LR",
     "optimizer.lr_warmup_steps": "LR_WARMUP_STEPS",
 }
-"""Settings of the recipe that the module has: its name for each."""
+"""Hyperparameter -> its constant in the module."""
 _OWN_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
-"""Families whose order PyTorch has under a name of its own; all others are read from the CSV."""
+"""Family -> PyTorch's schedule with the same order; all other orders are read from the CSV."""
 _MAPPED_AS = {"looped": "Interleaved1F1B", "v": "ZBVZeroBubble"}
-"""Schedules whose placement torchtitan gives to the stages of a CSV; the order itself is the CSV's."""
+"""Placement -> schedule whose placement torchtitan uses for the stages of a CSV; the order is the CSV's."""
 
 
 def _problems(job: Job) -> list[str]:
-    # Without slices the rest of the run would be another one.
+    # Without its slices, the run would have other problems.
     if job.slice_problems():
         return job.slice_problems()
     found = [*job.start_problems("torchtitan"), *job.order_problems("torchtitan"), *tied_problems(job, "torchtitan")]
@@ -44,8 +44,8 @@ def _problems(job: Job) -> list[str]:
     layout, placement = job.config.layout, job.config.choice().placement_name
     if layout.pp > 1 and layout.loops > 1 and not (placement == "looped" or (placement == "v" and layout.loops == 2)):
         found.append(
-            f"schedule.placement {placement} with layout.loops {layout.loops}: torchtitan places stages looped with "
-            "any layout.loops, or v with 2"
+            f"schedule.placement {placement} with layout.loops {layout.loops}: torchtitan supports looped with any "
+            "layout.loops, and v with 2"
         )
     return [*found, *job.accumulation_problems("torchtitan")]
 
@@ -55,18 +55,20 @@ def _model_problems(job: Job) -> list[str]:
     found: list[str] = []
     if job.model.family != "llama":
         found.append(
-            f"model.family {job.model.family}: torchtitan is started with models of RMSNorm, rotary positions and "
-            "SwiGLU here; use llama"
+            f"model.family {job.model.family}: the export to torchtitan supports models with RMSNorm, rotary positions "
+            "and SwiGLU only; use llama"
         )
     if job.dtype not in ("fp32", "bf16"):
-        found.append(f"weights and activations in {job.dtype}: torchtitan takes bf16 or fp32")
+        found.append(f"weights and activations in {job.dtype}: torchtitan trains in bf16 or fp32")
     kinds = set(config.layout.recompute_by_layer(job.model.num_layers))
     if len(kinds) > 1:
-        found.append("layout.recompute_layers: torchtitan treats all layers alike; use layout.recompute none or full")
+        found.append(
+            "layout.recompute_layers: torchtitan recomputes all layers alike; use layout.recompute none or full"
+        )
     elif "selective" in kinds:
         found.append(
-            "layout.recompute selective: torchtitan's selective mode computes every second product again as well, "
-            "which takes another time and another memory; use none or full"
+            "layout.recompute selective: torchtitan's selective mode also recomputes every second matrix product, with "
+            "other times and memory; use none or full"
         )
     return found
 
@@ -81,7 +83,7 @@ def _make(job: Job) -> Draft:
     )
     about = [
         *about_ranks(job),
-        f"{CONFIG} has the model and the optimizer, {CSV} the order; flags behind the script's name go over all.",
+        f"{CONFIG} has the model and the optimizer, {CSV} the order; flags after the script's name override all.",
     ]
     lines = [
         bash_array("flags", _flags(job)),
@@ -102,15 +104,15 @@ def _reads_csv(job: Job) -> bool:
 
 def _flags(job: Job) -> list[Flag]:
     config, layout = job.config, job.config.layout
-    # torchtitan's local batch is what one forward of the loop takes: with a pipeline all of its micro-batches, without
-    # one a micro-batch, and the rest of the global batch is accumulated.
+    # torchtitan's local batch is that of one iteration of gradient accumulation: with a pipeline all micro-batches,
+    # without one a single micro-batch.
     num_microbatches = layout.num_microbatches if layout.pp > 1 else 1
     replicate = layout.dp // layout.shard_size
     flags = [
         flag("--training.seq_len", config.data.seq_len),
         flag("--training.local_batch_size", num_microbatches * layout.microbatch_size),
         flag("--training.global_batch_size", layout.batch_size),
-        # What the user has to set, the script passes on by itself.
+        # The script adds flags for hyperparameters that the user must set.
         *([] if "training.steps" in unset(config) else [flag("--training.steps", config.training.known_steps)]),
         flag("--training.max_norm", config.optimizer.clip_grad_norm),
         flag("--training.mixed_precision_param", {"fp32": "float32", "bf16": "bfloat16"}[job.dtype]),
@@ -130,7 +132,7 @@ def _flags(job: Job) -> list[Flag]:
 
 
 def _drops_weights(job: Job) -> bool:
-    """Whether FSDP2 is to drop a layer's weights behind its forward: only without a pipeline, which drops stages."""
+    """Whether FSDP2 reshards a layer's weights after its forward: only without a pipeline, which reshards stages."""
     return job.config.layout.pp == 1 and job.config.layout.shard == "full"
 
 
@@ -139,7 +141,7 @@ def _pipeline_flags(job: Job) -> list[Flag]:
     placement = job.config.choice().placement_name if layout.loops > 1 else "looped"
     name = _MAPPED_AS[placement] if _reads_csv(job) else _OWN_SCHEDULES[schedule.family]
     return [
-        flag("--training.disable_cuda_graphs"),  # which do not go with a pipeline, and are on by default
+        flag("--training.disable_cuda_graphs"),  # on by default, and not supported with a pipeline
         flag("--parallelism.pipeline_parallel_degree", layout.pp),
         flag("--parallelism.pipeline_parallel_schedule", name),
         flag("--parallelism.pipeline_parallel_microbatch_size", layout.microbatch_size),
@@ -174,7 +176,7 @@ def _constants(job: Job) -> list[str]:
 
 
 def _constant(name: str, value: float, missing: Collection[str]) -> str:
-    """A constant of the module: a value, or where the user has to set it, what the script passes on."""
+    """A constant of the module: a value, or the environment variable that the user must set."""
     kind = type(value).__name__
     return f'{kind}(os.environ["{variable(name)}"])  # SET' if name in missing else repr(value)
 
@@ -183,8 +185,8 @@ def _left_out(job: Job) -> tuple[str, ...]:
     return (
         *(left_out_of_runtime(job) if _reads_csv(job) else ()),
         *job.checkpoints_left_out("torchtitan", "none at all"),
-        f"machine.attention {job.config.machine.attention}: attention is torchtitan's flex",
-        "training.seed: weights and batches are drawn in another way",
+        f"machine.attention {job.config.machine.attention}: torchtitan uses flex attention",
+        "training.seed: weights and batches are drawn differently",
     )
 
 
@@ -196,10 +198,10 @@ def _differences(job: Job) -> tuple[str, ...]:
     elif layout.shard == "full" and layout.dp > 1 and layout.pp > 1:
         found.append("layout.shard full: a rank's weights stay gathered from its first forward to the end of the step")
     if layout.dp > 1 and layout.shard in ("optimizer", "gradients"):
-        found.append(f"layout.shard {layout.shard}: FSDP2 keeps weights in shards between steps as well")
+        found.append(f"layout.shard {layout.shard}: FSDP2 keeps weights sharded between steps")
     if math.isinf(job.config.optimizer.clip_grad_norm):
-        found.append("optimizer.clip_grad_norm inf: the gradient's norm is computed all the same")
-    return (*found, "optimizer.weight_decay: norms are decayed as well")
+        found.append("optimizer.clip_grad_norm inf: the gradient's norm is computed nevertheless")
+    return (*found, "optimizer.weight_decay: weights of norms are decayed, too")
 
 
 TARGET = Target("torchtitan", PROGRAM, (SCRIPT, CONFIG, CSV), _problems, _make)

@@ -4,7 +4,7 @@ else
   data=(--mock-data --tokenizer-type NullTokenizer --vocab-size "$mock_vocab")
 fi
 if ((connections)); then
-  export CUDA_DEVICE_MAX_CONNECTIONS=1 # which tensor parallelism wants before Blackwell, and FSDP must not have
+  export CUDA_DEVICE_MAX_CONNECTIONS=1 # tensor parallelism needs it on GPUs before Blackwell; FSDP does not allow it
 fi
 export PYTHONPATH="$MEGATRON${PYTHONPATH:+:$PYTHONPATH}"
 exec "${launch[@]}" "$MEGATRON/pretrain_gpt.py" "${model[@]}" "${parallel[@]}" "${memory[@]}" "${training[@]}" \

@@ -3,25 +3,25 @@ cd "${SLURM_SUBMIT_DIR:?this is for sbatch}"
 script="${SCRIPT:-torchrun.sh}"
 export RUN="${RUN:-$PWD/run}"
 hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
-export MASTER_ADDR="${hosts%%$'\n'*}"                               # the first one, where SLURM_NODEID is 0
-export MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}" # jobs that share a host take different ones
+export MASTER_ADDR="${hosts%%$'\n'*}"                               # the first host, where SLURM_NODEID is 0
+export MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}" # jobs on one host need different ports
 starts="${SLURM_RESTART_COUNT:-0}"
 echo "$script on $SLURM_JOB_NODELIST, node 0 is $MASTER_ADDR:$MASTER_PORT, restarted $starts times"
 
 if ((starts > 0)) && [[ -e "$RUN/config.toml" ]] && ! compgen -G "$RUN/checkpoints/step-*/checkpoint.json" >/dev/null; then
-  mv "$RUN" "$RUN.start-$starts" # ended before its first checkpoint: begins anew, beside what is left of it
+  mv "$RUN" "$RUN.start-$starts" # ended before its first checkpoint: keep its files, and start again
 fi
 
 if grep -q "^needs=($" "$script"; then
-  ONLY_CHECK=1 bash "$script" # what the user has not set ends the job, which is not queued again
+  ONLY_CHECK=1 bash "$script" # missing variables end the job without a requeue
 fi
 
-# One task a node, free to use all of its cores.
+# One task per node, which may use all of its cores.
 srun --label --kill-on-bad-exit=1 --cpu-bind=none \
   bash -c 'NODE_RANK="$SLURM_NODEID" exec bash "$0" "$@"' "$script" "$@" &
 step=$!
 is_late=0
-trap 'is_late=1; kill -TERM "$step" 2>/dev/null || true' USR1 # the time limit is near
+trap 'is_late=1; kill -TERM "$step" 2>/dev/null || true' USR1 # Slurm sends it before the time limit
 status=0
 wait "$step" || status=$?
 if ((is_late)); then
