@@ -299,6 +299,9 @@ def optimizer_problems(config: RunConfig) -> Problems:
     if wrong:
         yield f"optimizer.settings must be texts such as name=0.5, found {' '.join(map(repr, wrong))}"
         return
+    if optimizer.rule.matrices is not None and config.layout.tp > 1:
+        whole = f"optimizer.name {optimizer.name} updates whole matrices"
+        yield f"{whole}, which layout.tp {config.layout.tp} divides between ranks; set layout.tp 1"
     taken = optimizer.rule.settings
     for name in optimizer.given:
         if name not in taken:

@@ -99,6 +99,7 @@ class Pipeline:
             sums_replicated=self._parallel.splits_sequence,
             dtype=self._dtype,
             store=self.store,
+            is_whole=config.optimizer.rule.takes_whole,
         )
         self._tied = self._share_matrix()
         outputs = self._outputs(layout.microbatch_size)

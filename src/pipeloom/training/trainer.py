@@ -125,9 +125,8 @@ class Trainer:
         self._data = data
         self._folder = folder
         self._pipeline = Pipeline(config, world)
-        decayed, plain = self._pipeline.data_parallel.optimizer_parts()
         is_whole = self._pipeline.store is None  # swapped stages get their optimizer state one by one
-        self._optimizer = make_optimizer(config.optimizer, decayed, plain, begins=is_whole)
+        self._optimizer = make_optimizer(config.optimizer, self._pipeline.data_parallel.parts, begins=is_whole)
         self._updates = self._make_updates()
         self._checkpoints = Checkpoints(
             config, world, self._pipeline, self._optimizer, folder.path, tokenizer=data.tokenizer

@@ -230,14 +230,26 @@ class Checkpoints:
                         continue  # replicated over tensor-parallel ranks; the first one writes it
                     own = values[start - begin : end - begin]
                     found[prefix + name] = Elements(own, here.whole, here.begin, part, first)
+            if index == 0:
+                for key, held in self._of_matrices(weights):
+                    values, shape = held if self._store is None else self._store.at_rest(held), tuple(held.shape)
+                    found[key] = Elements(values.view(-1), shape, (0,) * len(shape), shape, 0)
         return found
 
     def _buffers(self, weights: StageWeights) -> Iterator[tuple[str, Tensor, int]]:
         """Flat tensors of a stage's shard: prefix of their keys, tensor, index of its first element in the stage."""
         yield MODEL, weights.shard, weights.begin
         for part in weights.parts:
-            for name in self._config.optimizer.rule.state:
-                yield _prefix(name), self._optimizer.state[part.parameter][name], part.begin
+            if part.name is None:
+                for name in self._config.optimizer.rule.state:
+                    yield _prefix(name), self._optimizer.state[part.parameter][name], part.begin
+
+    def _of_matrices(self, weights: StageWeights) -> Iterator[tuple[str, Tensor]]:
+        """State of the parameters that the optimizer updates as whole matrices, by key, in the shape that it has."""
+        for part in weights.parts:
+            if part.name is not None:
+                for name in self._config.optimizer.rule.state_shapes(part.name, tuple(part.parameter.shape)):
+                    yield _prefix(name) + part.name, self._optimizer.state[part.parameter][name]
 
 
 def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, tokens: int) -> CheckpointInfo:
@@ -269,13 +281,15 @@ def check_resumable(config: RunConfig) -> None:
     ]
     metadata = CheckpointReader(path).read_metadata()
     stored = {key.split(".")[1] for key in metadata.state_dict_metadata if key.startswith(_STATE)}
-    if stored != {*optimizer.rule.state}:
-        has, wants = (", ".join(sorted(names)) or "nothing" for names in (stored, optimizer.rule.state))
+    expected = expected_shapes(config)
+    wanted = {key.split(".")[1] for key in expected if key.startswith(_STATE)}
+    if stored != wanted:
+        has, wants = (", ".join(sorted(names)) or "nothing" for names in (stored, wanted))
         raise UserError(
             f"the checkpoint {path} is of another optimizer: its state is {has}, that of optimizer.name "
             f"{optimizer.name} is {wants}; use the optimizer that wrote it"
         )
-    problems += differences(expected_shapes(config), metadata)
+    problems += differences(expected, metadata)
     if not problems:
         return
     run = run_of(path)
@@ -294,9 +308,12 @@ def new_order(config: RunConfig, data: Data, info: CheckpointInfo) -> list[str]:
 def expected_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor in a checkpoint of a resolved run, by key; on any rank, without communication."""
     model = stage_of(config, range(config.model.num_layers + 2), "meta")
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    prefixes = [MODEL, *map(_prefix, config.optimizer.rule.state)]
-    return {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
+    found: dict[str, tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters():
+        found[MODEL + name] = shape = tuple(parameter.shape)
+        states = config.optimizer.rule.state_shapes(name, shape)
+        found |= {_prefix(key) + name: its_shape for key, its_shape in states.items()}
+    return found
 
 
 def _prefix(name: str) -> str:
