@@ -262,7 +262,7 @@ def test_a_run_is_killed_while_it_starts_and_while_it_trains_and_the_next_one_go
     with started(finished, run.name, *words):
         wait_until((run / ".starting" / "schedule.txt").exists)
     killed = contents(run)
-    if len(metrics(run)) == 6:  # or else the first step was faster than the kill
+    if "summary.json" in killed:  # the first step, which removes it before anything else, may be faster than the kill
         assert {name: killed[name] for name in before} == before
     (left,) = place.glob("pipeloom-*")
 
