@@ -1,12 +1,14 @@
 """Megatron-LM: flags where it can express the run, and every reason where it cannot."""
 
+import re
+
 import pytest
 from launch_runs import command_of, reasons_of, run_of, values_of, written_for
 
 from pipeloom.export import text
 from pipeloom.export.megatron import layer_layout
 from pipeloom.export.megatron_order import is_megatrons
-from pipeloom.families import make_schedule
+from pipeloom.families import FAMILIES, Rows, backward, family, forward, make_schedule
 
 
 def command(folder, **sections):
@@ -225,6 +227,38 @@ def test_what_megatron_cannot_express_is_refused(tmp_path, name):
     (reason,) = reasons_of("megatron", tmp_path, **sections)
     assert reason.startswith(words)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", sorted(name for name, family in FAMILIES.items() if family.has_backward))
+def test_a_family_that_megatron_does_not_run_is_refused_for_its_own_reason(tmp_path, name):
+    known = FAMILIES[name]
+    layout = {"loops": known.loops or (2 if known.is_looped else 1), "pp": 2, "num_microbatches": 8}
+    if name in ("1f1b", "breadth-first", "depth-first", "hybrid"):
+        written_for("megatron", tmp_path, layout=layout, schedule={"family": name})
+        return
+    (reason,) = reasons_of("megatron", tmp_path, layout=layout, schedule={"family": name})
+    assert reason.startswith(f"schedule.family {name} ")
+    assert ("splits backwards" if known.splits_backward else "runs one stage on each rank as 1F1B") in reason
+    for suggested in re.split(", | or ", reason.rpartition("; use ")[2]):
+        written_for("megatron", tmp_path, layout=layout, schedule={"family": suggested})
+
+
+def test_the_order_of_another_package_is_not_a_matter_of_groups(tmp_path):
+    @family("all-forwards", is_looped=True)
+    def all_forwards(request):
+        """All forwards of a rank, then its backwards in reverse order."""
+        rows = []
+        for rank in range(request.placement.num_ranks):
+            pairs = [(stage, m) for stage in request.local_stages(rank) for m in range(request.num_microbatches)]
+            rows.append([forward(*pair) for pair in pairs] + [backward(*pair) for pair in reversed(pairs)])
+        return Rows(rows, [len(row) // 2 for row in rows])
+
+    try:
+        layout = {"pp": 2, "loops": 2, "num_microbatches": 4}
+        (reason,) = reasons_of("megatron", tmp_path, layout=layout, schedule={"family": "all-forwards"})
+    finally:
+        FAMILIES.remove("all-forwards")
+    assert reason.startswith("schedule.family all-forwards: Megatron-LM does not run this order; use breadth-first")
 
 
 def test_all_reasons_come_at_once(tmp_path):

@@ -15,6 +15,7 @@ from pipeloom.export.job import Draft, Job, Need, Target, variable
 from pipeloom.export.megatron_order import group_problems, is_megatrons
 from pipeloom.export.text import Flag, bash_array, body, comment, flag
 from pipeloom.export.torchrun import about_ranks, script_of, start_of
+from pipeloom.schedule import Kind
 from pipeloom.workload.model_families import MODELS
 
 SCRIPT = "megatron.sh"
@@ -32,6 +33,8 @@ _FLAGS = {
     "training.steps": "--train-iters",
 }
 """Hyperparameter -> flag of Megatron-LM; text and tokenizer are in DATA."""
+_ITS_FAMILIES = {False: "1f1b", True: "breadth-first, depth-first or hybrid"}
+"""Whether a rank has several stages -> families whose order Megatron-LM runs (of ``breadth-first`` the forwards)."""
 
 
 def _problems(job: Job) -> list[str]:
@@ -55,23 +58,30 @@ def _group_size(job: Job) -> int:
 
 
 def _order_problems(job: Job) -> list[str]:
-    layout, schedule = job.config.layout, job.config.schedule
+    layout, schedule, choice = job.config.layout, job.config.schedule, job.config.choice()
     if layout.pp == 1:
         return job.accumulation_problems("Megatron-LM")
-    if layout.loops == 1:
-        is_same = is_megatrons(job.order, 1, layout.num_microbatches, layout.num_microbatches)
-        what = f"schedule.family {schedule.family} with layout.loops 1"
-        return [] if is_same else [f"{what}: Megatron-LM runs one stage on each rank as 1F1B; use 1f1b"]
-    found = group_problems(layout.pp, layout.num_microbatches, _group_size(job))
-    placement = job.config.choice().placement_name
-    if placement != "looped":
-        found.append(f"schedule.placement {placement}: Megatron-LM has looped placement only; use looped")
-    elif not found and schedule.family != "breadth-first" and not _is_same_order(job):
+    what, placement = f"schedule.family {schedule.family}", choice.placement_name
+    instead = f"use {_ITS_FAMILIES[layout.loops > 1]}"
+    splits = any(action.kind is Kind.BACKWARD_INPUT for row in job.order for action in row)
+    found: list[str] = []
+    if splits:
         found.append(
-            f"schedule.family {schedule.family}: layout.num_microbatches {layout.num_microbatches} is not a multiple "
-            f"of the group size {_group_size(job)}; Megatron-LM runs the rest as a last group, pipeloom distributes it"
+            f"{what} splits backwards into input and weight gradients; Megatron-LM runs whole backwards; {instead}"
         )
-    return found
+    elif layout.loops > 1:
+        found += group_problems(layout.pp, layout.num_microbatches, _group_size(job))
+    # The own placement of a family that is refused is no further reason.
+    if placement != "looped" and (schedule.placement is not None or not splits):
+        found.append(f"schedule.placement {placement}: Megatron-LM has looped placement only; use looped")
+    if found or _is_same_order(job) or (schedule.family == "breadth-first" and layout.loops > 1):
+        return found
+    if layout.loops == 1:
+        return [f"{what} with layout.loops 1: Megatron-LM runs one stage on each rank as 1F1B; {instead}"]
+    rest = f"{what}: layout.num_microbatches {layout.num_microbatches} is not a multiple of the group size"
+    rest = f"{rest} {_group_size(job)}; Megatron-LM runs the rest as a last group, pipeloom distributes it"
+    has_rest = layout.num_microbatches % _group_size(job) > 0
+    return [rest if has_rest else f"{what}: Megatron-LM does not run this order; {instead}"]
 
 
 def _is_same_order(job: Job) -> bool:
