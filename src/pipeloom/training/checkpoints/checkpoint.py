@@ -308,9 +308,9 @@ def new_order(config: RunConfig, data: Data, info: CheckpointInfo) -> list[str]:
 def expected_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor in a checkpoint of a resolved run, by key; on any rank, without communication."""
     model = stage_of(config, range(config.model.num_layers + 2), "meta")
-    found: dict[str, tuple[int, ...]] = {}
-    for name, parameter in model.named_parameters():
-        found[MODEL + name] = shape = tuple(parameter.shape)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found = {MODEL + name: shape for name, shape in shapes.items()}
+    for name, shape in shapes.items():
         states = config.optimizer.rule.state_shapes(name, shape)
         found |= {_prefix(key) + name: its_shape for key, its_shape in states.items()}
     return found
