@@ -20,6 +20,7 @@ from pipeloom.cli import main
 SIZES = ["--model.num-layers", "4", "--model.hidden-size", "16", "--model.num-heads", "2", "--data.seq-len", "8"]
 LAYOUT = ["--layout.pp", "2", "--layout.loops", "2", "--layout.num-microbatches", "4"]
 pytestmark = pytest.mark.timeout(300)  # the first test also waits for the run that all of them use
+STEPS = ["--training.steps", "6", "--checkpoint.every", "2", "--training.validate-every", "3"]
 OTHER = ["--layout.pp", "1", "--layout.dp", "2", "--layout.shard", "full", "--layout.num-microbatches", "2"]
 
 
@@ -80,8 +81,7 @@ def finished(tmp_path_factory):
     """A folder with a run of six steps, and checkpoints after the second, the fourth and the last."""
     folder = tmp_path_factory.mktemp("resume")
     write_text(folder)
-    words = ["--training.steps", "6", "--checkpoint.every", "2", "--training.validate-every", "3"]
-    done = train(folder, "run", *LAYOUT, *words)
+    done = train(folder, "run", *LAYOUT, *STEPS)
     assert done.returncode == 0, done.stderr
     assert f"`--checkpoint.resume {folder / 'run'}` goes on, with any layout" in done.stdout
     return folder
@@ -319,7 +319,7 @@ def test_a_run_killed_after_its_last_step_is_finished_by_going_on(finished):
     for name in ends:
         (run / name).unlink()
     (run / ".summary.json.part").touch()
-    words = [*LAYOUT, "--training.steps", "6", "--checkpoint.every", "2", "--checkpoint.resume"]
+    words = [*LAYOUT, *STEPS, "--checkpoint.resume"]
     done = train(finished, run.name, *words, str(run))
     assert done.returncode == 0, done.stderr
     assert "all steps are done, only validation, sample and report are left" in done.stdout
@@ -333,7 +333,9 @@ def test_a_run_killed_after_its_last_step_is_finished_by_going_on(finished):
     assert one.pop("live_bytes") != []
     assert other == pytest.approx(one)
 
-    done = train(finished, "end only", *words, str(run), "--training.validation-batches", "0")
+    done = train(
+        finished, "end only", *LAYOUT, *STEPS[:4], "--checkpoint.resume", str(run), "--training.validation-batches", "0"
+    )
     assert done.returncode == 0, done.stderr
     assert "step time         not measured" in done.stdout
     summary = json.loads((finished / "end only" / "summary.json").read_text())
