@@ -88,9 +88,7 @@ def run(words: list[str]) -> int:
             _print_text(other[0], other[1].schedule, other[1].lines(), is_whole=form == "text")
     if options.plot is not None:
         panels = [(title, outcome), *([] if other is None else [other])]
-        traces = {
-            f"{name}; bubble {one.figures['bubble_fraction']:.1%}": one.trace for name, one in panels
-        }
+        traces = {f"{name}; bubble {one.figures['bubble_fraction']:.1%}": one.trace for name, one in panels}
         # Standard output is the data of another program with these forms.
         _draw(options.plot, traces, sys.stderr if form in ("json", "torch-csv") else sys.stdout)
         for name in (options.family, options.beside):
