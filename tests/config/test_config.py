@@ -11,6 +11,7 @@ import pytest
 
 from pipeloom.config import RunConfig, find_problems, run, sections, to_dict
 from pipeloom.workload import layout as layout_module
+from pipeloom.workload.optimizers import OPTIMIZERS, Matrices
 
 SECTIONS = get_type_hints(RunConfig)
 
@@ -392,3 +393,14 @@ def test_lengths_of_slices(wanted, tp, lengths):
     layout = changed(layout__token_slices=wanted, layout__tp=tp).layout
     assert layout.slice_lengths(128) == lengths
     assert layout.num_slices == len(lengths)
+
+
+def test_whole_matrices_are_not_divided_by_tensor_parallelism(monkeypatch):
+    rule = replace(OPTIMIZERS["sgd"], matrices=Matrices(takes=lambda name, shape: True, state={}))
+    monkeypatch.setattr(sections.OptimizerConfig, "rule", rule)
+    assert find_problems(changed(layout__tp=1)) == []
+    (problem,) = find_problems(changed(layout__tp=2))
+    assert (
+        problem
+        == "optimizer.name adamw updates whole matrices, which layout.tp 2 divides between ranks; set layout.tp 1"
+    )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from families import SOME, fitting
 from in_process import Post
-from replicas import Cluster, adamw, cluster_of
+from replicas import Cluster, adamw, cluster_of, parts_of
 from torch import nn
 from toy import WIDTH, objective
 
@@ -30,7 +30,7 @@ def plain_steps(toy):
     """Gradients of every step, and the parameters after the last, of one process without any of this."""
     modules = toy.modules()
     named = {(stage, name): p for stage, m in enumerate(modules) for name, p in m.named_parameters()}
-    optimizer = adamw([p for p in named.values() if p.ndim >= 2], [p for p in named.values() if p.ndim < 2])
+    optimizer = adamw(parts_of(named.values()))
     gradients = []
     for _ in range(STEPS):
         optimizer.zero_grad()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from families import SOME, fitting
 from gloo import differences_over_gloo
-from replicas import adamw, cluster_of
+from replicas import adamw, cluster_of, parts_of
 from small_run import small_run
 from torch import nn
 from toy import WIDTH, objective
@@ -31,7 +31,7 @@ def test_the_module_computes_narrow_and_the_optimizer_updates_wide(level):
     module, weights = narrow(level, num_shards=1 if level == "none" else 2)
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
     assert weights.whole.dtype == torch.bfloat16
-    parts = [part for parts in weights.optimizer_parts() for part in parts]
+    parts = [part.parameter for part in weights.parts]
     assert {t.dtype for part in parts for t in (part, part.grad)} == {torch.float32}
     assert weights.copy_bytes == 4 * weights.shard.numel()
     assert weights.weights_bytes == weights.whole.untyped_storage().nbytes() == (0 if level == "full" else 2 * 40)
@@ -57,7 +57,7 @@ def test_in_one_type_nothing_is_held_twice():
 
 def test_updates_that_bfloat16_would_lose_add_up():
     module, weights = narrow(module=nn.Linear(1, 1, bias=False))
-    (decayed,), _ = weights.optimizer_parts()
+    (decayed,) = [part.parameter for part in weights.parts]
     with torch.no_grad():
         decayed.fill_(1.0)
     weights.refresh()
@@ -90,7 +90,7 @@ def wide_steps(toy, num_steps):
     """Losses and parameters of one process in float32, from the same weights and inputs."""
     modules = toy.modules()
     named = {(stage, name): p for stage, m in enumerate(modules) for name, p in m.named_parameters()}
-    optimizer = adamw([p for p in named.values() if p.ndim >= 2], [p for p in named.values() if p.ndim < 2])
+    optimizer = adamw(parts_of(named.values()))
     losses = []
     for _ in range(num_steps):
         optimizer.zero_grad()

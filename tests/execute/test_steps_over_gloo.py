@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 import torch._dynamo  # imported once here, not once in every process
+from replicas import parts_of
 from small_run import small_run
 
 from pipeloom.config import ModelConfig, OptimizerConfig, ScheduleConfig
@@ -37,7 +38,7 @@ LAYOUTS = [
 def steps_of(config, world, data):
     """On rank 0 the whole gradients of each step."""
     pipeline, found = Pipeline(config, world), []
-    optimizer = make_optimizer(OPTIMIZER, *pipeline.data_parallel.optimizer_parts())
+    optimizer = make_optimizer(OPTIMIZER, pipeline.data_parallel.parts)
     slices = world.gather(pipeline.slices())
     for step in range(STEPS):
         result = pipeline.train_step(pipeline.batch(data.train.batch(step, config.layout.batch_size)))
@@ -65,8 +66,7 @@ def plain_steps(config, data):
     sizes = {"max_positions": config.data.seq_len, "seed": 0, "dtype": torch.float64, "device": "cpu"}
     model = build_stage(config.model, range(config.model.num_layers + 2), **sizes)
     named = dict(model.named_parameters())
-    decayed = [p for p in named.values() if p.ndim >= 2]
-    optimizer = make_optimizer(OPTIMIZER, decayed, [p for p in named.values() if p.ndim < 2])
+    optimizer = make_optimizer(OPTIMIZER, parts_of(named.values()))
     found = []
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -15,7 +15,7 @@ def stage():
 def test_what_decays_comes_first_and_the_end_is_filled_up():
     order = FlatOrder.of(stage().named_parameters(), 4)
     assert list(order.shapes) == ["1.weight", "2.weight", "0.weight", "0.bias", "1.bias", "2.bias"]
-    assert order.num_decayed == 15 + 10
+    assert [place.decays for place in order.places] == [True, True, False, False, False, False]
     assert order.size == 40  # 38 elements
 
 
@@ -29,24 +29,38 @@ def test_shards_together_are_the_parameters_and_each_element_decays_as_its_param
     assert all(torch.equal(whole[name], parameter) for name, parameter in expected.items())
     marks = torch.zeros(order.size, dtype=torch.float64)
     for one in shards:
-        decayed, plain = one.optimizer_parts()
-        assert sum(part.numel() for part in decayed + plain) == one.shard.numel()
+        assert sum(part.parameter.numel() for part in one.parts) == one.shard.numel()
         with torch.no_grad():
-            for part in decayed:
-                part.fill_(1.0)
-            for part in plain:
-                part.fill_(2.0)
+            for part in one.parts:
+                part.parameter.fill_(1.0 if part.decays else 2.0)
     marks = order.views(torch.cat([one.shard for one in shards]))
     for name, parameter in expected.items():
         assert marks[name].unique().tolist() == [1.0 if parameter.ndim == 2 else 2.0]
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 7])
+@pytest.mark.parametrize("matrices", [("1.weight",), ("2.weight", "1.weight")])
+def test_whole_matrices_are_in_one_shard_and_nothing_is_lost(num_shards, matrices):
+    expected = dict(stage().named_parameters())
+    takes = lambda name, shape: name in matrices  # noqa: E731
+    shards = [StageWeights(stage(), "full", num_shards, index, is_whole=takes) for index in range(num_shards)]
+    order = shards[0].order
+    assert order.size == num_shards * shards[0].shard.numel()
+    views = order.views(torch.cat([one.shard for one in shards]))
+    assert all(torch.equal(views[name], parameter) for name, parameter in expected.items())
+    whole = {part.name: part for one in shards for part in one.parts if part.name is not None}
+    assert {*whole} == {*matrices}
+    assert all(torch.equal(part.parameter, expected[name]) for name, part in whole.items())
+    assert all(part.parameter.grad.shape == expected[name].shape for name, part in whole.items())
+    assert sum(part.parameter.numel() for one in shards for part in one.parts) == order.size
 
 
 def test_without_sharding_the_optimizer_works_on_the_weights_that_compute():
     module = stage()
     weights = StageWeights(module, "none", 1, 0)
     with torch.no_grad():
-        for part in [part for parts in weights.optimizer_parts() for part in parts]:
-            part.fill_(7.0)
+        for part in weights.parts:
+            part.parameter.fill_(7.0)
     assert all((parameter == 7.0).all() for parameter in module.parameters())
 
 

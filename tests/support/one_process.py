@@ -87,8 +87,8 @@ class OneProcess:
 
     def _optimizer(self, pipeline):
         """As the trainer makes it."""
-        parts, store = pipeline.data_parallel.optimizer_parts(), pipeline.store
-        optimizer = make_optimizer(self.config.optimizer, *parts, begins=store is None)
+        parts, store = pipeline.data_parallel.parts, pipeline.store
+        optimizer = make_optimizer(self.config.optimizer, parts, begins=store is None)
         if store is not None:
             deferred = defers_updates(pipeline.schedule.rows[0])
             weights = pipeline.data_parallel.weights

@@ -12,6 +12,7 @@ from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.parts.messages import Messages
 from pipeloom.execute.stages.stage import Stage
+from pipeloom.execute.stages.weights import FlatPart
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_data_parallel, exchanges, lower
 from pipeloom.training.optimizer import make_optimizer
@@ -53,7 +54,7 @@ class Cluster:
                     clock=Clock(),
                 )
             )
-        self.optimizers = [adamw(*parallel.optimizer_parts()) for parallel in self.parallel]
+        self.optimizers = [adamw(parallel.parts) for parallel in self.parallel]
 
     def step(self):
         """One step of training; the results by rank."""
@@ -90,5 +91,10 @@ def cluster_of(layout, family="breadth-first", *, gradient_buffers=None, residen
     return Cluster(layout, add_data_parallel(lower(make_schedule(family, **choice)), *added), dtype)
 
 
-def adamw(decayed, plain):
-    return make_optimizer(OptimizerConfig(lr=0.05, weight_decay=0.3), decayed, plain)
+def adamw(parts):
+    return make_optimizer(OptimizerConfig(lr=0.05, weight_decay=0.3), parts)
+
+
+def parts_of(parameters):
+    """What an optimizer updates in a module that is not distributed."""
+    return [FlatPart(parameter, 0, parameter.ndim >= 2) for parameter in parameters]

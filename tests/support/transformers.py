@@ -5,7 +5,7 @@ from functools import cache, partial
 
 import torch
 from in_process import Neighborhood, Post, blocking_groups_in_process, groups_in_process, play_in_process
-from replicas import adamw
+from replicas import adamw, parts_of
 
 from pipeloom.config import ModelConfig
 from pipeloom.execute.clock import Clock
@@ -73,7 +73,7 @@ def plain_steps(model, num_steps):
     """Gradients of every step, and the parameters after the last, of one process."""
     whole = model.whole()
     named = dict(whole.named_parameters())
-    optimizer = adamw([p for p in named.values() if p.ndim >= 2], [p for p in named.values() if p.ndim < 2])
+    optimizer = adamw(parts_of(named.values()))
     gradients = []
     for _ in range(num_steps):
         optimizer.zero_grad()
@@ -105,7 +105,7 @@ class TransformerCluster:
             self.parallel.append(DataParallel(schedule, modules, layout.shard, groups, lane, **shared))
             self.tied.append(self._tied(self.parallel[-1].weights, self.teams[rank]) if tied else None)
             self.executors.append(self.executor(rank, schedule))
-        self.optimizers = [adamw(*parallel.optimizer_parts()) for parallel in self.parallel]
+        self.optimizers = [adamw(parallel.parts) for parallel in self.parallel]
 
     def _tied(self, weights, team):
         last = self.schedule.num_stages - 1

@@ -8,7 +8,7 @@ from torch import nn
 
 from pipeloom.config import OptimizerConfig
 from pipeloom.execute.stages.clipping import clip_gradients, squared_gradient_norm
-from pipeloom.execute.stages.weights import StageWeights
+from pipeloom.execute.stages.weights import FlatPart, StageWeights
 from pipeloom.training.optimizer import learning_rate, make_optimizer
 from pipeloom.workload.optimizers import OPTIMIZERS
 
@@ -29,7 +29,7 @@ def test_a_run_shorter_than_its_warm_up_only_warms_up():
 
 def test_only_matrices_decay():
     stage = StageWeights(nn.Linear(3, 2), "none", 1, 0)
-    optimizer = make_optimizer(OptimizerConfig(weight_decay=0.3), *stage.optimizer_parts())
+    optimizer = make_optimizer(OptimizerConfig(weight_decay=0.3), stage.parts)
     decays = {p.numel(): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decays == {3 * 2: 0.3, 2: 0.0}
 
@@ -42,7 +42,7 @@ def test_an_update_of_pieces_is_that_of_the_whole_and_changes_its_state_in_place
     results = []
     for cuts in ((6,), (2, 4)):
         parts = [nn.Parameter(part.clone()) for part in values.split(cuts)]
-        optimizer = make_optimizer(config, parts, [])
+        optimizer = make_optimizer(config, [FlatPart(part, 0, decays=True) for part in parts])
         begun = [{key: optimizer.state[part][key] for key in config.rule.state} for part in parts]
         for gradient in gradients:
             for part, its in zip(parts, gradient.split(cuts), strict=True):

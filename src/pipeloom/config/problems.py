@@ -76,6 +76,7 @@ _NEEDS: dict[str, tuple[_Need, ...]] = {
     "schedule.balance": (_PIPELINE,),
     "schedule.activation_budget": (("balance or offload", lambda run: run.schedule.balance or run.schedule.offload),),
     "schedule.swap_folder": (("schedule.device_budget", lambda run: run.schedule.device_budget is not None),),
+    "training.validate_every": (("training.validation_batches", lambda run: run.training.validation_batches > 0),),
     "training.compile_backend": (("training.compile", lambda run: run.training.compile),),
     "training.run_ahead": (("training.device cuda", lambda run: run.training.device == "cuda"),),
 }
@@ -299,6 +300,9 @@ def optimizer_problems(config: RunConfig) -> Problems:
     if wrong:
         yield f"optimizer.settings must be texts such as name=0.5, found {' '.join(map(repr, wrong))}"
         return
+    if optimizer.rule.matrices is not None and config.layout.tp > 1:
+        whole = f"optimizer.name {optimizer.name} updates whole matrices"
+        yield f"{whole}, which layout.tp {config.layout.tp} divides between ranks; set layout.tp 1"
     taken = optimizer.rule.settings
     for name in optimizer.given:
         if name not in taken:

@@ -132,7 +132,7 @@ class _Measurement:
         weights = {setting: self._add_stages(*setting) for setting in product(request.tp, request.recompute)}
         first = weights[request.tp[0], request.recompute[0]]
         self._updates = [
-            Update(request.make_optimizer, request.clip_grad_norm, first[part].optimizer_parts(), world)
+            Update(request.make_optimizer, request.clip_grad_norm, first[part].parts, world)
             for part in ("one layer", "layers")
         ]
         for update in self._updates:

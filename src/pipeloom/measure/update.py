@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor, nn
 
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.clipping import clip_gradients, squared_gradient_norm
+from pipeloom.execute.stages.weights import FlatPart
 
-MakeOptimizer = Callable[[list[nn.Parameter], list[nn.Parameter]], torch.optim.Optimizer]
-"""(parameters with weight decay, parameters without) -> optimizer of a run."""
+MakeOptimizer = Callable[[list[FlatPart]], torch.optim.Optimizer]
+"""What is updated -> optimizer of a run."""
 
 
 class Update:
@@ -18,23 +18,21 @@ class Update:
     Args:
         make: makes the optimizer.
         clip_grad_norm: limit of the gradient norm.
-        parts: parameters with weight decay, and those without; they stay unchanged.
+        parts: what is updated; they stay unchanged.
         world: this process and the others.
 
     Attributes:
         size: number of parameters.
     """
 
-    def __init__(
-        self, make: MakeOptimizer, clip_grad_norm: float, parts: Iterable[Iterable[Tensor]], world: World
-    ) -> None:
+    def __init__(self, make: MakeOptimizer, clip_grad_norm: float, parts: Iterable[FlatPart], world: World) -> None:
         self._limit, self._world = clip_grad_norm, world
-        decayed, plain = ([nn.Parameter(torch.zeros_like(p)) for p in part] for part in parts)
-        self._copies = [*decayed, *plain]
+        copies = [part.with_tensor(torch.zeros_like(part.parameter)) for part in parts]
+        self._copies = [part.parameter for part in copies]
         self._gradients = [torch.empty_like(copy) for copy in self._copies]
         for copy, gradient in zip(self._copies, self._gradients, strict=True):
             copy.grad = gradient
-        self._optimizer = make(decayed, plain)
+        self._optimizer = make(copies)
         self.size = sum(copy.numel() for copy in self._copies)
 
     def fill_gradients(self) -> None:

@@ -6,16 +6,18 @@ A step updates all parameters at once, or stage by stage if stages are swapped; 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeloom.config import OptimizerConfig
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.clipping import clip_gradients, gradient_norms, squared_gradient_norm, squared_norm
 from pipeloom.execute.stages.stage_store import StageStore
-from pipeloom.execute.stages.weights import StageWeights
+from pipeloom.execute.stages.weights import FlatPart, StageWeights
 from pipeloom.measure.stopwatch import median_seconds
 from pipeloom.measure.update import Update
 from pipeloom.schedule.stage_swaps import Content
@@ -33,36 +35,40 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     return peak * (config.lr_min_fraction + (1 - config.lr_min_fraction) * cosine)
 
 
-def make_optimizer(
-    config: OptimizerConfig, decayed: Sequence[nn.Parameter], plain: Sequence[nn.Parameter], *, begins: bool = True
-) -> torch.optim.Optimizer:
+def make_optimizer(config: OptimizerConfig, parts: Sequence[FlatPart], *, begins: bool = True) -> torch.optim.Optimizer:
     """Make the optimizer of a run.
 
     Args:
         config: its rule and settings.
-        decayed: parameters with weight decay.
-        plain: parameters without.
+        parts: what it updates.
         begins: whether the state is created here; otherwise by ``begin_state``.
     """
-    settings = config.values
+    settings, rule = config.values, config.rule
     decay = settings.pop("weight_decay", None)
-    groups = [
-        {"params": list(parameters), **({} if decay is None else {"weight_decay": share * decay})}
-        for parameters, share in ((decayed, 1.0), (plain, 0.0))
-        if parameters
-    ]
-    optimizer = config.rule.make(groups, lr=config.known_lr, **settings)
+    groups: list[dict[str, Any]] = []
+    for is_matrix, decays in product((False, True), (True, False)):
+        if found := [part.parameter for part in parts if (part.name is not None, part.decays) == (is_matrix, decays)]:
+            groups.append({"params": found})
+            if decay is not None:
+                groups[-1]["weight_decay"] = decay if decays else 0.0
+            if rule.matrices is not None:
+                groups[-1]["is_matrix"] = is_matrix
+    optimizer = rule.make(groups, lr=config.known_lr, **settings)
     if begins:
-        begin_state(optimizer, config, [*decayed, *plain])
+        begin_state(optimizer, config, parts)
     return optimizer
 
 
-def begin_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig, parameters: Iterable[Tensor]) -> None:
-    """Create the initial optimizer state of parameters, which PyTorch's optimizers create in their first step."""
-    for parameter in parameters:
-        optimizer.state[parameter] = {
+def begin_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig, parts: Iterable[FlatPart]) -> None:
+    """Create the initial optimizer state of parts, which PyTorch's optimizers create in their first step."""
+    for part in parts:
+        shape = tuple(part.parameter.shape)
+        shapes = dict.fromkeys(config.rule.state, shape)
+        if part.name is not None:
+            shapes = config.rule.state_shapes(part.name, shape)
+        optimizer.state[part.parameter] = {
             "step": torch.zeros((), dtype=torch.get_default_dtype()),
-            **{name: torch.zeros_like(parameter) for name in config.rule.state},
+            **{name: part.parameter.new_zeros(shape) for name, shape in shapes.items()},
         }
 
 
@@ -76,8 +82,7 @@ class WholeUpdates:
 
     def __init__(self, config: OptimizerConfig, optimizer: torch.optim.Optimizer, data_parallel: DataParallel) -> None:
         self._config, self._optimizer, self._data_parallel = config, optimizer, data_parallel
-        decayed, plain = data_parallel.optimizer_parts()
-        self._parameters = [*decayed, *plain]
+        self._parameters = [part.parameter for part in data_parallel.parts]
 
     def begin_step(self, lr: float) -> None:
         """Set the learning rate of the step; called before the pipeline."""
@@ -106,8 +111,8 @@ class WholeUpdates:
             pipeline, of the slowest rank: gradient norm, clipping and optimizer step, timed on copies on all ranks at
             once.
         """
-        parts = self._data_parallel.optimizer_parts()
-        update = Update(partial(make_optimizer, self._config), self._config.clip_grad_norm, parts, world)
+        make = partial(make_optimizer, self._config)
+        update = Update(make, self._config.clip_grad_norm, self._data_parallel.parts, world)
 
         def before() -> None:
             update.fill_gradients()
@@ -148,9 +153,10 @@ class StageUpdates:
         self._squares = 0.0
         for stage, one in weights.items():
             for part in one.parts:
-                begin_state(optimizer, config, [part.parameter])
-                for name in config.rule.state:
-                    store.add(stage, Content.STATE, optimizer.state[part.parameter][name])
+                begin_state(optimizer, config, [part])
+                for name, tensor in optimizer.state[part.parameter].items():
+                    if name != "step":  # a scalar
+                        store.add(stage, Content.STATE, tensor)
                 assert part.parameter.grad is not None
                 self._gradients[part.parameter] = part.parameter.grad
                 # Detached, since an optimizer step updates every parameter that has a gradient.

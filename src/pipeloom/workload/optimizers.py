@@ -1,6 +1,7 @@
 """Optimizers by name: their settings and state; only ``make`` imports torch.
 
-An update must be elementwise: it runs on pieces of flat buffers, cut at shards and stages, not on matrices.
+An elementwise update runs on pieces of flat buffers, which shards cut anywhere. An optimizer that needs whole matrices
+declares which (``Matrices``); shards are then cut at their borders.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,6 +16,22 @@ SHARED = ("betas", "eps", "momentum", "weight_decay")
 """Settings with a field in the section ``optimizer`` of a run file; an optimizer may take any of them."""
 
 
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrices:
+    """The parameters that an optimizer updates as whole matrices, such as those of Muon or Adafactor.
+
+    Attributes:
+        takes: (name in the whole model, shape) -> whether the parameter is one; the same on every rank.
+        state: key of ``optimizer.state[parameter]`` -> (shape of the parameter) -> shape of the state's tensor.
+    """
+
+    takes: Callable[[str, Shape], bool]
+    state: Mapping[str, Callable[[Shape], Shape]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """An optimizer.
@@ -25,13 +42,26 @@ class Optimizer:
         state: keys of ``optimizer.state[parameter]`` whose tensors have the parameter's shape. They must begin as zeros
             and be changed in place, since swaps of stages move them; a scalar ``step`` is allowed beside them.
         make: ``(groups, lr=..., **settings)`` -> a ``torch.optim.Optimizer`` whose step skips parameters without
-            gradient.
+            gradient. With ``matrices``, each group has a bool ``is_matrix``.
+        matrices: what is updated as whole matrices, whose state is not ``state``; ``None`` if the update is
+            elementwise. Predictions count ``state`` for matrices, too.
     """
 
     summary: str
     settings: Mapping[str, Setting]
     state: tuple[str, ...]
     make: Callable[..., Any]
+    matrices: Matrices | None = None
+
+    def takes_whole(self, name: str, shape: Shape) -> bool:
+        """Whether it updates a parameter, by its name in the whole model, as a whole matrix."""
+        return self.matrices is not None and self.matrices.takes(name, shape)
+
+    def state_shapes(self, name: str, shape: Shape) -> dict[str, Shape]:
+        """Key -> shape of the state's tensors of a parameter, by its name in the whole model."""
+        if self.matrices is not None and self.matrices.takes(name, shape):
+            return {key: of(shape) for key, of in self.matrices.state.items()}
+        return dict.fromkeys(self.state, shape)
 
     @property
     def state_bytes(self) -> int:

@@ -20,6 +20,7 @@ from checkpoint_files import without_hashes
 from small_run import small_run
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from whole_matrices import NAME
 
 from pipeloom.checkpoint.checkpoint_folder import (
     FOLDER,
@@ -98,6 +99,7 @@ def losses(folder):
 
 TIED = ("one rank", "linear", "tensor, full")
 NARROW = ("one rank", "full")
+MATRICES = ("one rank", "full", "gradients", "hybrid")
 CIRCLE = [(old, list(LAYOUTS)[(number + 3) % len(LAYOUTS)]) for number, old in enumerate(LAYOUTS)]
 """Each layout is read by another and reads another."""
 
@@ -113,13 +115,15 @@ def chains(tmp_path_factory):
         "plain": (LAYOUTS, CIRCLE, {}),
         "tied": (TIED, list(pairwise([*TIED, TIED[0]])), {"tied": True}),
         "narrow": (NARROW, list(product(NARROW, repeat=2)), {"dtype": "bfloat16"}),
+        "matrices": (MATRICES, list(pairwise([*MATRICES, MATRICES[0]])), {"optimizer": NAME}),
     }
 
     def run(kind, name, **checkpoint):
         config, changes = config_of(folder, name, **checkpoint), kinds[kind][2]
         model = replace(config.model, tied=changes.get("tied", False))
         dtype = changes.get("dtype", config.training.dtype)
-        return replace(config, model=model, training=replace(config.training, dtype=dtype))
+        optimizer = replace(config.optimizer, name=changes.get("optimizer", "adamw"))
+        return replace(config, model=model, optimizer=optimizer, training=replace(config.training, dtype=dtype))
 
     whole = {kind: {name: folder / kind / name for name in names} for kind, (names, _, _) in kinds.items()}
     train_all({path: run(kind, name, every=SAVED) for kind, one in whole.items() for name, path in one.items()})
@@ -146,7 +150,7 @@ def last(expected):
     return {step: expected[step] for step in range(SAVED + 1, STEPS + 1)}
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied"])
+@pytest.mark.parametrize("kind", ["plain", "tied", "matrices"])
 def test_a_run_goes_on_under_another_layout(chains, kind):
     whole, rest = chains[kind]
     expected = losses(whole["one rank"])
@@ -162,6 +166,15 @@ def test_a_tied_matrix_is_one_tensor_wherever_the_head_is(chains):
         keys = description(run)
         assert "model.embedding.tokens.weight" in keys
         assert not any("head.output" in key for key in keys)
+
+
+def test_the_state_of_whole_matrices_has_the_shape_that_the_optimizer_declares(chains):
+    for run in chains["matrices"][0].values():
+        found = {key: tuple(one.size) for key, one in description(run).items() if key.startswith("optimizer.")}
+        assert found["optimizer.mean.layers.0.attention.query.weight"] == (10, 10)
+        assert found["optimizer.rows.layers.0.attention.query.weight"] == (10,)
+        assert found["optimizer.momentum.embedding.tokens.weight"][1] == 10
+        assert "optimizer.momentum.layers.0.attention.query.weight" not in found
 
 
 def test_narrow_weights_go_on_from_the_wide_ones(chains):

@@ -13,7 +13,7 @@ from pipeloom.execute.communication.transport import UnderWay, finish
 from pipeloom.execute.lanes import Lane
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.stages.stage_store import StageStore
-from pipeloom.execute.stages.weights import StageWeights
+from pipeloom.execute.stages.weights import FlatPart, StageWeights, nothing_whole
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, COLLECTIVE_KINDS
 from pipeloom.schedule.stage_swaps import Content
@@ -84,6 +84,7 @@ class DataParallel(Part):
             that a reduction first sums them over the tensor-parallel ranks.
         dtype: in which the stages compute, where it is narrower than that of the modules, which the optimizer updates.
         store: holds the stages where they are swapped; ``None`` without swaps.
+        is_whole: (name, shape) -> whether the optimizer updates a parameter as a whole.
     """
 
     kinds = COLLECTIVE_KINDS
@@ -100,6 +101,7 @@ class DataParallel(Part):
         sums_replicated: bool = False,
         dtype: torch.dtype | None = None,
         store: StageStore | None = None,
+        is_whole: Callable[[str, tuple[int, ...]], bool] = nothing_whole,
     ) -> None:
         self._store = store
         self._groups = groups
@@ -117,6 +119,7 @@ class DataParallel(Part):
                 reduces_in_place=reduced.count(index) <= 1 and (level == "none" or schedule.gradient_buffers is None),
                 replicated=replicated(module),
                 dtype=dtype,
+                is_whole=is_whole,
             )
             if store is not None:
                 store.adopt(index, self.weights[index])
@@ -138,10 +141,10 @@ class DataParallel(Part):
         """Index of this rank among those that hold the same shards, and their number."""
         return self._groups.copies.index, self._groups.copies.size
 
-    def optimizer_parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Parameters of this rank's optimizer, with gradients: those with and those without weight decay."""
-        parts = [weights.optimizer_parts() for weights in self.weights.values()]
-        return [p for decayed, _ in parts for p in decayed], [p for _, plain in parts for p in plain]
+    @property
+    def parts(self) -> list[FlatPart]:
+        """What this rank's optimizer updates, with gradients."""
+        return [part for weights in self.weights.values() for part in weights.parts]
 
     def refresh(self) -> None:
         """Copy updated or loaded master weights to the weights that compute uses."""
@@ -220,7 +223,8 @@ class DataParallel(Part):
 
     def _reduction(self, weights: StageWeights, buffer: Tensor, buffers: GradientBuffers | None) -> Job:
         if self._sums_replicated:
-            yield self._groups.tensor.all_reduce(buffer[weights.order.replicated])
+            for replicated in weights.order.replicated:
+                yield self._groups.tensor.all_reduce(buffer[replicated])
         # In place, which NCCL takes and Megatron-LM does too: a second tensor would add a share of all gradients.
         part = buffer[weights.begin : weights.begin + weights.shard.numel()]
         if self._groups.shard.size > 1:

@@ -1,6 +1,6 @@
 """The weights of a stage under data parallelism: one flat buffer, sharded over ranks."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -35,17 +35,69 @@ class Overlap(NamedTuple):
 
 
 class FlatPart(NamedTuple):
-    """Contiguous elements of a stage's flat buffer that the optimizer updates as one parameter.
+    """Elements of a shard that the optimizer updates as one parameter.
 
     Attributes:
-        parameter: the elements, flat.
-        begin: index of the first one in the flat buffer.
+        parameter: a flat interval of the shard, or a whole parameter in its shape.
+        begin: index of the first element in the flat buffer.
         decays: whether they have weight decay.
+        name: of a parameter that is updated as a whole; ``None`` for an interval.
     """
 
     parameter: nn.Parameter
     begin: int
     decays: bool
+    name: str | None = None
+
+    def with_tensor(self, tensor: Tensor) -> "FlatPart":
+        """The same part with other memory of the same shape."""
+        return self._replace(parameter=nn.Parameter(tensor))
+
+
+class Place(NamedTuple):
+    """A parameter's place in a stage's flat buffer.
+
+    Attributes:
+        name: of the parameter.
+        shape: of the parameter.
+        begin: index of its first element in the buffer.
+        decays: whether it has weight decay.
+        is_replicated: whether every tensor-parallel rank holds it whole.
+        is_whole: whether it lies in one shard, and is updated as a whole.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    begin: int
+    decays: bool
+    is_replicated: bool
+    is_whole: bool
+
+    @property
+    def end(self) -> int:
+        """The index in the buffer behind its last element."""
+        return self.begin + prod(self.shape)
+
+
+class Unit(NamedTuple):
+    """Elements of a flat buffer that the optimizer updates as one parameter.
+
+    Attributes:
+        begin: index of the first one.
+        end: index behind the last one.
+        decays: whether they have weight decay.
+        whole: the parameter that they are, if it is updated as a whole.
+    """
+
+    begin: int
+    end: int
+    decays: bool
+    whole: Place | None
+
+
+def nothing_whole(name: str, shape: tuple[int, ...]) -> bool:  # noqa: ARG001
+    """Let shards be cut at any element."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -56,55 +108,134 @@ class FlatOrder:
     The parameters that every tensor-parallel rank holds whole are next to the border on both sides, so that they are a
     slice, too. Zeros pad the buffer to a multiple of the number of shards.
 
+    Where some parameters must be whole in a shard, they follow all others, each in the shard that has most room, and
+    zeros pad every shard to the size of the fullest one.
+
     Attributes:
-        shapes: name -> shape, in the order of the buffer.
-        num_decayed: elements with weight decay.
-        replicated: range of the elements that every tensor-parallel rank holds.
+        places: of the parameters, in the order of the buffer.
         size: elements of the buffer.
     """
 
-    shapes: dict[str, tuple[int, ...]]
-    num_decayed: int
-    replicated: slice
+    places: tuple[Place, ...]
     size: int
 
     @classmethod
     def of(
-        cls, parameters: Iterable[tuple[str, Tensor]], num_shards: int, replicated: Collection[str] = ()
+        cls,
+        parameters: Iterable[tuple[str, Tensor]],
+        num_shards: int,
+        replicated: Collection[str] = (),
+        is_whole: Callable[[str, tuple[int, ...]], bool] = nothing_whole,
     ) -> "FlatOrder":
-        """The layout of named parameters, some of which are replicated over tensor-parallel ranks."""
+        """The layout of named parameters.
 
-        def place(item: tuple[str, Tensor]) -> int:
-            return (1 if item[0] in replicated else 0) if item[1].ndim >= 2 else (2 if item[0] in replicated else 3)
+        Args:
+            parameters: name and tensor of each.
+            num_shards: equal parts of the buffer, each held by one rank.
+            replicated: names of those that every tensor-parallel rank holds whole.
+            is_whole: (name, shape) -> whether no shard may hold a part of it only.
+        """
 
-        ordered = sorted(parameters, key=place)  # stable: the module's order in each part
-        shapes = {name: tuple(tensor.shape) for name, tensor in ordered}
-        sizes = [sum(tensor.numel() for name, tensor in ordered if place((name, tensor)) == part) for part in range(4)]
-        # Four parts: split and decayed, replicated and decayed, replicated, split. Decayed ones end behind the second,
-        # and the replicated ones are the two in the middle.
-        ends = list(accumulate(sizes))
-        return cls(shapes, ends[1], slice(ends[0], ends[2]), -(-ends[3] // num_shards) * num_shards)
+        def part(place: Place) -> int:
+            # Split and decayed, replicated and decayed, replicated, split.
+            return int(place.is_replicated) if place.decays else 3 - int(place.is_replicated)
+
+        found: list[Place] = []
+        for name, tensor in parameters:
+            shape = tuple(tensor.shape)
+            found.append(Place(name, shape, 0, tensor.ndim >= 2, name in replicated, is_whole(name, shape)))
+        found.sort(key=part)  # stable: the module's order in each part
+        begins = list(accumulate((place.end for place in found if not place.is_whole), initial=0))
+        cut = [
+            place._replace(begin=begin)
+            for place, begin in zip((one for one in found if not one.is_whole), begins, strict=False)
+        ]
+        whole = [place for place in found if place.is_whole]
+        share, offsets = _pack([place.end for place in whole], begins[-1], num_shards)
+        placed = [place._replace(begin=begin) for place, begin in zip(whole, offsets, strict=True)]
+        return cls((*cut, *sorted(placed, key=lambda place: place.begin)), share * num_shards)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape, in the order of the buffer."""
+        return {place.name: place.shape for place in self.places}
+
+    @cached_property
+    def replicated(self) -> tuple[slice, ...]:
+        """Ranges of the elements that every tensor-parallel rank holds."""
+        runs: list[slice] = []
+        for place in self.places:
+            if place.is_replicated:
+                joins = runs and runs[-1].stop == place.begin
+                begin = runs.pop().start if joins else place.begin
+                runs.append(slice(begin, place.end))
+        return tuple(runs)
 
     def num_parameters(self, *, with_replicated: bool) -> int:
         """Number of elements without padding, with or without those that every tensor-parallel rank holds."""
-        total = sum(prod(shape) for shape in self.shapes.values())
-        return total if with_replicated else total - (self.replicated.stop - self.replicated.start)
+        return sum(place.end - place.begin for place in self.places if with_replicated or not place.is_replicated)
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Each parameter's part of a buffer, in its shape."""
-        sizes = [prod(shape) for shape in self.shapes.values()]
-        begins = accumulate(sizes, initial=0)
-        parts = zip(self.shapes.items(), begins, sizes, strict=False)
-        return {name: buffer[begin : begin + size].view(shape) for (name, shape), begin, size in parts}
+        return {place.name: buffer[place.begin : place.end].view(place.shape) for place in self.places}
 
     def overlaps(self, begin: int, end: int) -> Iterator[Overlap]:
         """Nonempty intersections of an interval of the buffer with parameters, in the order of the buffer."""
-        ends = accumulate(prod(shape) for shape in self.shapes.values())
-        for (name, shape), behind in zip(self.shapes.items(), ends, strict=True):
-            start = behind - prod(shape)
-            low, high = max(begin, start), min(end, behind)
+        for place in self.places:
+            low, high = max(begin, place.begin), min(end, place.end)
             if low < high:
-                yield Overlap(name, low - start, low, high)
+                yield Overlap(place.name, low - place.begin, low, high)
+
+    def units(self, begin: int, end: int) -> list[Unit]:
+        """Cut an interval of the buffer, a shard, into what the optimizer updates as one parameter.
+
+        Neighbors with equal weight decay are one, but for those that are updated as a whole. Padding has no decay.
+        """
+        found: list[Unit] = []
+
+        def add(low: int, high: int, place: Place | None) -> None:
+            whole, decays = place if place is not None and place.is_whole else None, place is not None and place.decays
+            last = found[-1] if found else None
+            if last is not None and whole is last.whole is None and decays == last.decays:
+                low = found.pop().begin
+            if low < high:
+                found.append(Unit(low, high, decays, whole))
+
+        at = begin
+        for place in self.places:
+            low, high = max(begin, place.begin), min(end, place.end)
+            if low < high:
+                add(at, low, None)
+                add(low, high, place)
+                at = high
+        add(at, end, None)
+        return found
+
+
+def _pack(sizes: Sequence[int], before: int, num_shards: int) -> tuple[int, list[int]]:
+    """Place parameters in shards, none of them in two.
+
+    The largest first, each in the emptiest shard (Graham 1969).
+
+    Args:
+        sizes: elements of each parameter.
+        before: elements at the begin of the buffer, which may be cut anywhere.
+        num_shards: number of equal shards.
+
+    Returns:
+        Elements of a shard, and where each parameter begins.
+    """
+    share = -(-(before + sum(sizes)) // num_shards)
+    while True:
+        used = [min(share, max(0, before - share * shard)) for shard in range(num_shards)]
+        begins = [0] * len(sizes)
+        for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+            shard = min(range(num_shards), key=used.__getitem__)
+            begins[index] = share * shard + used[shard]
+            used[shard] += sizes[index]
+        if max(used) <= share:
+            return share, begins
+        share = max(used)
 
 
 class StageWeights:
@@ -131,6 +262,7 @@ class StageWeights:
             to ``gradient``.
         replicated: parameters that every tensor-parallel rank holds whole.
         dtype: of compute; ``None``: that of the module.
+        is_whole: (name, shape) -> whether the optimizer updates a parameter as a whole, so that one shard has it.
     """
 
     def __init__(
@@ -143,11 +275,12 @@ class StageWeights:
         reduces_in_place: bool = True,
         replicated: Collection[str] = (),
         dtype: torch.dtype | None = None,
+        is_whole: Callable[[str, tuple[int, ...]], bool] = nothing_whole,
     ) -> None:
         self.module = module
         self._parameters = dict(module.named_parameters())
         self._level = level
-        self.order = FlatOrder.of(self._parameters.items(), num_shards, replicated)
+        self.order = FlatOrder.of(self._parameters.items(), num_shards, replicated, is_whole)
         first = next(iter(self._parameters.values()))
         master = torch.zeros(self.order.size, dtype=first.dtype, device=first.device)
         with torch.no_grad():
@@ -164,7 +297,6 @@ class StageWeights:
         self.whole_gradient = torch.zeros_like(master) if reduces_in_place else None
         own = slice(self.begin, self.begin + self.shard.numel())
         self.gradient = torch.zeros_like(self.shard) if self.whole_gradient is None else self.whole_gradient[own]
-        self._num_decayed = self._in_shard(self.order.num_decayed)
         self.whole_bytes = self.whole.nbytes
         self.is_held = True
         self.is_swapped = False
@@ -264,22 +396,18 @@ class StageWeights:
         """The shard's gradient, with or without parameters that every tensor-parallel rank holds."""
         if with_replicated:
             return [self.gradient]
-        held = self.order.replicated
-        return [self.gradient[: self._in_shard(held.start)], self.gradient[self._in_shard(held.stop) :]]
+        borders = [0, *(self._in_shard(end) for one in self.order.replicated for end in (one.start, one.stop))]
+        borders.append(self.shard.numel())
+        return [self.gradient[begin:end] for begin, end in zip(borders[::2], borders[1::2], strict=True)]
 
     @cached_property
     def parts(self) -> list[FlatPart]:
-        """The optimizer's parameters, with gradients: the parts of the shard with and without weight decay."""
-        cut, size = self._num_decayed, self.shard.numel()
+        """The optimizer's parameters, with gradients: whole ones, and intervals with and without weight decay."""
         found = []
-        for begin, end, decays in ((0, cut, True), (cut, size, False)):
-            if begin < end:
-                parameter = nn.Parameter(self.shard[begin:end])
-                parameter.grad = self.gradient[begin:end]
-                found.append(FlatPart(parameter, self.begin + begin, decays))
+        for begin, end, decays, whole in self.order.units(self.begin, self.begin + self.shard.numel()):
+            own = slice(begin - self.begin, end - self.begin)
+            shape = (end - begin,) if whole is None else whole.shape
+            parameter = nn.Parameter(self.shard[own].view(shape))
+            parameter.grad = self.gradient[own].view(shape)
+            found.append(FlatPart(parameter, begin, decays, None if whole is None else whole.name))
         return found
-
-    def optimizer_parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The parameters of ``parts``: those with weight decay, and those without."""
-        decayed = [part.parameter for part in self.parts if part.decays]
-        return decayed, [part.parameter for part in self.parts if not part.decays]

@@ -9,7 +9,7 @@ import shutil
 from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
@@ -69,7 +69,7 @@ _Found = TypeVar("_Found")
 class Checkpoints:
     """Writes and reads checkpoints. Construction and all methods are collective.
 
-    The optimizer's state must exist. All ranks use the run folder of rank 0.
+    The optimizer's state must exist; without an optimizer only weights are read. All ranks use rank 0's run folder.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Checkpoints:
         config: RunConfig,
         world: World,
         pipeline: Pipeline,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         run: Path,
         *,
         tokenizer: Tokenizer,
@@ -140,17 +140,22 @@ class Checkpoints:
             )
         info, reader = read_info(path), CheckpointReader(path)
         # Each rank compares all tensors, not only its own, so that one message lists all differences.
-        if differing := differences(expected_shapes(self._config), reader.read_metadata()):
+        expected, metadata = expected_shapes(self._config), reader.read_metadata()
+        if self._optimizer is None:
+            expected = {key: shape for key, shape in expected.items() if key.startswith(MODEL)}
+            tensors = metadata.state_dict_metadata
+            metadata = replace(metadata, state_dict_metadata={key: tensors[key] for key in tensors if key in expected})
+        if differing := differences(expected, metadata):
             lines = [f"the checkpoint {path} is not of this model:", *(f"  - {one}" for one in differing)]
             raise UserError("\n".join(lines))
         planner = ElementsLoadPlanner(self._held(is_shared_out=False))
         with _errors(f"cannot read the checkpoint {path}", UserError):
             dcp.load({}, storage_reader=reader, planner=planner, process_group=self._group)
         self._refresh()
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
+        if self._optimizer is not None:
+            for state in self._optimizer.state.values():
                 # The step counter is the same for all parameters, so it is not stored for each.
-                self._optimizer.state[parameter]["step"].fill_(info.step)
+                state["step"].fill_(info.step)
         return info
 
     def _on_all(self, work: Callable[[], _Found]) -> list[_Found]:
@@ -230,14 +235,30 @@ class Checkpoints:
                         continue  # replicated over tensor-parallel ranks; the first one writes it
                     own = values[start - begin : end - begin]
                     found[prefix + name] = Elements(own, here.whole, here.begin, part, first)
+            if index == 0:
+                for key, held in self._of_matrices(weights):
+                    values, shape = held if self._store is None else self._store.at_rest(held), tuple(held.shape)
+                    found[key] = Elements(values.view(-1), shape, (0,) * len(shape), shape, 0)
         return found
 
     def _buffers(self, weights: StageWeights) -> Iterator[tuple[str, Tensor, int]]:
         """Flat tensors of a stage's shard: prefix of their keys, tensor, index of its first element in the stage."""
         yield MODEL, weights.shard, weights.begin
+        if self._optimizer is None:
+            return
         for part in weights.parts:
-            for name in self._config.optimizer.rule.state:
-                yield _prefix(name), self._optimizer.state[part.parameter][name], part.begin
+            if part.name is None:
+                for name in self._config.optimizer.rule.state:
+                    yield _prefix(name), self._optimizer.state[part.parameter][name], part.begin
+
+    def _of_matrices(self, weights: StageWeights) -> Iterator[tuple[str, Tensor]]:
+        """State of the parameters that the optimizer updates as whole matrices, by key, in the shape that it has."""
+        if self._optimizer is None:
+            return
+        for part in weights.parts:
+            if part.name is not None:
+                for name in self._config.optimizer.rule.state_shapes(part.name, tuple(part.parameter.shape)):
+                    yield _prefix(name) + part.name, self._optimizer.state[part.parameter][name]
 
 
 def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, tokens: int) -> CheckpointInfo:
@@ -269,13 +290,15 @@ def check_resumable(config: RunConfig) -> None:
     ]
     metadata = CheckpointReader(path).read_metadata()
     stored = {key.split(".")[1] for key in metadata.state_dict_metadata if key.startswith(_STATE)}
-    if stored != {*optimizer.rule.state}:
-        has, wants = (", ".join(sorted(names)) or "nothing" for names in (stored, optimizer.rule.state))
+    expected = expected_shapes(config)
+    wanted = {key.split(".")[1] for key in expected if key.startswith(_STATE)}
+    if stored != wanted:
+        has, wants = (", ".join(sorted(names)) or "nothing" for names in (stored, wanted))
         raise UserError(
             f"the checkpoint {path} is of another optimizer: its state is {has}, that of optimizer.name "
             f"{optimizer.name} is {wants}; use the optimizer that wrote it"
         )
-    problems += differences(expected_shapes(config), metadata)
+    problems += differences(expected, metadata)
     if not problems:
         return
     run = run_of(path)
@@ -295,8 +318,11 @@ def expected_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor in a checkpoint of a resolved run, by key; on any rank, without communication."""
     model = stage_of(config, range(config.model.num_layers + 2), "meta")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    prefixes = [MODEL, *map(_prefix, config.optimizer.rule.state)]
-    return {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
+    found = {MODEL + name: shape for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        states = config.optimizer.rule.state_shapes(name, shape)
+        found |= {_prefix(key) + name: its_shape for key, its_shape in states.items()}
+    return found
 
 
 def _prefix(name: str) -> str:
