@@ -23,7 +23,7 @@ from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.simulation import simulate
 from pipeloom.terminal.words import and_finite, count, passes_of
 from pipeloom.trace import Trace
-from pipeloom.workload.limits import Common, PlacementName
+from pipeloom.workload.limits import Common, Count, PlacementName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,13 @@ class Trial:
 
     family: str | None = None
     """Schedule by name. None: a schedule that is given."""
-    pp: Common[int] = 4
+    pp: Common[Count] = 4
     """Pipeline-model-parallel size: pipeline ranks."""
-    loops: Common[int | None] = None
+    loops: Common[Count | None] = None
     """Virtual stages on each pipeline rank. None: as many as the schedule takes, else 1."""
-    num_microbatches: Common[int] = 8
+    num_microbatches: Common[Count] = 8
     """Micro-batches of a step."""
-    slices: int = 1
+    slices: Count = 1
     """Token slices of a micro-batch, all of one length. Costs are of whole micro-batches, and slices share them."""
     group_size: int | None = None
     """Micro-batches that a rank runs on one virtual stage before the next; hybrid only. None: pp / slices, rounded

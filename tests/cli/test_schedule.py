@@ -327,7 +327,7 @@ def test_slices_share_the_costs_of_a_micro_batch(capsys, tmp_path):
     file.write_text("0F0 0OFFLOAD0 0F0.1 0RELOAD0 0B0.1 0B0\n")  # 0.5 forward, 4 away, 4 back, 1 backward
     assert schedule_json(capsys, str(file), "--move", "8")["makespan"] == 9.5
     assert main(["schedule", "1f1b", "--slices", "0"]) == 2
-    assert "the number of token slices must be at least 1, found 0" in capsys.readouterr().err
+    assert "--slices must be at least 1, found 0" in capsys.readouterr().err
 
 
 def test_stages_that_visit_the_device(capsys, tmp_path):

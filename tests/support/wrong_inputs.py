@@ -81,7 +81,7 @@ train section_as_value.toml                                     | layout; sectio
 train several.toml                                              | layout.pp; layout.loops; training.steps; data.seq_len
 train escape.toml                                               | there is no schedule
 train old_precision.toml                                        | precision
-train .                                                         | Is a directory
+train .                                                         | config.toml
 train --layout.pp 0                                             | layout.pp; 1; 0
 train --layout.pp -3                                            | layout.pp; -3
 train --layout.pp four                                          | layout.pp; four
@@ -238,10 +238,12 @@ launch --out there --layout.pp 0                                | layout.pp
 launch --out there --time-limit soon                            | time limit; soon
 schedule                                                        | FAMILY
 schedule 1f2b                                                   | did you mean '1f1b'?
-schedule 1f1b --pp 0                                            | pp
-schedule 1f1b --num-microbatches 0                                  | micro-batches
+schedule 1f1b --pp 0                                            | --pp must be
+slices --unit 0 --layout.pp 0                                   | --unit must be; layout.pp must be
+tradeoff --model nope                                           | missing; there is no model
+schedule 1f1b --num-microbatches 0                              | --num-microbatches must be
 schedule 1f1b --pp 100000000                                    | memory
-schedule 1f1b --num-microbatches 1000000000                         | memory
+schedule 1f1b --num-microbatches 1000000000                     | memory
 schedule 1f1b --loops 2                                         | use depth-first or loops 1
 schedule breadth-first --placement zigzag                       | there is no placement 'zigzag'
 schedule 1f1b --forward -1                                      | forward

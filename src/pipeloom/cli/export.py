@@ -1,6 +1,5 @@
 """``pipeloom export``: the weights of a checkpoint as safetensors files."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,8 +8,7 @@ from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, UNCHECKED, can_be_c
 from pipeloom.cli.flags import SOURCE, or_note, read_flags
 from pipeloom.cli.reference import Command, Output, Place
 from pipeloom.errors import ConfigError
-from pipeloom.terminal.words import and_finite
-from pipeloom.workload.limits import Common
+from pipeloom.workload.limits import Common, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +24,7 @@ class Options:
     """Folder for the files; made if it does not exist."""
     dtype: Common[Literal["float32", "bfloat16", "float16", "float64"] | None] = None
     """Data type of the written weights. None: that of the checkpoint."""
-    file_gb: Common[float] = 5.0
+    file_gb: Common[Positive] = 5.0
     """Most GB (10^9 bytes) of one file. Several files get an index."""
 
 
@@ -47,9 +45,6 @@ def _kind(file: Path) -> str:
 def run(words: list[str]) -> int:
     """Parse the arguments, write the files, print their paths."""
     options, problems = read_flags(COMMAND, words)
-    # Also refuses NaN, which compares with nothing.
-    if not 0 < options.file_gb < math.inf:
-        problems.append(f"--file-gb must be {and_finite('above 0', options.file_gb)}, found {options.file_gb:g}")
     checkpoint = or_note(lambda: find_checkpoint(options.checkpoint), problems)
     if problems or checkpoint is None:
         raise ConfigError(problems, SOURCE)

@@ -16,7 +16,7 @@ from pipeloom.passes import balance, offload
 from pipeloom.schedule import Schedule
 from pipeloom.terminal.console import Columns, print_table, table_of, wide_console
 from pipeloom.terminal.words import count, percent
-from pipeloom.workload.limits import Common
+from pipeloom.workload.limits import Common, Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +26,11 @@ class Options:
     All stages take equally long, and a backward takes as long as two forwards.
     """
 
-    pp: Common[int] = 4
+    pp: Common[Count] = 4
     """Pipeline-model-parallel size: pipeline ranks."""
-    num_microbatches: Common[int] = 8
+    num_microbatches: Common[Count] = 8
     """Micro-batches of a step."""
-    loops: Common[int] = 2
+    loops: Common[Count] = 2
     """Virtual stages on each pipeline rank, for schedules that take several."""
     json: Common[bool] = False
     """Print JSON for programs."""

@@ -22,8 +22,8 @@ from pipeloom.cli.reference import (
 from pipeloom.config.paths import expand_home, names_file
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.system.files import picture_problem, write_problem
-from pipeloom.terminal.words import close_names, did_you_mean, or_one_of
-from pipeloom.workload.limits import Names
+from pipeloom.terminal.words import close_names, did_you_mean, or_one_of, unknown_name
+from pipeloom.workload.limits import Limits, Names
 
 _Value = TypeVar("_Value")
 SOURCE = "the command line"
@@ -71,8 +71,17 @@ def read_flags(command: Command[Options_], words: Sequence[str]) -> tuple[Option
     found = read_words(command, words)
     required = {option.name for option in options_of(command) if option.default is MISSING}
     if required - found.values.keys():
-        raise ConfigError(found.problems, SOURCE)
+        # The command itself, which reads the names, needs all options.
+        raise ConfigError([*found.problems, *_unknown_names(command, found)], SOURCE)
     return command.options(**found.values), found.problems
+
+
+def _unknown_names(command: Command[Any], found: Words) -> Iterator[str]:
+    """A sentence for each value that names neither a part of the catalog nor a file."""
+    for option in options_of(command):
+        value = found.values.get(option.name)
+        if isinstance(value, str) and option.is_named and not names_file(value) and value not in option.choices:
+            yield f"{option.flags[0]}: {unknown_name(option.name, value, option.choices)}"
 
 
 def or_note(make: Callable[[], _Value], problems: list[str]) -> _Value | None:
@@ -247,6 +256,11 @@ def _value(option: Option, flag: str, texts: list[str]) -> tuple[Any, str]:
         close = did_you_mean(wrong[0], choices) if len(wrong) == 1 else ""
         name = option.place or flag
         return None, f"{name} must be {_called(option.hint)}, {found}{f'; {close}' if close else ''}"
+    # Limits of a run's settings are judged with those of its file, and with the values that they belong to.
+    limits = () if option.group else (note for note in option.notes if isinstance(note, Limits))
+    for refusal in (limit.refusal(value) for limit in limits if isinstance(value, int | float)):
+        if refusal is not None:
+            return None, f"{option.place or flag} {refusal}"
     if isinstance(value, str) and any(isinstance(note, Names) and note.or_file for note in option.notes):
         # A shell expands ~ at the beginning of a word, not in --cluster=~/cluster.toml.
         value = str(expand_home(Path(value))) if names_file(value) else value

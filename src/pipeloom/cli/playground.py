@@ -11,7 +11,7 @@ from pipeloom.errors import ConfigError
 from pipeloom.playground.server import ADDRESS, App, serve
 from pipeloom.schedule.compiled import expect_much
 from pipeloom.trial import Trial, trial_recipe, try_out
-from pipeloom.workload.limits import Common
+from pipeloom.workload.limits import Common, Limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Options:
 
     link: Annotated[str | None, Place("LINK")] = None
     """A link that the page made to share what it shows; opens the same."""
-    port: Common[int | None] = None
+    port: Common[Annotated[int | None, Limits(least=1, most=65535)]] = None
     """Port of 127.0.0.1. None: a free one."""
     browser: Common[bool] = True
     """Open the page in a browser."""
@@ -37,8 +37,6 @@ COMMAND = Command(
 def run(words: list[str]) -> int:
     """Parse the arguments, serve the page until Ctrl-C."""
     options = parse_flags(COMMAND, words)
-    if options.port is not None and not 0 < options.port < 2**16:
-        raise ConfigError([f"--port must be from 1 to 65535, found {options.port}"], "the command line")
     fragment = "".join((options.link or "").split("#", 1)[1:])
     if options.link is not None and not fragment:
         problem = f"LINK must contain a schedule behind a '#', as the page's Copy link makes it, found {options.link!r}"

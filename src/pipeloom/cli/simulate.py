@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pipeloom.analysis.summary import LaneUse, communication
-from pipeloom.cli.flags import SOURCE
 from pipeloom.cli.reference import Command, Output
 from pipeloom.cli.run_config import PREDICTIONS, parse_config
 from pipeloom.cli.swap_plan import ReportedPlan, make_swap_plan, print_swap_plan, swap_plan_to_json
 from pipeloom.config import RunConfig
 from pipeloom.cost.hardware import with_bandwidth
-from pipeloom.errors import ConfigError, UserError
+from pipeloom.errors import UserError
 from pipeloom.planner.run_step import predict_step
 from pipeloom.predict.describe import described_problems, why_training_may_differ
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
@@ -22,7 +21,7 @@ from pipeloom.schedule import Level
 from pipeloom.system.files import read_text, write_text
 from pipeloom.terminal.words import seconds, unit_s
 from pipeloom.workload.dtypes import dtype_of
-from pipeloom.workload.limits import Common
+from pipeloom.workload.limits import Common, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +43,9 @@ class Options(RunConfig):
     """Also print every lane of communication. --json always has them."""
     swap_plan: bool = False
     """With schedule.device_budget, also print where to cut the model and how many micro-batches hide the swaps."""
-    inter_bandwidth: Common[float] = 1.0
+    inter_bandwidth: Common[Positive] = 1.0
     """What if: bandwidth between nodes, times this. Prints what it changes."""
-    intra_bandwidth: float = 1.0
+    intra_bandwidth: Positive = 1.0
     """What if: bandwidth inside nodes, times this. Prints what it changes."""
     memory_over_time: bool = False
     """Print the peak of each rank: when and of what. --json has the curves as well."""
@@ -127,9 +126,6 @@ def _print_trained(options: Options, words: list[str], step: SimulatedStep) -> N
 def _with_own_bandwidth(options: Options) -> SimulatedStep | None:
     """The step on the cluster as it is, where another one is predicted; ``None`` else."""
     factors = {"--inter-bandwidth": options.inter_bandwidth, "--intra-bandwidth": options.intra_bandwidth}
-    problems = [f"{flag} must be above 0, found {factor:g}" for flag, factor in factors.items() if not factor > 0]
-    if problems:
-        raise ConfigError(problems, SOURCE)
     if set(factors.values()) == {1.0}:
         return None
     own = predict_step(options, by_seconds=options.by_seconds)

@@ -11,7 +11,7 @@ from pipeloom.planner.slice_lengths import SlicedStep, SlicePlan, plan_slices
 from pipeloom.predict.describe import describe, described_problems
 from pipeloom.terminal.words import count, unit_bytes
 from pipeloom.workload.dtypes import dtype_of
-from pipeloom.workload.limits import Common
+from pipeloom.workload.limits import Common, Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Options(RunConfig):
     whole sequences. layout.token_slices of the run is not used.
     """
 
-    unit: Common[int | None] = None
+    unit: Common[Count | None] = None
     """Tokens that every length is a multiple of. None: the smallest unit with at most 128 slices."""
     json: Common[bool] = False
     """Print JSON for programs: lengths, and the figures of each number of even slices."""
