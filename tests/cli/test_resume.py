@@ -20,6 +20,7 @@ from pipeloom.cli import main
 SIZES = ["--model.num-layers", "4", "--model.hidden-size", "16", "--model.num-heads", "2", "--data.seq-len", "8"]
 LAYOUT = ["--layout.pp", "2", "--layout.loops", "2", "--layout.num-microbatches", "4"]
 pytestmark = pytest.mark.timeout(300)  # the first test also waits for the run that all of them use
+STEPS = ["--training.steps", "6", "--checkpoint.every", "2", "--training.validate-every", "3"]
 OTHER = ["--layout.pp", "1", "--layout.dp", "2", "--layout.shard", "full", "--layout.num-microbatches", "2"]
 
 
@@ -80,10 +81,38 @@ def finished(tmp_path_factory):
     """A folder with a run of six steps, and checkpoints after the second, the fourth and the last."""
     folder = tmp_path_factory.mktemp("resume")
     write_text(folder)
-    done = train(folder, "run", *LAYOUT, "--training.steps", "6", "--checkpoint.every", "2")
+    done = train(folder, "run", *LAYOUT, *STEPS)
     assert done.returncode == 0, done.stderr
     assert f"`--checkpoint.resume {folder / 'run'}` goes on, with any layout" in done.stdout
     return folder
+
+
+def test_validation_during_the_run_is_in_the_metrics_and_changes_no_step(finished):
+    lines = metrics(finished / "run")
+    assert [line["step"] for line in lines if "validation_loss" in line] == [3]
+    validation = json.loads((finished / "run" / "summary.json").read_text())["validation_loss"]
+    # Weights of step 3 and of step 6 have different losses on the same windows.
+    assert 0 < abs(lines[2]["validation_loss"] - validation) < 1
+
+
+def test_a_trained_model_is_evaluated_under_any_layout_and_every_window_counts_once(finished):
+    run = finished / "run"
+    before = contents(run)
+    validation = json.loads((run / "summary.json").read_text())["validation_loss"]
+    done = pipeloom(["evaluate", str(run), "--batches", "1", "--json"])
+    assert json.loads(done.stdout)["loss"] == pytest.approx(validation, rel=1e-12), done.stderr
+
+    other = finished / "other.txt"
+    other.write_text("".join(chr(97 + number * number % 26) for number in range(300)))
+    found = []
+    for words in (LAYOUT, [*OTHER[:6], "--layout.num-microbatches", "3"]):
+        done = pipeloom(["evaluate", str(run), "--data.path", str(other), "--json", *words])
+        found.append(json.loads(done.stdout))
+    # 286 training and 15 validation tokens in windows of 9; 31 windows do not fill batches of 8 or of 12.
+    assert found[0]["tokens"] == found[1]["tokens"] == 8 * (31 + 1)
+    assert found[1]["loss"] == pytest.approx(found[0]["loss"], rel=1e-12)
+    assert found[0]["step"] == 6
+    assert contents(run) == before
 
 
 def test_a_run_of_its_own_goes_on_with_another_layout_and_the_whole_curve(finished):
@@ -290,7 +319,7 @@ def test_a_run_killed_after_its_last_step_is_finished_by_going_on(finished):
     for name in ends:
         (run / name).unlink()
     (run / ".summary.json.part").touch()
-    words = [*LAYOUT, "--training.steps", "6", "--checkpoint.every", "2", "--checkpoint.resume"]
+    words = [*LAYOUT, *STEPS, "--checkpoint.resume"]
     done = train(finished, run.name, *words, str(run))
     assert done.returncode == 0, done.stderr
     assert "all steps are done, only validation, sample and report are left" in done.stdout
@@ -304,7 +333,9 @@ def test_a_run_killed_after_its_last_step_is_finished_by_going_on(finished):
     assert one.pop("live_bytes") != []
     assert other == pytest.approx(one)
 
-    done = train(finished, "end only", *words, str(run), "--training.validation-batches", "0")
+    done = train(
+        finished, "end only", *LAYOUT, *STEPS[:4], "--checkpoint.resume", str(run), "--training.validation-batches", "0"
+    )
     assert done.returncode == 0, done.stderr
     assert "step time         not measured" in done.stdout
     summary = json.loads((finished / "end only" / "summary.json").read_text())

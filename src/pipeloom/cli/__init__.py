@@ -13,6 +13,7 @@ GROUPS = {
     "train and check": {
         "train": "train a transformer with pipeline, data and tensor parallelism",
         "verify": "prove that the pipeline computes the gradients of a single process",
+        "evaluate": "compute the loss of a trained model on a text",
         "report": "write a run as one HTML page: predicted and measured side by side",
         "export": "write the weights of a checkpoint as safetensors files",
     },

@@ -220,7 +220,9 @@ def options_of(command: str | Command[Any]) -> tuple[Option, ...]:
     found = list(_options(known.options, default=known.default))
     kept = [one for one in found if not one.group or _is_in(one, known.settings)]
     file = Option(name="config", place=RUN_FILE, hint=Path, default=None, owner=_RunFile)
-    return tuple(sorted([file, *kept] if known.settings else kept, key=lambda one: (not one.place, bool(one.group))))
+    # A command of a run has a place of its own for it.
+    is_added = known.settings and all(one.name != file.name for one in kept)
+    return tuple(sorted([file, *kept] if is_added else kept, key=lambda one: (not one.place, bool(one.group))))
 
 
 def _is_in(option: Option, settings: tuple[str, ...]) -> bool:

@@ -11,6 +11,7 @@ from pipeloom.config import RunConfig, find_problems, in_order
 from pipeloom.config.file import read_run_file, without_stale_sizes
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.describe import completed
+from pipeloom.runs.run_folder import CONFIG
 from pipeloom.workload.dtypes import dtype_of
 
 PREDICTIONS = (
@@ -24,6 +25,11 @@ VERIFICATION = (
     *("training.compile_backend", "training.run_ahead", "training.stall_timeout_s"),
 )
 """The same for gradients that are verified, which takes no optimizer's step."""
+EVALUATION = (
+    *("data", "layout", "schedule", "training.dtype", "training.device", "training.threads", "training.run_ahead"),
+    "training.stall_timeout_s",
+)
+"""The same for a trained model that is evaluated."""
 TRAINING = ("model", "data", "layout", "schedule", "optimizer", "training", "checkpoint", "output")
 """The same for a run that is trained, which happens on the machine where it is started."""
 
@@ -48,7 +54,7 @@ def parse_config(
     def open_file(path: Path) -> list[str]:
         nonlocal file, source, is_read, of_file
         try:
-            file, of_file = read_run_file(path, file)
+            file, of_file = read_run_file(path / CONFIG if path.is_dir() else path, file)
         except UserError as error:
             is_read = False
             return [str(error)]
@@ -66,7 +72,7 @@ def parse_config(
     if problems:
         raise ConfigError(problems, source)
     own = {option.name: found.values.get(option.name, option.default) for option in options_of(command)}
-    own = {name: value for name, value in own.items() if "." not in name and name != "config"}
+    own = {name: value for name, value in own.items() if "." not in name and name in command.options.__annotations__}
     return command.options(**{item.name: getattr(config, item.name) for item in fields(RunConfig)}, **own)
 
 

@@ -76,6 +76,7 @@ _NEEDS: dict[str, tuple[_Need, ...]] = {
     "schedule.balance": (_PIPELINE,),
     "schedule.activation_budget": (("balance or offload", lambda run: run.schedule.balance or run.schedule.offload),),
     "schedule.swap_folder": (("schedule.device_budget", lambda run: run.schedule.device_budget is not None),),
+    "training.validate_every": (("training.validation_batches", lambda run: run.training.validation_batches > 0),),
     "training.compile_backend": (("training.compile", lambda run: run.training.compile),),
     "training.run_ahead": (("training.device cuda", lambda run: run.training.device == "cuda"),),
 }

@@ -206,7 +206,9 @@ class TrainingConfig:
     compiler on CUDA. aot_eager traces forward and backward to see whether that works; it needs no compiler, and is not
     faster."""
     validation_batches: CountOrNone = 8
-    """Batches of the validation loss at the end; 0 for none."""
+    """Batches of the validation loss; 0 for none."""
+    validate_every: Count | None = None
+    """Steps between validations. Their time is in no step time. None: only after the last step."""
     sample_tokens: CountOrNone = 160
     """Tokens of the text sample at the end; 0 for none."""
     predict: bool = True

@@ -19,6 +19,8 @@ def curves_contents(run: Run) -> list[dict[str, Any]]:
     loss = _plain(run, "loss", "Loss", "nats per token") | {"from_zero": False}
     if (unigram := summary.get("unigram_loss")) is not None:
         loss["levels"].append(_level(f"unigram model {unigram:.4f}", unigram, "reference"))
+    points = [[line["step"], _finite(line["validation_loss"])] for line in run.metrics if "validation_loss" in line]
+    loss["marks"] += [{"name": "" if number else "validation", "at": at} for number, at in enumerate(points)]
     if (validation := summary.get("validation_loss")) is not None:
         at = [run.metrics[-1]["step"], _finite(validation)]
         loss["marks"].append({"name": f"validation {validation:.4f}", "at": at})

@@ -177,7 +177,7 @@ function curve(data, width) {
   for (const { name, at } of data.marks) {
     if (at[1] === null) continue;
     picture.append(svg("circle", { cx: x(at[0]), cy: y(at[1]), r: 5, class: "mark predicted" }));
-    legend.push({ name, style: "mark predicted" });
+    if (name) legend.push({ name, style: "mark predicted" });
   }
   if (legend.length > 1) node.insertBefore(keys(legend), picture);
   return node;

@@ -81,10 +81,11 @@ def _measuring(config: RunConfig) -> Any:
     """The settings that determine what a step does and how long it takes."""
     ends = RunConfig().training
     config = with_absolute_paths(config)  # as in a configuration read from a run folder
-    # These settings affect what happens before and after the steps only.
+    # These settings affect what happens before, between and after the steps only.
     training = replace(
         config.training,
         validation_batches=ends.validation_batches,
+        validate_every=ends.validate_every,
         sample_tokens=ends.sample_tokens,
         predict=ends.predict,
         stall_timeout_s=ends.stall_timeout_s,

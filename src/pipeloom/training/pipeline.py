@@ -170,10 +170,16 @@ class Pipeline:
             for name, here in _transformer(one.module).slices().items()
         }
 
-    def batch(self, windows: npt.NDArray[np.int64]) -> Batch:
-        """This replica's micro-batches from the windows of a whole step."""
-        layout, device = self._config.layout, self._world.device
-        return Batch.of(windows, layout.num_microbatches, device, replica=self._place.data, num_replicas=layout.dp)
+    def batch(self, windows: npt.NDArray[np.int64], num_counted: int | None = None) -> Batch:
+        """This replica's micro-batches from the windows of a whole step, of which the first or all count."""
+        return Batch.of(
+            windows,
+            self._config.layout.num_microbatches,
+            self._world.device,
+            replica=self._place.data,
+            num_replicas=self._config.layout.dp,
+            num_counted=num_counted,
+        )
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of this rank's stages after a step, all-gathered from their shards, by name in the whole model.

@@ -39,18 +39,23 @@ class StepProgress(Bar):
         if not self._is_left:
             self._leave()
 
-    def show(self, step: int, *, loss: float, grad_norm: float, tokens_per_s: float) -> None:
+    def show(
+        self, step: int, *, loss: float, grad_norm: float, tokens_per_s: float, validation_loss: float | None = None
+    ) -> None:
         """Show a completed step, counted from 1."""
         if not self._is_shown:
             return
         numbers = f"loss {loss:.4f}  grad norm {grad_norm:.3f}  {tokens_per_s:,.0f} tokens/s"
+        if validation_loss is not None:
+            numbers += f"  validation {validation_loss:.4f}"
         self._line, self._is_left = f"step {step}/{self._num_steps}  {numbers}", False
         is_bar = self.update(step, numbers=numbers)
         # More lines without a terminal, where no bar shows progress.
         every = max(1, self._num_steps // (_LINES if is_bar else _LINES_WITHOUT_TERMINAL))
         is_due = step % every == 0 and time.monotonic() > self._left_s + _PAUSE_S
+        is_due |= validation_loss is not None
         # A log gets the line of step 1 at once: it shows that the run works, and its speed.
-        if is_due if is_bar else step % every == 0 or step == 1:
+        if is_due or (not is_bar and (step % every == 0 or step == 1)):
             self._leave()
 
     def _leave(self) -> None:

@@ -30,6 +30,7 @@ from pipeloom.trace import Trace, merge, to_chrome
 from pipeloom.training.checkpoints.checkpoint import Checkpoints, checkpoint_info
 from pipeloom.training.checkpoints.saving import Saving
 from pipeloom.training.earlier import Measured, read_earlier
+from pipeloom.training.evaluation import mean_loss
 from pipeloom.training.optimizer import StageUpdates, WholeUpdates, learning_rate, make_optimizer
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.progress import StepProgress
@@ -166,11 +167,13 @@ class Trainer:
                 # The whole step with the optimizer, as in the prediction.
                 step_s = time.perf_counter() - begin
                 speed = config.layout.batch_size * config.data.seq_len / step_s
+                validation = self._validate() if self._validates_after(step) else None
                 if is_writer:
                     lr = learning_rate(config.optimizer, step - 1, config.training.known_steps)
                     line = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr}
-                    self._folder.add_metrics({**line, "tokens_per_s": speed, "step_time_s": step_s})
-                progress.show(step, loss=loss, grad_norm=grad_norm, tokens_per_s=speed)
+                    line |= {"tokens_per_s": speed, "step_time_s": step_s}
+                    self._folder.add_metrics(line if validation is None else {**line, "validation_loss": validation})
+                progress.show(step, loss=loss, grad_norm=grad_norm, tokens_per_s=speed, validation_loss=validation)
                 measured.loss = loss
                 measured.times_s.append(step_s)
                 measured.peak_stage_bytes = max(measured.peak_stage_bytes, result.held.swapped_bytes)
@@ -339,14 +342,21 @@ class Trainer:
             "swap_hidden_s": sum(use.hidden_s for use in uses),
         }
 
+    def _validates_after(self, step: int) -> bool:
+        every = self._config.training.validate_every
+        # The last step is followed by the validation of the summary.
+        return every is not None and step % every == 0 and step < self._config.training.known_steps
+
     def _validate(self) -> float | None:
         num_batches = self._config.training.validation_batches
         if num_batches == 0:
             return None
+        # Deferred updates of the last step come before.
+        self._updates.settle()
         # From the first window in every run, so that losses are comparable.
-        batches = (self._batch(self._data.validation, index) for index in range(num_batches))
-        total = sum(self._pipeline.counted_loss(self._pipeline.evaluate(batch)) for batch in batches)
-        return self._world.sum([total / num_batches])[0]
+        size, windows = self._config.layout.batch_size, self._data.validation
+        batches = ((windows.batch(index, size), size) for index in range(num_batches))
+        return mean_loss(self._pipeline, self._world, batches).loss
 
     def _unigram_loss(self) -> float:
         data, layout, num_batches = self._data, self._config.layout, self._config.training.validation_batches

@@ -38,6 +38,7 @@ class Batch:
         *,
         replica: int = 0,
         num_replicas: int = 1,
+        num_counted: int | None = None,
     ) -> "Batch":
         """Cut windows of ``seq_len + 1`` tokens into equal micro-batches, and take those of a replica.
 
@@ -47,14 +48,18 @@ class Batch:
             device: where the tokens go.
             replica: 0..num_replicas-1.
             num_replicas: data-parallel replicas.
+            num_counted: the first windows, whose targets count; ``None`` for all.
         """
-        # Of the whole step, not of this replica: each divides by it, so the sum over replicas is the mean.
-        num_valid = int((windows[:, 1:] != IGNORED).sum())
-        own = np.split(windows, num_replicas)[replica]
-        parts = torch.from_numpy(own).to(device).chunk(num_microbatches)
         # Copies: views of windows with seq_len + 1 tokens would be copied in each flatten instead.
-        targets = [part[:, 1:].contiguous() for part in parts]
-        return cls([part[:, :-1].contiguous() for part in parts], targets, num_valid)
+        inputs, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
+        if num_counted is not None:
+            targets[num_counted:] = IGNORED
+
+        def own(tokens: npt.NDArray[np.int64]) -> list[Tensor]:
+            return list(torch.from_numpy(np.split(tokens, num_replicas)[replica]).to(device).chunk(num_microbatches))
+
+        # Of the whole step, not of this replica: each divides by it, so the sum over replicas is the mean.
+        return cls(own(inputs), own(targets), int((targets != IGNORED).sum()))
 
     def cut(self, slices: TokenSlices) -> "Batch":
         """The batch with sliced micro-batches; the last target of a slice is the first token of the next one."""

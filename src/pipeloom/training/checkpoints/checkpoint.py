@@ -9,7 +9,7 @@ import shutil
 from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
@@ -69,7 +69,7 @@ _Found = TypeVar("_Found")
 class Checkpoints:
     """Writes and reads checkpoints. Construction and all methods are collective.
 
-    The optimizer's state must exist. All ranks use the run folder of rank 0.
+    The optimizer's state must exist; without an optimizer only weights are read. All ranks use rank 0's run folder.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Checkpoints:
         config: RunConfig,
         world: World,
         pipeline: Pipeline,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         run: Path,
         *,
         tokenizer: Tokenizer,
@@ -140,17 +140,22 @@ class Checkpoints:
             )
         info, reader = read_info(path), CheckpointReader(path)
         # Each rank compares all tensors, not only its own, so that one message lists all differences.
-        if differing := differences(expected_shapes(self._config), reader.read_metadata()):
+        expected, metadata = expected_shapes(self._config), reader.read_metadata()
+        if self._optimizer is None:
+            expected = {key: shape for key, shape in expected.items() if key.startswith(MODEL)}
+            tensors = metadata.state_dict_metadata
+            metadata = replace(metadata, state_dict_metadata={key: tensors[key] for key in tensors if key in expected})
+        if differing := differences(expected, metadata):
             lines = [f"the checkpoint {path} is not of this model:", *(f"  - {one}" for one in differing)]
             raise UserError("\n".join(lines))
         planner = ElementsLoadPlanner(self._held(is_shared_out=False))
         with _errors(f"cannot read the checkpoint {path}", UserError):
             dcp.load({}, storage_reader=reader, planner=planner, process_group=self._group)
         self._refresh()
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
+        if self._optimizer is not None:
+            for state in self._optimizer.state.values():
                 # The step counter is the same for all parameters, so it is not stored for each.
-                self._optimizer.state[parameter]["step"].fill_(info.step)
+                state["step"].fill_(info.step)
         return info
 
     def _on_all(self, work: Callable[[], _Found]) -> list[_Found]:
@@ -239,6 +244,8 @@ class Checkpoints:
     def _buffers(self, weights: StageWeights) -> Iterator[tuple[str, Tensor, int]]:
         """Flat tensors of a stage's shard: prefix of their keys, tensor, index of its first element in the stage."""
         yield MODEL, weights.shard, weights.begin
+        if self._optimizer is None:
+            return
         for part in weights.parts:
             if part.name is None:
                 for name in self._config.optimizer.rule.state:
@@ -246,6 +253,8 @@ class Checkpoints:
 
     def _of_matrices(self, weights: StageWeights) -> Iterator[tuple[str, Tensor]]:
         """State of the parameters that the optimizer updates as whole matrices, by key, in the shape that it has."""
+        if self._optimizer is None:
+            return
         for part in weights.parts:
             if part.name is not None:
                 for name in self._config.optimizer.rule.state_shapes(part.name, tuple(part.parameter.shape)):
