@@ -15,6 +15,10 @@ import pytest
 from commands import Command, pipeloom
 from small_run import write_text
 
+from pipeloom.analysis.memory import memory_over_time
+from pipeloom.planner.run_step import predict_step
+from pipeloom.report.contents import verdict_of
+from pipeloom.report.over_time import held_bytes_of
 from pipeloom.runs.run_reading import read_run
 from pipeloom.schedule import Kind
 from pipeloom.schedule.kinds import TIED_KINDS, TIED_RECEIVE_KINDS
@@ -39,6 +43,13 @@ def metrics(run):
 def numbers(run):
     """What a layout must not change: losses, gradient norms and the validation loss; parameters and the sample."""
     summary = json.loads((run / "summary.json").read_text())
+    # What the report and the simulator count is what the ranks held.
+    found = read_run(run)
+    curves = memory_over_time(found.schedule, found.trace, held_bytes_of(found, found.schedule))
+    assert [curve.peak_parts["stage inputs"] for curve in curves] == pytest.approx(summary["live_bytes"], rel=1e-6)
+    assert verdict_of(found).headline.startswith("measured ")
+    step = predict_step(found.config)
+    assert [memory.activations_bytes for memory in step.prediction.memory_by_rank] == summary["live_bytes"]
     curve = [line[key] for line in metrics(run) for key in ("loss", "grad_norm")]
     return [*curve, summary["validation_loss"]], summary["num_parameters"], (run / "sample.txt").read_text()
 

@@ -30,9 +30,10 @@ COMMAND = Command(
 
 
 def run(words: list[str]) -> int:
-    """Parse the arguments, write the page, print its path."""
+    """Parse the arguments, write the page, print its path and the verdict."""
     options, problems = read_flags(COMMAND, words)
     from pipeloom.report import write_page
+    from pipeloom.report.contents import verdict_of
     from pipeloom.report.unfinished import unfinished_contents
     from pipeloom.runs.run_reading import read_run
 
@@ -40,6 +41,13 @@ def run(words: list[str]) -> int:
     if problems or found is None:
         raise ConfigError(problems, SOURCE)
     print(f"report     {write_page(found, options.output)}")
+    verdict = verdict_of(found)
+    if verdict is not None:
+        print(f"step       {verdict.headline}")
+        for name, text in verdict.causes:
+            print(f"           {name}: {text}")
+        if verdict.note:
+            print(f"           {verdict.note}")
     unfinished = unfinished_contents(found)
     if unfinished is not None:
         print(f"           {unfinished['headline']}. {unfinished['state']}".rstrip())

@@ -17,8 +17,9 @@ from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.run_step import predict_step
 from pipeloom.predict.describe import described_problems, why_training_may_differ
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
+from pipeloom.runs.run_folder import CONFIG, SUMMARY
 from pipeloom.schedule import Level
-from pipeloom.system.files import write_text
+from pipeloom.system.files import read_text, write_text
 from pipeloom.terminal.words import seconds, unit_s
 from pipeloom.workload.dtypes import dtype_of
 from pipeloom.workload.limits import Common
@@ -101,7 +102,26 @@ def run(words: list[str]) -> int:
         title = f"{options.schedule.title}, simulated{note}"
         plot_timeline(part, [options.plot], title=title, unit=name, scale=1 / unit)
     _print(options, step, plan, own)
+    _print_trained(options, words, step)
     return 0 if step.prediction.fits else 1
+
+
+def _print_trained(options: Options, words: list[str], step: SimulatedStep) -> None:
+    """Print what a finished run, whose configuration is simulated, took itself, and how to predict with that."""
+    file = next((Path(word) for word in words if Path(word).name == CONFIG), None)
+    if options.json or file is None or not (file.parent / SUMMARY).is_file():
+        return
+    try:
+        summary = json.loads(read_text(file.parent / SUMMARY))
+        measured, predicted = (seconds(summary[name]) for name in ("step_time_s", "predicted_step_time_s"))
+    except (ValueError, KeyError, TypeError):  # damaged, or without steps or a prediction
+        return
+    source = "measured pieces" if step.has_measured_pieces else "closed forms"
+    print(
+        f"\nthe run in {file.parent} took {measured} a step, and its profiled stages predicted {predicted};\n"
+        f"the step above is from {source} of machine.cluster {step.cluster.name}; for this machine:\n"
+        "`pipeloom profile --output here.toml`, then add --machine.cluster ./here.toml"
+    )
 
 
 def _with_own_bandwidth(options: Options) -> SimulatedStep | None:

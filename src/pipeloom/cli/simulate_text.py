@@ -70,6 +70,11 @@ def print_step(step: SimulatedStep, tree: Mapping[str, Any], *, with_lanes: bool
     for title, rows in _tables(step, tree, with_lanes):
         console.print(headed(f"\n{title}"))
         print_table(console, rows)
+    console.print(
+        "activations: held for backwards, as `pipeloom train` counts them; reserve: of the process and its libraries; "
+        "fragm.: of the allocator",
+        style="dim",
+    )
     if step.run.pp > _MOST_RANKS:
         console.print("of many pipeline ranks some are shown, the fullest among them; --json has all")
     if not tree["fits"]:

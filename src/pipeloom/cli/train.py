@@ -83,7 +83,7 @@ def _results(summary: "RunSummary") -> dict[str, str]:
         lines["exchanges"] = f"{summary.exchange_s * 1e3:.0f} ms of a rank's traced step, of tensor parallelism"
     if any(summary.live_bytes):
         held = ", ".join(f"{nbytes / 1e6:,.1f}" for nbytes in summary.live_bytes)
-        lines["for backwards"] = f"{held} MB at most, by pipeline rank"
+        lines["activations"] = f"{held} MB held for backwards at most, by pipeline rank"
     if bubble is not None:
         predicted = summary.predicted_bubble_fraction
         also = "" if predicted is None else f", {predicted:.0%} predicted"

@@ -72,7 +72,7 @@ def _order_problems(job: Job) -> list[str]:
     elif layout.loops > 1:
         found += group_problems(layout.pp, layout.num_microbatches, _group_size(job))
     # The own placement of a family that is refused is no further reason.
-    if placement != "looped" and (schedule.placement is not None or not splits):
+    if layout.loops > 1 and placement != "looped" and (schedule.placement is not None or not splits):
         found.append(f"schedule.placement {placement}: Megatron-LM has looped placement only; use looped")
     if found or _is_same_order(job) or (schedule.family == "breadth-first" and layout.loops > 1):
         return found

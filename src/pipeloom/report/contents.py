@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from pipeloom.analysis.bubble import BubbleAccount, account_bubble
@@ -10,6 +11,7 @@ from pipeloom.report.curves import curves_contents, ink, median_step_time_s, med
 from pipeloom.report.over_time import over_time_contents
 from pipeloom.report.timeline import MILLISECONDS, timeline_contents
 from pipeloom.report.unfinished import done_steps, traced_step, unfinished_contents
+from pipeloom.report.verdict import Verdict, step_verdict
 from pipeloom.runs.run_reading import Run
 from pipeloom.schedule.lanes import DATA_PARALLEL_LANE
 from pipeloom.terminal.words import count, ms, percent
@@ -46,6 +48,7 @@ def page_contents(run: Run) -> dict[str, Any]:
         f"{count(layout.num_microbatches, 'micro-batch')}{_other_axes(layout)}",
         "folder": run.folder.resolve().name,
         "unfinished": unfinished_contents(run),
+        "verdict": asdict(verdict) if (verdict := verdict_of(run)) is not None else None,
         "facts": _facts(run),
         "headline": _headline(run, traces, step),
         "curves": curves_contents(run),
@@ -69,6 +72,15 @@ def page_contents(run: Run) -> dict[str, Any]:
         "pipelines": _pipelines(run),
         "over_time": over_time_contents(run, run.schedule, traces),
     }
+
+
+def verdict_of(run: Run) -> Verdict | None:
+    """The verdict on a run's step; ``None`` if no step was measured."""
+    accounts: dict[str, Sequence[BubbleAccount]] = {}
+    for name, trace in {"measured": run.trace, "predicted": run.predicted}.items():
+        if run.schedule is not None and trace is not None:
+            accounts[name] = account_bubble(run.schedule, trace)
+    return step_verdict(run, accounts)
 
 
 def _other_axes(layout: Layout) -> str:
@@ -202,8 +214,15 @@ def _bars(accounts: Mapping[str, BubbleAccount], shown: Sequence[str], whole: fl
 
 
 def _communication(traces: Mapping[str, Trace]) -> dict[str, Any]:
-    """A row for each lane: rank, lane, number of actions; then busy, hidden, exposed, hidden share of each trace."""
-    uses = {name: {(use.rank, use.lane): use for use in communication(trace)} for name, trace in traces.items()}
+    """A row for each lane: rank, lane, number of actions; then busy, hidden, exposed, hidden share of each trace.
+
+    A message counts once, at its receiver. A measured send also lasts while its receiver is not ready, and a simulated
+    one takes no time, so that they cannot be compared.
+    """
+    uses = {
+        name: {(use.rank, use.lane): use for use in communication(trace) if use.lane.name != "send"}
+        for name, trace in traces.items()
+    }
     rows = []
     for rank, lane in dict.fromkeys(lane for by_lane in uses.values() for lane in by_lane):
         # Some lanes are in one of the traces only.
@@ -229,7 +248,7 @@ def _pipelines(run: Run) -> list[list[str]]:
     rows = []
     for name, trace in sorted(traces.items()):
         uses = communication(trace)
-        edges = _use_cells([use for use in uses if use.lane.peer is not None])
+        edges = _use_cells([use for use in uses if use.lane.peer is not None and use.lane.name != "send"])
         collectives = _use_cells([use for use in uses if use.lane == DATA_PARALLEL_LANE])
         computed_s = float(trace.compute().duration_s.sum())
         rows.append([name, ms(trace.end_s - trace.start_s), ms(computed_s), *edges[:3], *collectives[:3]])

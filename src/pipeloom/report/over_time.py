@@ -8,8 +8,8 @@ import numpy as np
 
 from pipeloom.analysis.memory import inputs_over_time, memory_over_time
 from pipeloom.errors import UserError
-from pipeloom.predict.describe import describe
 from pipeloom.predict.memory import held_bytes
+from pipeloom.predict.sizes import sizes_in_training
 from pipeloom.report.curves import ink, inks
 from pipeloom.report.timeline import MILLISECONDS, Unit
 from pipeloom.runs.run_reading import Run
@@ -27,7 +27,7 @@ def over_time_contents(run: Run, schedule: Schedule, traces: Mapping[str, Trace]
     """Charts with a step function for each rank and trace: (milliseconds, value from then on)."""
     inputs = {name: [curve.points for curve in inputs_over_time(schedule, trace)] for name, trace in traces.items()}
     charts = [chart("Stage inputs held", STAGE_INPUTS, inputs, traces, peak="peak {:g}".format)]
-    held = _held_bytes(run, schedule)
+    held = held_bytes_of(run, schedule)
     if held is not None:
         memory = {
             name: [
@@ -50,14 +50,15 @@ _MEMORY = (
 )
 
 
-def _held_bytes(run: Run, schedule: Schedule) -> HeldBytes | None:
+def held_bytes_of(run: Run, schedule: Schedule) -> HeldBytes | None:
     """Sizes of what the ranks hold; ``None`` if the cost model does not support the run."""
     try:
-        described = describe(run.config)
-    except UserError:  # such as a missing cluster file
+        # Those of training, not of machine.cluster: what is kept depends on the kernels of the run's device.
+        sizes = sizes_in_training(run.config)
+    except UserError:  # such as a dtype without closed forms
         return None
     # Without the reserve, a constant that would hide changes.
-    return held_bytes(described.run, replace(described.software, reserve_bytes=0.0), schedule)
+    return held_bytes(sizes.run, replace(sizes.software, reserve_bytes=0.0), schedule)
 
 
 def chart(

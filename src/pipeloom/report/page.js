@@ -7,7 +7,16 @@ function head(contents) {
   const title = contents.title.replaceAll(" x ", " \u00d7 ");
   const nodes = [element("header", {}, element("h1", {}, title), element("p", {}, contents.folder), modeButton())];
   if (contents.unfinished !== null) nodes.push(unfinished(contents.unfinished));
+  if (contents.verdict !== null) nodes.push(verdict(contents.verdict));
   return [...nodes, element("dl", { class: "facts" }, ...facts)];
+}
+
+// Measured and predicted step in words, and the parts that differ by more than the spread of the steps.
+function verdict({ headline, causes, note }) {
+  const lines = causes.map(([name, text]) => element("li", {}, element("b", {}, name), `: ${text}`));
+  const node = element("section", { class: "verdict", role: "note" }, element("h2", {}, "Verdict"), element("p", {}, headline));
+  node.append(lines.length > 0 ? element("ul", {}, ...lines) : element("p", {}, note));
+  return node;
 }
 
 // What an unfinished run lacks, and how to resume it.
@@ -131,7 +140,7 @@ function communication(data) {
   return section(
     title,
     "Milliseconds for each lane. Busy: an action runs on the lane; hidden: the rank computes at the same time; exposed: it " +
-      "does not." + (data.traces.length > 1 ? " In the prediction, the receive has the time of a transfer, and its send takes none." : ""),
+      "does not. A message counts once, at its receiver: the send also lasts while the receiver is not ready.",
     element("div", { class: "scroll" }, element("table", {}, element("thead", {}, first, second), body)),
   );
 }

@@ -45,12 +45,17 @@ def traced_step(run: Run) -> int | None:
     """The step whose trace is kept; ``None`` if it is not determined yet."""
     if run.summary is not None:
         return run.summary["traced_step"]
+    begun = steps_before(run)
+    return None if begun is None else min(begun + run.config.output.trace_step, run.config.training.known_steps)
+
+
+def steps_before(run: Run) -> int | None:
+    """Steps of the checkpoint that the run resumed from, 0 without one; ``None`` if the checkpoint is gone."""
     resume = run.config.checkpoint.resume
     try:
-        begun = 0 if resume is None else read_info(resume).step
-    except UserError:  # its checkpoint is gone
+        return 0 if resume is None else read_info(resume).step
+    except UserError:
         return None
-    return min(begun + run.config.output.trace_step, run.config.training.known_steps)
 
 
 def _missing(run: Run) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,72 @@
+"""The verdict on a step: what it states, and what it leaves to noise."""
+
+import json
+from itertools import cycle
+
+import pytest
+from run_files import write_run
+
+from pipeloom.analysis.bubble import BubbleAccount
+from pipeloom.report.contents import page_contents, verdict_of
+from pipeloom.report.verdict import step_verdict
+from pipeloom.runs.run_folder import METRICS, SUMMARY
+from pipeloom.runs.run_reading import read_run
+
+
+def run_of(folder, spread_s=0.001, *, traced_s=0.070, predicted_s=0.045, steps=12):
+    """A run of 70 ms a step, of which the third is traced; compute takes 48 ms on each rank, 24 ms predicted."""
+    write_run(folder, steps=steps, predicted=predicted_s is not None)
+    times = dict(zip(range(1, steps + 1), cycle([0.070 - spread_s, 0.070, 0.070 + spread_s]), strict=False))
+    times |= {1: 1.0, 3: traced_s}
+    lines = [{"step": step, "loss": 3.0, "step_time_s": time_s} for step, time_s in times.items()]
+    (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = json.loads((folder / SUMMARY).read_text())
+    summary |= {"step_time_s": 0.070, "predicted_step_time_s": predicted_s}
+    (folder / SUMMARY).write_text(json.dumps(summary))
+    return read_run(folder)
+
+
+def test_a_part_beyond_the_spread_is_a_cause_with_its_seconds_and_a_command(tmp_path):
+    run = run_of(tmp_path)
+    verdict = verdict_of(run)
+    assert verdict.headline == (
+        "measured 70.0 ms a step (median), 8 of 10 steps 69.0 ms to 71.0 ms; predicted 45.0 ms, 0.64 of the measured "
+        "step: slower than predicted by 56%"
+    )
+    part, text = verdict.causes[0]
+    assert part == "compute"
+    assert text.startswith("48.0 ms, predicted 24.0 ms: ")
+    assert f"`pipeloom train {tmp_path / 'config.toml'}`" in text
+    assert verdict.note == ""
+    assert page_contents(run)["verdict"]["causes"][0] == ("compute", text)
+
+
+def test_no_cause_is_stated_below_the_spread_of_the_steps(tmp_path):
+    verdict = verdict_of(run_of(tmp_path, spread_s=0.030))
+    assert verdict.headline.endswith("within the spread of the steps")
+    assert verdict.causes == ()
+    assert verdict.note == "no part of step 3 differs from its prediction by more than the spread, 30.0 ms"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"traced_s": 0.2}, "the traced step 3 took 200 ms, outside that range"),
+        ({"steps": 5}, "5 steps after the first are needed, found 4"),
+        ({"predicted_s": None}, "without a measured and a predicted trace"),
+    ],
+)
+def test_what_hinders_a_comparison_is_said_instead_of_a_cause(tmp_path, settings, words):
+    verdict = verdict_of(run_of(tmp_path, **settings))
+    assert verdict.causes == ()
+    assert words in verdict.note
+
+
+def test_a_rank_that_is_slower_than_the_others_is_a_straggler(tmp_path):
+    predicted = [BubbleAccount(compute_s=0.04)] * 3
+    measured = [BubbleAccount(compute_s=compute_s, drain_s=0.05 - compute_s) for compute_s in (0.04, 0.05, 0.04)]
+    found = step_verdict(run_of(tmp_path, traced_s=0.0705), {"measured": measured, "predicted": predicted})
+    parts = dict(found.causes)
+    assert parts["compute of rank 1, a straggler"].startswith("50.0 ms, predicted 40.0 ms")
+    assert not [part for part in parts if "rank 0" in part or "rank 2" in part]
+    assert parts["bubble"].startswith("6.67 ms, predicted 0")
