@@ -26,13 +26,13 @@ WIDTH, COLORS = 1280, 192
 WRONG = "0F0+0F1+0B0+0B1%0A1F0+1B1+1F1+1B0"
 LINKS = {
     "playground": ("family=breadth-first&loops=4", 900, "light"),
-    "playground-dark": ("family=zb-v&microbatches=12&transfer=0.25", 900, "dark"),
-    "playground-compare": ("family=1f1b&microbatches=16&b.family=zb-h1&b.microbatches=16", 900, "light"),
+    "playground-dark": ("family=zb-v&num_microbatches=12&transfer=0.25", 900, "dark"),
+    "playground-compare": ("family=1f1b&num_microbatches=16&b.family=zb-h1&b.num_microbatches=16", 900, "light"),
     "playground-rule": (f"text={WRONG}", 480, "light"),
 }
 """For each picture what is behind the address, the height and the mode."""
 IDLE = "sides.every((side) => !side.isBusy)"
-LARGE = "family=breadth-first&pp=8&loops=4&microbatches=64"
+LARGE = "family=breadth-first&pp=8&loops=4&num_microbatches=64"
 WARM, MOVES = 20, 40
 MOVE = """(async () => {
   const [slider, side] = [document.getElementById("A-forward-slider"), sides[0]];

@@ -3,7 +3,7 @@
 Stages sleep for as long as a slice takes by a latency of its length and of the tokens before it, so that four ranks fit
 on few cores; messages, executor and processes are real.
 
-    python benchmarks/slices.py [--repetitions 15] [--microbatches 2]
+    python benchmarks/slices.py [--repetitions 15] [--num-microbatches 2]
 """
 
 import argparse
@@ -142,19 +142,19 @@ def main() -> None:
     """Measure, and print beside the formula and the simulation."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=15)
-    parser.add_argument("--microbatches", type=int, default=2)
+    parser.add_argument("--num-microbatches", type=int, default=2)
     options = parser.parse_args()
     table = LatencyTable(latency, TOKENS, UNIT)
-    chosen = best_slices(table, RANKS, options.microbatches)
-    slicings = [table.even(1), *evens(table, options.microbatches), chosen]
-    contenders = [Contender(family, one, options.microbatches) for family in FAMILIES for one in slicings]
+    chosen = best_slices(table, RANKS, options.num_microbatches)
+    slicings = [table.even(1), *evens(table, options.num_microbatches), chosen]
+    contenders = [Contender(family, one, options.num_microbatches) for family in FAMILIES for one in slicings]
     times = run_workers(partial(measure, contenders, options.repetitions), RANKS)[0]
     medians = [statistics.median(each) for each in times]
     shown = Table("order", "slices", "measured", "formula", "simulated", "by whole sequences: measured", "formula")
     for number, (contender, median_s) in enumerate(zip(contenders, medians, strict=True)):
         first = number - number % len(slicings)
-        formula_s = contender.slicing.step_s(RANKS, options.microbatches)
-        whole_s = slicings[0].step_s(RANKS, options.microbatches)
+        formula_s = contender.slicing.step_s(RANKS, options.num_microbatches)
+        whole_s = slicings[0].step_s(RANKS, options.num_microbatches)
         what = "chosen" if contender.slicing is chosen else "even"
         shown.add_row(
             contender.family,

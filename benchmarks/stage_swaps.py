@@ -43,10 +43,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--budget", default="44MB")
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--num-microbatches", type=int, nargs="+", default=[1, 4, 16])
     options = parser.parse_args()
     print("micro-batches    ratio of step times  predicted / measured: plain  swapped  hidden  peak MB  same losses")
-    for count in options.microbatches:
+    for count in options.num_microbatches:
         words = ["--layout.num-microbatches", str(count), "--training.steps", str(options.steps)]
         ratios: list[float] = []
         hidden: list[float] = []

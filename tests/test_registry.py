@@ -108,6 +108,6 @@ def test_a_module_without_the_value_is_named(things, tmp_path):
 def test_a_command_mentions_a_broken_plug_in_once_and_goes_on(things, tmp_path, capsys):
     write_plugin(tmp_path, "one_plugin", "x = y\n", {GROUP: "new"})
     list(things)
-    assert main(["schedule", "1f1b", "--pp", "2", "--microbatches", "2"]) == 0
+    assert main(["schedule", "1f1b", "--pp", "2", "--num-microbatches", "2"]) == 0
     assert capsys.readouterr().err.count("pipeloom schedule: the thing 'new' of one_plugin 1.0 is left out") == 1
     assert "1f1b" in FAMILIES

@@ -36,7 +36,7 @@ class Trial:
     """Pipeline-model-parallel size: pipeline ranks."""
     loops: Common[int | None] = None
     """Virtual stages on each pipeline rank. None: as many as the schedule takes, else 1."""
-    microbatches: Common[int] = 8
+    num_microbatches: Common[int] = 8
     """Micro-batches of a step."""
     slices: int = 1
     """Token slices of a micro-batch, all of one length. Costs are of whole micro-batches, and slices share them."""
@@ -124,7 +124,7 @@ def trial_choice(trial: Trial) -> Choice:
     return Choice(
         family=trial.family or "",
         pp=trial.pp,
-        num_microbatches=trial.microbatches,
+        num_microbatches=trial.num_microbatches,
         loops=trial.loops if trial.loops is not None else default_loops(trial.family or ""),
         group_size=trial.group_size,
         placement=trial.placement,

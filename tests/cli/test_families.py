@@ -25,7 +25,7 @@ def test_values_that_lie_evenly_are_told_by_their_ends(values, text):
 
 
 def test_all_families_that_train_are_there_with_their_numbers(capsys):
-    assert main(["families", "--pp", "4", "--microbatches", "8", "--json"]) == 0
+    assert main(["families", "--pp", "4", "--num-microbatches", "8", "--json"]) == 0
     found = {line["name"]: line for line in json.loads(capsys.readouterr().out)}
     for name, family in FAMILIES.items():
         assert any(label.startswith(name) for label in found) == family.has_backward
@@ -36,7 +36,7 @@ def test_all_families_that_train_are_there_with_their_numbers(capsys):
 
 
 def test_the_table_is_for_people(capsys):
-    assert main(["families", "--pp", "2", "--microbatches", "2"]) == 0
+    assert main(["families", "--pp", "2", "--num-microbatches", "2"]) == 0
     shown = capsys.readouterr().out
     assert "2 pipeline ranks, 2 micro-batches" in shown
     assert "breadth-first" in shown
@@ -45,7 +45,7 @@ def test_the_table_is_for_people(capsys):
 @pytest.mark.parametrize("columns", [60, 80, 100])
 def test_no_column_is_dropped_on_a_narrow_terminal(capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert main(["families", "--pp", "4", "--microbatches", "8"]) == 0
+    assert main(["families", "--pp", "4", "--num-microbatches", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
     heads = [line.split() for line in lines if line.startswith("family ")]
@@ -56,7 +56,7 @@ def test_no_column_is_dropped_on_a_narrow_terminal(capsys, monkeypatch, columns)
 
 
 def test_all_wrong_sizes_are_told_at_once(capsys):
-    assert main(["families", "--pp", "0", "--loops", "0", "--microbatches", "0"]) == 2
+    assert main(["families", "--pp", "0", "--loops", "0", "--num-microbatches", "0"]) == 2
     error = capsys.readouterr().err
     assert "3 problems" in error
     assert "loops must be at least 1, found 0" in error
@@ -64,6 +64,6 @@ def test_all_wrong_sizes_are_told_at_once(capsys):
 
 @pytest.mark.parametrize("loops", [1, 3])
 def test_families_that_take_one_number_of_loops_alone_take_theirs(loops, capsys):
-    assert main(["families", "--pp", "2", "--microbatches", "2", "--loops", str(loops), "--json"]) == 0
+    assert main(["families", "--pp", "2", "--num-microbatches", "2", "--loops", str(loops), "--json"]) == 0
     found = {line["name"]: line["loops"] for line in json.loads(capsys.readouterr().out)}
     assert (found["breadth-first"], found["zb-v"], found["1f1b"]) == (loops, 2, 1)

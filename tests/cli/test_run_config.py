@@ -126,10 +126,10 @@ def test_what_no_memory_holds_is_refused_before_it_is_made(monkeypatch, capsys, 
 @pytest.mark.parametrize(
     "words",
     [
-        ["schedule", "gpipe", "--microbatches", "100000000"],
+        ["schedule", "gpipe", "--num-microbatches", "100000000"],
         ["schedule", "1f1b", "--pp", "1000000000"],
         ["schedule", "zb-v", "--slices", "1000000000"],
-        ["families", "--microbatches", "100000000"],
+        ["families", "--num-microbatches", "100000000"],
         ["families", "--loops", "1000000000"],
     ],
     ids=" ".join,

@@ -11,8 +11,8 @@ from pipeloom.cli import main
 
 # 16 layers over 4 ranks, 8 micro-batches; a layer's forward is 1 unit, its backward 2. Without loops a stage has
 # four layers, with 4 loops it has one.
-WITHOUT_LOOPS = ["--pp", "4", "--microbatches", "8", "--forward", "4", "--backward", "8"]
-WITH_LOOPS = ["--pp", "4", "--microbatches", "8", "--loops", "4", "--forward", "1", "--backward", "2"]
+WITHOUT_LOOPS = ["--pp", "4", "--num-microbatches", "8", "--forward", "4", "--backward", "8"]
+WITH_LOOPS = ["--pp", "4", "--num-microbatches", "8", "--loops", "4", "--forward", "1", "--backward", "2"]
 EXAMPLE = {
     "gpipe": (WITHOUT_LOOPS, 132, 0.375, [8, 8, 8, 8]),
     "1f1b": (WITHOUT_LOOPS, 132, 0.375, [4, 3, 2, 1]),
@@ -116,7 +116,7 @@ def test_text_for_people_names_the_bubble_and_is_a_schedule_file(capsys, tmp_pat
 
 
 def test_an_exported_csv_file_is_read_back_with_its_communication(capsys, tmp_path):
-    words = ["breadth-first", "--pp", "3", "--loops", "2", "--microbatches", "4", "--communication"]
+    words = ["breadth-first", "--pp", "3", "--loops", "2", "--num-microbatches", "4", "--communication"]
     file = tmp_path / "saved.csv"
     file.write_text(schedule(capsys, *words, "--format", "torch-csv"), encoding="utf-8")
     again, direct = schedule_json(capsys, str(file)), schedule_json(capsys, *words)
@@ -129,11 +129,11 @@ def test_an_exported_csv_file_is_read_back_with_its_communication(capsys, tmp_pa
 
 
 def test_transfers_cost_breadth_first_two_hops_for_each_boundary_between_ranks(capsys):
-    words = ["breadth-first", "--pp", "4", "--loops", "4", "--microbatches", "8"]
+    words = ["breadth-first", "--pp", "4", "--loops", "4", "--num-microbatches", "8"]
     assert schedule_json(capsys, *words, "--transfer", "0.5")["makespan"] == 105 + 2 * 3 * 0.5
 
 
-SHARDED = ["--pp", "4", "--loops", "4", "--microbatches", "8", "--reduce-grad", "--gather", "8", "--reduce", "8"]
+SHARDED = ["--pp", "4", "--loops", "4", "--num-microbatches", "8", "--reduce-grad", "--gather", "8", "--reduce", "8"]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_text_for_people_counts_gathers_and_reductions_where_there_are_any(capsy
 
 
 def test_a_tied_matrix_is_added_and_costs_what_breadth_first_cannot_hide(capsys):
-    sizes = ["breadth-first", "--pp", "4", "--loops", "2", "--microbatches", "8", "--tied"]
+    sizes = ["breadth-first", "--pp", "4", "--loops", "2", "--num-microbatches", "8", "--tied"]
     found = [schedule_json(capsys, *sizes, seconds) for seconds in ("0", "11", "14")]
     assert [one["makespan"] for one in found] == [57, 57, 60]
     assert found[0]["rows"][3][0] == "7RECV_TIED"
@@ -165,7 +165,7 @@ def test_a_tied_matrix_is_added_and_costs_what_breadth_first_cannot_hide(capsys)
 
 
 def test_forward_only_has_no_final_gradients(capsys):
-    words = ["forward-only", "--pp", "2", "--loops", "2", "--microbatches", "2"]
+    words = ["forward-only", "--pp", "2", "--loops", "2", "--num-microbatches", "2"]
     answer = schedule_json(capsys, *words)
     assert answer["gradients_final_at"] == [None] * 4
     assert answer["peak_stage_inputs"] == [1, 1]
@@ -212,7 +212,7 @@ def test_wrong_input_ends_with_status_two_and_a_reason(capsys, title):
 
 
 def test_all_that_is_wrong_is_said_at_once(capsys):
-    message = refusal(capsys, "gpipe", "--pp", "0", "--microbatches", "0", "--placement", "ring")
+    message = refusal(capsys, "gpipe", "--pp", "0", "--num-microbatches", "0", "--placement", "ring")
     assert "3 problems" in message
     message = refusal(capsys, "gpipe", "--forward", "0", "--backward", "-2")
     assert "2 problems" in message
@@ -258,7 +258,7 @@ def test_no_command_shows_the_usage_and_ends_with_status_two(capsys):
 
 
 def test_balance_pairs_the_ranks_and_says_what_they_hold_before_and_after(capsys, tmp_path):
-    words = ["1f1b", "--pp", "8", "--microbatches", "64", "--balance"]
+    words = ["1f1b", "--pp", "8", "--num-microbatches", "64", "--balance"]
     plain, answer = schedule_json(capsys, *words[:-1]), schedule_json(capsys, *words)
     assert (plain["peak_held"], plain["partners"]) == ([8, 7, 6, 5, 4, 3, 2, 1], None)
     assert answer["peak_held"] == [5, 5, 5, 5, 4, 5, 5, 5]
@@ -274,10 +274,10 @@ def test_balance_pairs_the_ranks_and_says_what_they_hold_before_and_after(capsys
 
 
 def test_offload_keeps_a_budget_alone_and_behind_balance(capsys):
-    words = ["breadth-first", "--pp", "4", "--loops", "2", "--microbatches", "8", "--offload", "--budget", "10"]
+    words = ["breadth-first", "--pp", "4", "--loops", "2", "--num-microbatches", "8", "--offload", "--budget", "10"]
     answer = schedule_json(capsys, *words)
     assert (answer["peak_held"], answer["num_offloads"], answer["partners"]) == ([10] * 4, [6] * 4, None)
-    words = ["1f1b", "--pp", "4", "--microbatches", "8", "--balance", "--move", "0.5", "--budget"]
+    words = ["1f1b", "--pp", "4", "--num-microbatches", "8", "--balance", "--move", "0.5", "--budget"]
     answer = schedule_json(capsys, *words, "3", "--offload")
     assert (max(answer["peak_held"]), sum(answer["num_offloads"])) == (3, 0)
     assert schedule_json(capsys, *words, "4")["num_evictions"] == [0] * 4
@@ -285,7 +285,7 @@ def test_offload_keeps_a_budget_alone_and_behind_balance(capsys):
 
 def test_a_file_that_moves_says_so(capsys, tmp_path):
     file = tmp_path / "saved.txt"
-    words = ["1f1b", "--pp", "4", "--microbatches", "8"]
+    words = ["1f1b", "--pp", "4", "--num-microbatches", "8"]
     file.write_text(balanced := schedule(capsys, *words, "--balance"), encoding="utf-8")
     assert "# partners           3 2 1 0 (by rank)" in schedule(capsys, str(file)).splitlines()
     file.write_text("\n".join(line for line in balanced.splitlines() if " = " not in line), encoding="utf-8")
@@ -350,7 +350,7 @@ def test_stages_that_visit_the_device(capsys, tmp_path):
     assert "--stage-swap must be at least 0, found -1" in refusal(capsys, *sizes, "--stage-swap", "-1")
 
 
-LARGE = ["breadth-first", "--pp", "16", "--loops", "4", "--microbatches", "32"]
+LARGE = ["breadth-first", "--pp", "16", "--loops", "4", "--num-microbatches", "32"]
 
 
 def test_a_schedule_that_no_screen_shows_is_summed_up_and_written_whole_when_text_is_wanted(capsys):

@@ -71,7 +71,7 @@ def _read_page(page, url, folder, found):
         "document.getElementById('reset').click()",
         "[sides.length, sides[0].answer.command, root.dataset.state]",
     )
-    page.open(f"{url}#family=zb-v&loops=4&microbatches=16&colour=red&b.family=none&b.keep=1+1+1+1")
+    page.open(f"{url}#family=zb-v&loops=4&num_microbatches=16&colour=red&b.family=none&b.keep=1+1+1+1")
     do("linked", "", "[document.getElementById('shared').textContent, ...sides.map((side) => side.answer.command)]")
     found["file"] = _first_file(folder)
 
@@ -118,6 +118,6 @@ def test_settings_of_a_link_that_have_no_effect_are_named(seen):
     left_out, *commands = seen["linked"]
     assert left_out.endswith("is left out of the link: loops=4, colour=red, family=none")
     assert commands == [
-        "pipeloom schedule zb-v --microbatches 16",
+        "pipeloom schedule zb-v --num-microbatches 16",
         "pipeloom schedule breadth-first --loops 4 --keep 1 1 1 1",
     ]

@@ -17,7 +17,7 @@ from pipeloom.playground.answers import MOST_ACTIONS, MOST_RANKS, answer, choice
 from pipeloom.playground.server import MOST_BODY, App, serve
 
 STATES = [
-    {"family": "breadth-first", "pp": 4, "loops": 4, "microbatches": 8},
+    {"family": "breadth-first", "pp": 4, "loops": 4, "num_microbatches": 8},
     {"family": "zb-v", "weight": 0.5, "forward": 1.5},
     {"family": "1f1b", "balance": True, "budget": 3.0},
     {"family": "1f1b", "keep": [2, 2, 2, 2], "placement": "linear"},
@@ -64,7 +64,7 @@ def test_broken_rule_is_the_message_of_the_command_line_with_its_place(tmp_path,
         ({"family": "1f1b", "pp": 0}, ["pp"]),
         ({"family": "1f1b", "pp": "four", "forward": None}, ["pp", "forward"]),
         ({"family": "1f1b", "loops": 2}, ["loops"]),
-        ({"family": "1f1b", "forward": -1.0, "microbatches": 0}, ["forward", "microbatches"]),
+        ({"family": "1f1b", "forward": -1.0, "num_microbatches": 0}, ["forward", "num_microbatches"]),
         ({"family": "1f1b", "offload": True}, ["offload"]),
         ({"family": "1f1b", "offload": True, "budget": 0.5}, ["budget"]),
         ({"family": "1f1b", "gather": 1.0}, ["gather"]),
@@ -72,7 +72,7 @@ def test_broken_rule_is_the_message_of_the_command_line_with_its_place(tmp_path,
         ({"family": "1f1b", "weight": 9.0}, ["weight"]),
         ({"family": "1f1b", "keep": [1]}, ["keep"]),
         ({"family": "1f1b", "receive_buffers": 10**30}, ["receive_buffers"]),
-        ({"family": "breadth-first", "pp": 1000, "loops": 1000, "microbatches": 1000}, ["microbatches"]),
+        ({"family": "breadth-first", "pp": 1000, "loops": 1000, "num_microbatches": 1000}, ["num_microbatches"]),
         ({"family": "1f1b", "pp": MOST_RANKS + 1}, ["pp"]),
         ({"family": "1f1b", "update": "at-the-end"}, ["update"]),
         ({"family": "1f2b"}, ["family"]),
@@ -92,7 +92,7 @@ def test_problems_name_the_input_that_causes_them(state, fields):
 
 def test_files_of_a_schedule():
     state = STATES[0]
-    picture = download({"family": "1f1b", "pp": 2, "microbatches": 2}, "svg").body
+    picture = download({"family": "1f1b", "pp": 2, "num_microbatches": 2}, "svg").body
     assert picture.lstrip().startswith("<?xml")
     assert "1f1b" in picture
     csv, text = download(state, "csv").body, download(state, "txt").body
@@ -102,8 +102,8 @@ def test_files_of_a_schedule():
 def test_families_and_defaults_are_offered():
     offered = choices()
     assert {"zb-v", "breadth-first"} <= {one["name"] for one in offered["families"]}
-    assert offered["defaults"]["microbatches"] == 8
-    assert command_of({"family": "zb-v", "microbatches": 8}) == "pipeloom schedule zb-v"
+    assert offered["defaults"]["num_microbatches"] == 8
+    assert command_of({"family": "zb-v", "num_microbatches": 8}) == "pipeloom schedule zb-v"
     assert MOST_ACTIONS > 8 * 4 * 64 * 3
 
 

@@ -23,7 +23,7 @@ SOURCES = ("src", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 SMALL = "--model.num-layers 2 --model.hidden-size 32 --model.num-heads 2 --data.seq-len 16 --data.path text.txt"
 COMMANDS = {
     "--version": "pipeloom 0",
-    "schedule breadth-first --pp 4 --loops 4 --microbatches 8": "# makespan           105",
+    "schedule breadth-first --pp 4 --loops 4 --num-microbatches 8": "# makespan           105",
     f"simulate {SMALL.rpartition(' --')[0]} --layout.pp 2 --layout.loops 1": "step time",
     "plan --model llama-3-8b --cluster dgx-h100 --devices 64 --global-batch 256 --seq 8192 --families 1f1b --no-explain"
     " --recompute full --shards none --strategies none": "tokens/s",

@@ -246,9 +246,9 @@ launch --out there --time-limit soon                            | time limit; so
 schedule                                                        | FAMILY
 schedule 1f2b                                                   | did you mean '1f1b'?
 schedule 1f1b --pp 0                                            | pp
-schedule 1f1b --microbatches 0                                  | micro-batches
+schedule 1f1b --num-microbatches 0                                  | micro-batches
 schedule 1f1b --pp 100000000                                    | memory
-schedule 1f1b --microbatches 1000000000                         | memory
+schedule 1f1b --num-microbatches 1000000000                         | memory
 schedule 1f1b --loops 2                                         | use depth-first or loops 1
 schedule breadth-first --placement zigzag                       | there is no placement 'zigzag'
 schedule 1f1b --forward -1                                      | forward
@@ -269,8 +269,8 @@ schedule bad.csv                                                | xx
 schedule 1f1b --format yaml                                     | yaml
 families --pp 0                                                 | pp
 families --loops 0                                              | loops
-families --microbatches x                                       | microbatches
-families --microbatches 1000000000                              | memory
+families --num-microbatches x                                       | microbatches
+families --num-microbatches 1000000000                              | memory
 profile --processes 0                                           | processes
 profile --output /dev/null/c.toml                               | /dev/null/c.toml
 profile --device tpu                                            | tpu

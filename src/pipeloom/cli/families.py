@@ -28,7 +28,7 @@ class Options:
 
     pp: Common[int] = 4
     """Pipeline-model-parallel size: pipeline ranks."""
-    microbatches: Common[int] = 8
+    num_microbatches: Common[int] = 8
     """Micro-batches of a step."""
     loops: Common[int] = 2
     """Virtual stages on each pipeline rank, for schedules that take several."""
@@ -39,7 +39,7 @@ class Options:
 COMMAND = Command(
     name="families",
     options=Options,
-    examples={"pipeloom families --pp 8 --microbatches 32 --loops 4": "8 ranks, 32 stages"},
+    examples={"pipeloom families --pp 8 --num-microbatches 32 --loops 4": "8 ranks, 32 stages"},
 )
 
 
@@ -56,16 +56,16 @@ LEGEND = (
 def run(words: list[str]) -> int:
     """Parse the arguments, make all schedules, print them."""
     options, problems = read_flags(COMMAND, words)
-    sizes = {"pp": options.pp, "loops": options.loops, "num_microbatches": options.microbatches}
+    sizes = {"pp": options.pp, "loops": options.loops, "num_microbatches": options.num_microbatches}
     problems += Choice(family="breadth-first", num_slices=SLICES, **sizes).problems()
     if problems:
         raise ConfigError(problems, SOURCE)
-    found = list(lines(options.pp, options.microbatches, options.loops))
+    found = list(lines(options.pp, options.num_microbatches, options.loops))
     if options.json:
         print(json.dumps(found))
         return 0
     console = wide_console()
-    ranks, microbatches = count(options.pp, "pipeline rank"), count(options.microbatches, "micro-batch")
+    ranks, microbatches = count(options.pp, "pipeline rank"), count(options.num_microbatches, "micro-batch")
     console.print(f"{ranks}, {microbatches}, equal stages, a backward takes two forwards")
     print_table(console, table_of({line["name"]: line for line in found}, COLUMNS, "family"))
     console.print(LEGEND, style="dim")

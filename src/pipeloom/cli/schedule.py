@@ -53,7 +53,7 @@ COMMAND = Command(
     name="schedule",
     options=Options,
     examples={
-        "pipeloom schedule 1f1b --pp 4 --microbatches 8": "actions, bubble, memory",
+        "pipeloom schedule 1f1b --pp 4 --num-microbatches 8": "actions, bubble, memory",
         "pipeloom schedule breadth-first --loops 4 --plot both.svg --beside 1f1b": "a picture of two",
         "pipeloom schedule --run run.toml": "the schedule that a run executes",
     },
@@ -68,7 +68,7 @@ def run(words: list[str]) -> int:
         raise ConfigError(problems, SOURCE)
     recipe, sizes = made
     outcome = try_out(options, recipe, sizes)
-    schedule, trace = outcome.schedule, outcome.trace
+    schedule = outcome.schedule
     title = trial_title(options, (options.run or Path(options.family or "")).name, schedule)
     other = None if options.beside is None else _tried_beside(options, options.beside, schedule)
     form = "json" if options.json else options.format
@@ -87,7 +87,8 @@ def run(words: list[str]) -> int:
             print()
             _print_text(other[0], other[1].schedule, other[1].lines(), is_whole=form == "text")
     if options.plot is not None:
-        traces = {title: trace} if other is None else {title: trace, other[0]: other[1].trace}
+        panels = [(title, outcome), *([] if other is None else [other])]
+        traces = {f"{name}; bubble {one.figures['bubble_fraction']:.1%}": one.trace for name, one in panels}
         # Standard output is the data of another program with these forms.
         _draw(options.plot, traces, sys.stderr if form in ("json", "torch-csv") else sys.stdout)
         for name in (options.family, options.beside):
@@ -147,7 +148,7 @@ def _run_recipe(options: Options, file: Path) -> tuple[Recipe, Sizes]:
     return config.recipe(), sizes_in_training(config)
 
 
-_SIZES = ("pp", "loops", "microbatches", "group_size", "placement", "keep")
+_SIZES = ("pp", "loops", "num_microbatches", "group_size", "placement", "keep")
 _MAKE = (
     *_SIZES, "slices", "tied", "communication", "receive_buffers", "unshard", "prefetch", "reduce_grad",
     "split_backward", "gradient_buffers", "update", "resident", "balance", "offload", "budget",

@@ -133,11 +133,11 @@ def _outcome(state: State) -> tuple[Trial, Outcome]:
     trial, text = _read(state)
     given = None if text is None else _parsed(text)
     # Before anything is made of it: a request must not keep the machine busy.
-    sizes = (trial.pp, trial.loops or 1, trial.microbatches, trial.slices, 3)
+    sizes = (trial.pp, trial.loops or 1, trial.num_microbatches, trial.slices, 3)
     num_actions = trial.slices * given.num_actions if given is not None else prod(max(size, 1) for size in sizes)
     num_ranks = given.num_ranks if given is not None else trial.pp
     for name, number, what, most in (
-        ("microbatches", num_actions, "about {:,} actions", MOST_ACTIONS),
+        ("num_microbatches", num_actions, "about {:,} actions", MOST_ACTIONS),
         ("pp", num_ranks, "{:,} pipeline ranks", MOST_RANKS),
     ):
         if number > most:
@@ -199,7 +199,7 @@ _FIELDS: tuple[tuple[str, str | None], ...] = (
     ("loops", "loops"),
     ("stage on each rank", "loops"),
     ("stages on each rank", "loops"),
-    ("micro-batch", "microbatches"),
+    ("micro-batch", "num_microbatches"),
     ("receive", "receive_buffers"),
     ("budget", "budget"),
     ("norm of the whole gradient", "update"),

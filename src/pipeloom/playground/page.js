@@ -18,7 +18,7 @@ const GROUPS = [
   ["Sizes", [
     { name: "pp", label: "pipeline ranks", kind: "slider", min: 1, max: 32, on: isFamily },
     { name: "loops", label: "loops (stages per rank)", kind: "slider", min: 1, max: 16, on: isFamily, fixed: (s) => isFamily(s) ? family(s).loops : null },
-    { name: "microbatches", label: "micro-batches", kind: "slider", min: 1, max: 128, on: isFamily },
+    { name: "num_microbatches", label: "micro-batches", kind: "slider", min: 1, max: 128, on: isFamily },
     { name: "slices", label: "token slices", kind: "slider", min: 1, max: 16 },
     { name: "group_size", label: "group size", kind: "number", min: 1, empty: "smallest", on: (s) => isFamily(s) && family(s).grouped },
     { name: "placement", label: "placement", kind: "choice", empty: "default", options: () => choices.placements, on: (s) => isFamily(s) && family(s).placement === null },

@@ -34,7 +34,7 @@ _MOST_INCHES, _MOST_NAMES = 34, 80
 """Largest height of all rows of a panel, and number of rank names beside them: those of 80 rows at full height."""
 _MOST_TONES = 4
 """Number of stages of a rank up to which the legend lists each."""
-_SIZES = (7.0, 6.0, 5.5)
+_SIZES = (7.0, 6.0, 5.5, 5.0)
 """Font sizes of labels in compute boxes, in points."""
 _ROW_HEIGHT = 0.86
 _MARKERS = "os^vDPX*"
@@ -231,7 +231,7 @@ class _Bars(NamedTuple):
         names = {place: f"{one.kind.value}{numbers[place]}" for place, one in actions.items()}
 
         def fits(texts: Mapping[int, str], size: float) -> list[bool]:
-            return [_em(text) * size + 2 <= width[place] * self.points for place, text in texts.items()]
+            return [_em(text) * size + 1.2 <= width[place] * self.points for place, text in texts.items()]
 
         # Either all labels of a panel have letters or none, since they would look different.
         is_lettered = len(sizes) > 1 and all(fits(names, sizes[0]))
