@@ -203,7 +203,7 @@ MODEL = {
     ),
     "text that is not there": (
         {"data__path": Path("no-such-file")},
-        "data.path must be a text file or a folder, found nothing at no-such-file",
+        "data.path must be a file or a folder, found nothing at no-such-file",
     ),
     "sizes from two places": (
         {"model__preset": "gpt-1t", "model__file": Path("config.json")},

@@ -40,7 +40,7 @@ def test_the_script_runs_and_draws_every_box_table_and_curve(show, tmp_path):
     assert data(document) == {"state": "ready", "boxes": "64", "expected": "64", "mode": "light"}
     assert "0.0 to 56.0 ms" in document
     assert len(re.findall(r"<rect ", document)) == 2 * 3 * 5  # traces, ranks and their total, causes
-    assert len(re.findall(r"<tr[ >]", document)) == (2 + 4) + (2 + 5)
+    assert len(re.findall(r"<tr[ >]", document)) == (2 + 4) + (2 + 3)
     assert len(re.findall(r"<svg ", document)) == 1 + 2 * 2 + 5  # the step, two charts of two ranks, five curves
     assert document.index(">Loss, nats per token<") < document.index(">The step<")
     assert "document.documentElement.dataset.broken = 'yes'&lt;/script&gt;" in document

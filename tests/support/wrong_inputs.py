@@ -59,6 +59,9 @@ FILES = {
     "header_only.csv": HEADER,
     "bad_row.csv": HEADER + "s,ok,abc" + "," * 28 + "\n",
     "tiny.txt": "hi\n",
+    "no_text.jsonl": '{"text": "a"}\n{"title": "b"}\n',
+    "no_json.jsonl": "hello world\n",
+    "cut.jsonl.gz": "hello world\n",
 }
 """Text of each file by name; it is written where a command names it."""
 
@@ -143,6 +146,10 @@ train --model.file model.toml                                   | layers; tied
 train --model.file misspelled_model.toml                        | layer
 train --data.path missing                                       | missing
 train --data.path tiny.txt                                      | data.path; data.seq_len
+train --data.path no_text.jsonl                                 | line 2; 'text'; title; data.field
+train --data.path no_json.jsonl                                 | line 1; JSON
+train --data.path cut.jsonl.gz                                  | cut.jsonl.gz; damaged
+train --data.path tiny.txt --data.field body                    | data.field has no effect
 train --data.seq-len 0                                          | data.seq_len
 train --data.seq-len 1000000000                                 | seq_len
 train --data.tokenizer words                                    | words

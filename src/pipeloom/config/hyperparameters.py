@@ -13,7 +13,7 @@ from pipeloom.workload.model_families import MODELS
 HYPERPARAMETERS = {
     "model.norm_eps": "added to the variance in normalization, as the model was designed",
     "model.rope_theta": "base of the rotary position frequencies, as the model was designed",
-    "data.path": "a text file, or a folder of them",
+    "data.path": "a file of text or of records, or a folder of them",
     "data.tokenizer": "bytes, or bpe with a data.bpe_vocab_size",
     "optimizer.lr": "peak learning rate",
     "optimizer.lr_warmup_steps": "steps over which the learning rate rises from 0",

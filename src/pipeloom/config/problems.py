@@ -325,14 +325,14 @@ def _text_problems(config: RunConfig) -> Problems:
         yield from vocabulary_problems(config, config.data.vocab_size)
     path = config.data.path
     if path == Path():
-        yield "data.path must be a text file or a folder, found nothing; leave it out for the default text"
+        yield "data.path must be a file or a folder, found nothing; leave it out for the default text"
         return
     try:
         is_missing = path is not None and not path.exists()
     except OSError:  # such as a name that is too long
         is_missing = True
     if is_missing:
-        yield f"data.path must be a text file or a folder, found nothing at {path}"
+        yield f"data.path must be a file or a folder, found nothing at {path}"
 
 
 def _checkpoint_problems(config: RunConfig) -> Problems:

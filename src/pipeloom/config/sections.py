@@ -28,8 +28,11 @@ class DataConfig:
     """Text, tokenizer and sequence length."""
 
     path: Common[Path | None] = None
-    """Text file, or a folder of them. None: Python's standard library; no default for a model from model.preset or
-    model.file."""
+    """File of text or records, or a folder of them. Records: .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow, or a
+    folder that save_to_disk of the datasets library wrote. Parquet, Arrow and zst need pipeloom[data]. None: Python's
+    standard library; no default for a model from model.preset or model.file."""
+    field: str = "text"
+    """Name of the text in each record: a key of JSON lines, or a column."""
     tokenizer: Common[Literal["bytes", "bpe"] | None] = None
     """Bytes, or byte-pair encoding trained on the text. bpe needs pipeloom[bpe]. None: bytes; no
     default for a model from model.preset or model.file."""

@@ -1,4 +1,4 @@
-"""The corpus: lists and reads text files, and splits them into training and validation."""
+"""The corpus: lists and reads files of text and of records, and splits them into training and validation."""
 
 import hashlib
 import os
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from pipeloom.data.records import DATASET_SPLITS, dataset_files, has_records, read_records
 from pipeloom.errors import UserError
 
 # Not sources of Python's standard library: bytecode, and installed packages, which differ between hosts.
@@ -34,10 +35,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Document:
-    """A file's text.
+    """The text of a file, or of a record.
 
     Attributes:
-        name: as in :class:`Source`.
+        name: as in :class:`Source`; of a record with its number behind it, such as ``part.jsonl/12``.
         content: valid UTF-8 without NUL; not empty.
     """
 
@@ -66,26 +67,46 @@ def list_sources(path: Path | None) -> list[Source]:
     return sorted((source for source in sources if source is not None), key=lambda source: source.name)
 
 
-def read_documents(sources: Sequence[Source]) -> list[Document]:
-    """Read those files that are text: valid UTF-8 without NUL, not empty.
+def read_documents(sources: Sequence[Source], field: str = "text") -> tuple[list[Document], int]:
+    """Read those files and records that are text: valid UTF-8 without NUL, not empty.
+
+    Args:
+        sources: the files.
+        field: name of the text in records.
+
+    Returns:
+        Documents, and the number of files and records that are not text.
 
     Raises:
-        UserError: a file cannot be read, or none is text.
+        UserError: a file cannot be read, a record has no such field, or nothing is text.
     """
-    documents = []
+    documents: list[Document] = []
+    num_skipped = 0
     for source in sources:
         try:
-            content = source.path.read_bytes()
+            for name, content in _contents(source, field):
+                if _is_text(content):
+                    documents.append(Document(name, content))
+                else:
+                    num_skipped += 1
         except OSError as error:
             _fail(source.path, error)
-        if _is_text(content):
-            documents.append(Document(source.name, content))
     if not documents:
         raise UserError(
-            f"the corpus must have at least one UTF-8 text file that is not empty, found none in {len(sources)} files; "
-            "set data.path to a text file or a folder of them"
+            f"the corpus must have at least one UTF-8 text that is not empty, found none in {len(sources)} files; "
+            "set data.path to a file of text or of records, or a folder of them"
         )
-    return documents
+    return documents, num_skipped
+
+
+def _contents(source: Source, field: str) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the documents of a file."""
+    if not has_records(source.path):
+        yield source.name, source.path.read_bytes()
+        return
+    for number, text in enumerate(read_records(source.path, field), start=1):
+        # JSON may contain halves of surrogate pairs, which are no UTF-8: _is_text refuses what this writes for them.
+        yield f"{source.name}/{number}", text.encode(errors="surrogatepass")
 
 
 def fingerprint(documents: Sequence[Document]) -> str:
@@ -136,7 +157,10 @@ def _walk(root: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(root, onerror=fail):
         # In place: os.walk descends into the folders left in this list.
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _NO_SOURCES]
-        yield from (Path(folder, name) for name in files if not name.startswith("."))
+        # A folder of the datasets library has files that describe the data set beside its records.
+        listed = dataset_files(Path(folder))
+        wanted = [name for name in files if name != DATASET_SPLITS] if listed is None else listed
+        yield from (Path(folder, name) for name in wanted if not name.startswith("."))
 
 
 def _source(file: Path, root: Path) -> Source | None:
@@ -161,6 +185,6 @@ def _is_text(content: bytes) -> bool:
 
 def _fail(path: Path, error: OSError) -> NoReturn:
     raise UserError(
-        f"the corpus must be a text file or a folder of them that can be read, found {error.strerror} at {path}; "
+        f"the corpus must be a file or a folder of files that can be read, found {error.strerror or error} at {path}; "
         "change data.path or the file's permissions"
     ) from error

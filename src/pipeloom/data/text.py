@@ -39,11 +39,12 @@ from pipeloom.data.corpus import (
     shuffled,
     split_documents,
 )
+from pipeloom.data.records import has_records
 from pipeloom.data.tokenizer import BpeTokenizer, ByteTokenizer, TokenArray, Tokenizer, require_bpe, token_dtype
 from pipeloom.errors import UserError
 from pipeloom.terminal.words import count
 
-_FORMAT = 3
+_FORMAT = 4
 """Part of the cache key; increment it when the same text and settings give other tokens or other files."""
 # More text takes longer and hardly changes the merges.
 _BPE_SAMPLE_BYTES = 8_000_000
@@ -140,7 +141,10 @@ def load_data(config: DataConfig, seed: int, tokenizer_json: str | None = None) 
     if config.known_tokenizer == "bpe":
         require_bpe()
     given = None if tokenizer_json is None else _given_tokenizer(config, tokenizer_json)
-    folder, summary = _find_or_write(config, list_sources(config.path), given)
+    sources = list_sources(config.path)
+    if config.field != DataConfig.field and not any(has_records(source.path) for source in sources):
+        raise UserError("data.field has no effect without files of records (.jsonl, .parquet, .arrow); leave it out")
+    folder, summary = _find_or_write(config, sources, given)
     tokenizer = given
     if tokenizer is None:
         is_trained = config.known_tokenizer == "bpe"
@@ -197,7 +201,7 @@ def _counts(tokens: TokenArray, vocab_size: int) -> npt.NDArray[np.int64]:
 class _Summary:
     """Content of ``summary.json``."""
 
-    num_files: int
+    num_documents: int
     num_skipped: int
     num_bytes: int
     vocab_size: int
@@ -221,9 +225,9 @@ def _find_or_write(config: DataConfig, sources: Sequence[Source], given: Tokeniz
         summary = _read_summary(folder)
     if summary is not None:
         return folder, summary
-    documents = read_documents(sources)
+    documents, num_skipped = read_documents(sources, config.field)
     try:
-        return folder, _write_entry(folder, documents, config, given, len(sources) - len(documents))
+        return folder, _write_entry(folder, documents, config, given, num_skipped)
     except OSError as error:
         raise UserError(
             f"the cache folder must be writable and have room, found {error.strerror or error} at {cache}; "
@@ -261,6 +265,7 @@ def _key(config: DataConfig, sources: Sequence[Source], given: Tokenizer | None)
         "tokenizer": config.known_tokenizer,
         "vocab_size": config.bpe_vocab_size if config.known_tokenizer == "bpe" else None,
         "validation_fraction": config.validation_fraction,
+        "field": config.field,
         # Times and sizes instead of contents, so that a start need not read the whole corpus.
         "files": [(str(source.path.resolve()), source.num_bytes, source.mtime_ns) for source in sources],
     }
@@ -330,7 +335,7 @@ def _fill_entry(
         train_tokens -= validation_tokens
     tokens = np.memmap(folder / "tokens.bin", token_dtype(tokenizer.vocab_size), mode="r")
     summary = _Summary(
-        num_files=len(documents),
+        num_documents=len(documents),
         num_skipped=num_skipped,
         num_bytes=sum(len(document.content) for document in documents),
         vocab_size=tokenizer.vocab_size,
@@ -386,7 +391,7 @@ def _describe(summary: _Summary, config: DataConfig) -> str:
     where = "Python's standard library" if config.path is None else str(config.path)
     skipped = f" ({summary.num_skipped:,} skipped: not UTF-8 text, or empty)" if summary.num_skipped else ""
     return (
-        f"{where}: {count(summary.num_files, 'file')}{skipped}, {summary.num_bytes / 1e6:.3g} MB, "
+        f"{where}: {count(summary.num_documents, 'document')}{skipped}, {summary.num_bytes / 1e6:.3g} MB, "
         f"{summary.train_tokens:,} training and {summary.validation_tokens:,} validation tokens "
         f"({config.known_tokenizer}, vocabulary of {summary.vocab_size:,})"
     )
