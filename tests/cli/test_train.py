@@ -45,11 +45,14 @@ def numbers(run):
     summary = json.loads((run / "summary.json").read_text())
     # What the report and the simulator count is what the ranks held.
     found = read_run(run)
-    curves = memory_over_time(found.schedule, found.trace, held_bytes_of(found, found.schedule))
-    assert [curve.peak_parts["stage inputs"] for curve in curves] == pytest.approx(summary["live_bytes"], rel=1e-6)
     assert verdict_of(found).headline.startswith("measured ")
-    step = predict_step(found.config)
-    assert [memory.activations_bytes for memory in step.prediction.memory_by_rank] == summary["live_bytes"]
+    held = held_bytes_of(found, found.schedule)
+    assert (held is None) == (found.config.training.dtype == "float64")  # for which there are no closed forms
+    if held is not None:
+        curves = memory_over_time(found.schedule, found.trace, held)
+        assert [curve.peak_parts["stage inputs"] for curve in curves] == pytest.approx(summary["live_bytes"], rel=1e-6)
+        step = predict_step(found.config)
+        assert [memory.activations_bytes for memory in step.prediction.memory_by_rank] == summary["live_bytes"]
     curve = [line[key] for line in metrics(run) for key in ("loss", "grad_norm")]
     return [*curve, summary["validation_loss"]], summary["num_parameters"], (run / "sample.txt").read_text()
 
