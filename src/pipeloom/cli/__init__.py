@@ -34,7 +34,7 @@ GROUPS = {
         "profile": "measure this machine and write it as a cluster file",
     },
 }
-"""Commands by purpose, with a line for people; ``pipeloom.cli.NAME.run(arguments)`` does the work."""
+"""Commands by purpose, with a description; ``pipeloom.cli.NAME.run(arguments)`` runs them."""
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 
 _USAGE = "\n".join(

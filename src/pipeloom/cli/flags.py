@@ -303,7 +303,7 @@ def _convert(hint: Any, texts: Sequence[str]) -> Any:
 
 
 def _called(hint: Any) -> str:
-    """What a value must be, for people."""
+    """What a value must be, for messages."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return " or ".join(_called(one) for one in inner)

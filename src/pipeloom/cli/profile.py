@@ -55,7 +55,7 @@ class Options:
     recompute: tuple[Recompute, ...] = ("none",)
     """With --model: kinds of activation recomputation to measure."""
     sequence_parallel: bool = False
-    """With --model: sequence parallelism beside tensor parallelism."""
+    """With --model: sequence parallelism in addition to tensor parallelism."""
     json: Common[bool] = False
     """Print JSON for programs: the cluster and every measurement, in SI units."""
 
@@ -77,7 +77,7 @@ def run(words: list[str]) -> int:
     from pipeloom.measure import Request, describe_cluster, measure_machine
     from pipeloom.terminal.progress import restore_terminal
 
-    # One budget for both: the user said how long all of it may take.
+    # One budget for both: --budget-s limits the whole command.
     share = 1.0 if options.model is None else _MACHINE
     request = or_note(lambda: Request.make(options.device, options.processes, options.budget_s * share), problems)
     pieces_of = (

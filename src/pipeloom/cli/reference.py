@@ -38,7 +38,7 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Generic[Options_]):
-    """A command: ``pipeloom.cli.NAME.COMMAND``. Its line for people is in ``pipeloom.cli.COMMANDS``.
+    """A command: ``pipeloom.cli.NAME.COMMAND``. Its description is in ``pipeloom.cli.COMMANDS``.
 
     Attributes:
         name: as it is typed.
@@ -132,7 +132,7 @@ class Option:
 
     @property
     def value(self) -> str:
-        """What stands for the value: ``N``, ``PATH``, ``NAME``, ``a|b``, ``N ...``."""
+        """Placeholder of the value: ``N``, ``PATH``, ``NAME``, ``a|b``, ``N ...``."""
         types = [one for one in _types(self.hint) if one is not NoneType]
         texts = [str(one) for one in self.choices if not self.is_named]
         shown = "|".join(texts)

@@ -94,5 +94,5 @@ def _over(config: RunConfig, found: Words) -> RunConfig:
 
 
 def dtype_words(precision: str, *, is_default: bool) -> str:
-    """A run's type of weights and activations, and whether nobody chose it."""
+    """A run's type of weights and activations, and whether it is the default."""
     return dtype_of(precision) + (" (the devices' default)" if is_default else "")

@@ -78,7 +78,7 @@ def run(words: list[str]) -> int:
     plan = make_swap_plan(options) if options.swap_plan else None
     try:
         step = predict_step(options, by_seconds=options.by_seconds, what_if=None if own is None else what_if)
-    # The cut of the run file may be impossible; the plan says which one is not, so it is printed all the same.
+    # The cut of the run file may be impossible; the plan contains a possible one, so it is printed anyway.
     except UserError as error:
         if plan is None:
             raise
@@ -172,7 +172,7 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
 
     Keys: ``step_time_s`` = ``pipeline_s`` + the sum of ``after_s`` (``reduce_s``, ``tied_s``, ``optimizer_s``,
     ``fixed_s``); ``tokens_per_s``, ``mfu``, ``hfu``, ``bubble_fraction``; ``run`` (the model's sizes and the
-    layout), ``dtype``, ``has_default_dtype`` (whether nobody chose it), ``may_differ`` (why ``train`` may do
+    layout), ``dtype``, ``has_default_dtype`` (whether it is the default), ``may_differ`` (why ``train`` may do
     something else, or null), ``own_step_time_s`` (with ``--inter-bandwidth`` or ``--intra-bandwidth``, the step on the
     cluster as it is), ``fastest_partition`` (where ranks are not equally fast, the ``layout.partition`` that
     gives the slowest one least to do, unless the run has it), ``cluster``, ``software``, ``has_measured_pieces``,

@@ -1,4 +1,4 @@
-"""The answer of ``pipeloom simulate`` for people: headline figures and three tables of what ``--json`` prints."""
+"""The text that ``pipeloom simulate`` prints: headline figures and three tables of what ``--json`` prints."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -58,7 +58,7 @@ _MOST_RANKS = 12
 
 
 def print_step(step: SimulatedStep, tree: Mapping[str, Any], *, with_lanes: bool) -> None:
-    """Print the step; what a table has no room for beside the rest follows below.
+    """Print the step; what does not fit into a table follows below it.
 
     Args:
         step: the answer.

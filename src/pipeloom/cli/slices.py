@@ -62,8 +62,8 @@ def plan_config(config: RunConfig, unit: int | None = None) -> SlicePlan:
 def to_json(plan: SlicePlan) -> dict[str, Any]:
     """What ``--json`` prints, in SI units.
 
-    Keys: ``lengths`` (tokens of each slice), ``dtype``, ``has_default_dtype`` (whether nobody chose it), ``formula_s``
-    (seconds of the pipeline by TeraPipe's formula),
+    Keys: ``lengths`` (tokens of each slice), ``dtype``, ``has_default_dtype``, ``formula_s`` (seconds of the
+    pipeline by TeraPipe's formula),
     ``step_time_s``, ``pipeline_s``, ``bubble_fraction``, ``memory_bytes`` (of the fullest rank), and ``even``: for each
     number of even slices ``number`` and the same figures.
     """

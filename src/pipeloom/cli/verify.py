@@ -1,4 +1,4 @@
-"""``pipeloom verify``: the pipeline's gradients beside those of a single process."""
+"""``pipeloom verify``: compares the pipeline's gradients with those of a single process."""
 
 from typing import TYPE_CHECKING
 

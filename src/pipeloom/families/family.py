@@ -395,7 +395,7 @@ def make_schedule(
 
 
 def default_loops(family: str) -> int:
-    """Stages on each rank where nobody chose them: the only number that the family takes, else 1."""
+    """Stages on each rank if none are given: the only number that the family takes, else 1."""
     known = FAMILIES.get(family)
     return (known.loops if known is not None else None) or 1
 

@@ -70,7 +70,7 @@ def _of_one_group(request: Request) -> str | None:
     """The hybrid equals depth-first with one loop, and where both have equally many groups."""
     # Groups depend on the size only through their number (`_groups`).
     sizes = (request.group_size, request.placement.num_ranks)
-    groups = {max(1, request.num_microbatches // size) for size in sizes}  # what is left over is spread
+    groups = {max(1, request.num_microbatches // size) for size in sizes}  # the remainder is distributed
     return "depth-first" if request.loops == 1 or len(groups) == 1 else None
 
 

@@ -151,7 +151,7 @@ def dualpipe_v(request: Request) -> Rows:
     here they follow each other. Backwards are split only on the way in and out.
     """
     pp, count = request.placement.num_ranks, request.num_microbatches
-    # The rule needs 2 P micro-batches for its way in and out; with fewer, those too many are left out afterwards.
+    # The rule needs 2 P micro-batches for warm-up and drain; with fewer, the surplus ones are removed afterwards.
     orders = [_paired(request.local_stages(rank), pp, rank, max(count, 2 * pp)) for rank in range(pp)]
     # Leaving whole micro-batches out keeps the order of the others, so it cannot create a deadlock.
     rows = [row.take(row.microbatch < count) for row in orders]

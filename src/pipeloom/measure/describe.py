@@ -136,7 +136,7 @@ def _head(findings: Findings) -> dict[str, list[str]]:
             f"Host: {where}; {host.software}.",
             f"Processes: {findings.num_processes}; they computed at the same time, and the times are those of rank 0.",
             *([crowding(findings)] if crowding(findings) else []),
-            "Every value is the median of repeats; the percentage beside it is the distance between their quartiles.",
+            "Every value is the median of repeats; the percentage is the distance between their quartiles.",
         ]
     }
 

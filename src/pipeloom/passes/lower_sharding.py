@@ -108,7 +108,7 @@ def _with_gathers(row: Row, residency: int | None, prefetch: int) -> Row:
     places = len(stages) if residency is None else residency
     stays = fewest_stays(stages, places)
     before = [-1, *lasts.tolist()]  # for each visit the slot before it
-    added: list[tuple[int, int, Action]] = []  # (slot behind which it stands, drops before gathers, what)
+    added: list[tuple[int, int, Action]] = []  # (slot that it follows, order among equal slots: drops first, action)
     for stay, visit in zip(stays, arrivals(stays, stages, places, prefetch), strict=True):
         added.append((before[visit], 1, Action(Kind.UNSHARD, stages[stay.first])))
         if residency is not None:

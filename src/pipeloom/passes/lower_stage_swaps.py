@@ -47,7 +47,7 @@ def add_updates(schedule: Schedule, place: UpdatePlace) -> Schedule:
     if place != "at once" and schedule.num_ranks > 1:
         raise UserError(
             f"the norm of the whole gradient takes all of {schedule.num_ranks} pipeline ranks, and no action exchanges "
-            "it; use one rank, or clip nothing and update at once"
+            "it; use one rank, or set optimizer.clip_grad_norm to inf and update at once"
         )
     return schedule.with_rows([_with_updates(row, place) for row in schedule.rows], Level.COMMUNICATION)
 
@@ -55,7 +55,7 @@ def add_updates(schedule: Schedule, place: UpdatePlace) -> Schedule:
 def _with_updates(row: Row, place: UpdatePlace) -> Row:
     finals = row.is_kind(*ADDS_TO_GRADIENT, Kind.REDUCE_GRAD)
     used = row.is_kind(*COMPUTE_KINDS)
-    added: list[tuple[int, int, Action]] = []  # (slot behind which it stands, order there, what)
+    added: list[tuple[int, int, Action]] = []  # (slot that it follows, order among equal slots, action)
     for stage in np.unique(row.stage[finals]).tolist():
         mine = row.stage == stage
         uses = np.flatnonzero(mine & used).tolist()
@@ -111,7 +111,7 @@ def _with_swaps(row: Row, room: int, ahead: int, sizes: Sequence[int] | None) ->
     stages = row.stage[firsts].tolist()
     stays = fewest_stays(stages, room, sizes)
     before = [-1, *lasts.tolist()]  # for each visit the slot before it
-    added: list[tuple[int, int, Action]] = []  # (slot behind which it stands, out before in, what)
+    added: list[tuple[int, int, Action]] = []  # (slot that it follows, order among equal slots: out first, action)
     for stay, visit in zip(stays, arrivals(stays, stages, room, ahead, sizes), strict=True):
         added.append((before[visit], 1, Action(Kind.SWAP_IN, stages[stay.first])))
         added.append((before[stay.last + 1], 0, Action(Kind.SWAP_OUT, stages[stay.last])))

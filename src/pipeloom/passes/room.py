@@ -1,4 +1,4 @@
-"""Plans which activations of a rank move out, when, and when they come back: the core of ``balance`` and ``offload``.
+"""Plans which activations of a rank move out, when, and when they return: the core of ``balance`` and ``offload``.
 
 A plan is made on a clock of the schedule and must not change the times of compute actions: a move out ends in time for
 the action that needs its memory, a move back ends in time for its backward, and both start as late as they can.
@@ -205,7 +205,7 @@ def _most_held(ends: Sequence[float], changed_s: Seconds, more: Bytes) -> Bytes:
     # Memory at the begin of an interval: the sum of all changes up to it, releases at that very time included.
     at_begin = np.searchsorted(changed_s, begins, side="right") - 1
     entry = np.where(at_begin >= 0, total[np.maximum(at_begin, 0)], 0.0)
-    # reduceat takes no index behind the end; every second of its maxima lies between two intervals and is left out.
+    # reduceat takes no index behind the end; every second maximum is of a gap between two intervals and is dropped.
     padded = np.append(total, -np.inf)
     most = np.maximum.reduceat(padded, np.stack([first, last], axis=1).reshape(-1))[::2]
     return np.maximum(entry, np.where(first < last, most, -np.inf))

@@ -210,7 +210,7 @@ _FIELDS: tuple[tuple[str, str | None], ...] = (
 
 
 def field_of(sentence: str) -> str | None:
-    """The input beside which a problem is shown; ``None`` if it is about no single one."""
+    """The input at which a problem is shown; ``None`` if it is about no single one."""
     known = {field.name for field in fields(Trial)} | {TEXT}
     for name in re.findall(r"--([a-z][a-z-]*)", sentence):
         if name.replace("-", "_") in known:

@@ -208,7 +208,7 @@ class _Job:
         stop = Stop(time.monotonic() + limit_s)
         try:
             stop.run(self._work)
-        except Exception:  # one request must not end the server; its traceback is for whoever started it
+        except Exception:  # one request must not end the server; its traceback goes to the terminal
             traceback.print_exc()
             self.response = _problem("500 Internal Server Error", "this is a defect of pipeloom; the terminal has more")
         if stop.reason == "time":

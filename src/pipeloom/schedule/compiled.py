@@ -40,7 +40,7 @@ def kernel(function: Callable[P, R], num_actions: int) -> Callable[P, R]:
 
 
 def expect_much() -> None:
-    """For a process that goes on answering: kernels are compiled from their first call on."""
+    """For a process that answers many requests: compile kernels at their first call."""
     global _seen  # noqa: PLW0603  how much a process does is a fact about the process
     _seen = PATIENCE
 

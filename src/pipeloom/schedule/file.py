@@ -14,7 +14,7 @@ from pipeloom.schedule.schedule import Level, Schedule
 from pipeloom.schedule.stage_swaps import defers_updates
 
 PROMISES = tuple(field.name for field in fields(Promises))
-"""Attributes of ``Schedule`` that are limits or partners: a file contains them beside the rows."""
+"""Attributes of ``Schedule`` that are limits or partners, which a file contains in addition to the rows."""
 _OWN = frozenset({"max_stage_inputs", "partners"})
 """Promises that depend on the order alone; no setting of a run decides them."""
 _MOVED_BY = {Kind.EVICT: "balance", Kind.OFFLOAD: "offload"}

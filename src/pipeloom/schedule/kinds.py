@@ -28,7 +28,7 @@ class Group(Enum):
 
 
 class Scope(Enum):
-    """What an action names beside its stage: a micro-batch, or nothing."""
+    """What an action names in addition to its stage: a micro-batch, or nothing."""
 
     MICROBATCH = "micro-batch"
     STAGE = "stage"
@@ -57,7 +57,7 @@ class Kind(StrEnum):
         code: its number in arrays and kernels, the number of its row. Compute comes first, then what names a
             micro-batch, then what names a stage: kernels compare codes.
         group: the kinds that are handled alike.
-        scope: what an action names beside its stage.
+        scope: what an action names in addition to its stage.
         lane: where it runs; a send or a receive on the lane of its edge.
         nominal_s: seconds without a cost model: a forward takes 1, a backward 2, a move of activations 1.
         color: its color in pictures, a name of ``plotting/palette.py``.

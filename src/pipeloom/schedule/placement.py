@@ -59,7 +59,7 @@ class Placement:
         return {rank: tuple(stages) for rank, stages in found.items()}
 
     def crosses(self, stage: int) -> bool:
-        """Whether the boundary between ``stage`` and ``stage + 1`` lies between two ranks."""
+        """Whether the boundary between ``stage`` and ``stage + 1`` is between two ranks."""
         return stage + 1 < self.num_stages and self.rank_by_stage[stage] != self.rank_by_stage[stage + 1]
 
     @classmethod
@@ -74,7 +74,7 @@ class Placement:
 
     @classmethod
     def v(cls, num_ranks: int, loops: int = 2) -> "Placement":
-        """Stages go to the last rank and come back, so that rank 0 has the first and, for even loops, the last."""
+        """Stages ascend to the last rank and descend again: rank 0 has the first and, for even loops, the last."""
         there = range(num_ranks)
         return cls(tuple(rank for loop in range(loops) for rank in (there if loop % 2 == 0 else reversed(there))))
 

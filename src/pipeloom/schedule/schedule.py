@@ -16,7 +16,7 @@ from pipeloom.terminal.notebook import Pictured
 from pipeloom.terminal.words import count
 
 Promise = int | tuple[int, ...] | None
-"""What a schedule says of its rows beside them."""
+"""A limit that a schedule promises for its rows, or an assignment of ranks."""
 
 
 class Level(StrEnum):

@@ -71,7 +71,7 @@ def parse_schedule(text: str) -> Schedule:
 
     Raises:
         ScheduleTextError: a line promises nothing or has something that is no action, or the rows name no placement.
-        ScheduleError: the rows break a rule; says which, where, and shows the rows around it.
+        ScheduleError: the rows break a rule; names the rule and the place, and shows the rows around it.
     """
     return parse_schedule_file(text).schedule
 
@@ -222,7 +222,7 @@ def schedule_from_rows(rows: Sequence[Row], promises: Mapping[str, Any] | None =
 
 
 def _check_sizes(sizes: Sequence[int], num_forwards: int) -> None:
-    """Refuse rows that lack most of the forwards that their numbers ask for, before anything has room for each.
+    """Refuse rows that lack most of the forwards that their largest numbers imply, before memory for all is allocated.
 
     Every stage runs each micro-batch, slice by slice. Where few are missing, the rules say which and show the place.
     """

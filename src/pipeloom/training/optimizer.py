@@ -164,7 +164,7 @@ class StageUpdates:
 
     def complete(self, stage: int) -> None:
         """Note the norm of a stage's gradient; after the last stage, compute that of the whole gradient."""
-        # Summed in a fixed order, so that the result is bit-identical in whatever order stages complete.
+        # Summed in a fixed order, so that the result does not depend on the order in which stages complete.
         self._norms[stage] = gradient_norms(self._weights[stage].counted_gradients(with_replicated=True))
         if len(self._norms) == len(self._weights):
             self._squares = squared_norm([norm for index in self._weights for norm in self._norms[index]])

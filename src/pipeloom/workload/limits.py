@@ -25,7 +25,7 @@ class Limits:
 
     @property
     def words(self) -> str:
-        """The range for people, such as ``at least 1``; empty for every finite number."""
+        """The range as text, such as ``at least 1``; empty for every finite number."""
         found = [f"above {self.above:g}"] if self.above is not None else []
         found += [f"at least {self.least:g}"] if self.least > -math.inf and self.above is None else []
         found += [f"at most {self.most:,g}"] if self.most < sys.float_info.max else []

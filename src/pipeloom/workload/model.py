@@ -8,7 +8,7 @@ from pipeloom.workload.limits import Common, Count, Limits, Names, Positive
 from pipeloom.workload.model_families import MODELS, ModelFamily, family_of
 
 MOST_LAYERS = 100_000
-"""Layers of a model: there are lists with a number for each, whatever is done with it."""
+"""Most layers of a model: every command makes lists with an element for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class ModelShape:
         mlp: the feed-forward block of its family (``ModelFamily.mlp``).
         vocab: rows of the embedding; 0 for layers alone, without embedding and head.
         tied: whether the embedding and the head are one matrix.
-        name: for people.
+        name: for messages.
     """
 
     layers: int

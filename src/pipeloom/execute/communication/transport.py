@@ -353,11 +353,11 @@ class _Rounds:
             time.sleep(pause_s)
             self._is_due.clear()
             now, now_s = self._num_announced, time.perf_counter()
-            leaves_receives = pause_s > shortest_s and now > before  # to the rank, which soon waits for what comes
+            leaves_receives = pause_s > shortest_s and now > before  # to the rank, which soon waits for them itself
             for lane in self.lanes:
                 if not (leaves_receives and lane.is_receive):
                     lane.call()
-                elif lane.has_open:  # nobody may announce anything for long
+                elif lane.has_open:  # the next announcement may be far away
                     self._is_due.set()
             if (now - before) * shortest_s > now_s - before_s:
                 pause_s = min(2 * pause_s, longest_s)

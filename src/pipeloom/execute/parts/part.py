@@ -162,7 +162,7 @@ class Part:
         """
 
     def begin(self, row: RankRow) -> Sequence[Service]:  # noqa: ARG002  few parts have to do something
-        """Called before a step; returns jobs beside the row that end with the step."""
+        """Called before a step; returns jobs that run concurrently with the row and end with the step."""
         return ()
 
     def start(self, row: RankRow, slot: int) -> UnderWay | None:

@@ -1,4 +1,4 @@
-"""What SWAP_IN, SWAP_OUT and UPDATE do on a rank: stages between host and device, on a lane for each direction."""
+"""Implements SWAP_IN, SWAP_OUT and UPDATE: moves stages between host and device, on a lane for each direction."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,7 +20,7 @@ class Updates(Protocol):
     """The optimizer of a rank, stage by stage."""
 
     def complete(self, stage: int) -> None:
-        """A stage's gradient is complete, and the stage on the device."""
+        """Called when a stage's gradient is complete; the stage is on the device."""
         ...
 
     def update(self, stage: int) -> None:
@@ -29,10 +29,10 @@ class Updates(Protocol):
 
 
 class StageUpdates(Part):
-    """The optimizer's steps of a rank, within the row.
+    """Updates stages within the row.
 
     Attributes:
-        does: does them; to be set before the first step that trains.
+        does: the updates; must be set before the first training step.
     """
 
     kinds = frozenset({Kind.UPDATE})
@@ -41,7 +41,7 @@ class StageUpdates(Part):
         self.does: Updates | None = None
 
     def bind(self, row: RankRow) -> None:
-        """Say when a stage's gradient has all that micro-batches add to it."""
+        """Add a hook after the last backward of each stage, when its gradient is complete."""
         if row.slots_of(*self.kinds):
             # Slots rise, so the last one of a stage stays.
             last = {row.actions[slot].stage: slot for slot in row.slots_of(*ADDS_TO_GRADIENT)}
@@ -59,12 +59,12 @@ class StageUpdates(Part):
 
 
 class StageSwaps(Part):
-    """One rank's stages on their way, in the steps of one schedule.
+    """Swaps the stages of one rank in the steps of one schedule.
 
     Args:
         store: has the stages.
-        lanes: of the rank, of which two move them.
-        timeout_s: longest that a stage waits for room.
+        lanes: of the rank; one for each direction.
+        timeout_s: longest wait of a stage for memory on the device.
     """
 
     kinds = STAGE_SWAP_KINDS
@@ -72,12 +72,12 @@ class StageSwaps(Part):
 
     def __init__(self, store: StageStore, lanes: Lanes, timeout_s: float) -> None:
         self._store, self._clock, self._timeout_s = store, lanes.clock, timeout_s
-        # A stage on its way in waits on the host for the room that another one leaves.
+        # A stage that is swapped in waits on the host for the memory of another one.
         self._to_host, self._from_host = lanes.lane("to host"), lanes.lane("from host", waits_on_host=True)
         self._under_way: dict[int, UnderWay] = {}
 
     def bind(self, row: RankRow) -> None:
-        """Find for each swap what moves, and for each ``SWAP_IN`` the ``SWAP_OUT``s that have to end first."""
+        """Find what each swap moves, and the ``SWAP_OUT``s that must end before each ``SWAP_IN``."""
         stays = stage_stays(row.schedule.rows[row.rank])
         self._comes = {stay.first: stay for stay in stays}
         self._goes = {stay.last: stay for stay in stays}
@@ -89,7 +89,7 @@ class StageSwaps(Part):
         self._store.begin(self.settle)
         return ()
 
-    def start(self, row: RankRow, slot: int) -> UnderWay:  # noqa: ARG002  its slot says all
+    def start(self, row: RankRow, slot: int) -> UnderWay:  # noqa: ARG002  the slot determines it
         """Start a swap."""
         comes = slot in self._comes
         lane, job = (self._from_host, self._come(slot)) if comes else (self._to_host, self._go(slot))
@@ -108,12 +108,12 @@ class StageSwaps(Part):
         yield from ()  # a job is a generator; this one waits for nothing
 
     def span(self, slot: int, done: Mapping[int, Any], seconds: Callable[[Mark], float]) -> tuple[float, float]:
-        """Start and end of a swap; one in starts when the room for it is free, for which its job waits."""
+        """Start and end of a swap; a ``SWAP_IN`` starts when its memory is free, for which its job waits."""
         marks = (done[slot].begin, *(done[out].end for out in self._outs.get(slot, ())))
         return max(map(seconds, marks)), seconds(done[slot].end)
 
     def other_end(self, row: RankRow, slot: int) -> str:  # noqa: ARG002
-        """Where stages come from and go to, for people."""
+        """The other end of a swap, for messages."""
         return "the host"
 
     def held(self) -> Held:
@@ -121,7 +121,7 @@ class StageSwaps(Part):
         return Held(swapped_bytes=self._store.peak_bytes)
 
     def settle(self) -> None:
-        """Wait for the stages that are on their way out; who asks needs none of those that are on their way in."""
+        """Wait for the stages that are being swapped out; the caller needs none of those that are swapped in."""
         for slot in self._under_way:
             if slot in self._goes:
                 self._until(slot)
@@ -129,7 +129,7 @@ class StageSwaps(Part):
     def _until(self, slot: int) -> bool:
         """Wait on the host until a stage has left the device.
 
-        On CUDA its memory is free for others no earlier: who takes memory before gets more than the budget says.
+        On CUDA its memory is free only then: an earlier allocation would exceed the budget.
         """
         out = self._under_way[slot]
         if not out.wait(self._timeout_s):
@@ -142,7 +142,7 @@ class StageSwaps(Part):
         return True
 
     def forget(self) -> None:
-        """After a step that failed: wait for what is under way, and let every stage rest."""
+        """After a failed step: wait for swaps in progress, and discard what is on the device."""
         for job in self._under_way.values():
             job.wait(self._timeout_s)
         self._under_way.clear()

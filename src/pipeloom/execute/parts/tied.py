@@ -1,8 +1,8 @@
-"""The matrix that embedding and head share, where they are in different stages: lent for a step, its gradient returned.
+"""The matrix that embedding and head share (tied weights), where they are in different stages.
 
-It belongs to the first stage like its other parameters. The head computes on a borrowed tensor outside the last stage's
-parameters, whose gradient is collected here and becomes part of the first stage's. Between two ranks both travel as
-messages of the schedule; on one rank they are handed over here.
+The matrix is a parameter of the first stage. In each step the last stage gets a copy or a reference, outside of its own
+parameters, and its gradient is added to that of the first stage. Between two ranks both are messages of the schedule;
+on one rank this module passes them on.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,19 +29,19 @@ class Borrower(Protocol):
     """The last stage's module."""
 
     def borrow(self, weight_VH: Tensor | None) -> None:  # noqa: N803 (upper-case letters in names are shapes)
-        """Project with these weights, or with none any more."""
+        """Project with these weights; ``None`` removes them."""
         ...
 
 
 class Head:
-    """The head, which computes with borrowed weights, and what it adds to their gradient in a step.
+    """The head with borrowed weights, and its gradient for them in a step.
 
     Args:
         module: of the last stage.
-        dtype: in which its gradient is added up over micro-batches.
+        dtype: in which gradients are summed over micro-batches.
 
     Attributes:
-        held: what is lent in this step, and its gradient.
+        held: bytes of the borrowed weights and of their gradient in this step.
     """
 
     def __init__(self, module: Borrower, dtype: torch.dtype) -> None:
@@ -49,70 +49,75 @@ class Head:
         self.begin(trains=False)
 
     def begin(self, *, trains: bool, room: Tensor | None = None) -> None:
-        """Before a step: nothing is lent. The gradient lies in ``room`` if there is one, else in memory of its own."""
+        """Reset before a step, without weights.
+
+        Args:
+            trains: whether backwards follow.
+            room: memory for the gradient; ``None``: it is allocated.
+        """
         self._module.borrow(None)
         self._trains, self._room = trains, room
         self._gradient: Tensor | None = None
         self.held = Held()
 
     def take(self, weights: Tensor) -> None:
-        """Compute with these weights from now on."""
+        """Set the borrowed weights."""
         weights = weights.detach()
         self.held = Held(lent_bytes=weights.nbytes, lent_gradient_bytes=weights.numel() * self._dtype.itemsize)
         if self._trains:
-            # A leaf of its own: its gradient is the head's part alone, and not yet the parameter's.
+            # A separate leaf, so that its gradient is only that of the head.
             weights.requires_grad_().register_post_accumulate_grad_hook(self._collect)
         self._module.borrow(weights)
 
     def gradient(self) -> Tensor:
-        """What was collected in this step."""
+        """The sum of this step's gradients."""
         assert self._gradient is not None, "the head has no gradient"
         return self._gradient
 
     def _collect(self, weights: Tensor) -> None:
-        """Add a micro-batch's gradient to those before it, in the gradient's type."""
+        """Add a micro-batch's gradient to the sum, in the dtype of the sum."""
         assert weights.grad is not None
         if self._gradient is not None:
             self._gradient.add_(weights.grad)
         elif self._room is not None:
             self._gradient = self._room.copy_(weights.grad)
         else:
-            # No copy where the types agree; that is safe since nobody else keeps the tensor.
+            # Without a copy if the dtypes are equal; safe, since autograd does not keep the tensor.
             self._gradient = weights.grad.to(self._dtype)
-        # Else autograd would add the next micro-batch to it, and this one would be counted twice.
+        # Otherwise autograd would add the next micro-batch to it, and this one would count twice.
         weights.grad = None
 
 
 class Loan:
-    """How the matrix and its gradient pass between two stages of one rank: as they are.
+    """Passes the matrix and its gradient between two stages of one rank, without copies.
 
     Attributes:
-        room: for the gradient; ``None`` where it takes memory of its own.
+        room: memory for the gradient; ``None``: it is allocated.
     """
 
     room: Tensor | None = None
 
     def fill(self, owned: Callable[[], Tensor]) -> None:
-        """Take the values of the owner, the first stage, while the borrower has none."""
+        """Copy the values of the first stage, before the borrower is on the device; here nothing."""
 
     def weights(self, owned: Callable[[], Tensor]) -> Tensor:
-        """What the borrower computes with."""
+        """The weights of the borrower."""
         return owned()
 
     @contextmanager
     def collected(self, gradient: Callable[[], Tensor]) -> Iterator[Tensor]:
-        """The borrower's gradient, on the device meanwhile."""
+        """Context with the borrower's gradient on the device."""
         yield gradient()
 
 
 class SwappedLoan(Loan):
-    """Where stages are swapped: the matrix and its gradient come and go with the borrower.
+    """Passes them where stages are swapped: both are swapped in and out with the borrower.
 
     Args:
         store: of both stages.
         borrower: the last stage.
-        weights: like the matrix, on the device; taken over.
-        gradient: like its gradient, on the device; taken over.
+        weights: memory for the matrix, on the device; the store takes it.
+        gradient: memory for its gradient, on the device; the store takes it.
     """
 
     def __init__(self, store: StageStore, borrower: int, weights: Tensor, gradient: Tensor) -> None:
@@ -121,19 +126,16 @@ class SwappedLoan(Loan):
         store.add(borrower, Content.LENT_GRADIENT, gradient)
 
     def fill(self, owned: Callable[[], Tensor]) -> None:
-        """Take the values of the first stage, wherever it is; the borrower is at rest."""
+        """Copy the values of the first stage, from the device or the host; the borrower must be at rest."""
         self._store.at_rest(self._weights).copy_(self._store.now(0, Content.WEIGHTS, owned()))
 
-    def weights(self, owned: Callable[[], Tensor]) -> Tensor:  # noqa: ARG002  they were taken by ``fill``
-        """The matrix, wherever the borrower is."""
+    def weights(self, owned: Callable[[], Tensor]) -> Tensor:  # noqa: ARG002  ``fill`` copied them
+        """The borrower's copy."""
         return self._weights
 
     @contextmanager
     def collected(self, gradient: Callable[[], Tensor]) -> Iterator[Tensor]:
-        """The gradient that was collected.
-
-        The borrower brings it for backwards alone, which are over; its way out is waited for here.
-        """
+        """Context with the gradient on the device; waits until the borrower is swapped out."""
         room = gradient()
         self._store.settle()
         found = self._store.now(self._borrower, Content.LENT_GRADIENT, room)
@@ -142,12 +144,12 @@ class SwappedLoan(Loan):
 
 
 class Handover(NamedTuple):
-    """What a rank has to do about the shared matrix in the steps of a schedule beside its messages.
+    """What a rank does with the tied matrix in the steps of a schedule, apart from its messages.
 
     Attributes:
         trains: whether the head's gradient is returned.
-        is_here: whether both stages are on this rank, so that no message carries the matrix.
-        updates_before: whether the first stage is updated in the step before the weights are handed over.
+        is_here: whether both stages are on this rank, so that there are no messages.
+        updates_before: whether the first stage is updated in the step before the last one gets the weights.
     """
 
     trains: bool = False
@@ -156,18 +158,18 @@ class Handover(NamedTuple):
 
 
 class Tied(MessagePart):
-    """What one rank has to do with the shared matrix, which may be nothing.
+    """Implements the messages of the tied matrix on one rank, and passes it on where both stages are on the rank.
 
     Args:
         name: of the parameter of the first stage.
         spec: of its weights.
-        gradient_dtype: in which the head's gradient is added up over micro-batches, and sent.
+        gradient_dtype: in which the head's gradient is summed over micro-batches, and sent.
         lender: the first stage, on its rank.
         borrower: the last stage, on its rank.
         loan: passes the matrix and its gradient between stages of one rank.
 
     Attributes:
-        specs: by kind what its message carries.
+        specs: kind -> spec of its message.
     """
 
     kinds = TIED_KINDS
@@ -191,7 +193,7 @@ class Tied(MessagePart):
         }
         self._head = None if borrower is None else Head(borrower, gradient_dtype)
         self._loan = loan or Loan()
-        # What a send of this rank takes, and what becomes of what a receive brings: by the stages that are here.
+        # The tensor of a send, and the use of a received one, for the stages on this rank.
         self._given: dict[Kind, Callable[[], Tensor]] = {}
         self._use: dict[Kind, Callable[[Tensor], None]] = {}
         if lender is not None:
@@ -208,7 +210,7 @@ class Tied(MessagePart):
 
     @contextmanager
     def rehearsal(self, device: torch.device) -> Iterator[None]:
-        """Outside a step, lend the head zeros meanwhile, so that it can be timed."""
+        """Context outside a step in which the head has weights of zeros, so that it can be timed."""
         if self._head is not None:
             self._head.begin(trains=True)
             self._head.take(torch.zeros_like(self.specs[Kind.RECV_TIED].empty(device)))
@@ -218,11 +220,11 @@ class Tied(MessagePart):
             self.forget()
 
     def bind(self, row: RankRow) -> None:
-        """Find where the matrix and its gradient are handed over, where no message carries them.
+        """Find the slots where the matrix and its gradient are passed on, if both stages are on this rank.
 
         Raises:
-            UserError: the schedule lacks the messages; or, where none is needed, reduces the first stage's gradient for
-                the last time, or completes it for an update, before the head's is complete.
+            UserError: the schedule lacks the messages; or, with both stages on a rank, it reduces the first stage's
+                gradient for the last time, or completes it for an update, before the head's is complete.
         """
         owner, trains = row.schedule.placement.rank_by_stage, row.schedule.first_backward_stage == 0
         if owner[0] != owner[-1] and not row.schedule.rows[owner[0]].is_kind(*TIED_KINDS).any():
@@ -235,7 +237,7 @@ class Tied(MessagePart):
             return [slot for slot in row.slots_of(*kinds) if row.actions[slot].stage == stage]
 
         (lends_at, *_), updates = slots(0, Kind.FORWARD), slots(0, Kind.UPDATE)
-        # Not before: from then on the first stage is here, and updated where that was left to this step.
+        # Not earlier: only now is the first stage on the device, and updated if its update was deferred to this step.
         row.before[lends_at].append(self._lend)
         if trains:
             last, reductions = row.schedule.num_stages - 1, slots(0, Kind.REDUCE_GRAD)
@@ -252,7 +254,7 @@ class Tied(MessagePart):
         return Handover(trains, is_here=True, updates_before=any(slot < lends_at for slot in updates))
 
     def begin(self, row: RankRow) -> Sequence[Service]:
-        """Before a step, lend nothing yet."""
+        """Before a step: the head has no weights."""
         now, self._is_returned = self._handovers[row], False
         self._received = Held()
         self._handover = now
@@ -268,40 +270,40 @@ class Tied(MessagePart):
         return row.send(slot, self._given[kind]()) if kind in TIED_SEND_KINDS else row.receive(slot, self.specs[kind])
 
     def take(self, row: RankRow, slot: int, tensor: Tensor | None) -> None:
-        """Use what a receive brought."""
+        """Use a received tensor."""
         if tensor is not None:
             if row.actions[slot].kind is Kind.RECV_TIED_GRAD:
                 self._received = Held(lent_gradient_bytes=tensor.nbytes)
             self._use[row.actions[slot].kind](tensor)
 
     def _lend(self) -> None:
-        """Hand the weights to the head, on a rank that has both stages."""
+        """Pass the weights to the head, on a rank with both stages."""
         owned = self._given[Kind.SEND_TIED]
         if self._handover.updates_before:
             self._loan.fill(owned)
         self._use[Kind.RECV_TIED](self._loan.weights(owned))
 
     def _return_gradient(self) -> None:
-        """On a rank that has both stages, let the head's gradient become part of the first stage's, if it has not."""
+        """Add the head's gradient to that of the first stage, on a rank with both stages, once in a step."""
         if not self._is_returned:
             self._is_returned = True
             with self._loan.collected(self._given[Kind.SEND_TIED_GRAD]) as gradient:
                 self._use[Kind.RECV_TIED_GRAD](gradient)
 
     def held(self) -> Held:
-        """The borrowed matrix and its gradient on either side, as far as they have memory of their own."""
+        """Bytes of the borrowed matrix and its gradient, where they are separate memory."""
         if self._loan.room is not None:
-            return Held()  # the store has counted them
+            return Held()  # counted by the store
         lent = self._received if self._head is None else self._head.held
         return replace(lent, lent_bytes=0) if self._handover.is_here and not self._lends_copy else lent
 
     def end(self, row: RankRow) -> None:  # noqa: ARG002
-        """After the row: what was not handed over yet. Nothing is lent any more."""
+        """After the row: add the gradient if that is pending, and remove the weights."""
         if self._handover.trains and self._handover.is_here:
             self._return_gradient()
         self.forget()
 
     def forget(self) -> None:
-        """Take back what is lent."""
+        """Remove the borrowed weights and their gradient."""
         if self._head is not None:
             self._head.begin(trains=False)

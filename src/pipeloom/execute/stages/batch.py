@@ -68,7 +68,7 @@ class Batch:
     def loss(self, logits: Tensor, microbatch: int, cross_entropy: CrossEntropy = summed_cross_entropy) -> Tensor:
         """A micro-batch's share of the step's loss, in nats for each valid token of the whole step.
 
-        The sum over the micro-batches is the mean over all valid tokens, whatever their number in each, so
+        The sum over the micro-batches is the mean over all valid tokens, even if their numbers differ, so
         gradients need no scaling afterwards.
 
         Args:

@@ -92,7 +92,7 @@ class StageStore:
 
     Args:
         budget: most bytes of stages on the device at the same time.
-        folder: of files for stages at rest. The files have no name, so nothing is left when the process ends in any
+        folder: of files for stages at rest. The files have no name, so none remains when the process ends in any
             way. ``None`` for host memory, pinned on CUDA.
 
     Attributes:

@@ -11,7 +11,7 @@ def message_of(kind: int, stage: int, crosses: Bools, first_backward_stage: int)
     if kind == FORWARD:
         if crosses[stage]:
             return SEND_F, stage + 1
-    # Stages below it are frozen: nobody there takes a gradient.
+    # Stages below it are frozen: they take no gradient.
     elif kind in (BACKWARD, BACKWARD_INPUT) and stage > first_backward_stage and crosses[stage - 1]:
         return SEND_B, stage - 1
     return -1, stage

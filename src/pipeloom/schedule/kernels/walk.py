@@ -44,7 +44,7 @@ def walk(waits: Ints, lane: Ints, num_lanes: int, seconds: Floats) -> tuple[Floa
             for number in range(waits.shape[1]):
                 needed = waits[node, number]
                 if needed >= 0:
-                    # One that has not been reached is enough to stop; the others are looked at when the lane wakes.
+                    # One that has not ended is enough to stop; the others are checked when the lane continues.
                     if ends[needed] < 0.0:
                         blocker = needed
                         break

@@ -43,7 +43,7 @@ def _wanted_messages(facts: Facts) -> dict[Kind, Bools]:
 
 
 def send_after_compute(facts: Facts) -> Fault | None:
-    """A send stands after the compute action whose result it sends."""
+    """A send follows the compute action whose result it sends."""
     ways = list[tuple[Nodes, Say]]()
     for kind, made in ((Kind.SEND_F, facts.node_of[Kind.FORWARD.code]), (Kind.SEND_B, facts.input_gradients)):
         sent = facts.node_of[kind.code]

@@ -61,7 +61,7 @@ def unshard_before_compute(facts: Facts) -> Fault | None:
 
 
 def on_device_when_used(facts: Facts) -> Fault | None:
-    """If a stage is ever swapped, it is on the device whenever it is used; it comes and goes in turn, and goes last."""
+    """A swapped stage is on the device when it is used; swaps in and out alternate, and the last one is out."""
     if not facts.has(*STAGE_SWAP_KINDS):
         return None
     states = _States.of(facts, [Kind.SWAP_IN], [Kind.SWAP_OUT], USES_STAGE)
@@ -91,7 +91,7 @@ def reduce_each_contribution_once(facts: Facts) -> Fault | None:
     """If gradients are reduced at all, every micro-batch's contribution to every stage is, exactly once.
 
     A reduction takes what the backwards since the stage's reduction before it have added, so each takes something,
-    and one stands after the stage's last backward.
+    and one follows the stage's last backward.
     """
     if not facts.has(Kind.REDUCE_GRAD):
         return None
@@ -130,7 +130,7 @@ def gradient_bound(facts: Facts) -> Fault | None:
 
 
 def resident_bound(facts: Facts) -> Fault | None:
-    """No rank has more of its stages on the device at once than the schedule promises, those on their way included."""
+    """No rank has more stages on the device at once than the schedule promises, those in transfer included."""
     limit = facts.promises.max_resident
     if limit is None:
         return None
