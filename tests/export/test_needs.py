@@ -148,7 +148,7 @@ def test_a_slurm_job_that_lacks_settings_ends_and_is_not_queued_again(tmp_path, 
     words = ["bash", str(folder / "pipeloom.sbatch")]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=10, check=False)
     assert done.returncode == 2
-    assert "DATA_PATH: a text file" in done.stderr
+    assert "DATA_PATH: " in done.stderr
     assert {line.split()[1] for line in (folder / "calls").read_text().splitlines()} == {"show"}
     assert {need.name for need in written.notes.needs} == {*RECIPE, *OWN}
     done = subprocess.run(words, env={**environment, **RECIPE, **OWN}, capture_output=True, timeout=10, check=False)
