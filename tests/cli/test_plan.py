@@ -46,7 +46,7 @@ def test_the_answer_for_people(model, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(words(model)) == 0
     out = capsys.readouterr().out
-    headings = ("best layouts", "Why it wins", "What would change it", "How far off this may be")
+    headings = ("best layouts", "Why row 1 is first", "What would change it", "How far off this may be")
     assert all(part in out for part in (*headings, "so the error is unknown", "MFU"))
     assert "$/1e9" not in out  # nobody publishes a price for these machines
 
@@ -86,7 +86,7 @@ def test_a_narrow_terminal_gets_every_column_and_figure_of_a_wide_one(model, cap
     assert all(len(line) <= columns for line in narrow.splitlines())
     assert "…" not in narrow
     figures = {word for word in wide.split() if word[0] in "$+-" or word[-1] == "%"}
-    heads = {"shared", "again", "tokens/s", "MFU", "bubble", "exposed", "$/1e9", "layout", "recomputation"}
+    heads = {"sharded", "recompute", "tokens/s", "MFU", "bubble", "exposed", "$/1e9", "layout", "recomputation"}
     assert heads <= set(wide.split())
     assert heads | figures <= set(narrow.split())
 

@@ -29,11 +29,12 @@ def test_a_calibrated_program_has_its_error_on_held_out_rows():
     assert bar.rests_on.startswith("3 measured steps of zero-bubble on a100-sxm-80gb, held out of the calibration")
     assert "mine.csv, 2026-01-02" in bar.rests_on
     assert bar.text.startswith(
-        "step times were 5.0% off on average, 9 of 10 within 8.0% (predicted 2.0% too short in the mean); compared with"
+        "the average error of predicted step times is 5.0%, 90% of them are within 8.0% (on average 2.0% too short)"
     )
-    assert (
-        "the layout ranked first took 1.0% longer in the median of 1 group, 35 times as long in the worst" in bar.text
-    )
+    assert "the layout that was predicted fastest took 1.0% longer than the fastest in the median" in bar.text
+    assert bar.tie == 0.05
+    assert bar.is_tie(1.0, 1.049)
+    assert not bar.is_tie(1.0, 0.94)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_any_other_program_has_the_error_of_general_efficiencies_on_the_device(p
     assert bar.errors == MANY
     assert f"{program.name} has not been calibrated on a100-sxm-80gb" in bar.rests_on
     assert "4.0% for zero-bubble to 31.0% for vtrain-single" in bar.rests_on
-    assert "ranked first" not in bar.text
+    assert "predicted fastest" not in bar.text
 
 
 @pytest.mark.parametrize("program", [CALIBRATED, OWN])
@@ -58,8 +59,9 @@ def test_a_device_that_nobody_measured_has_no_figures_and_says_so(program):
     assert "31.0% off on average in the worst case measured (vtrain-single on a100-sxm-80gb" in bar.rests_on
     values = bar.to_json()
     assert values.pop("rests_on") == bar.rests_on
+    assert values.pop("tie") == 0.31  # the largest error of another device
     assert set(values.values()) == {None}
-    assert set(values) == set(error_bar(A100, program, KNOWN).to_json()) - {"rests_on"}
+    assert set(values) == set(error_bar(A100, program, KNOWN).to_json()) - {"rests_on", "tie"}
 
 
 def test_the_catalog_knows_every_program_that_was_calibrated():

@@ -1,9 +1,13 @@
 """The answer of ``pipeloom plan`` for people."""
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 
 from pipeloom.cli.run_config import dtype_words
+from pipeloom.cost.hardware import Cluster
+from pipeloom.planner.advice import is_tie, simplest_tie
 from pipeloom.planner.comparison import CAUSES, Change, Rival, causes
 from pipeloom.planner.infeasible import MOST_DOUBLINGS, Closest
 from pipeloom.planner.plan import Plan
@@ -22,6 +26,11 @@ _SHARED = {
 }
 _AGAIN = {"none": "nothing", "selective": "attention", "some": "all layers", "full": "all layers"}
 _BAD = "bold red"
+PRICE = "$/1e9"
+_KEY = (
+    "tp +sp: with sequence parallelism; loops: stages of each pipeline rank, +v: placed as a V; micro: micro-batches "
+    "of a data-parallel rank, of so many sequences; recompute: layers; exposed: communication not hidden by compute"
+)
 
 
 def print_plan(plan: Plan) -> None:
@@ -31,26 +40,33 @@ def print_plan(plan: Plan) -> None:
     if plan.best is None:
         _print_nothing(console, plan)
         return
-    console.print(headed(f"\nThe {count(len(plan.steps), 'best layout')}, the best one of each kind"))
+    unit, name = unit_bytes(plan.question.cluster.device.memory_bytes)
+    # Devices of several kinds have memories of their own.
+    sizes = {kind.device.memory_bytes for kind, _ in _kinds(plan.question)}
+    room = " or ".join(short(size / unit) for size in sorted(sizes))
+    title = f"The {count(len(plan.steps), 'best layout')}, the best one of each kind; a device has {room} {name}"
+    console.print(headed(f"\n{title}"))
     print_table(console, _best_table(plan))
+    is_priced = any(step.dollars_per_billion_tokens is not None for step in plan.steps)
+    console.print(_KEY + (f"; {PRICE}: dollars for 1e9 tokens" if is_priced else ""))
     _print_layout(console, plan.best)
     if plan.rivals:
         name = unit_s(plan.best.prediction.step_time_s)[1]
-        console.print(headed(f"\nWhy it wins: what the best of other kinds takes more ({name})"))
+        console.print(headed(f"\nWhy row 1 is first: what the best layouts of other kinds take more ({name})"))
         print_table(console, _rival_table(plan.best, plan.rivals))
     if plan.changes:
         console.print(headed("\nWhat would change it"))
         print_table(console, _change_table(plan.best, plan.changes))
     console.print(headed("\nHow far off this may be", f"\n{plan.error_bar.text}"))
-    if plan.error_bar.errors is not None and len(plan.steps) > 1:
-        console.print("Layouts that differ by less may be in another order: of these, the simplest is the best choice.")
+    if len(plan.steps) > 1:
+        console.print(_on_ties(plan))
     if plan.advice:
         console.print(headed("\nAdvice"))
         for sentence in plan.advice:
             console.print(f"- {sentence}")
     if plan.stopped is not None and plan.open_bound_s is None:
         why = "it was interrupted" if plan.stopped == "interrupt" else "the time was up"
-        console.print(f"\n{why} before all other kinds and changes were looked at; the best layouts are proved")
+        console.print(f"\n{why} before all other kinds and changes were searched; the best layouts are proved")
 
 
 def _print_question(console: Console, plan: Plan) -> None:
@@ -63,7 +79,7 @@ def _print_question(console: Console, plan: Plan) -> None:
     )
     proof = "nothing else can be among the best"
     if plan.open_bound_s is not None:
-        open_ = f"{counts.undecided:,} were not looked at"
+        open_ = f"{counts.undecided:,} were not searched"
         why = "interrupted" if plan.stopped == "interrupt" else "the time was up"
         proof = f"{why}: {open_}, and one of {seconds(plan.open_bound_s)} a step may be among them"
     console.print(
@@ -71,16 +87,33 @@ def _print_question(console: Console, plan: Plan) -> None:
         f"{counts.too_slow:,} as slower and {counts.too_large:,} as too large; {proof}"
     )
     if counts.tried:
-        console.print(f"  {counts.tried} of these were tried with room made, or with token slices")
+        console.print(f"  {counts.tried} layouts were also tried with strategies (memory, token slices)")
     for cause, number in counts.excluded.most_common():
         console.print(f"  left out: {count(number, 'combination')} of axes, since {cause}")
 
 
+def _on_ties(plan: Plan) -> str:
+    """Which rows the predictions do not rank, and the simplest of them."""
+    bar, steps = plan.error_bar, plan.steps
+    ties = sum(is_tie(steps[0], step, bar) for step in steps)
+    if ties == 1:
+        return f"Row 1 is faster than every other row by more than {bar.tie:.1%}."
+    simplest = simplest_tie(steps, bar) + 1
+    choice = "row 1 is the simplest of them" if simplest == 1 else f"row {simplest} is the simplest of them"
+    return (
+        f"Step times that differ by less than {bar.tie:.1%} are a tie. Rows 1 to {ties} tie; {choice}. Measure before "
+        "you choose a more complex one."
+    )
+
+
 def _devices(question: Question) -> str:
     """What the devices are; of several kinds all that the cluster has."""
+    return " and ".join(dict.fromkeys(kind.device.name for kind, _ in _kinds(question)))
+
+
+def _kinds(question: Question) -> Sequence[tuple[Cluster, int]]:
     # Which kinds a layout uses differs between layouts; the question is about all of them.
-    whole = question.cluster.num_devices or question.num_devices
-    return " and ".join(dict.fromkeys(kind.device.name for kind, _ in question.cluster.kinds(whole)))
+    return question.cluster.kinds(question.cluster.num_devices or question.num_devices)
 
 
 def _print_layout(console: Console, best: SimulatedStep) -> None:
@@ -137,21 +170,21 @@ def _best_table(plan: Plan) -> Table:
         dollars = step.dollars_per_billion_tokens
         rows.append(
             {
-                "tp": f"{run.tp}{' sp' if run.sequence_parallel else ''}",
+                "tp": f"{run.tp}{'+sp' if run.sequence_parallel else ''}",
                 "pp": str(run.pp),
                 "dp": str(run.dp),
-                "loops": f"{run.loops}{'' if run.placement == 'looped' else ' ' + run.placement}",
-                "batches": f"{run.num_microbatches} x {run.micro_batch}",
+                "loops": f"{run.loops}{'' if run.placement == 'looped' else '+' + run.placement}",
+                "micro": f"{run.num_microbatches} of {run.micro_batch}",
                 "schedule": schedule_of(step),
-                "shared": run.shard if run.dp > 1 else "-",
-                "again": recomputed(step),
+                "sharded": run.shard if run.dp > 1 else "-",
+                "recompute": recomputed(step),
                 f"step {name}": short(step.prediction.step_time_s / unit),
                 "tokens/s": f"{step.tokens_per_s:,.0f}",
                 "MFU": f"{step.mfu:.1%}",
                 bytes_name: short(step.prediction.memory.total_bytes / memory),
                 "bubble": f"{step.bubble_fraction:.1%}",
                 "exposed": f"{exposed_s / step.prediction.step_time_s:.1%}",
-                "$/1e9": "-" if dollars is None else f"{dollars:,.0f}",
+                PRICE: "-" if dollars is None else f"{dollars:,.0f}",
             }
         )
     # A column in which nobody has anything takes width from the others.
@@ -186,10 +219,11 @@ def recomputed(step: SimulatedStep) -> str:
 
 def _axes(step: SimulatedStep) -> str:
     run = step.run
-    batches, shard = f"{run.num_microbatches} x {run.micro_batch}", run.shard if run.dp > 1 else "none"
-    axes = f"tp {run.tp}{' sp' if run.sequence_parallel else ''}, pp {run.pp}, dp {run.dp}, {count(run.loops, 'loop')}"
-    again = "" if recomputed(step) == "-" else f", {recomputed(step)} again"
-    return f"{axes}, {batches}, {schedule_of(step)}, {shard}{again}"
+    batches, shard = f"micro-batches {run.num_microbatches} of {run.micro_batch}", run.shard if run.dp > 1 else "none"
+    axes = f"tp {run.tp}{'+sp' if run.sequence_parallel else ''}, pp {run.pp}, dp {run.dp}, {count(run.loops, 'loop')}"
+    again = "" if recomputed(step) == "-" else f", {recomputed(step)} recomputed"
+    sharded = "nothing" if shard == "none" else shard
+    return f"{axes}, {batches}, {schedule_of(step)}, {sharded} sharded{again}"
 
 
 def _rival_table(best: SimulatedStep, rivals: list[Rival]) -> Table:

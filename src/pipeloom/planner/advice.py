@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pipeloom.planner.comparison import ALONE, Change, Rival, causes, is_faster
+from pipeloom.planner.error_bar import ErrorBar
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.search import Search, is_over, search
 from pipeloom.planner.strategies import STRATEGIES, strategy_of
@@ -11,26 +12,28 @@ from pipeloom.predict.step import SimulatedStep
 
 TIGHT = 0.95
 """Fraction of a device's memory above which advice is given, since predictions of memory are not exact."""
-CLOSE = 0.03
-"""Relative difference of two step times below which predictions do not rank them reliably (docs/accuracy.md: the errors
-within one set of measurements)."""
 IDLE = 0.15
 """Bubble fraction above which advice is given."""
 
 
 def advice(
-    question: Question, best: SimulatedStep, rivals: Sequence[Rival], changes: Sequence[Change], deadline: float
+    question: Question,
+    best: SimulatedStep,
+    rivals: Sequence[Rival],
+    changes: Sequence[Change],
+    *,
+    bar: ErrorBar,
+    deadline: float,
 ) -> Iterator[str]:
     """Sentences that follow from the layouts that were compared; fewer after the deadline."""
     yield from _on_strategies(question, best)
-    yield from _on_pipelines(best, rivals)
+    yield from _on_pipelines(best, rivals, bar)
     yield from _on_bubble(best, changes)
     yield from _on_memory(best)
     yield from _on_devices(question, best, deadline)
     for rival in rivals:
         if rival.kind.endswith(ALONE) and rival.step is not None and _relative(best, rival.step) <= 0:
-            less = -_relative(best, rival.step)
-            yield f"Do not use the other nodes: with {rival.kind} a step takes {less:.1%} less than with all."
+            yield f"Do not use the other nodes: with {rival.kind} a step takes {_difference(best, rival.step, bar)}."
 
 
 def _relative(best: SimulatedStep, other: SimulatedStep) -> float:
@@ -38,7 +41,36 @@ def _relative(best: SimulatedStep, other: SimulatedStep) -> float:
     return other.prediction.step_time_s / best.prediction.step_time_s - 1
 
 
-def on_plain(searching: Search, question: Question, best: SimulatedStep, deadline: float) -> Iterator[str]:
+def _difference(best: SimulatedStep, other: SimulatedStep, bar: ErrorBar) -> str:
+    """How much longer or shorter another layout's step is, and whether predictions can decide that."""
+    more = _relative(best, other)
+    tie = f" by the prediction, a tie (below {bar.tie:.1%})" if is_tie(best, other, bar) else ""
+    return f"{abs(more):.1%} {'longer' if more >= 0 else 'less'}{tie}"
+
+
+def is_tie(best: SimulatedStep, other: SimulatedStep, bar: ErrorBar) -> bool:
+    """Whether predictions do not decide which of two layouts is faster."""
+    return bar.is_tie(best.prediction.step_time_s, other.prediction.step_time_s)
+
+
+def simplest_tie(steps: Sequence[SimulatedStep], bar: ErrorBar) -> int:
+    """Index of the simplest layout among those that tie with the first.
+
+    Simple is, in this order: no strategy, a short pipeline, few stages for each rank, no tensor parallelism, no
+    recomputation. The faster one of equals.
+    """
+    ties = [number for number, step in enumerate(steps) if is_tie(steps[0], step, bar)]
+    return min(ties, key=lambda number: (_complexity(steps[number]), number))
+
+
+def _complexity(step: SimulatedStep) -> tuple[bool, int, int, int, bool]:
+    run = step.run
+    return strategy_of(step) != "none", run.pp, run.loops, run.tp, set(run.recompute_kinds) != {"none"}
+
+
+def on_plain(
+    searching: Search, question: Question, best: SimulatedStep, bar: ErrorBar, deadline: float
+) -> Iterator[str]:
     """A faster layout without strategies, where the limits exclude these layouts."""
     name = strategy_of(best)
     if name == "none" or question.limits.allows(strategies="none"):
@@ -48,7 +80,7 @@ def on_plain(searching: Search, question: Question, best: SimulatedStep, deadlin
         run, choice = plain.run, plain.knobs.choice
         yield (
             f"A plain layout is faster, which --strategies excludes: without {name} a step takes "
-            f"{-_relative(best, plain):.1%} less, with "
+            f"{_difference(best, plain, bar)}, with "
             f"tp {run.tp}, pp {run.pp}, dp {run.dp}, {choice.family}, micro-batches of {run.micro_batch}. "
             "Add none to --strategies."
         )
@@ -62,19 +94,18 @@ def _on_strategies(question: Question, best: SimulatedStep) -> Iterator[str]:
         yield f"None of these layouts has {' or '.join(names)}: nothing needs it, or it does not help{reasons}."
 
 
-def _on_pipelines(best: SimulatedStep, rivals: Sequence[Rival]) -> Iterator[str]:
+def _on_pipelines(best: SimulatedStep, rivals: Sequence[Rival], bar: ErrorBar) -> Iterator[str]:
     for rival in rivals:
         if rival.kind == "a pipeline":
-            how = "does not fit" if rival.step is None else f"takes {_relative(best, rival.step):.1%} longer"
+            how = "does not fit" if rival.step is None else f"takes {_difference(best, rival.step, bar)}"
             yield f"Do not use a pipeline: the best layout with one {how}."
         elif rival.kind == "no pipeline" and rival.step is None:
             yield "A pipeline is needed: without one nothing fits."
         elif rival.kind == "no pipeline" and rival.step is not None:
-            more = _relative(best, rival.step)
             verdict = "so the pipeline pays"
-            if more < CLOSE:
-                verdict = "which is within the error of predictions, and it is simpler"
-            yield f"Without a pipeline a step takes {more:.1%} longer, {verdict}."
+            if is_tie(best, rival.step, bar):
+                verdict = "and simpler: measure both before you choose the pipeline"
+            yield f"Without a pipeline a step takes {_difference(best, rival.step, bar)}, {verdict}."
 
 
 def _on_bubble(best: SimulatedStep, changes: Sequence[Change]) -> Iterator[str]:

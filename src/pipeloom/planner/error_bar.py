@@ -16,15 +16,22 @@ class ErrorBar:
     Attributes:
         errors: the statistics; ``None`` without measurements on the cluster's device.
         rests_on: one sentence about the measurements.
+        tie: relative difference of two step times below which predictions do not decide which layout is faster: the
+            mean absolute error, or without measurements the largest one of another device.
     """
 
     errors: Errors | None
     rests_on: str
+    tie: float
 
     def to_json(self) -> dict[str, Any]:
         """``rests_on`` and the fields of ``errors``, each ``None`` without measurements."""
         values = dict.fromkeys(Errors.__dataclass_fields__) if self.errors is None else asdict(self.errors)
-        return {**values, "rests_on": self.rests_on}
+        return {**values, "rests_on": self.rests_on, "tie": self.tie}
+
+    def is_tie(self, first_s: float, other_s: float) -> bool:
+        """Whether two predicted step times, in seconds, differ by less than the predictions are off."""
+        return abs(other_s / first_s - 1) < self.tie
 
     @property
     def text(self) -> str:
@@ -32,22 +39,18 @@ class ErrorBar:
         if self.errors is None:
             return self.rests_on
         errors = self.errors
+        sign = "short" if errors.bias < 0 else "long"
         regret = ""
-        if errors.median_regret is not None and errors.worst_regret is not None:
+        if errors.median_regret is not None:
+            groups = f"{errors.groups} comparison{'s' * (errors.groups != 1)}"
             regret = (
-                "; compared with the fastest of its group, the layout ranked first took "
-                f"{_longer(errors.median_regret)} in the median of {errors.groups} group{'s' * (errors.groups != 1)}, "
-                f"{_longer(errors.worst_regret)} in the worst"
+                f"; in {groups} of layouts of one model and batch, the layout that was predicted fastest took "
+                f"{errors.median_regret:.1%} longer than the fastest in the median (docs/accuracy.md has the worst)"
             )
         return (
-            f"step times were {errors.mean_abs_error:.1%} off on average, 9 of 10 within {errors.p90_abs_error:.1%} "
-            f"(predicted {abs(errors.bias):.1%} too {'short' if errors.bias < 0 else 'long'} in the mean){regret}: "
-            f"{self.rests_on}"
+            f"the average error of predicted step times is {errors.mean_abs_error:.1%}, 90% of them are within "
+            f"{errors.p90_abs_error:.1%} (on average {abs(errors.bias):.1%} too {sign}){regret}: {self.rests_on}"
         )
-
-
-def _longer(regret: float) -> str:
-    return f"{regret:.1%} longer" if regret < 1 else f"{1 + regret:.0f} times as long"
 
 
 def error_bar(cluster: Cluster, software: Software, accuracy: Accuracy | None = None) -> ErrorBar:
@@ -69,6 +72,7 @@ def error_bar(cluster: Cluster, software: Software, accuracy: Accuracy | None = 
         return ErrorBar(
             held_out,
             f"{held_out.rows} measured steps of {software.name} on {device}, held out of the calibration ({source})",
+            held_out.mean_abs_error,
         )
     general = known.by_device.get(device)
     if general is not None:
@@ -83,8 +87,9 @@ def error_bar(cluster: Cluster, software: Software, accuracy: Accuracy | None = 
             f"{software.name} has not been calibrated on {device}, so this is the error of general efficiencies on "
             f"{general.rows:,} measured steps of {len(means)} other program{'s' * (len(means) != 1)} there{spread} "
             f"({source})",
+            general.mean_abs_error,
         )
-    return ErrorBar(None, _unmeasured(device, known))
+    return _unmeasured(device, known)
 
 
 def _is_of_catalog(software: Software) -> bool:
@@ -92,12 +97,13 @@ def _is_of_catalog(software: Software) -> bool:
     return software.name in names("software") and load_software(software.name).efficiency == software.efficiency
 
 
-def _unmeasured(device: str, known: Accuracy) -> str:
+def _unmeasured(device: str, known: Accuracy) -> ErrorBar:
     error, program, where = max(
         (error, program, where) for where, errors in known.general_of.items() for program, error in errors.items()
     )
-    return (
+    text = (
         f"no prediction for {device} was compared with a measured step, so the error is unknown; "
         f"general efficiencies were {error:.1%} off on average in the worst case measured ({program} on {where}, "
         f"{known.table}, {known.date})"
     )
+    return ErrorBar(None, text, error)

@@ -194,7 +194,7 @@ def _answer(plan: Plan, searching: Search, count: int, deadline: float, *, expla
         raise no_layout(question, found.counts.excluded)
     _set_result(plan, found)
     if plan.best is not None:
-        plan.advice.extend(on_plain(searching, question, plan.best, deadline))
+        plan.advice.extend(on_plain(searching, question, plan.best, plan.error_bar, deadline))
         if explains:
             _explain(plan, searching, plan.best, count, deadline)
     elif plan.open_bound_s is None:
@@ -211,8 +211,8 @@ def _explain(plan: Plan, searching: Search, best: SimulatedStep, count: int, dea
         steps = {SortKey.of(step): step for step in (*plan.steps, *faster)}
         plan.steps = tuple(steps[key] for key in sorted(steps)[:count])
         best = plan.steps[0]
-        plan.advice[:] = on_plain(searching, question, best, deadline)
+        plan.advice[:] = on_plain(searching, question, best, plan.error_bar, deadline)
         plan.rivals.clear()
         plan.rivals.extend(rivals(searching, question, best, deadline))
     plan.changes.extend(changes(question, best, deadline))
-    plan.advice.extend(advice(question, best, plan.rivals, plan.changes, deadline))
+    plan.advice.extend(advice(question, best, plan.rivals, plan.changes, bar=plan.error_bar, deadline=deadline))
