@@ -65,7 +65,7 @@ def simplest_tie(steps: Sequence[SimulatedStep], bar: ErrorBar) -> int:
 
 def _complexity(step: SimulatedStep) -> tuple[bool, int, int, int, bool]:
     run = step.run
-    return strategy_of(step) != "none", run.pp, run.loops, run.tp, set(run.recompute_kinds) != {"none"}
+    return strategy_of(step) != "none", run.pp, run.num_stages, run.tp, set(run.recompute_kinds) != {"none"}
 
 
 def on_plain(
