@@ -248,3 +248,12 @@ def test_text_of_a_vector_picture_is_text_in_a_font_that_every_reader_has(tmp_pa
     styles = re.findall(r"<text style=\"([^\"]*)\"", file.read_text(encoding="utf-8"))
     assert styles
     assert all("sans-serif" in style for style in styles)
+
+
+@pytest.mark.parametrize(("num_microbatches", "has_forwards"), [(8, True), (32, False)])
+def test_all_boxes_of_a_kind_have_numbers_or_none(num_microbatches: int, has_forwards: bool) -> None:
+    schedule = make_schedule("breadth-first", pp=8, num_microbatches=num_microbatches)
+    figure = _timelines_figure({"": simulate(schedule, Costs(forward_s=1, backward_s=2))}, "s", 1.0)
+    labels = Counter(text.get_text().strip("FB") for text in figure.axes[0].texts)
+    assert labels == dict.fromkeys(map(str, range(num_microbatches)), 8 * (1 + has_forwards))
+    assert ("none in narrow boxes" in figure.axes[0].get_xlabel()) != has_forwards

@@ -14,7 +14,7 @@ from pipeloom.plotting.labels import Label, place_labels
 from pipeloom.plotting.palette import BAND, PAPER, ROW, SERIES, Fill, channels, fill_of
 from pipeloom.schedule.action import Action
 from pipeloom.schedule.facts import Seconds
-from pipeloom.schedule.kinds import COMPUTE_LANE_KINDS, KINDS, LOAD_OF, OUT_OF
+from pipeloom.schedule.kinds import COMPUTE_LANE_KINDS, KINDS, LOAD_OF, OUT_OF, Kind
 from pipeloom.schedule.lanes import COMPUTE_LANE, DATA_PARALLEL_LANE, Lane
 from pipeloom.schedule.row import NO_MICROBATCH, Row
 from pipeloom.system.files import picture_problem
@@ -120,7 +120,7 @@ def _timelines_figure(traces: Mapping[str, Trace], unit: str, scale: float) -> "
         _set_axes(axes, trace, title)
         # matplotlib warns of an axis of length 0.
         axes.set_xlim(0, max(longest, 1e-12))
-    panels[-1].set_xlabel(headline(f"time ({unit}){_numbers(traces.values())}", 110), fontsize=9)
+    panels[-1].set_xlabel(headline(f"time ({unit}){_numbers(panels, traces.values())}", 110), fontsize=9)
     _add_legend(figure, list(traces.values()))
     return figure
 
@@ -238,8 +238,9 @@ class _Bars(NamedTuple):
         texts = names if is_lettered else numbers
         # A smaller size for a few more labels would make all of them harder to read.
         size = max(sizes, key=lambda one: sum(fits(texts, one)) / max(len(texts), 1) + 0.02 * one)
+        labeled = self._labeled_kinds(actions, texts, width, size)
         for (place, text), has_room in zip(texts.items(), fits(texts, size), strict=True):
-            if has_room:
+            if has_room and actions[place].kind in labeled:
                 self.axes.annotate(
                     text,
                     (left[place] + width[place] / 2, middle[place]),
@@ -249,18 +250,35 @@ class _Bars(NamedTuple):
                     va="center",
                 )
 
+    def _labeled_kinds(
+        self, actions: Mapping[int, Action], texts: Mapping[int, str], width: Seconds, size: float
+    ) -> set[Kind]:
+        """Kinds whose longest label fits their median box: numbers that end at 9 would look like an error."""
+        by_kind: dict[Kind, list[int]] = {}
+        for place, action in actions.items():
+            by_kind.setdefault(action.kind, []).append(place)
+        return {
+            kind
+            for kind, places in by_kind.items()
+            if max(_em(texts[place]) for place in places) * size + 1.2 <= np.median(width[places]) * self.points
+        }
+
 
 def _em(text: str) -> float:
     """Width of a label in units of its font size, with the widths of DejaVu Sans."""
     return sum(0.32 if letter == "." else 0.64 for letter in text)
 
 
-def _numbers(traces: Iterable[Trace]) -> str:
+def _numbers(panels: Iterable["Axes"], traces: Iterable[Trace]) -> str:
     """Explanation of the numbers in boxes; empty if there are none."""
-    rows = [trace.spans.row for trace in traces]
-    if not any(bool((row.microbatch != NO_MICROBATCH).any()) for row in rows):
+    labels = [len(axes.texts) for axes in panels]
+    if not any(labels):
         return ""
-    return f"; number in a box: micro-batch{'.slice' if any(row.slice.any() for row in rows) else ''}"
+    drawn = [[spans.row for spans in (trace.compute(), *_strips(trace).values())] for trace in traces]
+    boxes = [sum(int((row.microbatch != NO_MICROBATCH).sum()) for row in rows) for rows in drawn]
+    is_partial = any(found < needed for found, needed in zip(labels, boxes, strict=True))
+    slices = ".slice" if any(row.slice.any() for rows in drawn for row in rows) else ""
+    return f"; number in a box: micro-batch{slices}{' (none in narrow boxes)' * is_partial}"
 
 
 _STRIPS = ("collectives", "out", "back")
