@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,7 @@ def test_the_answer_for_people(model, capsys, monkeypatch):
     headings = ("best layouts", "Why row 1 is first", "What would change it", "How far off this may be")
     assert all(part in out for part in (*headings, "so the error is unknown", "MFU"))
     assert "$/1e9" not in out  # nobody publishes a price for these machines
+    assert "with --out FOLDER writes row 1" in out
 
 
 @pytest.mark.parametrize("strategies", [("none",), ("none", "slices")])
@@ -61,6 +63,21 @@ def test_strategies_may_be_limited(model, capsys, strategies):
     first = told["layouts"][0]
     assert (first["token_slices"] is not None) == (strategies != ("none",))
     assert (first["keep"], first["balance"], first["offload"]) == (None, False, False)
+
+
+def test_another_row_may_be_written(model, capsys, tmp_path):
+    asked = [*words(model), "--no-explain", "--json", "--strategies", "none"]
+    assert main([*asked, "--out", str(tmp_path / "out"), "--row", "2"]) == 0
+    second = json.loads(capsys.readouterr().out)["layouts"][1]
+    written = tomllib.loads((tmp_path / "out" / "run.toml").read_text())["layout"]
+    assert [written[name] for name in ("tp", "pp", "dp", "loops")] == [
+        second[name] for name in ("tp", "pp", "dp", "loops")
+    ]
+    assert main([*asked, "--row", "2"]) == 2
+    assert "--row 2 has no effect without --out or --export" in capsys.readouterr().err
+    assert main([*asked, "--out", str(tmp_path / "none"), "--best", "1", "--row", "2"]) == 2
+    assert "--row must be at most --best 1, found 2" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
 
 
 def test_the_price_of_tokens(model, capsys, monkeypatch):

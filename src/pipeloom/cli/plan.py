@@ -13,7 +13,7 @@ from pipeloom.cli.run_config import source_of
 from pipeloom.config import RunConfig, in_order
 from pipeloom.config.file import format_run, read_run_file
 from pipeloom.config.problems import model_problems, optimizer_problems
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.comparison import causes
 from pipeloom.planner.plan import Plan, make_question, plan
 from pipeloom.planner.question import Limits, Question
@@ -24,7 +24,7 @@ from pipeloom.runs.run_folder import SCHEDULE
 from pipeloom.system.files import write_text
 from pipeloom.workload.dtypes import Dtype, dtype_of
 from pipeloom.workload.layout import Recompute, Shard
-from pipeloom.workload.limits import ClusterName, Common, FamilyName, ModelName, Names, ProgramName
+from pipeloom.workload.limits import ClusterName, Common, Count, FamilyName, ModelName, Names, Positive, ProgramName
 from pipeloom.workload.model import shape_of
 from pipeloom.workload.run import Attention
 
@@ -45,11 +45,11 @@ class Options:
     """Model: a name of the catalog, or a file (.toml, or a Hugging Face config.json)."""
     cluster: Common[ClusterName | None] = None
     """Cluster: a name of the catalog, or a file."""
-    devices: Common[int | None] = None
+    devices: Common[Count | None] = None
     """World size: devices, all of which a layout uses."""
-    global_batch: Common[int | None] = None
+    global_batch: Common[Count | None] = None
     """Global batch size, in sequences."""
-    seq: Common[int | None] = None
+    seq: Common[Count | None] = None
     """Sequence length, in tokens."""
     software: Common[ProgramName | None] = None
     """Training program: a name of the catalog, or a file. None: pipeloom."""
@@ -83,17 +83,19 @@ class Options:
     lead to no layout. None: all that the training program has."""
     sequence_parallel: Literal["any", "on", "off"] = "any"
     """Sequence parallelism beside tensor parallelism."""
-    best: Common[int] = 10
+    best: Common[Count] = 10
     """Number of layouts to print."""
-    budget_s: Common[float | None] = None
+    budget_s: Common[Positive | None] = None
     """Stop after this many seconds with the best layouts found. A lower bound on the rest is printed. None: no
     limit."""
     explain: bool = True
     """Search the best layouts of other kinds, and what would change the answer."""
     out: Common[Annotated[Path | None, Output("folder")]] = None
-    """Write the best layout to this folder. run.toml is for `pipeloom train`, and schedule.txt has the schedule."""
+    """Write a layout to this folder. run.toml is for `pipeloom train`, and schedule.txt has the schedule."""
     export: Annotated[Path | None, Output("folder")] = None
     """Write start files to this folder. They are for torchrun, Slurm, PyTorch, torchtitan and Megatron-LM."""
+    row: Common[Count] = 1
+    """With --out or --export: row of the table to write."""
     json: Common[bool] = False
     """Print JSON for programs. docs/plan.md lists its keys."""
 
@@ -133,7 +135,7 @@ def run(words: list[str]) -> int:
     options, problems = read_flags(COMMAND, words)
     request = _request(options, problems, words)
     from pipeloom.cli.plan_progress import PlanProgress
-    from pipeloom.cli.plan_text import print_plan
+    from pipeloom.cli.plan_text import print_next, print_plan
 
     # A program that reads JSON has no use for a bar.
     with PlanProgress(is_shown=not options.json) as progress:
@@ -144,8 +146,12 @@ def run(words: list[str]) -> int:
         print(json.dumps(to_json(answer)))
     else:
         print_plan(answer)
+    if options.row > len(answer.steps) > 0:
+        raise UserError(f"--row must be at most {len(answer.steps)}, the rows of the table, found {options.row}")
     if answer.best is not None:
-        _write(options, request, answer.best)
+        _write(options, request, answer.steps[options.row - 1])
+        if not options.json and options.out is None and options.export is None:
+            print_next()
     elif not options.json and (options.out or options.export):
         print("\nnothing is written: there is no layout to write")
     if answer.stopped == "interrupt":
@@ -215,10 +221,12 @@ def _request(options: Options, problems: list[str], words: list[str]) -> Request
     """The question, or an error with everything that is missing or wrong, behind what is wrong with the words."""
     if options.out is not None and options.out.suffix == ".toml":
         problems.append(f"--out takes a folder, to which {RUN_FILE} and {SCHEDULE} go, found {options.out}")
-    if options.best < 1:
-        problems.append(f"--best must be at least 1, found {options.best}")
-    if options.budget_s is not None and not options.budget_s > 0:
-        problems.append(f"--budget-s must be above 0, found {options.budget_s}")
+    if options.row > 1 and options.out is None and options.export is None:
+        problems.append(
+            f"--row {options.row} has no effect without --out or --export; give one of them or leave it out"
+        )
+    if options.row > options.best:
+        problems.append(f"--row must be at most --best {options.best}, found {options.row}")
     path = options.config
     config = None if path is None else or_note(lambda: _read(path, options.seq, problems), problems)
     missing = [

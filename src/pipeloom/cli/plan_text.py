@@ -69,6 +69,14 @@ def print_plan(plan: Plan) -> None:
         console.print(f"\n{why} before all other kinds and changes were searched; the best layouts are proved")
 
 
+def print_next() -> None:
+    """Print which flags write a row of the table."""
+    wide_console().print(
+        "\nNext: the same command with --out FOLDER writes row 1 as a run for `pipeloom simulate` and `pipeloom train`, "
+        "with --export FOLDER start files for torchrun, Slurm, Megatron-LM and torchtitan; --row N takes another row."
+    )
+
+
 def _print_question(console: Console, plan: Plan) -> None:
     question, counts = plan.question, plan.counts
     console.print(

@@ -53,6 +53,9 @@ def parse_config(
 
     def open_file(path: Path) -> list[str]:
         nonlocal file, source, is_read, of_file
+        if "config" in command.options.__annotations__ and not (path / CONFIG).is_file():
+            is_read = False
+            return [f"RUN must be the folder of a run, with {CONFIG} and checkpoints, found {path}"]
         try:
             file, of_file = read_run_file(path / CONFIG if path.is_dir() else path, file)
         except UserError as error:

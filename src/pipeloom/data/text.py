@@ -114,6 +114,7 @@ class Data:
             per token. A baseline: a model that has learned anything has a lower loss.
         corpus_sha256: fingerprint of the text.
         description: one line for the start message.
+        tokens: of the whole text, those of training first, [tokens].
     """
 
     tokenizer: Tokenizer
@@ -122,6 +123,7 @@ class Data:
     unigram_loss: float
     corpus_sha256: str
     description: str
+    tokens: TokenArray
 
 
 def load_data(config: DataConfig, seed: int, tokenizer_json: str | None = None) -> Data:
@@ -160,6 +162,7 @@ def load_data(config: DataConfig, seed: int, tokenizer_json: str | None = None) 
         unigram_loss=summary.unigram_loss,
         corpus_sha256=summary.corpus_sha256,
         description=_describe(summary, config),
+        tokens=tokens,
     )
 
 

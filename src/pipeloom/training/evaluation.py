@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from math import exp
 from pathlib import Path
 from typing import NamedTuple
@@ -123,13 +123,14 @@ def _evaluate(
     pipeline = Pipeline(config, world)
     weights = Checkpoints(config, world, pipeline, None, config.checkpoint.resume, tokenizer=data.tokenizer)
     info = weights.restore(config.checkpoint.resume)
-    texts, size = [data.train, data.validation] if is_whole else [data.validation], config.layout.batch_size
-    batches = chain.from_iterable(each_once(text, size) for text in texts)
-    total = sum(-(-text.num_windows // size) for text in texts)
+    # One stream: training and validation part alone could lose the end of a window each.
+    text = TokenWindows(data.tokens, config.data.seq_len) if is_whole else data.validation
+    size = config.layout.batch_size
+    total = -(-text.num_windows // size)
     total = total if num_batches is None else min(total, num_batches)
     columns = (TextColumn("batch {task.completed}/{task.total}"), BarColumn(bar_width=24), TimeRemainingColumn())
     with Bar(sys.stderr, *columns, total=total, is_shown=world.rank == 0, transient=True) as bar:
-        found = mean_loss(pipeline, world, _shown(islice(batches, total), bar))
+        found = mean_loss(pipeline, world, _shown(islice(each_once(text, size), total), bar))
     pipeline.close()
     if world.rank > 0:
         return None
