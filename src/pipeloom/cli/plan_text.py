@@ -72,7 +72,7 @@ def print_plan(plan: Plan) -> None:
 def print_next() -> None:
     """Print which flags write a row of the table."""
     wide_console().print(
-        "\nNext: the same command with --out FOLDER writes row 1 as a run for `pipeloom simulate` and `pipeloom train`, "
+        "\nNext: the same with --out FOLDER writes row 1 as a run for `pipeloom simulate` and `pipeloom train`, "
         "with --export FOLDER start files for torchrun, Slurm, Megatron-LM and torchtitan; --row N takes another row."
     )
 
