@@ -84,7 +84,9 @@ train section_as_value.toml                                     | layout; sectio
 train several.toml                                              | layout.pp; layout.loops; training.steps; data.seq_len
 train escape.toml                                               | there is no schedule
 train old_precision.toml                                        | precision
-train .                                                         | config.toml
+train .                                                         | Is a directory
+evaluate .                                                      | RUN must be the folder of a run
+evaluate missing --batches 0 --layout.pp 0                      | RUN must be the folder of a run; --batches must be
 train --layout.pp 0                                             | layout.pp; 1; 0
 train --layout.pp -3                                            | layout.pp; -3
 train --layout.pp four                                          | layout.pp; four

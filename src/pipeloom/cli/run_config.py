@@ -1,6 +1,7 @@
 """``[CONFIG] [--section.setting value ...]`` -> a configuration, with all of its problems at once."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,12 @@ def parse_config(
 
     def open_file(path: Path) -> list[str]:
         nonlocal file, source, is_read, of_file
-        if "config" in command.options.__annotations__ and not (path / CONFIG).is_file():
+        run_file = _file_of_run(path)
+        if run_file is None and "config" in command.options.__annotations__:
             is_read = False
             return [f"RUN must be the folder of a run, with {CONFIG} and checkpoints, found {path}"]
         try:
-            file, of_file = read_run_file(path / CONFIG if path.is_dir() else path, file)
+            file, of_file = read_run_file(run_file or path, file)
         except UserError as error:
             is_read = False
             return [str(error)]
@@ -77,6 +79,13 @@ def parse_config(
     own = {option.name: found.values.get(option.name, option.default) for option in options_of(command)}
     own = {name: value for name, value in own.items() if "." not in name and name in command.options.__annotations__}
     return command.options(**{item.name: getattr(config, item.name) for item in fields(RunConfig)}, **own)
+
+
+def _file_of_run(path: Path) -> Path | None:
+    """The run file in a run folder; ``None`` if the path is none."""
+    with suppress(OSError):  # such as a name that is too long
+        return path / CONFIG if (path / CONFIG).is_file() else None
+    return None
 
 
 def source_of(path: Path, words: Sequence[str]) -> str:
