@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pipeloom.analysis.bubble import BubbleAccount, account_bubble
+from pipeloom.analysis.bubble import BubbleAccount
 from pipeloom.analysis.summary import LaneUse, communication, summarize
 from pipeloom.report.curves import curves_contents, ink, median_step_time_s, median_tokens_per_s
 from pipeloom.report.over_time import over_time_contents
@@ -38,10 +38,7 @@ def page_contents(run: Run) -> dict[str, Any]:
     Raises:
         UserError: a trace does not belong to the run's schedule.
     """
-    traces = {
-        name: trace for name, trace in (("measured", run.trace), ("predicted", run.predicted)) if trace is not None
-    }
-    layout, order = run.config.layout, run.config.schedule.title
+    traces, layout, order = run.traces, run.config.layout, run.config.schedule.title
     step = traced_step(run)
     contents = {
         "title": f"{order}: {count(layout.pp, 'rank')} x {count(layout.loops, 'loop')}, "
@@ -64,10 +61,9 @@ def page_contents(run: Run) -> dict[str, Any]:
         "measured": "measured in one step" if step is None else f"measured in step {step}",
         "predicted": "predicted before the first step, from profiled stages",
     }
-    accounts = {name: account_bubble(run.schedule, trace) for name, trace in traces.items()}
     return contents | {
         "timeline": timeline_contents(traces, titles),
-        "bubble": bubble_contents(accounts, traces, ms, MILLISECONDS.name),
+        "bubble": bubble_contents(run.accounts, traces, ms, MILLISECONDS.name),
         "communication": _communication(traces),
         "pipelines": _pipelines(run),
         "over_time": over_time_contents(run, run.schedule, traces),
@@ -76,11 +72,7 @@ def page_contents(run: Run) -> dict[str, Any]:
 
 def verdict_of(run: Run) -> Verdict | None:
     """The verdict on a run's step; ``None`` if no step was measured."""
-    accounts: dict[str, Sequence[BubbleAccount]] = {}
-    for name, trace in {"measured": run.trace, "predicted": run.predicted}.items():
-        if run.schedule is not None and trace is not None:
-            accounts[name] = account_bubble(run.schedule, trace)
-    return step_verdict(run, accounts)
+    return step_verdict(run, run.accounts)
 
 
 def _other_axes(layout: Layout) -> str:

@@ -3,9 +3,11 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipeloom.analysis.bubble import BubbleAccount, account_bubble
 from pipeloom.checkpoint.checkpoint_folder import list_checkpoints
 from pipeloom.config import RunConfig
 from pipeloom.config.file import read_run_file
@@ -71,6 +73,23 @@ class Run:
     summary: dict[str, Any] | None
     sample: str | None
     checkpoints: tuple[Path, ...]
+
+    @property
+    def traces(self) -> dict[str, Trace]:
+        """The traces of the first pipeline, as far as there are any: ``measured`` and ``predicted``."""
+        found = {"measured": self.trace, "predicted": self.predicted}
+        return {name: trace for name, trace in found.items() if trace is not None}
+
+    @cached_property
+    def accounts(self) -> dict[str, tuple[BubbleAccount, ...]]:
+        """Name of a trace -> bubble account of each rank; empty without a schedule.
+
+        Raises:
+            UserError: a trace does not belong to the schedule.
+        """
+        if self.schedule is None:
+            return {}
+        return {name: account_bubble(self.schedule, trace) for name, trace in self.traces.items()}
 
 
 def read_run(folder: Path) -> Run:
