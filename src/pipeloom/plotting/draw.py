@@ -231,7 +231,7 @@ class _Bars(NamedTuple):
         names = {place: f"{one.kind.value}{numbers[place]}" for place, one in actions.items()}
 
         def fits(texts: Mapping[int, str], size: float) -> list[bool]:
-            return [_em(text) * size + 1.2 <= width[place] * self.points for place, text in texts.items()]
+            return [_points(text, size) <= width[place] * self.points for place, text in texts.items()]
 
         # Either all labels of a panel have letters or none, since they would look different.
         is_lettered = len(sizes) > 1 and all(fits(names, sizes[0]))
@@ -260,13 +260,13 @@ class _Bars(NamedTuple):
         return {
             kind
             for kind, places in by_kind.items()
-            if max(_em(texts[place]) for place in places) * size + 1.2 <= np.median(width[places]) * self.points
+            if max(_points(texts[place], size) for place in places) <= np.median(width[places]) * self.points
         }
 
 
-def _em(text: str) -> float:
-    """Width of a label in units of its font size, with the widths of DejaVu Sans."""
-    return sum(0.32 if letter == "." else 0.64 for letter in text)
+def _points(text: str, size: float) -> float:
+    """Width of a label of a font size with its margins, in points, with the widths of DejaVu Sans."""
+    return sum(0.32 if letter == "." else 0.64 for letter in text) * size + 1.2
 
 
 def _numbers(panels: Iterable["Axes"], traces: Iterable[Trace]) -> str:
