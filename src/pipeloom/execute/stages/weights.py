@@ -74,9 +74,14 @@ class Place(NamedTuple):
     is_whole: bool
 
     @property
+    def size(self) -> int:
+        """Its number of elements."""
+        return prod(self.shape)
+
+    @property
     def end(self) -> int:
         """The index in the buffer behind its last element."""
-        return self.begin + prod(self.shape)
+        return self.begin + self.size
 
 
 class Unit(NamedTuple):
@@ -145,15 +150,12 @@ class FlatOrder:
             shape = tuple(tensor.shape)
             found.append(Place(name, shape, 0, tensor.ndim >= 2, name in replicated, is_whole(name, shape)))
         found.sort(key=part)  # stable: the module's order in each part
-        begins = list(accumulate((place.end for place in found if not place.is_whole), initial=0))
-        cut = [
-            place._replace(begin=begin)
-            for place, begin in zip((one for one in found if not one.is_whole), begins, strict=False)
-        ]
-        whole = [place for place in found if place.is_whole]
-        share, offsets = _pack([place.end for place in whole], begins[-1], num_shards)
-        placed = [place._replace(begin=begin) for place, begin in zip(whole, offsets, strict=True)]
-        return cls((*cut, *sorted(placed, key=lambda place: place.begin)), share * num_shards)
+        cut, whole = ([place for place in found if place.is_whole is is_one] for is_one in (False, True))
+        *begins, before = accumulate((place.size for place in cut), initial=0)
+        share, offsets = _pack([place.size for place in whole], before, num_shards)
+        placed = zip((*cut, *whole), (*begins, *offsets), strict=True)
+        places = sorted((place._replace(begin=begin) for place, begin in placed), key=lambda place: place.begin)
+        return cls(tuple(places), share * num_shards)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -173,7 +175,7 @@ class FlatOrder:
 
     def num_parameters(self, *, with_replicated: bool) -> int:
         """Number of elements without padding, with or without those that every tensor-parallel rank holds."""
-        return sum(place.end - place.begin for place in self.places if with_replicated or not place.is_replicated)
+        return sum(place.size for place in self.places if with_replicated or not place.is_replicated)
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Each parameter's part of a buffer, in its shape."""
