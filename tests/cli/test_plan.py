@@ -66,16 +66,16 @@ def test_strategies_may_be_limited(model, capsys, strategies):
 
 
 def test_another_row_may_be_written(model, capsys, tmp_path):
-    asked = [*words(model), "--no-explain", "--json", "--strategies", "none"]
-    assert main([*asked, "--out", str(tmp_path / "out"), "--row", "2"]) == 0
+    command = [*words(model), "--no-explain", "--json", "--strategies", "none"]
+    assert main([*command, "--out", str(tmp_path / "out"), "--row", "2"]) == 0
     second = json.loads(capsys.readouterr().out)["layouts"][1]
     written = tomllib.loads((tmp_path / "out" / "run.toml").read_text())["layout"]
     assert [written[name] for name in ("tp", "pp", "dp", "loops")] == [
         second[name] for name in ("tp", "pp", "dp", "loops")
     ]
-    assert main([*asked, "--row", "2"]) == 2
+    assert main([*command, "--row", "2"]) == 2
     assert "--row 2 has no effect without --out or --export" in capsys.readouterr().err
-    assert main([*asked, "--out", str(tmp_path / "none"), "--best", "1", "--row", "2"]) == 2
+    assert main([*command, "--out", str(tmp_path / "none"), "--best", "1", "--row", "2"]) == 2
     assert "--row must be at most --best 1, found 2" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
 

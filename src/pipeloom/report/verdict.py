@@ -58,7 +58,7 @@ def step_verdict(run: Run, accounts: Mapping[str, Sequence[BubbleAccount]]) -> V
     times = {line["step"]: line["step_time_s"] for line in run.metrics if line["step"] > begun + 1}
     measured = f"measured {seconds(typical_s)} a step (median)"
     if len(times) < _FEWEST:
-        few = f"to tell causes from noise, {_FEWEST} steps after the first are needed, found {len(times)}"
+        few = f"to separate causes from noise, {_FEWEST} steps after the first are needed, found {len(times)}"
         return Verdict(f"{measured}{_beside(run, typical_s)}", (), few)
     low_s, high_s = (float(one) for one in np.quantile(list(times.values()), (0.1, 0.9)))
     noise_s = max(high_s - typical_s, typical_s - low_s)
