@@ -59,7 +59,7 @@ class Case:
         pp: ranks, one stage each.
         num_microbatches: of a step.
         forward_s, backward_s: of a stage, for a micro-batch.
-        kept_bytes: what a stage keeps of a micro-batch for its backward, beside its input.
+        kept_bytes: what a stage keeps of a micro-batch for its backward, in addition to its input.
     """
 
     pp: int = 4
@@ -182,7 +182,7 @@ class _Run:
         return self._executor.run(self._inputs, lambda output, _: loss(output), _TIMEOUT_S)
 
     def close(self) -> None:
-        """Let go of threads."""
+        """Close the threads."""
         self._lanes.close()
         self._transport.close()
 

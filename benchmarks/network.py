@@ -1,4 +1,4 @@
-"""pipeloom beside PyTorch's pipelining over a slow network, with emulated compute. Run by ``make bench-network``.
+"""pipeloom and PyTorch's pipelining over a slow network, with emulated compute. Run by ``make bench-network``.
 
 Every case runs all contenders in the same processes, one step of each in turn. Ranks are on hosts of their own: network
 namespaces with a relay between them, which take root; elsewhere the benchmark says so and ends.

@@ -1,4 +1,4 @@
-"""What a runtime itself costs: pipeloom beside PyTorch on loopback. Run by ``make bench-overhead``.
+"""Overhead of the runtimes: pipeloom and PyTorch on loopback. Run by ``make bench-overhead``.
 
 With next to no compute a step is all runtime: the same orders on the same ranks, time for each action. With real
 compute it hardly counts. With emulated compute a step should take what its order allows.

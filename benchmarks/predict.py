@@ -1,4 +1,4 @@
-"""Predicted beside measured step time on this machine, for several layouts. Run by ``make predict``.
+"""Predicted and measured step times on this machine, for several layouts. Run by ``make predict``.
 
 Each row is a run of its own: the stages are profiled, the step is simulated, then a few steps are trained and
 their median is taken. Nothing is carried over from one row to the next.

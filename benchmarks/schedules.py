@@ -22,7 +22,7 @@ LOOPS = 2
 
 
 def own_families() -> list[str]:
-    """The families that train and belong to the package, not to another distribution that is installed beside it."""
+    """The families that train and belong to the package, not to another installed distribution."""
     own = f"{families.__name__}."
     return [name for name, one in families.FAMILIES.items() if one.has_backward and one.rule.__module__.startswith(own)]
 

@@ -1,4 +1,4 @@
-"""Token slices with fewer micro-batches than ranks: steps of four processes over gloo, beside formula and simulation.
+"""Token slices with fewer micro-batches than ranks: measured on four processes, by formula, and simulated.
 
 Stages sleep for as long as a slice takes by a latency of its length and of the tokens before it, so that four ranks fit
 on few cores; messages, executor and processes are real.
@@ -45,7 +45,7 @@ FIXED_S, TOKEN_S, PAIR_S = 8e-3, 120e-6, 120e-9
 two thirds. A whole sequence takes half a second, half of that attention."""
 FAMILIES = ("gpipe", "1f1b")
 EVEN = (2, 4, 8, 16)
-"""Numbers of even slices that are measured, beside the number with which the formula is fastest."""
+"""Numbers of even slices that are measured, in addition to the number with which the formula is fastest."""
 
 
 def latency(length: NDArray[Any], before: NDArray[Any]) -> NDArray[Any]:

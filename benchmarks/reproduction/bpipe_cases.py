@@ -21,23 +21,23 @@ SEQ = 2048
 
 def gpt(layers: int, hidden: int, heads: int) -> ModelShape:
     """A GPT-3 of these sizes."""
-    return _shape(layers, hidden, heads, mlp="gelu", ffn=4 * hidden, vocab=51200)
+    return _shape(layers, hidden, heads, family="gpt2", ffn=4 * hidden, vocab=51200)
 
 
-def _shape(layers: int, hidden: int, heads: int, *, mlp: str, ffn: int, vocab: int) -> ModelShape:
+def _shape(layers: int, hidden: int, heads: int, *, family: str, ffn: int, vocab: int) -> ModelShape:
     return ModelShape(
         layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
         ffn=ffn,
-        mlp=mlp,
+        family=family,
         vocab=vocab,
-        tied=mlp == "gelu",
+        tied=family == "gpt2",
     )
 
 
-LLAMA = _shape(80, 8192, 64, mlp="swiglu", ffn=22016, vocab=32000)
+LLAMA = _shape(80, 8192, 64, family="llama", ffn=22016, vocab=32000)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ PROGRAM, COUNTED, FUSED, SMALL, OTHER = PROGRAMS
 
 def program_of(case: Case, name: str) -> Software:
     """A program; LLaMA trains without dropout."""
-    return replace(PROGRAMS[name], dropout=case.shape.mlp == "gelu")
+    return replace(PROGRAMS[name], dropout=case.shape.family == "gpt2")
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Setting:
     """What one configuration of a case chooses.
 
     Attributes:
-        attention: the kernel that is asked for.
+        attention: the requested kernel.
         recompute: of all layers.
         micro_batch: sequences.
     """
@@ -140,6 +140,6 @@ def settings() -> Iterator[Setting]:
 
 
 def points() -> list[tuple[Case, str, Setting]]:
-    """Every configuration of every case, with the programs that are asked about it."""
+    """Every configuration of every case, with the programs that predict it."""
     asked = {case: tuple(PROGRAMS) if case in (GPT_96B, LLAMA_65B) else (PROGRAM, COUNTED) for case in CASES}
     return [(case, program, setting) for case in CASES for program in asked[case] for setting in settings()]

@@ -1,4 +1,4 @@
-"""Closed forms of the paper and of its terms, each beside what a real schedule says: counted or simulated.
+"""Closed forms of the paper and of its terms, each with the value of a real schedule, counted or simulated.
 
 Times are in units of one layer's forward or a part of it, so that all sums are exact. P ranks, V loops, M
 micro-batches.
@@ -127,7 +127,7 @@ def _bytes_and_intensity(
 
 
 def group_traffic() -> list[Row]:
-    """What depth-first with a pipeline really moves, beside the 12 bytes for each group of P micro-batches."""
+    """The traffic of depth-first with a pipeline, compared with the 12 bytes for each group of P micro-batches."""
     rows: list[Row] = []
     for residency, loops, count in product((1, 2, 3), (4, 8), (8, 32)):
         schedule = _sharded("depth-first", 4, loops, count, residency)

@@ -89,7 +89,7 @@ def gain_row(title: str, messages: str, batch: int, own: Software, megatron: Sof
 
 
 def needed_rows() -> list[Row]:
-    """Seconds that an exchange of Megatron-LM would have to cost, beside its bytes, for two published observations."""
+    """Seconds that an exchange of Megatron-LM would have to cost besides its bytes, for two published observations."""
     rows: list[Row] = []
     for messages in ("cut", "whole"):
         own, megatron = with_messages(OWN, messages), with_messages(MEGATRON, messages)

@@ -261,7 +261,7 @@ def _sensitivity(rows: Sequence[Row]) -> str:
 
 def _needed(rows: Sequence[Row]) -> str:
     return table(
-        ("for this at 1/8 of a sequence per device", "messages", "each exchange would need, beside its bytes"),
+        ("for this at 1/8 of a sequence per device", "messages", "each exchange would need, in addition to its bytes"),
         ([row["observation"], row["messages"], f"{row['exchange_ms']} ms"] for row in rows),
     )
 

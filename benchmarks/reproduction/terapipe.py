@@ -1,4 +1,4 @@
-"""TeraPipe (arXiv 2102.07988): its dynamic programme on its own measurements, and its settings simulated.
+"""TeraPipe (arXiv 2102.07988): its dynamic program on its own measurements, and its settings simulated.
 
 Published figures are those of the paper's figures and appendix tables, version 2, taken from notes that list all of
 them and from the authors' code (github.com/zhuohan123/terapipe at 1a17aa2, ``flop_model.py``), not read off the paper.
@@ -30,7 +30,7 @@ from reproduction.tables import table
 
 SEQ = 2048
 UNIT = 8
-"""Tokens between the lengths that the authors' programme tries."""
+"""Tokens between the lengths that the authors' program tries."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Ablation:
         num_ranks: pipeline ranks.
         batch: sequences, each by itself.
         even_s: number of slices -> seconds.
-        programme_s: seconds with the slices of the authors' programme.
+        program_s: seconds with the slices of the authors' program.
         lengths: of these, in tokens.
     """
 
     num_ranks: int
     batch: int
     even_s: dict[int, float]
-    programme_s: float
+    program_s: float
     lengths: tuple[int, ...]
 
 
@@ -57,14 +57,14 @@ ABLATIONS = {
         num_ranks=96,
         batch=2,
         even_s={1: 9.990, 4: 2.902, 8: 1.892, 16: 1.547, 32: 1.593, 64: 2.227, 128: 3.252},
-        programme_s=1.481,
+        program_s=1.481,
         lengths=(*[120] * 4, *[112] * 6, *[104] * 8, 64),
     ),
     "44B (8)": Ablation(
         num_ranks=48,
         batch=8,
         even_s={1: 2.662, 4: 1.241, 8: 1.255, 16: 1.241},
-        programme_s=1.111,
+        program_s=1.111,
         lengths=(384, 384, 368, 320, 296, 296),
     ),
 }
@@ -113,7 +113,7 @@ def fitted_table(parameters: Sequence[float]) -> LatencyTable:
 
 
 def programmed(ablation: Ablation, parameters: Sequence[float]) -> Slicing:
-    """The slices that the dynamic programme chooses."""
+    """The slices that the dynamic program chooses."""
     return best_slices(fitted_table(parameters), ablation.num_ranks, ablation.batch)
 
 
@@ -125,12 +125,12 @@ def best_even(ablation: Ablation, parameters: Sequence[float]) -> Slicing:
 
 
 def published_slices(ablation: Ablation, parameters: Sequence[float]) -> Slicing:
-    """The slices that the authors' programme chose, with the fitted latency."""
+    """The slices that the authors' program chose, with the fitted latency."""
     return fitted_table(parameters).slicing([0, *(np.cumsum(ablation.lengths) // UNIT).tolist()])
 
 
 def ablation_rows() -> list[Row]:
-    """Even slices and the programme's: published, and by the fitted latency."""
+    """Even slices and the program's: published, and by the fitted latency."""
     return [row for name, ablation in ABLATIONS.items() for row in _ablation_rows(name, ablation, fitted(ablation))]
 
 
@@ -139,8 +139,8 @@ def _ablation_rows(name: str, ablation: Ablation, parameters: Sequence[float]) -
     found = {str(number): (seconds, "") for number, seconds in even_s(ablation, parameters).items()}
     chosen = {
         "best even": (best_even(ablation, parameters), ""),
-        "programme": (programmed(ablation, parameters), f"{ablation.programme_s:.3f}"),
-        "the paper's": (published_slices(ablation, parameters), f"{ablation.programme_s:.3f}"),
+        "program": (programmed(ablation, parameters), f"{ablation.program_s:.3f}"),
+        "the paper's": (published_slices(ablation, parameters), f"{ablation.program_s:.3f}"),
     }
     for which, (one, seconds) in chosen.items():
         found[which] = (one.step_s(ablation.num_ranks, ablation.batch), " ".join(map(str, one.lengths)))
@@ -166,7 +166,7 @@ class Setting:
         tp: ranks that share each matrix.
         pp: pipeline ranks.
         batch: sequences of a step.
-        without_s, with_s: published seconds of a step, of whole sequences and of the programme's slices.
+        without_s, with_s: published seconds of a step, of whole sequences and of the program's slices.
         lengths: tokens of these; empty where they are not known.
     """
 
@@ -218,7 +218,7 @@ def run_of(setting: Setting, micro_batch: int = 1) -> Run:
         kv_heads=setting.hidden // 128,
         ffn=4 * setting.hidden,
         vocab=0,
-        mlp="gelu",
+        family="gpt2",
         tied=False,
     )
     sizes = {"tp": setting.tp, "pp": setting.pp, "micro_batch": micro_batch, "global_batch": setting.batch}
@@ -227,7 +227,7 @@ def run_of(setting: Setting, micro_batch: int = 1) -> Run:
 
 
 def group_sizes(setting: Setting, messages: str) -> str:
-    """How many sequences go together by the joint programme, of 1, 2 and 4."""
+    """How many sequences go together by the joint program, of 1, 2 and 4."""
     sizes = [size for size in (1, 2, 4) if size <= setting.batch]
     tables = {size: modelled_table(Placed(run_of(setting, size), P3, MESSAGES[messages]), 4 * UNIT) for size in sizes}
     return " ".join(sorted({str(size) for size, _ in best_batches(tables, setting.batch, setting.pp)}))
@@ -283,7 +283,7 @@ def simulated_s(setting: Setting, software: Software, cluster: Cluster, lengths:
 
 
 def curve_rows() -> list[Row]:
-    """The ablations simulated: even slices, and those of the authors' programme."""
+    """The ablations simulated: even slices, and those of the authors' program."""
     return [row for name in ABLATIONS for row in curve_of(name)]
 
 
@@ -292,7 +292,7 @@ def curve_of(name: str) -> list[Row]:
     ablation, setting = ABLATIONS[name], SETTINGS[name]
     lengths = {str(number): (SEQ // number,) * number for number in ablation.even_s} | {"the paper's": ablation.lengths}
     published = {str(number): seconds for number, seconds in ablation.even_s.items()} | {
-        "the paper's": ablation.programme_s
+        "the paper's": ablation.program_s
     }
     return [
         {
@@ -309,7 +309,7 @@ def curve_of(name: str) -> list[Row]:
 
 
 def setting_rows() -> list[Row]:
-    """Each setting: whole sequences, even slices, the programme's; simulated as GPipe."""
+    """Each setting: whole sequences, even slices, the program's; simulated as GPipe."""
     return [setting_row(*each) for each in product(SETTINGS, MESSAGES, PRODUCTS)]
 
 
@@ -317,7 +317,7 @@ def setting_row(name: str, messages: str, products: str) -> Row:
     """One of them."""
     setting, software, cluster = SETTINGS[name], MESSAGES[messages], PRODUCTS[products]
     known = modelled_table(Placed(run_of(setting), cluster, software), UNIT)
-    programme = best_slices(known, setting.pp, setting.batch).lengths
+    program = best_slices(known, setting.pp, setting.batch).lengths
     step_s = partial(simulated_s, setting, software, cluster)
     even = {number: step_s(known.even(number).lengths) for number in range(1, MOST_EVEN + 1)}
     best = min(even, key=even.__getitem__)
@@ -333,8 +333,8 @@ def setting_row(name: str, messages: str, products: str) -> Row:
         "paper_even_s": f"{even[paper]:.4f}",
         "even": str(best),
         "even_s": f"{even[best]:.4f}",
-        "lengths": " ".join(map(str, programme)),
-        "programme_s": f"{step_s(programme):.4f}",
+        "lengths": " ".join(map(str, program)),
+        "program_s": f"{step_s(program):.4f}",
         "group_sizes": group_sizes(setting, messages),
     }
 
@@ -354,7 +354,7 @@ def terapipe_blocks(ablations: Sequence[Row], curves: Sequence[Row], settings: S
     lengths = [
         [row["setting"], row.get("messages", "fitted"), row.get("products", ""), row["lengths"]]
         for row in [*ablations, *settings]
-        if row["lengths"] and row.get("slices", "programme") == "programme"
+        if row["lengths"] and row.get("slices", "program") == "program"
     ]
     simulated = [
         [
@@ -365,17 +365,17 @@ def terapipe_blocks(ablations: Sequence[Row], curves: Sequence[Row], settings: S
         ]
         for row in curves
     ]
-    heads = ("setting", "messages", "products", "whole, s", "even of the paper, s", "any even, s", "programme, s")
+    heads = ("setting", "messages", "products", "whole, s", "even of the paper, s", "any even, s", "program, s")
     return {
         "ablation": table(("setting", "slices", "published, s", "fitted, s", "off by"), lines),
         "curve": table(("setting", "slices", "published, s", *(f"{each}, s" for each in PRODUCTS)), simulated),
-        "settings": table((*heads, "whole by programme", "published"), [_setting_line(row) for row in settings]),
+        "settings": table((*heads, "whole by program", "published"), [_setting_line(row) for row in settings]),
         "lengths": table(("setting", "messages", "products", "lengths"), lengths),
     }
 
 
 def _setting_line(row: Row) -> list[str]:
-    best_s = row["programme_s"]
+    best_s = row["program_s"]
     without_s, with_s = row["published_without_s"], row["published_with_s"]
     return [
         row["setting"],

@@ -33,7 +33,7 @@ from reproduction.tables import FOLDER, percent, table
 
 PAGE = FOLDER / "zero_bubble.md"
 TABLE = Path(__file__).parents[3] / "shared" / "data" / "measured.csv"
-"""Of measured training steps, beside the repository."""
+"""Of measured training steps, next to the repository."""
 SET = "zero-bubble-2401.10241"
 SOFTWARE, CLUSTER = load_software("zero-bubble"), load_cluster("dgx-a100")
 FREE = replace(SOFTWARE, is_blocking=False)

@@ -1,1 +1,1 @@
-"""pipeloom's executor beside PyTorch's pipelining runtime: the same stages, the same processes, in turn."""
+"""pipeloom's executor and PyTorch's pipelining runtime: the same stages, the same processes, in turn."""

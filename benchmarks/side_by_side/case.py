@@ -144,7 +144,7 @@ class Measured:
         num_actions: of the busiest rank, communication included.
         cpu_s: processor time of all ranks in a step.
         lanes: by kind of communication, (hidden, exposed) seconds of a rank in a step, mean over ranks.
-        gradients: by stage and name, where they were asked for.
+        gradients: by stage and name, if they were requested.
     """
 
     contender: Contender

@@ -29,7 +29,7 @@ from side_by_side.theory import theory_s
 _RANK_PRIORITY = 1
 _TIMEOUT_S = 90.0
 _LEAD_S = 0.004
-"""From the agreement on a start to the start, beside a millisecond for each rank."""
+"""From the agreement on a start to the start, in addition to a millisecond for each rank."""
 
 
 def hold_the_cores() -> str:

@@ -1,4 +1,4 @@
-"""What was measured as a table, as files, and held against targets."""
+"""Measurements as a table and as files, compared with targets."""
 
 import csv
 import json

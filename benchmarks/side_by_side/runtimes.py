@@ -51,7 +51,7 @@ class Runtime(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of threads."""
+        """Close the threads."""
         ...
 
 
@@ -63,7 +63,7 @@ class Own:
         contender: the order.
         world: the ranks.
         groups: of data parallelism; ``None`` without.
-        own: what stages cost beside their sleeps.
+        own: what stages cost in addition to their sleeps.
     """
 
     def __init__(self, case: Case, contender: Contender, world: World, groups: Groups | None, own: OwnCost) -> None:
@@ -107,7 +107,7 @@ class PyTorch:
         contender: the schedule.
         world: the ranks.
         mesh: of two axes, ``pp`` and ``dp``.
-        own: what stages cost beside their sleeps.
+        own: what stages cost in addition to their sleeps.
     """
 
     def __init__(self, case: Case, contender: Contender, world: World, mesh: DeviceMesh, own: OwnCost) -> None:
@@ -135,7 +135,7 @@ class PyTorch:
         return None
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to close."""
 
 
 def _transport(case: Case, schedule: Schedule, outputs: Sequence[TensorSpec], world: World) -> Transport:

@@ -21,7 +21,7 @@ _CALIBRATION_RUNS = 12
 
 
 def sleep_precisely() -> None:
-    """Let this process wake up when it asked to, not up to 50 microseconds later."""
+    """Let sleeps of this process end on time, not up to 50 microseconds late."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)
 
@@ -62,7 +62,7 @@ class _WeightWork(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class OwnCost:
-    """What an emulated stage costs beside its sleep: subtracted from the sleeps of all runtimes alike."""
+    """What an emulated stage costs in addition to its sleep: subtracted from the sleeps of all runtimes alike."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -76,7 +76,7 @@ class EmulatedStage(nn.Module):
         backward_s: of a micro-batch; half of it for the input's gradient, half for the weights'.
         weight_bytes: of the weights.
         is_first: whether its input needs no gradient; the sleep for that gradient is kept.
-        own: cost beside the sleeps.
+        own: cost in addition to the sleeps.
     """
 
     def __init__(self, forward_s: float, backward_s: float, weight_bytes: int, *, is_first: bool, own: OwnCost) -> None:
@@ -167,7 +167,7 @@ def measure_stage(case: Case) -> tuple[float, float]:
 
 
 def own_cost(case: Case, forward_s: float, backward_s: float) -> OwnCost:
-    """What a sleeping stage takes longer than asked for, with the caches that a sleep leaves behind."""
+    """How much longer a sleeping stage takes than its sleep, with the caches that a sleep leaves behind."""
     if case.width is not None or case.forward_s == 0:
         return OwnCost()
     return OwnCost(max(0.0, forward_s - case.forward_s), max(0.0, backward_s - case.backward_s))

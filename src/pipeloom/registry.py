@@ -86,7 +86,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
         """The value of a name; a ``KeyError`` if there is none."""
         if name in self._makers and name not in self._values:
             self._values[name] = self._makers[name]()
-        # A plug-in is imported only when a name is asked for that the package does not have.
+        # A plug-in is imported only for a name that the package does not have.
         if name not in self._values:
             self._load()
         return self._values[name]

@@ -31,67 +31,67 @@ class Trial:
     """A family with its sizes, the passes over it, and what actions cost; or the last two for a schedule of a file."""
 
     family: str | None = None
-    """Schedule by name. None: a schedule that is given."""
+    """Name of a schedule. None: a schedule that is given."""
     pp: Common[Count] = 4
     """Pipeline-model-parallel size: pipeline ranks."""
     loops: Common[Count | None] = None
-    """Virtual stages on each pipeline rank. None: as many as the schedule takes, else 1."""
+    """Virtual stages on each pipeline rank. None: as many as the schedule requires, else 1."""
     num_microbatches: Common[Count] = 8
     """Micro-batches of a step."""
     slices: Count = 1
-    """Token slices of a micro-batch, all of one length. Costs are of whole micro-batches, and slices share them."""
+    """Token slices of a micro-batch, of equal length. Costs are of whole micro-batches, and slices divide them."""
     group_size: int | None = None
     """Micro-batches that a rank runs on one virtual stage before the next; hybrid only. None: pp / slices, rounded
     up."""
     placement: Common[PlacementName | None] = None
     """Placement of stages on ranks. None: that of the schedule, else looped."""
     keep: tuple[int, ...] | None = None
-    """For each rank the stage inputs that it keeps with all activations. The others are recomputed. None: all."""
+    """For each rank, the number of stage inputs whose activations it keeps; the others are recomputed. None: all."""
     split_backward: int | Literal["end"] | None = None
-    """Split backwards into input gradient (I) and weight gradient (W). W follows the I that is so many places later, 0
-    its own; end: at the end of the row."""
+    """Split backwards into input gradient (I) and weight gradient (W). 0: each W follows its own I. N: it follows the
+    N-th I after that. end: all W are at the end of the row."""
     forward: Common[float] = 1.0
     """Cost of a stage's forward for one micro-batch."""
     backward: Common[float] = 2.0
     """Cost of a stage's backward for one micro-batch."""
     weight: float | None = None
-    """Cost of the part of a split backward that makes the weight gradients (W). None: half of it."""
+    """Cost of the weight gradients (W) of a split backward, a part of the backward. None: half of the backward."""
     transfer: Common[float] = 0.0
-    """Cost of sending one tensor to another rank. It takes time of the lane between the two ranks, not of compute."""
+    """Cost of sending one tensor to another rank. It occupies the link between the two ranks, not compute."""
     gather: float = 0.0
     """Cost of gathering one stage's weights, on the data-parallel lane."""
     reduce: float = 0.0
     """Cost of reducing one stage's gradient, on the data-parallel lane."""
     tied: float | None = None
-    """Cost of sending the matrix that embedding and head share, and its gradient. Adds these messages. None: they
-    share none."""
+    """Cost of sending the matrix of a tied embedding and head, and its gradient; adds these messages. None: not
+    tied."""
     communication: Common[bool] = False
-    """Add the sends and receives."""
+    """Add sends and receives."""
     receive_buffers: int = 2
     """Receives posted ahead on each directed edge, with --communication."""
     unshard: int | Literal["all"] | None = None
-    """Gather sharded weights, with this many stages of a rank gathered at once. all gathers each stage once."""
+    """Gather sharded weights; a rank holds at most N gathered stages at once. all: no limit, each is gathered once."""
     prefetch: int = 1
-    """With --unshard: visits to other stages that a gather may start ahead."""
+    """With --unshard: how many visits to other stages ahead a gather may start."""
     reduce_grad: bool = False
     """Add a reduction of each stage's gradient over data-parallel ranks."""
     gradient_buffers: int | None = None
     """With --reduce-grad: stages whose unreduced gradients a rank can hold. None: all."""
     update: Literal["at-once", "at-the-end", "in-the-next-step"] | None = None
-    """Add the optimizer's step on each stage. at-once: behind its last backward. at-the-end: behind everything, as
-    clipping needs. in-the-next-step: before its first forward, for the step before. None: no optimizer's step."""
+    """Add an optimizer update of each stage. at-once: after its last backward. at-the-end: after all backwards, as
+    gradient clipping requires. in-the-next-step: before its first forward, for the previous step. None: no update."""
     resident: int | None = None
-    """Swap stages between device and host, with room for this many on each rank. None: all are on the device."""
+    """Swap stages between device and host; the device of a rank holds N of them. None: all are on the device."""
     stage_swap: float = 0.0
     """With --resident: cost of moving one stage's weights. Its gradient takes as much, its optimizer state twice."""
     balance: bool = False
-    """Pair full pipeline ranks with empty ones, which hold some of their activations (BPipe). A full rank evicts what
-    it needs last, until the pair is balanced or all are within --budget."""
+    """Move activations of full pipeline ranks to empty ones (BPipe). A full rank evicts those that it needs last, until
+    the pair is balanced or all ranks are within --budget."""
     offload: bool = False
-    """Move activations beyond --budget to host memory. With --balance, those that are beyond it after that."""
+    """Move activations beyond --budget to host memory. With --balance, those still beyond it after balancing."""
     budget: float | None = None
-    """With --balance or --offload: most stage inputs that a rank holds at once. Transfers count at both ends. None: as
-    --balance leaves it."""
+    """With --balance or --offload: limit on the stage inputs that a rank holds at once. Transfers count at both ends.
+    None: with --balance, each pair of ranks shares evenly."""
     move: float = 1.0
     """Cost of moving one micro-batch's activations of a stage to a partner or to the host, or back."""
 

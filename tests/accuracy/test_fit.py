@@ -31,7 +31,7 @@ def table_of(program):
     ]
 
 
-def test_known_efficiencies_are_found_again(tmp_path):
+def test_a_fit_recovers_given_efficiencies(tmp_path):
     pytest.importorskip("scipy")
     true = replace(PROGRAM, efficiency=replace(PROGRAM.efficiency, matmul=0.7, tensor_bus=0.45))
     result = fit(table_of(true), CLUSTER, PROGRAM, ["matmul", "tensor_bus"])
@@ -46,7 +46,7 @@ def test_known_efficiencies_are_found_again(tmp_path):
     assert source_of("software", str(file)) == "a test"
 
 
-def test_the_file_tells_where_its_values_come_from(tmp_path):
+def test_the_file_states_the_source_of_its_values(tmp_path):
     pytest.importorskip("scipy")
     result = fit(ROWS, CLUSTER, PROGRAM, ["matmul"])
     told = tomllib.loads(to_toml(result, "table.csv"))["provenance"]
@@ -84,7 +84,7 @@ def test_a_first_guess_keeps_the_facts_and_forgets_the_efficiencies():
     assert first_guess(PROGRAM).efficiency == Efficiency()
 
 
-def test_what_ends_at_its_bound_is_told():
+def test_an_efficiency_at_its_bound_is_reported():
     pytest.importorskip("scipy")
     slow = [replace(row, step_time_s=row.step_time_s * 3) for row in table_of(PROGRAM)]
     assert fit(slow, CLUSTER, PROGRAM, ["matmul"]).at_bounds == ("matmul",)

@@ -57,7 +57,7 @@ def test_kernels_make_a_group_and_what_is_chosen_with_the_layout_does_not(change
     assert part.mean_top1_regret == pytest.approx(0.125 if groups == 2 else 11.5)
 
 
-def test_a_ranking_tells_what_was_first_what_was_fastest_and_what_did_not_run():
+def test_a_ranking_reports_what_was_first_what_was_fastest_and_what_did_not_run():
     timed = outcomes((10, 5), (8, 6))
     out = Outcome(replace(ROW, is_ok=False, step_time_s=None), 4.0, 1e9, fits=True)
     (ranking,) = rankings([*timed, out])

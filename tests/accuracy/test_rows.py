@@ -55,7 +55,7 @@ def test_a_wrong_cell_is_named_with_its_line(tmp_path, cells, message):
     assert message in str(caught.value)
 
 
-def test_all_wrong_cells_are_told_and_the_rest_counted(tmp_path):
+def test_wrong_cells_are_listed_and_the_rest_counted(tmp_path):
     file = tmp_path / "table.csv"
     header, first, *_ = EXAMPLE.read_text(encoding="utf-8").splitlines()
     wrong = first.replace(",ok,", ",good,")

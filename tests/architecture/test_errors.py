@@ -23,7 +23,7 @@ def drawn_tree():
     return parents
 
 
-def test_every_error_stands_in_the_drawn_tree_below_its_base():
+def test_the_drawn_tree_has_every_error_below_its_base():
     drawn = drawn_tree()
     assert set(drawn) == set(CLASSES)
     for name, parent in drawn.items():

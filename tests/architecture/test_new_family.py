@@ -60,7 +60,7 @@ def test_a_family_in_one_file_is_proven_lowered_simulated_and_drawn(register, tm
     assert lower(schedule).level is Level.COMMUNICATION
 
 
-def test_a_new_family_stands_in_the_help(register, capsys):
+def test_the_help_lists_a_new_family(register, capsys):
     register("request.loops")
     with pytest.raises(SystemExit):
         main(["schedule", "--help"])

@@ -46,7 +46,7 @@ def test_the_rank_correlation_of_the_same_order_is_one_and_of_its_reverse_minus_
     assert plan_demo.rank_correlation([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(0.8)
 
 
-def test_a_busy_first_choice_is_told_as_a_miss(capsys):
+def test_a_busy_first_choice_is_reported_as_a_miss(capsys):
     entries = [plan_demo.OpenNode(one.simulate()) for one in FOUND[:3]]
     ranked = sorted(entries, key=lambda entry: entry.predicted_s)
     ranked = [

@@ -68,7 +68,7 @@ def test_messages_of_an_edge_follow_each_other_closely():
     assert theory.theory_s(case, contender, orders.compute_order(case, contender)) == pytest.approx(2 * (8 + 0.1))
 
 
-def test_an_emulated_stage_sleeps_for_what_it_is_told_less_its_own_cost():
+def test_an_emulated_stage_sleeps_for_the_given_time_less_its_own_cost():
     case = replace(EMPTY, forward_s=0.004, backward_s=0.006)
     own = stages.own_cost(case, 0.005, 0.009)
     assert own == stages.OwnCost(pytest.approx(0.001), pytest.approx(0.003))
@@ -81,7 +81,7 @@ def test_an_emulated_stage_sleeps_for_what_it_is_told_less_its_own_cost():
 # ------------------------------------------------------------------------------------------------------------- hosts
 
 
-def test_who_cannot_set_up_hosts_is_told_why(monkeypatch):
+def test_without_permission_for_hosts_the_reason_is_printed(monkeypatch):
     monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
     assert hosts.why_not() == "network namespaces need root"
     monkeypatch.setattr(hosts.os, "geteuid", lambda: 0)

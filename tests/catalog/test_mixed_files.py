@@ -81,7 +81,7 @@ def test_the_example_is_two_kinds_with_a_slower_link():
     assert cluster.price_per_hour(64) is not None
 
 
-def test_all_problems_of_groups_and_links_are_told_together(tmp_path):
+def test_all_problems_of_groups_and_links_are_reported_together(tmp_path):
     text = SHORT.replace("num_nodes = 2", 'num_nodes = 0\ncolor = "red"').replace('name = "old"', 'name = "new"')
     text = text.replace("gb_per_s = 10", "gb_per_s = 0").replace("price_per_device_hour = 1.5", "[groups.device]")
     assert problems(tmp_path, f"price_per_device_hour = 1\n{text}") == (
@@ -107,7 +107,7 @@ def test_a_group_with_nodes_of_its_own_has_to_say_everything_about_them(tmp_path
     } <= set(told)
 
 
-def test_what_is_wrong_with_a_file_that_a_group_names_is_told_with_the_rest(tmp_path):
+def test_problems_of_a_file_that_a_group_names_are_reported_with_the_rest(tmp_path):
     (tmp_path / "wrong.toml").write_text('name = "wrong"\ndevices_per_node = 8\n', encoding="utf-8")
     (tmp_path / "groups.toml").write_text(SHORT, encoding="utf-8")
     wrong = problems(tmp_path, SHORT.replace("dgx-1-v100", "wrong.toml").replace("num_nodes = 2", ""))
@@ -134,7 +134,7 @@ def test_links_need_groups_and_each_pair_has_one(tmp_path):
     )  # fmt: skip
 
 
-def test_a_key_that_nobody_knows_is_told_in_inner_tables_too(tmp_path):
+def test_an_unknown_key_is_reported_in_inner_tables_too(tmp_path):
     text = cluster_to_toml(A100).replace("launch_us", "num_multiprocesors = 5\nlaunch_us")
     assert problems(tmp_path, text) == ("there is no key 'num_multiprocesors' in device",)
 

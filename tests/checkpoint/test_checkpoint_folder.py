@@ -170,7 +170,7 @@ def test_a_file_that_was_just_written_is_hashed_again(tmp_path):
         file.write_bytes(whole)
 
 
-def test_a_checkpoint_without_hashes_is_read_and_known_as_one_that_cannot_be_checked(tmp_path):
+def test_a_checkpoint_without_hashes_is_read_and_reported_as_one_that_cannot_be_checked(tmp_path):
     path = write_checkpoint(tmp_path, 10)
     (path / INFO).write_text(json.dumps({"format": 1, **asdict(info_of(10))}))
     (path / "__0_0.distcp").write_bytes(b"")

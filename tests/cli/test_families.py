@@ -20,7 +20,7 @@ from pipeloom.families import FAMILIES
         ((2.0, 1.0), "2 1"),
     ],
 )
-def test_values_that_lie_evenly_are_told_by_their_ends(values, text):
+def test_evenly_spaced_values_are_printed_by_their_ends(values, text):
     assert by_rank(values) == text
 
 
@@ -55,7 +55,7 @@ def test_no_column_is_dropped_on_a_narrow_terminal(capsys, monkeypatch, columns)
     assert len([line for line in lines if line.startswith("zb-2p ")]) == len(heads)
 
 
-def test_all_wrong_sizes_are_told_at_once(capsys):
+def test_all_wrong_sizes_are_reported_at_once(capsys):
     assert main(["families", "--pp", "0", "--loops", "0", "--num-microbatches", "0"]) == 2
     error = capsys.readouterr().err
     assert "3 problems" in error

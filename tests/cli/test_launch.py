@@ -26,7 +26,7 @@ def test_the_example_of_52_billion_parameters(tmp_path, capsys):
     assert said.count("model.tied: the first and the last stage hold") == 1
 
 
-def test_flags_go_over_the_file_and_only_what_is_asked_for_is_written(tmp_path, capsys):
+def test_flags_override_the_file_and_only_the_chosen_programs_files_are_written(tmp_path, capsys):
     words = (EXAMPLES / "run.toml", "--out", tmp_path, "--to", "torchrun", "slurm", "--layout.loops", "2",
              "--time-limit", "2-12")  # fmt: skip
     status, said, _ = launch(capsys, *words)
@@ -37,7 +37,7 @@ def test_flags_go_over_the_file_and_only_what_is_asked_for_is_written(tmp_path, 
     assert "megatron" not in said.replace("SCRIPT=megatron.sh", "")
 
 
-def test_what_was_asked_for_and_is_refused_is_an_error(tmp_path, capsys):
+def test_a_chosen_program_that_refuses_the_run_is_an_error(tmp_path, capsys):
     words = (EXAMPLES / "run.toml", "--out", tmp_path, "--to", "torch", "megatron", "--schedule.placement", "v")
     status, said, _ = launch(capsys, *words)
     assert status == 2

@@ -42,7 +42,7 @@ def test_the_chosen_order_is_written_beside_the_run(asked, capsys, tmp_path, mon
     assert re.findall(r"NODE_RANK (\d) on (\w)\.", script) == [(str(rank), name) for rank, name in enumerate(order)]
 
 
-def test_json_says_nodes_and_what_they_cost(asked, capsys):
+def test_json_has_nodes_and_their_cost(asked, capsys):
     assert main([*asked, "--json"]) == 0
     (best, *_) = json.loads(capsys.readouterr().out)["layouts"]
     assert [number for _, number in best["nodes"]] == [1, 1, 1, 1]

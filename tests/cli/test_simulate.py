@@ -182,7 +182,7 @@ def test_people_see_the_figures_of_the_json(capsys, monkeypatch):
     assert "does not fit" not in shown
 
 
-def test_every_lane_is_printed_when_it_is_asked_for(capsys, monkeypatch):
+def test_every_lane_is_printed_with_its_flag(capsys, monkeypatch):
     lanes = answer(capsys, RUN, *SHARDED)["communication"]
     shown = text(capsys, monkeypatch, RUN, *SHARDED, "--lanes")
     for lane in lanes:
@@ -216,7 +216,7 @@ def test_a_step_that_does_not_fit_says_where_of_what_and_what_helps(capsys, monk
     assert set(re.findall(r"^  (layout\.\S+ \S+): .* GB, fits$", shown, flags=re.M)) == fits != set()
 
 
-def test_where_nothing_helps_enough_that_is_said(capsys, monkeypatch):
+def test_where_nothing_helps_enough_that_is_printed(capsys, monkeypatch):
     shown = text(capsys, monkeypatch, GPT_52B, "--layout.tp", "1", "--layout.recompute", "full", status=1)
     assert "none of these is enough: more layout.pp or layout.tp" in shown
 
@@ -284,7 +284,7 @@ def test_a_default_type_that_training_does_not_take_is_named(capsys, monkeypatch
         assert answer(capsys, "--machine.cluster", "dgx-a100", *words)["may_differ"] is None
 
 
-def test_a_rank_that_does_not_fit_its_own_kind_of_nodes_is_the_one_that_is_told(capsys, monkeypatch):
+def test_the_rank_that_does_not_fit_its_own_kind_of_nodes_is_reported(capsys, monkeypatch):
     words = [*ON_BOTH, "--layout.microbatch-size", "8", "--data.seq-len", "1000"]
     found = answer(capsys, *words, status=1)
     totals = [memory["total_bytes"] for memory in found["memory"]]
@@ -316,7 +316,7 @@ SMALL = ["--model.num-layers", "12", "--model.hidden-size", "64", "--model.num-h
 
 
 @pytest.mark.parametrize("tied", [[], ["--model.tied"]], ids=["untied", "tied"])
-def test_a_swap_plan_is_told_although_the_given_cut_does_not_fit_and_its_own_cut_does(capsys, tied):
+def test_a_swap_plan_is_printed_although_the_given_cut_does_not_fit_and_its_own_cut_does(capsys, tied):
     words = [*SMALL, *tied, "--layout.pp", "1", "--layout.loops", "2", "--schedule.device-budget", "4MiB"]
     found = answer(capsys, *words, "--swap-plan", status=1)
     assert "stage 0 takes" in found["refused"]
@@ -332,7 +332,7 @@ def test_a_swap_plan_is_told_although_the_given_cut_does_not_fit_and_its_own_cut
     assert "as it is given    the device budget is 4.19 MB" in capsys.readouterr().out
 
 
-def test_a_swap_plan_that_nobody_needs_says_so(capsys, monkeypatch):
+def test_a_swap_plan_without_need_is_reported_as_such(capsys, monkeypatch):
     words = [*SMALL, "--layout.pp", "1", "--layout.loops", "2", "--schedule.device-budget", "4GiB", "--swap-plan"]
     assert "the whole model fits the budget: without one it trains faster" in text(capsys, monkeypatch, *words)
 

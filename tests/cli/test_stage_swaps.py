@@ -59,7 +59,7 @@ def test_a_run_with_a_budget_is_repeated_from_its_configuration_and_goes_on_from
         (["--schedule.device-budget", "10kB"], "use more loops, a partition with smaller stages there"),
     ],
 )
-def test_what_cannot_be_swapped_is_said_with_what_to_change(tmp_path, more, words):
+def test_what_cannot_be_swapped_is_reported_with_what_to_change(tmp_path, more, words):
     run = train(tmp_path, "run", "--schedule.device-budget", "190kB", *more)
     assert run.returncode != 0
     assert words in run.stderr

@@ -236,12 +236,12 @@ def test_tensors_of_several_specs_share_an_edge(play):
 
 
 @PLAYERS
-def test_tensors_are_let_go(play):
+def test_tensors_are_freed(play):
     assert play(taken_and_dropped) == [True, True]
 
 
 @PLAYERS
-def test_transfers_of_a_lane_end_in_their_order_after_they_were_asked_for(play):
+def test_transfers_of_a_lane_end_in_their_order_after_they_were_posted(play):
     for times in play(times_are_ordered):
         assert all(start_s <= end_s for start_s, end_s in times)
         assert all(before <= after for (_, before), (_, after) in pairwise(times))

@@ -79,7 +79,7 @@ def test_tensor_parallelism_divides_products_and_adds_collectives():
     assert alone.matmul_s / 4 < split.matmul_s < alone.matmul_s / 2
 
 
-def test_fewer_layers_take_less_and_the_head_stands_in_the_last_stage():
+def test_fewer_layers_take_less_and_the_last_stage_has_the_head():
     costs = Placed(replace(RUN, pp=4), A100, PROGRAM).costs
     assert costs.forward_s[3] > costs.forward_s[1] == costs.forward_s[2]
     assert all(b > f for f, b in zip(costs.forward_s, costs.backward_s, strict=True))

@@ -72,7 +72,7 @@ def test_a_precision_may_have_its_own_curve():
     assert device.matmul_s(1e12, 0, "bf16") == A100.device.matmul_s(1e12, 0, "bf16")
 
 
-def test_a_precision_that_the_device_lacks_is_told():
+def test_a_precision_that_the_device_lacks_is_reported():
     with pytest.raises(UserError, match="'a100-sxm-80gb' has no peak for fp8; its file has bf16, fp16, fp32"):
         A100.device.matmul_s(1e9, 0, "fp8")
 

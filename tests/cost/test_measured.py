@@ -87,7 +87,7 @@ def test_an_update_on_shared_cores_takes_as_long_as_all_ranks_together_keep_the_
     assert other == step_terms(Placed(replace(RUN, precision="fp16"), CLUSTER, GLOO), 1.0)
 
 
-def test_a_collective_that_was_measured_on_shared_cores_is_told_in_seconds_of_a_core():
+def test_a_collective_measured_on_shared_cores_is_in_seconds_of_a_core():
     curve = CollectiveCurve(ranks=4, points=((4096.0, 1e9),))
     one = replace(PLAIN, name="collective", collective_curves={"all_reduce": (curve,)})
     two = replace(one, name="collective on two", cores_per_node=2)

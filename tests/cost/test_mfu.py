@@ -6,7 +6,7 @@ from pipeloom.catalog import load_model
 from pipeloom.cost.flops import mfu
 
 
-def test_the_published_utilization_of_llama_13b_comes_out():
+def test_the_published_utilization_of_llama_13b_is_reproduced():
     # arXiv 2311.05610: 13B on 64 A100, batch 2048, sequences of 2048, 26.5395 s a step, 70.57 %.
     shape = load_model("llama-13b")
     parameters = shape.parameters + (2 * shape.layers + 1) * shape.hidden

@@ -109,7 +109,7 @@ class Stream:
         self.log.append(f"{self.name} waits")
 
 
-def test_a_lane_whose_jobs_wait_on_the_host_stands_between_compute_and_compute(monkeypatch):
+def test_a_lane_whose_jobs_wait_on_the_host_is_between_compute_and_compute(monkeypatch):
     log = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("compute", log))
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
@@ -182,7 +182,7 @@ def test_on_a_device_stages_take_no_more_memory_than_their_budget():
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="nothing tells whether a disk has room")
-def test_a_full_disk_is_told_and_a_file_system_that_cannot_tell_is_used(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_a_file_system_without_a_size_is_used(tmp_path, monkeypatch):
     def refusing(code):
         def refuse(*_):
             raise OSError(code, os.strerror(code))

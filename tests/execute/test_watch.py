@@ -7,7 +7,7 @@ import torch.distributed as dist
 from pipeloom.execute.processes.watch import Watch
 
 
-def test_a_rank_that_stands_still_is_seen_by_the_others(tmp_path):
+def test_a_rank_without_progress_is_seen_by_the_others(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 1)
     mine = Watch(store, 0, 3, lambda: "rank 0 is at slot 4", quiet_s=0.02)
     other = Watch(store, 1, 3, lambda: "rank 1 is at slot 7", quiet_s=0.02)

@@ -44,7 +44,7 @@ def test_several_nodes_take_the_number_of_each_and_the_host_of_the_first(tmp_pat
     assert "Pipeline ranks by node: 0 to 1, 2 to 3." in script
 
 
-def test_an_order_of_pipeline_ranks_is_told(tmp_path):
+def test_an_order_of_pipeline_ranks_is_printed(tmp_path):
     written = written_for("torchrun", tmp_path, layout={"dp": 2, "pipeline_order": [0, 3, 1, 2]})
     script = written.files[1].read_text()
     assert "= (place x 2 + data) x 1 + tensor" in script

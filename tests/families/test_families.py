@@ -128,7 +128,7 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("sentence", PROBLEMS)
-def test_a_request_is_told_what_is_wrong(sentence):
+def test_a_wrong_request_gets_a_message(sentence):
     name, change = PROBLEMS[sentence]
     assert Choice(family=name, **PLAIN).problems() == [] or name == "zzz"
     (problem,) = Choice(family=name, **(PLAIN | change)).problems()
@@ -138,7 +138,7 @@ def test_a_request_is_told_what_is_wrong(sentence):
     assert refused.value.problems == (problem,)
 
 
-def test_a_request_is_told_everything_at_once():
+def test_a_wrong_request_gets_all_problems_at_once():
     problems = Choice(family="1f1b", pp=0, num_microbatches=0, loops=2, group_size=3, placement="ring").problems()
     assert len(problems) == 5
 
@@ -148,7 +148,7 @@ def test_the_ends_of_the_group_sizes_are_allowed(size):
     assert Choice(family="hybrid", **(PLAIN | {"group_size": size})).problems() == []
 
 
-def test_a_rank_keeps_as_many_inputs_whole_as_it_is_told():
+def test_a_rank_keeps_the_given_number_of_inputs_whole():
     schedule = make_schedule("1f1b", pp=4, num_microbatches=6, keep=(2, 2, 2, 1))
     again = [sum(action.kind == "R" for action in row) for row in schedule.rows]
     assert again == [4, 4, 0, 0]

@@ -87,7 +87,7 @@ def test_twice_the_memory_takes_the_bubble_away_and_short_gradients_of_weights_b
     assert rates == pytest.approx([0, 0.04], abs=0.01)
 
 
-def test_what_cannot_be_is_told_at_once():
+def test_what_cannot_be_is_reported_at_once():
     with pytest.raises(ConfigError) as refused:
         task(Placement.looped(2), 0, boundary_s=(1.0, 1.0))
     assert refused.value.problems == (

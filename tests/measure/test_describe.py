@@ -36,7 +36,7 @@ def test_the_best_rate_is_the_peak_of_a_device_without_a_datasheet():
     assert "best rate that was measured" in notes["device.peak_tflop_per_s"][0]
 
 
-def test_a_known_gpu_has_its_datasheets_peak():
+def test_a_gpu_of_the_table_has_its_datasheets_peak():
     cluster, notes = describe_cluster("mine", findings("cuda", "NVIDIA A100-SXM4-80GB"))
     assert cluster.device.num_multiprocessors == 108
     assert cluster.device.peak_flops_per_s == {"fp32": 19.5e12, "bf16": 312e12}
@@ -62,12 +62,12 @@ def test_a_known_gpu_has_its_datasheets_peak():
         ("AMD EPYC", None),
     ],
 )
-def test_peaks_are_told_of_the_devices_that_are_meant(name, bf16):
+def test_peaks_belong_to_the_named_device(name, bf16):
     assert datasheet_peaks(name)[0].get("bf16") == bf16
     assert bool(datasheet_peaks(name)[0]) == bool(datasheet_peaks(name)[1])
 
 
-def test_a_product_hardly_longer_than_a_kernel_tells_no_rate():
+def test_a_product_hardly_longer_than_a_kernel_gives_no_rate():
     measured = findings()
     short = tuple(Product(name, 2.0 * 8**3, timing(2.1e-6)) for name in ("fp32", "bf16"))
     cluster, _ = describe_cluster("mine", findings(products=(*short, *measured.products)))
@@ -100,7 +100,7 @@ def test_hosts_with_one_process_each_have_a_link_between_them():
     assert notes["intra"][0].startswith("NOT MEASURED, each host has one process")
 
 
-def test_the_file_tells_what_was_left_out_and_whether_the_machine_was_free():
+def test_the_file_states_what_was_left_out_and_whether_the_machine_was_free():
     _, notes = describe_cluster("mine", findings(too_slow={"fp16": 3e9}, core_share=0.6))
     assert notes["device.peak_tflop_per_s"][1].startswith("fp16 reached 3 GFLOP/s")
     assert any("rank 0 had 60% of a core" in line for line in notes[""])

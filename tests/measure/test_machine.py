@@ -69,7 +69,7 @@ def test_sizes_rise(two_hosts):
     }
 
 
-def test_every_precision_is_measured_or_said_to_be_slow(two_hosts):
+def test_every_precision_is_measured_or_reported_as_slow(two_hosts):
     found, _, _ = two_hosts[0]
     assert {product.precision for product in found.products} | set(found.too_slow) == {"fp32", "bf16"}
     assert "fp32" not in found.too_slow
@@ -195,7 +195,7 @@ def test_the_cpu_has_a_name_and_memory(tmp_path):
     assert host_memory_bytes(limit) == host_memory_bytes(tmp_path / "nothing") > 1e6
 
 
-def test_all_wrong_numbers_are_told_together():
+def test_all_wrong_numbers_are_reported_together():
     with pytest.raises(ConfigError) as caught:
         machine.Request.make("cpu", 0, -1.0)
     assert caught.value.problems == (
@@ -205,13 +205,13 @@ def test_all_wrong_numbers_are_told_together():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a CUDA device")
-def test_a_machine_without_cuda_is_told_so():
+def test_a_machine_without_cuda_is_refused():
     with pytest.raises(ConfigError, match="needs a CUDA device that PyTorch sees, found none; use --device cpu"):
         machine.Request.make("cuda", None, 1.0)
     assert machine.Request.make(None, None, 1.0).kind == "cpu"
 
 
-def test_too_few_cuda_devices_are_told(monkeypatch):
+def test_too_few_cuda_devices_are_refused(monkeypatch):
     monkeypatch.setattr(machine, "num_devices", lambda kind: 2)
     with pytest.raises(ConfigError, match="one CUDA device for each of 4 processes on a host, found 2; use --proc"):
         machine.Request.make("cuda", 4, 1.0)

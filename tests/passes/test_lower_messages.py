@@ -134,7 +134,7 @@ def test_no_receive_could_be_posted_earlier(schedule, buffers):
                 assert waiting >= buffers
 
 
-def test_with_buffers_for_everything_every_receive_stands_first():
+def test_with_buffers_for_everything_every_receive_is_first():
     lowered = lower(make_schedule("breadth-first", pp=3, loops=2, num_microbatches=3), receive_buffers=99)
     for row in lowered.rows:
         kinds = [action.kind.value.startswith("RECV") for action in row]

@@ -147,7 +147,7 @@ def places_of(row):
 
 @quick
 @given(family_schedules(), residencies, prefetches)
-def test_a_gather_stands_at_the_end_of_a_visit_in_the_order_of_visits_and_within_its_distance(s, residency, prefetch):
+def test_a_gather_is_at_the_end_of_a_visit_in_the_order_of_visits_and_within_its_distance(s, residency, prefetch):
     for row in add_unshard(s, residency, prefetch).rows:
         owns = []
         for slot, started, own, first_slots in places_of(row):
@@ -270,7 +270,7 @@ def test_frozen_stages_are_gathered_and_not_reduced(name):
     assert {action.stage for _, _, action in result.actions() if action.kind is Kind.REDUCE_GRAD} == {1, 2, 3}
 
 
-def test_a_reduction_stands_behind_the_gathers_that_are_needed_before_its_buffer_is():
+def test_a_reduction_follows_the_gathers_that_are_needed_before_its_buffer_is():
     schedule = make_schedule("breadth-first", pp=1, loops=4, num_microbatches=1)
 
     def tail(buffers):

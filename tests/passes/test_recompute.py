@@ -102,7 +102,7 @@ def test_too_little_room_is_refused_with_what_is_missing():
         recompute_beyond(schedule, [9.0], [2.0, 2.0], [1.0, 1.0])
 
 
-def test_too_little_room_for_slices_is_told_in_whole_micro_batches():
+def test_too_little_room_for_slices_is_reported_in_whole_micro_batches():
     schedule = make_schedule("gpipe", pp=2, num_microbatches=2, num_slices=4)
     message = r"rank 0 has room for 0\.5 and holds 2\.25 with everything recomputed; 1\.75 are missing"
     with pytest.raises(UserError, match=message):

@@ -26,7 +26,7 @@ def texts(schedule, rank=0):
         (None, "0F0 0F1 0I0 0F2 0I1 0I2 0W0 0W1 0W2"),
     ],
 )
-def test_the_second_half_stands_so_many_backwards_later(delay, expected):
+def test_the_second_half_is_so_many_backwards_later(delay, expected):
     assert texts(split_backward(make_schedule("1f1b", pp=2, num_microbatches=3), delay)) == expected
 
 

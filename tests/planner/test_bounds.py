@@ -116,7 +116,7 @@ def bounds_of(choice, costs):
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(SPLIT), st.integers(2, 9), st.integers(1, 3), st.integers(1, 24), st.data())
-def test_what_ranks_hold_tells_no_more_than_how_long_they_wait(name, pp, loops, count, data):
+def test_held_bytes_bound_no_more_than_waiting_does(name, pp, loops, count, data):
     choice = Choice(family=name, pp=pp, num_microbatches=count, **fitting(name, loops))
     stages = choice.placed().num_stages
     seconds = st.lists(st.integers(1, 9), min_size=stages, max_size=stages)

@@ -117,7 +117,7 @@ def test_nodes_that_only_hold_the_others_up_are_better_left_out():
     assert "4 devices of fast alone" in told[0]
 
 
-def test_where_nothing_fits_the_rank_with_the_least_room_is_told():
+def test_where_nothing_fits_the_rank_with_the_least_room_is_reported():
     small = replace(SLOW, device=replace(SLOW.device, memory_bytes=2e9))
     asked = question(mixed((FAST, 2), (small, 2)), pp=(4,), dp=(1,), tp=(2,), loops=(1,), recompute=("full",))
     near = make_plan(asked, 1).closest

@@ -1,4 +1,4 @@
-"""Lengths of token slices: the dynamic programme finds what trying everything finds."""
+"""Lengths of token slices: the dynamic program finds what trying everything finds."""
 
 from itertools import pairwise, product
 
@@ -102,7 +102,7 @@ def test_a_judge_has_the_last_word():
 
 @settings(max_examples=50)
 @given(seed=st.integers(0, 10**6), num_units=st.integers(1, 30), num_ranks=st.integers(1, 9), rounds=st.integers(1, 4))
-def test_what_is_judged_best_is_not_slower_than_the_programme_or_any_even_slices(seed, num_units, num_ranks, rounds):
+def test_what_is_judged_best_is_not_slower_than_the_program_or_any_even_slices(seed, num_units, num_ranks, rounds):
     """Whatever the judge says, as long as it is no less than what a rank computes."""
     table = LatencyTable(random_latency(seed, num_units), num_units)
 

@@ -142,7 +142,7 @@ def test_searching_every_size_is_never_slower_than_scaling(curves):
         assert searched.step_time_s <= scaled.step_time_s
 
 
-def test_progress_is_told_after_every_method_and_batch_and_what_fits_nowhere_is_said():
+def test_progress_is_reported_after_every_method_and_batch_and_what_fits_nowhere_is_listed():
     told = []
     asked = replace(
         ASKED,
@@ -158,7 +158,7 @@ def test_progress_is_told_after_every_method_and_batch_and_what_fits_nowhere_is_
     assert found.front == []
 
 
-def test_what_is_wrong_is_said_all_at_once():
+def test_problems_are_reported_all_at_once():
     with pytest.raises(ConfigError) as error:
         Training(tokens=0, critical_batch=0.5, price_per_device_hour=float("nan"))
     assert len(error.value.problems) == 3

@@ -89,7 +89,7 @@ def test_gpipe_waits_for_the_slow_rank():
     assert step.prediction.pipeline_s == pytest.approx(expected + 2 * OURS.efficiency.exchange_s, rel=1e-6)
 
 
-def test_a_blocking_program_stands_still_for_half_of_each_message_on_either_side():
+def test_a_blocking_program_waits_for_half_of_each_message_on_either_side():
     cluster = mixed((FAST, 2), (SLOW, 2), links=[slow_link("fast", "slow", gb_per_s=5)])
     blocking, free = (Placed(EVEN, cluster, replace(OURS, is_blocking=flag)).costs for flag in (True, False))
     near, far = hop_s(RUN, 100), hop_s(RUN, 5)

@@ -196,7 +196,7 @@ def test_a_single_device_has_no_lanes_and_no_bubble():
 TIED = replace(RUN, shape=replace(RUN.shape, tied=True))
 
 
-def test_a_tied_matrix_travels_beside_the_pipeline_and_nothing_follows_it():
+def test_a_tied_matrix_is_sent_during_the_pipeline_and_nothing_follows_it():
     plain, tied = (simulate_step(Placed(run, A100, OURS), knobs(run)) for run in (RUN, TIED))
     moved = {str(s.action): s for s in tied.trace.spans if s.action.kind in TIED_RECEIVE_KINDS}
     assert moved.keys() == {"7RECV_TIED", "0RECV_TIED_GRAD"}

@@ -56,7 +56,7 @@ def test_no_cause_is_stated_below_the_spread_of_the_steps(tmp_path):
         ({"predicted_s": None}, "without a measured and a predicted trace"),
     ],
 )
-def test_what_hinders_a_comparison_is_said_instead_of_a_cause(tmp_path, settings, words):
+def test_what_hinders_a_comparison_is_printed_instead_of_a_cause(tmp_path, settings, words):
     verdict = verdict_of(run_of(tmp_path, **settings))
     assert verdict.causes == ()
     assert words in verdict.note

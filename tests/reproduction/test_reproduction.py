@@ -105,7 +105,7 @@ def test_breadth_first_is_ahead_of_megatron_above_the_smallest_batch_and_even_th
     assert abs(gains[8][0]) < 0.1
 
 
-def test_what_is_said_about_calibrated_programs():
+def test_the_text_about_calibrated_programs():
     programs = [load_software(name) for name in names("software")]
     assert max(program.efficiency.exchange_s for program in programs) < 1e-4
     found = [program.efficiency.data_bus for program in programs]

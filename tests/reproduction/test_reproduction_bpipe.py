@@ -128,14 +128,14 @@ def test_costs_come_from_calibrations_on_other_models():
 # ---------------------------------------------------------------------------------------------- sentences of the page
 
 
-def test_against_whole_layers_the_published_gain_comes_out():
+def test_against_whole_layers_the_published_gain_is_reproduced():
     assert gain(fused(GPT_96B), "full") == pytest.approx(1.26, abs=0.006)
     gains = [gain(fused(case), "full") for case in cases("134B") if case.pp == 12]
     assert min(gains) == pytest.approx(1.23, abs=0.005)
     assert max(gains) == pytest.approx(1.28, abs=0.005)
 
 
-def test_against_the_best_it_comes_out_with_the_counted_softmax_alone():
+def test_against_the_best_it_is_reproduced_with_the_counted_softmax_alone():
     calibrated, counted = (fused(GPT_96B, program) for program in (PROGRAM, COUNTED))
     assert gain(calibrated, "selective") == gain(calibrated) == pytest.approx(1.15, abs=0.005)
     assert gain(counted, "selective") == pytest.approx(1.30, abs=0.005)
@@ -217,7 +217,7 @@ def test_balancing_levels_memory_and_costs_no_time():
             assert row["bpipe_fits"] == "no"
 
 
-def test_what_is_not_known_decides():
+def test_unpublished_settings_decide():
     by_heads = {
         case.shape.heads: (gain(fused(case)), gain(fused(case, COUNTED))) for case in cases("134B") if case.pp == 12
     }

@@ -26,7 +26,7 @@ def test_stages_lie_where_the_name_says(name, pp, loops, owners):
     assert placement.num_ranks == pp
 
 
-def test_a_rank_knows_its_stages_in_ascending_order():
+def test_a_rank_has_its_stages_in_ascending_order():
     placement = Placement((0, 1, 2, 2, 1, 0))
     assert [placement.stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
 

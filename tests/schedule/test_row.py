@@ -53,7 +53,7 @@ def test_a_grid_goes_stage_by_stage(kind, stages, microbatches):
 
 
 @given(lists, st.lists(kinds, max_size=3))
-def test_kinds_are_told_apart(items, wanted):
+def test_kinds_are_distinguished(items, wanted):
     assert Row.of(items).is_kind(*wanted).tolist() == [action.kind in wanted for action in items]
 
 

@@ -107,7 +107,7 @@ def test_the_input_half_of_a_split_backward_makes_the_message():
     assert (error.rule, error.rank, error.slot) == ("receive-before-compute", 0, 3)
 
 
-def test_a_message_the_wrong_way_round_a_ring_of_two_is_told_from_the_right_one():
+def test_a_message_the_wrong_way_round_a_ring_of_two_differs_from_the_right_one():
     # with two ranks and two loops, outputs and gradients share the edge from rank 0 to rank 1
     rows = (
         "0F0 0SEND_F0 2RECV_F0 2F0 2SEND_F0 2RECV_B0 2B0 2SEND_B0 0RECV_B0 0B0",

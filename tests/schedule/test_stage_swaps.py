@@ -119,7 +119,7 @@ def test_text_and_back(schedule, resident, place):
 
 @quick
 @given(one_rank_schedules())
-def test_updates_stand_where_they_are_asked_for(schedule):
+def test_updates_are_where_the_setting_puts_them(schedule):
     for place in get_args(UpdatePlace):
         (row,) = add_updates(lower(schedule), place).rows
         adds = [slot for slot, action in enumerate(row) if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)]
@@ -277,7 +277,7 @@ def test_a_frozen_stage_is_not_updated():
         (lambda s: add_updates(add_updates(s, "at once"), "at once"), "updates weights already"),
     ],
 )
-def test_what_cannot_be_is_said(change, words):
+def test_what_cannot_be_is_reported(change, words):
     with pytest.raises(UserError, match=words):
         change(one_rank(2, 2))
 

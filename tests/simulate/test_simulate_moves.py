@@ -21,7 +21,7 @@ def times(text, costs):
     return {str(span.action): (span.start_s, span.end_s) for span in trace.spans}
 
 
-def test_swaps_run_beside_compute_and_hide_where_there_is_time():
+def test_swaps_overlap_compute_where_there_is_time():
     found = times(EARLY, Costs(1, 2, evict_s=3))
     # evicted 1-4 beside 0F1 and 0F2; posted behind 0F2, loaded 4-7 beside 0B2 and 0B1; 0B0 waits for nothing
     assert found["0EVICT0"] == (1, 4)

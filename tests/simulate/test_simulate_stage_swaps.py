@@ -49,7 +49,7 @@ def test_whatever_moves_hides_behind_long_enough_visits(stages, count):
     assert at_end.end_s > trace.end_s
 
 
-def test_depth_first_stands_still_most_of_the_time():
+def test_depth_first_waits_most_of_the_time():
     found = {}
     for family in ("depth-first", "breadth-first"):
         schedule = swapped(8, 8, family=family)

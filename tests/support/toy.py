@@ -56,7 +56,7 @@ def _seed(number: int) -> None:
 
 
 def objective(output: Tensor, microbatch: int) -> Tensor:
-    """A loss that tells micro-batches apart."""
+    """A loss that differs between micro-batches."""
     wide = output.to(master_dtype(output.dtype))
     return (wide * wide).sum() / (microbatch + 1)
 

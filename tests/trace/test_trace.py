@@ -137,7 +137,7 @@ def test_lanes_are_listed_compute_first_then_by_name_and_peer():
     assert trace.lanes(1) == []
 
 
-def test_compute_spans_are_told_from_messages():
+def test_compute_spans_differ_from_messages():
     trace = example()
     assert {span.action.kind.value for span in trace.compute()} == {"F", "B"}
     assert sum(len(trace.compute(rank)) for rank in range(3)) == len(trace.compute()) == 6 * 4 * 2

@@ -25,7 +25,7 @@ def test_the_tensor_axis_is_innermost_then_data_then_pipeline():
     assert neighbor == LAYOUT.dp * LAYOUT.tp
 
 
-def test_an_order_of_pipeline_ranks_says_who_stands_where():
+def test_an_order_of_pipeline_ranks_gives_each_its_place():
     layout = Layout(pp=4, dp=1, tp=2, pipeline_order=(0, 3, 1, 2))
     assert [layout.coordinates(rank).pipeline for rank in range(8)] == [0, 0, 3, 3, 1, 1, 2, 2]
     assert [layout.rank_at(layout.coordinates(rank)) for rank in range(8)] == list(range(8))

@@ -1,4 +1,4 @@
-"""``pipeloom families``: every family of schedules side by side."""
+"""``pipeloom families``: compares all families of schedules."""
 
 import json
 from collections.abc import Collection, Iterator, Sequence
@@ -23,7 +23,7 @@ from pipeloom.workload.limits import Common, Count
 class Options:
     """Options of ``pipeloom families``.
 
-    All stages take equally long, and a backward takes as long as two forwards.
+    All stages are equally fast, and a backward takes twice the time of a forward.
     """
 
     pp: Common[Count] = 4
@@ -31,7 +31,7 @@ class Options:
     num_microbatches: Common[Count] = 8
     """Micro-batches of a step."""
     loops: Common[Count] = 2
-    """Virtual stages on each pipeline rank, for schedules that take several."""
+    """Virtual stages on each pipeline rank, for schedules that allow several."""
     json: Common[bool] = False
     """Print JSON for programs."""
 

@@ -1,4 +1,4 @@
-"""How far ``pipeloom plan`` is: a bar on a terminal, elsewhere a line now and then."""
+"""Progress of ``pipeloom plan``: a bar on a terminal, otherwise a line every few seconds."""
 
 import sys
 import threading
@@ -11,43 +11,43 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from pipeloom.terminal.progress import Bar
 
 FIRST_S, EVERY_S = 1.0, 10.0
-"""Seconds to the first line, and between lines; a bar is there at once."""
+"""Seconds to the first line, and between lines. A bar is shown at once."""
 
 
 class PlanProgress(Bar):
-    """How many layouts are decided.
+    """Number of decided layouts.
 
     Args:
-        is_shown: whether anything is shown.
-        first_s: seconds to the first line, where there is no terminal.
+        is_shown: whether to print anything.
+        first_s: seconds to the first line if there is no terminal.
     """
 
     def __init__(self, *, is_shown: bool, first_s: float = FIRST_S) -> None:
         columns = (TextColumn("planning"), BarColumn(), TextColumn("{task.fields[layouts]}"), TimeElapsedColumn())
-        # Standard output has the answer.
+        # Standard output is for the answer.
         super().__init__(sys.stderr, *columns, total=1, is_shown=is_shown, transient=True, layouts="finds layouts")
         self._text, self._begin = "finds layouts", time.monotonic()
         self._first_s, self._is_over = first_s, threading.Event()
         self._has_lines = is_shown and self._bar is None
 
     def __enter__(self) -> Self:
-        """Show the bar, or begin with the lines."""
+        """Start the bar or the lines."""
         super().__enter__()
         if self._has_lines:
-            # A thread: a bound may take longer than the time between two lines. A
-            # daemon, so that it never keeps a process alive.
+            # A thread, since one bound may take longer than the time between two lines; a daemon, so that it never
+            # keeps the process alive.
             threading.Thread(target=self._write_lines, daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take the bar away, and write no more lines."""
+        """Remove the bar, or stop the lines."""
         self._is_over.set()
         super().__exit__(kind, error, trace)
 
     def show(self, decided: int, layouts: int) -> None:
-        """So many are decided, of so many."""
+        """Set the number of decided layouts and of all layouts."""
         self._text = f"{decided:,} of {layouts:,} layouts decided"
         if self._bar is not None:
             self._bar.update(self._task, total=layouts)

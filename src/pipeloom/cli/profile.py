@@ -32,18 +32,18 @@ _MACHINE = 1 / 3
 class Options:
     """Options of ``pipeloom profile``.
 
-    Matrix products, memory, launches of the host, messages and collectives are measured.
+    Measures matrix products, memory bandwidth, launch times of the host, messages and collectives.
     """
 
     output: Common[Annotated[Path, Output("file")]] = Path("cluster.toml")
-    """Cluster file to write. Its name without the ending is the name of the cluster."""
+    """Cluster file to write. Its name without the extension is the name of the cluster."""
     device: Common[Literal["cpu", "cuda"] | None] = None
-    """Device to measure. None: cuda where there is a CUDA device, else cpu."""
+    """Device to measure. None: cuda if there is a CUDA device, else cpu."""
     processes: Common[int | None] = None
     """Processes that compute and exchange messages. With 1, links are not measured. None: one per core or GPU, at
     most 8."""
     budget_s: Common[float] = 40.0
-    """Seconds for all measurements. Each repeats until its median is steady or its share of them is spent."""
+    """Seconds for all measurements. Each repeats until its median is stable or its share of the time is used."""
     model: Common[ModelName | None] = None
     """Also measure the layers of this model as they train. None: the machine alone."""
     seq: int = 128
@@ -51,7 +51,7 @@ class Options:
     micro_batches: tuple[int, ...] = (1, 2, 4)
     """With --model: micro-batch sizes to measure, in sequences."""
     tp: tuple[int, ...] = (1,)
-    """With --model: tensor-model-parallel sizes to measure. Each divides the processes."""
+    """With --model: tensor-model-parallel sizes to measure. Each must divide the number of processes."""
     recompute: tuple[Recompute, ...] = ("none",)
     """With --model: kinds of activation recomputation to measure."""
     sequence_parallel: bool = False

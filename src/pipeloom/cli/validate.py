@@ -22,13 +22,13 @@ from pipeloom.workload.run import Attention
 class Options:
     """Options of ``pipeloom validate``.
 
-    Each row of the table is predicted, and the errors of the predictions are printed.
+    Predicts each row of the table and prints the errors.
     """
 
     table: Annotated[Path | None, Place("TABLE.csv")] = None
     """Measured layouts. docs/accuracy.md lists the columns."""
     stage_times: Path | None = None
-    """Instead: a table of measured stage times, which tests the event simulation alone."""
+    """Instead: a table of measured stage times, to test the event simulation alone."""
     sets: Common[tuple[str, ...]] = ()
     """Only sets whose names begin with one of these. None: all."""
     models: Common[tuple[str, ...]] = ()
@@ -38,15 +38,16 @@ class Options:
     cluster: Common[ClusterName | None] = None
     """Cluster for every row: a name of the catalog, or a file. None: by the device of the row."""
     software: Common[ProgramName | None] = None
-    """Training program for every row: a name of the catalog, or a file. With --fit, the program whose efficiencies
-    are the start. None: by the set of the row; with --fit general values, which do not depend on rows held out."""
+    """Training program for every row: a name of the catalog, or a file. With --fit, the program with
+    the initial efficiencies. None: by the set of the row; with --fit general values, which do not depend on held-out
+    rows."""
     fit: Common[Annotated[Path | None, Output("file")]] = None
-    """Fit a program to the rows and write it to this file, which --software takes. The few efficiencies of the program
-    are adjusted until the step times of the rows are met."""
+    """Fit a program to the rows and write it to this file, which --software takes. Adjusts the efficiencies of
+    the program to minimize the errors of step times."""
     parameters: tuple[str, ...] = ()
     """With --fit: only these efficiencies. None: all that the rows depend on."""
     groups: Common[bool] = False
-    """Also print each group of competing layouts, and the layout that was ranked first."""
+    """Also print each group of competing layouts, and the layout that is predicted to be the fastest."""
     json: Common[bool] = False
     """Print JSON for programs: summary, sets, and rows that were not predicted."""
     plot: Common[Annotated[Path | None, Output("picture")]] = None

@@ -1,1 +1,1 @@
-"""Decisions: which layout is fastest, and why."""
+"""Planning: search for the fastest layout, and the reasons for it."""

@@ -1,7 +1,7 @@
 """Lower bounds of step time and memory for any schedule, in closed form.
 
-They never exceed the simulator's values (``tests/planner/test_bounds.py``), so that the search may prune by them. Ranks
-are rows of arrays, and their stages are columns.
+They never exceed the simulated values (``tests/planner/test_bounds.py``), so the search may prune by them. In arrays,
+ranks are rows and their stages are columns.
 """
 
 from dataclasses import dataclass, replace
@@ -46,7 +46,7 @@ class Bounds(OfPlaced):
 
     Attributes:
         placed: a run with its stages; its sharding is ignored.
-        splits: whether schedules split backwards, so that no other rank waits for weight gradients.
+        splits: whether schedules split backwards; then no other rank waits for weight gradients.
     """
 
     splits: bool = False
@@ -77,7 +77,7 @@ class Bounds(OfPlaced):
         return np.array(self.placed.device_bytes)
 
     def missing_bytes(self, held_bytes: Floats) -> float:
-        """The most bytes by which a rank's device is too small; negative if all have room."""
+        """The most bytes that a rank's device lacks; negative if all fit."""
         return float((held_bytes - self.capacity_bytes).max())
 
     @cached_property
@@ -104,7 +104,7 @@ class Bounds(OfPlaced):
 
     @cached_property
     def work(self) -> "tuple[Work, Work]":
-        """The work of each rank, and that of each stage as if it were a rank alone."""
+        """The work of each rank, and of each stage as if it were alone on a rank."""
         times, count = self._times, self.run.num_microbatches
         arrival_s, return_s = (
             np.cumsum(seconds) - seconds + times.hops_s for seconds in (times.forward_s, times.inputs_s)
@@ -121,11 +121,11 @@ class Bounds(OfPlaced):
     def in_flight_bound_s(self, in_flight: Floats) -> float:
         """Lower bound of the pipeline in seconds for schedules whose ranks hold at most these stage inputs.
 
-        Before its first gradient arrives a rank runs at most as many forwards as it holds inputs, and after its last
-        forward at most as many backwards. Both times it waits for a whole traversal of the other stages.
+        Before its first gradient arrives, a rank runs at most as many forwards as it holds inputs; after its last
+        forward, at most as many backwards. Each time it waits for a full traversal of the other stages.
 
         Args:
-            in_flight: [rank, number of its stage] stage inputs when a rank holds the most.
+            in_flight: [rank, number of its stage] stage inputs at the rank's peak.
         """
         if self.software.overlaps_steps:  # traversals are counted from the start of the first rank
             return 0.0
@@ -147,7 +147,7 @@ class Bounds(OfPlaced):
     def input_bytes(self) -> Floats:
         """[rank, number] bytes that a micro-batch keeps on a stage for its backward, without logits.
 
-        Where backwards are split, the lesser of what it keeps before and between the halves.
+        If backwards are split, the smaller of the bytes before and between the halves.
         """
         kept = np.array(stage_kept_bytes(self.run, self.software))
         if self.splits:
@@ -213,8 +213,8 @@ class Work:
     def end_s(self, least_s: Floats | float = 0.0, share: float = 1.0) -> Floats:
         """Earliest end of the work and of everything that waits for it.
 
-        A rank begins when the first micro-batch arrives. It may run all backwards that others wait for first: the last
-        gradient then returns while the rank computes weight gradients.
+        A rank starts when the first micro-batch arrives. It may first run all backwards that other ranks wait for; the
+        last gradient then returns while the rank computes weight gradients.
 
         Args:
             least_s: seconds after the last action of each.
@@ -247,9 +247,9 @@ class Sharded(OfPlaced):
     def sliced_s(self, num_slices: int) -> float:
         """Lower bound of the step time in seconds, if even slices of a sequence take as long together as the whole.
 
-        A rank begins when the first micro-batch has passed all stages before, does all its work, and then the last
-        gradient still returns through these stages, while the gradients of one of its own stages are reduced. The same
-        holds for each stage alone. Where weights are sharded, the first stage gathers before all. Collectives of a rank
+        A rank starts when the first micro-batch has passed all stages before it and does all its work; then the last
+        gradient returns through these stages, while the gradients of one of its own stages are reduced. The same holds
+        for each stage alone. If weights are sharded, the first stage is gathered before all else. Collectives of a rank
         run one after the other.
         """
         ranks, alone = self.bounds.work
@@ -317,7 +317,7 @@ class Sharded(OfPlaced):
         return self._always[gathered] + kept * (1 + self.software.fragmentation)
 
     def layers_to_recompute(self, in_flight: Floats) -> Floats:
-        """For each rank a lower bound of the layers that it has to recompute to fit a device.
+        """For each rank a lower bound of the layers that it must recompute to fit a device.
 
         Args:
             in_flight: [rank, number of its stage] stage inputs that it holds at once.

@@ -1,7 +1,7 @@
-"""Candidates: leaves with the decisions that memory makes.
+"""Candidates: leaves with the settings that follow from memory.
 
-More gathered stages, more gradient buffers and fewer recomputed layers are never slower, so a leaf is completed with
-the most, or the fewest, that fit on every device.
+More gathered stages, more gradient buffers and fewer recomputed layers are never slower, so a candidate has as many, or
+as few, as fit on every device.
 """
 
 from collections.abc import Sequence
@@ -23,18 +23,18 @@ from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.run import Run
 
 TRIES = 4
-"""Rounds of recomputing more layers on ranks that are too full: the first only estimates what a layer saves."""
+"""Most rounds of recomputing more layers on ranks that lack memory; what a layer saves is an estimate."""
 
 
 @dataclass(frozen=True)
 class Candidate(OfPlaced):
-    """A leaf with everything decided.
+    """A complete layout.
 
     Attributes:
         placed: the run, its cluster and its program.
-        knobs: of its schedule.
-        leaf: that it completes.
-        has_close_bound: whether the frontier has its bound from its schedule without messages.
+        knobs: settings of its schedule.
+        leaf: the leaf that it completes.
+        has_close_bound: whether its bound in the frontier is that of its schedule without messages.
     """
 
     knobs: Knobs
@@ -43,21 +43,21 @@ class Candidate(OfPlaced):
     count = 1
 
     def of(self, run: Run) -> "Candidate":
-        """Another run in the same place with the same knobs."""
+        """Another run on the same cluster with the same knobs."""
         return replace(self, placed=self.placed.of(run))
 
     def simulate(self) -> SimulatedStep:
-        """Its step; the last few whose activations move are cached, since placing their moves takes long."""
+        """Simulate its step. The last few steps with moved activations are cached, since placing moves takes long."""
         return (_simulate_moves if self.knobs.moves.is_any else simulate_step)(self.placed, self.knobs)
 
     @property
     def bound_s(self) -> float:
-        """Lower bound of the step time in seconds, with the layers that are recomputed."""
+        """Lower bound of the step time in seconds, including recomputed layers."""
         return self._bounds.step_s
 
     @property
     def bound_without_messages_s(self) -> float:
-        """Lower bound of the step time in seconds: its schedule with gathers and reductions, without messages."""
+        """Lower bound of the step time in seconds, from its schedule with gathers and reductions, without messages."""
         return self._bounds.without_messages_s(graph_without_messages(self.run, self.software, self.knobs))
 
     @property
@@ -68,7 +68,7 @@ class Candidate(OfPlaced):
 
     @property
     def free_bytes(self) -> list[float]:
-        """For each rank the free bytes of a device, before anything moves; negative where bytes are missing."""
+        """For each rank the free bytes of a device, before activations move; negative if bytes are missing."""
         knobs, choice, loops = self.knobs, self.knobs.choice, self.run.loops
         rows = compute_schedule(choice) if choice.keep is not None or choice.num_slices > 1 else peaks_of(choice)
         room = Room(
@@ -82,7 +82,7 @@ class Candidate(OfPlaced):
 
     @property
     def fits(self) -> bool:
-        """Whether every device has room for it, before anything moves."""
+        """Whether it fits every device, before activations move."""
         return min(self.free_bytes) >= 0
 
 
@@ -92,10 +92,10 @@ def _simulate_moves(placed: Placed, knobs: Knobs) -> SimulatedStep:
 
 
 def complete(leaf: Leaf) -> Candidate | None:
-    """The fastest candidate of a leaf that fits; ``None`` without one, or if it fits with fewer layers recomputed."""
+    """The fastest candidate of a leaf that fits; ``None`` if none fits, or if fewer recomputed layers also fit."""
     if leaf.cut.arrangement.recomputed == "some":
         return _with_some_layers(leaf)
-    # The least sharding first, since it exchanges least; with each the most room, since that waits least.
+    # The least sharding first, since it communicates least; for each the largest buffers first, since they wait least.
     for shard in leaf.sharding.levels:
         for knobs in knobs_of(leaf.choice, shard):
             if not _is_too_large(leaf, shard, knobs):
@@ -106,17 +106,17 @@ def complete(leaf: Leaf) -> Candidate | None:
 
 
 def _is_too_large(leaf: Leaf, shard: Shard, knobs: Knobs) -> bool:
-    """Whether a lower bound of its memory exceeds a device, so that no schedule has to be made for it."""
+    """Whether a lower bound of its memory exceeds a device; then its schedule need not be made."""
     memory = leaf.cut.memory.sharded(shard, leaf.sharding.replicate)
     held = memory.held_bytes(leaf.stage_inputs, knobs.residency)
     return leaf.cut.memory.missing_bytes(held) > 0
 
 
 def knobs_of(choice: Choice, shard: Shard) -> list[Knobs]:
-    """Residency and gradient buffers to try, the most first; gathers start as early as there is room.
+    """Residency and gradient buffers to try, the most first; gathers start as early as memory allows.
 
-    With every gradient whole all the time, ``gradients`` would hold as much as ``optimizer`` does, and with every stage
-    gathered ``full`` would hold as much as ``gradients``, and both have more to exchange.
+    With buffers for all gradients, ``gradients`` would hold as much as ``optimizer``, and with every stage gathered
+    ``full`` would hold as much as ``gradients``, and both would communicate more.
     """
     loops = choice.loops
     two, half = min(2, loops), max(1, loops // 2)
@@ -139,28 +139,28 @@ def peaks_of(choice: Choice) -> Peaks:
 
 
 def _with_some_layers(leaf: Leaf) -> Candidate | None:
-    """With the fewest recomputed layers on each rank that fit; ``None`` if none or not even all do."""
+    """The candidate with the fewest recomputed layers on each rank; ``None`` if none or more than all are needed."""
     (shard,) = leaf.sharding.levels
     tried = knobs_of(leaf.choice, shard)
-    # One gradient is reduced while the next one is made; more would take room for which layers are computed again.
+    # Two buffers: one gradient is reduced while the next is computed. More would take memory that recomputation frees.
     knobs = next((knobs for knobs in tried if knobs.gradient_buffers == 2), tried[-1])
     if _is_too_large(leaf, shard, knobs):
         return None
     plain = Candidate(leaf.placed(shard), knobs, leaf)
     free = plain.free_bytes
-    # What fits with nothing recomputed is a leaf of its own, and faster.
+    # A layout that fits with nothing recomputed is another leaf, and faster.
     return None if min(free) >= 0 else _recomputing(plain, free)
 
 
 def _recomputing(plain: Candidate, free: Sequence[float]) -> Candidate | None:
-    """The candidate with layers recomputed where bytes are missing; ``None`` if all layers would not be enough."""
+    """The candidate with layers recomputed on ranks that lack bytes; ``None`` if all layers are not enough."""
     counts, _ = stage_layers(plain.run, plain.software)
     saved, owner = _saved_bytes(plain), plain.placed.placement.rank_by_stage
     layers = [0] * plain.run.pp
     for rank, number in zip(owner, counts, strict=True):
         layers[rank] += number
     recomputed = [0] * plain.run.pp
-    # The estimate leaves out the workspace of the layer that is computed again.
+    # The estimate excludes the workspace of the recomputed layer.
     for _ in range(TRIES):
         recomputed = [
             number + (int(-left // each) + 1 if left < 0 else 0)
@@ -178,7 +178,7 @@ def _recomputing(plain: Candidate, free: Sequence[float]) -> Candidate | None:
 def repartitioned(candidate: Candidate) -> Candidate | None:
     """The candidate partitioned by the seconds of its recomputed layers; ``None`` if equal, or if it does not fit.
 
-    For a few candidates: a partition of uneven layers takes longer than everything else together.
+    Used for a few candidates only, since partitioning uneven layers takes longer than everything else together.
     """
     run = candidate.run
     if run.recompute_layers is None or run.layers_by_stage is None or run.num_stages == 1:
@@ -192,16 +192,16 @@ def _saved_bytes(candidate: Candidate) -> list[float]:
     run, software = candidate.run, candidate.software
     each = kept_bytes(run, software) - kept_bytes(replace(run, recompute="full"), software)
     peaks = peaks_of(candidate.knobs.choice).stage_inputs
-    # A layer is in one of the rank's stages, which has its share of the inputs that the rank holds at its peak.
+    # A layer is in one of the rank's stages, which holds its share of the inputs at the rank's peak.
     return [each * (1 + software.fragmentation) * peak / run.loops for peak in peaks]
 
 
 def _spread(owner: Sequence[int], counts: Sequence[int], recomputed: Sequence[int]) -> tuple[Recompute, ...]:
-    """For each layer what is recomputed: the given number of each rank, evenly over the first layers of its stages."""
+    """For each layer its recomputation: so many layers of each rank, evenly over its stages, the first ones first."""
     kinds: list[Recompute] = ["none"] * sum(counts)
     first = [0, *accumulate(counts)]
     left = list(recomputed)
-    # One layer of every stage before a second one of any, so that a rank's stages stay about equally long.
+    # One layer of every stage before a second one of any, so that a rank's stages take about equally long.
     for depth in range(max(counts)):
         for stage, rank in enumerate(owner):
             if left[rank] and depth < counts[stage]:

@@ -4,7 +4,8 @@ The frontier holds open nodes in the order of their lower bounds. The first is e
 layout. Once the first bound exceeds the cutoff, no open node can be in the answer, which therefore equals that of
 simulating everything (``tests/planner/test_search.py``). Nodes that one query leaves open serve the next one.
 
-Where time is short, a diving heuristic finds first incumbents: one layout of each arrangement that looks good.
+With a time limit, and with very many layouts, a diving heuristic finds the first incumbents: one layout of each
+arrangement with a low estimate.
 """
 
 import time
@@ -30,14 +31,14 @@ class Counts:
     """Statistics of a search.
 
     Attributes:
-        layouts: in all.
-        too_large: pruned since they need more memory than a device has, or fit with fewer layers recomputed.
-        too_slow: pruned by the bound of their step time.
-        simulated: whose step was simulated.
-        tried: of all these, those that a strategy was tried with.
-        undecided: open when the time was up.
-        excluded: invalid combinations of axes by cause.
-        seconds: of the search.
+        layouts: total number of layouts.
+        too_large: pruned, since they need more memory than a device has, or fit with fewer layers recomputed.
+        too_slow: pruned by the lower bound of their step time.
+        simulated: layouts that were simulated.
+        tried: layouts that were built with a strategy, in addition.
+        undecided: not searched when the time was up.
+        excluded: cause -> number of invalid combinations of axes.
+        seconds: duration of the search.
     """
 
     layouts: int = 0
@@ -57,7 +58,8 @@ class SearchResult:
     Attributes:
         steps: the best layouts, the fastest first.
         counts: statistics of the search.
-        open_bound_s: where the time was up, lower bound of the open layouts; ``None`` if the answer is proved.
+        open_bound_s: lower bound of the step times of open layouts when the time was up; ``None`` if the search was
+            complete.
     """
 
     steps: tuple[SimulatedStep, ...]
@@ -71,23 +73,23 @@ class SearchResult:
 
 
 MOST_TRIED = 4
-"""Layouts that are tried with each strategy."""
+"""Layouts that are built with each strategy."""
 MOST_OF_A_GROUP = 2
 """Of those, layouts with the same ``GroupKey``."""
 MANY = 200_000
-"""Layouts from which on a dive precedes the proof, for whoever does not wait for that."""
+"""Number of layouts above which a dive precedes the proof even without a time limit, so that Ctrl-C has an answer."""
 FINDING = 0.3
-"""Part of a time limit after which the enumeration of arrangements pauses until there is an answer."""
+"""Fraction of a time limit after which the enumeration of arrangements pauses until there is an answer."""
 DIVING = 0.3
-"""Part of a time limit for the dive."""
+"""Fraction of a time limit for the dive."""
 MOST_ON_RANKS = 2000
-"""Micro-batches times pipeline ranks of the arrangements that a dive prefers: longer schedules take seconds to make."""
+"""Micro-batches times pipeline ranks up to which a dive prefers arrangements: longer schedules take seconds to make."""
 MOST_ON_STAGES = 4000
-"""The same with stages in place of ranks, of a cut."""
+"""The same for cuts, with stages in place of ranks."""
 BEFORE_LEAN = 24
-"""Promising arrangements that a dive completes before the first lean one."""
+"""Arrangements with low estimates that a dive completes before the first one that needs little memory."""
 MOST_COMPLETED = 4
-"""Leaves of an arrangement that a dive completes, which takes as long as making their schedules."""
+"""Leaves of an arrangement that a dive completes; each takes as long as making its schedule."""
 _REPORT_EVERY = 256
 """Arrangements between two reports of progress."""
 
@@ -97,8 +99,8 @@ def search(question: Question, count: int = 10, *, deadline: float = inf, prunes
 
     Args:
         question: to answer.
-        count: of layouts.
-        deadline: on ``time.monotonic``, at which the search stops with the best so far; infinite: until proved.
+        count: number of layouts.
+        deadline: on ``time.monotonic``, at which the search returns the best so far; infinite: no limit.
         prunes: whether bounds prune; ``False`` simulates all layouts, for tests.
     """
     return Search(question, prunes=prunes).best(count, deadline=deadline)
@@ -110,12 +112,12 @@ def is_over(deadline: float) -> bool:
 
 
 class Search:
-    """Branch and bound over the layouts of a question, for one query after the other.
+    """Branch and bound over the layouts of a question, for several queries one after the other.
 
     Args:
         question: to answer.
         prunes: whether bounds prune.
-        progress: is called with the number of decided layouts and of all.
+        progress: callback ``(decided, total)``, in layouts.
     """
 
     def __init__(self, question: Question, *, prunes: bool = True, progress: Progress | None = None) -> None:
@@ -133,7 +135,7 @@ class Search:
         self._begin = time.monotonic()
 
     def _enumerate(self, deadline: float = inf) -> None:
-        """Add the arrangements that are still to come, until the deadline."""
+        """Enumerate the remaining arrangements, until the deadline."""
         for arrangement in self._coming:
             self._arrangements.append(arrangement)
             self._counts.layouts += arrangement.count
@@ -161,20 +163,20 @@ class Search:
         return any(admits(limits, one) for one in self._arrangements)
 
     def best(self, count: int = 1, limits: Limits | None = None, *, deadline: float = inf) -> SearchResult:
-        """The best layout of each group; plain ones where the strategies of the limits lead to no layout.
+        """The best layout of each group; layouts without a strategy if those of the limits lead to none.
 
         The first call enumerates the arrangements, which may take seconds.
 
         Args:
-            count: of layouts.
-            limits: that they satisfy; ``None`` for all.
-            deadline: on ``time.monotonic``, at which the search stops with the best so far; infinite: until proved.
+            count: number of layouts.
+            limits: of the layouts; ``None`` for no more than those of the question.
+            deadline: on ``time.monotonic``, at which the search returns the best so far; infinite: no limit.
         """
         begin, limits = time.monotonic(), limits or Limits()
         left_s, is_first = deadline - begin, not self._is_enumerated
         self._enumerate(begin + FINDING * left_s)
         names = limits.strategies or self._question.limits.strategies
-        # Without "none" plain layouts are searched all the same: strategies start from those that do not fit.
+        # Plain layouts are searched even without "none", since strategies start from those that do not fit.
         has_plain = names is None or "none" in names
         is_urgent = deadline < inf
         frontier = self._frontier(count, replace(limits, strategies=names if has_plain else None), is_urgent=is_urgent)
@@ -208,7 +210,7 @@ class Search:
         return SearchResult(steps, counts, open_bound_s)
 
     def _count_pruned(self, frontier: Frontier, open_bound_s: float | None) -> None:
-        """Count the open layouts as too slow, or as undecided where the search stopped early."""
+        """Count the open layouts as too slow, or as undecided if the search stopped early."""
         counts = self._counts
         left = counts.layouts - counts.too_large - counts.simulated
         undecided = sum(entry.node.count for entry in self._queue if entry.bound_s <= frontier.cutoff_s)
@@ -218,7 +220,7 @@ class Search:
     def _dive(self, frontier: Frontier, deadline: float) -> None:
         """Simulate one layout of each likely arrangement, so that there are incumbents before the proof.
 
-        Until the deadline if the query is urgent, else until the first incumbent.
+        An urgent query dives until the deadline, others until the first incumbent.
         """
         nodes = [entry.node for entry in self._queue if isinstance(entry.node, Arrangement)]
         for arrangement in _likely(nodes, frontier):
@@ -230,7 +232,7 @@ class Search:
             self._report(self._counts.too_large)
 
     def _simulate(self, frontier: Frontier, candidate: Candidate) -> None:
-        """Simulate a candidate and offer it as an incumbent, to this query and to later ones."""
+        """Simulate a candidate and offer it as an incumbent to this query and to later ones."""
         step = candidate.simulate()
         key = SortKey.of(step)
         self._simulated.append((key, candidate))
@@ -244,7 +246,7 @@ class Search:
         return frontier
 
     def _prove(self, frontier: Frontier, deadline: float) -> float | None:
-        """Expand open nodes until none can be in the answer; the bound of the rest if the time is up before."""
+        """Expand open nodes until none can be in the answer; returns the bound of the rest if the time is up before."""
         for entry in self._queue:
             frontier.push(entry)
         open_bound_s, self._is_proving = None, True
@@ -254,7 +256,7 @@ class Search:
             self._expanding = [entry]
             if is_over(deadline) or (self._prunes and entry.bound_s > frontier.cutoff_s):
                 frontier.deferred.append(entry)
-                # The queue is in order of bounds: what is too slow here proves it of everything behind.
+                # The queue is in the order of bounds: if the first is too slow, so is the rest.
                 open_bound_s = entry.bound_s if entry.bound_s <= frontier.cutoff_s else None
                 break
             if self._prunes and frontier.is_dominated(entry.node, entry.bound_s):
@@ -292,10 +294,10 @@ class Search:
             self._bound_or_simulate(frontier, entry.bound_s, node)
 
     def _bound_or_simulate(self, frontier: Frontier, bound_s: float, candidate: Candidate) -> None:
-        # While an urgent query has no answer, a closer bound could only delay one.
+        # An urgent query without an answer simulates at once: a closer bound would only delay the first answer.
         bounds_first = frontier.cutoff_s < inf or not frontier.is_urgent
         if self._prunes and not candidate.has_close_bound and bounds_first:
-            # Takes less time than to add messages and to simulate.
+            # This takes less time than adding messages and simulating.
             closer_s = max(bound_s, candidate.bound_without_messages_s)
             frontier.push(self._numbered(closer_s, replace(candidate, has_close_bound=True)))
         else:
@@ -345,11 +347,11 @@ def _likely(arrangements: Sequence[Arrangement], frontier: Frontier) -> Iterator
     While nothing fits, after the first few each is followed by one that needs little memory.
     """
     short = sorted((one for one in arrangements if _on_ranks(one) <= MOST_ON_RANKS), key=_estimate_s)
-    # What fits with some layers recomputed fits with all of them, too, which needs less.
+    # An arrangement that fits with some layers recomputed also fits with all of them.
     lean = iter(sorted((one for one in short if one.recomputed != "some"), key=lambda one: one.missing_bytes))
     for number, one in enumerate(short):
         yield one
-        # What promises most recomputes and shards least, so where memory is short none of the first many may fit.
+        # Arrangements with the lowest estimates recompute and shard least, so with little memory none of many may fit.
         small = None if frontier.best or number < BEFORE_LEAN else next(lean, None)
         if small is not None:
             yield small
@@ -369,7 +371,7 @@ def _on_ranks(arrangement: Arrangement) -> int:
 
 
 def _is_short(cut: Cut) -> bool:
-    """Whether its schedules are made soon; always for the cut with the fewest stages, so that there is one."""
+    """Whether its schedules take little time to make; always true for the cut with the fewest stages."""
     run = cut.run
     return run.num_microbatches * run.num_stages <= MOST_ON_STAGES or run.loops == 1
 
@@ -384,12 +386,12 @@ def _first_feasible(arrangement: Arrangement, cutoff_s: float) -> Candidate | No
     leaves = [
         fitting
         for cut in arrangement.cuts
-        # Cheap checks first: leaves are many, and each has bounds of its own to compute.
+        # Cheap checks first: there are many leaves, and each has bounds to compute.
         if _is_short(cut) and cut.bound_s <= cutoff_s and cut.missing_bytes <= 0
         for leaf in cut.leaves()
         if (fitting := leaf.without_large_levels()) is not None
     ]
-    # The first that fits is taken: by their bounds the others promise less, and the proof decides them.
+    # The first that fits is enough: the others have higher bounds, and the proof decides them.
     promising = sorted(leaves, key=lambda leaf: leaf.bound_s)[:MOST_COMPLETED]
     completed = (complete(leaf) for leaf in promising if leaf.bound_s <= cutoff_s)
     return next((candidate for candidate in completed if candidate is not None), None)

@@ -35,7 +35,7 @@ RecomputeChoice = Literal["none", "selective", "some", "full"]
 MOST_ON_A_STEP = 500_000
 """Micro-batches times pipeline ranks; larger schedules take too long to make."""
 FEW_LOOPS = 4
-"""Up to here every number of loops is searched; above, those that divide the layers or all pieces evenly."""
+"""Every number of loops up to this one is searched; above, those that divide the layers or all pieces evenly."""
 GROUP_FACTORS = (1.25, 2, 4, 8, 16)
 """Group sizes of the hybrid, as multiples of the pipeline ranks; the number of micro-batches is searched, too."""
 
@@ -60,7 +60,7 @@ class Arrangement(OfPlaced):
     def bound_s(self) -> float:
         """Lower bound of the step time in seconds: the mean over ranks of their work and of the stages before them.
 
-        As if all ranks were as fast as the fastest.
+        All ranks are taken to be as fast as the fastest one.
         """
         run, pieces = self.run, self.placed.fastest_pieces
         if run.pp == 1 or self.software.overlaps_steps:
@@ -105,11 +105,11 @@ class Arrangement(OfPlaced):
         )
         allowed = allowed if is_balanced else tuple(loops for loops in allowed if self._divides(loops))
         found = [(loops, "looped") for loops in allowed]
-        # The families on a V take two stages of each rank.
+        # Families in V placement have two stages on each rank.
         return found + ([(2, "v")] if 2 in allowed and self.run.pp > 1 and is_balanced else [])
 
     def _divides(self, loops: int) -> bool:
-        """Whether the program's own rule finds layers for all stages."""
+        """Whether the program's own rule assigns every layer to a stage."""
         return sum(stage_layers(replace(self.run, loops=loops), self.software)[0]) == self.run.shape.layers
 
     @cached_property
@@ -140,7 +140,7 @@ class Arrangement(OfPlaced):
             return [Sharding(("none",), 1)]
         found = [Sharding(("none",), 1)] if "none" in shards else []
         levels = tuple(shard for shard in LEVELS if shard in shards and shard != "none")
-        # As many replicas as share a node, and divide the data axis.
+        # The largest number of replicas that share a node and divide the data axis.
         inside = gcd(self.cluster.devices_per_node // self.run.tp, dp)
         among = dict.fromkeys(size for size in (dp, inside) if size > 1)
         parts = [levels] if self.recomputed != "some" else [(level,) for level in levels]
@@ -208,13 +208,13 @@ def _choices(
             found.append(plain)
     found = _different(found)
     if pp * loops == 1 and all(choice.stage_inputs is not None for choice in found):
-        # One stage takes as long in any order, so the one that holds least is enough.
+        # One stage takes as long in any order, so only the one that holds least is kept.
         return tuple(sorted(found, key=lambda choice: sum(map(sum, choice.stage_inputs or ())))[:1])
     return tuple(found)
 
 
 def _different(choices: list[Choice]) -> list[Choice]:
-    """Choices without those whose schedule is that of another family."""
+    """Choices without those that have the same schedule as another family's."""
     names, found = {choice.family for choice in choices}, list[Choice]()
     for choice in choices:
         name = choice.same_as
@@ -249,12 +249,12 @@ class Cut(OfPlaced):
 
     @cached_property
     def time(self) -> Bounds:
-        """Bounds of the step time; with nothing recomputed where memory decides that."""
+        """Bounds of the step time; with nothing recomputed if memory decides that."""
         return self.bounds(self.run)
 
     @cached_property
     def memory(self) -> Bounds:
-        """Bounds of the memory; with everything recomputed where memory decides that."""
+        """Bounds of the memory; with everything recomputed if memory decides that."""
         has_some = self.arrangement.recomputed == "some"
         return self.bounds(replace(self.run, recompute="full")) if has_some else self.time
 
@@ -280,7 +280,7 @@ class Cut(OfPlaced):
     def missing_bytes(self) -> float:
         """Lower bound of the bytes that the fullest device lacks, with any sharding."""
         levels = list(dict.fromkeys(level for sharding in self.shardings for level in sharding.levels))
-        if not self.run.shape.tied:  # where it is, a rank may borrow the matrix from its own shards, and hold more
+        if not self.run.shape.tied:  # with tied embeddings a rank may borrow the matrix of its own shards and hold more
             levels = levels[-1:]
         return min(self.memory.missing_bytes(self.memory.sharded(level).held_bytes()) for level in levels)
 
@@ -301,13 +301,13 @@ class Cut(OfPlaced):
 
 @dataclass(frozen=True)
 class Leaf:
-    """A cut with its schedule and what is sharded.
+    """A cut with its schedule and its sharding.
 
     Attributes:
         cut: the stages.
         sharding: allowed levels, and copies.
         choice: the schedule.
-        strategy: that it is tried with; ``none`` for a plain layout.
+        strategy: name of its strategy; ``none`` for a plain layout.
     """
 
     cut: Cut
@@ -317,11 +317,11 @@ class Leaf:
 
     @property
     def count(self) -> int:
-        """Leaves: itself."""
+        """One leaf."""
         return 1
 
     def placed(self, shard: Shard) -> Placed:
-        """Its run with a sharding level, in its place."""
+        """Its placed run with a sharding level."""
         return self.cut.placed.of(replace(self.cut.run, shard=shard, replicate=self.sharding.replicate))
 
     @property
@@ -340,7 +340,7 @@ class Leaf:
 
     @property
     def bound_s(self) -> float:
-        """Lower bound of the step time in seconds, with the layers that it has to recompute to fit."""
+        """Lower bound of the step time in seconds, including the layers that it must recompute to fit."""
         time, in_flight = self.cut.time.sharded(self.sharding.levels[0], self.sharding.replicate), self.stage_inputs
         if in_flight is None:
             return time.step_s
@@ -358,9 +358,9 @@ def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:
 
 
 def each_arrangement(question: Question, excluded: Counter[str]) -> Iterator[Arrangement]:
-    """The arrangements of a question, of which there may be many thousands.
+    """Generate the arrangements of a question, possibly many thousands.
 
-    On a cluster with several kinds of nodes, all of them for every order of the groups of nodes.
+    A cluster with several kinds of nodes has all arrangements in every order of the groups of nodes.
 
     Args:
         question: to answer.
@@ -390,7 +390,7 @@ def has_arrangement(question: Question) -> bool:
 
 
 def _splits(question: Question, pp: int) -> list[bool]:
-    """Kinds of backwards to search: on one rank a split one is never faster."""
+    """Whether to search split backwards, whole ones or both: on one rank a split one is never faster."""
     kinds = {FAMILIES[name].splits_backward for name in question.families}
     return sorted(kinds if pp > 1 or len(kinds) == 1 else {False})
 
@@ -410,7 +410,7 @@ def why_not(question: Question, tp: int, pp: int, dp: int) -> str | None:
 
 
 def _arrangements_of(question: Question, cluster: Cluster, run: Run) -> Iterator[Arrangement]:
-    """Arrangements of the same axes with and without sequence parallelism, for each kind of recomputation."""
+    """Arrangements of these axes with and without sequence parallelism, for each kind of recomputation."""
     for is_split in (False, True) if run.tp > 1 else (False,):
         if question.limits.allows(sequence_parallel=is_split):
             split = replace(run, sequence_parallel=is_split)

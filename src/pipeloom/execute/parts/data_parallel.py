@@ -261,7 +261,7 @@ class DataParallel(Part):
         self.reshard(stage)
 
     def forget(self) -> None:
-        """Drop what a failed step left behind."""
+        """Clear the state of a failed step."""
         self._close_all()
         for buffers in self._buffers.values():
             buffers.forget()

@@ -168,7 +168,7 @@ class Served:
         return [Service(f"{whose} evictions", accepted), Service(f"{whose} loads", returned)]
 
     def forget(self) -> None:
-        """Drop what a failed step left behind."""
+        """Clear the state of a failed step."""
         self._vault.begin()
         self._messages.clear()
 
@@ -334,7 +334,7 @@ class ActivationMoves(Part, Keeper):
                 return self._reload(action, parcel)
 
     def forget(self) -> None:
-        """Drop what a failed step left behind."""
+        """Clear the state of a failed step."""
         self._parcels.clear()
         self._number_of.clear()
         self._away.begin()

@@ -1,6 +1,6 @@
-"""Strategies of the planner: every module of this folder registers some; the search names none.
+"""Strategies of the planner; each module of this package registers some.
 
-Other distributions add theirs through entry points of the group ``pipeloom.strategies`` (docs/extending.md).
+Other distributions add strategies through entry points of the group ``pipeloom.strategies`` (docs/extending.md).
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ __all__ = [
 
 
 def strategy_of(step: SimulatedStep) -> str:
-    """The name of a step's strategy, ``none`` for a plain step; strategies of other distributions take precedence."""
+    """Name of a step's strategy, or ``none``. Strategies of other distributions take precedence."""
     return next((name for name in reversed(list(STRATEGIES)) if STRATEGIES[name].is_in(step)), "none")
 
 

@@ -1,7 +1,7 @@
-"""The strategy ``slices``: with few micro-batches, sequences are cut into token slices, so that ranks begin sooner.
+"""The strategy ``slices``: with few micro-batches, sequences are cut into token slices, so that ranks start earlier.
 
-Slices use a device less well, which no bound covers. The estimate is the bound of a step if slices took no longer
-together than whole sequences; the search tries the few layouts with the lowest estimates.
+Slices have a lower arithmetic efficiency, which no bound covers. The estimate is the bound of a step whose slices take
+as long together as whole sequences; the search tries the few layouts with the lowest estimates.
 """
 
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ from pipeloom.predict.step import SimulatedStep
 NUMBERS = (2, 4, 8)
 """Numbers of even slices to try."""
 FEW = 2
-"""Sequences are cut where there are fewer micro-batches than this times the pipeline ranks."""
+"""Sequences are cut if there are fewer micro-batches than this times the pipeline ranks."""
 MOST_ACTIONS = 40_000
-"""Of a schedule of slices; longer schedules take long to make, and their bubbles are small anyway."""
+"""Actions of a schedule of slices; longer schedules take long to make, and their bubbles are small."""
 
 
 def _numbers(leaf: Leaf) -> list[int]:
@@ -50,9 +50,9 @@ def _with_slices(whole: Candidate, number: int) -> Candidate:
 
 
 def _with_programmed_lengths(chosen: Candidate) -> Iterator[SimulatedStep]:
-    """The step with the slice lengths of TeraPipe's dynamic programme, if it fits.
+    """The step with the slice lengths of TeraPipe's dynamic program, if it fits.
 
-    For a few candidates: the programme takes longer than a simulation.
+    Used for a few candidates only, since the dynamic program takes longer than a simulation.
     """
     run = chosen.run
     lengths = best_slices(modelled_table(chosen.placed), run.pp, run.num_microbatches * run.loops).lengths
@@ -65,7 +65,7 @@ def _with_programmed_lengths(chosen: Candidate) -> Iterator[SimulatedStep]:
 
 
 def _few_microbatches(state: SearchState) -> Iterator[Leaf]:
-    """Leaves with few micro-batches and whole backwards that may become the fastest."""
+    """Leaves with few micro-batches and whole backwards that may be faster than the fastest so far."""
     for arrangement in state.arrangements:
         run = arrangement.run
         is_short = run.pp > 1 and run.num_microbatches < FEW * run.pp

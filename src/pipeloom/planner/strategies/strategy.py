@@ -1,4 +1,4 @@
-"""What a strategy of the planner consists of, and the registry of all strategies."""
+"""The definition of a strategy of the planner, and the registry of strategies."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from pipeloom.registry import Registry
 
 
 class SearchState(NamedTuple):
-    """State of a search after the proof of its plain layouts.
+    """State of a search after the layouts without strategies are decided.
 
     Attributes:
         arrangements: of the question, within its limits.
@@ -30,17 +30,17 @@ class Strategy:
     """A change of layouts that saves memory or time and that no bound covers.
 
     Attributes:
-        summary: one line for people.
-        without: title of the best layout without it, where the best of all has it.
-        applies: state of the search -> leaves that it may be applied to. The search sets their ``strategy`` before it
+        summary: one line for users.
+        without: title of the best layout without it, if the best of all uses it.
+        applies: state of the search -> leaves to which it may be applied. The search sets their ``strategy`` before it
             estimates and builds them.
-        estimate: leaf -> estimated seconds of its step; infinite where the strategy does not help. Only the leaves with
+        estimate: leaf -> estimated seconds of its step; infinite if the strategy does not help. Only the leaves with
             the lowest estimates are built.
         build: leaf -> candidate; ``None`` if it does not fit.
-        is_in: whether a step has it.
-        refine: candidate of the answer -> further steps; for what takes too long for every candidate.
-        hint: question that nothing fits -> advice about the strategy.
-        limit: question -> why the strategy applies to none of its layouts; ``None`` if it may.
+        is_in: whether a step uses it.
+        refine: candidate of the answer -> further steps, if they take too long for every candidate.
+        hint: question without a layout that fits -> advice about the strategy.
+        limit: question -> why the strategy applies to none of its layouts; ``None`` if it may apply.
         programs: names of training programs that run it although their files do not name it.
     """
 
