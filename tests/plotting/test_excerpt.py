@@ -20,7 +20,7 @@ def test_of_many_ranks_the_first_are_kept():
     assert part.num_ranks == 2
     assert {span.rank for span in part.spans} == {0, 1}
     assert part.compute(1) == TRACE.compute(1)
-    assert note == "; ranks 0 to 1 of 4"
+    assert note == "ranks 0 to 1 of 4"
 
 
 def test_of_many_actions_the_first_are_kept():
@@ -29,4 +29,4 @@ def test_of_many_actions_the_first_are_kept():
     last = max(span.start_s for span in part.compute())
     left_out = [span for rank in range(3) for span in TRACE.compute(rank) if span not in part.compute(rank)]
     assert min(span.start_s for span in left_out) >= last
-    assert note.startswith("; ranks 0 to 2 of 4, the first ")
+    assert note.startswith("ranks 0 to 2 of 4, the first ")

@@ -99,8 +99,15 @@ def test_lines_of_a_chart_differ_from_the_next_ones(vision):
 def test_forwards_and_backwards_differ_in_print():
     forward, backward = (seen(fill_of(name).fill, "normal")[0] for name in ("forward", "backward"))
     assert forward - backward > 30
-    tones = [seen(fill_of("forward", 3, 4).fill, "normal")[0], seen(fill_of("backward", 3, 4).fill, "normal")[0]]
-    assert tones[0] - tones[1] > 20
+    tones = {name: [seen(fill_of(name, place, 4).fill, "normal")[0] for place in range(4)] for name in COMPUTE}
+    # (lighter, darker, by how much): a step's order is legible without colors and without letters.
+    for lighter, darker, least in (
+        ("forward", "backward", 20),
+        ("forward", "input-gradient", 8),
+        ("input-gradient", "weight-gradient", 8),
+        ("forward", "weight-gradient", 20),
+    ):
+        assert min(tones[lighter]) - max(tones[darker]) > least, (lighter, darker)
 
 
 @pytest.mark.parametrize("num_places", [1, 2, 4, 16])
@@ -114,9 +121,9 @@ def test_text_in_a_box_and_a_box_on_a_dark_row_have_contrast(num_places):
 
 
 def test_tones_become_lighter_from_stage_to_stage():
-    for name in ("forward", "backward"):
-        lightness = [seen(fill_of(name, place, 4).fill, "normal")[0] for place in range(4)]
-        assert all(after - before > 1 for before, after in pairwise(lightness))
+    for name, (which, *_) in product(COMPUTE, GROUNDS.values()):
+        lightness = [seen(fill_of(name, place, 4)[which], "normal")[0] for place in range(4)]
+        assert all(after - before > 1 for before, after in pairwise(lightness)) or name == "update"
 
 
 def test_every_kind_has_a_color():

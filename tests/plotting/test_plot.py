@@ -52,7 +52,7 @@ def test_all_formats_are_written_in_one_go(tmp_path):
     assert all(
         f">{text}</text>" in svg
         for text in (
-            "a title",
+            "a title; bubble 33.3%",
             "rank 0",
             "rank 1",
             "time (ms); number in a box: micro-batch",

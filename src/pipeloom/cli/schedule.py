@@ -1,4 +1,4 @@
-"""``pipeloom schedule``: what a family's schedule looks like, before anything runs."""
+"""``pipeloom schedule``: prints, draws and exports a schedule."""
 
 import json
 import os
@@ -34,19 +34,19 @@ class Options(Trial):
     """
 
     family: Annotated[str | None, Place("FAMILY"), Names("families")] = None
-    """A schedule by name, or a file with one: text, a row per rank, or PyTorch's CSV (.csv)."""
+    """Name of a schedule, or a file with one: text with one row per rank, or PyTorch's CSV (.csv)."""
     run: Common[Path | None] = None
-    """A run file, whose schedule is printed instead. `pipeloom train` executes the same. With --format text it has the
-    form of schedule.txt in a run folder."""
+    """Print the schedule of this run file instead, which `pipeloom train` executes. With --format text it has the
+    format of schedule.txt in a run folder."""
     format: Common[Literal["text", "json", "torch-csv"] | None] = None
-    """Form of the output. text has every action of every rank; json is for programs; torch-csv is for PyTorch's
-    pipelining runtime. None: text, without actions that do not fit a screen."""
+    """Output format. text: every action of every rank. json: for programs. torch-csv: for PyTorch's pipelining runtime.
+    None: text, without the actions if they do not fit the screen."""
     json: bool = False
     """The same as --format json."""
     plot: Common[Annotated[Path | None, Output("picture")]] = None
     """Draw the schedule to this .png, .svg or .pdf file."""
     beside: Common[Annotated[str | None, Names("families")]] = None
-    """With --plot: another schedule, drawn below it. Its costs of a stage give each rank the same work."""
+    """With --plot: another schedule, drawn below the first. Its stages cost so much that ranks do the same work."""
 
 
 COMMAND = Command(
@@ -54,7 +54,7 @@ COMMAND = Command(
     options=Options,
     examples={
         "pipeloom schedule 1f1b --pp 4 --num-microbatches 8": "actions, bubble, memory",
-        "pipeloom schedule breadth-first --loops 4 --plot both.svg --beside 1f1b": "a picture of two",
+        "pipeloom schedule breadth-first --loops 4 --plot both.svg --beside 1f1b": "a picture of both",
         "pipeloom schedule --run run.toml": "the schedule that a run executes",
     },
 )
@@ -87,14 +87,20 @@ def run(words: list[str]) -> int:
             print()
             _print_text(other[0], other[1].schedule, other[1].lines(), is_whole=form == "text")
     if options.plot is not None:
-        panels = [(title, outcome), *([] if other is None else [other])]
-        traces = {f"{name}; bubble {one.figures['bubble_fraction']:.1%}": one.trace for name, one in panels}
+        panels = [(options.family, title, outcome), *([] if other is None else [(options.beside, *other)])]
+        # Without loops a looped family has the order of another; who sees the picture has no note of the terminal.
+        traces = {f"{name}{'; loops 1' * _lacks_loops(options, family)}": one.trace for family, name, one in panels}
         # Standard output is the data of another program with these forms.
         _draw(options.plot, traces, sys.stderr if form in ("json", "torch-csv") else sys.stdout)
         for name in (options.family, options.beside):
-            if options.loops is None and _is_looped(name):  # a picture of its loops is what people expect
+            if _lacks_loops(options, name):  # a picture of its loops is what people expect
                 print(f"note: {name} has one stage on each rank here; --loops 4 gives each rank four", file=sys.stderr)
     return 0
+
+
+def _lacks_loops(options: Options, name: str | None) -> bool:
+    """Whether a family of any number of loops is drawn with the default of one."""
+    return options.loops is None and _is_looped(name)
 
 
 def _is_looped(name: str | None) -> bool:

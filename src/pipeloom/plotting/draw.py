@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeloom.analysis.summary import summarize
 from pipeloom.errors import UserError
 from pipeloom.plotting.figure import headline, new_figure, plain, save, svg_text
 from pipeloom.plotting.labels import Label, place_labels
@@ -63,7 +64,7 @@ def excerpt(trace: Trace, most_ranks: int = 16, most_actions: int = 3000) -> tup
         most_actions: limit of compute actions.
 
     Returns:
-        The excerpt, and a note for the end of a headline; empty if the trace is complete.
+        The excerpt, and a note for a headline; empty if the trace is complete.
     """
     num_ranks = min(trace.num_ranks, most_ranks)
     spans = trace.spans.take(trace.spans.rank < num_ranks)
@@ -75,10 +76,12 @@ def excerpt(trace: Trace, most_ranks: int = 16, most_actions: int = 3000) -> tup
         spans = spans.take(spans.start_s < end_s)
         whole_s = trace.end_s - trace.start_s
         notes.append(f"the first {end_s - trace.start_s:.3g} s of {whole_s:.3g} s")
-    return (Trace(spans, num_ranks), f"; {', '.join(notes)}") if notes else (trace, "")
+    return (Trace(spans, num_ranks), ", ".join(notes)) if notes else (trace, "")
 
 
-def plot_timeline(trace: Trace, files: Sequence[Path], *, title: str, unit: str = "s", scale: float = 1.0) -> None:
+def plot_timeline(
+    trace: Trace, files: Sequence[Path], *, title: str, unit: str = "s", scale: float = 1.0, is_whole: bool = True
+) -> None:
     """Draw a timeline: a row for each rank, a box for each compute action, labeled with its micro-batch.
 
     The color shows the kind, the tone the stage among the stages of its rank (``palette.py``). Strips below a rank's
@@ -87,64 +90,98 @@ def plot_timeline(trace: Trace, files: Sequence[Path], *, title: str, unit: str 
     Args:
         trace: to draw.
         files: to write; their endings select the formats (``PICTURES``).
-        title: the headline.
+        title: the headline; the bubble of the step follows it.
         unit: unit of the time axis.
         scale: units per second.
+        is_whole: whether to draw the whole trace; else its ``excerpt``, with a note in the headline.
 
     Raises:
         UserError: an ending is not supported, or a file cannot be written.
     """
-    plot_timelines({title: trace}, files, unit=unit, scale=scale)
+    plot_timelines({title: trace}, files, unit=unit, scale=scale, is_whole=is_whole)
 
 
-def plot_timelines(traces: Mapping[str, Trace], files: Sequence[Path], *, unit: str = "s", scale: float = 1.0) -> None:
+def plot_timelines(
+    traces: Mapping[str, Trace], files: Sequence[Path], *, unit: str = "s", scale: float = 1.0, is_whole: bool = True
+) -> None:
     """Draw several traces below each other on one time axis, each with its headline; see ``plot_timeline``."""
     check_formats(files)
-    figure = _timelines_figure(traces, unit, scale)
+    figure = _timelines_figure(traces, unit, scale, is_whole=is_whole)
     for file in files:
         save(figure, file)
 
 
-def timelines_svg(traces: Mapping[str, Trace], *, unit: str, scale: float) -> str:
+def timelines_svg(traces: Mapping[str, Trace], *, unit: str, scale: float, is_whole: bool = True) -> str:
     """The picture of ``plot_timelines`` as SVG text."""
-    return svg_text(_timelines_figure(traces, unit, scale))
+    return svg_text(_timelines_figure(traces, unit, scale, is_whole=is_whole))
 
 
-def _timelines_figure(traces: Mapping[str, Trace], unit: str, scale: float) -> "Figure":
-    rows = [0.75 + min(_ROW_INCHES * trace.num_ranks, _MOST_INCHES) for trace in traces.values()]
+class _Panel(NamedTuple):
+    """A timeline of a picture.
+
+    Attributes:
+        title: its headline.
+        trace: what it shows.
+        compute: spans of compute.
+        strips: name of a strip -> its spans.
+    """
+
+    title: str
+    trace: Trace
+    compute: Spans
+    strips: Mapping[str, Spans]
+
+    @classmethod
+    def of(cls, title: str, trace: Trace, *, is_whole: bool) -> "_Panel":
+        """The panel of a trace or of its excerpt; the bubble in the headline is that of the whole trace."""
+        bubble = f"bubble {summarize(trace).bubble_fraction:.1%}" if len(trace.compute()) else ""
+        part, note = (trace, "") if is_whole else excerpt(trace)
+        return cls("; ".join(filter(None, (title, bubble, note))), part, part.compute(), _strips(part))
+
+    @property
+    def shown(self) -> list[Spans]:
+        """Spans that have boxes."""
+        return [self.compute, *self.strips.values()]
+
+
+def _timelines_figure(traces: Mapping[str, Trace], unit: str, scale: float, *, is_whole: bool = True) -> "Figure":
+    panels = [_Panel.of(title, trace, is_whole=is_whole) for title, trace in traces.items()]
+    rows = [0.75 + min(_ROW_INCHES * panel.trace.num_ranks, _MOST_INCHES) for panel in panels]
     figure = new_figure(_WIDTH, 0.9 + sum(rows))
-    panels = figure.subplots(len(traces), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
-    longest = max((trace.end_s - trace.start_s) * scale for trace in traces.values())
-    for axes, (title, trace) in zip(panels, traces.items(), strict=True):
-        _draw_boxes(axes, trace, scale, longest)
-        _set_axes(axes, trace, title)
+    every = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    longest = max((panel.trace.end_s - panel.trace.start_s) * scale for panel in panels)
+    for axes, panel in zip(every, panels, strict=True):
+        _draw_boxes(axes, panel, scale, longest)
+        _set_axes(axes, panel)
         # matplotlib warns of an axis of length 0.
         axes.set_xlim(0, max(longest, 1e-12))
-    panels[-1].set_xlabel(headline(f"time ({unit}){_numbers(panels, traces.values())}", 110), fontsize=9)
-    _add_legend(figure, list(traces.values()))
+    every[-1].set_xlabel(headline(f"time ({unit}){_numbers(every, panels)}", 110), fontsize=9)
+    _add_legend(figure, panels)
     return figure
 
 
-def _set_axes(axes: "Axes", trace: Trace, title: str) -> None:
-    named = range(0, trace.num_ranks, -(-trace.num_ranks // _MOST_NAMES))
+def _set_axes(axes: "Axes", panel: _Panel) -> None:
+    num_ranks = panel.trace.num_ranks
+    named = range(0, num_ranks, -(-num_ranks // _MOST_NAMES))
     axes.set_yticks(named, [f"rank {rank}" for rank in named])
-    axes.set_title(headline(title, 110), loc="left", fontsize=10)
+    axes.set_title(headline(panel.title, 110), loc="left", fontsize=10)
     # Inverted: rank 0 is at the top, as in papers.
-    axes.set_ylim(trace.num_ranks - 0.5, -0.5)
+    axes.set_ylim(num_ranks - 0.5, -0.5)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(labelsize=9)
     axes.tick_params(axis="y", length=0)
     axes.set_facecolor(ROW)
 
 
-def _draw_boxes(axes: "Axes", trace: Trace, scale: float, longest: float) -> None:
-    spans, strips = trace.compute(), _strips(trace)
-    strip_height = min(_STRIP_HEIGHT, _STRIPS_HEIGHT / max(len(strips), 1))
-    height = _ROW_HEIGHT - strip_height * len(strips)
+def _draw_boxes(axes: "Axes", panel: _Panel, scale: float, longest: float) -> None:
+    spans, num_strips = panel.compute, len(panel.strips)
+    strip_height = min(_STRIP_HEIGHT, _STRIPS_HEIGHT / max(num_strips, 1))
+    height = _ROW_HEIGHT - strip_height * num_strips
     points = 72 * (_WIDTH - 1) / max(longest, 1e-12)
-    bars = _Bars(axes, trace.start_s, scale, points, stage_places(trace), with_labels=len(spans) <= _MOST_LABELS)
+    places, with_labels = stage_places(panel.trace), len(spans) <= _MOST_LABELS
+    bars = _Bars(axes, panel.trace.start_s, scale, points, places, with_labels=with_labels)
     bars.draw(spans, 0.0, height, _SIZES)
-    for number, beside in enumerate(strips.values()):
+    for number, beside in enumerate(panel.strips.values()):
         bars.draw(beside, height + number * strip_height, strip_height, (5,))
 
 
@@ -269,12 +306,12 @@ def _points(text: str, size: float) -> float:
     return sum(0.32 if letter == "." else 0.64 for letter in text) * size + 1.2
 
 
-def _numbers(panels: Iterable["Axes"], traces: Iterable[Trace]) -> str:
+def _numbers(every: Iterable["Axes"], panels: Iterable[_Panel]) -> str:
     """Explanation of the numbers in boxes; empty if there are none."""
-    labels = [len(axes.texts) for axes in panels]
+    labels = [len(axes.texts) for axes in every]
     if not any(labels):
         return ""
-    drawn = [[spans.row for spans in (trace.compute(), *_strips(trace).values())] for trace in traces]
+    drawn = [[spans.row for spans in panel.shown] for panel in panels]
     boxes = [sum(int((row.microbatch != NO_MICROBATCH).sum()) for row in rows) for rows in drawn]
     is_partial = any(found < needed for found, needed in zip(labels, boxes, strict=True))
     slices = ".slice" if any(row.slice.any() for rows in drawn for row in rows) else ""
@@ -332,15 +369,13 @@ def legend_tones(trace: Trace) -> list[tuple[str, Fill]]:
     return [(name, fill_of("forward", *place)) for place, name in names.items()]
 
 
-def _add_legend(figure: "Figure", traces: Sequence[Trace]) -> None:
+def _add_legend(figure: "Figure", panels: Sequence[_Panel]) -> None:
     """Add the legend below the panels: categories, and tones of stages."""
     from matplotlib.patches import Patch
 
-    strips = [_strips(trace) for trace in traces]
     # Messages have no boxes, nor do actions on other lanes that take no time.
-    shown = [Trace(spans, 0) for found in strips for spans in found.values()]
-    shown += [Trace(trace.compute(), 0) for trace in traces]
-    entries = [(text, fill_of(name)) for name, text in legend_names(shown)] + legend_tones(traces[0])
+    shown = [Trace(spans, 0) for panel in panels for spans in panel.shown]
+    entries = [(text, fill_of(name)) for name, text in legend_names(shown)] + legend_tones(panels[0].trace)
     handles = [Patch(facecolor=fill.fill, label=text) for text, fill in entries]
     if handles:
         # As many columns as fit: matplotlib's layout reserves the height of a legend, but does not limit its width.

@@ -49,11 +49,20 @@ SERIES = ("#332288", "#cc6677", "#117733", "#aa4499", "#999933", "#44aa99", "#88
 MEASURED, PREDICTED, BAND, NEUTRAL = HUES["reduce"], HUES["weight-gradient"], HUES["recompute"], "#a9afb7"
 """Colors of measurements, of predictions, of a range or front behind curves, and of other programs."""
 
-_FIRST_FORWARD, _LAST_FORWARD = mix("#88ccee", "#4477aa", 0.45), mix("#88ccee", PAPER, 0.35)
+_FIRST_FORWARD, _LAST_FORWARD = mix("#88ccee", "#4477aa", 0.2), mix("#88ccee", PAPER, 0.4)
 """Tones of forwards of a rank's first and last stage. The hue is light, so the first is mixed with blue of Tol's scheme
 "bright"."""
-_OTHER_TONES = 0.32
-"""Share of white in the last stage's tone of other kinds; with more, pale input gradients look like recomputation."""
+_TONES = {
+    "backward": (0.35, 0.1),
+    "input-gradient": (0.2, 0.08),
+    "weight-gradient": (0.25, 0.12),
+    "recompute": (0.05, 0.3),
+}
+"""Share of black in the first stage's tone, and of white in the last stage's, of other kinds of compute. For prints in
+gray, every forward is lighter than any input gradient, and that is lighter than any weight gradient or whole backward.
+"""
+_DARK_TONES = 0.32
+"""Share of white in the last stage's tone on a dark background, where nothing can be darker than its hue."""
 _VISIBLE = 3.0
 """Least contrast of a shape with its background: WCAG 2.2, success criterion 1.4.11."""
 
@@ -83,18 +92,25 @@ def fill_of(name: str, place: int = 0, num_places: int = 1) -> Fill:
         place: index of its stage among the stages of its rank.
         num_places: number of stages of that rank.
     """
-    first = last = HUES[name]
+    hue, share = HUES[name], place / max(num_places - 1, 1)
+    light, dark = hue, DARK_INK if name == "update" else _visible(hue)
     if num_places > 1 and name == "forward":
-        first, last = _FIRST_FORWARD, _LAST_FORWARD
-    # Updates have one tone: gray would be close to the tones of weight gradients.
-    elif name != "update":
-        last = mix(first, PAPER, _OTHER_TONES)
-    light = mix(first, last, place / max(num_places - 1, 1))
-    dark, white = DARK_INK if name == "update" else light, 0.0
-    while contrast(dark, DARK_ROW) < _VISIBLE:
-        white += 0.02
-        dark = mix(light, PAPER, white)
+        light = dark = mix(_FIRST_FORWARD, _LAST_FORWARD, share)
+    # Other kinds have one tone: updates in gray would be close to weight gradients.
+    elif num_places > 1 and name in _TONES:
+        black, white = _TONES[name]
+        light = mix(mix(hue, "#000000", black), mix(hue, PAPER, white), share)
+        dark = mix(dark, PAPER, _DARK_TONES * share)
     return Fill(light, _ink_on(light), dark, _ink_on(dark))
+
+
+def _visible(color: str) -> str:
+    """A color, lighter as far as a dark background needs it."""
+    found, white = color, 0.0
+    while contrast(found, DARK_ROW) < _VISIBLE:
+        white += 0.02
+        found = mix(color, PAPER, white)
+    return found
 
 
 def contrast(one: str, other: str) -> float:

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeloom.calls import checked
 from pipeloom.cost.costs import Costs
 from pipeloom.errors import UserError
-from pipeloom.plotting.draw import excerpt, plot_timelines, timelines_svg
+from pipeloom.plotting.draw import plot_timelines, timelines_svg
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.schedule import Schedule
 from pipeloom.simulation import simulate
@@ -37,22 +38,23 @@ class Picture(Pictured):
         Raises:
             UserError: an ending is not supported, or a file cannot be written.
         """
-        plot_timelines(self.panels, [Path(file) for file in files], unit=self.unit, scale=self.scale)
+        plot_timelines(self.panels, [Path(file) for file in files], unit=self.unit, scale=self.scale, is_whole=False)
 
     def __repr__(self) -> str:
         """Headlines of the panels."""
         return f"Picture({'; '.join(self.panels)})"
 
     def _repr_svg_(self) -> str:
-        return timelines_svg(self.panels, unit=self.unit, scale=self.scale)
+        return timelines_svg(self.panels, unit=self.unit, scale=self.scale, is_whole=False)
 
 
+@checked
 def plot(what: Drawable | Mapping[str, Drawable], file: str | Path | None = None) -> Picture:
     """Draw timelines: a row for each pipeline rank, a color for each kind of action, the micro-batch in each box.
 
     Schedules are simulated with 1 unit of time for a micro-batch's forward on all stages of a rank together and 2 for
     its backward, so that schedules with different numbers of stages have the same work. Of more than 16 ranks or 3,000
-    compute actions only the first are drawn, and the headline has a note.
+    compute actions only the first are drawn, and the headline has a note. It also has the bubble of the whole step.
 
     Examples:
         >>> from pipeloom import make_schedule, plot
@@ -78,20 +80,13 @@ def plot(what: Drawable | Mapping[str, Drawable], file: str | Path | None = None
     named = what if isinstance(what, Mapping) else {"": what}
     if not named:
         raise UserError("expected at least one schedule or trace to plot, found none")
-    for title, one in named.items():
-        if not isinstance(one, Drawable):
-            what_for = f" for '{title}'" if title else ""
-            raise UserError(f"expected a schedule, a trace or a predicted step to plot{what_for}, found {one!r:.60}")
     are_schedules = {isinstance(one, Schedule) for one in named.values()}
     if len(are_schedules) > 1:
         raise UserError(
             "expected schedules or traces to plot, found both, whose clocks differ; pass pipeloom.simulate(schedule, "
             "costs) in place of the schedules"
         )
-    panels: dict[str, Trace] = {}
-    for title, one in named.items():
-        trace, note = excerpt(_trace(one))
-        panels[f"{title or _title(one)}{note}"] = trace
+    panels = {title or _title(one): _trace(one) for title, one in named.items()}
     if are_schedules == {True}:
         unit_seconds, unit = 1.0, "forwards of a rank"
     else:

@@ -225,11 +225,14 @@ class Timeline {
     const height = this.layOut();
     this.width = Math.max(this.box.clientWidth, 300);
     this.gutter = this.width < 600 ? 74 : 96;
-    // At least two pixels per CSS pixel, since printing and zooming do not draw again. Browsers draw nothing on a canvas
-    // higher than 32,767 pixels.
-    this.scale = Math.min(Math.max(window.devicePixelRatio || 1, 2), 32_000 / height);
-    this.canvas.width = Math.round(this.width * this.scale);
-    this.canvas.height = Math.round(height * this.scale);
+    // The pixels of the screen, on paper at least two for each CSS pixel. Browsers draw nothing on a canvas higher than
+    // 32,767 pixels.
+    const ratio = window.devicePixelRatio || 1;
+    this.scale = Math.min(root.hasAttribute("data-printing") ? Math.max(ratio, 2) : ratio, 32_000 / height);
+    const [across, down] = [Math.round(this.width * this.scale), Math.round(height * this.scale)];
+    // Setting a size clears the canvas and allocates it again.
+    if (this.canvas.width !== across) this.canvas.width = across;
+    if (this.canvas.height !== down) this.canvas.height = down;
     this.canvas.style.width = this.width + "px";
     this.canvas.style.height = height + "px";
     this.draw();
@@ -279,11 +282,12 @@ class Timeline {
       pen.fillText(makespan, this.gutter + width + 10, top);
     }
     pen.textAlign = "right";
+    const [back, ink] = [[color("lane"), color("row")], [color("muted"), color("ink")]];
     for (const row of this.rows) {
       const isCompute = row.lane.label === "compute";
-      pen.fillStyle = color(isCompute ? "row" : "lane");
+      pen.fillStyle = back[Number(isCompute)];
       pen.fillRect(this.gutter, row.top, this.width - this.gutter - MARGIN, row.height);
-      pen.fillStyle = color(isCompute ? "ink" : "muted");
+      pen.fillStyle = ink[Number(isCompute)];
       pen.font = (isCompute ? "12.5px" : "10px") + " system-ui, sans-serif";
       pen.fillText(isCompute ? row.rank : row.lane.label, this.gutter - 10, row.top + row.height / 2 + 0.5);
     }
@@ -294,11 +298,12 @@ class Timeline {
     const { values, digits } = ticks(this.view[0] / 1e6, this.view[1] / 1e6, Math.min(12, this.width / 80));
     pen.font = "11px system-ui, sans-serif";
     pen.textAlign = "center";
+    const [tick, muted] = [color("tick"), color("muted")];
     for (const value of values) {
       const x = Math.round(this.x(value * 1e6)) + 0.5;
-      pen.fillStyle = color("tick");
+      pen.fillStyle = tick;
       for (const row of this.rows) pen.fillRect(x - 0.5, row.top, 1, row.height);
-      pen.fillStyle = color("muted");
+      pen.fillStyle = muted;
       pen.fillRect(x - 0.5, this.bottom, 1, 4);
       const text = grouped(value, digits);
       // At the right edge, shift the number so that it is not cut off.
@@ -323,7 +328,9 @@ class Timeline {
     const [from, to] = this.view;
     const lanes = this.rows.map((row) => row.lane).filter((lane) => lane.label === "compute");
     const seen = lanes.flatMap((lane) => lane.boxes.filter((box) => box[4] < to && box[4] + box[5] > from));
-    const fits = (box, form) => this.x(box[4] + box[5]) - this.x(box[4]) > 3 + 6.6 * this.label(box, form).length;
+    const room = (box) => this.x(box[4] + box[5]) - this.x(box[4]);
+    // Most boxes of a large step have no room for any label; making labels takes time.
+    const fits = (box, form) => room(box) > 9 && room(box) > 3 + 6.6 * this.label(box, form).length;
     return [0, 1].find((form) => seen.filter((box) => fits(box, form)).length >= 0.8 * seen.length) ?? 2;
   }
 
@@ -331,6 +338,7 @@ class Timeline {
   drawRow(pen, row, form) {
     const isCompute = row.lane.label === "compute";
     let drawn = 0;
+    let last = null;
     pen.font = "11px system-ui, sans-serif";
     pen.textAlign = "center";
     const first = isDark() ? 2 : 0;
@@ -341,7 +349,7 @@ class Timeline {
       // Thinner boxes would be invisible.
       const width = Math.max(this.x(start + duration) - left, 0.75);
       const [fill, ink] = this.data.palette[tone].slice(first);
-      pen.fillStyle = fill;
+      if (fill !== last) pen.fillStyle = last = fill;
       pen.fillRect(left, row.top, width > 3 ? width - 0.7 : width, row.height);
       drawn += isCompute;
       // The label is in the middle of the visible part of the box.
@@ -350,7 +358,7 @@ class Timeline {
       if (!isCompute || seen < 9 || microbatch === null) continue;
       const text = this.label(box, form);
       if (seen > 3 + 6.6 * text.length) {
-        pen.fillStyle = ink;
+        pen.fillStyle = last = ink;
         pen.fillText(text, from + seen / 2, row.top + row.height / 2 + 0.5);
       }
     }
@@ -484,7 +492,7 @@ class Timeline {
       acts[event.key]();
     });
     window.addEventListener("resize", () => this.resize());
-    window.addEventListener("modechange", () => this.draw());
+    window.addEventListener("modechange", () => this.resize());
   }
 }
 
