@@ -13,20 +13,23 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import tomli_w
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 from pipeloom.accuracy.compare import Outcome, cluster_of, compare, measure, program_of, rankings
 from pipeloom.accuracy.fit import first_guess, fit
-from pipeloom.accuracy.rows import Row, read_rows
+from pipeloom.accuracy.rows import Group, Row, read_rows
 
 ACCURACY = Path(__file__).parents[1] / "src" / "pipeloom" / "catalog" / "accuracy.toml"
 
+T = TypeVar("T")
 Choice = Callable[[Row], bool]
 
 
@@ -134,21 +137,79 @@ def cells(held: Held) -> list[str]:
     return [split.program, split.fitted, *counts, *(f"{share or 0:.1%}" for share in shares), ranks, regret]
 
 
-def errors_of(outcomes: Sequence[Outcome], regrets: Sequence[float], weights: Sequence[float] = ()) -> dict[str, Any]:
-    """The fields that every entry of the file has; weighted as told, otherwise every prediction counts the same."""
+class Pair(NamedTuple):
+    """Two layouts of a group: (slower / faster) of the predicted step times, and of the measured ones."""
+
+    predicted: float
+    measured: float
+
+
+NEAR = 1.5
+"""Pairs are made of layouts whose predicted step takes at most this multiple of the fastest one of their group. A plan
+prints no slower ones, and their errors are larger."""
+
+
+def pairs_of(outcomes: Iterable[Outcome]) -> list[Pair]:
+    """Pairs of the layouts that a plan would compare."""
+    groups: dict[Group, list[tuple[float, float]]] = defaultdict(list)
+    for outcome in _timed(outcomes):
+        groups[outcome.row.group].append((outcome.step_time_s, outcome.row.step_time_s or 0.0))
+    found = []
+    for times in groups.values():
+        near = sorted(time for time in times if time[0] <= NEAR * min(times)[0])
+        found += [Pair(slow[0] / fast[0], slow[1] / fast[1]) for fast, slow in combinations(near, 2)]
+    return found
+
+
+def pair_errors(pairs: Sequence[Pair], weights: Sequence[float] = ()) -> dict[str, float]:
+    """How well the predictions order two layouts (``catalog.accuracy.Errors``)."""
+    if not pairs:
+        return {}
+    predicted, measured = np.array(pairs).T
+    weight = np.array(weights) if weights else np.ones(len(pairs))
+    limit = _quantile(np.abs(predicted / measured - 1), weight, 0.5)
+    found = {"pair_error": limit}
+    for name, part in (("order_below", predicted < 1 + limit), ("order_above", predicted >= 1 + limit)):
+        if part.any():
+            found[name] = float(np.average(measured[part] >= 1, weights=weight[part]))
+    return found
+
+
+def _quantile(values: NDArray[np.float64], weight: NDArray[np.float64], share: float) -> float:
+    order = np.argsort(values)
+    reached = np.cumsum(weight[order]) / weight.sum()
+    return float(values[order][np.searchsorted(reached, share - 1e-9)])
+
+
+def errors_of(
+    parts: Sequence[Sequence[Outcome]], regrets: Sequence[float], *, is_weighted: bool = False
+) -> dict[str, Any]:
+    """The fields that every entry of the file has.
+
+    Args:
+        parts: predictions; a pair has both layouts in one part.
+        regrets: one for each group.
+        is_weighted: whether every part has the same weight; otherwise every prediction has.
+    """
+
+    def flat(lists: Sequence[Sequence[T]]) -> tuple[list[T], list[float]]:
+        weights = [1 / len(part) if is_weighted else 1.0 for part in lists for _ in part]
+        return [one for part in lists for one in part], weights
+
+    outcomes, weights = flat([_timed(part) for part in parts])
+    pairs, pair_weights = flat([pairs_of(part) for part in parts])
     errors = np.array([outcome.error for outcome in outcomes])
-    weight = np.array(weights) if weights else np.ones(len(errors))
-    order = np.argsort(np.abs(errors))
-    share = np.cumsum(weight[order]) / weight.sum()
     found = {
-        "mean_abs_error": float(np.average(np.abs(errors), weights=weight)),
-        "p90_abs_error": float(np.abs(errors)[order][np.searchsorted(share, 0.9 - 1e-9)]),
-        "bias": float(np.average(errors, weights=weight)),
+        "mean_abs_error": float(np.average(np.abs(errors), weights=weights)),
+        "p90_abs_error": _quantile(np.abs(errors), np.array(weights), 0.9),
+        "bias": float(np.average(errors, weights=weights)),
+        **pair_errors(pairs, pair_weights),
     }
     if regrets:
         found |= {"median_regret": float(np.median(regrets)), "worst_regret": max(regrets)}
     rounded = {name: round(value, 4) for name, value in found.items()}
-    return {"rows": len({id(outcome.row) for outcome in outcomes}), "groups": len(regrets), **rounded}
+    rows = len({id(outcome.row) for outcome in outcomes})
+    return {"rows": rows, "groups": len(regrets), "pairs": len(pairs), **rounded}
 
 
 def _timed(outcomes: Iterable[Outcome]) -> list[Outcome]:
@@ -160,15 +221,16 @@ def programs(answers: Sequence[Held]) -> list[dict[str, Any]]:
     entries = []
     for name in dict.fromkeys(held.split.program for held in answers):
         own = [held for held in answers if held.split.program == name]
-        outcomes = _timed(outcome for held in own for outcome in held.after)
+        # A row of several splits has several predictions. Pairs are made within a split, whose predictions share a fit.
+        parts = [held.after for held in own]
         regrets = [ranking.regret for held in own for ranking in rankings(held.after)]
         entries.append(
             {
                 "program": name,
                 "device": own[0].device,
-                "predictions": len(outcomes),
+                "predictions": sum(len(_timed(part)) for part in parts),
                 "splits": [f"{held.split.fitted} -> {held.split.held_out}" for held in own],
-                **errors_of(outcomes, regrets),
+                **errors_of(parts, regrets),
             }
         )
     return entries
@@ -183,12 +245,15 @@ def general(rows: Sequence[Row]) -> list[dict[str, Any]]:
         found[row.device][name] += compare([row], cluster_of(row, start), start).outcomes
     entries = []
     for device, parts in sorted(found.items()):
-        timed = {name: _timed(part) for name, part in parts.items()}
-        means = {name: round(measure(part).mean_abs_error or 0.0, 4) for name, part in sorted(timed.items()) if part}
-        outcomes = [outcome for part in timed.values() for outcome in part]
-        weights = [1 / len(part) for part in timed.values() for _ in part]
+        means = {
+            name: round(error, 4)
+            for name, part in sorted(parts.items())
+            if (error := measure(part).mean_abs_error) is not None
+        }
         regrets = [ranking.regret for part in parts.values() for ranking in rankings(part)]
-        entries.append({"device": device, **errors_of(outcomes, regrets, weights), "mean_abs_error_of": means})
+        entries.append(
+            {"device": device, **errors_of(list(parts.values()), regrets, is_weighted=True), "mean_abs_error_of": means}
+        )
     return entries
 
 
@@ -214,7 +279,7 @@ def write(table: Path, rows: Sequence[Row], answers: Sequence[Held], file: Path 
 
 
 def main(words: list[str]) -> None:
-    """Compute and print the lines that were asked for."""
+    """Compute and print the selected lines."""
     table, parts = Path(words[0]), [word for word in words[1:] if word != "--write"]
     if parts and "--write" in words:
         sys.exit("--write needs every line: leave out " + ", ".join(parts))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import signal
 import threading
 import time
@@ -24,7 +25,7 @@ layers = 6
 hidden = 1024
 heads = 8
 ffn = 4096
-mlp = "gelu"
+family = "gpt2"
 vocab = 32000
 tied = false
 """
@@ -47,10 +48,11 @@ def test_the_answer_for_people(model, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(words(model)) == 0
     out = capsys.readouterr().out
-    headings = ("best layouts", "Why row 1 is first", "What would change it", "How far off this may be")
+    headings = ("best layouts", "Why row 1 is first", "What would change the answer", "Expected error")
     assert all(part in out for part in (*headings, "so the error is unknown", "MFU"))
     assert "$/1e9" not in out  # nobody publishes a price for these machines
-    assert "with --out FOLDER writes row 1" in out
+    pasted = out[out.index("\n  pipeloom plan ") :].replace("\\\n", "")
+    assert shlex.split(pasted) == ["pipeloom", *words(model), "--out", "planned"]
 
 
 @pytest.mark.parametrize("strategies", [("none",), ("none", "slices")])
@@ -78,6 +80,8 @@ def test_another_row_may_be_written(model, capsys, tmp_path):
     assert main([*command, "--out", str(tmp_path / "none"), "--best", "1", "--row", "2"]) == 2
     assert "--row must be at most --best 1, found 2" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
+    assert main([*command, "--out", "/proc/none/x", "--devices", "0"]) == 2  # before any work, also for root
+    assert "--out: cannot write /proc/none/x" in capsys.readouterr().err
 
 
 def test_the_price_of_tokens(model, capsys, monkeypatch):
@@ -100,10 +104,10 @@ def test_a_narrow_terminal_gets_every_column_and_figure_of_a_wide_one(model, cap
     monkeypatch.setenv("COLUMNS", str(columns))
     assert main(asked) == 0
     narrow = capsys.readouterr().out
-    assert all(len(line) <= columns for line in narrow.splitlines())
+    assert all(len(line) <= columns for line in narrow.splitlines() if model not in line)
     assert "…" not in narrow
     figures = {word for word in wide.split() if word[0] in "$+-" or word[-1] == "%"}
-    heads = {"sharded", "recompute", "tokens/s", "MFU", "bubble", "exposed", "$/1e9", "layout", "recomputation"}
+    heads = {"sharded", "recompute", "tokens/s", "MFU", "bubble", "exposed", "$/1e9", "mainly"}
     assert heads <= set(wide.split())
     assert heads | figures <= set(narrow.split())
 
@@ -130,7 +134,7 @@ def test_limits_are_kept(model, capsys):
         assert not layout["sequence_parallel"]
 
 
-def test_the_run_is_written_and_can_be_asked_about_again(model, tmp_path, capsys):
+def test_the_written_run_can_be_planned_again(model, tmp_path, capsys):
     out = tmp_path / "planned"
     assert main([*words(model, cluster="dgx-a100", dtype="bfloat16"), "--out", str(out), "--no-explain"]) == 0
     config, problems = read_run_file(out / "run.toml")
@@ -243,6 +247,7 @@ def test_what_others_launch_is_written(model, tmp_path, capsys):
         ({"families": "gpip"}, ["pipeloom has no family 'gpip'; did you mean 'gpipe'? it has"]),
         ({"cluster": "dgx-h200"}, ["did you mean 'h200' or 'dgx-h100'?"]),
         ({"devices": 11, "global-batch": 7}, ["no layout divides 11 devices", "instead of 7", "instead of 11"]),
+        ({"tp": 3}, ["tp must divide the number of devices, 4, found 3", "limits are set on tp"]),
         ({"best": 0, "budget-s": "nan"}, ["--best must be at least 1", "--budget-s must be above 0, found nan"]),
         ({"global-batch": 10**20}, ["the global batch must be at most 1,000,000,000"]),
     ],
@@ -254,14 +259,17 @@ def test_wrong_questions_are_helped(model, changes, parts, capsys):
     assert "Traceback" not in err
 
 
-def test_everything_that_is_missing_is_told_at_once(capsys):
+def test_everything_that_is_missing_is_reported_at_once(capsys):
     assert main(["plan", "--model", "lama-3-8b", "--devices", "8"]) == 2
     err = capsys.readouterr().err
     assert "--cluster, --global-batch, --seq as well" in err
     assert "did you mean 'llama-3-8b'" in err
+    assert main(["plan", "--model", "llama-3-8b", "--devices", "x", "--families", "gpip", "--strategies", "of"]) == 2
+    err = capsys.readouterr().err
+    assert all(part in err for part in ("--devices must be", "no family 'gpip'", "no strategy 'of'", "--cluster, --gl"))
 
 
-def test_a_model_that_fits_nowhere_is_told_what_is_missing(model, capsys):
+def test_a_model_that_fits_nowhere_gets_the_missing_memory(model, capsys):
     Path(model).write_text(MODEL.replace("hidden = 1024", "hidden = 16384").replace("ffn = 4096", "ffn = 65536"))
     assert main(words(model)) == 1
     out = " ".join(capsys.readouterr().out.split())
@@ -280,7 +288,7 @@ def test_ctrl_c_prints_the_answer_so_far(capsys):
     printed = capsys.readouterr()
     out = " ".join(printed.out.split())
     assert "interrupted: " in out
-    assert "a step may be among them" in out or "nothing that fits was found before the interrupt" in out
+    assert "which take at least" in out or "nothing that fits was found before the interrupt" in out
     assert re.match(r"planning: [\d,]+ of [\d,]+ layouts decided, \d+ s\n", printed.err)
 
 
@@ -301,6 +309,6 @@ def test_sequences_that_fit_nowhere_are_named_with_a_length_that_would(model, ca
     asked = words(model, seq=100_000_000, devices=1, **{"global-batch": 1, "software": "megatron-2021"})
     assert main([*asked, "--no-explain"]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert "are there for micro-batches of 1 sequence of 100,000,000 tokens" in out
+    assert "grow with the length of the sequences (micro-batches of 1 sequence of 100,000,000 tokens)" in out
     assert re.search(r"- with sequences of [\d,]+ tokens it fits", out)
     assert "choose a smaller model" not in out

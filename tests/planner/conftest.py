@@ -7,7 +7,7 @@ from pipeloom.planner.question import Question
 from pipeloom.workload.model import ModelShape
 
 SMALL = ModelShape(
-    layers=6, hidden=1024, heads=8, kv_heads=8, ffn=4096, mlp="gelu", vocab=32_000, tied=False, name="small"
+    layers=6, hidden=1024, heads=8, kv_heads=8, ffn=4096, family="gpt2", vocab=32_000, tied=False, name="small"
 )
 
 

@@ -86,7 +86,7 @@ def test_no_pipeline_is_advised_where_none_is_better():
     assert (plan.best.run.pp == 1) == is_better
 
 
-def test_what_is_missing_is_told_in_bytes_with_ways_out(ask):
+def test_missing_memory_is_reported_in_bytes_with_ways_out(ask):
     cluster = load_cluster("dgx-1-v100")
     short = replace(cluster, device=replace(cluster.device, memory_bytes=1.65e9))
     plan = make_plan(ask(cluster=short))
@@ -105,11 +105,16 @@ def test_a_batch_that_nothing_divides_is_answered_with_batches_that_do(ask):
 
 
 def test_devices_that_nothing_divides_are_answered_with_numbers_that_do(ask):
-    with pytest.raises(UserError, match="there may be 8 or 14 devices instead of 13"):
-        make_plan(ask(num_devices=13, global_batch=14).limited(pp=(1, 2)))
+    with pytest.raises(UserError, match="there may be 2 or 4 devices instead of 3"):
+        make_plan(ask(num_devices=3, global_batch=16).limited(pp=(1, 2)))
 
 
-def test_sharding_levels_may_be_told_in_any_order(ask):
+def test_several_nodes_that_nothing_divides_are_answered_with_whole_nodes(ask):
+    with pytest.raises(UserError, match="there may be 56 or 64 devices instead of 63"):
+        make_plan(ask(num_devices=63, global_batch=256, shape=replace(ask().shape, layers=32)))
+
+
+def test_sharding_levels_may_be_in_any_order(ask):
     short = with_memory(load_cluster("dgx-1-v100"), 0.08)
     one, other = (
         search(ask(cluster=short, limits=Limits(shards=shards)), 3).steps
@@ -121,7 +126,7 @@ def test_sharding_levels_may_be_told_in_any_order(ask):
 def test_a_kind_that_does_not_exist_is_no_rival(ask):
     plan = make_plan(ask(num_devices=13, global_batch=13).limited(tp=(1,), micro_batch=(1,)))
     assert plan.best.run.dp == 13
-    assert not {"a pipeline", "tp other than 1", "micro-batches other than 1"} & {rival.kind for rival in plan.rivals}
+    assert not {"a pipeline", "tp not 1", "micro-batch not 1"} & {rival.kind for rival in plan.rivals}
     assert not any("pipeline" in sentence for sentence in plan.advice)
 
 
@@ -182,7 +187,9 @@ def test_a_short_time_is_enough_for_an_answer_and_a_bound_below_it(ask):
     plan = next(plan for budget_s in (2.0, 8.0, 40.0) if (plan := make_plan(question, budget_s=budget_s)).best)
     assert plan.stopped == "time"
     # A fast machine may have proved the best layout in that time, with others of the answer still undecided.
-    assert plan.question.least_s < min(plan.open_bound_s, plan.best.prediction.step_time_s)
+    assert plan.question.least_s < plan.best.prediction.step_time_s
+    # On a busy machine the time is up before all layouts are enumerated; then the bound is that of the question.
+    assert plan.question.least_s <= plan.open_bound_s
 
 
 def test_a_million_devices_that_nothing_divides_are_answered_at_once(ask):
@@ -212,7 +219,12 @@ def test_the_nearest_numbers_of_devices_are_those_that_a_look_at_each_finds(head
         limits=Limits(pp=pps),
     )
     divided = [n for n in range(1, 2 * number + 1) if has_arrangement(replace(question, num_devices=n))]
-    below, above = [n for n in divided if n < number], [n for n in divided if n > number]
+    if number > question.cluster.devices_per_node:
+        whole = [n for n in divided if n % question.cluster.devices_per_node == 0]
+        below = [n for n in whole if n < number] or [n for n in divided if n < number]
+        above = [n for n in whole if n > number] or [n for n in divided if n > number]
+    else:
+        below, above = [n for n in divided if n < number], [n for n in divided if n > number]
     assert near_devices(question) == below[-1:] + above[:1]
 
 
@@ -221,7 +233,7 @@ def test_a_batch_of_too_many_micro_batches_is_left_out(ask):
         make_plan(ask(num_devices=4, global_batch=4_000_012).limited(micro_batch=(1,)))
 
 
-def test_a_wrong_question_is_told_whole(ask):
+def test_all_problems_of_a_question_are_reported(ask):
     with pytest.raises(ConfigError) as told:
         ask(num_devices=0, global_batch=0, precision="bf16", limits=Limits(families=("zebra",)))
     assert len(told.value.problems) == 4

@@ -37,10 +37,10 @@ def test_chosen_slices_beat_even_ones_and_whole_sequences(family):
 
 
 @pytest.mark.parametrize("family", ["gpipe", "1f1b", "breadth-first"])
-def test_no_number_of_even_slices_and_no_choice_of_the_programme_is_faster(family):
+def test_no_number_of_even_slices_and_no_choice_of_the_program_is_faster(family):
     placed, knobs = describe(FEW), replace(FEW, schedule=replace(FEW.schedule, family=family)).knobs()
     table = modelled_table(placed, 8)
-    programme = best_slices(table, 4, knobs.choice.num_microbatches).lengths
+    program = best_slices(table, 4, knobs.choice.num_microbatches).lengths
 
     def step_s(lengths):
         sliced = replace(placed.run, slices=lengths if len(lengths) > 1 else ())
@@ -48,7 +48,7 @@ def test_no_number_of_even_slices_and_no_choice_of_the_programme_is_faster(famil
         return simulate_step(placed.of(sliced), chosen).prediction.step_time_s
 
     found = plan_slices(placed, knobs, 8).step.prediction.step_time_s
-    assert found <= step_s(programme)
+    assert found <= step_s(program)
     assert found <= min(step_s(table.even(number).lengths) for number in range(1, 17))
 
 

@@ -109,7 +109,7 @@ def test_a_visit_that_lasts_as_long_as_the_next_load_uses_the_device_nearly_all_
 def test_the_number_of_stages_may_be_given():
     question = question_of([8] * 8, budget=4 * 32)
     assert len(plan_swaps(question, [4], num_stages=5).partition) == 5
-    with pytest.raises(UserError, match="no cut into 1 stages has every stage within 128 bytes"):
+    with pytest.raises(UserError, match="no partition into 1 stages has every stage within 128 bytes"):
         plan_swaps(question, [4], num_stages=1)
     with pytest.raises(UserError, match="the largest piece of the model takes 32 bytes, the budget is 31 bytes"):
         plan_swaps(question_of([8] * 8, budget=31), [4])

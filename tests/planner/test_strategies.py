@@ -27,7 +27,7 @@ from pipeloom.workload.model import ModelShape
 
 OURS = load_software("pipeloom")
 DEEP = ModelShape(
-    layers=14, hidden=1024, heads=8, kv_heads=8, ffn=4096, mlp="gelu", vocab=8000, tied=False, name="deep"
+    layers=14, hidden=1024, heads=8, kv_heads=8, ffn=4096, family="gpt2", vocab=8000, tied=False, name="deep"
 )
 ONE_BY_ONE = {"pp": (8,), "tp": (1,), "families": ("1f1b",), "micro_batch": (1,)}
 """One stage on each of eight ranks, whose first one keeps eight micro-batches and whose last one keeps one."""
@@ -90,7 +90,7 @@ def test_few_micro_batches_and_room_are_a_case_for_split_backwards(deep):
     assert best.prediction.step_time_s < 0.97 * whole.prediction.step_time_s
 
 
-def test_partners_stand_beside_each_other_where_the_network_is_slow(deep):
+def test_partners_are_neighbors_where_the_network_is_slow(deep):
     cluster = with_memory(2.85)
     slow = replace(cluster, name="slow", devices_per_node=4, inter=replace(cluster.inter, bytes_per_s=16e9))
     step = search(deep(ONE_BY_ONE, cluster=slow), 1).best
@@ -116,19 +116,19 @@ def test_a_way_that_the_program_does_not_have_is_refused(ask):
         ask(software=load_software("nanotron")).limited(strategies=("balance",))
 
 
-def test_only_a_way_may_be_asked_for(deep):
+def test_only_a_strategy_may_be_chosen(deep):
     limits, changes = CASES["balance"]
     steps = search(deep(limits | {"strategies": ("balance",)}, **changes), 5).steps
     assert {strategy_of(step) for step in steps} == {"balance"}
 
 
 @pytest.mark.parametrize("strategy", ["keep", "balance", "slices"])
-def test_layouts_without_a_strategy_are_told_where_nothing_needs_it(deep, strategy):
+def test_layouts_without_a_strategy_are_listed_where_nothing_needs_it(deep, strategy):
     limits = ONE_BY_ONE | {"strategies": (strategy,)}
     plan = make_plan(deep(limits), budget_s=60)
     assert strategy_of(plan.best) == "none"
     assert plan.closest is None
-    assert any(f"None of these layouts has {strategy}" in sentence for sentence in plan.advice)
+    assert any(f"None of these layouts uses {strategy}" in sentence for sentence in plan.advice)
     assert plan.best == search(deep(ONE_BY_ONE | {"strategies": ("none",)}), 1).best
 
 
@@ -223,9 +223,9 @@ def test_more_memory_never_makes_a_swapped_model_slower(deep):
     ("changes", "words"),
     [
         ({"host": None}, r"a table \[host\] with latency_us and gb_per_s"),
-        ({"memory": 1.6}, "Stages that visit the device one after the other do not fit either"),
-        ({"families": ("1f1b",)}, "with the strategy swap and the family breadth-first"),
-        ({"strategies": ("none",)}, "with the strategy swap and the family breadth-first"),
+        ({"memory": 1.6}, "Stages that are swapped through the device one after the other do not fit"),
+        ({"families": ("1f1b",)}, "strategy swap with the family breadth-first"),
+        ({"strategies": ("none",)}, "strategy swap with the family breadth-first"),
     ],
 )
 def test_where_nothing_can_be_swapped_the_plan_says_why(deep, changes, words):
@@ -258,7 +258,7 @@ def test_a_plan_of_a_swapped_model_says_so(deep):
     assert sum(causes(plan.best).values()) == pytest.approx(plan.best.prediction.step_time_s, rel=1e-9)
 
 
-def test_the_stages_of_a_swapped_model_may_be_asked_for(deep):
+def test_the_stages_of_a_swapped_model_may_be_chosen(deep):
     question = deep({"loops": (5, 9, 16)}, cluster=with_memory(2.4), **ALONE)
     steps = search(question, 5).steps
     assert {step.run.loops for step in steps} <= {5, 9, 16}

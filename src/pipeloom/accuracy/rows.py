@@ -12,7 +12,6 @@ from pipeloom.system.files import read_text
 from pipeloom.workload.dtypes import Precision
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.model import ModelShape
-from pipeloom.workload.model_families import mlp_names
 from pipeloom.workload.run import Attention, Run
 
 _SHAPE_COUNTS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
@@ -32,6 +31,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "attention": get_args(Attention),
     "precision": get_args(Precision),
 }
+_FAMILIES = {"gelu": "gpt2", "swiglu": "llama"}
+"""Feed-forward block, as in the column ``mlp`` -> family of models."""
 _MOST_PROBLEMS = 20
 
 BLANKS: dict[str, str] = {
@@ -175,7 +176,7 @@ def _row(cells: dict[str, str], where: str, problems: list[str]) -> Row | None:
 
     values: dict[str, Any] = {name: cell(name, _count, "a whole number of at least 1") for name in _COUNTS}
     values |= {name: cell(name, _flag, "0 or 1") for name in _FLAGS}
-    for name, among in (*_CHOICES.items(), ("mlp", mlp_names())):
+    for name, among in (*_CHOICES.items(), ("mlp", tuple(_FAMILIES))):
         values[name] = line[name]
         if line[name] not in among:
             problems.append(f"{where}: {name} must be one of {', '.join(among)}, found '{line[name]}'")
@@ -217,7 +218,8 @@ def _positive(text: str) -> float | None:
 
 
 def _make(line: dict[str, str], values: dict[str, Any]) -> Row:
-    shape = ModelShape(name=line["model"], **{name: values[name] for name in (*_SHAPE_COUNTS, "mlp", "tied")})
+    sizes = {name: values[name] for name in (*_SHAPE_COUNTS, "tied")}
+    shape = ModelShape(name=line["model"], family=_FAMILIES[values["mlp"]], **sizes)
     of_run = {name: values[name] for name in (*_RUN_COUNTS, *_RUN_CHOICES, *_RUN_FLAGS)}
     return Row(
         set_name=line["set"],

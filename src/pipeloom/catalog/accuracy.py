@@ -16,6 +16,11 @@ class Errors:
         mean_abs_error, p90_abs_error: mean and 90th percentile of |predicted / measured - 1|.
         bias: mean of predicted / measured - 1.
         groups: number of groups of comparable layouts (``accuracy.rows.Group``).
+        pairs: number of pairs of layouts of one group, both predicted to take at most 1.5 times its fastest step.
+        pair_error: median over the pairs of |ratio of the predicted step times / ratio of the measured ones - 1|. A
+            factor that all predictions share cancels out. ``None`` without pairs.
+        order_below, order_above: share of the pairs that are measured in the predicted order, of those whose predicted
+            times differ by less than ``pair_error``, and of the others; ``None`` without such pairs.
         median_regret, worst_regret: over the groups, the measured step time of the layout that was predicted fastest /
             that of the fastest - 1; ``None`` without groups.
     """
@@ -25,6 +30,10 @@ class Errors:
     p90_abs_error: float
     bias: float
     groups: int
+    pairs: int
+    pair_error: float | None
+    order_below: float | None
+    order_above: float | None
     median_regret: float | None
     worst_regret: float | None
 

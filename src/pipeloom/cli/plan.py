@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.catalog.cluster_files import cluster_to_toml
-from pipeloom.cli.flags import SOURCE, or_note, read_flags
+from pipeloom.cli.flags import SOURCE, Words, or_note, read_words
 from pipeloom.cli.reference import Command, Output, Place
 from pipeloom.cli.run_config import source_of
 from pipeloom.config import RunConfig, in_order
@@ -16,8 +16,9 @@ from pipeloom.config.problems import model_problems, optimizer_problems
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.comparison import causes
 from pipeloom.planner.plan import Plan, make_question, plan
-from pipeloom.planner.question import Limits, Question
+from pipeloom.planner.question import Limits, Question, limit_problems
 from pipeloom.planner.run_file import run_config
+from pipeloom.planner.strategies import with_strategies
 from pipeloom.predict.describe import load_or_note, with_model_sizes
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.runs.run_folder import SCHEDULE
@@ -35,8 +36,8 @@ RUN_FILE = "run.toml"
 class Options:
     """Options of ``pipeloom plan``.
 
-    Prints the fastest layouts, where the time of each goes, why the first one wins, what would change that, and how far
-    past predictions were off. Layouts are skipped only where a lower bound on their step time exceeds the answer.
+    Prints the fastest layouts, their step time by cause, the best layouts of other kinds, what would change the answer,
+    and the expected error. A layout is skipped only if a lower bound of its step time or memory excludes it.
     """
 
     config: Annotated[Path | None, Place("CONFIG")] = None
@@ -46,7 +47,7 @@ class Options:
     cluster: Common[ClusterName | None] = None
     """Cluster: a name of the catalog, or a file."""
     devices: Common[Count | None] = None
-    """World size: devices, all of which a layout uses."""
+    """World size. A layout uses all devices."""
     global_batch: Common[Count | None] = None
     """Global batch size, in sequences."""
     seq: Common[Count | None] = None
@@ -77,12 +78,12 @@ class Options:
     recompute: Common[tuple[Recompute, ...]] = ()
     """Activation recomputation to search. none and full together allow some of the layers, too. None: all."""
     strategies: tuple[Annotated[str, Names("strategies")] | Literal["none"], ...] = ()
-    """Ways to make room in memory, or to shorten the bubble, to search. keep recomputes the micro-batches that a rank
-    has no room for; balance moves activations to ranks that have room; offload moves them to the host; swap keeps most
-    stages at the host, on one device; slices cuts sequences. none: layouts without, printed as well where the others
-    lead to no layout. None: all that the training program has."""
+    """Strategies to search, which save memory or shorten the bubble. keep recomputes the micro-batches that do not fit;
+    balance moves activations to ranks with free memory; offload moves them to the host; swap keeps most stages of a
+    model on the host, on one device; slices cuts sequences. none: layouts without a strategy, which are also printed if
+    the others lead to no layout. None: all that the training program has."""
     sequence_parallel: Literal["any", "on", "off"] = "any"
-    """Sequence parallelism beside tensor parallelism."""
+    """Sequence parallelism, with tensor parallelism, to search."""
     best: Common[Count] = 10
     """Number of layouts to print."""
     budget_s: Common[Positive | None] = None
@@ -113,16 +114,18 @@ COMMAND = Command(
 
 @dataclass(frozen=True)
 class Request:
-    """A question, and the names that it uses.
+    """A command line that is right.
 
     Attributes:
+        options: of the command.
         question: the layouts to search.
         model: the model's name or file; ``None`` if a run file gives its sizes.
         cluster: name or file.
         software: name or file.
-        config: where a run file was given.
+        config: of the run file, if one was given.
     """
 
+    options: Options
     question: Question
     model: str | None
     cluster: str
@@ -131,9 +134,9 @@ class Request:
 
 
 def run(words: list[str]) -> int:
-    """Parse the arguments, plan, print what there is; 1 if nothing fits, 130 at Ctrl-C."""
-    options, problems = read_flags(COMMAND, words)
-    request = _request(options, problems, words)
+    """Parse the arguments, plan, print the answer; returns 1 if nothing fits, 130 after Ctrl-C."""
+    request = parse_request(words)
+    options = request.options
     from pipeloom.cli.plan_progress import PlanProgress
     from pipeloom.cli.plan_text import print_next, print_plan
 
@@ -151,11 +154,11 @@ def run(words: list[str]) -> int:
     if answer.best is not None:
         _write(options, request, answer.steps[options.row - 1])
         if not options.json and options.out is None and options.export is None:
-            print_next()
+            print_next(words)
     elif not options.json and (options.out or options.export):
         print("\nnothing is written: there is no layout to write")
     if answer.stopped == "interrupt":
-        # As a command that Ctrl-C ended, although there is an answer: a script should not go on as if it were whole.
+        # The shells' status of an interrupted command: a script must not take part of an answer for all of it.
         return 130
     return 1 if answer.best is None else 0
 
@@ -189,13 +192,12 @@ def _write(options: Options, request: Request, best: SimulatedStep) -> None:
 
 
 def _cluster_file(options: Options, request: Request, best: SimulatedStep) -> str:
-    """The cluster's name or file; beside the run a file of its own where its groups are taken in another order."""
-    # A run file names a cluster by name; groups in another order need a file of their own.
+    """Name or file of the cluster; writes a file if the layout has the groups of nodes in another order."""
     if (options.out is None and options.export is None) or best.cluster == request.question.cluster:
         return request.cluster
     file = (options.out or options.export or Path()) / "run.cluster.toml"
     note = (
-        f"{request.cluster} with its groups in the order that `pipeloom plan` chose: the first ranks are on the first."
+        f"{request.cluster} with its groups of nodes in the order that `pipeloom plan` chose, for the ranks in order."
     )
     write_text(file, cluster_to_toml(best.cluster, {"": [note]}), parents=True)
     if not options.json:
@@ -204,7 +206,7 @@ def _cluster_file(options: Options, request: Request, best: SimulatedStep) -> st
 
 
 def _over(config: RunConfig, planned: RunConfig, *, has_model: bool) -> RunConfig:
-    """A run's own settings, with what was planned; and with the model of the question, if that was another."""
+    """A run's settings with the planned ones, and with the model of the question if a flag set it."""
     training = replace(config.training, dtype=planned.training.dtype, device=planned.training.device)
     return replace(
         config,
@@ -217,8 +219,18 @@ def _over(config: RunConfig, planned: RunConfig, *, has_model: bool) -> RunConfi
     )
 
 
-def _request(options: Options, problems: list[str], words: list[str]) -> Request:
-    """The question, or an error with everything that is missing or wrong, behind what is wrong with the words."""
+def parse_request(words: list[str]) -> Request:
+    """Read the words behind ``pipeloom plan``, the run file and the catalog.
+
+    Raises:
+        ConfigError: everything that is missing or wrong, in the order of the words.
+    """
+    found = read_words(COMMAND, words)
+    return _request(Options(**found.values), found, words)
+
+
+def _request(options: Options, found: Words, words: list[str]) -> Request:
+    problems = found.problems
     if options.out is not None and options.out.suffix == ".toml":
         problems.append(f"--out takes a folder, to which {RUN_FILE} and {SCHEDULE} go, found {options.out}")
     if options.row > 1 and options.out is None and options.export is None:
@@ -232,10 +244,8 @@ def _request(options: Options, problems: list[str], words: list[str]) -> Request
     missing = [
         f"--{name.replace('_', '-')}"
         for name in ("model", "cluster", "devices", "global_batch", "seq")
-        if getattr(options, name) is None
+        if getattr(options, name) is None and name not in found.wrong  # a wrong value is a problem already
     ]
-    # One with a wrong value is a problem already.
-    missing = [flag for flag in missing if not any(problem.startswith(f"{flag} ") for problem in problems)]
     if missing and options.config is None:
         problems.append(f"expected a run file, or {', '.join(missing)} as well")
     machine = config.machine if config is not None else None
@@ -248,9 +258,13 @@ def _request(options: Options, problems: list[str], words: list[str]) -> Request
         shape = shape_of(config.model.resolve(config.data.vocab_size))
     cluster = load_or_note(load_cluster, cluster_name, problems) if cluster_name else None
     software = load_or_note(load_software, software_name, problems)
+    limits = _limits(options)
     if problems or shape is None or cluster is None or software is None:
+        if software is not None:
+            problems += limit_problems(Limits(**limits), with_strategies(software))
         source = SOURCE if path is None or config is None else source_of(path, words)
-        raise ConfigError(list(dict.fromkeys(problems)), source)  # a run file and its model name one problem
+        # A run file and its model may have the same problem.
+        raise ConfigError(list(dict.fromkeys(problems)), source)
     layout, known = (config.layout, config.data) if config is not None else (None, None)
     question = make_question(
         shape,
@@ -263,18 +277,18 @@ def _request(options: Options, problems: list[str], words: list[str]) -> Request
         attention=options.attention or (machine.attention if machine is not None else "flash2"),
         fused_norm=_first(options.fused_norm, machine.fused_norm if machine is not None else True),
         optimizer=config.optimizer.rule if config is not None else None,
-        **_limits(options),
+        **limits,
     )
-    return Request(question, model_name, cluster_name, software_name, config)
+    return Request(options, question, model_name, cluster_name, software_name, config)
 
 
 def _first(*values: Any) -> Any:
-    """The first value that was given."""
+    """The first value that is not ``None``."""
     return next(value for value in values if value is not None)
 
 
 def _read(path: Path, seq: int | None, problems: list[str]) -> RunConfig:
-    """The run file, with the tokens of a sequence of the question, on which some models depend."""
+    """Read the run file, with the sequence length of the question, on which the sizes of some models depend."""
     config, found = read_run_file(path)
     if seq is not None:
         config = replace(config, data=replace(config.data, seq_len=seq))
@@ -291,12 +305,12 @@ def _model_name(config: RunConfig) -> str | None:
 def _limits(options: Options) -> dict[str, tuple[Any, ...]]:
     split = {"any": (), "on": (True,), "off": (False,)}[options.sequence_parallel]
     values = {item.name: getattr(options, item.name) for item in fields(Limits)} | {"sequence_parallel": split}
-    # A flag that nobody gave is empty, which limits nothing.
+    # A flag that is not given is empty and sets no limit.
     return {name: among for name, among in values.items() if among}
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """What ``--json`` prints, in SI units; docs/plan.md lists the keys."""
+    """Output of ``--json``, in SI units; docs/plan.md lists the keys."""
     question, counts = plan.question, plan.counts
     near = plan.closest
     return {

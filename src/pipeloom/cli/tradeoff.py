@@ -50,7 +50,7 @@ class Options:
     """Options of ``pipeloom tradeoff``.
 
     Each method has its best layout and global batch on each cluster. A batch of B sequences needs 1 + B / B_crit times
-    the tokens of small batches, and a smaller batch keeps devices less busy.
+    the tokens of small batches, and a smaller batch utilizes devices less.
     """
 
     model: ModelName
@@ -58,16 +58,16 @@ class Options:
     cluster: ClusterName
     """Cluster: a name of the catalog, or a file. --devices sets its size."""
     seq: int
-    """Tokens of a sequence."""
+    """Sequence length, in tokens."""
     tokens: Common[float | None] = None
-    """Tokens that training takes with small batches. None: 20 per parameter (arXiv 2203.15556)."""
+    """Tokens of the training run with small batches. None: 20 per parameter (arXiv 2203.15556)."""
     critical_batch: Common[float | None] = None
     """Critical batch size B_crit in sequences. Training takes twice the tokens with such a batch. None: by the fit of
     arXiv 2001.08361."""
     critical_batch_tokens: float | None = None
     """Critical batch size B_crit in tokens instead."""
     price: Common[float | None] = None
-    """Dollars per device and hour. None: that of the cluster's file."""
+    """Dollars per device-hour. None: that of the cluster's file."""
     devices: Common[tuple[int, ...]] = DEVICE_COUNTS
     """Cluster sizes in devices."""
     reference: int | None = None
@@ -112,7 +112,7 @@ def run(words: list[str]) -> int:
     if not curves.points:
         raise UserError(
             f"no layout of any method fits {inputs.question.num_devices} devices of {inputs.question.cluster.name}: "
-            "take more for the reference, with --reference and --devices, or devices with more memory"
+            "use a larger reference, with --reference and --devices, or devices with more memory"
         )
     if options.plot is not None:
         _draw(curves, options.plot)
@@ -201,7 +201,7 @@ def _batches(options: Options, problems: list[str]) -> tuple[Fraction, ...]:
 def _training(
     options: Options, shape: ModelShape | None, cluster: Cluster | None, problems: list[str]
 ) -> Training | None:
-    """The training; where a value is missing because of another problem, a harmless one replaces it."""
+    """The training run; a value that is missing because of another problem is replaced by a valid one."""
     if options.seq < 1:
         problems.append(f"--seq must be at least 1, found {options.seq}")
     seq = max(1, options.seq)
@@ -257,7 +257,7 @@ def _print_headline(console: Console, curves: Curves, *, has_default_batch: bool
     lines = {
         "model": f"{question.shape.name}, sequences of {question.seq:,} tokens, "
         + dtype_words(question.precision, is_default=question.has_default_dtype),
-        "cluster": f"{question.cluster.name} at {_dollars(training.price_per_device_hour)} for a device and hour",
+        "cluster": f"{question.cluster.name} at {_dollars(training.price_per_device_hour)} per device-hour",
         "program": trained or by_method,
         "tokens": f"{training.tokens:.4g} with small batches, times 1 + B / B_crit",
         "B_crit": f"{training.critical_batch:,.0f} sequences{source}",
@@ -330,8 +330,8 @@ def _print_notes(console: Console, curves: Curves) -> None:
         ]
         if counts:
             console.print(
-                f"on {', '.join(counts)} devices the best batch is the {end} that was tried, {float(batch):g} for each "
-                "device: --batch-per-device takes others"
+                f"on {', '.join(counts)} devices the best batch is the {end} that was tried, {float(batch):g} per "
+                "device; set others with --batch-per-device"
             )
     for method in curves.inputs.methods:
         batches = [f"{float(batch):g}" for missing, batch in curves.missing if missing == method]

@@ -1,4 +1,4 @@
-"""Advice of a plan: sentences about what its tables do not show."""
+"""Advice of a plan: sentences about facts that its tables do not show."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -33,7 +33,7 @@ def advice(
     yield from _on_devices(question, best, deadline)
     for rival in rivals:
         if rival.kind.endswith(ALONE) and rival.step is not None and _relative(best, rival.step) <= 0:
-            yield f"Do not use the other nodes: with {rival.kind} a step takes {_difference(best, rival.step, bar)}."
+            yield f"Do not use the other nodes: on {rival.kind} a step takes {_difference(best, rival.step, bar)}."
 
 
 def _relative(best: SimulatedStep, other: SimulatedStep) -> float:
@@ -42,22 +42,22 @@ def _relative(best: SimulatedStep, other: SimulatedStep) -> float:
 
 
 def _difference(best: SimulatedStep, other: SimulatedStep, bar: ErrorBar) -> str:
-    """How much longer or shorter another layout's step is, and whether predictions can decide that."""
+    """Relative difference of another layout's step time, in words, and whether it is a tie."""
     more = _relative(best, other)
-    tie = f" by the prediction, a tie (below {bar.tie:.1%})" if is_tie(best, other, bar) else ""
+    tie = f" by prediction, a tie (below {bar.tie:.1%})" if is_tie(best, other, bar) else ""
     return f"{abs(more):.1%} {'longer' if more >= 0 else 'less'}{tie}"
 
 
 def is_tie(best: SimulatedStep, other: SimulatedStep, bar: ErrorBar) -> bool:
-    """Whether predictions do not decide which of two layouts is faster."""
+    """Whether the predicted step times of two layouts are a tie (``ErrorBar.tie``)."""
     return bar.is_tie(best.prediction.step_time_s, other.prediction.step_time_s)
 
 
 def simplest_tie(steps: Sequence[SimulatedStep], bar: ErrorBar) -> int:
     """Index of the simplest layout among those that tie with the first.
 
-    Simple is, in this order: no strategy, a short pipeline, few stages for each rank, no tensor parallelism, no
-    recomputation. The faster one of equals.
+    The criteria are, in this order: no strategy, fewest pipeline ranks, fewest stages, smallest tensor axis, no
+    recomputation, shortest step.
     """
     ties = [number for number, step in enumerate(steps) if is_tie(steps[0], step, bar)]
     return min(ties, key=lambda number: (_complexity(steps[number]), number))
@@ -71,7 +71,7 @@ def _complexity(step: SimulatedStep) -> tuple[bool, int, int, int, bool]:
 def on_plain(
     searching: Search, question: Question, best: SimulatedStep, bar: ErrorBar, deadline: float
 ) -> Iterator[str]:
-    """A faster layout without strategies, where the limits exclude these layouts."""
+    """A faster layout without strategies that the limits exclude."""
     name = strategy_of(best)
     if name == "none" or question.limits.allows(strategies="none"):
         return
@@ -91,7 +91,7 @@ def _on_strategies(question: Question, best: SimulatedStep) -> Iterator[str]:
     if names is not None and strategy_of(best) not in names:
         limits = [found for name in names if name != "none" and (found := STRATEGIES[name].limit(question)) is not None]
         reasons = f" ({'; '.join(limits)})" if limits else ""
-        yield f"None of these layouts has {' or '.join(names)}: nothing needs it, or it does not help{reasons}."
+        yield f"None of these layouts uses {' or '.join(names)}: it is not needed, or it does not help{reasons}."
 
 
 def _on_pipelines(best: SimulatedStep, rivals: Sequence[Rival], bar: ErrorBar) -> Iterator[str]:
@@ -102,10 +102,10 @@ def _on_pipelines(best: SimulatedStep, rivals: Sequence[Rival], bar: ErrorBar) -
         elif rival.kind == "no pipeline" and rival.step is None:
             yield "A pipeline is needed: without one nothing fits."
         elif rival.kind == "no pipeline" and rival.step is not None:
-            verdict = "so the pipeline pays"
+            verdict = ", so the pipeline pays"
             if is_tie(best, rival.step, bar):
-                verdict = "and simpler: measure both before you choose the pipeline"
-            yield f"Without a pipeline a step takes {_difference(best, rival.step, bar)}, {verdict}."
+                verdict = ". No pipeline is simpler: measure both before you choose"
+            yield f"Without a pipeline a step takes {_difference(best, rival.step, bar)}{verdict}."
 
 
 def _on_bubble(best: SimulatedStep, changes: Sequence[Change]) -> Iterator[str]:
@@ -122,8 +122,8 @@ def _on_memory(best: SimulatedStep) -> Iterator[str]:
     share = best.prediction.memory.total_bytes / best.prediction.device_bytes[best.prediction.fullest_rank]
     if share > TIGHT:
         yield (
-            f"The fullest device is {share:.0%} full by the prediction. If it runs out of memory, take one of the next "
-            "layouts that holds less, or recompute more layers."
+            f"By prediction the fullest device is {share:.0%} full. If it runs out of memory, take a row with less "
+            "memory, or recompute more layers."
         )
 
 
@@ -135,6 +135,6 @@ def _on_devices(question: Question, best: SimulatedStep, deadline: float) -> Ite
     other = search(replace(question, num_devices=fewer), 1, deadline=deadline).best
     if other is not None and other.prediction.step_time_s <= best.prediction.step_time_s:
         yield (
-            f"{question.num_devices} devices do not divide well: with {fewer} of them a step takes "
-            f"{other.prediction.step_time_s:.4g} s, no longer than with all."
+            f"{question.num_devices} devices do not divide well: on {fewer} of them a step takes "
+            f"{other.prediction.step_time_s:.4g} s, no longer than on all."
         )

@@ -15,7 +15,7 @@ from pipeloom.predict.step import SimulatedStep
 from pipeloom.schedule import Kind
 
 CAUSES = {
-    "compute_s": "compute",
+    "compute_s": "compute+tp",
     "recompute_s": "recomputation",
     "bubble_s": "bubble",
     "exposed_p2p_s": "exposed p2p",
@@ -23,7 +23,9 @@ CAUSES = {
     "optimizer_s": "optimizer",
     "host_s": "host",
 }
-"""Keys of ``causes`` -> titles; tensor-parallel exchanges count as compute."""
+"""Keys of ``causes`` -> titles. Tensor-parallel collectives count as compute."""
+_SAME_SPEED = 0.0005
+"""Relative difference of two speeds that is printed as 0.0%."""
 
 
 def causes(step: SimulatedStep) -> dict[str, float]:
@@ -42,6 +44,20 @@ def causes(step: SimulatedStep) -> dict[str, float]:
         "optimizer_s": mean["optimizer_s"],
         "host_s": mean["host_s"],
     }
+
+
+def main_cause(step: SimulatedStep, other: SimulatedStep) -> str | None:
+    """The key of ``causes`` that changes the time per token most in the direction of the whole change.
+
+    ``None`` if the time per token is the same.
+    """
+    # Tokens of a step: the batches of the two may differ.
+    tokens, other_tokens = (one.tokens_per_s * one.prediction.step_time_s for one in (step, other))
+    more_s = 1 / other.tokens_per_s - 1 / step.tokens_per_s
+    if abs(more_s * step.tokens_per_s) < _SAME_SPEED:
+        return None
+    ours, theirs = causes(step), causes(other)
+    return max(ours, key=lambda name: more_s * (theirs[name] / other_tokens - ours[name] / tokens))
 
 
 def _recompute_s(step: SimulatedStep) -> float:
@@ -124,9 +140,9 @@ def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Limit
             (other, Limits(families=(other,), pp=pipelines or (1,))) for other in question.families if other != family
         )
     if others := tuple(tp for tp in sizes if tp != run.tp):
-        yield f"tp other than {run.tp}", Limits(tp=others)
+        yield f"tp not {run.tp}", Limits(tp=others)
     if others := tuple(size for size in divisors(question.global_batch) if size != run.micro_batch):
-        yield f"micro-batches other than {run.micro_batch}", Limits(micro_batch=others)
+        yield f"micro-batch not {run.micro_batch}", Limits(micro_batch=others)
     if (name := strategy_of(best)) != "none" and limits.allows(strategies="none"):
         yield STRATEGIES[name].without, Limits(strategies=("none",))
     if run.recompute_kinds != ("none",) and "none" in question.recompute:
@@ -154,7 +170,7 @@ def changes(question: Question, best: SimulatedStep, deadline: float) -> Iterato
         if is_over(deadline):
             return
         found = search(other, 1, deadline=deadline)
-        # A change that was not searched to the end might only look worse than it is.
+        # After an incomplete search the change would look worse than it is.
         if found.counts.layouts and found.open_bound_s is None:
             step = found.best
             yield Change(what, step, 0.0 if step is None else step.tokens_per_s / best.tokens_per_s)

@@ -7,6 +7,7 @@ from pipeloom.catalog import load_software, names
 from pipeloom.catalog.accuracy import Accuracy, Errors, load_accuracy
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
+from pipeloom.terminal.words import count
 
 
 @dataclass(frozen=True)
@@ -15,9 +16,9 @@ class ErrorBar:
 
     Attributes:
         errors: the statistics; ``None`` without measurements on the cluster's device.
-        rests_on: one sentence about the measurements.
-        tie: relative difference of two step times below which predictions do not decide which layout is faster: the
-            mean absolute error, or without measurements the largest one of another device.
+        rests_on: the measurements, in words.
+        tie: relative difference of two predicted step times below which they do not decide which layout is faster:
+            ``Errors.pair_error``, or without measurements the largest one of another device.
     """
 
     errors: Errors | None
@@ -25,31 +26,39 @@ class ErrorBar:
     tie: float
 
     def to_json(self) -> dict[str, Any]:
-        """``rests_on`` and the fields of ``errors``, each ``None`` without measurements."""
+        """``rests_on``, ``tie``, and the fields of ``errors``, each ``None`` without measurements."""
         values = dict.fromkeys(Errors.__dataclass_fields__) if self.errors is None else asdict(self.errors)
         return {**values, "rests_on": self.rests_on, "tie": self.tie}
 
     def is_tie(self, first_s: float, other_s: float) -> bool:
-        """Whether two predicted step times, in seconds, differ by less than the predictions are off."""
+        """Whether the difference of two predicted step times, in seconds, is below ``tie``."""
         return abs(other_s / first_s - 1) < self.tie
 
     @property
-    def text(self) -> str:
-        """One line: the figures, if there are any, and the measurements."""
-        if self.errors is None:
-            return self.rests_on
+    def sentences(self) -> tuple[str, ...]:
+        """The error of a step time, the error of a comparison, and the measurements."""
         errors = self.errors
-        sign = "short" if errors.bias < 0 else "long"
-        regret = ""
-        if errors.median_regret is not None:
-            groups = f"{errors.groups} comparison{'s' * (errors.groups != 1)}"
-            regret = (
-                f"; in {groups} of layouts of one model and batch, the layout that was predicted fastest took "
-                f"{errors.median_regret:.1%} longer than the fastest in the median (docs/accuracy.md has the worst)"
+        if errors is None:
+            return (
+                f"{self.rests_on}.",
+                f"Layouts whose step times differ by less than {self.tie:.1%} are taken as a tie.",
             )
+        sign = "short" if errors.bias < 0 else "long"
+        step = (
+            f"Step times: the average error is {errors.mean_abs_error:.1%}, 90% of them are within "
+            f"{errors.p90_abs_error:.1%} (on average {abs(errors.bias):.1%} too {sign}): {self.rests_on}."
+        )
+        return step, self._on_pairs(errors)
+
+    def _on_pairs(self, errors: Errors) -> str:
+        shares = ((errors.order_below, "differed by less"), (errors.order_above, "differed by more"))
+        orders = " and ".join(f"{share:.0%} of those that {which}" for share, which in shares if share is not None)
+        if errors.pair_error is None or not orders:
+            return f"Comparisons: none were measured, so {self.tie:.1%}, the error of a step time, is taken as a tie."
         return (
-            f"the average error of predicted step times is {errors.mean_abs_error:.1%}, 90% of them are within "
-            f"{errors.p90_abs_error:.1%} (on average {abs(errors.bias):.1%} too {sign}){regret}: {self.rests_on}"
+            f"Comparisons: of two layouts whose predicted step times differ by less than {self.tie:.1%}, either may be "
+            f"faster. Of {errors.pairs:,} pairs of measured layouts of one model and batch, the predictions had the "
+            f"order right for {orders}."
         )
 
 
@@ -72,24 +81,27 @@ def error_bar(cluster: Cluster, software: Software, accuracy: Accuracy | None = 
         return ErrorBar(
             held_out,
             f"{held_out.rows} measured steps of {software.name} on {device}, held out of the calibration ({source})",
-            held_out.mean_abs_error,
+            _tie(held_out),
         )
     general = known.by_device.get(device)
     if general is not None:
         means = known.general_of[device]
-        # A mean alone would hide that one program may be predicted twice as well as another.
+        # A mean alone would hide that errors differ between programs.
         best, worst = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
         spread = ""
         if len(means) > 1:
-            spread = f" ({means[best]:.1%} for {best} to {means[worst]:.1%} for {worst}), each weighing the same"
+            spread = f" ({means[best]:.1%} for {best} to {means[worst]:.1%} for {worst}; all have equal weight)"
         return ErrorBar(
             general,
-            f"{software.name} has not been calibrated on {device}, so this is the error of general efficiencies on "
-            f"{general.rows:,} measured steps of {len(means)} other program{'s' * (len(means) != 1)} there{spread} "
-            f"({source})",
-            general.mean_abs_error,
+            f"{general.rows:,} measured steps of {count(len(means), 'other program')} on {device}{spread}, "
+            f"predicted with general efficiencies, since {software.name} has not been calibrated there ({source})",
+            _tie(general),
         )
-    return _unmeasured(device, known)
+    return _unmeasured(device, known, source)
+
+
+def _tie(errors: Errors) -> float:
+    return errors.mean_abs_error if errors.pair_error is None else errors.pair_error
 
 
 def _is_of_catalog(software: Software) -> bool:
@@ -97,13 +109,12 @@ def _is_of_catalog(software: Software) -> bool:
     return software.name in names("software") and load_software(software.name).efficiency == software.efficiency
 
 
-def _unmeasured(device: str, known: Accuracy) -> ErrorBar:
+def _unmeasured(device: str, known: Accuracy, source: str) -> ErrorBar:
     error, program, where = max(
         (error, program, where) for where, errors in known.general_of.items() for program, error in errors.items()
     )
     text = (
-        f"no prediction for {device} was compared with a measured step, so the error is unknown; "
-        f"general efficiencies were {error:.1%} off on average in the worst case measured ({program} on {where}, "
-        f"{known.table}, {known.date})"
+        f"No prediction for {device} was compared with a measured step, so the error is unknown. General efficiencies "
+        f"were {error:.1%} off on average in the worst case measured ({program} on {where}: {source})"
     )
-    return ErrorBar(None, text, error)
+    return ErrorBar(None, text, max(_tie(errors) for errors in known.by_device.values()))

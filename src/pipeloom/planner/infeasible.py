@@ -1,4 +1,4 @@
-"""Diagnosis of questions without an answer: what does not divide, how much memory is missing, and what would fit."""
+"""Diagnosis of questions without an answer: causes, missing memory, and similar questions with an answer."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ from pipeloom.terminal.words import count
 
 @dataclass(frozen=True)
 class Closest:
-    """Where nothing fits, the layout that lacks the least memory.
+    """The layout that lacks the least memory, if nothing fits.
 
     Attributes:
         leaf: the layout, with a single sharding level.
         least_bytes: lower bound of the memory of its fullest device, the one with the least free memory.
-        missing_bytes: of them that the device does not have; 0 if the bound fits but no schedule does.
-        sequence_bytes: of them those that sequences of one token would not need.
-        ways_out: changes of the question with which something fits, each with its best step.
+        missing_bytes: bytes of it that the device lacks; 0 if the bound fits but no schedule does.
+        sequence_bytes: bytes of it that shorter sequences would not need (compared with sequences of one token).
+        ways_out: (change of the question with which something fits, best step).
     """
 
     leaf: Leaf
@@ -37,11 +37,11 @@ class Closest:
 
 
 MOST_DOUBLINGS = 6
-"""Most doublings of the devices, and searches with halved sequences, to find something that fits."""
+"""Most doublings of the devices, and most searches with halved sequences, to find a layout that fits."""
 _EVEN = 128
-"""Tokens of which shorter sequences are multiples, so that tensor axes divide them."""
+"""Shorter sequences are multiples of this many tokens, so that tensor axes divide them."""
 _SLACK = 1e-9
-"""Relative difference of sums in another order."""
+"""Relative rounding error of sums in another order."""
 MOST_NUMBERS = 1000
 """Numbers of devices to try on each side of the question's."""
 
@@ -162,6 +162,11 @@ def _half(seq: int) -> int:
 def no_layout(question: Question, excluded: Counter[str]) -> UserError:
     """The error for a question without layouts: causes, and similar batches and numbers of devices with layouts."""
     problems = [f"{cause}: {count(number, 'combination')} of axes" for cause, number in excluded.most_common()]
+    for name in ("tp", "pp", "dp"):
+        sizes = getattr(question.limits, name)
+        if sizes is not None and all(question.num_devices % size for size in sizes if size > 0):
+            found = ", ".join(map(str, sizes))
+            problems.append(f"{name} must divide the number of devices, {question.num_devices}, found {found}")
     if question.limits.names:
         problems.append(f"limits are set on {', '.join(question.limits.names)}; leave some of them out")
     batches = _near_batches(question)
@@ -191,7 +196,7 @@ def _near_batches(question: Question) -> list[int]:
 
 
 def near_devices(question: Question) -> list[int]:
-    """The next smaller and the next larger number of devices that have a layout.
+    """The next smaller and the next larger number of devices that have a layout, in whole nodes if possible.
 
     The candidates are products of the axes that model and batch allow, since there may be millions of numbers.
     """
@@ -206,5 +211,10 @@ def near_devices(question: Question) -> list[int]:
         few = numbers[:MOST_NUMBERS].tolist()
         return next((other for other in few if has_arrangement(replace(question, num_devices=other))), None)
 
-    near = (first(products[products < number][::-1]), first(products[(products > number) & (products <= most)]))
+    node = question.cluster.devices_per_node
+    near = list[int | None]()
+    for side in (products[products < number][::-1], products[(products > number) & (products <= most)]):
+        # Clusters allocate whole nodes.
+        whole = side[side % node == 0] if number > node else side[:0]
+        near.append(first(whole) or first(side))
     return [other for other in near if other is not None]

@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from inspect import signature
 from math import inf
-from typing import Any
+from typing import Any, get_type_hints
 
+from pipeloom.calls import checked, value_problems
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software, with_optimizer
@@ -24,6 +26,7 @@ from pipeloom.system.stopping import Reason, Stop
 from pipeloom.terminal.words import count as count_of
 from pipeloom.terminal.words import seconds, unknown_name
 from pipeloom.workload.dtypes import Dtype
+from pipeloom.workload.limits import Count, Positive
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.optimizers import Optimizer
 from pipeloom.workload.run import Attention
@@ -38,11 +41,12 @@ class Plan:
         error_bar: measured errors of comparable predictions.
         steps: the best layouts, the fastest first.
         counts: statistics of the search.
-        open_bound_s: where the time was up, lower bound of the open layouts; ``None`` if the answer is proved.
+        open_bound_s: lower bound of the step times of the layouts that were not searched, in seconds; ``None`` if the
+            search was complete.
         rivals: the best layouts of other kinds.
         changes: the best layouts of changed questions.
         advice: sentences.
-        closest: where nothing fits, the layout that lacks the least memory.
+        closest: if nothing fits, the layout that lacks the least memory.
         stopped: why the answer is incomplete, time limit or interrupt; ``None`` if it is complete.
     """
 
@@ -69,6 +73,7 @@ class Plan:
         return self.steps[0] if self.steps else None
 
 
+@checked
 def make_question(
     model: str | ModelShape,
     cluster: str | Cluster,
@@ -83,7 +88,7 @@ def make_question(
     optimizer: Optimizer | None = None,
     **limits: Sequence[Any],
 ) -> Question:
-    """Make the question which layout trains a model fastest on a cluster; ``plan`` answers it.
+    """Make a question for ``plan``: which layout trains a model fastest on a cluster?
 
     Examples:
         >>> from pipeloom import make_question
@@ -93,15 +98,15 @@ def make_question(
     Args:
         model: a name of the catalog, a file (.toml, or a Hugging Face config.json), or its sizes.
         cluster: a name of the catalog, a file, or a cluster.
-        num_devices: of the run; a layout uses all of them.
-        global_batch: sequences of a step.
-        seq: tokens of a sequence.
+        num_devices: world size; a layout uses all devices.
+        global_batch: global batch size in sequences.
+        seq: sequence length in tokens.
         software: the training program: a name of the catalog, a file, or a program.
-        dtype: of weights and activations; ``None``: bfloat16 on GPUs, or float16 where they lack it, float32 on CPUs.
-        attention: the kernel.
-        fused_norm: whether a norm is one kernel.
-        optimizer: that the program updates with; ``None``: AdamW.
-        limits: what may be chosen, by the attributes of ``Limits``, such as ``pp=(4, 8)``; all else may be anything.
+        dtype: of weights and activations; ``None``: bfloat16 on GPUs, or float16 if they lack it, float32 on CPUs.
+        attention: the attention kernel.
+        fused_norm: whether norms are one kernel.
+        optimizer: of the training; ``None``: AdamW.
+        limits: values to search, by the attributes of ``Limits``, such as ``pp=(4, 8)``; by default all.
 
     Raises:
         ConfigError: everything that is wrong.
@@ -128,25 +133,30 @@ def make_question(
 
 
 def _limit_problems(limits: Mapping[str, object]) -> list[str]:
-    """A sentence for each name that limits nothing, and for each value that is no sequence of choices."""
-    known = [item.name for item in fields(Limits)]
-    problems = [unknown_name("limit", name, known) for name in limits if name not in known]
-    return problems + [
-        f"{name} must be a sequence of what may be chosen, such as ({among!r},), found {among!r}"
-        for name, among in limits.items()
-        if isinstance(among, str) or not isinstance(among, Sequence)
-    ]
+    """A sentence for each name that limits nothing, and for each value that is not a sequence of its choices."""
+    hints = get_type_hints(Limits)
+    arguments = [name for name in signature(make_question).parameters if name != "limits"]
+    problems: list[str] = []
+    for name, among in limits.items():
+        if name not in hints:
+            problems.append(unknown_name("argument", name, [*arguments, *hints]))
+        elif isinstance(among, str) or not isinstance(among, Sequence):
+            problems.append(f"{name} must be a sequence of what may be chosen, such as ({among!r},), found {among!r}")
+        else:
+            problems += value_problems(name, hints[name], tuple(among))
+    return problems
 
 
+@checked
 def plan(
     question: Question,
-    count: int = 10,
+    count: Count = 10,
     *,
-    budget_s: float | None = None,
+    budget_s: Positive | None = None,
     explains: bool = True,
     progress: Progress | None = None,
 ) -> Plan:
-    """Find the fastest layouts of a question, with a proof that nothing is faster, rivals, changes and advice.
+    """Find the fastest layouts of a question by branch and bound, and compare them with layouts of other kinds.
 
     Examples:
         >>> from pipeloom import make_question, plan
@@ -154,37 +164,37 @@ def plan(
         >>> plan(question, count=1, explains=False).best.knobs.choice.family
         'interleaved-zb'
 
-    In the main thread the time limit interrupts every part of it, as Ctrl-C does; the plan is then incomplete.
+    In the main thread the time limit interrupts every part of the work, as Ctrl-C does; the plan is then incomplete.
 
     Args:
         question: to answer.
-        count: of layouts.
-        budget_s: seconds after which it stops with the best so far; ``None``: until proved.
-        explains: whether to compare with other kinds of layouts and with changed questions.
-        progress: is called with the number of decided layouts and of all.
+        count: number of layouts.
+        budget_s: time limit in seconds, after which the best layouts found so far are returned; ``None``: no limit.
+        explains: whether to search the best layouts of other kinds and of changed questions.
+        progress: callback ``(decided, total)``, in layouts.
 
     Raises:
-        UserError: no layout divides the devices and the batch; names numbers that have layouts.
+        UserError: no layout divides the devices and the batch; the message has numbers that do.
     """
     deadline = inf if budget_s is None else time.monotonic() + budget_s
     searching = Search(question, progress=progress)
     answer = Plan(question, error_bar(question.cluster, question.software))
     stop = Stop(None if budget_s is None else deadline)
     stop.run(lambda: _answer(answer, searching, count, deadline, explains=explains))
-    # The search also reads the clock itself: in other threads, and where the timer's exception is lost in a destructor.
+    # The search also reads the clock: other threads have no timer, and a destructor may swallow its exception.
     answer.stopped = stop.reason or (None if answer.open_bound_s is None else "time")
-    if not answer.counts.layouts:  # it stopped during the search
+    if not answer.counts.layouts:  # stopped during the search
         _set_result(answer, searching.so_far())
     return answer
 
 
 def _set_result(plan: Plan, found: SearchResult) -> None:
-    # A copy: searches for rivals go on counting.
+    # A copy, since searches for rivals change the counts.
     plan.steps, plan.counts, plan.open_bound_s = found.steps, replace(found.counts), found.open_bound_s
 
 
 def _answer(plan: Plan, searching: Search, count: int, deadline: float, *, explains: bool) -> None:
-    """Fill in all parts, each as soon as it is made, since the time may be up before the next one.
+    """Set the parts of the plan, each as soon as it is made, since the time may be up before the next one.
 
     Raises:
         UserError: no layout divides the devices and the batch.

@@ -1,4 +1,4 @@
-"""The planner's input: a model, a cluster, a batch, and limits on the layouts."""
+"""The planner's input: model, cluster, batch, and limits of the search."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
@@ -21,18 +21,18 @@ from pipeloom.workload.run import Attention, Run
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Values that layouts may have. ``None``: all that model, batch and program allow.
+    """Values to search. ``None``: all that model, batch and program allow.
 
     Attributes:
         tp, pp, dp: sizes of the tensor, pipeline and data axis.
         loops: stages of each pipeline rank.
         micro_batch: sequences of a micro-batch.
-        families: of schedules.
+        families: schedule families.
         shards: sharding levels of data parallelism.
-        recompute: what backwards recompute; ``none`` with ``full`` also allows some of the layers.
-        sequence_parallel: whether tensor parallelism also splits the sequence.
-        strategies: that save memory or time (``planner/strategies``); ``none`` is a layout without, which is also the
-            answer where the others lead to no layout.
+        recompute: activation recomputation; ``none`` with ``full`` also allows some of the layers.
+        sequence_parallel: whether to use sequence parallelism.
+        strategies: names of ``planner/strategies``; ``none`` is a layout without any, which is also the answer if the
+            others lead to no layout.
     """
 
     tp: tuple[int, ...] | None = None
@@ -47,7 +47,7 @@ class Limits:
     strategies: tuple[str, ...] | None = None
 
     def allows(self, **values: Any) -> bool:
-        """Whether layouts may have each of the values."""
+        """Whether all of the values are within the limits."""
         return all((among := getattr(self, name)) is None or value in among for name, value in values.items())
 
     @cached_property
@@ -58,7 +58,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Question:
-    """What is to be trained, where, and on how many devices. ``make_question`` takes names of the catalog.
+    """A model to train, a cluster, and sizes; ``make_question`` makes one from names of the catalog.
 
     Examples:
         >>> from pipeloom import make_question
@@ -68,15 +68,15 @@ class Question:
 
     Attributes:
         shape: the model.
-        cluster: that it runs on.
+        cluster: the cluster.
         software: the training program.
-        num_devices: of the run; a layout uses all of them.
-        global_batch: sequences of a step.
-        seq: tokens of a sequence.
+        num_devices: world size; a layout uses all devices.
+        global_batch: global batch size in sequences.
+        seq: sequence length in tokens.
         precision: of weights and activations in matrix products.
-        attention: the kernel.
-        fused_norm: whether a norm is one kernel.
-        limits: of the layouts.
+        attention: the attention kernel.
+        fused_norm: whether norms are one kernel.
+        limits: of the search.
         has_default_dtype: whether the precision is the default of the devices.
     """
 
@@ -105,7 +105,7 @@ class Question:
         return {}
 
     def __post_init__(self) -> None:
-        """Refuse impossible values.
+        """Check the values.
 
         Raises:
             ConfigError: everything that is wrong.
@@ -124,28 +124,13 @@ class Question:
         elif not self.clusters:
             device = self.cluster.device
             found.append(f"the dtype {dtype_problem(dtype_of(self.precision), device.name, device.peak_flops_per_s)}")
-        offered = self._offered
-        for what, wanted, has in (
-            ("family", self.limits.families, offered),
-            ("sharding level", self.limits.shards, self.software.shards or LEVELS),
-            ("strategy", self.limits.strategies, ("none", *self.software.strategies)),
-        ):
-            found += [
-                f"{self.software.name} has no {what} '{name}'; {_hint(name, has)}it has {', '.join(has)}"
-                for name in wanted or ()
-                if name not in has
-            ]
-        return found
-
-    @cached_property
-    def _offered(self) -> tuple[str, ...]:
-        trained = tuple(name for name, known in FAMILIES.items() if known.has_backward)
-        return self.software.families or trained
+        return found + limit_problems(self.limits, self.software)
 
     @cached_property
     def families(self) -> tuple[str, ...]:
-        """Families to search; those whose schedules need a search of their own only if limits name them."""
-        return self.limits.families or tuple(name for name in self._offered if not FAMILIES[name].is_found)
+        """Families to search; one whose orders are found by a search of their own only if limits name it."""
+        offered = _families_of(self.software)
+        return self.limits.families or tuple(name for name in offered if not FAMILIES[name].is_found)
 
     @cached_property
     def families_by_split(self) -> dict[bool, tuple[str, ...]]:
@@ -168,7 +153,7 @@ class Question:
 
     @cached_property
     def recompute(self) -> tuple[Recompute, ...]:
-        """What layouts may recompute; by default attention alone only where its kernel keeps the scores."""
+        """Kinds of recomputation to search; selective by default only if the attention kernel stores the scores."""
         keeps_scores = self.attention in ("plain", "fused-softmax")
         usual: tuple[Recompute, ...] = ("none", "selective", "full") if keeps_scores else ("none", "full")
         return self.limits.recompute or usual
@@ -196,7 +181,7 @@ class Question:
 
     @property
     def run(self) -> Run:
-        """The run of one device, without a layout."""
+        """The run on one device, before a layout is chosen."""
         return Run(
             shape=self.shape,
             seq=self.seq,
@@ -214,7 +199,7 @@ LEVELS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")
 
 
 def layout_limits(run: Run, family: str) -> dict[str, Any]:
-    """Limits that allow one layout, with any sharding and recomputation."""
+    """Limits that allow only the axes and family of one layout, with any sharding and recomputation."""
     names = ("tp", "pp", "dp", "loops", "micro_batch", "sequence_parallel")
     return {name: (getattr(run, name),) for name in names} | {"families": (family,)}
 
@@ -235,6 +220,24 @@ def axes(num_devices: int, tps: Iterable[int]) -> list[tuple[int, int, int]]:
     return [
         (tp, pp, num_devices // tp // pp) for tp in tps if num_devices % tp == 0 for pp in divisors(num_devices // tp)
     ]
+
+
+def limit_problems(limits: Limits, software: Software) -> list[str]:
+    """A sentence for each limit that the training program does not have."""
+    return [
+        f"{software.name} has no {what} '{name}'; {_hint(name, has)}it has {', '.join(has)}"
+        for what, wanted, has in (
+            ("family", limits.families, _families_of(software)),
+            ("sharding level", limits.shards, software.shards or LEVELS),
+            ("strategy", limits.strategies, ("none", *software.strategies)),
+        )
+        for name in wanted or ()
+        if name not in has
+    ]
+
+
+def _families_of(software: Software) -> tuple[str, ...]:
+    return software.families or tuple(name for name, known in FAMILIES.items() if known.has_backward)
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

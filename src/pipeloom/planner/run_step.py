@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from pipeloom.calls import checked
 from pipeloom.config import RunConfig
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.placed import Placed
@@ -11,6 +12,7 @@ from pipeloom.predict.describe import completed, describe, described_problems
 from pipeloom.predict.step import SimulatedStep, simulate_step
 
 
+@checked
 def predict_step(
     config: RunConfig, *, by_seconds: bool = False, what_if: Callable[[Cluster], Cluster] | None = None
 ) -> SimulatedStep:

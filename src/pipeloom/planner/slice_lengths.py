@@ -1,6 +1,6 @@
-"""Lengths of token slices: TeraPipe's dynamic programme (arXiv 2102.07988, section 3.3), for any number of rounds.
+"""Lengths of token slices: TeraPipe's dynamic program (arXiv 2102.07988, section 3.3), for any number of rounds.
 
-A rank runs all slices of a step, and the last rank begins when the first slice has come through the others. With P
+A rank runs all slices of a step, and the last rank starts when the first slice has passed the others. With P
 ranks, R rounds over a sequence (micro-batches x loops) and slices of t_i seconds, forward and backward, a step takes
 
     T = R sum_i t_i + (P - 1) max_i t_i
@@ -10,9 +10,9 @@ dynamic programming over the end of each slice,
 
     S(e; t_max) = min over b < e of S(b; t_max) + t(e - b, b)  where t(e - b, b) <= t_max
 
-and T is the smallest of R S(N; t_max) + (P - 1) t_max over all t_max. Everything is counted in *units* of some tokens.
+and T is the minimum of R S(N; t_max) + (P - 1) t_max over all t_max. Lengths are multiples of a *unit* of tokens.
 
-Where messages overlap with compute, the sum is without them, but t_max is that of a slice from rank to rank, with its
+If messages overlap with compute, the sum excludes them, but t_max is the time of a slice from rank to rank, with its
 messages.
 """
 
@@ -33,7 +33,7 @@ from pipeloom.recipe import Knobs
 from pipeloom.workload.layout import even_slices
 
 _MOST_UNITS = 128
-"""Of a sequence, by default."""
+"""Default for the most units of a sequence."""
 _MOST_EVEN = 64
 """Even slices that ``plan_slices`` simulates for comparison."""
 Seconds = NDArray[np.float64]
@@ -66,7 +66,7 @@ class Slicing:
 
 
 def default_unit(num_tokens: int, multiple: int, most_units: int) -> int:
-    """The smallest multiple of ``multiple`` that divides a sequence into at most ``most_units``; else the sequence."""
+    """The smallest multiple of ``multiple`` that cuts a sequence into at most ``most_units``; else the sequence."""
     fitting = (n for n in range(multiple, num_tokens + 1, multiple) if num_tokens % n == 0)
     return next((unit for unit in fitting if num_tokens // unit <= most_units), num_tokens)
 
@@ -78,12 +78,12 @@ class LatencyTable:
         latency: of a slice.
         num_tokens: of the sequence.
         unit: tokens that every length is a multiple of; divides ``num_tokens``.
-        through: of a slice from rank to rank, with messages that go beside compute; ``None`` for ``latency``.
+        through: of a slice from rank to rank, with messages that overlap with compute; ``None`` for ``latency``.
 
     Attributes:
         unit: as given.
         num_units: of the sequence.
-        by_end: [end, begin] in units, seconds of the slice between them; infinite where there is none.
+        by_end: [end, begin] in units, seconds of the slice between them; infinite for ``end <= begin``.
         through_by_end: the same from rank to rank.
     """
 
@@ -135,7 +135,7 @@ class LatencyTable:
 def trade_offs(table: LatencyTable, num_ranks: int, rounds: int = 1) -> Iterator[Slicing]:
     """Pareto-optimal slicings in order of falling longest slice and rising sum.
 
-    Ends where no shorter slice can make a step faster than the best so far.
+    Stops when no slicing with a shorter longest slice can be faster than the best so far.
 
     Args:
         table: seconds of slices.
@@ -146,26 +146,26 @@ def trade_offs(table: LatencyTable, num_ranks: int, rounds: int = 1) -> Iterator
     while (found := table.shortest(longest_s)) is not None and rounds * found.sum_s < best_s:
         yield found
         best_s = min(best_s, found.step_s(num_ranks, rounds))
-        # The next number below: the same slices must not be found again.
+        # The next smaller number, or the same slices would be found again.
         longest_s = np.nextafter(max(found.through_s), 0.0)
 
 
 def best_slices(table: LatencyTable, num_ranks: int, rounds: int = 1) -> Slicing:
-    """The slices with the shortest step by the formula; of equals the fewest."""
+    """The slices with the shortest step by the formula; of equal steps, the one with the fewest slices."""
     return min(trade_offs(table, num_ranks, rounds), key=lambda one: one.step_s(num_ranks, rounds))
 
 
-Judge = Callable[[tuple[int, ...]], float]
+StepSeconds = Callable[[tuple[int, ...]], float]
 """Lengths in tokens -> seconds of a step."""
 
 
 def judged_slices(
-    table: LatencyTable, num_ranks: int, rounds: int, step_s: Judge, most: int = 8
+    table: LatencyTable, num_ranks: int, rounds: int, step_s: StepSeconds, most: int = 8
 ) -> tuple[Slicing, float]:
-    """The slices with the shortest simulated step, of the best few by the formula and all even ones.
+    """The slices with the shortest simulated step, among the best few by the formula and all even ones.
 
-    The formula joins forward and backward, assumes equal ranks, and lets no message wait for another; a simulation of
-    the schedule does not. Slices whose compute alone exceeds the best step so far are not simulated.
+    The formula joins forward and backward, assumes equal ranks, and has no waits between messages; the simulation has
+    none of these simplifications. Slices whose compute alone exceeds the best step so far are not simulated.
 
     Args:
         table: seconds of slices.
@@ -207,11 +207,11 @@ class SlicedStep:
 
 @dataclass(frozen=True)
 class SlicePlan(SlicedStep):
-    """The slices with which a step is fastest.
+    """The slices with the fastest step.
 
     Attributes:
-        even: steps with even slices, by their number, first whole sequences; without those that a schedule's budget or
-            family refuses.
+        even: steps with even slices, in the order of their number, first whole sequences; without those that the
+            schedule's budget or family does not allow.
     """
 
     even: tuple[SlicedStep, ...]
@@ -233,7 +233,7 @@ def modelled_table(placed: Placed, unit: int | None = None) -> LatencyTable:
 
 
 def plan_slices(placed: Placed, knobs: Knobs, unit: int | None = None, *, moves_by_seconds: bool = False) -> SlicePlan:
-    """The fastest slices of a run, from the dynamic programme and by simulation of the run's family.
+    """The fastest slices of a run: candidates of the dynamic program and even ones, compared by simulation.
 
     Args:
         placed: the run; its slices are ignored.
@@ -242,8 +242,8 @@ def plan_slices(placed: Placed, knobs: Knobs, unit: int | None = None, *, moves_
         moves_by_seconds: see ``simulate_step``.
 
     Raises:
-        UserError: the unit does not divide the sequence, or tensor parallelism not the unit; or the run cannot be
-            simulated in any slices.
+        UserError: the unit does not divide the sequence, or the tensor axis does not divide the unit; or the run cannot
+            be simulated with any slices.
     """
     run = placed.run
     if unit is not None and (unit < 1 or run.seq % unit or unit % run.tp):
@@ -262,7 +262,7 @@ def plan_slices(placed: Placed, knobs: Knobs, unit: int | None = None, *, moves_
     def step_s(lengths: tuple[int, ...]) -> float:
         try:
             return step_of(lengths).prediction.step_time_s
-        except UserError:  # whole sequences, say, for which a budget is too small; the best of all raises it again
+        except UserError:  # for example, a budget is too small for whole sequences; if all fail, the best one raises it
             return np.inf
 
     def step(one: Slicing) -> SlicedStep:
@@ -278,5 +278,5 @@ def plan_slices(placed: Placed, knobs: Knobs, unit: int | None = None, *, moves_
 def _numbers(num_units: int) -> list[int]:
     """Numbers of even slices to compare: powers of two, and one slice for each unit."""
     powers = [2**power for power in range(num_units.bit_length()) if 2**power <= min(num_units, _MOST_EVEN)]
-    # The most slices that a unit allows, though not a power of two, are the other end of what can be chosen.
+    # The largest number that the unit allows completes the range, although it is no power of two.
     return powers if num_units > _MOST_EVEN or num_units in powers else [*powers, num_units]

@@ -7,8 +7,8 @@ the load of the next. Here with C micro-batches, stages i and i + 1 wait for eac
     backward   max(0, load(i) + store(i + 1) - C backward(i + 1))
 
 where the bytes of an update move with the backward, or with the next forward. The best cut has the smallest sum of
-these, found by dynamic programming over pairs of neighbors. It is then simulated, with similar cuts, since the sum is
-without room for more than two stages and without both ends of the step.
+these waits, found by dynamic programming over pairs of neighbors. It is then simulated, with similar cuts, since the
+sum ignores memory for more than two stages and both ends of the step.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,7 +44,7 @@ _ENOUGH_MICROBATCHES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class SwapQuestion:
-    """Costs of a model's pieces and of the device that it is swapped through.
+    """Costs of the pieces of a model, and of the device through which it is swapped.
 
     Attributes:
         forward_s: for each piece, seconds of its forward for one micro-batch.
@@ -89,7 +89,7 @@ def question_of(placed: Placed, budget: int, *, needs_norm: bool) -> SwapQuestio
     """Closed-form costs of a run on one device; its pieces are embedding, layers and head.
 
     Raises:
-        UserError: the cluster's file does not say how fast the host is reached.
+        UserError: the cluster's file has no link to the host.
     """
     software, cluster, layers = placed.software, placed.cluster, placed.run.shape.layers
     run = replace(placed.run, pp=1, loops=layers + 2, layers_by_stage=(0, *(1,) * layers, 0))
@@ -161,7 +161,7 @@ def plan_swaps(
     num_stages: int | None = None,
     utilization: float = 0.95,
 ) -> SwapPlan:
-    """The cut with the fewest micro-batches that reaches a utilization; else that with the highest.
+    """The cut with the fewest micro-batches that reaches a utilization; if none does, the one with the highest.
 
     Args:
         question: costs and budget.
@@ -219,12 +219,12 @@ def _check(question: SwapQuestion, num_stages: int | None) -> None:
     if largest > question.budget:
         raise UserError(
             f"the largest piece of the model takes {format_bytes(largest)}, the budget is "
-            f"{format_bytes(question.budget)}; use a larger one"
+            f"{format_bytes(question.budget)}; use a larger budget"
         )
     if num_stages is not None and next(_cuts(question, 1, num_stages), None) is None:
         raise UserError(
-            f"no cut into {num_stages} stages has every stage within {format_bytes(question.budget)}; use more stages "
-            "or a larger budget"
+            f"no partition into {num_stages} stages has every stage within {format_bytes(question.budget)}; use more "
+            "stages or a larger budget"
         )
 
 
@@ -258,8 +258,8 @@ def _best_plan(question: SwapQuestion, count: int, num_stages: int | None) -> Sw
 def _rooms(question: SwapQuestion, partition: Sequence[int]) -> list[int]:
     """Budgets to try: the full one, and smaller ones for a few adjacent stages.
 
-    Stages that stay between forward and backward load in the forward pass alone and store in the backward pass alone.
-    Where both lanes are always busy, it is faster to use both directions in each pass.
+    Stages that stay on the device between forward and backward are loaded in the forward pass only and stored in the
+    backward pass only. If the link is always busy, it is faster to use both directions in each pass.
     """
     sizes = stage_sizes([stage.amounts for stage in question.stages(partition)])
     few = range(2, min(_FEW_NEIGHBORS, len(sizes)) + 1)
@@ -268,13 +268,13 @@ def _rooms(question: SwapQuestion, partition: Sequence[int]) -> list[int]:
 
 
 def _with_longer_visits(question: SwapQuestion, factor: float) -> SwapQuestion:
-    """The question with longer micro-batches, so that fewer of them represent its visits."""
+    """The question with longer micro-batches, so that fewer of them take as long on each stage."""
     forward_s, backward_s = (tuple(factor * s for s in of) for of in (question.forward_s, question.backward_s))
     return replace(question, forward_s=forward_s, backward_s=backward_s)
 
 
 def _near(question: SwapQuestion, partition: tuple[int, ...], num_stages: int | None) -> Iterator[tuple[int, ...]]:
-    """Feasible cuts with one border moved, or, where the number of stages is free, removed or added."""
+    """Feasible cuts with one border moved, or, if the number of stages is free, removed or added."""
     borders = list(accumulate(partition))[:-1]
     pieces = sum(partition)
     found = {(*borders[:n], border + step, *borders[n + 1 :]) for n, border in enumerate(borders) for step in (-1, 1)}

@@ -1,9 +1,9 @@
 """Cost and time of training across cluster sizes, by the model of arXiv 2211.05953.
 
 A larger batch needs more samples for the same loss, ``1 + B / B_crit`` times those of a small one (arXiv 1812.06162,
-section 2.2), and more devices need a larger batch or are used less. So for each method and each batch per device the
-search finds the best layouts on a reference number of devices; each is scaled by its data axis to every cluster size,
-at the same batch per device, and simulated there again. Alternatively every size is searched in full.
+section 2.2), and more devices need a larger batch or are utilized less. For each method and each batch per device, the
+best layouts on a reference number of devices are searched. Each is scaled to every cluster size by its data axis, at
+the same batch per device, and simulated there. Alternatively, every size is searched in full.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ BATCHES_PER_DEVICE = tuple(Fraction(2) ** power for power in range(-3, 4))
 DEVICE_COUNTS = tuple(64 * 4**power for power in range(5))
 """64 to 16,384 devices."""
 ALTERNATIVES = 10
-"""Layouts of the reference to scale: the fastest there need not be the fastest on more devices."""
+"""Layouts of the reference to scale, since the fastest there may not be the fastest on more devices."""
 
 
 def method_limits(name: str, shape: ModelShape) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def method_limits(name: str, shape: ModelShape) -> dict[str, Any]:
 
 
 METHODS = ("breadth-first", "depth-first", "1f1b", "gpipe", "no-pipeline")
-"""Pipelines with at least two loops, pipelines without loops, and no pipeline."""
+"""Looped pipelines with at least two loops, pipelines with one, and no pipeline."""
 
 
 def critical_batch_tokens(parameters: float) -> float:
@@ -69,10 +69,10 @@ def default_critical_batch(shape: ModelShape, seq: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A training's token budget, and the price of a device.
+    """Token budget of a training run, and price of a device.
 
     Attributes:
-        tokens: that small batches would need.
+        tokens: tokens needed with small batches.
         critical_batch: in sequences; a batch of this size needs twice the tokens.
         price_per_device_hour: dollars.
     """
@@ -120,8 +120,7 @@ def scaling_problems(reference: int, device_counts: Sequence[int], batches: Sequ
     if not batches:
         found.append("there must be at least one batch per device")
     found += [
-        f"numbers of devices must be multiples of the reference of {reference}, found {count}: change it, or the "
-        "reference"
+        f"numbers of devices must be multiples of the reference, {reference}, found {count}; change one of them"
         for count in device_counts
         if count < 1 or count % reference
     ]
@@ -139,7 +138,7 @@ def cluster_problems(cluster: Cluster) -> list[str]:
     if cluster.num_devices is None:
         return []
     size = f"{cluster.num_devices} devices in nodes of several kinds"
-    return [f"the cluster '{cluster.name}' has {size}; sizes are compared with nodes of one kind: name the file of one"]
+    return [f"the cluster '{cluster.name}' has {size}; a comparison of sizes takes a cluster with nodes of one kind"]
 
 
 def whole_batches(reference: int, batches: Iterable[Fraction] = BATCHES_PER_DEVICE) -> tuple[Fraction, ...]:
@@ -350,7 +349,7 @@ def _best_scaled(question: Question, steps: Sequence[SimulatedStep]) -> Simulate
     found: dict[tuple[Any, ...], SimulatedStep | None] = {}
     for step in steps:
         same = layout_limits(step.run, step.knobs.choice.family)
-        del same["dp"]  # it grows
+        del same["dp"]  # the data axis grows
         if (layout := tuple(same.values())) not in found:
             found[layout] = search(question.limited(**same), 1).best
     fitting = [step for step in found.values() if step is not None]

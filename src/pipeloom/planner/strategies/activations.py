@@ -1,9 +1,9 @@
 """Strategies for layouts whose activations do not fit: keep, balance, offload.
 
 Besides recomputing layers of every micro-batch (``planner/candidate.py``), a rank may recompute whole stages for the
-micro-batches that do not fit (``keep``), evict the activations that are needed last to a rank with free memory
-(``balance``), or move them to host memory (``offload``). Their cost is estimated, not bounded, and their schedules take
-long to make: the search tries the few layouts with the lowest estimates.
+micro-batches that do not fit (``keep``), evict the activations that are used last to a rank with free memory
+(``balance``), or offload them to host memory (``offload``). Their costs are estimates, not bounds, and their schedules
+take long to make, so the search tries the few layouts with the lowest estimates.
 """
 
 from collections.abc import Iterator
@@ -26,13 +26,13 @@ from pipeloom.predict.step import compute_schedule
 from pipeloom.workload.layout import StrategyName, paired_order
 
 MOST_MOVED = 200
-"""Stage inputs of a rank in a step up to which activations are moved: placing the moves of more takes too long."""
+"""Most stage inputs of a rank in a step for which activations are moved; placing the moves of more takes too long."""
 UNDER_WAY = 3
-"""Stage inputs that a rank that moves some holds at least: one that leaves, one that arrives, and the one in use."""
+"""Least stage inputs on a rank that moves some: one that leaves, one that arrives, and the one in use."""
 
 
 def _infeasible(state: SearchState, strategy: StrategyName) -> Iterator[Leaf]:
-    """Leaves that do not fit and that a strategy may help, one for each sharding level."""
+    """Leaves that do not fit and that a strategy may make fit, one for each sharding level."""
     for leaf in state.infeasible:
         if leaf.stage_inputs is not None and leaf.cut.arrangement.recomputed != "some" and _may_help(leaf, strategy):
             for level in leaf.sharding.levels:
@@ -51,10 +51,10 @@ def _may_help(leaf: Leaf, strategy: StrategyName) -> bool:
 
 
 def _estimate_s(leaf: Leaf) -> float:
-    """Estimated seconds of a step; infinite where it does not fit even so.
+    """Estimated seconds of a step; infinite if it does not fit with the strategy either.
 
     Each rank pays the cost of the strategy for the share of its activations that does not fit. Moves are hidden unless
-    their lane is busy for longer than the step, or than the forwards that make what has to leave.
+    their link is busy for longer than the step, or than the forwards that produce these activations.
     """
     share, held = _share(leaf), leaf.stage_inputs
     if share is None or held is None:
@@ -63,23 +63,23 @@ def _estimate_s(leaf: Leaf) -> float:
     sharded, each_s = bounds.sharded(shard, leaf.sharding.replicate), _cost_s(leaf)[bounds.stages]
     more_s = leaf.cut.run.num_microbatches * (share[:, None] * each_s).sum(axis=1)
     if leaf.strategy == "keep":
-        # Moves have lanes of their own; recomputing makes the rank's work longer.
+        # Moves overlap with compute; recomputation does not.
         return max(sharded.step_s, float((bounds.work[0].end_s() + more_s).max()) + sharded.after_s)
     made_s = (held * np.array(leaf.cut.time.placed.costs.forward_s)[bounds.stages]).sum(axis=1)
-    # What has to leave before a rank holds the most may take longer than making all of that.
+    # The moves before a rank's peak may take longer than the forwards up to the peak.
     late_s = float(np.maximum(share * (held * each_s).sum(axis=1) - made_s, 0.0).max())
     return max(sharded.step_s, float(more_s.max())) + late_s
 
 
 def _share(leaf: Leaf) -> Floats | None:
-    """For each rank the share of its activations that does not fit; ``None`` where that is too much."""
+    """For each rank the share of its activations that does not fit; ``None`` if it is too large for the strategy."""
     held, bounds, (shard,) = leaf.stage_inputs, leaf.cut.memory, leaf.sharding.levels
     assert held is not None, "only leaves with closed forms are relieved"
     loss = 1 + leaf.cut.software.fragmentation
     whole = (held * bounds.input_bytes).sum(axis=1) * loss
     missing = bounds.sharded(shard, leaf.sharding.replicate).held_bytes(held) - bounds.capacity_bytes
     largest = bounds.input_bytes.max(axis=1) * loss
-    # What moves to partners stays in the pipeline: all ranks together must have room for it.
+    # Activations on partners stay in the pipeline, so the memory of all ranks together must be enough.
     if leaf.strategy == "balance" and missing.sum() > 0:
         return None
     if (missing > whole - largest * (1 if leaf.strategy == "keep" else UNDER_WAY)).any():
@@ -102,17 +102,17 @@ def _cost_s(leaf: Leaf) -> Floats:
 
 
 def _plain(leaf: Leaf) -> Candidate | None:
-    """The leaf before the strategy, with knobs that hide exchanges; ``None`` if it fits like that."""
+    """The leaf without the strategy, with knobs that hide collectives; ``None`` if it fits already."""
     (shard,) = leaf.sharding.levels
     tried = knobs_of(leaf.choice, shard)
-    # Two gradients whole at once, and two stages gathered, hide exchanges; where memory is short, no more.
+    # Two gradient buffers and two gathered stages hide collectives; more would only take memory.
     knobs = next((knobs for knobs in tried if knobs.gradient_buffers == 2 and knobs.residency <= 2), tried[-1])
     chosen = Candidate(leaf.placed(shard), knobs, leaf)
     return None if chosen.fits else chosen
 
 
 def _keep(leaf: Leaf) -> Candidate | None:
-    """The leaf with as many stage inputs kept whole on each rank as fit."""
+    """The leaf with as many micro-batches on each rank as fit kept with all their activations."""
     if (plain := _plain(leaf)) is None:
         return None
     run, choice, schedule = plain.run, plain.knobs.choice, compute_schedule(plain.knobs.choice)
@@ -135,7 +135,7 @@ def _keep(leaf: Leaf) -> Candidate | None:
 
 
 def _move(leaf: Leaf) -> Candidate | None:
-    """The leaf with activations moved to partners or to the host; ``None`` if that is not enough."""
+    """The leaf with activations moved to partners or to the host; ``None`` if it does not fit."""
     if (plain := _plain(leaf)) is None:
         return None
     room = int(min(_activation_room(plain)))  # whole bytes, as a run file has them
@@ -143,16 +143,16 @@ def _move(leaf: Leaf) -> Candidate | None:
         return None
     moves = Moves(balance=leaf.strategy == "balance", offload=leaf.strategy == "offload", budget_bytes=room)
     chosen = replace(plain, knobs=replace(plain.knobs, moves=moves))
-    # With partners next to each other, consecutive pipeline ranks are not, so neither order is always faster.
+    # If partners are neighbors, consecutive pipeline ranks are not, so either order may be faster.
     candidates = [chosen, *_paired(chosen)]
     seconds = [_step_s(one) for one in candidates]
     return candidates[seconds.index(min(seconds))] if min(seconds) < float("inf") else None
 
 
 def _paired(chosen: Candidate) -> Iterator[Candidate]:
-    """The candidate with partners on the same node, where a node has room for both."""
+    """The candidate with partners on the same node, if both fit on one."""
     run, in_node = chosen.run, chosen.cluster.devices_per_node
-    # Else partners are on different nodes in any order of pipeline ranks.
+    # Otherwise partners are on different nodes in any order of pipeline ranks.
     if chosen.leaf.strategy == "balance" and run.num_devices > in_node >= 2 * run.dp * run.tp:
         partners = pair_ranks(held_for_backwards(run, chosen.software, compute_schedule(chosen.knobs.choice)))
         yield chosen.of(replace(run, pipeline_order=paired_order(partners)))
@@ -162,7 +162,7 @@ def _step_s(chosen: Candidate) -> float:
     """Step time; infinite if it does not fit."""
     try:
         prediction = chosen.simulate().prediction
-    except UserError:  # what moves does not leave enough room
+    except UserError:  # the moves do not free enough memory
         return float("inf")
     return prediction.step_time_s if prediction.fits else float("inf")
 
@@ -171,14 +171,14 @@ def _activation_room(chosen: Candidate) -> list[float]:
     """For each rank the bytes for activations, without those that the allocator loses."""
     schedule, loss = compute_schedule(chosen.knobs.choice), 1 + chosen.software.fragmentation
     held = held_for_backwards(chosen.run, chosen.software, schedule)
-    # ``free_bytes`` already counts what the plain schedule holds; that may be moved.
+    # ``free_bytes`` excludes the activations of the plain schedule, which may be moved.
     return [free / loss + own for free, own in zip(chosen.free_bytes, held, strict=True)]
 
 
 STRATEGIES.add(
     "keep",
     Strategy(
-        summary="recompute the micro-batches that a rank has no room for",
+        summary="recompute the micro-batches that do not fit a rank",
         without="no micro-batch recomputed by itself",
         applies=partial(_infeasible, strategy="keep"),
         estimate=_estimate_s,
@@ -189,7 +189,7 @@ STRATEGIES.add(
 STRATEGIES.add(
     "balance",
     Strategy(
-        summary="move activations to ranks that have room",
+        summary="move activations to ranks with free memory",
         without="no activations moved to partners",
         applies=partial(_infeasible, strategy="balance"),
         estimate=_estimate_s,

@@ -23,7 +23,7 @@ from pipeloom.recipe import Knobs
 from pipeloom.schedule.stage_swaps import NOTHING, Content
 
 FAMILY = "breadth-first"
-"""The order that visits each stage twice a step, however many micro-batches there are."""
+"""The schedule that visits each stage twice in a step, for any number of micro-batches."""
 _MOST_BUDGETS = 6
 """Device budgets to try: the memory that activations leave depends on the stages."""
 
@@ -49,23 +49,23 @@ def _has_fixed_loops(leaf: Leaf) -> bool:
 
 
 def _estimate_s(leaf: Leaf) -> float:
-    """Estimated seconds of a step; infinite where activations leave no room for the largest piece of the model.
+    """Estimated seconds of a step; infinite if the largest piece of the model does not fit beside the activations.
 
     In the forward pass each stage is updated and run: everything is loaded, weights and state are stored. In the
-    backward pass weights are loaded and gradients stored. Each pass takes the longer of its compute and its transfers.
+    backward pass weights are loaded and gradients stored. Each pass takes the maximum of its compute and its transfers.
     """
-    asked, count = _question(leaf), leaf.cut.run.num_microbatches
-    if max(one.total for one in asked.pieces) > _budget(leaf, asked):
+    question, count = _question(leaf), leaf.cut.run.num_microbatches
+    if max(one.total for one in question.pieces) > _budget(leaf, question):
         return float("inf")
 
     def moved_s(content: Content) -> float:
-        return sum(one.of(content) for one in asked.pieces) / asked.bytes_per_s
+        return sum(one.of(content) for one in question.pieces) / question.bytes_per_s
 
-    forward_s = count * sum(asked.forward_s) + sum(asked.update_s)
+    forward_s = count * sum(question.forward_s) + sum(question.update_s)
     backward_moves_s = max(
         moved_s(Content.WEIGHTS | Content.BORROWED), moved_s(Content.GRADIENT | Content.LENT_GRADIENT)
     )
-    return max(forward_s, moved_s(~NOTHING)) + max(count * sum(asked.backward_s), backward_moves_s)
+    return max(forward_s, moved_s(~NOTHING)) + max(count * sum(question.backward_s), backward_moves_s)
 
 
 def _question(leaf: Leaf) -> SwapQuestion:
@@ -73,22 +73,22 @@ def _question(leaf: Leaf) -> SwapQuestion:
     return question_of(leaf.cut.placed, 0, needs_norm=OptimizerConfig().clips)
 
 
-def _budget(leaf: Leaf, asked: SwapQuestion) -> float:
+def _budget(leaf: Leaf, question: SwapQuestion) -> float:
     """Estimated bytes for stages on the device: its memory without the activations and logits of all micro-batches."""
     memory, run, software = leaf.cut.memory, leaf.cut.run, leaf.cut.software
     held = memory.sharded("none").held_bytes(np.full((1, run.loops), float(run.num_microbatches)))
     logits = (run.num_microbatches - 1) * kept_logits(run, software) * (1 + software.fragmentation)
-    whole = sum(one.total for one in asked.pieces)
+    whole = sum(one.total for one in question.pieces)
     return float((memory.capacity_bytes - held).min()) + whole - logits
 
 
 def _build(leaf: Leaf) -> Candidate | None:
     """The fastest partition within the memory that activations leave; ``None`` if they leave too little."""
-    asked = _question(leaf)
-    budget = _budget(leaf, asked)
+    question = _question(leaf)
+    budget = _budget(leaf, question)
     for _ in range(_MOST_BUDGETS):
         try:
-            chosen = _within(leaf, replace(asked, budget=int(budget)))
+            chosen = _within(leaf, replace(question, budget=int(budget)))
         except UserError:  # a piece of the model is larger
             return None
         prediction = chosen.simulate().prediction
@@ -101,19 +101,19 @@ def _build(leaf: Leaf) -> Candidate | None:
     return None
 
 
-def _within(leaf: Leaf, asked: SwapQuestion) -> Candidate:
+def _within(leaf: Leaf, question: SwapQuestion) -> Candidate:
     """The leaf swapped within the budget of a question.
 
     Raises:
         UserError: a piece of the model is larger.
     """
     run = leaf.cut.run
-    plan = plan_swaps(asked, [run.num_microbatches], num_stages=run.loops if _has_fixed_loops(leaf) else None)
+    plan = plan_swaps(question, [run.num_microbatches], num_stages=run.loops if _has_fixed_loops(leaf) else None)
     partition, room = plan.partition, plan.schedule.max_resident
     assert room is not None, "stages are swapped"
     choice = replace(leaf.choice, loops=len(partition))
     run = replace(run, loops=len(partition), layers_by_stage=layers_of_pieces(partition))
-    knobs = Knobs(choice=choice, device_budget=room, needs_norm=asked.needs_norm)
+    knobs = Knobs(choice=choice, device_budget=room, needs_norm=question.needs_norm)
     return Candidate(leaf.placed("none").of(run), knobs, leaf)
 
 
@@ -123,14 +123,14 @@ def _hint(question: Question) -> str | None:
         return None
     if question.cluster.host is None:
         return (
-            f"Stages could visit the device one after the other if the file of {question.cluster.name} said how fast "
-            "it reaches the memory of its host: a table [host] with latency_us and gb_per_s."
+            f"Stages could be swapped through the device one after the other if the file of {question.cluster.name} "
+            "had the link to the host: a table [host] with latency_us and gb_per_s."
         )
     if "swap" not in question.strategies or FAMILY not in question.families:
-        return f"Stages may visit the device one after the other with the strategy swap and the family {FAMILY}."
+        return f"The strategy swap with the family {FAMILY} could swap stages through the device one after the other."
     return (
-        "Stages that visit the device one after the other do not fit either, beside what all sequences of a step keep: "
-        "a smaller batch, shorter sequences or more recomputation need less."
+        "Stages that are swapped through the device one after the other do not fit either, beside the activations of "
+        "all sequences of a step: a smaller batch, shorter sequences or more recomputation need less memory."
     )
 
 
@@ -141,7 +141,7 @@ def _limit(question: Question) -> str | None:
 STRATEGIES.add(
     "swap",
     Strategy(
-        summary="on one device, stages wait at the host until their turn",
+        summary="on one device, keep most stages in host memory",
         without="all stages on the device",
         applies=_swappable,
         estimate=_estimate_s,
