@@ -3,19 +3,25 @@
 import doctest
 import inspect
 import json
+import pickle
 import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
 
 import pipeloom
+from pipeloom import passes
+from pipeloom.errors import CallError
 from pipeloom.families import FAMILIES
 
 HEAVY = ("torch", "matplotlib", "rich", "numba", "pydantic", "numpy")
@@ -114,7 +120,7 @@ def test_schedules_of_other_numbers_of_stages_do_the_same_work_in_a_picture():
 
 @pytest.mark.parametrize("what", [{}, None, {"a": 3}])
 def test_what_cannot_be_drawn_is_refused(what):
-    with pytest.raises(pipeloom.UserError, match="expected"):
+    with pytest.raises(pipeloom.UserError, match="expected at least one|what must be a Schedule or a Trace"):
         pipeloom.plot(what)
 
 
@@ -147,6 +153,79 @@ def test_a_configuration_made_by_hand_is_checked_before_anything_starts(start, t
     with pytest.raises(pipeloom.UserError, match=r"(?s)layout\.pp.*data\.seq_len|data\.seq_len.*layout\.pp"):
         start(wrong)
     assert not list(tmp_path.iterdir())
+
+
+CALLED_OFTEN = {"forward", "backward"}
+"""Families call them for each action, so their calls are checked by Python alone."""
+CHECKED = [
+    name for name in pipeloom.__all__ if inspect.isfunction(getattr(pipeloom, name)) and name not in CALLED_OFTEN
+]
+CHECKED += ["Costs", "StageCosts", "Placement.looped", *(f"passes.{name}" for name in passes.__all__ if name.islower())]
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_a_call_names_all_of_its_wrong_arguments(name):
+    call = attrgetter(name)(pipeloom)
+    parameters = inspect.signature(call).parameters.values()
+    takes_others = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    needed = [one.name for one in parameters if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
+    with pytest.raises(pipeloom.UserError, match=None if takes_others else "no_such_name") as caught:
+        call(no_such_name=1)
+    assert [one for one in needed if f"the argument '{one}' is missing" not in str(caught.value)] == []
+    # Sections of a run are names, which its reader checks.
+    assert isinstance(caught.value, TypeError) or (takes_others and not needed)
+
+
+def test_a_misspelled_a_missing_and_a_wrong_argument_are_one_message():
+    unknown = "  - there is no argument 'microbatches'; did you mean 'num_microbatches'? "
+    unknown += "known: num_microbatches, group_size, placement, num_slices, keep"
+    with pytest.raises(CallError) as caught:
+        pipeloom.make_schedule("1f1b", pp="4", microbatches=8, loops=True)
+    assert str(caught.value).splitlines() == [
+        "the call of make_schedule() has 4 problems:",
+        unknown,
+        "  - the argument 'num_microbatches' is missing",
+        "  - pp must be a whole number, found '4'",
+        "  - loops must be a whole number or None, found True",
+    ]
+
+
+SCHEDULE = pipeloom.make_schedule("gpipe", pp=2, num_microbatches=2)
+QUESTION = partial(pipeloom.make_question, "gpt-6.6b", "dgx-a100", num_devices=8, global_batch=8, seq=512)
+WRONG_CALLS = {
+    "write pp=4, num_microbatches=8": lambda: pipeloom.make_schedule("1f1b", 4, 8),
+    "'family' is given twice": lambda: pipeloom.make_schedule("1f1b", family="1f1b", pp=1, num_microbatches=1),
+    "costs must be an ActionCosts, found 3.*such as Costs": lambda: pipeloom.simulate(SCHEDULE, 3),
+    "(?s)schedule must be a Schedule.*costs must be": lambda: pipeloom.simulate(pipeloom.Costs(), SCHEDULE),
+    "config must be a RunConfig, found 'run.toml'.*from load_run": lambda: pipeloom.train("run.toml"),
+    "forward_s must be a tuple with each value a number": lambda: pipeloom.StageCosts([1.0], (2.0,)),
+    "forward_s must be a number, found '1'": lambda: pipeloom.Costs("1"),
+    "count must be at least 1, found 0": lambda: pipeloom.plan(QUESTION(), count=0),
+    "budget_s must be above 0, found -1": lambda: pipeloom.plan(QUESTION(), budget_s=-1),
+    "num_batches must be at least 1": lambda: pipeloom.verify_gradients(pipeloom.load_run(), num_batches=0),
+    "num_ranks must be at least 1": lambda: pipeloom.Placement.looped(0),
+    "attention must be 'plain' or": lambda: QUESTION(attention="flash"),
+    "did you mean 'dtype'": lambda: QUESTION(dtyp="float32"),
+    "pp must be a tuple with each value a whole number": lambda: QUESTION(pp=("a",)),
+    "file must be text or a path or None": lambda: pipeloom.plot(SCHEDULE, 3),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_CALLS)
+def test_a_wrong_value_is_refused_where_it_is_given(message):
+    with pytest.raises(pipeloom.UserError, match=message):
+        WRONG_CALLS[message]()
+
+
+def test_numbers_and_sequences_of_other_libraries_are_taken():
+    sizes = {"pp": np.int64(2), "num_microbatches": np.int32(4), "keep": [1, 2]}
+    schedule = pipeloom.make_schedule("1f1b", **sizes)
+    assert schedule.num_ranks == 2
+    assert pipeloom.simulate(schedule, pipeloom.Costs(np.float32(0.5), backward_s=1)).end_s > 4
+
+
+def test_a_checked_function_can_be_sent_to_another_process():
+    assert pickle.loads(pickle.dumps(pipeloom.simulate)) is pipeloom.simulate
 
 
 def test_a_question_names_everything_that_is_wrong():

@@ -1,4 +1,4 @@
-"""Words of a command line -> the options of a command, with everything that is wrong with them at once."""
+"""Parses the words of a command line into the options of a command, and reports all problems at once."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -8,8 +8,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pipeloom.cli.help import help_page
+from pipeloom.cli.help import help_page, usage
 from pipeloom.cli.reference import (
+    RUN_FIELD,
     RUN_FILE,
     Command,
     Option,
@@ -33,12 +34,12 @@ _HELP = {"-h": False, "--help": False, "--help-all": True}
 
 @dataclass
 class Words:
-    """What the words of a command line say.
+    """The parsed words of a command line.
 
     Attributes:
-        values: of the options that are given, by name.
-        problems: a sentence for each thing that is wrong, in the order of the words.
-        wrong: names of the options whose words are wrong.
+        values: of the given options, by name.
+        problems: one sentence each, in the order of the words.
+        wrong: names of the options with wrong values.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -47,10 +48,10 @@ class Words:
 
 
 def parse_flags(command: Command[Options_], words: Sequence[str]) -> Options_:
-    """The options of a command whose words are right.
+    """Parse words without any problem.
 
     Raises:
-        ConfigError: everything that is wrong.
+        ConfigError: all problems.
         SystemExit: help was printed.
     """
     options, problems = read_flags(command, words)
@@ -60,18 +61,18 @@ def parse_flags(command: Command[Options_], words: Sequence[str]) -> Options_:
 
 
 def read_flags(command: Command[Options_], words: Sequence[str]) -> tuple[Options_, list[str]]:
-    """The options of a command as far as its words are right, and a sentence for each thing that is wrong.
+    """Parse words; returns the options, and one sentence for each problem.
 
-    Defaults replace what is wrong, so that the caller can report what else it finds in the same message.
+    Defaults replace wrong values, so that the caller can report further problems in the same message.
 
     Raises:
-        ConfigError: an option without a default is missing or wrong; with everything else that is wrong.
+        ConfigError: an option without a default is missing or wrong; with all other problems.
         SystemExit: help was printed.
     """
     found = read_words(command, words)
     required = {option.name for option in options_of(command) if option.default is MISSING}
     if required - found.values.keys():
-        # The command itself, which reads the names, needs all options.
+        # The command itself reports wrong names, but it needs all options.
         raise ConfigError([*found.problems, *_unknown_names(command, found)], SOURCE)
     return command.options(**found.values), found.problems
 
@@ -85,7 +86,7 @@ def _unknown_names(command: Command[Any], found: Words) -> Iterator[str]:
 
 
 def or_note(make: Callable[[], _Value], problems: list[str]) -> _Value | None:
-    """What a function returns; ``None``, and more ``problems``, where it finds its input wrong."""
+    """What a function returns; if it refuses its input, adds the reasons to ``problems`` and returns ``None``."""
     try:
         return make()
     except ConfigError as error:
@@ -99,17 +100,17 @@ def or_note(make: Callable[[], _Value], problems: list[str]) -> _Value | None:
 def read_words(
     command: Command[Any], words: Sequence[str], open_file: Callable[[Path], list[str]] | None = None
 ) -> Words:
-    """Read the words behind a command.
+    """Read the words after a command.
 
     ``--flag value`` and ``--flag=value`` are the same, and so are ``_`` and ``-`` in a flag. A list has its values
-    behind one flag, separated by spaces or commas. A word that begins with a dash and is no number is a flag; as a
-    value it is written ``--flag=-value``. Flags are not abbreviated, and of a flag that is given twice
-    the last one counts.
+    after one flag, separated by spaces or commas. A word that begins with a dash and is not a number is a flag;
+    as a value, write it as ``--flag=-value``. Flags cannot be abbreviated. If a flag is given twice, the last one
+    applies.
 
     Args:
         command: whose options the words set.
-        words: behind the command.
-        open_file: called with the run file where the command takes one; returns what is wrong with that.
+        words: after the command.
+        open_file: called with the run file if the command takes one; returns its problems.
 
     Raises:
         SystemExit: help was printed.
@@ -130,12 +131,12 @@ def read_words(
             found.wrong.add(option.name)
         else:
             found.values[option.name] = value
-            if option.name == "config" and open_file is not None:
+            if option.name == RUN_FIELD and open_file is not None:
                 found.problems += open_file(value)
     for option in options:
         if option.default is MISSING and option.name not in given:
-            example = option.place or option.shown
-            found.problems.append(f"{example} is missing: {_first_sentence(option)}")
+            about = f"; {usage(command)}" if option.place else ""
+            found.problems.append(f"{option.place or option.shown} is missing: {_short_text(option)}{about}")
     found.problems += [
         problem
         for option in options
@@ -145,8 +146,9 @@ def read_words(
     return found
 
 
-def _first_sentence(option: Option) -> str:
-    return option.first_sentence[:1].lower() + option.first_sentence[1:]
+def _short_text(option: Option) -> str:
+    text = option.first_sentence.partition(";")[0]
+    return text[:1].lower() + text[1:]
 
 
 def _output_problem(note: Output, option: Option, found: Words) -> str | None:
@@ -192,7 +194,7 @@ def _groups(
 def _fits(place: Option, word: str) -> bool:
     """Whether a word names what a place takes: one of its choices, or a file."""
     with suppress(OSError):  # such as a name that is too long
-        # Any other file behind an unknown flag is rather its value than a run file.
+        # Any other file after an unknown flag is more likely its value than a run file.
         return word in place.choices or word.endswith(".toml") or (place.place != RUN_FILE and Path(word).exists())
     return False
 
@@ -209,7 +211,7 @@ def _is_flag(word: str) -> bool:
 def _unexpected(word: str, before: str, by_flag: dict[str, Option]) -> str:
     close = or_one_of(_close_flags(word, by_flag))
     after = (
-        f" behind {before}, which takes {'no' if by_flag[before].is_switch else 'one'} value"
+        f" after {before}, which takes {'no' if by_flag[before].is_switch else 'one'} value"
         if before in by_flag
         else ""
     )
@@ -221,6 +223,8 @@ def _unknown(flag: str, option: Option | None, by_flag: dict[str, Option], comma
         return (
             f"{flag} has no effect on {command.name}; leave it out (a run file may have the setting for other commands)"
         )
+    if any(flag == f"--{one.name}" for one in settings_of_runs() if one.is_table):
+        return f"{flag} is a list of tables, which no flag can set; write [[{flag[2:]}]] in a run file"
     if (instead := replacement_of(flag, command)) is not None:
         return f"{command.name} has no flag {flag} any more; {instead}"
     close = or_one_of(_close_flags(flag, by_flag))
@@ -240,7 +244,7 @@ def _close_flags(word: str, by_flag: dict[str, Option]) -> list[str]:
 
 
 def _value(option: Option, flag: str, texts: list[str]) -> tuple[Any, str]:
-    """The value of an option, and what is wrong with it, if anything is."""
+    """The value of an option, and its problem or an empty text."""
     if option.is_switch:
         on, off = option.flags
         problem = f"{flag} takes no value: write {on} for true, {off} for false"
@@ -256,7 +260,7 @@ def _value(option: Option, flag: str, texts: list[str]) -> tuple[Any, str]:
         close = did_you_mean(wrong[0], choices) if len(wrong) == 1 else ""
         name = option.place or flag
         return None, f"{name} must be {_called(option.hint)}, {found}{f'; {close}' if close else ''}"
-    # Limits of a run's settings are judged with those of its file, and with the values that they belong to.
+    # Settings of a run are checked together with those of its file.
     limits = () if option.group else (note for note in option.notes if isinstance(note, Limits))
     for refusal in (limit.refusal(value) for limit in limits if isinstance(value, int | float)):
         if refusal is not None:
@@ -268,7 +272,7 @@ def _value(option: Option, flag: str, texts: list[str]) -> tuple[Any, str]:
 
 
 def _path(text: str) -> Path:
-    """A path; a shell's "here" gets its name, since ``Path(".")`` is also how an empty path reads."""
+    """A path; ``.`` becomes absolute, since ``Path(".")`` also represents an empty path."""
     return Path.cwd() if Path(text) == Path() else expand_home(Path(text))
 
 
@@ -303,11 +307,14 @@ def _convert(hint: Any, texts: Sequence[str]) -> Any:
 
 
 def _called(hint: Any) -> str:
-    """What a value must be, for messages."""
+    """Description of the valid values, for messages."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return " or ".join(_called(one) for one in inner)
+        # None is what an option without its flag has; nobody has to write it.
+        return " or ".join(_called(one) for one in inner if one is not NoneType)
     if origin is tuple:
+        if get_origin(inner[0]) is Literal and inner[-1] is ...:
+            return f"one or more of {', '.join(map(str, get_args(inner[0])))}"
         many = "one value or more" if inner[-1] is ... else f"{len(inner)} values"
         return f"{many}, each {_called(inner[0])}"
     if origin is Literal:

@@ -3,7 +3,7 @@
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import MISSING
 from typing import Any
 
@@ -30,7 +30,7 @@ def help_page(command: Command[Any], *, is_whole: bool) -> str:
     shown = [option for option in options if is_whole or (option.is_common and command.is_brief(option))]
     width = min(_WIDEST, max(_NARROWEST, shutil.get_terminal_size((100, 40)).columns))
     summary = COMMANDS.get(command.name, "")
-    lines = [*_wrapped(f"pipeloom {command.name}: {summary}", width), "", _usage(command, options), ""]
+    lines = [*_wrapped(f"pipeloom {command.name}: {summary}", width), "", usage(command), ""]
     if command.about:
         lines += [*_wrapped(command.about, width), ""]
     lines += [*_examples(command, width), ""]
@@ -54,9 +54,9 @@ def help_page(command: Command[Any], *, is_whole: bool) -> str:
 
 
 _RULES = (
-    "--flag=VALUE is the same as --flag VALUE. Lists take spaces or commas: --flag 1 2 4, --flag 1,2,4. A value that "
-    "begins with a dash and is no number takes the form --flag=-VALUE. None sets a default that is described in words. "
-    "Of a flag that is given twice the last one counts."
+    "--flag=VALUE is the same as --flag VALUE. Lists take spaces or commas: --flag 1 2 4, --flag 1,2,4. Write a value "
+    "that begins with a dash and is not a number as --flag=-VALUE. None selects a default that is described in words. "
+    "If a flag is given twice, the last one applies."
 )
 
 
@@ -75,7 +75,9 @@ def _examples(command: Command[Any], width: int) -> Iterator[str]:
             yield f"      # {what}"
 
 
-def _usage(command: Command[Any], options: Sequence[Option]) -> str:
+def usage(command: Command[Any]) -> str:
+    """The usage of a command, in one line."""
+    options = options_of(command)
     places = [option.place if option.default is MISSING else f"[{option.place}]" for option in options if option.place]
     flags = " [--section.setting VALUE ...]" if command.settings else ""
     own = " [OPTIONS]" if any(not option.group and not option.place for option in options) else ""

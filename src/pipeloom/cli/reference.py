@@ -14,10 +14,12 @@ from typing import Any, Generic, Literal, TypeVar, Union, cast, get_args, get_or
 
 from pipeloom.config import RunConfig
 from pipeloom.config.file import RETIRED
+from pipeloom.config.paths import table_of
 from pipeloom.workload.limits import COMMON, Limits, Names, notes_of
 
 Options_ = TypeVar("Options_")
-RUN_FILE = "CONFIG"
+RUN_FILE, RUN_FIELD = "CONFIG", "config"
+"""A run file as the help shows it, and the field of the folder of a run that a command needs instead."""
 _WIDEST = 30
 """Columns of an option with its value; longer lists of choices are shortened to one word."""
 
@@ -59,13 +61,18 @@ class Command(Generic[Options_]):
     default: RunConfig | None = None
     retired: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def needs_run(self) -> bool:
+        """Whether it needs the folder of a run, where other commands take a run file."""
+        return RUN_FIELD in self.options.__annotations__
+
     def is_brief(self, option: "Option") -> bool:
         """Whether the short help may list an option."""
         return not option.group or not self.brief or _is_in(option, self.brief)
 
     @property
     def about(self) -> str:
-        """The docstring of ``options`` behind its first paragraph; empty without more."""
+        """The docstring of ``options`` after its first paragraph; empty without more."""
         paragraphs = inspect.cleandoc(self.options.__doc__ or "").split("\n\n")[1:]
         # Some options are public classes, whose docstrings end with sections for programmers.
         return "\n\n".join(takewhile(lambda one: not one.startswith(("Examples:", "Attributes:")), paragraphs))
@@ -112,7 +119,7 @@ class Option:
     def flags(self) -> tuple[str, ...]:
         """As they are typed: one, or two for a switch, or none for a place."""
         flag = f"--{self.name.replace('_', '-')}"
-        if self.place:
+        if self.place or self.is_table:
             return ()
         section, dot, name = flag.removeprefix("--").rpartition(".")
         return (flag, f"--{section}{dot}no-{name}") if self.is_switch else (flag,)
@@ -120,8 +127,8 @@ class Option:
     @property
     def shown(self) -> str:
         """Flag and value as the help shows them."""
-        if self.place:
-            return self.place
+        if self.place or self.is_table:
+            return self.place or f"[[{self.name}]]"
         section, dot, name = self.flags[0].removeprefix("--").rpartition(".")
         return f"--{section}{dot}[no-]{name}" if self.is_switch else f"{self.flags[0]} {self.value}"
 
@@ -131,15 +138,22 @@ class Option:
         return self.flags[0] if self.default is False else self.shown
 
     @property
+    def is_table(self) -> bool:
+        """Whether it is a list of tables, which a run file sets and no flag."""
+        return table_of(self.hint) is not None
+
+    @property
     def value(self) -> str:
         """Placeholder of the value: ``N``, ``PATH``, ``NAME``, ``a|b``, ``N ...``."""
         types = [one for one in _types(self.hint) if one is not NoneType]
         texts = [str(one) for one in self.choices if not self.is_named]
-        shown = "|".join(texts)
+        # A number or a file as well as a few names.
+        others = dict.fromkeys(self._word(one) for one in types if not _literals(one))
+        shown = "|".join([*texts, *(one for one in others if f"{one} ..." not in others)])
         if texts and len(self.flags[0]) + len(shown) < _WIDEST:
-            return f"{shown} ..." if self.most_values is None else shown
+            return f"{shown} ..." if self.most_values is None and not shown.endswith(" ...") else shown
         words = dict.fromkeys(self._word(one) for one in types)
-        return "|".join(words)
+        return "|".join(one for one in words if f"{one} ..." not in words)
 
     def _word(self, hint: Any) -> str:
         if get_origin(hint) is tuple:
@@ -219,10 +233,9 @@ def options_of(command: str | Command[Any]) -> tuple[Option, ...]:
     known = command_of(command) if isinstance(command, str) else command
     found = list(_options(known.options, default=known.default))
     kept = [one for one in found if not one.group or _is_in(one, known.settings)]
-    file = Option(name="config", place=RUN_FILE, hint=Path, default=None, owner=_RunFile)
-    # A command of a run has a place of its own for it.
-    is_added = known.settings and all(one.name != file.name for one in kept)
-    return tuple(sorted([file, *kept] if is_added else kept, key=lambda one: (not one.place, bool(one.group))))
+    if known.settings and not known.needs_run:
+        kept.insert(0, Option(name=RUN_FIELD, place=RUN_FILE, hint=Path, default=None, owner=_RunFile))
+    return tuple(sorted(kept, key=lambda one: (not one.place, bool(one.group))))
 
 
 def _is_in(option: Option, settings: tuple[str, ...]) -> bool:
@@ -252,8 +265,8 @@ class _RunFile:
     """A run file."""
 
     config: Path
-    """A run file (TOML); flags override its settings. Its relative paths begin at its folder, those of flags at the
-    current one. Every run and every plan writes one."""
+    """Run file (TOML); flags override its settings. Relative paths in the file start at its folder, those of flags at
+    the current one. Every run and every plan writes one."""
 
 
 def _options(owner: type, group: str = "", default: Any = None) -> Iterator[Option]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, NamedTuple
 
 from pipeloom.cli.flags import SOURCE, Words, read_words
 from pipeloom.cli.reference import Command, Options_, options_of
@@ -35,14 +35,35 @@ TRAINING = ("model", "data", "layout", "schedule", "optimizer", "training", "che
 """The same for a run that is trained, which happens on the machine where it is started."""
 
 
+class Parsed(NamedTuple, Generic[Options_]):
+    """What words set.
+
+    Attributes:
+        options: the configuration, without problems, and the command's own options.
+        file: the run file that was read, that of the folder for the folder of a run; ``None`` without one.
+        flags: names of the settings that flags set, such as ``data.path``.
+    """
+
+    options: Options_
+    file: Path | None
+    flags: frozenset[str]
+
+
 def parse_config(
     command: Command[Options_], words: Sequence[str], judge: Callable[..., list[str]] = find_problems
 ) -> Options_:
+    """The options of ``parse_words``."""
+    return parse_words(command, words, judge).options
+
+
+def parse_words(
+    command: Command[Options_], words: Sequence[str], judge: Callable[..., list[str]] = find_problems
+) -> Parsed[Options_]:
     """Read the run file, if there is one, and the flags over it; take the model's sizes from its source.
 
     Args:
         command: its options are a ``RunConfig``, or one with more fields.
-        words: behind the command.
+        words: after the command.
         judge: returns what is wrong with a configuration; called with ``is_model_known``.
 
     Raises:
@@ -51,15 +72,17 @@ def parse_config(
     """
     file = command.default or RunConfig()
     source, is_read, of_file = SOURCE, True, list[str]()
+    read: Path | None = None
 
     def open_file(path: Path) -> list[str]:
-        nonlocal file, source, is_read, of_file
+        nonlocal file, source, read, is_read, of_file
         run_file = _file_of_run(path)
-        if run_file is None and "config" in command.options.__annotations__:
+        if run_file is None and command.needs_run:
             is_read = False
             return [f"RUN must be the folder of a run, with {CONFIG} and checkpoints, found {path}"]
+        read = run_file or path
         try:
-            file, of_file = read_run_file(run_file or path, file)
+            file, of_file = read_run_file(read, file)
         except UserError as error:
             is_read = False
             return [str(error)]
@@ -78,7 +101,8 @@ def parse_config(
         raise ConfigError(problems, source)
     own = {option.name: found.values.get(option.name, option.default) for option in options_of(command)}
     own = {name: value for name, value in own.items() if "." not in name and name in command.options.__annotations__}
-    return command.options(**{item.name: getattr(config, item.name) for item in fields(RunConfig)}, **own)
+    options = command.options(**{item.name: getattr(config, item.name) for item in fields(RunConfig)}, **own)
+    return Parsed(options, read, frozenset(found.values))
 
 
 def _file_of_run(path: Path) -> Path | None:
@@ -89,7 +113,7 @@ def _file_of_run(path: Path) -> Path | None:
 
 
 def source_of(path: Path, words: Sequence[str]) -> str:
-    """The headline of a message about a run file and the words behind the command."""
+    """The headline of a message about a run file and the words after the command."""
     return str(path) if len(words) == 1 else f"{path} with the flags over it"
 
 
@@ -100,6 +124,8 @@ def _over(config: RunConfig, found: Words) -> RunConfig:
         if "." in name:
             section, key = name.split(".")
             sections.setdefault(section, {})[key] = value
+    if "path" in sections.get("data", {}):  # one text instead of the several of a run file
+        sections["data"]["sources"] = None
     return replace(
         config, **{section: replace(getattr(config, section), **values) for section, values in sections.items()}
     )
