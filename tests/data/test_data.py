@@ -1,5 +1,6 @@
 """The text: tokenizers, the split, windows in order, the cache, and what is refused."""
 
+import hashlib
 import json
 import math
 import os
@@ -13,11 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeloom.checkpoint.checkpoint_folder import TOKENIZER
 from pipeloom.config import DataConfig
-from pipeloom.data import text as data_module
-from pipeloom.data.corpus import Document, fingerprint, list_sources, read_documents, shuffled, split_documents
-from pipeloom.data.text import Data, TokenWindows, load_data, unigram_loss
-from pipeloom.data.tokenizer import BpeTokenizer, ByteTokenizer, token_dtype
+from pipeloom.data import entry as entry_module
+from pipeloom.data import text as text_module
+from pipeloom.data import tokenizing
+from pipeloom.data.corpus import documents, held_out, key_of, list_sources
+from pipeloom.data.text import Data, load_data, token_shares, unigram_loss
+from pipeloom.data.tokenizer import ByteTokenizer, LibraryTokenizer, token_dtype
+from pipeloom.data.windows import TokenWindows
 from pipeloom.errors import UserError
 
 TEXT = "The quick brown fox, naïve, 狐 🦊, jumps.\r\n\tOver <|endoftext|> the lazy dog.  \n\n"
@@ -64,8 +69,8 @@ def test_bytes_leave_out_the_end_of_text_and_mark_broken_characters() -> None:
 def test_bpe_survives_a_round_trip() -> None:
     pytest.importorskip("tokenizers")
     text = TEXT * 2000  # several blocks
-    trained = BpeTokenizer.train([text.encode()], 300)
-    for tokenizer in (trained, BpeTokenizer.from_json(trained.to_json())):
+    trained = LibraryTokenizer.train([text.encode()], 300)
+    for tokenizer in (trained, LibraryTokenizer.from_files(trained.files())):
         ids = tokenizer.encode(text.encode())
         assert tokenizer.decode(ids) == text
         assert tokenizer.decode([tokenizer.end_of_text, *ids[:5]]) == tokenizer.decode(ids[:5])
@@ -92,25 +97,21 @@ def test_the_file_of_the_bytes_tokenizer_encodes_and_decodes_in_its_library_as_h
 def test_what_is_no_tokenizer_is_refused(text: str) -> None:
     pytest.importorskip("tokenizers")
     with pytest.raises(UserError, match="expected a tokenizer of the tokenizers library, found"):
-        BpeTokenizer.from_json(text)
+        LibraryTokenizer.from_files({TOKENIZER: text})
 
 
-def test_tokenizers_without_an_end_of_text_or_with_holes_are_refused() -> None:
+def test_a_tokenizer_without_an_end_of_text_is_refused() -> None:
     pytest.importorskip("tokenizers")
-    tree = json.loads(BpeTokenizer.train([b"text"], 257).to_json())
-    holes = {**tree, "added_tokens": [{**tree["added_tokens"][0], "id": 9999}]}
-    holes["model"] = {**tree["model"], "vocab": {**tree["model"]["vocab"], "<|endoftext|>": 9999}}
-    with pytest.raises(UserError, match=r"whose tokens are 0\.\.256, found larger ones"):
-        BpeTokenizer.from_json(json.dumps(holes))
+    tree = json.loads(LibraryTokenizer.train([b"text"], 257).files()[TOKENIZER])
     none = {**tree, "added_tokens": []}
     none["model"] = {**tree["model"], "vocab": {k: v for k, v in tree["model"]["vocab"].items() if len(k) == 1}}
     with pytest.raises(UserError, match=r"expected a tokenizer with the token <\|endoftext\|>, found none"):
-        BpeTokenizer.from_json(json.dumps(none))
+        LibraryTokenizer.from_files({TOKENIZER: json.dumps(none)})
 
 
 def test_bpe_needs_room_for_the_bytes() -> None:
     with pytest.raises(UserError, match=r"at least 257 .* found 100"):
-        BpeTokenizer.train([b"text"], 100)
+        LibraryTokenizer.train([b"text"], 100)
 
 
 def test_bpe_without_its_library_names_the_extra(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +129,10 @@ def test_token_types_are_wide_enough() -> None:
 # Corpus
 
 
+def read(path: Path, field: str = "text") -> list[tuple[str, bytes]]:
+    return [(name, content) for name, content, _ in documents(list_sources(path), field, 1 << 20)]
+
+
 def test_a_folder_gives_its_visible_text_sorted(tmp_path: Path) -> None:
     for name in ("b.txt", "a/z.md", "a.txt", ".hidden", ".git/config", "empty.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -135,33 +140,45 @@ def test_a_folder_gives_its_visible_text_sorted(tmp_path: Path) -> None:
     (tmp_path / "nul.bin").write_bytes(b"a\0b")
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
-    documents, num_skipped = read_documents(list_sources(tmp_path))
-    assert num_skipped == 3
-    assert [document.name for document in documents] == ["a.txt", "a/z.md", "b.txt"]
-    assert documents[1].content == b"text of a/z.md"
+    assert [name for name, _ in read(tmp_path)] == ["a.txt", "a/z.md", "b.txt"]
+    assert dict(read(tmp_path))["a/z.md"] == b"text of a/z.md"
+    data = load_data(DataConfig(path=tmp_path, seq_len=1, cache=tmp_path / ".cache"), 0)
+    assert "3 documents (3 skipped" in data.description
 
 
-def test_the_fingerprint_follows_names_and_contents() -> None:
-    base = [Document("a", b"1"), Document("b", b"2")]
-    assert fingerprint(base) == fingerprint(list(base))
-    others = [[Document("a", b"1"), Document("b", b"3")], [Document("a", b"1"), Document("c", b"2")], base[:1]]
-    assert len({fingerprint(documents) for documents in [base, *others]}) == 4
+def test_the_fingerprint_follows_names_and_contents(tmp_path: Path) -> None:
+    def fingerprint(files: dict[str, str]) -> str:
+        folder = tmp_path / f"{files}"
+        folder.mkdir(exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text * 50)
+        return load_data(DataConfig(path=folder, seq_len=1, cache=tmp_path / "cache"), 0).corpus_sha256
+
+    base = {"a": "1", "b": "2"}
+    lines = "".join(f"{hashlib.sha256(text.encode() * 50).hexdigest()}  {name}\n" for name, text in base.items())
+    assert fingerprint(base) == hashlib.sha256(lines.encode()).hexdigest()
+    others = [{"a": "1", "b": "3"}, {"a": "1", "c": "2"}, {"a": "1"}]
+    assert len({fingerprint(files) for files in [base, *others]}) == 4
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.floats(0, 0.9))
-def test_the_split_is_by_whole_documents(sizes: list[int], fraction: float) -> None:
-    documents = [Document(f"{number}", b"x" * size) for number, size in enumerate(sizes)]
-    train, validation = split_documents(documents, fraction)
-    assert train
-    assert sorted([*train, *validation], key=documents.index) == documents
-    assert not {document.name for document in train} & {document.name for document in validation}
-    share = sum(len(document.content) for document in validation) / sum(sizes)
-    assert not validation or fraction / 2 - 1e-9 <= share <= fraction + 1e-9
+def test_the_split_is_by_whole_documents_each_that_fits(sizes: list[int], fraction: float) -> None:
+    keys = np.array([key_of(f"{number}") for number in range(len(sizes))], np.uint64)
+    found = held_out(keys, np.array(sizes), fraction)
+    assert not found.all()
+    share = sum(size for size, is_held in zip(sizes, found, strict=True) if is_held) / sum(sizes)
+    assert not found.any() or fraction / 2 - 1e-9 <= share <= fraction + 1e-9
+    left = fraction * sum(sizes)
+    for number in np.argsort(keys):
+        fits = sizes[number] <= left
+        assert not found.any() or found[number] == fits
+        left -= sizes[number] if fits else 0
 
 
 def test_the_order_of_documents_depends_on_names_only() -> None:
-    documents = [Document(f"{number}", b"x") for number in range(20)]
-    assert shuffled(documents) == shuffled(documents[::-1]) != documents
+    keys = {name: key_of(name) for name in ("a", "b", "c.jsonl/1", "c.jsonl/2")}
+    assert len(set(keys.values())) == 4
+    assert sorted(keys, key=keys.__getitem__) != sorted(keys)
 
 
 def test_the_default_corpus_is_real(default_data: Data) -> None:
@@ -179,7 +196,7 @@ def test_the_default_corpus_is_real(default_data: Data) -> None:
 def test_batches_of_another_size_go_on_behind_what_was_read() -> None:
     windows = TokenWindows(np.arange(100, dtype=np.uint16), 9, seed=3)
     expected = [*windows.batch(0, 4), *windows.batch(1, 4), *windows.batch(2, 4)]
-    found = [*windows.batch(0, 4), *windows.batch(0, 3, skipped=4), *windows.batch(1, 3, skipped=4)]
+    found = [*windows.batch(0, 4), *windows.resumed(4).batch(0, 3), *windows.resumed(4).batch(1, 3)]
     assert np.array_equal(found, expected[:10])
 
 
@@ -218,9 +235,9 @@ def test_fewer_tokens_than_a_window_are_refused() -> None:
 
 
 def test_unigram_loss_is_the_entropy_of_the_counts() -> None:
-    train, validation = np.array([0, 0, 0, 1], np.uint16), np.array([0, 2], np.uint16)
+    train, validation = np.array([3, 1, 0]), np.array([1, 0, 1])
     expected = -(math.log(4 / 7) + math.log(1 / 7)) / 2
-    assert unigram_loss(train, validation, 3) == pytest.approx(expected)
+    assert unigram_loss(token_shares(train), validation) == pytest.approx(expected)
 
 
 # Loading and the cache
@@ -230,7 +247,7 @@ def test_loading_twice_gives_the_same_and_reads_the_text_once(
     config: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = load_data(config, 3)
-    monkeypatch.setattr(data_module, "read_documents", None)
+    monkeypatch.setattr(tokenizing, "contents", None)
     second, other = load_data(config, 3), load_data(config, 4)
     assert second.description == first.description
     assert second.corpus_sha256 == first.corpus_sha256
@@ -269,41 +286,41 @@ def test_text_is_encoded_with_the_tokenizer_of_a_checkpoint_whatever_the_cache_h
     bpe = replace(config, tokenizer="bpe", bpe_vocab_size=280)
     first = load_data(bpe, 0)
     entries = sorted(path.name for path in config.cache.iterdir())
-    same = load_data(bpe, 0, first.tokenizer.to_json())
+    same = load_data(bpe, 0, first.tokenizer.files())
     assert np.array_equal(same.train.tokens, first.train.tokens)
     assert sorted(path.name for path in config.cache.iterdir()) == entries, "the same tokenizer: no second entry"
 
     for path in folder.rglob("*.txt"):
         path.write_text("quite different letters: " + "zyx wvu tsr qpo nml " * 12, encoding="utf-8")
-    trained, given = load_data(bpe, 0), load_data(bpe, 0, first.tokenizer.to_json())
-    assert trained.tokenizer.to_json() != first.tokenizer.to_json() == given.tokenizer.to_json()
+    trained, given = load_data(bpe, 0), load_data(bpe, 0, first.tokenizer.files())
+    assert trained.tokenizer.files() != first.tokenizer.files() == given.tokenizer.files()
     assert "zyx wvu" in given.tokenizer.decode(given.train.tokens[:80])
     assert len(given.train.tokens) > len(trained.train.tokens)
-    assert np.array_equal(load_data(bpe, 0, first.tokenizer.to_json()).train.tokens, given.train.tokens)
+    assert np.array_equal(load_data(bpe, 0, first.tokenizer.files()).train.tokens, given.train.tokens)
     assert np.array_equal(load_data(bpe, 0).train.tokens, trained.train.tokens)
 
 
 def test_another_kind_of_tokenizer_than_the_checkpoints_is_refused(config: DataConfig) -> None:
     pytest.importorskip("tokenizers")
     bpe = replace(config, tokenizer="bpe", bpe_vocab_size=280)
-    given = load_data(bpe, 0).tokenizer.to_json()
+    given = load_data(bpe, 0).tokenizer.files()
     with pytest.raises(UserError, match=r"data.tokenizer is bytes, the checkpoint has bpe; set data.tokenizer to bpe"):
         load_data(config, 0, given)
     with pytest.raises(UserError, match=r"data.tokenizer is bpe, the checkpoint has bytes"):
-        load_data(bpe, 0, ByteTokenizer().to_json())
+        load_data(bpe, 0, ByteTokenizer().files())
     with pytest.raises(UserError, match=r"data.bpe_vocab_size is 270, the checkpoint's tokenizer has 280 tokens; set"):
         load_data(replace(bpe, bpe_vocab_size=270), 0, given)
-    assert load_data(config, 0, ByteTokenizer().to_json()).tokenizer.vocab_size == 257
+    assert load_data(config, 0, ByteTokenizer().files()).tokenizer.vocab_size == 257
 
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_lost_or_changed_tokenizer_in_the_cache_is_trained_again(config: DataConfig, lost: bool) -> None:
     pytest.importorskip("tokenizers")
     bpe = replace(config, tokenizer="bpe", bpe_vocab_size=280)
-    expected = load_data(bpe, 0).tokenizer.to_json()
+    expected = load_data(bpe, 0).tokenizer.files()
     (file,) = config.cache.glob("*/tokenizer.json")
-    file.unlink() if lost else file.write_text(expected.replace("ab", "ba"))
-    assert load_data(bpe, 0).tokenizer.to_json() == expected
+    file.unlink() if lost else file.write_text(expected[TOKENIZER].replace("ab", "ba"))
+    assert load_data(bpe, 0).tokenizer.files() == expected
 
 
 def test_one_document_is_split_at_its_tail(config: DataConfig, tmp_path: Path) -> None:
@@ -332,11 +349,12 @@ def test_leftovers_of_a_killed_process_do_not_matter(config: DataConfig) -> None
     assert config.cache is not None
     expected = load_data(config, 0).train.batch(0, 50)
     (entry,) = config.cache.iterdir()
-    leftover = config.cache / f"{entry.name}.0123.tmp"
+    leftover = config.cache / f"{entry.name}.parts"
     entry.rename(leftover)
-    (leftover / "tokens.bin").write_bytes(b"half")
+    (leftover / "00000.bin.0123.tmp").write_bytes(b"half")
+    (leftover / "entry").mkdir()
     assert np.array_equal(load_data(config, 0).train.batch(0, 50), expected)
-    assert {path.name for path in config.cache.iterdir()} == {entry.name, leftover.name}
+    assert [path.name for path in config.cache.iterdir()] == [entry.name]
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "garbled"])
@@ -360,7 +378,7 @@ def test_a_failure_while_writing_leaves_nothing(config: DataConfig, monkeypatch:
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(data_module, "_write_tokens", fail)
+    monkeypatch.setattr(tokenizing, "contents", fail)
     with pytest.raises(UserError, match=r"cache folder .*No space left.*data\.cache"):
         load_data(config, 0)
     assert not config.cache.exists()
@@ -372,14 +390,15 @@ def test_a_process_that_was_faster_wins(config: DataConfig, monkeypatch: pytest.
     (entry,) = config.cache.iterdir()
     summary = json.loads((entry / "summary.json").read_text(encoding="utf-8"))
     (entry / "summary.json").write_text(json.dumps({**summary, "corpus_sha256": "theirs"}), encoding="utf-8")
-    real = data_module._read_summary
+    real = entry_module.read_summary
     calls: list[Path] = []
 
     def missing_at_first(folder: Path) -> object:
         calls.append(folder)
         return None if len(calls) == 1 else real(folder)
 
-    monkeypatch.setattr(data_module, "_read_summary", missing_at_first)
+    monkeypatch.setattr(text_module, "read_summary", missing_at_first)
+    monkeypatch.setattr(entry_module, "read_summary", missing_at_first)
     assert load_data(config, 0).corpus_sha256 == "theirs"
     assert [path.name for path in config.cache.iterdir()] == [entry.name]
 
@@ -428,6 +447,8 @@ def test_missing_and_empty_text_is_refused(config: DataConfig, tmp_path: Path) -
 def test_too_little_text_is_refused_with_numbers(config: DataConfig, tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("x" * 99, encoding="utf-8")
-    with pytest.raises(UserError, match=r"data\.seq_len 16 needs at least 17 tokens .* found 90 and 10; give more"):
+    with pytest.raises(
+        UserError, match=r"data\.seq_len 16 needs at least 17 tokens .* found 90 and 10 in .*; give more"
+    ):
         load_data(replace(config, path=path), 0)
     assert len(load_data(replace(config, path=path, seq_len=8), 0).train.tokens) == 90

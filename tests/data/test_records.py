@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from pipeloom.config import DataConfig
-from pipeloom.data.corpus import list_sources, read_documents
+from pipeloom.data.corpus import documents, list_sources
+from pipeloom.data.records import dataset_files
 from pipeloom.data.text import load_data
 from pipeloom.errors import UserError
+from pipeloom.system.files import MOST_BYTES
 
 TEXTS = [f"document {number}: naïve 狐\n" + "words and more words. " * (3 + number) for number in range(30)]
 
@@ -45,15 +47,14 @@ def write(path: Path, field: str = "text") -> Path:
 
 
 def read(path: Path, field: str = "text") -> list[str]:
-    return [document.content.decode() for document in read_documents(list_sources(path), field)[0]]
+    return [content.decode() for _, content, _ in documents(list_sources(path), field, 1 << 20)]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow"])
 def test_every_format_gives_each_record_once_in_its_order(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name)
     assert read(path) == TEXTS
-    documents, _ = read_documents(list_sources(path))
-    assert documents[11].name == f"{name}/12"
+    assert [one for one, _, _ in documents(list_sources(path), "text", 1 << 20)][11] == f"{name}/12"
 
 
 def test_records_train_like_files_with_the_same_text(tmp_path: Path) -> None:
@@ -86,12 +87,22 @@ def test_a_folder_of_datasets_cannot_name_other_files(tmp_path: Path, listed: An
         list_sources(tmp_path)
 
 
+def test_a_state_of_a_folder_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "state.json").open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    assert dataset_files(tmp_path) is None
+
+
 def test_empty_and_broken_texts_are_counted(tmp_path: Path) -> None:
     records = [{"text": "first"}, {"text": ""}, {"text": "\ud800 half"}, {"text": "nul \0"}, {"text": "last"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
-    documents, num_skipped = read_documents(list_sources(tmp_path / "a.jsonl"))
-    assert [document.content for document in documents] == [b"first", b"last"]
-    assert num_skipped == 3
+    found = list(documents(list_sources(tmp_path / "a.jsonl"), "text", 1 << 20))
+    data = load_data(
+        DataConfig(path=tmp_path / "a.jsonl", seq_len=1, validation_fraction=0.3, cache=tmp_path / "cache"), 0
+    )
+    assert found == [("a.jsonl/1", b"first", 5), ("a.jsonl/5", b"last", 4)]
+    assert "2 documents (3 skipped" in data.description
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The corpus: lists and reads files of text and of records, and splits them into training and validation."""
+"""The corpus: lists and reads files of text and of records, and divides them into training and validation."""
 
 import hashlib
 import os
@@ -7,11 +7,16 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
-from pipeloom.data.records import DATASET_SPLITS, dataset_files, has_records, read_records
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.data.answers import Exchange
+from pipeloom.data.records import DATASET_SPLITS, dataset_files, has_records, is_divisible, read_records
 from pipeloom.errors import UserError
 
+_CONTEXT_BYTES = 1 << 13
 # Not sources of Python's standard library: bytecode, and installed packages, which differ between hosts.
 _NO_SOURCES = frozenset({"__pycache__", "site-packages", "dist-packages"})
 
@@ -34,16 +39,36 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Document:
-    """The text of a file, or of a record.
+class Piece:
+    """Bytes of a file that are read at once: of all of it, of some of its records, or of a part of one long text.
 
     Attributes:
-        name: as in :class:`Source`; of a record with its number behind it, such as ``part.jsonl/12``.
-        content: valid UTF-8 without NUL; not empty.
+        source: number of the file.
+        begin: first byte.
+        end: byte behind the last one.
+        is_first: whether its documents begin in it.
+        is_last: whether its documents end in it.
     """
 
-    name: str
-    content: bytes
+    source: int
+    begin: int
+    end: int
+    is_first: bool = True
+    is_last: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in the file."""
+        return self.end - self.begin
+
+    def around(self, path: Path) -> tuple[bytes, bytes]:
+        """Some of the text before and behind it."""
+        with path.open("rb") as file:
+            first = max(0, self.begin - _CONTEXT_BYTES)
+            file.seek(first)
+            before = file.read(self.begin - first)
+            file.seek(self.end)
+            return before, file.read(_CONTEXT_BYTES)
 
 
 def list_sources(path: Path | None) -> list[Source]:
@@ -67,84 +92,121 @@ def list_sources(path: Path | None) -> list[Source]:
     return sorted((source for source in sources if source is not None), key=lambda source: source.name)
 
 
-def read_documents(sources: Sequence[Source], field: str = "text") -> tuple[list[Document], int]:
-    """Read those files and records that are text: valid UTF-8 without NUL, not empty.
+def pieces_of(number: int, source: Source, num_bytes: int) -> list[Piece]:
+    """A file in pieces of about ``num_bytes``, cut at line breaks, if it is larger and can be divided.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    is_text, cuts = not has_records(source.path), [0]
+    if is_text or is_divisible(source.path):
+        try:
+            with source.path.open("rb") as file:
+                while source.num_bytes - cuts[-1] > 2 * num_bytes:
+                    cuts.append(_cut(file, cuts[-1] + num_bytes, source.num_bytes, is_anywhere=is_text))
+        except OSError as error:
+            _fail(source.path, error)
+    ends = [*cuts[1:], source.num_bytes]
+    return [
+        Piece(number, begin, end, not is_text or begin == 0, not is_text or end == source.num_bytes)
+        for begin, end in zip(cuts, ends, strict=True)
+        if begin < end or source.num_bytes == 0
+    ]
+
+
+def _cut(file: BinaryIO, place: int, end: int, *, is_anywhere: bool) -> int:
+    """The first place behind a line break from a place on; in a text without line breaks, between two characters."""
+    file.seek(place)
+    at = place
+    while block := file.read(_CONTEXT_BYTES):
+        if b"\n" in block:
+            return at + block.index(b"\n") + 1
+        if is_anywhere:
+            # The bytes of a character behind its first one are 10xxxxxx.
+            return place + next((step for step, byte in enumerate(block) if byte & 0xC0 != 0x80), 0)
+        at += len(block)
+    return end
+
+
+def contents(source: Source, field: str, piece: Piece) -> Iterator[tuple[int, bytes]]:
+    """Numbers, from 1, and contents of the documents of a piece; the content of one that is part of a document.
+
+    Raises:
+        UserError: the file is damaged, or a record has no such field.
+        OSError: the file cannot be read.
+    """
+    if not has_records(source.path):
+        with source.path.open("rb") as file:
+            file.seek(piece.begin)
+            yield 1, file.read(piece.num_bytes)
+        return
+    end = piece.end if is_divisible(source.path) else None  # bytes of a compressed file are others than those read
+    yield from enumerate(read_records(source.path, field, piece.begin, end), start=1)
+
+
+def documents(sources: Sequence[Source], field: str, num_bytes: int) -> Iterator[tuple[str, bytes, int]]:
+    """Name, content and bytes of all documents that are text; of a text of several pieces the first one's content.
 
     Args:
         sources: the files.
         field: name of the text in records.
-
-    Returns:
-        Documents, and the number of files and records that are not text.
+        num_bytes: of a piece.
 
     Raises:
-        UserError: a file cannot be read, a record has no such field, or nothing is text.
+        UserError: a file is damaged or cannot be read, or a record has no such field.
     """
-    documents: list[Document] = []
-    num_skipped = 0
     for source in sources:
         try:
-            for name, content in _contents(source, field):
-                if _is_text(content):
-                    documents.append(Document(name, content))
-                else:
-                    num_skipped += 1
+            pieces = pieces_of(0, source, num_bytes)
+            if has_records(source.path):
+                every = (content for piece in pieces for _, content in contents(source, field, piece))
+                found = (one.text if isinstance(one, Exchange) else one for one in every)
+                named = ((name_of(source, number), one, len(one)) for number, one in enumerate(found, start=1))
+                yield from (one for one in named if is_text(one[1]))
+            elif all(is_text(content) for piece in pieces for _, content in contents(source, field, piece)):
+                yield source.name, next(contents(source, field, pieces[0]))[1], source.num_bytes
         except OSError as error:
             _fail(source.path, error)
-    if not documents:
-        raise UserError(
-            f"the corpus must have at least one UTF-8 text that is not empty, found none in {len(sources)} files; "
-            "set data.path to a file of text or of records, or a folder of them"
-        )
-    return documents, num_skipped
 
 
-def _contents(source: Source, field: str) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the documents of a file."""
-    if not has_records(source.path):
-        yield source.name, source.path.read_bytes()
-        return
-    for number, text in enumerate(read_records(source.path, field), start=1):
-        # JSON may contain halves of surrogate pairs, which are no UTF-8: _is_text refuses what this writes for them.
-        yield f"{source.name}/{number}", text.encode(errors="surrogatepass")
+def name_of(source: Source, number: int) -> str:
+    """Name of a document: that of its file, or of its record, such as ``part.jsonl/12``."""
+    return f"{source.name}/{number}" if has_records(source.path) else source.name
 
 
-def fingerprint(documents: Sequence[Document]) -> str:
-    """SHA-256 of the names and contents of all documents, as hexadecimal digits."""
-    total = hashlib.sha256()
-    for document in documents:
-        # A hash of lines in the form of sha256sum, so that it changes if a boundary between two files moves.
-        total.update(f"{hashlib.sha256(document.content).hexdigest()}  {document.name}\n".encode())
-    return total.hexdigest()
-
-
-def shuffled(documents: Sequence[Document]) -> list[Document]:
-    """The documents in a pseudo-random order that depends on their names only."""
+def key_of(name: str) -> int:
+    """A number that gives documents a pseudo-random order, which depends on their names only."""
     # Sorted by a hash instead of shuffled: adding a document keeps the order of the others.
-    return sorted(documents, key=lambda document: hashlib.sha256(document.name.encode()).digest())
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 
-def split_documents(documents: Sequence[Document], validation_fraction: float) -> tuple[list[Document], list[Document]]:
-    """Hold out whole documents for validation, up to a fraction of the bytes, 0..1.
+def held_out(
+    keys: npt.NDArray[np.uint64], sizes: npt.NDArray[np.int64], validation_fraction: float
+) -> npt.NDArray[np.bool_]:
+    """Hold out whole documents for validation, up to a fraction of the bytes.
 
-    Documents are taken in the order of :func:`shuffled`, each if it still fits into the fraction.
+    Documents are taken in the order of their keys, each if it still fits into the fraction.
+
+    Args:
+        keys: of each document (:func:`key_of`), [documents].
+        sizes: bytes of each, [documents].
+        validation_fraction: 0..1.
 
     Returns:
-        Training and validation documents, each in the order of the corpus. The second list is empty if the documents
-        that fit have less than half of the fraction: there are too few, or one is most of the text.
+        For each document whether it is held out. None is if those that fit have less than half of the fraction: there
+        are too few, or one is most of the text.
     """
-    budget = validation_fraction * sum(len(document.content) for document in documents)
-    kept, left = set(), budget
-    for document in shuffled(documents):
-        # Whole documents: with the beginning of a document in the training text, validation would be too easy.
-        if len(document.content) <= left:
-            kept.add(document.name)
-            left -= len(document.content)
+    left = budget = validation_fraction * int(sizes.sum())
+    chosen = np.zeros(len(sizes), np.bool_)
+    waiting = np.argsort(keys, kind="stable")
+    # Whole documents: with the beginning of a document in the training text, validation would be too easy.
+    while len(waiting := waiting[sizes[waiting] <= left]):
+        fitting = int(np.searchsorted(np.cumsum(sizes[waiting]), left, side="right"))
+        chosen[waiting[:fitting]] = True
+        left -= int(sizes[waiting[:fitting]].sum())
+        waiting = waiting[fitting:]
     # The caller then splits the tokens instead. Half of the fraction is enough for validation, a few bytes are not.
-    if left > budget / 2:
-        kept = set()
-    training = [document for document in documents if document.name not in kept]
-    return training, [document for document in documents if document.name in kept]
+    return chosen if left <= budget / 2 else np.zeros(len(sizes), np.bool_)
 
 
 def _walk(root: Path) -> Iterator[Path]:
@@ -173,7 +235,8 @@ def _source(file: Path, root: Path) -> Source | None:
     return Source(name, file, status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
 
 
-def _is_text(content: bytes) -> bool:
+def is_text(content: bytes) -> bool:
+    """Whether a content is UTF-8 without NUL, and not empty."""
     if not content or b"\0" in content:
         return False
     try:

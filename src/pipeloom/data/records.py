@@ -12,7 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeloom.data.answers import KEYS, exchange_of
 from pipeloom.errors import UserError, reason_of
+from pipeloom.system.files import parse_json, read_text
 
 DATASET_STATE = "state.json"
 """File of a folder written by ``datasets.Dataset.save_to_disk``; names its Arrow files."""
@@ -21,6 +23,8 @@ DATASET_SPLITS = "dataset_dict.json"
 _LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _COLUMNS = (".parquet", ".arrow")
 _BATCH_ROWS = 1024
+_USUAL = "text"
+"""The default of data.field; records without it may have an answer."""
 
 
 def has_records(path: Path) -> bool:
@@ -28,18 +32,27 @@ def has_records(path: Path) -> bool:
     return path.name.endswith(_LINES + _COLUMNS)
 
 
-def read_records(path: Path, field: str) -> Iterator[str]:
+def is_divisible(path: Path) -> bool:
+    """Whether parts of a file can be read, each from the beginning of a line to the end of one."""
+    return path.name.endswith(_LINES[0])
+
+
+def read_records(path: Path, field: str, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
     """The text of each record of a file, in its order; blank lines between records are ignored.
+
+    Records without the usual field that have an answer (``pipeloom.data.answers``) are exchanges.
 
     Args:
         path: with a name of :func:`has_records`.
         field: key of the text in a JSON object, or name of its column.
+        begin: first byte, of a file that :func:`is_divisible`.
+        end: the byte behind the last one; ``None`` for the whole file.
 
     Raises:
         UserError: the file is damaged, a record has no text under ``field``, or pyarrow is missing.
         OSError: the file cannot be read.
     """
-    return _lines(path, field) if path.name.endswith(_LINES) else _columns(path, field)
+    return _lines(path, field, begin, end) if path.name.endswith(_LINES) else _columns(path, field)
 
 
 def dataset_files(folder: Path) -> list[str] | None:
@@ -48,10 +61,12 @@ def dataset_files(folder: Path) -> list[str] | None:
     Raises:
         UserError: the list contains something else than names of Arrow files in the folder.
     """
+    state = folder / DATASET_STATE
+    if not state.is_file():
+        return None
     try:
-        state = json.loads((folder / DATASET_STATE).read_bytes())
-        listed = state["_data_files"]
-    except (OSError, ValueError, TypeError, KeyError):
+        listed = parse_json(read_text(state))["_data_files"]
+    except (UserError, TypeError, KeyError):
         return None
     try:
         names: list[Any] = [item["filename"] for item in listed]
@@ -63,30 +78,45 @@ def dataset_files(folder: Path) -> list[str] | None:
     ]
     if wrong:
         raise UserError(
-            f"{folder / DATASET_STATE} must list Arrow files of its folder, found {wrong[0]!r}; write the data set "
+            f"{state} must list Arrow files of its folder, found {wrong[0]!r}; write the data set "
             "again with save_to_disk"
         )
     return names
 
 
-def _lines(path: Path, field: str) -> Iterator[str]:
+def _lines(path: Path, field: str, begin: int, end: int | None) -> Iterator[bytes]:
     number = 0
     try:
-        for number, line in enumerate(_open(path), start=1):
+        for number, line in enumerate(_open(path, begin, end), start=1):
             if line.strip():
-                yield _text_of(_object(line, path, number), f"line {number} of {path}", field)
+                record = _object(line)
+                found = _content(record, field)
+                if found is None:
+                    # Only for a message the lines before this part are counted.
+                    raise _no_text(record, f"line {number + _lines_before(path, begin)} of {path}", field)
+                yield found
     # A stream that ends early or is damaged raises any of them, in the middle of the file.
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path} is damaged behind line {number}: {error}; copy it again") from None
 
 
-def _open(path: Path) -> Iterator[bytes]:
-    """The lines of a file that may be compressed."""
+def _lines_before(path: Path, begin: int) -> int:
+    with path.open("rb") as file:
+        return sum(file.read(min(1 << 20, begin - at)).count(b"\n") for at in range(0, begin, 1 << 20))
+
+
+def _open(path: Path, begin: int, end: int | None) -> Iterator[bytes]:
+    """The lines of a file that may be compressed, or of a part of it."""
     if path.suffix == ".zst":
         yield from _zstd_lines(path)
         return
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        yield from file
+        file.seek(begin)
+        for line in file:
+            yield line
+            begin += len(line)
+            if begin == end:
+                return
 
 
 def _zstd_lines(path: Path) -> Iterator[bytes]:
@@ -106,24 +136,28 @@ def _block(stream: Any, path: Path) -> bytes:
         raise UserError(f"{path} is damaged: {error}; copy it again") from None
 
 
-def _object(line: bytes, path: Path, number: int) -> Any:
+def _object(line: bytes) -> Any:
+    """The object of a line, or the error that it is."""
     try:
         return json.loads(line)
     # Nesting of thousands of brackets raises RecursionError.
     except (ValueError, RecursionError) as error:
-        raise UserError(f"line {number} of {path} must be a JSON object, found {reason_of(error)}") from None
+        return error
 
 
-def _columns(path: Path, field: str) -> Iterator[str]:
+def _columns(path: Path, field: str) -> Iterator[bytes]:
     arrow = _arrow("pyarrow", path)
     number = 0
     try:
         for values in _parquet(path, field) if path.suffix == ".parquet" else _stream(path, field):
             # Lengths and offsets in a damaged file could lie outside of its memory.
             values.validate(full=True)
-            for value in values.to_pylist():
+            for record in values.to_pylist():
                 number += 1
-                yield _text_of({field: value}, f"row {number} of {path}", field)
+                found = _content(record, field)
+                if found is None:
+                    raise _no_text(record, f"row {number} of {path}", field)
+                yield found
     except arrow.ArrowException as error:
         reason = str(error).splitlines()[0]
         what = (
@@ -136,35 +170,47 @@ def _columns(path: Path, field: str) -> Iterator[str]:
 
 def _parquet(path: Path, field: str) -> Iterator[Any]:
     with _arrow("pyarrow.parquet", path).ParquetFile(path) as file:
-        _check_column(file.schema_arrow.names, field, path)
-        for batch in file.iter_batches(_BATCH_ROWS, columns=[field]):
-            yield batch.column(field)
+        yield from file.iter_batches(_BATCH_ROWS, columns=_columns_of(file.schema_arrow.names, field, path))
 
 
 def _stream(path: Path, field: str) -> Iterator[Any]:
     arrow = _arrow("pyarrow", path)
     # Mapped, so that the columns beside the text are not read.
     with arrow.memory_map(str(path)) as file, arrow.ipc.open_stream(file) as batches:
-        _check_column(batches.schema.names, field, path)
+        columns = _columns_of(batches.schema.names, field, path)
         for batch in batches:
-            yield batch.column(field)
+            yield batch.select(columns)
 
 
-def _check_column(names: Sequence[str], field: str, path: Path) -> None:
-    if field not in names:
+def _columns_of(names: Sequence[str], field: str, path: Path) -> list[str]:
+    """The columns that are read: that of the text, or those of an exchange."""
+    wanted = [(field,), *(KEYS if field == _USUAL else ())]
+    found = next((keys for keys in wanted if set(keys) <= set(names)), None)
+    if found is None:
         raise UserError(f"{path} must have a column {field!r}, found {', '.join(names)}; set data.field to one of them")
+    return list(found)
 
 
-def _text_of(record: Any, where: str, field: str) -> str:
-    if isinstance(record, dict) and isinstance(record.get(field), str):
-        return record[field]
+def _content(record: Any, field: str) -> bytes | None:
+    """The text of a record, or its exchange; ``None`` if it has neither."""
+    if not isinstance(record, dict):
+        return None
+    if isinstance(record.get(field), str):
+        # JSON may contain halves of surrogate pairs, which are no UTF-8: is_text refuses what this writes for them.
+        return record[field].encode(errors="surrogatepass")
+    return exchange_of(record) if field == _USUAL and field not in record else None
+
+
+def _no_text(record: Any, where: str, field: str) -> UserError:
+    if isinstance(record, Exception):
+        return UserError(f"{where} must be a JSON object, found {reason_of(record)}")
     if not isinstance(record, dict):
         found = f"a value of type {type(record).__name__}"
     elif field in record:
         found = f"{record[field]!r:.40}"
     else:
         found = f"the keys {', '.join(record)}"[:200] if record else "no key"
-    raise UserError(f"{where} must have a text under {field!r}, found {found}; set data.field or change the record")
+    return UserError(f"{where} must have a text under {field!r}, found {found}; set data.field or change the record")
 
 
 def _arrow(module: str, path: Path) -> Any:

@@ -1,0 +1,415 @@
+"""A tokenized corpus on disk: an entry of the cache, or a folder of ``pipeloom tokenize``.
+
+    tokens.bin       training tokens, then validation tokens; uint16, or int32 if the vocabulary needs it
+    tokens.idx       index of their documents, in Megatron-LM's format
+    targets.bin      of records with answers: whether each token is a target, a byte each
+    counts.npy       occurrences of each token, of targets only, in both, int64 [2, vocab_size]
+    summary.json     their numbers, and facts about the corpus
+    tokenizer.json   the tokenizer, with tokenizer_config.json if it was given; none for bytes in the cache
+
+An entry is written under another name and then renamed, so an existing one is complete.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, TOKENIZER_CONFIG
+from pipeloom.data.corpus import Piece, Source, documents, held_out, key_of, name_of
+from pipeloom.data.indexed import read_indexed, write_index
+from pipeloom.data.tokenizer import (
+    ByteTokenizer,
+    TokenArray,
+    Tokenizer,
+    sha256_of,
+    token_dtype,
+)
+from pipeloom.data.tokenizing import UNIT_BYTES, Job, tokenize
+from pipeloom.errors import UserError
+from pipeloom.terminal.progress import Bar
+
+TOKENS, INDEX, TARGETS, COUNTS, SUMMARY = "tokens.bin", "tokens.idx", "targets.bin", "counts.npy", "summary.json"
+_BPE_SAMPLE_BYTES = 8_000_000
+"""Text that byte-pair encoding is trained on; more takes longer and hardly changes the merges."""
+_COUNT_AT_ONCE = 1 << 22
+"""Tokens of which bincount makes an int64 copy."""
+_SEVERAL_BYTES = 64 << 20
+"""Size of a text that several processes tokenize; less is done before they have started."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Content of ``summary.json``.
+
+    Attributes:
+        num_documents: those that are text.
+        num_skipped: those that are not.
+        num_bytes: of the text.
+        vocab_size: of the tokenizer.
+        train_tokens: number of the first tokens, for training.
+        validation_tokens: number of those behind them.
+        corpus_sha256: fingerprint of the text.
+        tokenizer_sha256: of the files of the tokenizer.
+        file: of the tokens, if they are not in the entry.
+        train_targets: of the training tokens; ``None`` if all of them are.
+    """
+
+    num_documents: int
+    num_skipped: int
+    num_bytes: int
+    vocab_size: int
+    train_tokens: int
+    validation_tokens: int
+    corpus_sha256: str
+    tokenizer_sha256: str
+    file: str = ""
+    train_targets: int | None = None
+
+
+def read_summary(folder: Path) -> Summary | None:
+    """An entry's summary; ``None`` if the entry is missing or damaged."""
+    try:
+        summary = Summary(**json.loads((folder / SUMMARY).read_text(encoding="utf-8")))
+        num_counts = (folder / COUNTS).stat().st_size
+        found = sha256_of(stored_files(folder))
+        num_bytes = None if summary.file else (folder / TOKENS).stat().st_size
+        num_targets = (folder / TARGETS).stat().st_size if summary.train_targets is not None else None
+    except (OSError, ValueError, TypeError):
+        return None
+    # A truncated file counts as damaged.
+    width = np.dtype(token_dtype(summary.vocab_size)).itemsize
+    num_tokens = summary.train_tokens + summary.validation_tokens
+    is_whole = num_bytes in (None, width * num_tokens) and num_targets in (None, num_tokens)
+    is_whole = is_whole and num_counts > 2 * 8 * summary.vocab_size
+    return summary if is_whole and found == summary.tokenizer_sha256 else None
+
+
+def stored_files(folder: Path) -> dict[str, str]:
+    """The files of an entry's tokenizer. That of bytes is always the same and may have none."""
+    names = [name for name in (TOKENIZER, TOKENIZER_CONFIG) if (folder / name).exists()]
+    found = {name: (folder / name).read_text(encoding="utf-8") for name in names}
+    return found or ByteTokenizer().files()
+
+
+def open_targets(folder: Path, summary: Summary) -> npt.NDArray[np.bool_] | None:
+    """For each token of an entry whether it is a target; ``None`` if all are."""
+    return np.memmap(folder / TARGETS, np.bool_, mode="r") if summary.train_targets is not None else None
+
+
+def document_ends(folder: Path, summary: Summary) -> npt.NDArray[np.int64]:
+    """For each document of an entry the number of tokens up to its end, [documents]."""
+    return read_indexed(Path(summary.file) if summary.file else folder / TOKENS).ends
+
+
+def open_entry(folder: Path, summary: Summary) -> tuple[TokenArray, npt.NDArray[np.int64]]:
+    """Tokens and counts of an entry."""
+    if summary.file:
+        tokens = read_indexed(Path(summary.file)).tokens
+    else:
+        tokens = np.memmap(folder / TOKENS, token_dtype(summary.vocab_size), mode="r")
+    return tokens, np.load(folder / COUNTS, allow_pickle=False)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What an entry is made of.
+
+    Attributes:
+        sources: the files.
+        field: name of the text in records.
+        validation_fraction: of the bytes, 0..1.
+        make_tokenizer: returns the tokenizer.
+        check: raises a ``UserError`` if the entry would be of no use, such as one that is too short.
+        key: of these, for the name of the folder with the units.
+        unit_bytes: of the text that is read at once.
+    """
+
+    sources: Sequence[Source]
+    field: str
+    validation_fraction: float
+    make_tokenizer: Callable[[], Tokenizer]
+    check: Callable[[Summary], None]
+    key: str = ""
+    unit_bytes: int = UNIT_BYTES
+
+
+def write_entry(folder: Path, corpus: Corpus, num_workers: int | None = None, *, has_bar: bool = True) -> Summary:
+    """Tokenize a corpus into an entry. What a stopped process has done is used.
+
+    Args:
+        folder: the entry; made when it is complete.
+        corpus: the text.
+        num_workers: processes. None: one for a small corpus, else one for each core.
+        has_bar: whether a terminal shows how far it is.
+
+    Raises:
+        UserError: a file is damaged, a record has no text, or nothing is text.
+        RunError: a process was killed.
+        OSError: the entry cannot be written.
+    """
+    parts = folder.with_name(f"{folder.name}{corpus.key and '.'}{corpus.key}.parts")
+    with _alone(parts):
+        # Another process may have written the entry meanwhile.
+        if (found := read_summary(folder)) is not None:
+            return found
+        tokenizer = corpus.make_tokenizer()
+        job = Job(corpus.sources, corpus.field, tokenizer.files(), parts, corpus.unit_bytes)
+        total = sum(source.num_bytes for source in corpus.sources)
+        workers = num_workers or (len(os.sched_getaffinity(0)) if total >= _SEVERAL_BYTES else 1)
+        columns = (TextColumn("tokenizing"), BarColumn(bar_width=24), DownloadColumn(), TransferSpeedColumn())
+        with Bar(sys.stderr, *columns, TimeRemainingColumn(), total=total, is_shown=has_bar, transient=True) as bar:
+            try:
+                units = tokenize(job, workers, bar.update)
+            except KeyboardInterrupt as error:
+                done, every = len(list(parts.glob("*.npy"))), len(job.units())
+                error.add_note(
+                    f"{done} of {every} parts are done, in {parts}; the same command goes on with the others"
+                )
+                raise
+        draft = parts / "entry"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        try:
+            summary = _assemble(draft, job, units, corpus.validation_fraction, tokenizer)
+            corpus.check(summary)
+        except UserError:
+            shutil.rmtree(parts)  # another attempt would find the same
+            raise
+        if folder.exists():  # damaged
+            shutil.rmtree(folder)
+        draft.replace(folder)
+        shutil.rmtree(parts, ignore_errors=True)
+        return summary
+
+
+@contextmanager
+def _alone(parts: Path) -> Iterator[None]:
+    """The folder of an entry's units, for one process at a time; removed on a failure if it has none."""
+    made = [one for one in (parts, *parts.parents) if not one.exists()]
+    parts.mkdir(parents=True, exist_ok=True)
+    try:
+        with (parts / "lock").open("a") as lock:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            # The process before may have removed it with the lock.
+            parts.mkdir(parents=True, exist_ok=True)
+            yield
+    finally:
+        if parts.exists() and not any(parts.glob("*.npy")):
+            shutil.rmtree(parts, ignore_errors=True)
+        for one in made[1:]:
+            with suppress(OSError):  # it has other entries
+                one.rmdir()
+
+
+def write_indexed_entry(folder: Path, file: Path, validation_fraction: float, tokenizer: Tokenizer) -> Summary:
+    """Count the tokens of a file with an index, and divide its documents: the last ones are held out.
+
+    Raises:
+        UserError: the file is damaged, or has tokens that the tokenizer does not have.
+        OSError: the entry cannot be written.
+    """
+    found = read_indexed(file)
+    total = len(found.tokens)
+    # As in Megatron-LM, whose splits are ranges of documents: the tokens are read where they are.
+    wanted = round((1 - validation_fraction) * total)
+    before = found.ends[found.ends <= wanted]
+    border = int(before[-1]) if len(before) and total - before[-1] < 2 * (total - wanted) + 1 else wanted
+    border = min(max(border, 1), max(total - 1, 0))
+    least, most = (int(reduce(found.tokens)) if total else 0 for reduce in (np.min, np.max))
+    if not 0 <= least <= most < tokenizer.vocab_size:
+        raise UserError(
+            f"{file} must have tokens of data.tokenizer, 0..{tokenizer.vocab_size - 1}, found {least}..{most}; set "
+            "data.tokenizer to the one that made them"
+        )
+    status = file.with_suffix(".bin").stat()
+    summary = Summary(
+        num_documents=len(found.ends),
+        num_skipped=0,
+        num_bytes=status.st_size,
+        vocab_size=tokenizer.vocab_size,
+        train_tokens=border,
+        validation_tokens=total - border,
+        corpus_sha256=hashlib.sha256(f"{status.st_size} {status.st_mtime_ns} {file.name}".encode()).hexdigest(),
+        tokenizer_sha256=sha256_of(tokenizer.files()),
+        file=str(file.absolute()),
+    )
+    parts = folder.with_name(f"{folder.name}.parts")
+    with _alone(parts):
+        if (other := read_summary(folder)) is not None:
+            return other
+        draft = parts / "entry"
+        draft.mkdir()
+        sides = found.tokens[:border], found.tokens[border:]
+        _finish(draft, summary, np.stack([_counts(side, tokenizer.vocab_size) for side in sides]), tokenizer)
+        shutil.rmtree(folder, ignore_errors=True)
+        draft.replace(folder)
+        shutil.rmtree(parts, ignore_errors=True)
+    return summary
+
+
+def sample(corpus: Corpus, num_bytes: int = _BPE_SAMPLE_BYTES) -> list[bytes]:
+    """Some of the training documents, from all over the text, for training byte-pair encoding."""
+    facts = [(key_of(name), size) for name, _, size in documents(corpus.sources, corpus.field, corpus.unit_bytes)]
+    keys, sizes = np.array([key for key, _ in facts], np.uint64), np.array([size for _, size in facts], np.int64)
+    is_training = ~held_out(keys, sizes, corpus.validation_fraction)
+    # In a shuffled order: sorted, the sample would contain only the first folders of the corpus.
+    order = np.argsort(keys, kind="stable")
+    order = order[is_training[order]]
+    before = np.cumsum(sizes[order]) - sizes[order]
+    wanted = {int(number): place for place, number in enumerate(order[before < num_bytes])}
+    every = enumerate(documents(corpus.sources, corpus.field, corpus.unit_bytes))
+    found = {wanted[number]: content for number, (_, content, _) in every if number in wanted}
+    return [found[place][: num_bytes - int(before[place])] for place in sorted(found)]
+
+
+@dataclass(frozen=True)
+class _Documents:
+    """All documents of the units, in the order of the corpus.
+
+    Attributes:
+        num_tokens: of each, [documents].
+        is_held_out: whether it is for validation, [documents].
+        first_by_unit: number of the first document that begins in a unit.
+        num_bytes: of all.
+        num_skipped: those that are not text.
+        sha256: fingerprint.
+    """
+
+    num_tokens: npt.NDArray[np.int64]
+    is_held_out: npt.NDArray[np.bool_]
+    first_by_unit: list[int]
+    num_bytes: int
+    num_skipped: int
+    sha256: str
+
+
+def _documents(job: Job, num_units: int, validation_fraction: float) -> _Documents:
+    # Arrays: lists of millions of numbers would take five times the memory.
+    keys, sizes, tokens, is_text = array("Q"), array("q"), array("q"), array("b")
+    total, numbers, firsts = hashlib.sha256(), dict[int, int](), list[int]()
+    for unit in range(num_units):
+        rows = np.load(job.rows_of(unit), allow_pickle=False)
+        firsts.append(len(sizes))
+        seen: dict[int, int] = {}
+        for source, number, num_bytes, num_tokens, is_first, row_is_text, digest in rows.tolist():
+            if is_first:
+                # Numbers in a unit begin at 1; those of the records before it are counted here.
+                name = name_of(job.sources[source], numbers.get(source, 0) + number)
+                keys.append(key_of(name))
+                sizes.append(0)
+                tokens.append(0)
+                is_text.append(True)
+                if row_is_text:
+                    # Lines in the form of sha256sum, so that the hash changes if a boundary between two files moves.
+                    total.update(f"{digest.hex()}  {name}\n".encode())
+            else:
+                total.update(f"{digest.hex()}\n".encode())
+            sizes[-1] += num_bytes
+            tokens[-1] += num_tokens
+            is_text[-1] &= row_is_text
+            seen[source] = seen.get(source, 0) + 1
+        for source, count in seen.items():
+            numbers[source] = numbers.get(source, 0) + count
+    are_text = np.array(is_text, np.bool_)
+    all_sizes = np.array(sizes, np.int64)
+    held = np.zeros(len(sizes), np.bool_)
+    held[are_text] = held_out(np.array(keys, np.uint64)[are_text], all_sizes[are_text], validation_fraction)
+    num_tokens = np.where(are_text, np.array(tokens, np.int64), 0)
+    num_skipped = int((~are_text).sum())
+    return _Documents(num_tokens, held, firsts, int(all_sizes[are_text].sum()), num_skipped, total.hexdigest())
+
+
+def _assemble(
+    draft: Path, job: Job, units: Sequence[Sequence[Piece]], validation_fraction: float, tokenizer: Tokenizer
+) -> Summary:
+    """Copy the tokens of the units into the files of an entry: those for training, then those for validation."""
+    found = _documents(job, len(units), validation_fraction)
+    is_text = found.num_tokens > 0
+    if not is_text.any():
+        raise UserError(
+            f"the corpus must have at least one UTF-8 text that is not empty, found none in {len(job.sources)} files; "
+            "set data.path to a file of text or of records, or a folder of them"
+        )
+    dtype = token_dtype(tokenizer.vocab_size)
+    has_answers = any(job.mask_of(unit).exists() for unit in range(len(units)))
+    with (draft / TOKENS).open("wb") as out, (draft / TARGETS).open("wb") as out_targets:
+        for is_held_out in (False, True):
+            is_wanted = is_text & (found.is_held_out == is_held_out)
+            for unit, first in enumerate(found.first_by_unit):
+                rows = np.load(job.rows_of(unit), allow_pickle=False)
+                # A unit may begin inside a document of the one before.
+                of_rows = is_wanted[first - 1 + np.cumsum(rows["is_first"])] if len(rows) else np.zeros(0, np.bool_)
+                chosen = np.repeat(of_rows, rows["num_tokens"])
+                out.write(np.fromfile(job.bin_of(unit), dtype)[chosen].tobytes())
+                if has_answers:
+                    mask = job.mask_of(unit)
+                    targets = np.fromfile(mask, np.bool_) if mask.exists() else np.ones(len(chosen), np.bool_)
+                    out_targets.write(targets[chosen].tobytes())
+    sizes = np.concatenate([found.num_tokens[is_text & (found.is_held_out == side)] for side in (False, True)])
+    write_index(draft / INDEX, sizes, np.dtype(dtype).itemsize)
+    train_tokens, validation_tokens = (int(found.num_tokens[found.is_held_out == side].sum()) for side in (False, True))
+    # Too few documents to hold out whole ones: the end of the text is held out instead.
+    if not validation_tokens:
+        # At least one token each: the unigram loss is a mean over the validation tokens.
+        validation_tokens = min(max(round(validation_fraction * train_tokens), 1), train_tokens - 1)
+        train_tokens -= validation_tokens
+    if not has_answers:
+        (draft / TARGETS).unlink()
+    borders = (0, train_tokens), (train_tokens, train_tokens + validation_tokens)
+    counts = [_counts_in(draft, tokenizer.vocab_size, *border, has_targets=has_answers) for border in borders]
+    summary = Summary(
+        num_documents=int(is_text.sum()),
+        num_skipped=found.num_skipped,
+        num_bytes=found.num_bytes,
+        vocab_size=tokenizer.vocab_size,
+        train_tokens=train_tokens,
+        validation_tokens=validation_tokens,
+        corpus_sha256=found.sha256,
+        tokenizer_sha256=sha256_of(tokenizer.files()),
+        train_targets=int(counts[0].sum()) if has_answers else None,
+    )
+    _finish(draft, summary, np.stack(counts), tokenizer)
+    return summary
+
+
+def _finish(draft: Path, summary: Summary, counts: npt.NDArray[np.int64], tokenizer: Tokenizer) -> None:
+    """Write the files beside the tokens."""
+    np.save(draft / COUNTS, counts)
+    if not isinstance(tokenizer, ByteTokenizer):
+        for name, text in tokenizer.files().items():
+            (draft / name).write_text(text, encoding="utf-8")
+    (draft / SUMMARY).write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
+
+
+def _counts_in(draft: Path, vocab_size: int, begin: int, end: int, *, has_targets: bool) -> npt.NDArray[np.int64]:
+    """Occurrences of each token in part of a file, of targets if it has some, [vocab_size]."""
+    counts, dtype = np.zeros(vocab_size, np.int64), np.dtype(token_dtype(vocab_size))
+    for first in range(begin, end, _COUNT_AT_ONCE):
+        size = min(_COUNT_AT_ONCE, end - first)
+        # Read and not mapped: mapped pages count as memory of the process.
+        found = np.fromfile(draft / TOKENS, dtype, size, offset=first * dtype.itemsize)
+        if has_targets:
+            found = found[np.fromfile(draft / TARGETS, np.bool_, size, offset=first)]
+        counts += np.bincount(found, minlength=vocab_size)
+    return counts
+
+
+def _counts(tokens: npt.NDArray[np.generic], vocab_size: int) -> npt.NDArray[np.int64]:
+    """Occurrences of each token, [vocab_size]; counted in parts."""
+    counts = np.zeros(vocab_size, np.int64)
+    for first in range(0, len(tokens), _COUNT_AT_ONCE):
+        counts += np.bincount(tokens[first : first + _COUNT_AT_ONCE], minlength=vocab_size)
+    return counts

@@ -1,0 +1,237 @@
+"""Windows of tokens in a reproducible order: of one text, and of several in given shares."""
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from math import gcd, lcm
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeloom.data.tokenizer import TokenArray
+from pipeloom.errors import UserError
+
+
+class TokenWindows:
+    """Non-overlapping windows of ``seq_len + 1`` tokens, in an order determined by a seed.
+
+    Every epoch visits each window once; with a seed, each epoch in another order. A batch is a pure function of its
+    index, so the whole state of the reader is one integer.
+
+    Args:
+        tokens: the stream, [tokens]; may be a memory-mapped file. Tokens after the last full window are not used.
+        seq_len: input tokens of a window, which has one more, the last target.
+        seed: determines the order. None: the order of the text.
+
+    Raises:
+        UserError: there is no full window.
+    """
+
+    def __init__(self, tokens: TokenArray, seq_len: int, seed: int | None = None) -> None:
+        size = seq_len + 1
+        if len(tokens) < size:
+            raise UserError(f"data.seq_len {seq_len} needs at least {size} tokens, found {len(tokens)}")
+        self.tokens = tokens
+        self.num_windows = len(tokens) // size
+        # Still a view of the memory-mapped file: only the rows of a batch are read.
+        self._windows = tokens[: self.num_windows * size].reshape(self.num_windows, size)
+        self._seed = seed
+        self._first = 0
+        self._orders: dict[int, npt.NDArray[np.int64]] = {}
+
+    def batch(self, index: int, batch_size: int) -> npt.NDArray[np.int64]:
+        """A batch of windows.
+
+        Args:
+            index: of the batch, from 0; after the last window the next epoch begins.
+            batch_size: windows of a batch.
+
+        Returns:
+            Tokens, int64 [batch_size, seq_len + 1]: inputs are ``[:, :-1]``, targets are ``[:, 1:]``.
+        """
+        first = self._first + index * batch_size
+        return self.read(range(first, first + batch_size))
+
+    def read(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
+        """The windows with these numbers in reading order, counted over all epochs: int64 [numbers, seq_len + 1]."""
+        return np.asarray(self._windows[[self._row(number) for number in numbers]], dtype=np.int64)
+
+    def resumed(self, num_read: int, _stored: Sequence[Mapping[str, Any]] = (), _text: str = "") -> "TokenWindows":
+        """The same windows; batch 0 begins behind those that were read, in batches of any size."""
+        other = copy(self)
+        other._first = num_read  # noqa: SLF001  a copy of this object
+        return other
+
+    def position(self, _num_windows: int) -> list[dict[str, Any]]:
+        """What a checkpoint stores of several sources: nothing here, since the number of windows says it all."""
+        return []
+
+    def _row(self, number: int) -> int:
+        epoch, place = divmod(number, self.num_windows)
+        if self._seed is None:
+            return place
+        if epoch not in self._orders:
+            # Of a batch at the border of two epochs both are needed.
+            self._orders = {one: self._orders[one] for one in (epoch - 1, epoch + 1) if one in self._orders}
+            self._orders[epoch] = _order(self._seed, epoch, self.num_windows)
+        return int(self._orders[epoch][place])
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What a checkpoint stores of a source.
+
+    Attributes:
+        text: fingerprint, which finds the source again.
+        path: the same, if the text has changed.
+        weight: 0 for a source that is not read any more, whose number of windows is kept.
+        windows: read so far.
+        before: read before the present weights began.
+    """
+
+    text: str
+    path: str
+    weight: float
+    windows: int
+    before: int
+
+
+class Mixture:
+    """Windows of several sources, in shares that follow their weights from the first window on.
+
+    Which source is next follows from the numbers of windows read of each since the weights began (:class:`Turns`), and
+    the next window of a source from their number alone. So new weights neither skip nor repeat a window.
+
+    Args:
+        parts: windows of each source.
+        weights: of each source; above 0.
+        names: fingerprint and path of each source.
+    """
+
+    def __init__(
+        self, parts: Sequence[TokenWindows], weights: Sequence[float], names: Sequence[tuple[str, str]]
+    ) -> None:
+        self.num_windows = sum(part.num_windows for part in parts)
+        self._parts, self._weights, self._names = parts, weights, names
+        self._turns = Turns(weights)
+        self._before = self._begin = (0,) * len(parts)
+        self._gone: list[_Read] = []
+        self._reached = 0, list(self._begin)
+
+    def batch(self, index: int, batch_size: int) -> npt.NDArray[np.int64]:
+        """A batch of windows, as :meth:`TokenWindows.batch`; reading in order is fast, going back is not."""
+        counts = self._counts(index * batch_size)
+        rows: list[npt.NDArray[np.int64]] = []
+        for _ in range(batch_size):
+            source = self._turns.next([count - before for count, before in zip(counts, self._before, strict=True)])
+            rows.append(self._parts[source].read([counts[source]]))
+            counts[source] += 1
+        self._reached = (index + 1) * batch_size, counts
+        return np.concatenate(rows)
+
+    def resumed(self, num_read: int, stored: Sequence[Mapping[str, Any]], text: str) -> "Mixture":
+        """The same sources, behind the windows that were read before a checkpoint.
+
+        Args:
+            num_read: windows read in all.
+            stored: of the checkpoint, from :meth:`position`; empty if it was of one text.
+            text: fingerprint of that text.
+        """
+        earlier = [_Read(**one) for one in stored] or [_Read(text, "", 1.0, num_read, 0)]
+        found = [_find(earlier, *name) for name in self._names]
+        other = copy(self)
+        other._begin = tuple(0 if one is None else one.windows for one in found)  # noqa: SLF001  a copy of this object
+        other._gone = [_gone(one) for one in earlier if one not in found and one.windows]  # noqa: SLF001
+        is_same = len(stored) > 0 and not any(one.weight for one in earlier if one not in found)
+        weights = [0.0 if one is None else one.weight for one in found]
+        is_same = is_same and all(weights) and Turns(weights).weights == self._turns.weights
+        # Shares count from where their weights began: new weights make up for nothing that was read with others.
+        before = tuple(0 if one is None else one.before for one in found)
+        other._before = before if is_same else other._begin  # noqa: SLF001
+        other._reached = 0, list(other._begin)  # noqa: SLF001
+        return other
+
+    def position(self, num_windows: int) -> list[dict[str, Any]]:
+        """What a checkpoint stores after so many windows, counted from batch 0."""
+        every = zip(self._names, self._weights, self._counts(num_windows), self._before, strict=True)
+        found = [_Read(*name, weight, count, before) for name, weight, count, before in every]
+        return [asdict(one) for one in (*found, *self._gone)]
+
+    def _counts(self, num_windows: int) -> list[int]:
+        """Windows read of each source after so many, counted from batch 0."""
+        reached, counts = self._reached
+        if reached > num_windows:
+            reached, counts = 0, list(self._begin)
+        counts = list(counts)
+        for _ in range(num_windows - reached):
+            counts[self._turns.next([count - before for count, before in zip(counts, self._before, strict=True)])] += 1
+        self._reached = num_windows, list(counts)
+        return counts
+
+
+def _find(earlier: Sequence[_Read], text: str, path: str) -> _Read | None:
+    same_text = (one for one in earlier if one.text == text)
+    return next(same_text, None) or next((one for one in earlier if one.path == path), None)
+
+
+def _gone(read: _Read) -> _Read:
+    return _Read(read.text, read.path, 0.0, read.windows, read.before)
+
+
+class Turns:
+    """Whose turn it is, so that each count stays within one of its share at every draw.
+
+    The rule of R. Tijdeman, "The chairman assignment problem" (Discrete Mathematics 32, 1980): after any number of
+    draws a count differs from its share by at most 1 - 1 / (2 n - 2), for n sources.
+
+    Args:
+        weights: of each source; above 0.
+
+    Attributes:
+        weights: the same as the smallest whole numbers.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        # By their decimal digits, so that 0.1 is a tenth, and in whole numbers: sums of floats would drift.
+        exact = [Fraction(str(weight)) for weight in weights]
+        scale = lcm(*(one.denominator for one in exact))
+        whole = [int(one * scale) for one in exact]
+        divisor = gcd(*whole)
+        self.weights = tuple(one // divisor for one in whole)
+        self._total = sum(self.weights)
+        self._scale = max(1, 2 * len(whole) - 2)
+
+    def next(self, counts: Sequence[int]) -> int:
+        """The source of the next draw, after so many draws of each."""
+        number = sum(counts) + 1
+        best, best_late, best_weight = 0, None, 1
+        for source, weight in enumerate(self.weights):
+            # What the source lacks of its share after this draw, in parts of the total.
+            lacks = self._scale * (weight * number - self._total * counts[source])
+            if lacks < self._total:
+                continue
+            # Draws until it would lack too much, as a fraction late / weight; the earliest is next.
+            late = (self._scale - 1) * self._total - lacks
+            if best_late is None or late * best_weight < best_late * weight:
+                best, best_late, best_weight = source, late, weight
+        return best
+
+
+def without_marks(windows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The tokens of windows, a copy: one that is no target is ``~token`` in them, which is negative."""
+    return np.where(windows < 0, ~windows, windows)
+
+
+Windows = TokenWindows | Mixture
+"""What a run reads its batches from."""
+
+
+def _order(seed: int, epoch: int, num_windows: int) -> npt.NDArray[np.int64]:
+    """An epoch's permutation of windows, the same in all versions of NumPy."""
+    # NumPy guarantees the raw bits of its generators over versions, but not the results of shuffle and permutation
+    # (NEP 19). SeedSequence takes no negative numbers, so the seed is taken modulo 2^64.
+    bits = np.random.PCG64([seed % (1 << 64), epoch]).random_raw(num_windows)
+    # Stable, so that equal numbers have the same order everywhere.
+    return np.argsort(bits, kind="stable")
