@@ -11,8 +11,12 @@
 # make bench-network   beside PyTorch's pipelining over slow networks between hosts (as root; 12 minutes)
 # make bench-overhead  beside PyTorch's pipelining with next to no compute (2 minutes)
 # make bench-balance  what moving activations saves and costs, with emulated compute (1 minute)
+# make bench-checkpoints  steps beside a checkpoint to a disk of 20 MB/s, and without (1 minute)
+# make bench-tokenize  memory and speed of tokenizing 5 GB of text (ARGS="--gb 1" for less; some minutes for each GB)
 # make playground-pictures  the pictures of docs/playground.md; needs Chromium (as the next one)
 # make playground-speed     milliseconds from a slider's move to the painted timeline, 8 x 4 x 64 (20 seconds)
+# make tune     a model imported, tuned on a text, evaluated, exported and loaded by transformers (2 minutes)
+# make signals  a run that gets SIGTERM or SIGUSR1 at 20 random moments and goes on (5 minutes)
 # make speed    actions a second that schedules are made, verified, lowered and simulated at
 #
 # The first use makes .venv; nothing is needed but Python >= 3.11 and make. Knobs:
@@ -37,7 +41,7 @@ STAMP       := $(VENV)/.installed
 LOADED      := numba llvmlite numpy pydantic pydantic_core rich
 
 .PHONY: demo test docs dist docs-commands plan-demo predict reproduce schedules plan-speed bench-network bench-overhead \
-        bench-balance playground-pictures playground-speed speed check format clean
+        bench-balance bench-checkpoints bench-tokenize playground-pictures playground-speed tune signals speed check format clean
 
 demo: $(STAMP)
 	$(BIN)/pipeloom train $(ARGS)
@@ -73,6 +77,12 @@ reproduce: $(STAMP)
 schedules: $(STAMP)
 	$(BIN)/python benchmarks/schedules.py
 
+tune: $(STAMP)
+	$(BIN)/python benchmarks/tune.py
+
+signals: $(STAMP)
+	$(BIN)/python benchmarks/signals.py
+
 plan-speed: $(STAMP)
 	$(BIN)/python benchmarks/plan.py
 
@@ -84,6 +94,12 @@ bench-overhead: $(STAMP)
 
 bench-balance: $(STAMP)
 	$(BIN)/python benchmarks/balance.py $(ARGS)
+
+bench-checkpoints: $(STAMP)
+	$(BIN)/python benchmarks/checkpoints.py $(ARGS)
+
+bench-tokenize: $(STAMP)
+	$(BIN)/python benchmarks/tokenizing.py $(ARGS)
 
 playground-pictures: $(STAMP)
 	$(BIN)/python benchmarks/playground.py pictures

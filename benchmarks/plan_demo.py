@@ -1,7 +1,7 @@
-"""The planner's ranking beside what really runs: every layout of a small model over four processes of this machine.
+"""The planner's ranking compared with measured steps: every layout of a small model on four local processes.
 
-Profiles the machine and the model's pieces, asks the planner, runs every layout of the stated space, and says how much
-slower than the fastest the planner's first choice was (its regret). Run by ``make plan-demo``.
+Profiles the machine and the model's pieces, runs the planner and then every layout of the stated space, and prints
+how much slower than the fastest the planner's first choice was (its regret). Run by ``make plan-demo``.
 
 Each run is one of its own, in processes of its own. They go in rounds, all layouts in each, in another order every
 time, and the median over all steps counts: what the machine does to one layout it does to all. A step during which
@@ -115,7 +115,7 @@ def profile(file: Path, budget_s: float) -> None:
     """Measure the machine, and the model's pieces, into a cluster file."""
     sizes = {"layers": "num_layers", "hidden": "hidden_size", "heads": "num_heads", "kv_heads": "num_kv_heads"}
     sizes |= {"ffn": "ffn_size", "vocab": "vocab_size"}
-    lines = ['name = "demo"', 'mlp = "swiglu"', "tied = false"]
+    lines = ['name = "demo"', 'family = "llama"', "tied = false"]
     model = file.with_name("model.toml")
     model.write_text("\n".join([*lines, *(f"{key} = {getattr(MODEL, name)}" for key, name in sizes.items())]))
     words = ["profile", "--output", str(file), "--processes", str(PROCESSES), "--budget-s", f"{budget_s:g}"]
@@ -125,7 +125,7 @@ def profile(file: Path, budget_s: float) -> None:
 
 
 def question(file: Path) -> Question:
-    """What the planner is asked."""
+    """The question to the planner."""
     return Question(
         shape=shape_of(MODEL),
         cluster=load_cluster(str(file)),
@@ -237,7 +237,7 @@ def print_ranking(console: Console, asked: Question) -> SimulatedStep:
 
 
 def print_answer(console: Console, entries: Sequence[OpenNode], first: SimulatedStep) -> bool:
-    """What was predicted beside what was measured; whether the first choice was good enough."""
+    """Print predictions with measurements, and whether the first choice met its target."""
     ranked = sorted(entries, key=lambda entry: entry.predicted_s)
     fastest = min(entries, key=lambda entry: entry.median_s)
     table = Table(

@@ -75,10 +75,10 @@ def test_the_numbers_in_the_readme_are_those_of_its_commands():
     for family, loops, costs in (("1f1b", 1, (4, 8)), ("breadth-first", 4, (1, 2))):
         schedule = make_schedule(family, pp=4, loops=loops, num_microbatches=8)
         summary = summarize(simulate(schedule, Costs(*costs)))
-        numbers[family] = summary.bubble_overhead, max(schedule.peak_stage_inputs)
+        numbers[family] = summary.bubble_fraction, max(schedule.peak_stage_inputs)
     (looped, held), (whole, few) = numbers["breadth-first"], numbers["1f1b"]
-    assert f"bubble overhead {looped:.3f}, 1F1B {whole:.3f}" in README
-    assert f"inputs of {held} layers held, 1F1B at most {4 * few}" in README  # whose stages have 4 layers
+    assert f"bubble {100 * looped:.1f} % of the ranks' time, 1F1B {100 * whole:.1f} %" in README
+    assert f"inputs of {held} layers, 1F1B at most {4 * few}" in README  # whose stages have 4 layers
 
 
 def test_the_errors_in_the_readme_are_those_of_the_table_of_predictions():

@@ -8,6 +8,7 @@ from pipeloom.passes import add_data_parallel, lower
 from pipeloom.passes.lower_sharding import exchanges
 from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.schedule.kinds import SEND_KINDS
+from pipeloom.schedule.stage_swaps import Content
 from pipeloom.simulation import Sharing, simulate
 from side_by_side.case import Case, Contender
 
@@ -57,6 +58,10 @@ class NetworkCosts:
                 through = case.weight_bytes * scale * (case.dp - 1) / case.dp
                 return case.link.latency_s + through / case.link.bytes_per_s
         return 0.0
+
+    def move_s(self, stage: int, content: Content) -> float:
+        """No stage moves between device and host."""
+        raise NotImplementedError(stage, content)
 
 
 def lowered(case: Case, contender: Contender, order: Schedule, receive_buffers: int) -> Schedule:

@@ -3,6 +3,7 @@
     PipeloomError
     ├── UserError                wrong input: expected, found, what to change
     │   ├── ConfigError          a wrong configuration; all of its problems
+    │   │   └── CallError        a wrong call of the Python interface; all problems of its arguments
     │   ├── HostError            the run does not fit on this host; it may fit on other hosts
     │   ├── FamilyError          a family of schedules failed; the error, its file and line
     │   ├── ScheduleTextError    text that is not a schedule
@@ -63,6 +64,10 @@ class ConfigError(UserError):
         self.source = source
         count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
         super().__init__("\n".join([f"{source} has {count}:", *(f"  - {p}" for p in problems)]))
+
+
+class CallError(ConfigError, TypeError):
+    """A call of the Python interface has wrong arguments; also a ``TypeError``, which Python raises for such calls."""
 
 
 class HostError(UserError):
@@ -148,8 +153,9 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def status(self) -> int:
-        """Exit status by the shells' convention: 128 + the number of the signal."""
-        return 128 + self.number
+        """Exit status: 75 for a scheduler's signal, otherwise 128 + the number of the signal, as shells report it."""
+        # EX_TEMPFAIL of sysexits.h: the same command, started again, goes on.
+        return 75 if self.number in (signal.SIGTERM, signal.SIGUSR1) else 128 + self.number
 
 
 def reason_of(error: BaseException) -> str:

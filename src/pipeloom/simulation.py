@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeloom.calls import checked
 from pipeloom.cost.costs import ActionCosts, StageCosts
 from pipeloom.errors import UserError
 from pipeloom.schedule import Action, Schedule
@@ -58,6 +59,7 @@ class Host:
             raise UserError(f"run_ahead must be at least 1, found {self.run_ahead}")
 
 
+@checked
 def simulate(schedule: Schedule, costs: ActionCosts, sharing: Sharing | None = None, host: Host | None = None) -> Trace:
     """Simulate a step: start and end of every action of a schedule. Deterministic.
 
@@ -73,7 +75,7 @@ def simulate(schedule: Schedule, costs: ActionCosts, sharing: Sharing | None = N
 
     Args:
         schedule: at any level. In a compute-only schedule tensors arrive at once.
-        costs: seconds of each action.
+        costs: seconds of each action, such as ``Costs`` or ``StageCosts``.
         sharing: resources that several ranks share; ``None`` for none.
         host: launches of actions; ``None`` if they take no time.
 

@@ -35,7 +35,7 @@ def test_without_a_pipeline_a_step_is_micro_batches_and_what_follows():
 
 
 def test_between_the_halves_of_a_backward_only_inputs_and_gradients_of_matrix_products_are_held():
-    shape = replace(RUN.shape, mlp="gelu", ffn=4 * RUN.shape.hidden, kv_heads=RUN.shape.heads)
+    shape = replace(RUN.shape, family="gpt2", ffn=4 * RUN.shape.hidden, kv_heads=RUN.shape.heads)
     run = replace(RUN, shape=shape, pp=4)
     assert layer_pending_bytes(run) == 32 * run.tokens * shape.hidden  # arXiv 2401.10241, table 1
     assert layer_pending_bytes(replace(run, tp=2, sequence_parallel=True)) == 16 * run.tokens * shape.hidden

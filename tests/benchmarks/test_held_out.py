@@ -21,18 +21,33 @@ def outcomes(*ratios):
 
 def test_without_weights_the_errors_are_those_of_validate():
     some = outcomes(1.1, 0.8, 1.0, 1.3)
-    found, expected = errors_of(some, [0.0, 0.1, 0.5]), measure(some)
+    found, expected = errors_of([some], [0.0, 0.1, 0.5]), measure(some)
     assert found["mean_abs_error"] == pytest.approx(expected.mean_abs_error)
     assert found["bias"] == pytest.approx(expected.bias)
     assert found["p90_abs_error"] == pytest.approx(0.3)
     assert (found["rows"], found["groups"], found["median_regret"], found["worst_regret"]) == (4, 3, 0.1, 0.5)
-    assert "median_regret" not in errors_of(some, [])
+    assert "median_regret" not in errors_of([some], [])
 
 
 def test_weights_make_a_program_with_many_rows_count_as_one_with_few():
-    found = errors_of(outcomes(1.5, *[1.1] * 9), [], [1.0, *[1 / 9] * 9])
+    found = errors_of([outcomes(1.5), outcomes(*[1.1] * 9)], [], is_weighted=True)
     assert found["mean_abs_error"] == pytest.approx(0.3)
     assert found["p90_abs_error"] == pytest.approx(0.5)
+
+
+def pair(ratio, other):
+    """Layouts of one group that take 10 and 11 s, with predictions that are off by these ratios."""
+    times = ((10.0, ratio), (11.0, other))
+    return [Outcome(replace(ROWS[0], step_time_s=took_s), took_s * off, 1e9, fits=True) for took_s, off in times]
+
+
+def test_an_error_that_all_layouts_share_does_not_count_between_two():
+    found = errors_of([pair(0.5, 0.5), pair(0.5, 0.6), pair(0.5, 0.4)], [])
+    assert found["mean_abs_error"] > 0.4
+    # 0, 0.2 and 10 / 8.8 * 1.1 - 1 = 0.25: the third is predicted in the wrong order, with a difference of 13.6 %
+    assert found["pair_error"] == pytest.approx(0.2)
+    assert (found["pairs"], found["order_below"], found["order_above"]) == (3, 0.5, 1.0)
+    assert "pair_error" not in errors_of([pair(0.5, 1.0)], [])  # one is predicted to take more than 1.5 times the other
 
 
 def test_all_splits_of_a_program_are_one_entry_and_a_row_counts_once():

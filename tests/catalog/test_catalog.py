@@ -198,16 +198,16 @@ def test_a_key_of_a_file_that_is_close_is_suggested(tmp_path):
         load_cluster(str(file))
 
 
-def test_all_problems_of_a_file_are_told_together(tmp_path):
+def test_all_problems_of_a_file_are_reported_together(tmp_path):
     file = tmp_path / "wrong.toml"
-    file.write_text('name = 3\nlayers = 0\nhidden = 8\nheads = 2\nffn = 8\nmlp = "relu"\nvocab = 5\ncolor = 1\n')
+    file.write_text('name = 3\nlayers = 0\nhidden = 8\nheads = 2\nffn = 8\nfamily = "relu"\nvocab = 5\ncolor = 1\n')
     with pytest.raises(ConfigError) as caught:
         load_model(str(file))
     told = "\n".join(caught.value.problems)
     for part in (
         "name must be a text",
         "layers must be",
-        "mlp must be one of gelu, swiglu",
+        "family must be one of llama, gpt2",
         "tied must",
         "key 'color'",
     ):
@@ -239,7 +239,7 @@ def test_the_function_of_a_model_is_in_its_file(tmp_path):
     model = read_model("llama-3-8b").over(ModelConfig())
     assert (model.norm_eps, model.rope_theta) == (1e-5, 500000.0)
     file = tmp_path / "mine.toml"
-    text = 'name = "mine"\nlayers = 2\nhidden = 8\nheads = 2\nffn = 8\nmlp = "gelu"\nvocab = 5\ntied = true\n'
+    text = 'name = "mine"\nlayers = 2\nhidden = 8\nheads = 2\nffn = 8\nfamily = "gpt2"\nvocab = 5\ntied = true\n'
     file.write_text(text)
     assert read_model(str(file)).over(ModelConfig(norm_eps=0.5)).norm_eps == 0.5
     file.write_text(text + "norm_eps = 0.25\n")
@@ -256,12 +256,12 @@ def test_the_function_of_a_model_is_in_its_file(tmp_path):
 def test_wrong_heads_of_a_model_file_are_called_what_they_are(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text(
-        'name = "mine"\nlayers = 2\nhidden = 32\nheads = 6\nkv_heads = 4\nffn = 8\nmlp = "swiglu"\nvocab = 5\n'
+        'name = "mine"\nlayers = 2\nhidden = 32\nheads = 6\nkv_heads = 4\nffn = 8\nfamily = "llama"\nvocab = 5\n'
         "tied = true\n"
     )
     with pytest.raises(ConfigError) as caught:
         read_model(str(file))
     assert caught.value.problems == (
-        "heads must divide hidden, found 6 and 32",
+        "heads must divide hidden, found 6 and 32; or set head_size",
         "kv_heads must divide heads, found 4 and 6",
     )

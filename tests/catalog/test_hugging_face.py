@@ -121,6 +121,84 @@ GPT2 = {  # openai-community/gpt2
     "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
     "vocab_size": 50257,
 }
+QWEN3_8B = {  # Qwen/Qwen3-8B
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN25_7B = {  # Qwen/Qwen2.5-7B
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+OLMO2_7B = {  # allenai/OLMo-2-1124-7B
+    "architectures": ["Olmo2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "olmo2",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pad_token_id": 100277,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "transformers_version": "4.47.0",
+    "use_cache": False,
+    "vocab_size": 100352,
+}
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0}
 NEOX_20B = {  # EleutherAI/gpt-neox-20b
     "architectures": ["GPTNeoXForCausalLM"],
@@ -201,6 +279,40 @@ def test_settings_of_the_function_are_those_of_the_file(write):
     assert (model.family, model.norm_eps, model.rope_theta, model.ffn_size) == ("gpt2", 3e-6, 7.0, 3072)
 
 
+def test_scaled_rotary_positions_are_those_of_the_file(write):
+    def scaling(**changes):
+        return (
+            read_model(write(LLAMA_3_8B, **changes)).over(ModelConfig(rope_scaling="linear", rope_factor=2.0)).scaling
+        )
+
+    assert scaling() is None
+    llama3 = scaling(rope_scaling=LLAMA_3_2_1B["rope_scaling"])
+    assert (llama3.kind, llama3.factor, llama3.original_len, llama3.attention_factor) == ("llama3", 32, 8192, 1)
+    assert (llama3.slow_turns, llama3.fast_turns) == (1, 4)
+    yarn = scaling(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5})
+    assert (yarn.original_len, yarn.slow_turns, yarn.fast_turns) == (LLAMA_3_8B["max_position_embeddings"], 1, 32)
+    assert yarn.attention_factor == pytest.approx(1.1386294361)  # arXiv 2309.00071, section 3.3: 0.1 ln(s) + 1
+    both = {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"type": "linear", "factor": 3}}
+    assert problems_of(write(LLAMA_3_8B, **both)) == (
+        "rope_scaling and rope_parameters must be equal where a file has both",
+    )
+
+
+def test_qwens_files_are_read(write):
+    model = read_model(write(QWEN3_8B)).over(ModelConfig())
+    assert (model.family, model.rope_theta, model.known_head_size) == ("qwen3", 1e6, 128)
+    assert read_model(write(QWEN3_8B, head_dim=..., hidden_size=2048)).shape.head_size == 128
+    assert read_model(write(QWEN25_7B)).shape.family == "qwen2"
+
+
+def test_heads_have_the_width_of_the_file(write):
+    file = read_model(write(MISTRAL_7B, head_dim=160))  # as in Mistral-Nemo-Base-2407
+    assert (file.shape.query_width, file.shape.kv_width) == (32 * 160, 8 * 160)
+    assert file.over(ModelConfig()).head_size == 160
+    assert read_model(write(MISTRAL_7B, head_dim=128)) == read_model(write(MISTRAL_7B))
+    assert problems_of(write(MISTRAL_7B, head_dim=65)) == ("rotary positions need an even head_dim, found 65",)
+
+
 def test_a_missing_key_means_what_its_model_type_means(write):
     keys = ("rms_norm_eps", "rope_theta", "tie_word_embeddings", "num_key_value_heads")
     model = read_model(write(LLAMA_3_8B, **dict.fromkeys(keys, ...))).over(ModelConfig())
@@ -227,8 +339,7 @@ def test_the_base_of_rotary_positions_is_found_where_transformers_5_writes_it(wr
         NEOX_20B,
         GEMMA_2B,
         BERT,
-        {**LLAMA_3_8B, "model_type": "qwen2"},
-        {**LLAMA_3_8B, "model_type": "qwen3"},
+        {**LLAMA_3_8B, "model_type": "gemma2"},
         {**LLAMA_3_8B, "model_type": "mixtral", "num_local_experts": 8},
     ],
     ids=lambda table: table["model_type"],
@@ -236,7 +347,7 @@ def test_the_base_of_rotary_positions_is_found_where_transformers_5_writes_it(wr
 def test_another_architecture_is_refused_by_name_with_its_reason(write, table):
     (problem,) = problems_of(write(table))
     name = table["model_type"]
-    known = f'model_type must be one of llama, mistral, gpt2, found "{name}": '
+    known = f'model_type must be one of {", ".join(ARCHITECTURES)}, found "{name}": '
     assert problem == f"{known}{ELSEWHERE[name]}, which is not supported"
 
 
@@ -246,14 +357,14 @@ def test_another_architecture_is_refused_by_name_with_its_reason(write, table):
 )
 def test_an_architecture_that_is_not_listed_or_not_named_is_refused(write, found, shown):
     assert problems_of(write(LLAMA_3_8B, model_type=found)) == (
-        f"model_type must be one of llama, mistral, gpt2, found {shown}",
+        f"model_type must be one of llama, mistral, qwen2, qwen3, olmo2, gpt2, found {shown}",
     )
 
 
 WHOLE = "must be a whole number of at least 1"
 ABOVE = "must be a number above 0"
-NO_BIAS = "must be false, as matrices with RMSNorm have no biases here"
-PLAIN = "must be null or of rope_type default, as rotary positions are not scaled here"
+NO_BIAS = "must be false, as these matrices have no biases here"
+KNOWN = "must be null or of rope_type default, linear, llama3, yarn, with the same settings in all layers"
 NOT_DROPPED = "must be 0, as nothing is dropped here"
 HEAD = "as models here end with a head over the vocabulary"
 WRONG = {
@@ -263,14 +374,30 @@ WRONG = {
         ("mlp_bias", True, NO_BIAS),
         ("attention_dropout", 0.1, NOT_DROPPED),
         ("attention_dropout", False, NOT_DROPPED),
-        ("head_dim", 160, "must be 128, hidden_size / num_attention_heads"),
+        ("head_dim", 0, WHOLE),
         ("partial_rotary_factor", 0.5, "must be 1, as rotary positions turn whole heads here"),
         ("sliding_window", 4096, "must be null, as llama has no windows"),
         ("use_sliding_window", True, "must be false, as attention here has no window"),
         ("layer_types", ["sliding_attention"], "must be null, or full_attention for each of 32 layers"),
-        ("rope_scaling", {"type": "yarn", "factor": 4.0}, PLAIN),
-        ("rope_parameters", {"partial_rotary_factor": 0.5}, PLAIN),
-        ("rope_parameters", {"rope_theta": 0}, PLAIN),
+        ("rope_scaling", {"type": "dynamic", "factor": 4.0}, KNOWN),
+        ("rope_scaling", {"type": "yarn"}, "must be a table whose factor is a number above 0"),
+        (
+            "rope_scaling",
+            {"type": "yarn", "factor": 4.0, "mscale": 1.0},
+            "must be a table with no mscale, which rope_type yarn does not have here",
+        ),
+        (
+            "rope_scaling",
+            {"type": "llama3", "factor": 4.0, "low_freq_factor": 1},
+            "must be a table whose high_freq_factor is a number above 0",
+        ),
+        (
+            "rope_parameters",
+            {"full_attention": {"rope_type": "default"}},
+            "must be a table with no full_attention, which rope_type default does not have here",
+        ),
+        ("rope_parameters", {"partial_rotary_factor": 0.5}, "must be a table with whole heads turned"),
+        ("rope_parameters", {"rope_theta": 0}, "must be a table whose rope_theta is a number above 0"),
         ("rope_theta", 0, ABOVE),
         ("rms_norm_eps", float("inf"), f"{ABOVE} and at most 1e+100"),
         ("architectures", ["LlamaForSequenceClassification"], f'must be ["LlamaForCausalLM"], {HEAD}'),
@@ -285,6 +412,13 @@ WRONG = {
         ("num_key_value_heads", ..., WHOLE),
         ("sliding_window", "wide", "must be null or a whole number of at least 1"),
     ],
+    "qwen2": [
+        ("use_sliding_window", True, "must be false, as attention here has no window"),
+        ("attention_bias", False, "is not a supported key of qwen2"),
+        ("num_key_value_heads", ..., WHOLE),
+    ],
+    "qwen3": [("attention_bias", True, NO_BIAS), ("mlp_bias", False, "is not a supported key of qwen3")],
+    "olmo2": [("sliding_window", 4096, "is not a supported key of olmo2"), ("attention_bias", True, NO_BIAS)],
     "gpt2": [
         ("activation_function", "gelu", 'must be "gelu_new", the tanh form of GELU'),
         ("resid_pdrop", 0.1, NOT_DROPPED),
@@ -294,7 +428,14 @@ WRONG = {
         ("n_head", 7, "must divide n_embd"),
     ],
 }
-RIGHT = {"llama": LLAMA_3_8B, "mistral": MISTRAL_7B, "gpt2": {**GPT2, **NO_DROPOUT}}
+RIGHT = {
+    "olmo2": OLMO2_7B,
+    "qwen3": QWEN3_8B,
+    "qwen2": QWEN25_7B,
+    "llama": LLAMA_3_8B,
+    "mistral": MISTRAL_7B,
+    "gpt2": {**GPT2, **NO_DROPOUT},
+}
 
 
 @pytest.mark.parametrize(
@@ -309,7 +450,7 @@ def test_a_key_that_changes_the_function_is_refused_by_name(write, name, key, va
 
 
 def test_every_key_that_changes_the_function_is_in_one_message(write):
-    path = write(LLAMA_3_2_1B, attention_bias=True, hidden_act="relu", logits_scaling=8.0)
+    path = write(LLAMA_3_2_1B, rope_scaling=[], attention_bias=True, hidden_act="relu", logits_scaling=8.0)
     assert [problem.split()[0] for problem in problems_of(path)] == [
         "rope_scaling",
         "hidden_act",
@@ -398,10 +539,10 @@ COMMANDS = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_refuses_such_a_file_alike(write, command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = write(LLAMA_3_2_1B)
+    path = write(LLAMA_3_2_1B, rope_scaling={"type": "dynamic"})
     assert main(COMMANDS[command](path)) == 2
     err = capsys.readouterr().err
-    assert f"  - {path}: rope_scaling must be null or of rope_type default" in err
+    assert f"  - {path}: rope_scaling must be null or of rope_type default, " in err
     assert "Traceback" not in err
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
 

@@ -97,12 +97,12 @@ def test_a_comment_on_nothing_is_a_bug():
         cluster_to_toml(A100, {"device.color": ["blue"]})
 
 
-def test_everything_that_is_wrong_with_measured_pieces_is_told_at_once(tmp_path):
+def test_all_problems_of_measured_pieces_are_reported_at_once(tmp_path):
     file = tmp_path / "cluster.toml"
     text = cluster_to_toml(replace(MEASURED, pieces=(PIECES,)))
     wrong = {
         "layer_us = [2000, 4000]": "layer_us = [2000]",
-        '"swiglu"': '"relu"',
+        '"llama"': '"relu"',
         "fixed_us = 1000": "fixed_us = -1",
     }
     for right, changed in wrong.items():
@@ -112,7 +112,7 @@ def test_everything_that_is_wrong_with_measured_pieces_is_told_at_once(tmp_path)
     with pytest.raises(ConfigError) as caught:
         load_cluster(str(file))
     assert caught.value.problems == (
-        "mlp must be one of gelu, swiglu, found 'relu'",
+        "family must be one of llama, gpt2, qwen2, qwen3, olmo2, found 'relu'",
         "layer_us must be a list of two numbers of at least 0, found [2000]",
         "fixed_us must be a number of at least 0, found -1",
     )

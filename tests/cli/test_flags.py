@@ -90,13 +90,13 @@ BAD = {
     "--old 1": "test has no flag --old any more; use --rate",
     "--is-on true": "--is-on takes no value: write --is-on for true, --no-is-on for false",
     "--is-on=1": "--is-on takes no value: write --is-on for true, --no-is-on for false",
-    "--choice secondx": "--choice must be one of first, second or None, found 'secondx'; did you mean 'second'?",
+    "--choice secondx": "--choice must be one of first, second, found 'secondx'; did you mean 'second'?",
     "--rate fast": "--rate must be a number, found 'fast'",
     "--pair 1": "--pair must be 2 values, each a number, found '1'",
-    "--many 1 x": "--many must be one value or more, each a whole number or auto or None, found '1 x'",
+    "--many 1 x": "--many must be one value or more, each a whole number or auto, found '1 x'",
     "--names": "--names must be one value or more, each one word, found nothing",
-    "--file=": "--file must be a path or None, found ''",
-    "word --rate 1 2": "expected no word '2' behind --rate, which takes one value",
+    "--file=": "--file must be a path, found ''",
+    "word --rate 1 2": "expected no word '2' after --rate, which takes one value",
     "--plot picture.xyz": "--plot: cannot draw to picture.xyz: expected a file ending in one of .png, .svg, .pdf",
     "--plot nowhere/x.png": "--plot: cannot write nowhere/x.png: there is no folder nowhere",
     "--out /dev/null/x": "--out: cannot write /dev/null/x: /dev/null is not a folder",
@@ -138,7 +138,8 @@ class Required:
 
 def test_what_is_missing_is_reported_with_what_is_wrong():
     command = Command(name="test", options=Required, examples={})
-    assert refusal(["--seq=1", "--rate=2"], command) == ["there is no flag --rate", "RUN is missing: run folder"]
+    missing = "RUN is missing: run folder; usage: pipeloom test RUN [OPTIONS]"
+    assert refusal(["--seq=1", "--rate=2"], command) == ["there is no flag --rate", missing]
     assert refusal(["here"], command) == ["--seq N is missing: sequence length"]
 
 

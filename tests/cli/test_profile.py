@@ -77,14 +77,14 @@ def test_one_process_says_that_links_were_skipped_and_a_busy_machine_that_it_was
         (["--processes", "0", "--budget-s", "0"], "the command line has 2 problems"),
     ],
 )
-def test_wrong_input_is_told_before_anything_is_measured(measured, tmp_path, monkeypatch, capsys, words, message):
+def test_wrong_input_is_reported_before_anything_is_measured(measured, tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     assert main(["profile", "--device", "cpu", *words]) == 2
     assert message in capsys.readouterr().err
     assert not measured[0]
 
 
-def test_a_file_that_may_not_be_written_is_told_before_anything_is_measured(measured, tmp_path, monkeypatch, capsys):
+def test_a_file_that_cannot_be_written_is_reported_before_anything_is_measured(measured, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("os.access", lambda path, mode: False)
     assert main(["profile", "--device", "cpu", "--output", str(tmp_path / "mine.toml")]) == 2
     assert ": no permission" in capsys.readouterr().err
@@ -97,7 +97,7 @@ layers = 2
 hidden = 16
 heads = 2
 ffn = 32
-mlp = "swiglu"
+family = "llama"
 vocab = 11
 tied = false
 """
@@ -139,7 +139,7 @@ def test_the_pieces_of_a_model_go_into_the_file_and_into_the_table(measured, mon
     assert "2.00 + 4.00 ms" in out
 
 
-def test_everything_that_cannot_be_measured_of_a_model_is_told_before_anything_is(measured, tiny, tmp_path, capsys):
+def test_everything_that_cannot_be_measured_of_a_model_is_reported_first(measured, tiny, tmp_path, capsys):
     words = ["profile", *QUICK, "--processes", "2", "--output", str(tmp_path / "mine.toml"), "--model", str(tiny)]
     assert main([*words, "--micro-batches", "0", "--tp", "1", "4"]) == 2
     err = capsys.readouterr().err

@@ -48,11 +48,13 @@ def test_a_report_needs_no_torch(tmp_path):
 
 
 def test_simulating_the_configuration_of_a_run_names_what_the_run_took(tmp_path, capsys):
-    config = str(write_run(tmp_path / "run") / "config.toml")
-    assert main(["simulate", config]) == 0
-    out = capsys.readouterr().out
-    assert f"the run in {tmp_path / 'run'} took 120 ms a step, and its profiled stages predicted 90.0 ms" in out
-    assert "`pipeloom profile --output here.toml`" in out
+    run = write_run(tmp_path / "run")
+    config = str(run / "config.toml")
+    for named in (config, str(run)):
+        assert main(["simulate", named]) == 0
+        out = capsys.readouterr().out
+        assert f"the run in {run} took 120 ms a step, and its profiled stages predicted 90.0 ms" in out
+        assert "`pipeloom profile --output here.toml`" in out
     (tmp_path / "run" / "summary.json").write_text('{"step_time_s": null}')
     assert main(["simulate", config]) == 0
     assert "the run in" not in capsys.readouterr().out

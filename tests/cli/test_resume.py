@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+import tomllib
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -16,6 +17,8 @@ from small_run import write_text
 
 from pipeloom.checkpoint.checkpoint_folder import measure, read_info, write_info
 from pipeloom.cli import main
+from pipeloom.runs.traced_step import median_step
+from pipeloom.trace import from_chrome
 
 SIZES = ["--model.num-layers", "4", "--model.hidden-size", "16", "--model.num-heads", "2", "--data.seq-len", "8"]
 LAYOUT = ["--layout.pp", "2", "--layout.loops", "2", "--layout.num-microbatches", "4"]
@@ -115,6 +118,16 @@ def test_a_trained_model_is_evaluated_under_any_layout_and_every_window_counts_o
     assert contents(run) == before
 
 
+def test_a_text_that_is_named_is_evaluated_whole_even_if_the_run_has_it_in_its_file(finished, monkeypatch):
+    run = finished / "run"
+    chosen = []
+    monkeypatch.setattr("pipeloom.training.evaluation.evaluate_run", lambda *_, is_whole, **__: chosen.append(is_whole))
+    own = tomllib.loads((run / "config.toml").read_text())["data"]["path"]
+    for words in ([], ["--data.path", own]):
+        assert main(["evaluate", str(run), *words]) == 0
+    assert chosen == [False, True]
+
+
 def test_a_run_of_its_own_goes_on_with_another_layout_and_the_whole_curve(finished):
     run, checkpoint = finished / "run", finished / "run" / "checkpoints" / "step-000002"
     before = {file.name: file.read_bytes() for file in run.iterdir() if file.is_file()}
@@ -128,14 +141,18 @@ def test_a_run_of_its_own_goes_on_with_another_layout_and_the_whole_curve(finish
     for name in ("loss", "grad_norm", "lr"):
         assert [line[name] for line in found] == pytest.approx([line[name] for line in expected], rel=1e-11)
     one, other = (json.loads((finished / name / "summary.json").read_text()) for name in ("run", "other"))
-    assert (other["steps"], other["tokens"], other["traced_step"]) == (6, one["tokens"], 4)
-    assert one["traced_step"] == 2
+    assert (other["steps"], other["tokens"]) == (6, one["tokens"])
+    for folder, summary, candidates in ((run, one, range(2, 7)), (finished / "other", other, range(4, 7))):
+        times_s = {line["step"]: line["step_time_s"] for line in metrics(folder)}
+        assert summary["traced_step"] == median_step(candidates, times_s)
+        trace = from_chrome((folder / "trace.json").read_text())
+        assert 0 < trace.end_s - trace.start_s < times_s[summary["traced_step"]]
     assert other["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-11)
     assert [path.name for path in (finished / "other" / "checkpoints").iterdir()] == ["step-000006"]
     assert {file.name: file.read_bytes() for file in run.iterdir() if file.is_file()} == before
 
 
-def test_a_run_goes_on_in_its_own_folder_where_that_is_asked_for(finished):
+def test_a_run_resumes_in_its_own_folder_if_that_is_set(finished):
     run = finished / "ended early"
     shutil.copytree(finished / "run", run)
     shutil.rmtree(run / "checkpoints" / "step-000006")

@@ -51,7 +51,7 @@ def test_a_group_size_that_came_from_the_pipeline_ranks_goes_with_them(tmp_path)
     assert group_size(tmp_path, 5, "--layout.pp", "4") == 5
 
 
-def test_a_value_behind_a_flag_that_takes_none_is_told_with_everything_else(tmp_path):
+def test_a_value_behind_a_flag_that_takes_none_is_reported_with_everything_else(tmp_path):
     with pytest.raises(ConfigError) as refused:
         layout(tmp_path, "--schedule.balance", "true", "--layout.sequence-parallel", "False", "--layout.dp", "0")
     assert refused.value.problems[:2] == (
@@ -91,7 +91,7 @@ def test_home_is_expanded_in_flags(tmp_path, monkeypatch):
 def test_a_dot_is_the_current_folder_and_no_empty_path(tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     assert parse_config(train.COMMAND, list(words)).data.path == tmp_path
-    with pytest.raises(ConfigError, match="--data.path must be a path or None, found ''"):
+    with pytest.raises(ConfigError, match="--data.path must be a path, found ''"):
         parse_config(train.COMMAND, ["--data.path", ""])
 
 
@@ -151,7 +151,9 @@ def test_a_schedule_that_fits_is_not_refused(monkeypatch):
 
 
 def test_a_vocabulary_below_the_bytes_is_found_before_text_is_read():
-    with pytest.raises(ConfigError, match="model.vocab_size must be at least 257, the number of tokens of the bytes"):
+    with pytest.raises(
+        ConfigError, match="model.vocab_size must be at least 257, the number of tokens of data.tokenizer bytes"
+    ):
         parse_config(train.COMMAND, ["--model.vocab-size", "100"])
     assert parse_config(train.COMMAND, ["--model.vocab-size", "257"]).model.vocab_size == 257
     bpe = ["--data.tokenizer", "bpe", "--model.vocab-size", "256"]

@@ -45,7 +45,7 @@ def refusal(capsys, *words):
 
 
 @pytest.mark.parametrize("family", EXAMPLE)
-def test_the_worked_example_comes_out_exactly(capsys, family):
+def test_the_worked_example_is_exact(capsys, family):
     words, makespan, bubble, peaks = EXAMPLE[family]
     answer = schedule_json(capsys, family, *words)
     assert answer["makespan"] == makespan
@@ -211,7 +211,7 @@ def test_wrong_input_ends_with_status_two_and_a_reason(capsys, title):
     assert reason in refusal(capsys, *words)
 
 
-def test_all_that_is_wrong_is_said_at_once(capsys):
+def test_all_problems_are_reported_at_once(capsys):
     message = refusal(capsys, "gpipe", "--pp", "0", "--num-microbatches", "0", "--placement", "ring")
     assert "3 problems" in message
     message = refusal(capsys, "gpipe", "--forward", "0", "--backward", "-2")
@@ -418,6 +418,7 @@ def test_loops_are_for_the_schedule_that_takes_them_and_their_lack_is_noted(caps
     assert "16 stages on 4 pipeline ranks" in schedule(capsys, "1f1b", "--loops", "4", *words)
     assert main(["schedule", "1f1b", *words]) == 0
     assert "note: breadth-first has one stage on each rank here; --loops 4" in capsys.readouterr().err
+    assert (tmp_path / "both.svg").read_text().count("backward 2; loops 1; bubble 27.3%") == 1
     assert "1f1b runs one stage on each rank" in refusal(capsys, "1f1b", "--loops", "4", *words[:3], "gpipe")
 
 

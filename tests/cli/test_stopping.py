@@ -98,12 +98,19 @@ def uninterrupted(tmp_path_factory):
     return curve(folder)
 
 
-@pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, STEPS - 1), (signal.SIGTERM, 2), (signal.SIGHUP, 1)])
+def status_of(number):
+    """75 for what schedulers send, which start the run again."""
+    return 75 if number in (signal.SIGTERM, signal.SIGUSR1) else 128 + number
+
+
+@pytest.mark.parametrize(
+    ("number", "step"), [(signal.SIGINT, STEPS - 1), (signal.SIGTERM, 2), (signal.SIGHUP, 1), (signal.SIGUSR1, 3)]
+)
 def test_a_signal_ends_a_run_with_a_checkpoint_and_the_printed_command_goes_on_to_the_bit(
     tmp_path, uninterrupted, number, step
 ):
     status, _, errors = trained(tmp_path, partial(signals, number, (0, step)))
-    assert status == 128 + number, errors
+    assert status == status_of(number), errors
     assert saved(tmp_path) == {step: "signal"}
     *_, first, safe, how = errors.splitlines()
     assert first == f"pipeloom train: interrupted by {number.name}"
@@ -118,14 +125,14 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_the_printed_command_goes_on_t
 
 def test_a_signal_in_the_last_step_leaves_the_last_checkpoint(tmp_path):
     status, _, errors = trained(tmp_path, partial(signals, signal.SIGTERM, (1, STEPS)))
-    assert status == 143
+    assert status == 75
     assert saved(tmp_path) == {STEPS: "end"}
     assert f"{STEPS} of {STEPS} steps are safe" in errors
 
 
 def test_a_signal_before_the_first_step_ends_at_once(tmp_path):
     status, _, errors = trained(tmp_path, partial(stands_still, Trainer, "_predict", signal.SIGTERM, os.getppid))
-    assert status == 143
+    assert status == 75
     assert f"interrupted by SIGTERM\nNo step was done; {tmp_path}/run is as it was.\n" in errors
     assert not (tmp_path / "run" / "checkpoints").exists()
 
@@ -137,9 +144,35 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path):
 )
 def test_a_signal_after_the_last_step_ends_at_once_and_what_is_saved_stays(tmp_path, owner, name, number, target):
     status, _, errors = trained(tmp_path, partial(stands_still, owner, name, number, target))
-    assert status == 128 + number
+    assert status == status_of(number)
     assert saved(tmp_path) == {STEPS: "end"}
     assert f"interrupted by {number.name}\n{STEPS} of {STEPS} steps are safe" in errors
+
+
+def test_a_run_ends_with_a_checkpoint_before_its_time_limit_and_goes_on(tmp_path, uninterrupted):
+    def slow(saving, step):
+        if step == 3:
+            saving._begun_s -= 1000 - 6  # 6 s are left, of which 5 are kept for the first checkpoint
+            time.sleep(0.8)
+
+    status, _, errors = trained(tmp_path, partial(calls_in_step, slow), "--checkpoint.time-limit-s", "1000")
+    assert status == 75, errors
+    assert saved(tmp_path) == {3: "signal"}
+    assert "pipeloom train: the next step may exceed checkpoint.time_limit_s 1000\n3 of 6 steps are safe" in errors
+    again = Forked(tmp_path, words(tmp_path, "--checkpoint.resume", str(tmp_path / "run")))
+    assert again.end() == 0, again.stderr
+    assert curve(tmp_path) == uninterrupted
+
+
+def test_a_signal_while_text_is_read_has_the_status_of_a_later_one(tmp_path):
+    def read(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(90)
+
+    status, _, errors = trained(tmp_path, partial(setattr, training_run, "load_text", read))
+    assert status == 75
+    assert "interrupted by SIGTERM" in errors
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_second_interrupt_ends_a_run_at_once(tmp_path):
@@ -162,7 +195,7 @@ def test_a_second_interrupt_ends_a_run_at_once(tmp_path):
 
 def test_a_signal_to_one_rank_of_a_launcher_ends_all_of_them_in_order(tmp_path, uninterrupted):
     ranks = Forked.ranks(tmp_path, words(tmp_path), 2, partial(signals, signal.SIGTERM, (1, 3), os.getpid))
-    assert [rank.end() for rank in ranks] == [143, 143], [rank.stderr for rank in ranks]
+    assert [rank.end() for rank in ranks] == [75, 75], [rank.stderr for rank in ranks]
     assert saved(tmp_path) == {3: "signal"}
     assert curve(tmp_path) == uninterrupted[:3]
     assert f"pipeloom train: interrupted by SIGTERM\n3 of {STEPS} steps are safe" in ranks[0].stderr
@@ -172,14 +205,14 @@ def test_a_signal_to_one_rank_of_a_launcher_ends_all_of_them_in_order(tmp_path, 
 
 def fills_disks(no_room, too_large=()):
     """Rank 0 finds the disk full at the end of some checkpoints; rank 1 may not write large files at others."""
-    save, write_info = checkpoint.Checkpoints.save, checkpoint.write_info
+    write, write_info = checkpoint.Checkpoints._write, checkpoint.write_info
 
-    def save_or_not(self, info):
+    def all_or_not(self, info, held):
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if info.step in too_large and not self._is_writer:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
         try:
-            save(self, info)
+            write(self, info, held)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -188,7 +221,7 @@ def fills_disks(no_room, too_large=()):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_info(draft, info, files)
 
-    checkpoint.Checkpoints.save, checkpoint.write_info = save_or_not, write_or_not
+    checkpoint.Checkpoints._write, checkpoint.write_info = all_or_not, write_or_not
 
 
 def test_a_checkpoint_that_one_rank_cannot_write_is_a_warning_and_the_next_one_is_written(tmp_path, uninterrupted):
@@ -219,7 +252,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error_that_says_what_is_
 
 
 def test_the_clock_writes_checkpoints_of_which_only_the_newest_stay(tmp_path):
-    clock = ["--checkpoint.every-s", "1e-9", "--checkpoint.every", "2"]
+    clock = ["--checkpoint.every-s", "1e-9", "--checkpoint.every", "2", "--checkpoint.no-background"]
     status, _, errors = trained(tmp_path, lambda: None, *clock)
     assert status == 0, errors
     assert saved(tmp_path) == {2: "steps", 4: "steps", 5: "clock", 6: "end"}

@@ -13,7 +13,7 @@ ASKED = (
 )
 
 
-def test_json_has_every_point_and_what_was_asked(capsys):
+def test_json_has_every_point_and_the_question(capsys):
     words = ("--software", "pipeloom", "1f1b=megatron-2021", "--critical-batch", "1000", "--tokens", "1e10")
     assert main([*ASKED, *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -42,7 +42,7 @@ def test_tables_name_the_best_and_every_method_and_a_picture_is_drawn(capsys, tm
     out = capsys.readouterr().out
     assert "B_crit    1,000 sequences\n" in out
     assert f"tokens    {20 * load_model('gpt-6.6b').parameters:.4g} with small batches" in out
-    assert "$2.5 for a device and hour" in out
+    assert "$2.5 per device-hour" in out
     lines = [line.split() for line in out.splitlines()]
     assert [line[0].rstrip("*") for line in lines if line and line[0].rstrip("*") in ("16", "64")] == ["16", "64"] * 2
     assert ["devices", "1f1b", "gpipe"] in lines
@@ -56,7 +56,7 @@ def test_the_default_critical_batch_says_where_it_comes_from(capsys):
     assert "arXiv 2001.08361" in capsys.readouterr().out
 
 
-def test_everything_that_is_wrong_is_said_at_once(capsys):
+def test_every_problem_is_reported_at_once(capsys):
     words = ("--cluster", "dgx-v100", "--devices", "64", "96", "--critical-batch", "0.5", "--tokens", "-1")
     more = (
         "--methods",
@@ -77,7 +77,7 @@ def test_everything_that_is_wrong_is_said_at_once(capsys):
         "there is no software 'megatron'",
         "--software gpipe=pipeloom: expected one of the methods breadth, 1f1b",
         "there is no method 'breadth'",
-        "must be multiples of the reference of 64, found 96",
+        "must be multiples of the reference, 64, found 96",
         "found 'x'",
         "0.333333 x 64 = 21.3333",
         "the critical batch must be at least 1 sequence and finite, found 0.5",

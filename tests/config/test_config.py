@@ -280,6 +280,23 @@ AXES = {
         {"model__family": "gpt2", "model__rope_theta": 5e5},
         "model.rope_theta has no effect without a model.family with rotary positions; give both or leave it out",
     ),
+    "a factor of no scaling": (
+        {"model__rope_factor": 2.0},
+        "model.rope_factor has no effect without model.rope_scaling; give both or leave it out",
+    ),
+    "scaling without its factor": (
+        {"model__rope_scaling": "yarn", "model__rope_original_len": 64},
+        "model.rope_scaling yarn needs model.rope_factor",
+    ),
+    "scaled angles that are all equal": (
+        {
+            "model__rope_scaling": "yarn",
+            "model__rope_factor": 2.0,
+            "model__rope_original_len": 64,
+            "model__rope_theta": 1.0,
+        },
+        "model.rope_theta must be above 1 for model.rope_scaling yarn, found 1",
+    ),
     "a size of no vocabulary": (
         {"data__bpe_vocab_size": 8192},
         "data.bpe_vocab_size has no effect without data.tokenizer bpe; give both or leave it out",
@@ -326,7 +343,7 @@ def test_what_is_only_simulated_needs_no_text_here():
     assert find_problems(changed(data__path=Path("no-such-file")), trains=False) == []
 
 
-def test_a_model_that_is_not_known_is_not_judged():
+def test_a_model_without_final_sizes_is_not_checked():
     assert find_problems(changed(layout__tp=4, model__num_layers=1), trains=False, is_model_known=False) == []
 
 

@@ -134,7 +134,7 @@ def test_five_mistakes_are_five_sentences_and_the_rest_of_the_file_counts(tmp_pa
 
 def test_an_unknown_key_that_is_like_no_other_lists_what_there_is():
     _, problems = parse_run({"output": {"zzzzzz": 1}})
-    assert problems == ["there is no setting 'output.zzzzzz'; known: folder, trace_step"]
+    assert problems == ["there is no setting 'output.zzzzzz'; known: folder, trace_step, profile, log"]
 
 
 @pytest.mark.parametrize("value", [3, "text", [1, 2]])

@@ -18,12 +18,12 @@ def test_parameters_without_norms_are_the_published_ones(name, parameters):
 
 
 def test_a_tied_embedding_counts_once():
-    shape = ModelShape(layers=1, hidden=4, heads=2, kv_heads=2, ffn=16, mlp="gelu", vocab=10, tied=True)
+    shape = ModelShape(layers=1, hidden=4, heads=2, kv_heads=2, ffn=16, family="gpt2", vocab=10, tied=True)
     assert shape.parameters == 12 * 4 * 4 + 10 * 4
 
 
 def test_grouped_queries_have_fewer_key_and_value_weights():
-    shape = ModelShape(layers=1, hidden=8, heads=4, kv_heads=1, ffn=8, mlp="swiglu", vocab=8, tied=False)
+    shape = ModelShape(layers=1, hidden=8, heads=4, kv_heads=1, ffn=8, family="llama", vocab=8, tied=False)
     assert shape.kv_width == 2
     assert shape.layer_matrix_parameters == 2 * 8 * 8 + 2 * 8 * 2 + 3 * 8 * 8
 

@@ -191,7 +191,7 @@ def test_a_partner_that_went_away_is_an_error_and_no_hang():
     begin = time.monotonic()
     (found, _) = run_workers(_alone, 2)
     assert len(found) == 2
-    assert all("the partner of evictions went away" in message for message in found)
+    assert all("the partner of evictions closed the connection" in message for message in found)
     assert time.monotonic() - begin < 30
 
 

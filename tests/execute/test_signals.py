@@ -10,8 +10,9 @@ from functools import partial
 import pytest
 
 from pipeloom.errors import Interrupted
-from pipeloom.execute.processes.signals import STOPS, StopSignals, raised_signals
+from pipeloom.execute.processes.signals import StopSignals
 from pipeloom.execute.processes.workers import run_workers
+from pipeloom.system.end_signals import STOPS, raised_signals
 
 FORKED = multiprocessing.get_context("fork")
 
@@ -94,7 +95,7 @@ def test_outside_of_steps_a_signal_ends_the_rank_at_once_even_inside_a_library()
     rank = Rank(not_waiting)
     begin = time.monotonic()
     rank.kill(signal.SIGTERM)
-    assert rank.end() == (143, ["SIGTERM"])
+    assert rank.end() == (75, ["SIGTERM"])
     assert time.monotonic() < begin + 5
 
 
@@ -113,7 +114,7 @@ def test_a_step_that_is_longer_than_the_grace_is_not_waited_for():
     begin = time.monotonic()
     rank.kill(signal.SIGTERM)
     status, said = rank.end()
-    assert (status, said[-1]) == (143, "SIGTERM")
+    assert (status, said[-1]) == (75, "SIGTERM")
     assert "cannot end in order within 5 s (the setting), since a step takes 60 s" in said[0]
     assert time.monotonic() < begin + 4
 

@@ -13,7 +13,7 @@ from in_process import Post, run_in_process
 from replicas import Cluster
 from small_run import small_run, write_text
 from toy import Toy, make_executor, objective, reference, worst_difference
-from transformers import TransformerCluster, complete, differences
+from transformer_ranks import TransformerCluster, complete, differences
 
 from pipeloom.cli import main
 from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig

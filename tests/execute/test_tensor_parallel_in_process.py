@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 from families import SOME, fitting
-from transformers import TransformerCluster, differences, schedule_of
+from transformer_ranks import TransformerCluster, differences, schedule_of
 
 from pipeloom.workload.layout import Layout
 

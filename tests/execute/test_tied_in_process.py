@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 from families import SOME, fitting
-from transformers import TransformerCluster, differences, plain_steps, tied_schedule
+from transformer_ranks import TransformerCluster, differences, plain_steps, tied_schedule
 
 from pipeloom.analysis.bubble import account_bubble
 from pipeloom.errors import UserError

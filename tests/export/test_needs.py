@@ -19,7 +19,7 @@ hidden = 64
 heads = 4
 kv_heads = 2
 ffn = 192
-mlp = "swiglu"
+family = "llama"
 vocab = 512
 tied = false
 """
@@ -124,7 +124,7 @@ def test_what_is_set_reaches_the_module_of_torchtitan(tmp_path, elsewhere, monke
     assert module["NORM_EPS"] == 1e-6
 
 
-def test_what_somebody_writes_into_the_run_file_is_not_asked_for_again(tmp_path, elsewhere):
+def test_a_setting_of_the_run_file_is_not_required_again(tmp_path, elsewhere):
     (written,) = hand_over(elsewhere, CLUSTER, tmp_path / "out", ["torchrun"]).written
     run_file, script = written.files
     text = run_file.read_text().replace("# SET: lr = ...", "lr = 2e-4").replace("# SET: steps = ...", "steps = 500")

@@ -61,14 +61,14 @@ def test_the_job_asks_for_whole_nodes_and_one_task_on_each(tmp_path, played):
     assert played[0].notes.differs == ()
 
 
-def test_a_run_without_checkpoints_and_one_with_a_long_grace_are_said_and_signalled_in_time(tmp_path):
+def test_a_run_without_checkpoints_and_one_with_a_long_grace_are_reported_and_signalled_in_time(tmp_path):
     written = written_for("slurm", tmp_path, checkpoint={"every_s": 0, "grace_s": 300})
     assert any("a run that fails has no checkpoint and starts again" in sentence for sentence in written.notes.differs)
     assert any("torchrun kills processes 30 s after the signal" in sentence for sentence in written.notes.differs)
     assert "#SBATCH --signal=B:USR1@360" in (tmp_path / "pipeloom.sbatch").read_text()
 
 
-def test_nodes_with_gpus_are_asked_for_them_whatever_this_program_computes_on(tmp_path):
+def test_gpus_of_nodes_are_requested_for_any_device_of_the_run(tmp_path):
     gpus = replace(CLUSTER, device=replace(CLUSTER.device, num_multiprocessors=108))
     hand_over(run_of(), gpus, tmp_path, ["slurm"])
     assert "#SBATCH --gpus-per-node=4" in (tmp_path / "pipeloom.sbatch").read_text()
@@ -101,9 +101,17 @@ def test_a_run_that_fails_is_queued_again_a_few_times(tmp_path, played):
     failing = {**played[1], "PROBE_STATUS": "3"}
     assert start(tmp_path, failing).returncode == 3
     assert calls(tmp_path, "scontrol requeue") == ["scontrol requeue 20123"]
-    done = start(tmp_path, {**failing, "SLURM_RESTART_COUNT": "3"})
-    assert "ended with status 3 after 3 restarts" in done.stdout
-    assert len(calls(tmp_path, "scontrol requeue")) == 1
+    assert [start(tmp_path, failing).returncode for _ in range(2)] == [3, 3]
+    done = start(tmp_path, failing)
+    assert "ended with status 3, the failure 4 in a row" in done.stdout
+    assert len(calls(tmp_path, "scontrol requeue")) == 3
+
+
+def test_a_run_that_ends_in_order_is_queued_again_any_number_of_times(tmp_path, played):
+    for times in range(1, 6):
+        start(tmp_path, {**played[1], "PROBE_STATUS": "3"})  # a failure now and then is not one in a row
+        assert start(tmp_path, {**played[1], "PROBE_STATUS": "75", "SLURM_RESTART_COUNT": "9"}).returncode == 75
+        assert len(calls(tmp_path, "scontrol requeue")) == 2 * times
 
 
 def test_a_run_that_is_stopped_before_the_time_limit_is_queued_again(tmp_path, played):

@@ -106,10 +106,10 @@ def test_a_family_of_models(answer, tmp_path):
     named, read = (answer("simulate", *which, "--data.seq-len", "8", "--layout.pp", "2", "--json")
                    for which in ((*TINY, *family), ("--model.file", "config.json")))  # fmt: skip
     assert named["step_time_s"] == read["step_time_s"]
-    assert named["run"]["shape"]["mlp"] == "relu2"
+    assert named["run"]["shape"]["family"] == "squared-relu"
     (tmp_path / "here" / "run.toml").write_text('[model]\nfamily = "squared-relu"\nhidden_size = 768\n')
     planned = answer("plan", "run.toml", "--cluster", "xpu-farm", "--devices", "4", "--no-explain", "--json")
-    assert planned["question"]["model"]["mlp"] == "relu2"
+    assert planned["question"]["model"]["family"] == "squared-relu"
     assert planned["layouts"]
     assert "torchrun" in answer("launch", "run.toml", "--out", "start", "--to", "torchrun")
 

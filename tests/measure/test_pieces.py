@@ -41,8 +41,8 @@ def test_every_setting_is_measured_once(crowded):
     wanted = [(tp, kind, size) for tp in (1, 2) for kind in ("none", "full") for size in (1, 2)]
     assert [(key.tp, key.recompute, key.micro_batch) for key in keys] == wanted
     assert {
-        (*(getattr(key.shape, name) for name in ("hidden", "heads", "ffn", "vocab", "mlp")), key.seq) for key in keys
-    } == {(16, 2, TINY.ffn_size, 11, "swiglu", 8)}
+        (*(getattr(key.shape, name) for name in ("hidden", "heads", "ffn", "vocab", "family")), key.seq) for key in keys
+    } == {(16, 2, TINY.ffn_size, 11, "llama", 8)}
     assert [key.sequence_parallel for key in keys] == [False] * 4 + [True] * 4
     assert crowded.rounds >= 3
 
@@ -54,12 +54,12 @@ def test_seconds_are_finite_and_what_computes_takes_some(crowded):
     assert 0 < crowded.update.seconds(1000) < 10
 
 
-def test_messages_are_told_where_cores_are_shared_and_there_are_stages(crowded):
+def test_messages_are_measured_where_cores_are_shared_and_there_are_stages(crowded):
     for pieces in crowded.pieces:
         assert (pieces.message_s > 0) == (pieces.run.tp == 1)  # with two tensor-parallel ranks there is one stage
 
 
-def test_with_a_core_for_each_process_the_link_tells_of_messages():
+def test_with_a_core_for_each_process_messages_take_the_links_time():
     found = measure_pieces(replace(REQUEST, num_cores=2, tp=(1,), micro_batches=(1,), recompute=("none",)))
     assert [pieces.message_s for pieces in found.pieces] == [0.0]
     assert sum(found.pieces[0].layer) >= 0

@@ -13,9 +13,9 @@ VOCAB, TOKENS, ROWS = 13, 12, 3
 
 
 def config_of(family):
-    return ModelConfig(family=family, num_layers=2, hidden_size=24, num_heads=12, num_kv_heads=6, ffn_size=20).resolve(
-        VOCAB
-    )
+    return ModelConfig(
+        family=family, num_layers=2, hidden_size=24, num_heads=12, num_kv_heads=6, head_size=4, ffn_size=20
+    ).resolve(VOCAB)
 
 
 def build(family, pieces, parallel=None):
@@ -53,7 +53,7 @@ def joined(stages, what):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "qwen3", "olmo2"])
 def test_together_the_ranks_hold_the_whole_model_once(family, size):
     whole = dict(build(family, range(4)).named_parameters())
     stages = stages_of(family, range(4), size, splits_sequence=False)
@@ -66,7 +66,7 @@ def test_together_the_ranks_hold_the_whole_model_once(family, size):
 
 @pytest.mark.parametrize("splits_sequence", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "qwen3", "olmo2"])
 def test_outputs_and_gradients_equal_those_of_the_whole_model(family, size, splits_sequence):
     whole = build(family, range(4))
     targets = tokens().roll(-1, 1).flatten()
@@ -120,7 +120,7 @@ def test_what_crosses_a_boundary_is_the_ranks_own_tokens(splits_sequence):
         torch.testing.assert_close(gradient, grad, rtol=1e-10, atol=1e-12)
 
 
-def test_shapes_are_known_without_the_other_ranks():
+def test_shapes_need_no_other_rank():
     group = blocking_groups_in_process([range(2)])[1]
     stage = build_stage(
         config_of("llama"),

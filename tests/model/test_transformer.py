@@ -14,8 +14,9 @@ from torch import Tensor
 
 from pipeloom.config import ModelConfig
 from pipeloom.errors import UserError
+from pipeloom.model.rotary import Rotary
 from pipeloom.model.split import build_stage
-from pipeloom.model.transformer import Attention, Rotary, Transformer, num_pieces
+from pipeloom.model.transformer import Attention, Transformer, num_pieces
 
 torch.set_num_threads(1)
 
@@ -24,10 +25,9 @@ Family = Literal["llama", "gpt2"]
 families = pytest.mark.parametrize("family", ["llama", "gpt2"])
 
 
-def small(family: Family, num_kv_heads: int | None = None) -> ModelConfig:
-    return ModelConfig(
-        family=family, num_layers=3, hidden_size=16, num_heads=4, num_kv_heads=num_kv_heads, ffn_size=24
-    ).resolve(VOCAB)
+def small(family: Family, num_kv_heads: int | None = None, head_size: int | None = None) -> ModelConfig:
+    heads = {"num_heads": 4, "num_kv_heads": num_kv_heads, "head_size": head_size}
+    return ModelConfig(family=family, num_layers=3, hidden_size=16, **heads, ffn_size=24).resolve(VOCAB)
 
 
 def build(config: ModelConfig, dtype: torch.dtype = torch.float64, max_positions: int = NUM_TOKENS) -> Transformer:

@@ -63,7 +63,7 @@ def test_a_hugging_face_file_gives_the_sizes(tmp_path):
         ({"num_hidden_layers": None}, "num_hidden_layers must be a whole number of at least 1, found None"),
         ({"vocab_size": "many"}, "vocab_size must be a whole number of at least 1, found 'many'"),
         ({"num_local_experts": 8}, "num_local_experts is not a supported key of llama, found 8"),
-        ({"head_dim": 256}, "head_dim must be 128, hidden_size / num_attention_heads, found 256"),
+        ({"head_dim": 127}, "rotary positions need an even head_dim, found 127"),
     ],
 )
 def test_a_file_that_lacks_or_bends_a_key_is_named_with_the_key(tmp_path, changes, sentence):
@@ -146,7 +146,7 @@ def test_layers_are_divided_as_training_does_where_ranks_are_not_equally_fast():
     assert faster.prediction.step_time_s < step.prediction.step_time_s
 
 
-def test_another_program_divides_as_it_does_unless_it_is_told():
+def test_another_program_divides_as_it_does_unless_a_partition_is_given():
     config = RunConfig(machine=MachineConfig(software="megatron-2021"), layout=Layout(loops=1))
     described = describe(replace(config, schedule=ScheduleConfig(family="1f1b")))
     assert stage_layers(described.run, described.software)[0] == (2, 2, 2, 2)
@@ -154,7 +154,7 @@ def test_another_program_divides_as_it_does_unless_it_is_told():
     assert stage_layers(told.run, told.software)[0] == (3, 2, 2, 1)
 
 
-def test_everything_wrong_with_the_machine_is_said_at_once(tmp_path):
+def test_all_problems_of_the_machine_are_reported_at_once(tmp_path):
     cluster = tmp_path / "mine.toml"
     cluster.write_text('name = "mine"\n')
     config = RunConfig(machine=MachineConfig(cluster=str(cluster), software="megatron"))

@@ -39,7 +39,7 @@ def test_the_page_holds_its_contents_and_needs_nothing_else(tmp_path):
     assert len(page) < 100_000
 
 
-def test_numbers_stand_measured_beside_predicted(tmp_path):
+def test_measured_numbers_are_next_to_predicted_ones(tmp_path):
     run = read_run(write_run(tmp_path))
     contents = page_contents(run)
     assert contents["title"] == "breadth-first: 2 ranks x 2 loops, 4 micro-batches"
@@ -109,7 +109,7 @@ def test_communication_has_a_row_for_each_lane_and_a_total(tmp_path):
     assert all(len(row) == 3 + 2 * 4 for row in [*table["rows"], table["total"]])
 
 
-def test_several_pipelines_stand_beside_each_other(tmp_path):
+def test_several_pipelines_are_shown_side_by_side(tmp_path):
     folder = write_run(tmp_path)
     assert page_contents(read_run(folder))["pipelines"] == []
     slower = simulate(read_run(folder).schedule, Costs(0.004, 0.008, 0.001))
@@ -185,7 +185,7 @@ def test_a_run_without_an_end_says_so_on_top_and_shows_what_there_is(tmp_path):
     assert top["headline"] == "This run has not finished"
     assert top["state"] == "It is not running any more. 2 of 5 steps are done."
     assert dict(top["missing"]) == {
-        "trace.json: measured timeline and bubble": "step 3 is traced",
+        "trace.json: measured timeline and bubble": "one of the steps 3 to 5 is traced",
         "summary.json: validation loss, unigram loss, predicted step time": "it is written at the end",
         "sample.txt": "it is written at the end",
     }

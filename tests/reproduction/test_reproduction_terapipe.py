@@ -19,12 +19,12 @@ def fitted(name):
 
 
 @pytest.mark.parametrize("name", terapipe.ABLATIONS)
-def test_the_papers_programme_comes_out_of_its_even_points(name):
+def test_the_papers_program_follows_from_its_even_points(name):
     ablation = terapipe.ABLATIONS[name]
     even = terapipe.even_s(ablation, fitted(name))
     assert all(even[number] == pytest.approx(seconds, rel=0.10) for number, seconds in ablation.even_s.items())
     best = terapipe.programmed(ablation, fitted(name))
-    assert best.step_s(ablation.num_ranks, ablation.batch) == pytest.approx(ablation.programme_s, rel=0.06)
+    assert best.step_s(ablation.num_ranks, ablation.batch) == pytest.approx(ablation.program_s, rel=0.06)
     assert best.step_s(ablation.num_ranks, ablation.batch) <= min(even.values())
 
 
@@ -33,7 +33,7 @@ def test_175b_is_fastest_with_16_or_32_even_slices():
     assert min(even, key=even.__getitem__) in (16, 32)
 
 
-def test_the_programme_on_fitted_latencies_leads_by_as_much_as_the_page_says():
+def test_the_program_on_fitted_latencies_leads_by_as_much_as_the_page_says():
     """Over the paper's numbers of even slices, and over all numbers."""
     leads = {}
     for name, ablation in terapipe.ABLATIONS.items():
@@ -50,12 +50,12 @@ def test_the_papers_lengths_take_as_long_by_the_fit_as_published():
         assert sum(ablation.lengths) == terapipe.SEQ
         one = terapipe.published_slices(ablation, fitted(name))
         assert one.lengths == ablation.lengths
-        assert one.step_s(ablation.num_ranks, ablation.batch) == pytest.approx(ablation.programme_s, rel=0.04)
+        assert one.step_s(ablation.num_ranks, ablation.batch) == pytest.approx(ablation.program_s, rel=0.04)
 
 
 def test_the_fit_is_that_of_the_page():
     chosen = {
-        "programme": terapipe.programmed,
+        "program": terapipe.programmed,
         "best even": terapipe.best_even,
         "the paper's": terapipe.published_slices,
     }
@@ -87,14 +87,14 @@ EVEN_ANYWAY = {
     ("13B (5)", "lanes", "in tiles"): "512 512 512 512",
     ("175B (9)", "lanes", "in tiles"): " ".join(["64"] * 32),
 }
-"""Where the programme's slices are even."""
+"""Where the program's slices are even."""
 
 
 def test_chosen_slices_beat_whole_sequences_and_even_ones():
     assert {row["setting"] for row in SETTINGS} == set(terapipe.SETTINGS)
     assert len(SETTINGS) == len(terapipe.SETTINGS) * len(terapipe.MESSAGES) * len(terapipe.PRODUCTS)
     for row in SETTINGS:
-        whole_s, paper_s, even_s, best_s = seconds(row, "whole", "paper_even", "even", "programme")
+        whole_s, paper_s, even_s, best_s = seconds(row, "whole", "paper_even", "even", "program")
         assert whole_s / best_s > 1.4
         assert 1 < int(row["even"]) < terapipe.MOST_EVEN
         assert best_s <= even_s <= paper_s < 1.06 * best_s
@@ -115,9 +115,7 @@ def test_steps_are_as_long_as_published_within_what_the_page_says():
     """Those of the authors' program, whose compute waits for messages."""
     for row in SETTINGS:
         if row["messages"] == "wait":
-            whole_s, best_s, without_s, with_s = seconds(
-                row, "whole", "programme", "published_without", "published_with"
-            )
+            whole_s, best_s, without_s, with_s = seconds(row, "whole", "program", "published_without", "published_with")
             assert 1.0 < whole_s / without_s < 1.185
             assert 0.89 < best_s / with_s < 1.27
             assert whole_s / best_s == pytest.approx(without_s / with_s, rel=0.21)

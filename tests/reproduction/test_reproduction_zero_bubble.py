@@ -17,10 +17,10 @@ STEPS, BUBBLES = read_rows("zero_bubble_steps"), read_rows("zero_bubble_bubbles"
 OWN = [row for row in STEPS if row["profile"] == "own"]
 SHAPES = {
     "gpt-1.5b": ModelShape(
-        name="gpt-1.5b", layers=22, hidden=2304, heads=24, kv_heads=24, ffn=9216, vocab=50257, mlp="gelu", tied=True
+        name="gpt-1.5b", layers=22, hidden=2304, heads=24, kv_heads=24, ffn=9216, vocab=50257, family="gpt2", tied=True
     ),
     "gpt-6.2b": ModelShape(
-        name="gpt-6.2b", layers=30, hidden=4096, heads=32, kv_heads=32, ffn=16384, vocab=50257, mlp="gelu", tied=True
+        name="gpt-6.2b", layers=30, hidden=4096, heads=32, kv_heads=32, ffn=16384, vocab=50257, family="gpt2", tied=True
     ),
 }
 needs_table = pytest.mark.skipif(not zero_bubble.TABLE.exists(), reason="the measured steps are not at hand")

@@ -233,7 +233,7 @@ MODEL = {
     "heads": 4,
     "kv_heads": 4,
     "ffn": 256,
-    "mlp": "swiglu",
+    "family": "llama",
     "vocab": 257,
 }
 RECIPE = {"training": {"steps": 20}, "optimizer": {"lr": 1e-3, "lr_warmup_steps": 2}}
@@ -258,6 +258,7 @@ def _write_readers_files(folder: Path, text: str, *, executes_all: bool) -> None
         "text.txt": TEXT,
         "texts/one.txt": TEXT,
         "my_texts/one.txt": TEXT,
+        "web.jsonl": "\n".join(json.dumps({"text": line}) for line in TEXT.splitlines()),
         "run.toml": tomli_w.dumps(run),
         "RUN.toml": tomli_w.dumps(run),
         "TABLE.csv": (ROOT / "examples" / "measured.csv").read_text(),
@@ -268,17 +269,36 @@ def _write_readers_files(folder: Path, text: str, *, executes_all: bool) -> None
         "my.txt": "max_stage_inputs = 2 2\n0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n",
         "their.csv": "0F0,0F1,,,,0B0,0B1\n,1F0,1F1,1B0,1B1,,\n",
         "config.json": json.dumps(HUGGING_FACE),
+        "DIR/config.json": json.dumps(HUGGING_FACE),
         "program.toml": (catalog / "software" / "megatron-2021.toml").read_text(),
     }
     for name, content in files.items():
         if name == "text.txt" or name.partition("/")[0] in text:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(content, encoding="utf-8")
+    if executes_all and "DIR" in text:
+        _write_weights(folder / "DIR")
     for name in ("RUN", "first-run"):
         # where every command is executed, one of the page may make it
         is_made = executes_all and re.search(rf"(?<!resume {name}) --output.folder {name}\b", text)
         if re.search(rf"\b{name}\b(?!\.)", text) and not is_made:
             shutil.copytree(_trained(), folder / name)
+
+
+def _write_weights(folder: Path) -> None:
+    """Write random weights of the model of ``HUGGING_FACE``."""
+    import torch
+    from safetensors.torch import save_file
+
+    from pipeloom.catalog import read_model
+    from pipeloom.catalog.architectures import ARCHITECTURES
+    from pipeloom.config import ModelConfig
+    from pipeloom.model import Transformer
+
+    model = read_model(str(folder)).over(ModelConfig()).resolve(257)
+    shapes = {name: tuple(one.shape) for name, one in Transformer(model, 16).named_parameters()}
+    tensors = ARCHITECTURES["llama"].weights.of_model(list(shapes), model.num_layers)
+    save_file({one.name: 0.02 * torch.randn(one.shape(shapes)) for one in tensors}, folder / "model.safetensors")
 
 
 @cache

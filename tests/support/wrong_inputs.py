@@ -44,8 +44,8 @@ FILES = {
     "experts.json": LLAMA + ', "num_local_experts": 8}',
     "no_layers.json": LLAMA.replace('"num_hidden_layers": 4, ', "") + "}",
     "text_layers.json": LLAMA.replace('"num_hidden_layers": 4', '"num_hidden_layers": "four"') + "}",
-    "model.toml": 'name = "m"\nlayers = 0\nhidden = 64\nheads = 4\nffn = 128\nmlp = "swiglu"\nvocab = 300\ntied = 1\n',
-    "misspelled_model.toml": 'name = "m"\nlayer = 2\nhidden = 64\nheads = 4\nffn = 128\nmlp = "swiglu"\nvocab = 300\n',
+    "model.toml": 'name = "m"\nlayers = 0\nhidden = 64\nheads = 4\nffn = 9\nfamily = "llama"\nvocab = 300\ntied = 1\n',
+    "misspelled_model.toml": 'name = "m"\nlayer = 2\nhidden = 64\nheads = 4\nffn = 9\nfamily = "llama"\nvocab = 300\n',
     "not_a_schedule.txt": "hello world\n",
     "huge_microbatch.txt": "0F0 0B0 0F2147483647\n",
     "huge_stage.txt": "0F0 99999999F0\n",
@@ -180,6 +180,7 @@ train --output.folder /dev/null/run                             | /dev/null/run
 train --output.trace-step 0                                     | trace_step
 train --checkpoint.every 0                                      | checkpoint.every
 train --checkpoint.keep 0                                       | checkpoint.keep
+train --checkpoint.keep-every 10                                | checkpoint.keep
 train --checkpoint.resume missing                               | missing
 train --checkpoint.resume .                                     | checkpoint
 train --checkpoint.final maybe                                  | maybe

@@ -59,7 +59,7 @@ def test_a_second_process_is_refused_with_the_first_ones_number_and_host(tmp_pat
     assert (tmp_path / LOCK).read_text() == before
 
 
-def test_whether_a_folder_is_locked_is_seen_from_beside_and_changes_nothing(tmp_path, hold, monkeypatch):
+def test_another_process_sees_whether_a_folder_is_locked_and_changes_nothing(tmp_path, hold, monkeypatch):
     assert is_locked(tmp_path) is False
     assert not (tmp_path / LOCK).exists()
     process, _ = hold()
@@ -176,6 +176,17 @@ def test_without_locks_a_number_of_another_host_or_another_process_is_no_holder(
     with pytest.raises(UserError, match="in use"):
         lock_folder(tmp_path, patience_s=0)
     (tmp_path / LOCK).write_text(json.dumps({**holder, **changed}))
+    assert not lock_folder(tmp_path, patience_s=0).is_kept
+
+
+@pytest.mark.parametrize("wrong", [{"pid": "1"}, {"pid": 0}, {"pid": -1}, {"pid": 2**80}, {"pid": None}, {"host": 1}])
+def test_without_locks_a_file_of_another_program_names_no_holder(tmp_path, monkeypatch, wrong):
+    lock_folder(tmp_path)
+    holder = json.loads((tmp_path / LOCK).read_text())
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    assert is_locked(tmp_path) is True
+    (tmp_path / LOCK).write_text(json.dumps({**holder, **wrong}))
+    assert is_locked(tmp_path) is None
     assert not lock_folder(tmp_path, patience_s=0).is_kept
 
 

@@ -31,6 +31,7 @@ MODELS = ["gpt-6.6b", "llama-13b", "llama-3-8b", "llama-3-70b"]
         ("BREADTH-FIRST", ["breadth-first", "depth-first"], ["breadth-first"]),
         ("zebra", CLUSTERS, []),
         ("device", ["price_per_device_hour"], []),
+        ("nodes", ["norm-eps"], []),
         ("", CLUSTERS, []),
         ("anything", [], []),
     ],
@@ -82,7 +83,7 @@ def test_sizes_are_written_without_exponents(size, words):
 
 
 @given(st.integers(1, 2**50))
-def test_a_size_that_is_needed_is_never_told_smaller(size):
+def test_a_needed_size_is_never_printed_smaller(size):
     told = parse_bytes(format_bytes(size, rounds_up=True).replace(" bytes", ""))
     assert size <= told <= size * 1.011 + 1
     assert abs(parse_bytes(format_bytes(size).replace(" bytes", "")) - size) <= 0.006 * size + 1

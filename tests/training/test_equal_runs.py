@@ -18,7 +18,15 @@ from pipeloom.training.trainer import Trainer
 from pipeloom.workload.layout import Layout
 
 WITH_TIMES = {"metrics.jsonl", "summary.json", "trace.json", "trace-replica-001-tensor-0.json"}
-TIMES = {"tokens_per_s", "step_time_s", "bubble_fraction"}
+TIMES = {
+    "tokens_per_s",
+    "step_time_s",
+    "bubble_fraction",
+    "exposed_communication_s",
+    "model_flops_per_s",
+    "memory_bytes",
+}
+"""Keys of measured values."""
 WITH_ITS_OWN_PLACE = {"config.toml"}
 
 

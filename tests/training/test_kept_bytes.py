@@ -28,11 +28,12 @@ def runs(draw):
     device_budget = len(partition) > 1 and tp == 1 and draw(st.booleans())
     return RunConfig(
         model=ModelConfig(
-            family=draw(st.sampled_from(("llama", "gpt2"))),
+            family=draw(st.sampled_from(("llama", "gpt2", "qwen2", "qwen3", "olmo2"))),
             num_layers=layers,
             hidden_size=draw(st.sampled_from((32, 96))),
             num_heads=8,
             num_kv_heads=draw(st.sampled_from((None, 4, 8))),
+            head_size=draw(st.sampled_from((None, 6))),
             ffn_size=draw(st.sampled_from((None, 100))),
             tied=draw(st.booleans()),
         ).resolve(draw(st.sampled_from((257, 300)))),
@@ -70,7 +71,7 @@ def test_closed_forms_are_what_is_counted_on_meta_tensors(config):
         assert closed.stages() == counted.stages()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "qwen3", "olmo2"])
 @pytest.mark.parametrize("recompute", KINDS)
 @pytest.mark.parametrize("num_kv_heads", [2, 4])
 def test_what_is_counted_on_meta_tensors_is_what_stages_keep(family, recompute, num_kv_heads):

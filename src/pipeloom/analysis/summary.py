@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeloom.calls import checked
 from pipeloom.schedule.kinds import Kind
 from pipeloom.schedule.lanes import COMPUTE_LANE, HOST_LANE, Lane
 from pipeloom.trace import Trace
@@ -30,6 +31,7 @@ class Summary:
     gradients_final_s: dict[int, float]
 
 
+@checked
 def summarize(trace: Trace) -> Summary:
     """Makespan, bubble and gradient times of a step.
 
@@ -108,6 +110,17 @@ def communication(trace: Trace) -> list[LaneUse]:
             hidden = _covered(computing, ends) - _covered(computing, begins)
             uses.append(LaneUse(rank, lane, len(here), float((ends - begins).sum()), float(hidden.sum())))
     return uses
+
+
+def exposed_s(trace: Trace, rank: int) -> float:
+    """Seconds in which a rank communicates on any lane and does not compute."""
+    spans = trace.spans
+    lanes = [spans.by_lane[rank, lane] for lane in trace.lanes(rank) if lane not in (COMPUTE_LANE, HOST_LANE)]
+    if not lanes:
+        return 0.0
+    begins, ends = _union(spans.take(np.concatenate(lanes)))
+    computing = _union(trace.compute(rank))
+    return float((ends - begins - _covered(computing, ends) + _covered(computing, begins)).sum())
 
 
 Stretches = tuple[Seconds, Seconds]

@@ -1,14 +1,15 @@
 """Supported Hugging Face architectures: required values, and keys without an effect, of their ``config.json``.
 
-Sources are transformers 4 and 5: ``models/{llama,mistral,gpt2}/configuration_*.py`` for defaults of missing keys,
-``modeling_*.py`` for their effects, ``configuration_utils.py`` for keys that all models have.
+Sources are transformers 4 and 5: ``configuration_*.py`` of each model for defaults of missing keys, ``modeling_*.py``
+for their effects, ``configuration_utils.py`` for keys that all models have.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from pipeloom.catalog.weight_files import GPT2_WEIGHTS, LLAMA_WEIGHTS, OLMO2_WEIGHTS, WeightFiles
 from pipeloom.registry import Registry
 from pipeloom.workload.model_families import MODELS, ModelFamily
 
@@ -44,7 +45,10 @@ class Architecture:
         fixed: keys that must have a certain value.
         used: further keys that ``model_files`` reads.
         unused: keys without an effect on the model's function, in addition to ``UNUSED``.
+        weights: the tensors of its weight files.
         window: value of a missing ``sliding_window``; ``None`` for architectures without windows.
+        head_size: value of a missing ``head_dim``; ``None`` for an equal share of ``hidden``.
+        groups_follow: whether a missing ``num_key_value_heads`` means as many as query heads, not a fixed number.
     """
 
     classes: tuple[str, ...]
@@ -59,7 +63,10 @@ class Architecture:
     fixed: Mapping[str, Fixed]
     used: frozenset[str]
     unused: frozenset[str]
+    weights: WeightFiles
     window: int | None = None
+    head_size: int | None = None
+    groups_follow: bool = True
 
     @property
     def model_family(self) -> ModelFamily:
@@ -101,8 +108,8 @@ _LLAMA_FIXED = MappingProxyType(
     {
         **_ALL,
         "hidden_act": Fixed(("silu", "swish"), "as the gate of SwiGLU", "silu"),
-        "attention_bias": Fixed((False,), "as matrices with RMSNorm have no biases here", default=False),
-        "mlp_bias": Fixed((False,), "as matrices with RMSNorm have no biases here", default=False),
+        "attention_bias": Fixed((False,), "as these matrices have no biases here", default=False),
+        "mlp_bias": Fixed((False,), "as these matrices have no biases here", default=False),
         "attention_dropout": Fixed((0, None), "as nothing is dropped here", 0),
         "partial_rotary_factor": Fixed((1, None), "as rotary positions turn whole heads here", 1),
         "use_sliding_window": Fixed((False, None), "as attention here has no window", default=False),
@@ -124,14 +131,50 @@ _LLAMA_NAMES: Mapping[str, Any] = MappingProxyType(
         ),
         # Rotary angles need no limit of positions; pretraining_tp only splits matrix products.
         "unused": _keys("max_position_embeddings max_sequence_length pretraining_tp"),
+        "weights": LLAMA_WEIGHTS,
     }
 )
+
+
+def _qwen(family: str, name: str, without: Collection[str]) -> Architecture:
+    """One of Qwen's architectures, which lack some keys of llama's."""
+    settings: dict[str, Any] = {
+        **_LLAMA_NAMES,
+        "family": family,
+        "groups_follow": False,
+        "fixed": {
+            **{key: value for key, value in _LLAMA_FIXED.items() if key not in without},
+            "use_mrope": Fixed((False,), "as positions of a text have one number here", default=False),
+        },
+        "used": _LLAMA_NAMES["used"] - {"sliding_window"},
+        # Both are read with use_sliding_window only.
+        "unused": _LLAMA_NAMES["unused"] | {"sliding_window", "max_window_layers"},
+    }
+    return Architecture(classes=(name,), **settings)
+
+
 _GPT2_DROPOUT = Fixed((0,), "as nothing is dropped here", 0.1)
 
 ARCHITECTURES: Registry[Architecture] = Registry("model_type", "", Architecture)
 """Architectures by ``model_type``. A plug-in with a family of models adds its architectures here."""
 ARCHITECTURES.add("llama", Architecture(classes=("LlamaForCausalLM",), **_LLAMA_NAMES))
-ARCHITECTURES.add("mistral", Architecture(classes=("MistralForCausalLM",), window=4096, **_LLAMA_NAMES))
+ARCHITECTURES.add(
+    "mistral", Architecture(classes=("MistralForCausalLM",), window=4096, groups_follow=False, **_LLAMA_NAMES)
+)
+ARCHITECTURES.add("qwen2", _qwen("qwen2", "Qwen2ForCausalLM", without=("attention_bias", "mlp_bias")))
+ARCHITECTURES.add("qwen3", replace(_qwen("qwen3", "Qwen3ForCausalLM", without=("mlp_bias",)), head_size=128))
+ARCHITECTURES.add(
+    "olmo2",
+    replace(
+        ARCHITECTURES["llama"],
+        classes=("Olmo2ForCausalLM",),
+        family="olmo2",
+        default_eps=1e-5,
+        fixed={key: one for key, one in _LLAMA_FIXED.items() if key not in ("mlp_bias", "use_sliding_window")},
+        used=_LLAMA_NAMES["used"] - {"sliding_window"},
+        weights=OLMO2_WEIGHTS,
+    ),
+)
 ARCHITECTURES.add(
     "gpt2",
     Architecture(
@@ -166,6 +209,7 @@ ARCHITECTURES.add(
             "n_ctx reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels "
             "summary_first_dropout"
         ),
+        weights=GPT2_WEIGHTS,
     ),
 )
 
@@ -185,9 +229,6 @@ ELSEWHERE = {
     "gemma": "it has GELU gates, scaled embeddings and heads of a size of their own",
     "gemma2": "it has GELU gates, scaled embeddings, soft caps and windows",
     "gemma3_text": "it has GELU gates, scaled embeddings, norms of queries and keys, and windows",
-    "qwen2": "it has biases of queries, keys and values",
-    "qwen3": "it has norms of queries and keys",
-    "olmo2": "it has norms of queries and keys, and norms behind the blocks",
     "phi": "it has rotary positions with LayerNorm, and attention beside the feed-forward block",
     "phi3": "it has scaled rotary positions or windows",
     "granite": "it has factors on embeddings, attention, residuals and logits",

@@ -12,6 +12,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, cast, get_args
 
+from pipeloom.calls import checked
 from pipeloom.catalog.reading import Reader, names, read_toml
 from pipeloom.config.paths import expand_home, names_file
 from pipeloom.cost.hardware import (
@@ -31,7 +32,7 @@ from pipeloom.terminal.words import UNBREAKABLE, same_name
 from pipeloom.workload.dtypes import Precision
 from pipeloom.workload.layout import Recompute
 from pipeloom.workload.model import ModelShape
-from pipeloom.workload.model_families import mlp_names
+from pipeloom.workload.model_families import MODELS
 from pipeloom.workload.run import Run
 
 _TERA, _GIGA, _MICRO, _NANO = 1e12, 1e9, 1e-6, 1e-9
@@ -47,7 +48,7 @@ _LINK = {"latency_us": ("latency_s", _MICRO), "gb_per_s": ("bytes_per_s", _GIGA)
 _UPDATE = {"fixed_us": ("fixed_s", _MICRO), "parameter_ns": ("parameter_s", _NANO)}
 _COUNTS = ("adapters_per_node", "cores_per_node")
 """Numbers of a cluster that files omit if they are 0."""
-_PIECE_SIZES = ("hidden", "heads", "kv_heads", "ffn", "mlp", "vocab")
+_PIECE_SIZES = ("hidden", "heads", "kv_heads", "ffn", "vocab")
 _PIECE_AXES = ("seq", "tp", "sequence_parallel", "micro_batch", "recompute", "precision")
 _PIECES = ("embedding", "layer", "head", "stage")
 """Measured pieces, each with a forward and a backward."""
@@ -56,6 +57,7 @@ CLUSTERS: Registry[Cluster] = Registry("cluster", "pipeloom.clusters", Cluster)
 """Clusters by name: those of ``pipeloom/catalog/clusters``, read on demand, and those of plug-ins."""
 
 
+@checked
 def load_cluster(name_or_path: str) -> Cluster:
     """A cluster by name (case and ``_`` for ``-`` do not matter) or from a file.
 
@@ -208,10 +210,12 @@ def _rate(kind: str) -> str:
 
 
 def _pieces(reader: Reader) -> MeasuredPieces:
-    sizes: dict[str, Any] = {name: reader.integer(name) for name in _PIECE_SIZES if name != "mlp"}
-    mlp = reader.text("mlp", among=mlp_names())
+    sizes: dict[str, Any] = {name: reader.integer(name) for name in _PIECE_SIZES}
+    if "head_size" in reader.names():
+        sizes["own_head_size"] = reader.integer("head_size")
+    family = reader.text("family", among=tuple(MODELS))
     run = Run(
-        shape=ModelShape(layers=1, mlp=mlp, tied=False, **sizes),
+        shape=ModelShape(layers=1, family=family, tied=False, **sizes),
         seq=reader.integer("seq"),
         micro_batch=reader.integer("micro_batch"),
         tp=reader.integer("tp", 1),
@@ -317,7 +321,9 @@ def _device_lines(device: Device) -> _Lines:
 
 
 def _piece_lines(found: MeasuredPieces) -> _Lines:
-    lines: _Lines = {name: getattr(found.run.shape, name) for name in _PIECE_SIZES}
+    shape = found.run.shape
+    lines: _Lines = {name: getattr(shape, name) for name in (*_PIECE_SIZES, "family")}
+    lines |= {} if shape.own_head_size is None else {"head_size": shape.own_head_size}
     lines |= {name: getattr(found.run, name) for name in _PIECE_AXES}
     lines |= {f"{name}_us": [value / _MICRO for value in getattr(found, name)] for name in _PIECES}
     return lines | ({"message_us": found.message_s / _MICRO} if found.message_s else {})

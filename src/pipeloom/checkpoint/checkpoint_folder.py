@@ -2,20 +2,22 @@
 
     RUN/checkpoints/step-000100/
         checkpoint.json     ``CheckpointInfo``; size and SHA-256 of every other file; its own SHA-256
-        tokenizer.json      in the format of the tokenizers library
+        tokenizer.json      in the format of the tokenizers library; beside it tokenizer_config.json, if it was given
+        pretrained.json     the Hugging Face folder that the run started from: its texts, and its tensors by file
         .metadata           of torch.distributed.checkpoint: the file and offset of every chunk of every tensor
         __0_0.distcp, ...   chunks, files by rank
 
 A checkpoint is written under a hidden name and then renamed, so one with its final name is complete.
 """
 
+import errno
 import hashlib
 import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -27,6 +29,9 @@ FOLDER = "checkpoints"
 INFO = "checkpoint.json"
 METADATA = ".metadata"
 TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+"""Names the end-of-text token of a tokenizer that another program made; with more in the format of Hugging Face."""
+ORIGIN = "pretrained.json"
 UNCHECKED = "written without hashes of its files, so damage cannot be detected"
 """Note about a checkpoint for which ``can_be_checked`` is false."""
 _FORMAT = 2
@@ -72,6 +77,7 @@ class CheckpointInfo:
         layout: that wrote it; any layout can read it.
         versions: of pipeloom and torch, by name.
         cause: why it was written.
+        sources: of several texts, what was read of each (``pipeloom.data.windows``); empty for one.
     """
 
     step: int
@@ -82,6 +88,7 @@ class CheckpointInfo:
     layout: dict[str, Any]
     versions: dict[str, str]
     cause: Cause = "steps"
+    sources: list[dict[str, Any]] = field(default_factory=list)
 
 
 def name_of(step: int) -> str:
@@ -117,6 +124,11 @@ def step_of(checkpoint: Path) -> int | None:
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder is a checkpoint, perhaps an incomplete one, rather than a run folder."""
     return (path / INFO).exists() or (path / METADATA).exists()
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether a folder has the model and the weights of a Hugging Face model, in any format."""
+    return (path / "config.json").is_file()
 
 
 def run_of(checkpoint: Path) -> Path | None:
@@ -163,17 +175,32 @@ def read_info(checkpoint: Path) -> CheckpointInfo:
     return _read(checkpoint)[0]
 
 
-def read_tokenizer(checkpoint: Path) -> str | None:
-    """The tokenizer of a complete checkpoint as JSON; ``None`` for checkpoints of older versions.
+def read_tokenizer(checkpoint: Path) -> dict[str, str] | None:
+    """The files of a complete checkpoint's tokenizer, name -> text; ``None`` for checkpoints of older versions.
+
+    Raises:
+        UserError: one cannot be read, or was changed after it was written.
+    """
+    found = {name: text for name in (TOKENIZER, TOKENIZER_CONFIG) if (text := _read_text(checkpoint, name)) is not None}
+    return found or None
+
+
+def read_origin(checkpoint: Path) -> str | None:
+    """The description of the Hugging Face folder that a run started from, as JSON; ``None`` for other runs.
 
     Raises:
         UserError: it cannot be read, or was changed after it was written.
     """
+    return _read_text(checkpoint, ORIGIN)
+
+
+def _read_text(checkpoint: Path, name: str) -> str | None:
+    """The text of a file of a complete checkpoint; ``None`` if the checkpoint has no such file."""
     files = _read(checkpoint)[1] or {}
-    if TOKENIZER not in files:
+    if name not in files:
         return None
-    file = checkpoint / TOKENIZER
-    problem = _wrong_size(file, files[TOKENIZER]) or _wrong_content(file, files[TOKENIZER])
+    file = checkpoint / name
+    problem = _wrong_size(file, files[name]) or _wrong_content(file, files[name])
     if problem is not None:
         raise UserError(f"{problem}; use another checkpoint")
     return file.read_text(encoding="utf-8")
@@ -186,11 +213,39 @@ def write_info(checkpoint: Path, info: CheckpointInfo, files: Mapping[str, Store
         OSError: it cannot be written.
     """
     listed = {name: asdict(files[name]) for name in sorted(files)}
-    with (checkpoint / INFO).open("w", encoding="utf-8") as file:
-        file.write(_sealed({"format": _FORMAT, **asdict(info), "files": listed}))
-        file.flush()
+    write_synced(checkpoint / INFO, _sealed({"format": _FORMAT, **asdict(info), "files": listed}))
+
+
+def write_synced(file: Path, text: str) -> None:
+    """Write and fsync a text.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
         # The rename that follows marks the checkpoint as complete; without fsync a crash could leave an empty file.
-        os.fsync(file.fileno())
+        os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Write the names in a folder to the disk, where the system can: Windows cannot open folders.
+
+    Raises:
+        OSError: the disk reports an error.
+    """
+    if os.name == "nt":
+        return
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        # Some network file systems have no fsync of folders.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(number)
 
 
 def measure(files: Iterable[Path]) -> dict[str, StoredFile]:

@@ -4,9 +4,10 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 from pipeloom.errors import PipeloomError
+from pipeloom.system.end_signals import raised_signals
 from pipeloom.terminal.guard import guarded_streams
 
 GROUPS = {
@@ -15,6 +16,7 @@ GROUPS = {
         "verify": "prove that the pipeline computes the gradients of a single process",
         "evaluate": "compute the loss of a trained model on a text",
         "report": "write a run as one HTML page: predicted and measured side by side",
+        "tokenize": "encode a text of any size into a folder of tokens, which a run reads",
         "export": "write the weights of a checkpoint as safetensors files",
     },
     "plan and predict": {
@@ -115,8 +117,10 @@ def _run(command: str, words: list[str]) -> int:
     start_lean()
     try:
         _refuse_line_breaks(words)
-        # The one module of the command: most of them start without torch, and each without the imports of the others.
-        status = importlib.import_module(f"pipeloom.cli.{command}").run(words)
+        # Before the imports, so that a scheduler's signal has the same status at any time.
+        with raised_signals() if command == "train" else nullcontext():
+            # The one module of the command: most start without torch, and each without the imports of the others.
+            status = importlib.import_module(f"pipeloom.cli.{command}").run(words)
     except PipeloomError as error:
         # all ranks of a launcher find the same wrong with the input, and all of a host the same with the host
         rank = "LOCAL_RANK" if isinstance(error, HostError) else "RANK"

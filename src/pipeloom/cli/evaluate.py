@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 from pipeloom.cli.reference import Command, Place
-from pipeloom.cli.run_config import EVALUATION, parse_config
+from pipeloom.cli.run_config import EVALUATION, parse_words
 from pipeloom.config import CheckpointConfig, RunConfig, find_problems
-from pipeloom.config.file import read_run_file
-from pipeloom.runs.run_folder import CONFIG
 from pipeloom.workload.limits import Common, Count
 
 
@@ -17,8 +15,8 @@ from pipeloom.workload.limits import Common, Count
 class Options(RunConfig):
     """Options of ``pipeloom evaluate``.
 
-    The model is that of the newest complete checkpoint. Without --data.path the loss is that of the run's validation
-    text, with it that of the whole text. Every window counts once.
+    Uses the newest complete checkpoint. Without --data.path it evaluates the run's validation text, with it the whole
+    given text, even if the run was trained on it. Every window counts once.
     """
 
     config: Annotated[Path, Place("RUN")]
@@ -33,8 +31,8 @@ COMMAND = Command(
     name="evaluate",
     options=Options,
     examples={
-        "pipeloom evaluate outputs/demo": "its validation text",
-        "pipeloom evaluate outputs/demo --data.path notes.txt": "another text",
+        "pipeloom evaluate outputs/demo": "on its validation text",
+        "pipeloom evaluate outputs/demo --data.path notes.txt": "on another text",
         "pipeloom evaluate outputs/demo --layout.pp 1 --layout.dp 2": "with another layout",
     },
     settings=EVALUATION,
@@ -49,11 +47,10 @@ def _problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
 
 def run(words: list[str]) -> int:
     """Parse the configuration, evaluate on its ranks, print the loss."""
-    options = parse_config(COMMAND, words, _problems)
-    trained, _ = read_run_file(options.config / CONFIG)
+    options, _, flags = parse_words(COMMAND, words, _problems)
     from pipeloom.training.evaluation import evaluate_run
 
-    is_whole = options.data.path != trained.data.path
+    is_whole = "data.path" in flags
     found = evaluate_run(options, options.config, is_whole=is_whole, num_batches=options.batches)
     if found is None:  # on other ranks of a launcher
         return 0

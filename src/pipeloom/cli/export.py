@@ -4,7 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, UNCHECKED, can_be_checked, find_checkpoint
+from pipeloom.checkpoint.checkpoint_folder import (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    UNCHECKED,
+    can_be_checked,
+    find_checkpoint,
+)
 from pipeloom.cli.flags import SOURCE, or_note, read_flags
 from pipeloom.cli.reference import Command, Output, Place
 from pipeloom.errors import ConfigError
@@ -15,17 +21,22 @@ from pipeloom.workload.limits import Common, Positive
 class Options:
     """Options of ``pipeloom export``.
 
-    Parameters are written whole, whatever the layout of the run, and without the optimizer's state.
+    Writes whole parameters, for any layout of the run, without optimizer state.
     """
 
     checkpoint: Annotated[Path, Place("CHECKPOINT")]
     """A checkpoint, or a run folder for its newest one."""
     output: Annotated[Path, Place("FOLDER"), Output("folder")]
-    """Folder for the files; made if it does not exist."""
+    """Folder for the files; it is created if it does not exist."""
+    format: Common[Literal["pipeloom", "hf"]] = "pipeloom"
+    """Names of the tensors. pipeloom: its own. hf: a Hugging Face folder with config.json, which from_pretrained of
+    transformers loads; a run that started from such a folder gets its files again, with the trained weights."""
     dtype: Common[Literal["float32", "bfloat16", "float16", "float64"] | None] = None
-    """Data type of the written weights. None: that of the checkpoint."""
-    file_gb: Common[Positive] = 5.0
-    """Most GB (10^9 bytes) of one file. Several files get an index."""
+    """Data type of the written weights. None: that of the checkpoint, or with format hf that of the folder that the run
+    started from."""
+    file_gb: Common[Positive | None] = None
+    """Maximum size of one file in GB (10^9 bytes). Several files get an index. None: 5, or with format hf the
+    division of the folder that the run started from."""
 
 
 COMMAND = Command(
@@ -34,12 +45,15 @@ COMMAND = Command(
     examples={
         "pipeloom export outputs/demo weights": "the newest checkpoint of a run",
         "pipeloom export outputs/demo weights --dtype bfloat16": "in another data type",
+        "pipeloom export outputs/demo folder --format hf": "for Hugging Face's transformers",
     },
 )
 
 
 def _kind(file: Path) -> str:
-    return "tokenizer " if file.name == TOKENIZER else "weights   "
+    if file.name in (TOKENIZER, TOKENIZER_CONFIG):
+        return "tokenizer "
+    return "weights   " if file.name.startswith("model") else "text      "
 
 
 def run(words: list[str]) -> int:
@@ -51,7 +65,9 @@ def run(words: list[str]) -> int:
 
     from pipeloom.training.export import export_weights
 
-    files = export_weights(checkpoint, options.output, dtype=options.dtype, file_bytes=round(options.file_gb * 1e9))
+    file_bytes = None if options.file_gb is None else round(options.file_gb * 1e9)
+    settings = {"format": options.format, "dtype": options.dtype, "file_bytes": file_bytes}
+    files = export_weights(checkpoint, options.output, **settings)
     remark = "" if can_be_checked(checkpoint) else f" ({UNCHECKED})"
     print("\n".join([f"checkpoint {checkpoint}{remark}", *(f"{_kind(file)} {file}" for file in files)]))
     return 0

@@ -1,4 +1,4 @@
-"""``pipeloom launch``: what starts a run on a cluster, or in another program."""
+"""``pipeloom launch``: files that start a run on a cluster, or in another program."""
 
 import shutil
 import textwrap
@@ -21,23 +21,23 @@ from pipeloom.workload.limits import Common
 class Options(RunConfig):
     """Options of ``pipeloom launch``.
 
-    The nodes are those of machine.cluster. What a program cannot express is named with the reason.
+    machine.cluster determines the nodes. If a program lacks a setting of the run, the reason is printed.
     """
 
     out: Annotated[Path, Output("folder")]
-    """Folder for the files; made if it does not exist."""
+    """Folder for the files; it is created if it does not exist."""
     to: Common[tuple[Literal["torchrun", "slurm", "torch", "torchtitan", "megatron"], ...]] = ()
-    """Programs to write for. One that cannot express the run is an error. None: all that can express the run."""
+    """Programs to write files for; one that cannot run this run is an error. None: all that can."""
     time_limit: Common[str] = "24:00:00"
-    """Time limit of the Slurm job, in the form of sbatch --time."""
+    """Time limit of the Slurm job, in the format of sbatch --time."""
 
 
 COMMAND = Command(
     name="launch",
     options=Options,
     examples={
-        "pipeloom launch run.toml --out start": "files for every program that can express the run",
-        "pipeloom launch run.toml --out start --to slurm": "for one",
+        "pipeloom launch run.toml --out start": "for every program that can run it",
+        "pipeloom launch run.toml --out start --to slurm": "for Slurm only",
     },
     settings=(*TRAINING, "machine"),
     brief=("layout", "training.steps", "output", "machine"),

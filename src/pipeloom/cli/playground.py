@@ -22,16 +22,14 @@ class Options:
     """
 
     link: Annotated[str | None, Place("LINK")] = None
-    """A link that the page made to share what it shows; opens the same."""
+    """A shared link of the page, to open the same schedules."""
     port: Common[Annotated[int | None, Limits(least=1, most=65535)]] = None
     """Port of 127.0.0.1. None: a free one."""
     browser: Common[bool] = True
     """Open the page in a browser."""
 
 
-COMMAND = Command(
-    name="playground", options=Options, examples={"pipeloom playground": "opens the page; Ctrl-C ends it"}
-)
+COMMAND = Command(name="playground", options=Options, examples={"pipeloom playground": "opens the page in a browser"})
 
 
 def run(words: list[str]) -> int:

@@ -14,14 +14,14 @@ from pipeloom.workload.limits import Common
 class Options:
     """Options of ``pipeloom report``.
 
-    The page has loss, timelines, the account of the bubble, communication and memory, and loads nothing. Of an
-    unfinished run it shows what exists and lists what is missing.
+    The page shows loss, timelines, the bubble by cause, communication and memory. It is one file, without external
+    resources. For an unfinished run it shows what exists and lists what is missing.
     """
 
     folder: Annotated[Path, Place("RUN")]
     """Run folder of `pipeloom train`."""
     output: Common[Annotated[Path | None, Output("file")]] = None
-    """File of the page. None: report.html in the run folder."""
+    """HTML file to write. None: report.html in the run folder."""
 
 
 COMMAND = Command(
@@ -43,11 +43,7 @@ def run(words: list[str]) -> int:
     print(f"report     {write_page(found, options.output)}")
     verdict = verdict_of(found)
     if verdict is not None:
-        print(f"step       {verdict.headline}")
-        for name, text in verdict.causes:
-            print(f"           {name}: {text}")
-        if verdict.note:
-            print(f"           {verdict.note}")
+        print("step       " + "\n           ".join(verdict.lines))
     unfinished = unfinished_contents(found)
     if unfinished is not None:
         print(f"           {unfinished['headline']}. {unfinished['state']}".rstrip())

@@ -1,4 +1,4 @@
-"""``pipeloom simulate``: what a step of a described run will look like, before a device is there."""
+"""``pipeloom simulate``: predicts the step of a run on a cluster."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pipeloom.analysis.summary import LaneUse, communication
 from pipeloom.cli.reference import Command, Output
-from pipeloom.cli.run_config import PREDICTIONS, parse_config
+from pipeloom.cli.run_config import PREDICTIONS, parse_words
 from pipeloom.cli.swap_plan import ReportedPlan, make_swap_plan, print_swap_plan, swap_plan_to_json
 from pipeloom.config import RunConfig
 from pipeloom.cost.hardware import with_bandwidth
@@ -31,24 +31,24 @@ class Options(RunConfig):
     json: Common[bool] = False
     """Print JSON for programs. docs/simulate.md lists its keys."""
     plot: Common[Annotated[Path | None, Output("picture")]] = None
-    """Draw the step to this .png, .svg or .pdf file. Of many ranks or actions, the first."""
+    """Draw the step to this .png, .svg or .pdf file. Of many ranks or actions, only the first ones."""
     trace: Common[Annotated[Path | None, Output("file")]] = None
-    """Write the trace to this file for ui.perfetto.dev. It has the form of a measured one."""
+    """Write the trace to this file for ui.perfetto.dev. It has the format of a measured trace."""
     schedule_out: Annotated[Path | None, Output("file")] = None
     """Write the schedule to this file, which `pipeloom train` executes as --schedule.file."""
     by_seconds: bool = False
     """Place the moves of schedule.balance and schedule.offload by predicted seconds instead of nominal ones.
-    `pipeloom train` executes that with the file of --schedule-out."""
+    `pipeloom train` executes it from the file of --schedule-out."""
     lanes: bool = False
     """Also print every lane of communication. --json always has them."""
     swap_plan: bool = False
-    """With schedule.device_budget, also print where to cut the model and how many micro-batches hide the swaps."""
+    """With schedule.device_budget, also print a partition and a number of micro-batches that hide the swaps."""
     inter_bandwidth: Common[Positive] = 1.0
-    """What if: bandwidth between nodes, times this. Prints what it changes."""
+    """What if: factor on the bandwidth between nodes. Prints what it changes."""
     intra_bandwidth: Positive = 1.0
-    """What if: bandwidth inside nodes, times this. Prints what it changes."""
+    """What if: factor on the bandwidth inside nodes. Prints what it changes."""
     memory_over_time: bool = False
-    """Print the peak of each rank: when and of what. --json has the curves as well."""
+    """Also print when the memory of each rank peaks, and its parts. --json has the curves as well."""
 
 
 COMMAND = Command(
@@ -66,7 +66,7 @@ COMMAND = Command(
 
 def run(words: list[str]) -> int:
     """Parse the configuration, simulate, print; 1 if the step does not fit the devices, whose prediction is printed."""
-    options = parse_config(COMMAND, words, described_problems)
+    options, file, _ = parse_words(COMMAND, words, described_problems)
     if options.swap_plan and options.schedule.device_budget is None:
         raise UserError("--swap-plan has no effect without schedule.device_budget; give both or leave it out")
     if options.by_seconds and not (options.schedule.balance or options.schedule.offload):
@@ -94,21 +94,18 @@ def run(words: list[str]) -> int:
             raise UserError(f"a schedule file is for pipeloom alone, and {step.software.name} has its own order")
         write_text(options.schedule_out, step.schedule_text, "the schedule")
     if options.plot is not None:
-        from pipeloom.plotting.draw import excerpt, plot_timeline
+        from pipeloom.plotting.draw import plot_timeline
 
-        part, note = excerpt(step.trace)
-        unit, name = unit_s(part.end_s - part.start_s)
-        title = f"{options.schedule.title}, simulated{note}"
-        plot_timeline(part, [options.plot], title=title, unit=name, scale=1 / unit)
-    _print(options, step, plan, own)
-    _print_trained(options, words, step)
+        unit, name = unit_s(step.trace.end_s - step.trace.start_s)
+        title = f"{options.schedule.title}, simulated"
+        plot_timeline(step.trace, [options.plot], title=title, unit=name, scale=1 / unit, is_whole=False)
+    _print(options, step, plan, own, file)
     return 0 if step.prediction.fits else 1
 
 
-def _print_trained(options: Options, words: list[str], step: SimulatedStep) -> None:
-    """Print what a finished run, whose configuration is simulated, took itself, and how to predict with that."""
-    file = next((Path(word) for word in words if Path(word).name == CONFIG), None)
-    if options.json or file is None or not (file.parent / SUMMARY).is_file():
+def _print_trained(file: Path | None, step: SimulatedStep) -> None:
+    """Print what a finished run, whose run file is simulated, took itself, and how to predict with that."""
+    if file is None or file.name != CONFIG or not (file.parent / SUMMARY).is_file():
         return
     try:
         summary = json.loads(read_text(file.parent / SUMMARY))
@@ -137,7 +134,9 @@ def _with_own_bandwidth(options: Options) -> SimulatedStep | None:
     return own
 
 
-def _print(options: Options, step: SimulatedStep, plan: ReportedPlan | None, own: SimulatedStep | None) -> None:
+def _print(
+    options: Options, step: SimulatedStep, plan: ReportedPlan | None, own: SimulatedStep | None, run_file: Path | None
+) -> None:
     tree = to_json(step, with_curves=options.memory_over_time)
     # What other programs do is not what ``pipeloom train`` runs.
     may_differ = why_training_may_differ(options, dtype_of(step.run.precision) if step.software.has_lanes else None)
@@ -165,6 +164,7 @@ def _print(options: Options, step: SimulatedStep, plan: ReportedPlan | None, own
     for what, file in (("picture", options.plot), ("trace", options.trace), ("schedule", options.schedule_out)):
         if file is not None:
             print(f"{what:<18}{file}")
+    _print_trained(run_file, step)
 
 
 def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``pipeloom slices``: into which token slices a described run's sequences are best cut."""
+"""``pipeloom slices``: the fastest token slices of a run's sequences."""
 
 import json
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from pipeloom.cli.run_config import PREDICTIONS, dtype_words, parse_config
 from pipeloom.config import RunConfig
 from pipeloom.planner.slice_lengths import SlicedStep, SlicePlan, plan_slices
 from pipeloom.predict.describe import describe, described_problems
-from pipeloom.terminal.words import count, unit_bytes
+from pipeloom.terminal.words import count, format_bytes, unit_bytes
 from pipeloom.workload.dtypes import dtype_of
 from pipeloom.workload.limits import Common, Count
 
@@ -18,12 +18,12 @@ from pipeloom.workload.limits import Common, Count
 class Options(RunConfig):
     """Options of ``pipeloom slices``.
 
-    Dynamic programming over lengths chooses the slices, and simulated schedules compare them with even slices and with
-    whole sequences. layout.token_slices of the run is not used.
+    Dynamic programming over lengths proposes slices, and simulation compares them with even slices and with whole
+    sequences. layout.token_slices of the run is not used.
     """
 
     unit: Common[Count | None] = None
-    """Tokens that every length is a multiple of. None: the smallest unit with at most 128 slices."""
+    """Lengths are multiples of this many tokens. None: the smallest unit with at most 128 slices."""
     json: Common[bool] = False
     """Print JSON for programs: lengths, and the figures of each number of even slices."""
 
@@ -90,12 +90,16 @@ def _text(plan: SlicePlan, is_default: bool) -> str:
     rows.append((f"{len(plan.lengths)} chosen", _figures(plan)))
     unit = unit_bytes(max(figures["memory_bytes"] for _, figures in rows))
     where = f"{dtype}; {plan.step.cluster.name}, {plan.step.software.name}"
+    device = plan.step.cluster.device.memory_bytes
+    # A layout that fits no device still shows what slices do to its time.
+    fits = "" if min(figures["memory_bytes"] for _, figures in rows) <= device else ", which none of these fits"
     chosen = f"--layout.token-slices {' '.join(map(str, plan.lengths))}"
     lines = [
         f"{choice.family}: {count(run.pp, 'pipeline rank')}, {batch}; {where}",
         "",
         f"{'slices':<10}{'formula':>12}{'pipeline':>12}{'step':>12}{'bubble':>9}{'memory':>12}",
         *(_line(name, figures, unit) for name, figures in rows),
+        f"a device has {format_bytes(device)}{fits}",
         "",
         chosen if len(plan.lengths) > 1 else "whole sequences are fastest",
     ]

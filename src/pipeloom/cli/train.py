@@ -1,15 +1,16 @@
-"""``pipeloom train``: text in, trained model, metrics and timeline out."""
+"""``pipeloom train``: trains a model; writes checkpoints, metrics and a timeline."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeloom.checkpoint.checkpoint_folder import TOKENIZER
+from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, TOKENIZER_CONFIG
 from pipeloom.cli.reference import Command
 from pipeloom.cli.run_config import TRAINING, parse_config
 from pipeloom.config import RunConfig, training_problems
 from pipeloom.terminal.words import format_bytes
 
 if TYPE_CHECKING:
+    from pipeloom.report.verdict import Verdict
     from pipeloom.training.trainer import RunSummary
 
 COMMAND = Command(
@@ -17,8 +18,8 @@ COMMAND = Command(
     options=RunConfig,
     examples={
         "pipeloom train": "the demo: four processes",
-        "pipeloom train --data.path notes.txt --layout.pp 2": "a text of yours",
-        "pipeloom train --checkpoint.resume outputs/demo": "go on from a run",
+        "pipeloom train --data.path notes.txt --layout.pp 2": "your own text",
+        "pipeloom train --checkpoint.resume outputs/demo": "resume a run",
     },
     settings=TRAINING,
 )
@@ -37,14 +38,16 @@ def run(words: list[str]) -> int:
 
 
 def _print_end(summary: "RunSummary", folder: Path) -> None:
+    from pipeloom.report.contents import verdict_of
     from pipeloom.runs import run_folder as names
+    from pipeloom.runs.run_reading import read_run
 
     sample = folder / names.SAMPLE
     if sample.exists():
         text = sample.read_text(encoding="utf-8").removesuffix("\n").split("\n")
         print("\nsample\n" + "\n".join(f"  | {line}" for line in text))
     print()
-    for name, text in _results(summary).items():
+    for name, text in _results(summary, verdict_of(read_run(folder))).items():
         print(f"{name:<18}{text}")
     print(f"\nwritten to {folder}:")
     described = {
@@ -57,6 +60,7 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         names.OTHER_TRACES: "the same of the other pipelines, which the report compares",
         names.PREDICTED_TRACE: "the same as predicted",
         TOKENIZER: "text to tokens and back, for the tokenizers library",
+        TOKENIZER_CONFIG: "its end-of-text token and chat template, for transformers",
         names.SAMPLE: "text from the model",
         names.SUMMARY: "these numbers",
         "checkpoints": f"its state; `--checkpoint.resume {folder}` goes on, with any layout",
@@ -69,16 +73,16 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
             print(f"  {name:<21} {what}")
 
 
-def _results(summary: "RunSummary") -> dict[str, str]:
+def _results(summary: "RunSummary", verdict: "Verdict | None") -> dict[str, str]:
     """What steps took and held, and what the model learned."""
-    step_s, predicted_s, bubble = summary.step_time_s, summary.predicted_step_time_s, summary.bubble_fraction
+    step_s, bubble = summary.step_time_s, summary.bubble_fraction
     lines = {"parameters": f"{summary.num_parameters:,}"}
     if step_s is None or summary.tokens_per_s is None:
         lines["step time"] = "not measured: all steps were done before, with other settings or in another folder"
     else:
         lines["step time"] = f"{step_s * 1e3:.0f} ms (median), {summary.tokens_per_s:,.0f} tokens/s"
-    if predicted_s is not None and step_s is not None:
-        lines["predicted"] = f"{predicted_s * 1e3:.0f} ms before the first step, {predicted_s / step_s:.2f} of that"
+    if verdict is not None:
+        lines["verdict"] = "\n".join(verdict.lines).replace("\n", f"\n{'':18}")
     if summary.exchange_s is not None:
         lines["exchanges"] = f"{summary.exchange_s * 1e3:.0f} ms of a rank's traced step, of tensor parallelism"
     if any(summary.live_bytes):

@@ -14,7 +14,7 @@ COMMAND = Command(
     name="verify",
     options=RunConfig,
     examples={
-        "pipeloom verify": "the demo in float64, where rounding explains no difference",
+        "pipeloom verify": "the demo, in float64 to exclude rounding",
         "pipeloom verify run.toml --layout.shard full --layout.dp 2": "a run file with another layout",
     },
     settings=VERIFICATION,

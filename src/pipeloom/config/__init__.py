@@ -6,6 +6,7 @@ from pipeloom.config.hyperparameters import (
     unset,
     usual_values,
     with_demo_hyperparameters,
+    with_pretrained,
 )
 from pipeloom.config.problems import find_problems, in_order
 from pipeloom.config.run import RunConfig, run_part, to_dict
@@ -16,6 +17,7 @@ from pipeloom.config.sections import (
     OptimizerConfig,
     OutputConfig,
     ScheduleConfig,
+    SourceConfig,
     TrainingConfig,
 )
 from pipeloom.workload.model import ModelConfig
@@ -29,6 +31,7 @@ __all__ = [
     "OutputConfig",
     "RunConfig",
     "ScheduleConfig",
+    "SourceConfig",
     "TrainingConfig",
     "find_problems",
     "hyperparameter_problems",
@@ -39,4 +42,5 @@ __all__ = [
     "unset",
     "usual_values",
     "with_demo_hyperparameters",
+    "with_pretrained",
 ]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from pipeloom.config import RunConfig, to_dict, unset, usual_values
-from pipeloom.config.paths import with_absolute_paths
+from pipeloom.config.paths import table_of, with_absolute_paths
 from pipeloom.system.files import parse_toml, read_text
 from pipeloom.terminal.words import did_you_mean, has_line_break
 
@@ -48,17 +48,25 @@ def parse_run(tree: dict[str, Any], default: RunConfig | None = None) -> tuple[R
     try:
         return adapter.validate_json(_json(default, tree), strict=True), problems
     except ValidationError as error:
+        wanted: dict[str, dict[str, None]] = {}
         for item in error.errors():
             names = [str(part) for part in item["loc"]]
             # Section and setting; further parts are indices of a list or alternatives of a type.
             is_choice = item["type"] == "literal_error"
-            wanted = item["ctx"]["expected"] if is_choice else _WANTED.get(item["type"], item["msg"])
-            problems.append(f"{'.'.join(names[:2])} must be {wanted}, found {item['input']!r}")
+            one = item["ctx"]["expected"] if is_choice else _WANTED.get(item["type"], item["msg"])
+            name = ".".join(names[:2])
+            if "sources" in names[1:2]:  # a list of tables: the place of one, and its key
+                name += "".join(f"[{int(part) + 1}]" if part.isdigit() else f".{part}" for part in names[2:])
+                one = "given" if item["type"] == "missing" else one
+            wanted.setdefault(f"{name}\n{item['input']!r}", {})[one] = None
             section = tree.get(names[0])
             if len(names) > 1 and isinstance(section, dict):
                 section.pop(names[1], None)
             else:
                 tree.pop(names[0], None)
+        for place, words in wanted.items():
+            name, _, found = place.partition("\n")
+            problems.append(f"{name} must be {' or '.join(words)}, found {found}")
     # Again without the wrong settings, so that callers can check the values of the others for the same message.
     return adapter.validate_json(_json(default, tree), strict=True), problems
 
@@ -168,4 +176,7 @@ def _drop_unknown(tree: dict[str, Any], config_class: type, prefix: str) -> list
             del tree[key]
         elif is_dataclass(hints[key]) and isinstance(tree[key], dict):
             problems += _drop_unknown(tree[key], hints[key], f"{prefix}{key}.")
+        elif (table := table_of(hints[key])) is not None and isinstance(tree[key], list):
+            for one in tree[key]:
+                problems += _drop_unknown(one, table, f"{prefix}{key}.") if isinstance(one, dict) else ()
     return problems

@@ -5,16 +5,19 @@ has a training recipe of its own, which the user must provide: it gets no defaul
 """
 
 from dataclasses import replace
+from typing import TypeVar
 
+from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, is_hugging_face
 from pipeloom.config.problems import find_problems
 from pipeloom.config.run import RunConfig, value_of
+from pipeloom.workload.model import ModelConfig
 from pipeloom.workload.model_families import MODELS
 
 HYPERPARAMETERS = {
     "model.norm_eps": "added to the variance in normalization, as the model was designed",
     "model.rope_theta": "base of the rotary position frequencies, as the model was designed",
     "data.path": "a file of text or of records, or a folder of them",
-    "data.tokenizer": "bytes, or bpe with a data.bpe_vocab_size",
+    "data.tokenizer": "a tokenizer.json or a folder with one, bytes, or bpe with a data.bpe_vocab_size",
     "optimizer.lr": "peak learning rate",
     "optimizer.lr_warmup_steps": "steps over which the learning rate rises from 0",
     "training.steps": "optimizer steps",
@@ -34,8 +37,29 @@ def unset(config: RunConfig) -> dict[str, str]:
     return {
         name: what
         for name, what in HYPERPARAMETERS.items()
-        if value_of(config, name) is None and (is_rotary or name != "model.rope_theta")
+        if value_of(config, name) is None
+        and (is_rotary or name != "model.rope_theta")
+        and (config.data.sources is None or name != "data.path")
     }
+
+
+_Config = TypeVar("_Config", bound=RunConfig)
+
+
+def with_pretrained(config: _Config) -> _Config:
+    """The run with the model and the tokenizer of the Hugging Face folder that its weights come from.
+
+    A model or a tokenizer that the run sets itself stays.
+    """
+    init = config.checkpoint.init
+    if init is None or not is_hugging_face(init):
+        return config
+    model, data = config.model, config.data
+    if model == ModelConfig():
+        model = replace(model, file=init)
+    if data.tokenizer is None and (init / TOKENIZER).is_file():
+        data = replace(data, tokenizer=init)
+    return replace(config, model=model, data=data)
 
 
 def training_problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:

@@ -1,10 +1,10 @@
-"""Settings that are paths, recognized by their types."""
+"""Settings that are paths or lists of tables, recognized by their types."""
 
 import os
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pipeloom.workload.limits import Names, notes_of
 
@@ -35,6 +35,12 @@ def expand_home(path: Path) -> Path:
         return path
 
 
+def table_of(hint: Any) -> type | None:
+    """The dataclass of a setting that is a list of tables; ``None`` for other settings."""
+    tuples = [one for one in (hint, *get_args(hint)) if get_origin(one) is tuple]
+    return next((one for inner in tuples for one in get_args(inner) if is_dataclass(one)), None)
+
+
 def _absolute(path: Path) -> Path:
     """The absolute path; without ``..`` unless removing it changes the meaning."""
     whole = path.absolute()
@@ -50,6 +56,8 @@ def _change(config: Any, change: Callable[[Path], Path]) -> Any:
         value = getattr(config, item.name)
         if is_dataclass(value):
             changed[item.name] = _change(value, change)
+        elif isinstance(value, tuple) and any(is_dataclass(one) for one in value):
+            changed[item.name] = tuple(_change(one, change) for one in value)
         elif isinstance(value, Path) and value != Path():  # which represents an empty text
             changed[item.name] = change(value)
         elif any(isinstance(note, Names) and note.or_file for note in notes_of(hints[item.name])) and names_file(value):

@@ -4,15 +4,24 @@ The limits of a single setting are in its type (``pipeloom.workload.limits``); c
 here.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_type_hints
 
-from pipeloom.checkpoint.checkpoint_folder import find_checkpoint, is_checkpoint, list_checkpoints, step_of
+from pipeloom.checkpoint.checkpoint_folder import (
+    find_checkpoint,
+    is_checkpoint,
+    is_hugging_face,
+    list_checkpoints,
+    step_of,
+)
 from pipeloom.config.run import RunConfig, value_of
+from pipeloom.config.tokenizer_files import num_tokens
 from pipeloom.errors import UserError, reason_of
 from pipeloom.schedule import read_schedule
 from pipeloom.system.toolchain import toolchain_problems
@@ -37,7 +46,7 @@ def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: boo
     checks = [_range_problems, _order_problems, _slice_problems]
     checks += [_model_problems, _stage_problems, _tensor_problems, _recompute_problems] if is_model_known else []
     checks += [_unused_problems, _move_problems, _swap_problems]
-    checks += [_place_problems, _file_problems, optimizer_problems]
+    checks += [_place_problems, _file_problems, optimizer_problems, _tokenizer_problems, _source_problems]
     if trains:
         checks += [_text_problems, _checkpoint_problems, _training_problems]
     return [problem for check in checks for problem in check(config)]
@@ -49,7 +58,11 @@ _DEFAULTS = RunConfig()
 def _has_angles(run: RunConfig) -> bool:
     # An unknown family is reported elsewhere; a resolved configuration has the default value for every family.
     is_default = run.model.rope_theta == _DEFAULTS.model.known_rope_theta
-    return is_default or run.model.family not in MODELS or MODELS[run.model.family].is_rotary
+    return is_default or _is_rotary(run)
+
+
+def _is_rotary(run: RunConfig) -> bool:
+    return run.model.family not in MODELS or MODELS[run.model.family].is_rotary
 
 
 _Need = tuple[str, Callable[[RunConfig], bool]]
@@ -58,9 +71,18 @@ _Need = tuple[str, Callable[[RunConfig], bool]]
 _REPLICAS: _Need = ("layout.dp of at least 2", lambda run: run.layout.dp != 1)
 _PIPELINE: _Need = ("layout.pp of at least 2", lambda run: run.layout.pp != 1)
 _SHARD: _Need = ("layout.shard", lambda run: run.layout.shard != "none")
+_SCALED: _Need = ("model.rope_scaling", lambda run: run.model.rope_scaling is not None)
+_BY_TURNS: _Need = ("model.rope_scaling llama3 or yarn", lambda run: run.model.rope_scaling in ("llama3", "yarn"))
 _NEEDS: dict[str, tuple[_Need, ...]] = {
+    "checkpoint.keep_every": (("checkpoint.keep", lambda run: run.checkpoint.keep is not None),),
     "model.rope_theta": (("a model.family with rotary positions", _has_angles),),
-    "data.bpe_vocab_size": (("data.tokenizer bpe", lambda run: run.data.known_tokenizer == "bpe"),),
+    "model.rope_scaling": (("a model.family with rotary positions", _is_rotary),),
+    "model.rope_factor": (_SCALED,),
+    "model.rope_original_len": (_BY_TURNS,),
+    "model.rope_slow_turns": (_BY_TURNS,),
+    "model.rope_fast_turns": (_BY_TURNS,),
+    "model.rope_attention_factor": (("model.rope_scaling yarn", lambda run: run.model.rope_scaling == "yarn"),),
+    "data.bpe_vocab_size": (("data.tokenizer bpe", lambda run: run.data.tokenizer == "bpe"),),
     "layout.replicate": (_SHARD, _REPLICAS),
     "layout.shard": (_REPLICAS,),
     "layout.sequence_parallel": (("layout.tp of at least 2", lambda run: run.layout.tp != 1),),
@@ -147,9 +169,21 @@ def _model_problems(config: RunConfig) -> Problems:
     if model.family not in MODELS:
         yield f"model.family: {MODELS.unknown(model.family)}"
         return
-    names = ("model.hidden_size", "model.num_heads", "model.num_kv_heads")
-    is_rotary = MODELS[model.family].is_rotary
-    yield from head_problems(model.hidden_size, model.num_heads, model.num_kv_heads, is_rotary=is_rotary, names=names)
+    names = ("model.hidden_size", "model.num_heads", "model.num_kv_heads", "model.head_size")
+    sizes = (model.hidden_size, model.num_heads, model.num_kv_heads, model.head_size)
+    yield from head_problems(sizes, is_rotary=MODELS[model.family].is_rotary, names=names)
+    if model.rope_scaling is not None:
+        needed = ("rope_factor",) if model.rope_scaling == "linear" else ("rope_factor", "rope_original_len")
+        missing = [f"model.{name}" for name in needed if getattr(model, name) is None]
+        if missing:
+            yield f"model.rope_scaling {model.rope_scaling} needs {' and '.join(missing)}"
+        elif (scaling := model.scaling) is not None and scaling.slow_turns >= scaling.fast_turns:
+            yield (
+                f"model.rope_slow_turns must be below model.rope_fast_turns, found {scaling.slow_turns:g} and "
+                f"{scaling.fast_turns:g}"
+            )
+        if model.rope_scaling == "yarn" and model.known_rope_theta <= 1:
+            yield f"model.rope_theta must be above 1 for model.rope_scaling yarn, found {model.known_rope_theta:g}"
 
 
 def _order_problems(config: RunConfig) -> Problems:
@@ -315,30 +349,62 @@ def vocabulary_problems(config: RunConfig, num_tokens: int) -> Problems:
     given = config.model.vocab_size
     # Sizes outside the limits are reported elsewhere.
     if given is not None and given < num_tokens and not _limits()["model.vocab_size"].refusal(given):
-        which = f"the number of tokens of the {config.data.known_tokenizer} tokenizer"
+        which = f"the number of tokens of data.tokenizer {config.data.known_tokenizer}"
         wanted = f"model.vocab_size must be at least {num_tokens}, {which}"
         yield f"{wanted}, found {given}; leave it out to use {num_tokens}"
 
 
-def _text_problems(config: RunConfig) -> Problems:
-    if config.data.known_tokenizer == "bytes":  # the size of another tokenizer depends on the text
-        yield from vocabulary_problems(config, config.data.vocab_size)
-    path = config.data.path
-    if path == Path():
-        yield "data.path must be a file or a folder, found nothing; leave it out for the default text"
+def _tokenizer_problems(config: RunConfig) -> Problems:
+    """Problems of a tokenizer's file, if the run needs it: a checkpoint, or a run with known sizes, may do without."""
+    path = config.data.tokenizer
+    if not isinstance(path, Path):
         return
     try:
-        is_missing = path is not None and not path.exists()
-    except OSError:  # such as a name that is too long
-        is_missing = True
-    if is_missing:
-        yield f"data.path must be a file or a folder, found nothing at {path}"
+        if path.exists() or config.model.vocab_size is None or path == Path():
+            yield from vocabulary_problems(config, num_tokens(path))
+    except (UserError, OSError) as error:  # an OSError such as a name that is too long
+        yield f"data.tokenizer must be bytes, bpe, a tokenizer.json or a folder with one; {reason_of(error)}"
+
+
+def _text_problems(config: RunConfig) -> Problems:
+    if config.data.known_tokenizer == "bytes":  # the size of bpe depends on the text
+        yield from vocabulary_problems(config, config.data.vocab_size)
+    data = config.data
+    for path in [data.path] if data.sources is None else [one.path for one in data.sources]:
+        name = "data.path" if data.sources is None else "the path of each of data.sources"
+        if path == Path():
+            yield f"{name} must be a file or a folder, found nothing; leave it out for the default text"
+            continue
+        try:
+            is_missing = path is not None and not path.exists()
+        except OSError:  # such as a name that is too long
+            is_missing = True
+        if is_missing:
+            yield f"{name} must be a file or a folder, found nothing at {path}"
+
+
+def _source_problems(config: RunConfig) -> Problems:
+    sources = config.data.sources
+    if sources is None:
+        return
+    for name in ("data.path", "data.field"):
+        if value_of(config, name) != value_of(_DEFAULTS, name):
+            yield f"{name} and data.sources, which have a {name[5:]} each, are both given; leave one out"
+    if not sources:
+        yield "data.sources must have at least one source, found none; leave it out for one text"
+    for one in sources:
+        if not 0 < one.weight < math.inf:
+            yield f"the weight of each of data.sources must be above 0 and finite, found {one.weight} for {one.path}"
+    paths = [one.path for one in sources]
+    for path in dict.fromkeys(path for path in paths if paths.count(path) > 1):
+        yield f"each of data.sources must have a path of its own, found {path} twice; add the weights"
 
 
 def _checkpoint_problems(config: RunConfig) -> Problems:
     """Problems of every checkpoint of the folder to resume from; the newest complete one is chosen later."""
     resume, steps = config.checkpoint.resume, config.training.known_steps
     if resume is None:
+        yield from _init_problems(config.checkpoint.init)
         return
     try:
         if not is_checkpoint(resume):
@@ -353,8 +419,27 @@ def _checkpoint_problems(config: RunConfig) -> Problems:
         yield f"training.steps must be at least {done}, the step of {oldest}, found {steps}"
 
 
+def _init_problems(init: Path | None) -> Problems:
+    """Problems of the folder that a new run takes its weights from; its tensors are compared later."""
+    try:
+        if init is not None and not is_hugging_face(init) and not is_checkpoint(init):
+            find_checkpoint(init)
+    except (UserError, OSError) as error:  # an OSError such as a name that is too long
+        yield f"checkpoint.init: {reason_of(error)}, and no config.json of a Hugging Face model"
+
+
+_LOGGERS = {"tensorboard": "'pipeloom[log]'", "wandb": "wandb", "mlflow": "mlflow-skinny"}
+"""Package of each ``output.log`` -> what pip installs."""
+
+
 def _training_problems(config: RunConfig) -> Problems:
     """Problems that only training has, not predictions."""
+    steps = config.training.known_steps
+    if wrong := [step for step in config.output.profile or () if not 1 <= step <= steps]:
+        yield f"output.profile must be steps from 1 to training.steps {steps}, found {wrong}"
+    log = config.output.log
+    if log is not None and find_spec(log) is None:
+        yield f"output.log {log} needs a package that is missing: pip install {_LOGGERS[log]}"
     layout, training, num_tokens = config.layout, config.training, config.data.seq_len
     if layout.tp > 1 and not layout.sequence_parallel and num_tokens % layout.tp:
         share = "since messages carry a share of the tokens"

@@ -121,6 +121,8 @@ def to_dict(config: Any) -> dict[str, Any]:
         value = getattr(config, item.name)
         if is_dataclass(value):
             tree[item.name] = to_dict(value)
+        elif isinstance(value, tuple) and any(is_dataclass(one) for one in value):
+            tree[item.name] = [to_dict(one) for one in value]
         elif value is not None:
             tree[item.name] = str(value) if isinstance(value, Path) else value
     return tree

@@ -1,10 +1,11 @@
-"""The sections of a run's configuration. The string below a field is its help text; it says what ``None`` means."""
+"""The sections of a run's configuration. The string below a field is its help text, which explains ``None`` as well."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from pipeloom.config.tokenizer_files import num_tokens
 from pipeloom.terminal.words import parse_bytes
 from pipeloom.workload.dtypes import Dtype, default_dtype
 from pipeloom.workload.limits import (
@@ -24,6 +25,18 @@ from pipeloom.workload.optimizers import OPTIMIZERS, SHARED, Optimizer, Setting
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One of several texts of a run."""
+
+    path: Path
+    """File of text or records, or a folder of them, as data.path."""
+    weight: float = 1.0
+    """Its share of the training windows, relative to the weights of the other sources."""
+    field: str = "text"
+    """Name of the text in each record, as data.field."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Text, tokenizer and sequence length."""
 
@@ -33,32 +46,59 @@ class DataConfig:
     standard library; no default for a model from model.preset or model.file."""
     field: str = "text"
     """Name of the text in each record: a key of JSON lines, or a column."""
-    tokenizer: Common[Literal["bytes", "bpe"] | None] = None
-    """Bytes, or byte-pair encoding trained on the text. bpe needs pipeloom[bpe]. None: bytes; no
-    default for a model from model.preset or model.file."""
+    sources: tuple[SourceConfig, ...] | None = None
+    """Several texts, each a table [[data.sources]] of a run file with path, weight (1 by default) and field (text by
+    default). Training windows are drawn in the shares of the weights, which a resumed run may change. Replaces path
+    and field; the flag --data.path replaces it. None: one text."""
+    tokenizer: Common[Literal["bytes", "bpe"] | Path | None] = None
+    """Tokenizer, or its tokenizer.json. bpe is byte-pair encoding trained on the text. A path is that of the
+    file, or of a Hugging Face folder with one. All but bytes need pipeloom[bpe]. None: bytes; no default for a model
+    from model.preset or model.file."""
     bpe_vocab_size: Annotated[int, Limits(least=257)] = 4096  # the 256 bytes and end of text
     """Vocabulary size of the byte-pair encoding; with tokenizer bpe only."""
     seq_len: Common[Count] = 128
     """Sequence length, in tokens."""
+    pack: Literal["stream", "best-fit"] | None = None
+    """How documents fill windows. stream: one after the other; a window may end anywhere in a document. best-fit: only
+    documents longer than a window are cut; the rest of a window is padded with tokens that are not targets. None:
+    stream, or best-fit for records with answers."""
     validation_fraction: Annotated[float, Limits(above=0, most=1)] = 0.05
-    """Share of the text that is held out for validation."""
+    """Fraction of the text that is held out for validation."""
     cache: Path | None = None
     """Folder for tokenized text. None: pipeloom/ in the user's cache folder."""
 
     @property
+    def parts(self) -> tuple[tuple[float, "DataConfig"], ...]:
+        """Each source: its weight, and the settings of a run with that text alone."""
+        if self.sources is None:
+            return ((1.0, self),)
+        return tuple((one.weight, replace(self, path=one.path, field=one.field, sources=None)) for one in self.sources)
+
+    @property
     def vocab_size(self) -> int:
-        """Tokens of the tokenizer: the bytes and end of text, or the size set for byte-pair encoding."""
+        """Tokens of the tokenizer: the bytes and end of text, the size set for byte-pair encoding, or those of a file.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
+        if isinstance(self.tokenizer, Path):
+            return num_tokens(self.tokenizer)
         return 257 if self.known_tokenizer == "bytes" else self.bpe_vocab_size
 
     @property
-    def known_tokenizer(self) -> Literal["bytes", "bpe"]:
+    def known_tokenizer(self) -> Literal["bytes", "bpe"] | Path:
         """``tokenizer``, or its default."""
         return self.tokenizer or "bytes"
+
+    @property
+    def tokenizer_kind(self) -> Literal["bytes", "bpe", "file"]:
+        """How text becomes tokens, wherever the file is."""
+        return "file" if isinstance(self.tokenizer, Path) else self.tokenizer or "bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """The order of the work on each pipeline rank, and what moves or is recomputed when memory is short."""
+    """Order of the actions on each pipeline rank, recomputation, and moves of activations and stages."""
 
     family: Common[FamilyName] = "breadth-first"
     """Family of pipeline schedules. `pipeloom families` compares them."""
@@ -73,11 +113,12 @@ class ScheduleConfig:
     receive_buffers: Count = 2
     """Receives posted ahead on each directed edge between two ranks."""
     residency: Count | None = None
-    """With layout.shard full: stages whose gathered weights a rank holds at once. None: 2."""
+    """With layout.shard full: maximum number of stages whose gathered weights a rank holds at once. None: 2."""
     prefetch: CountOrNone | None = None
-    """With layout.shard: stages ahead that a gather of sharded weights may start. None: 1."""
+    """With layout.shard: maximum number of stages that a gather of sharded weights may be ahead of its use. None: 1."""
     gradient_buffers: Count | None = None
-    """With layout.shard gradients or full: stages whose unreduced gradients a rank can hold. None: all."""
+    """With layout.shard gradients or full: maximum number of stages whose unreduced gradients a rank holds. None:
+    all."""
     balance: bool = False
     """Move activations between full and empty pipeline ranks (BPipe)."""
     offload: bool = False
@@ -203,18 +244,18 @@ class TrainingConfig:
     the first step, less with the cache on disk. Not with layout.token_slices, nor with schedule.device_budget."""
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
     """With compile: backend of torch.compile. inductor generates code, which needs a C++ compiler on CPUs and a C
-    compiler on CUDA. aot_eager traces forward and backward to see whether that works; it needs no compiler, and is not
-    faster."""
+    compiler on CUDA. aot_eager only traces forward and backward, to test that they compile; it needs no compiler, and
+    is not faster."""
     validation_batches: CountOrNone = 8
-    """Batches of the validation loss; 0 for none."""
+    """Number of batches for the validation loss; 0 for none."""
     validate_every: Count | None = None
-    """Steps between validations. Their time is in no step time. None: only after the last step."""
+    """Steps between validations. Step times do not include them. None: only after the last step."""
     sample_tokens: CountOrNone = 160
-    """Tokens of the text sample at the end; 0 for none."""
+    """Length of the text sample at the end, in tokens; 0 for none."""
     predict: bool = True
     """Profile the stages and simulate the step before training, for comparison. Takes a few seconds."""
     run_ahead: Count = 32
-    """With device cuda: forwards and backwards that the host may issue ahead of the device."""
+    """With device cuda: maximum number of forwards and backwards that the host issues ahead of the device."""
     stall_timeout_s: Annotated[float, Limits(least=1)] = 60.0
     """Seconds that a rank waits for a tensor before it reports a stall and ends the run."""
 
@@ -229,6 +270,9 @@ class TrainingConfig:
         return 200 if self.steps is None else self.steps
 
 
+LogName = Literal["tensorboard", "wandb", "mlflow"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
     """The run folder."""
@@ -236,7 +280,15 @@ class OutputConfig:
     folder: Common[Path | None] = None
     """Run folder. It is created if it does not exist. None: outputs/ and the time of the start."""
     trace_step: Count = 10
-    """Step whose trace and timeline are written, counted from 1. With fewer steps, the last one."""
+    """Step whose trace and timeline are written, counted from 1: of this one and four more, the one of median time.
+    With fewer steps, of as many as there are, or the last one."""
+    profile: tuple[int, ...] | None = None
+    """Steps, counted from 1, that torch.profiler records on every rank, in profile/ of the run folder. These steps take
+    longer. None: none."""
+    log: LogName | None = None
+    """Program that also receives the metrics of each step. tensorboard: event files in tensorboard/ of the
+    run folder, needs pipeloom[log]. wandb, mlflow: as their environment variables set server and project. None: only
+    metrics.jsonl."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,25 +298,43 @@ class CheckpointConfig:
     every: Count | None = None
     """Steps between checkpoints. They are in checkpoints/ of the run folder. None: checkpoints by every_s alone."""
     every_s: Annotated[float, Limits(least=0)] = 1800.0
-    """Most seconds between checkpoints by the clock of rank 0, also with every; 0 for no limit."""
+    """Maximum seconds between checkpoints, by the clock of rank 0, also with every; 0 for no limit."""
     keep: Count | None = None
     """Number of newest checkpoints to keep. None: all written by every and final, and others only while they are among
     the two newest."""
+    time_limit_s: Positive | None = None
+    """Seconds after its start by which the run writes a checkpoint and ends with status 75, on which schedulers start
+    it again. None: no limit."""
+    keep_every: Count | None = None
+    """With keep: checkpoints of every such number of steps stay, too, however old they are. None: none."""
+    background: bool = True
+    """Whether a thread writes the checkpoints before the last step from a copy in host memory while training continues.
+    Where the copies of a host's processes exceed half of its free memory, and otherwise, training waits."""
     grace_s: Annotated[float, Limits(least=0)] = 25.0
-    """Seconds for a last checkpoint after Ctrl-C, SIGTERM or SIGHUP. The run completes its step, writes a checkpoint
-    and ends; with 0 it ends at once, without a checkpoint. Launchers must wait longer: torchrun kills processes after
-    30 s, Slurm after its KillWait, 30 s by default."""
+    """Seconds for a last checkpoint after Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP. The run completes its step, writes a
+    checkpoint and ends; with 0 it ends at once, without a checkpoint. Launchers must wait longer: torchrun kills
+    processes after 30 s, Slurm after its KillWait, 30 s by default."""
     final: Literal["none", "checkpoint", "safetensors"] = "safetensors"
     """Files after the last step: none, a checkpoint, or a checkpoint and its weights as safetensors."""
+    init: Common[Path | None] = None
+    """Folder of weights that a new run starts from. Of Hugging Face: with a config.json and safetensors files; it is
+    then the default of model.file and, with a tokenizer.json, of data.tokenizer. Or a run folder or checkpoint, of
+    which the optimizer's state is not read. A run that resumes does not read it again. None: random weights by
+    training.seed."""
     resume: Common[Path | None] = None
     """Checkpoint to resume from, or a run folder for its newest one. It may be from a run with another layout.
-    training.steps counts from the first start. The run gets a new folder, unless output.folder is the same. None: new
-    weights."""
+    training.steps counts from the first start. The run gets a new folder, unless output.folder is the same. None: a new
+    run."""
+
+    @property
+    def start(self) -> Path | None:
+        """The path that the first weights are read from; ``None`` for random ones."""
+        return self.init if self.resume is None else self.resume
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineConfig:
-    """The cluster of predictions and plans; train runs on the machine where it is started."""
+    """Cluster and program of predictions and plans; train does not read this section."""
 
     cluster: Common[ClusterName] = "laptop"
     """Cluster: a name of the catalog, or a file (a name with a folder or .toml)."""

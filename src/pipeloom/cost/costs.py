@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from pipeloom.calls import checked_class
 from pipeloom.errors import UserError
 from pipeloom.schedule import Action, Kind
 from pipeloom.schedule.kinds import HOST_MOVES, PARTNER_MOVES, SEND_KINDS, TIED_SEND_KINDS
@@ -88,6 +89,7 @@ class _Named(ABC):
         return value
 
 
+@checked_class
 @dataclass(frozen=True)
 class Costs(_Named):
     """Seconds of each action, equal for all stages. By default a backward takes two forwards, all else no time.
@@ -135,6 +137,7 @@ class Costs(_Named):
         return self.move.of(content)
 
 
+@checked_class
 @dataclass(frozen=True)
 class StageCosts(_Named):
     """Seconds of each action, for each stage.

@@ -19,15 +19,15 @@ from pipeloom.workload.model import ModelShape
 def layer_forward_flops(shape: ModelShape, seq_len: int) -> float:
     """FLOPs of one layer's forward per token.
 
-    With hidden size H, query heads of total width H, key and value heads of total width G, inner width F
-    and T tokens: 2 H (2 H + 2 G) for the four projections; 2 T H for scores and weighted sum, half of 4 T H by the
+    With hidden size H, query heads of total width Q, key and value heads of total width G, inner width F
+    and T tokens: 2 H (2 Q + 2 G) for the four projections; 2 T Q for scores and weighted sum, half of 4 T Q by the
     causal mask; 6 H F for SwiGLU's three matrices or 4 H F for GELU's two.
 
     Args:
         shape: of the model.
         seq_len: T.
     """
-    return 2 * shape.layer_matrix_parameters + 2 * seq_len * shape.hidden
+    return 2 * shape.layer_matrix_parameters + 2 * seq_len * shape.query_width
 
 
 def piece_forward_flops(shape: ModelShape, seq_len: int) -> list[float]:
@@ -45,7 +45,7 @@ def piece_forward_flops(shape: ModelShape, seq_len: int) -> list[float]:
 def piece_flops(shape: ModelShape, seq_len: int, recompute: Sequence[Recompute]) -> list[float]:
     """FLOPs of each piece in a step per token: forward, backward (twice the forward), and recomputation.
 
-    A layer recomputes its forward, or only scores and weighted sum, 2 T H with the causal mask.
+    A layer recomputes its forward, or only scores and weighted sum, 2 T Q with the causal mask.
 
     Args:
         shape: of the model.
@@ -53,7 +53,7 @@ def piece_flops(shape: ModelShape, seq_len: int, recompute: Sequence[Recompute])
         recompute: of each layer.
     """
     embedding, *layers, head = piece_forward_flops(shape, seq_len)
-    again = {"none": 0.0, "selective": 2.0 * seq_len * shape.hidden, "full": layers[0]}
+    again = {"none": 0.0, "selective": 2.0 * seq_len * shape.query_width, "full": layers[0]}
     by_layer = [3 * forward + again[kind] for forward, kind in zip(layers, recompute, strict=True)]
     return [3 * embedding, *by_layer, 3 * head]
 
@@ -64,7 +64,7 @@ def model_flops(*, parameters: float, layers: int, hidden: int, seq_len: int) ->
     Args:
         parameters: N, including embedding and head.
         layers: L.
-        hidden: H.
+        hidden: H, the total width of attention's heads.
         seq_len: T.
     """
     return 6 * parameters + 12 * layers * hidden * seq_len
@@ -73,8 +73,8 @@ def model_flops(*, parameters: float, layers: int, hidden: int, seq_len: int) ->
 def recomputed_flops(shape: ModelShape, seq_len: int, recompute: Recompute) -> float:
     """Recomputed FLOPs per token.
 
-    Selective recomputation repeats scores and weighted sum, 4 L H T; full recomputation repeats every layer's forward,
-    2 N_layers + 4 L H T, but neither embedding nor head (arXiv 2205.05198, section 5).
+    Selective recomputation repeats scores and weighted sum, 4 L Q T; full recomputation repeats every layer's forward,
+    2 N_layers + 4 L Q T, but neither embedding nor head (arXiv 2205.05198, section 5).
 
     Args:
         shape: of the model.
@@ -83,8 +83,8 @@ def recomputed_flops(shape: ModelShape, seq_len: int, recompute: Recompute) -> f
     """
     if recompute == "none":
         return 0.0
-    # Two products of 2 T H for each token and layer: scores, and weighted sum.
-    attention = 4.0 * shape.layers * shape.hidden * seq_len
+    # Two products of 2 T Q for each token and layer: scores, and weighted sum.
+    attention = 4.0 * shape.layers * shape.query_width * seq_len
     return attention + (2.0 * shape.layers * shape.layer_matrix_parameters if recompute == "full" else 0.0)
 
 
@@ -117,7 +117,7 @@ def mfu(
 
 def shape_model_flops(shape: ModelShape, seq_len: int) -> float:
     """``model_flops`` of a shape, whose number of parameters excludes norms and biases."""
-    return model_flops(parameters=shape.parameters, layers=shape.layers, hidden=shape.hidden, seq_len=seq_len)
+    return model_flops(parameters=shape.parameters, layers=shape.layers, hidden=shape.query_width, seq_len=seq_len)
 
 
 def hardware_flops(shape: ModelShape, seq_len: int, recompute: Recompute) -> float:

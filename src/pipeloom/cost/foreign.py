@@ -1,12 +1,12 @@
 """Bytes of activations of other training programs, such as Megatron-LM.
 
 Activations of a layer follow arXiv 2205.05198, section 4, generalized to SwiGLU, grouped queries, flash kernels,
-fused norms and runs without dropout. Per token, with element size e, hidden size H, key width G, inner width F,
-a heads, s tokens in a sequence, t tensor-parallel ranks:
+fused norms and runs without dropout. Per token, with element size e, hidden size H, query width Q, key width G,
+inner width F, a heads, s tokens in a sequence, t tensor-parallel ranks:
 
     whole            inputs and outputs of two norms 4 e H; unfused norms keep single-precision copies;
                      masks of two dropouts 2 H
-    split over t     queries, keys, values, and attention's output e (2 H + 2 G);
+    split over t     queries, keys, values, and attention's output e (2 Q + 2 G);
                      GELU's input and output 2 e F, or SwiGLU's gate, up, activated gate and product 4 e F
     scores           softmax's output e a s, with dropout its mask and output e a s + a s; plain kernels also keep a
                      single-precision copy; flash kernels and selective recomputation keep no scores
@@ -39,8 +39,8 @@ def layer_activation_bytes(
     """
     shape, size = run.shape, run.element_bytes
     whole = shape.hidden * (4 * size + (2 if dropout else 0) + (0 if run.fused_norm else 2 * norm_copies))
-    inner = shape.family.inner_kept * size * shape.ffn
-    split = size * (2 * shape.hidden + 2 * shape.kv_width) + inner
+    inner = shape.kind.inner_kept * size * shape.ffn
+    split = size * (2 * shape.query_width + 2 * shape.kv_width) + inner
     scores = 0.0
     if run.attention in ("plain", "fused-softmax") and run.recompute != "selective":
         per_score = size + (size + 1 if dropout else 0) + (4 if run.effective_attention == "plain" else 0)
@@ -65,7 +65,7 @@ def layer_pending_bytes(run: Run) -> float:
     """
     shape, size = run.shape, run.element_bytes
     whole = 4 * size * shape.hidden / (run.tp if run.sequence_parallel else 1)
-    split = size * (2 * shape.hidden + 2 * shape.kv_width + (1 + shape.family.gates) * shape.ffn) / run.tp
+    split = size * (2 * shape.query_width + 2 * shape.kv_width + (1 + shape.kind.gates) * shape.ffn) / run.tp
     return run.tokens * (whole + split)
 
 

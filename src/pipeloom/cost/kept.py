@@ -2,17 +2,19 @@
 
 They count the tensors that autograd saves for the modules of ``pipeloom.model`` and that nothing else keeps alive, on
 the tensor-parallel rank with the largest share. With element size e, e' = max(e, 4) (norms and the loss compute in
-single precision at least), hidden size H, key width G, inner width F, heads a, vocabulary V, s tokens in a sequence, n
-in a micro-batch, t tensor-parallel ranks, m = n / t with sequence parallelism and n without:
+single precision at least), hidden size H, query width Q, key width G, inner width F, heads a, vocabulary V, s tokens in
+a sequence, n in a micro-batch, t tensor-parallel ranks, m = n / t with sequence parallelism and n without:
 
     each of two norms    its input e H m, its output e H n; LayerNorm a mean and a deviation for each token, 2 e' m, on
                          CPUs 2 e m; RMSNorm in one kernel the deviation, e' m; in several, instead of its input, the
                          input and the normalized value in single precision, 2 e' H m + e' m
-    attention            queries, keys, values and output e (2 H + 2 G) n / t; a sum for each row of scores, 4 a n / t,
+    attention            queries, keys, values and output e (2 Q + 2 G) n / t; a sum for each row of scores, 4 a n / t,
                          unless its core is recomputed; on CPUs, for a token slice that is not the first, a mask e s S,
                          where S is the number of tokens up to the slice's end
+    norms of queries     input and deviation as above, for (Q + G) n / t elements, and for (a + k) n / t heads, k of
+    and keys             them key heads, or for 2 n norms of all heads; no output
     GELU, SwiGLU         input and output 2 e F n / t; gate, up, activated gate and product 4 e F n / t
-    rotary positions     cosines and sines of a sequence, e' s H / a, once per stage, if no layer is fully recomputed
+    rotary positions     cosines and sines of a sequence, e' s Q / a, once per stage, if no layer is fully recomputed
     embedding            indices of learned positions 8 s; with several tensor-parallel ranks 9 n: which tokens are in
                          the rank's part of the vocabulary
     head                 a norm as above; the loss e' V n / t, and e' if t is 1
@@ -58,7 +60,7 @@ class Kept:
     def _norm(self) -> int:
         shape, size, tokens = self.run.shape, self.run.element_bytes, self._residual_tokens
         output = size * shape.hidden * self.run.tokens
-        if shape.family.norms_have_biases:
+        if shape.kind.norms_have_biases:
             # PyTorch's CPU kernel stores mean and deviation in the type of its input.
             deviation = self._wide if self.run.fused_norm else size
             return output + (size * shape.hidden + 2 * deviation) * tokens
@@ -66,15 +68,27 @@ class Kept:
             return output + (size * shape.hidden + self._wide) * tokens
         return output + (2 * self._wide * shape.hidden + self._wide) * tokens
 
+    def _head_norms(self) -> int:
+        """Bytes per token of the norms of queries and keys; their outputs are not kept."""
+        shape = self.run.shape
+        if shape.kind.qk_norm == "none":
+            return 0
+        widths = self._share(shape.query_width) + self._share(shape.kv_width)
+        is_width = shape.kind.qk_norm == "width"
+        deviations = 2 if is_width else self._share(shape.heads) + self._share(shape.kv_heads)
+        # Over several ranks the norm of all heads is several kernels, with an exchange between them.
+        is_fused = self.run.fused_norm and not (is_width and self.run.tp > 1)
+        return (self.run.element_bytes if is_fused else 2 * self._wide) * widths + self._wide * deviations
+
     def layer(self, kind: Recompute) -> int:
         """Bytes of one layer that recomputes ``kind``."""
         shape, size = self.run.shape, self.run.element_bytes
         if kind == "full":
             return size * shape.hidden * self._residual_tokens
-        split = 2 * self._share(shape.hidden) + 2 * self._share(shape.kv_width)
-        split += int(shape.family.inner_kept * self._share(shape.ffn))
+        split = 2 * self._share(shape.query_width) + 2 * self._share(shape.kv_width)
+        split += int(shape.kind.inner_kept * self._share(shape.ffn))
         scores = 0 if kind == "selective" else 4 * self._share(shape.heads)
-        return 2 * self._norm() + (size * split + scores) * self.run.tokens
+        return 2 * self._norm() + (size * split + scores + self._head_norms()) * self.run.tokens
 
     def positions(self, kinds: Sequence[Recompute]) -> int:
         """Bytes of the rotary angles of a stage whose layers recompute these kinds.
@@ -82,13 +96,13 @@ class Kept:
         A fully recomputed layer refers to them, so that they do not count as saved by autograd alone.
         """
         shape = self.run.shape
-        is_kept = shape.family.is_rotary and len(kinds) > 0 and "full" not in kinds
-        return self._wide * self.run.seq * (shape.hidden // shape.heads) if is_kept else 0
+        is_kept = shape.kind.is_rotary and len(kinds) > 0 and "full" not in kinds
+        return self._wide * self.run.seq * shape.head_size if is_kept else 0
 
     def embedding(self) -> int:
         """Bytes of the embedding; its input, the tokens, belongs to the batch."""
         own = (_INDEX_BYTES + 1) * self.run.tokens if self.run.tp > 1 else 0
-        return own + (0 if self.run.shape.family.is_rotary else _INDEX_BYTES * self.run.seq)
+        return own + (0 if self.run.shape.kind.is_rotary else _INDEX_BYTES * self.run.seq)
 
     def head_norm(self) -> int:
         """Bytes of the norm before the head."""
@@ -119,22 +133,23 @@ class Kept:
     def pending_layer(self) -> int:
         """Bytes of one layer between the halves of a split backward."""
         shape, size = self.run.shape, self.run.element_bytes
-        hidden, keys, inner = self._share(shape.hidden), self._share(shape.kv_width), self._share(shape.ffn)
-        family = shape.family
-        split = 2 * hidden + 2 * keys + (1 + family.gates) * inner
+        queries, keys, inner = map(self._share, (shape.query_width, shape.kv_width, shape.ffn))
+        family = shape.kind
+        split = 2 * queries + 2 * keys + (1 + family.gates) * inner
         vectors = 2 * family.norm_vectors * shape.hidden
-        if family.has_biases:
-            vectors += hidden + 2 * keys + family.gates * inner + 2 * shape.hidden
+        vectors += (queries + 2 * keys) * family.qkv_biases + family.gates * inner * family.mlp_biases
+        vectors += shape.hidden * (family.output_bias + family.mlp_biases) + shape.qk_norm_parameters
+        vectors += (queries + keys) * (family.qk_norm == "width")
         return size * ((4 * shape.hidden + split) * self.run.tokens + vectors)
 
     def pending_embedding(self) -> int:
         """Bytes of the embedding between the halves: the gradient of its output."""
         shape, size = self.run.shape, self.run.element_bytes
         own = self.run.seq // (self.run.tp if self.run.sequence_parallel else 1)
-        return size * shape.hidden * (self.run.tokens + (0 if shape.family.is_rotary else own))
+        return size * shape.hidden * (self.run.tokens + (0 if shape.kind.is_rotary else own))
 
     def pending_head(self) -> int:
         """Bytes of the head between the halves, without the gradient of the logits."""
         shape, size = self.run.shape, self.run.element_bytes
-        vectors = shape.family.norm_vectors * shape.hidden
+        vectors = shape.kind.norm_vectors * shape.hidden
         return size * (shape.hidden * self.run.tokens + vectors)

@@ -1,10 +1,10 @@
 """Seconds of a transformer's pieces: embedding, layer, head; forward and backward of one micro-batch.
 
-With T tokens in a micro-batch, hidden size H, key width G, inner width F, vocabulary V and t tensor-parallel ranks,
-each rank multiplies (m, k, n):
+With T tokens in a micro-batch, hidden size H, query width Q, key width G, inner width F, vocabulary V and t
+tensor-parallel ranks, each rank multiplies (m, k, n):
 
-    queries, keys, values   (T, H, (H + 2 G) / t)
-    output of attention     (T, H / t, H)
+    queries, keys, values   (T, H, (Q + 2 G) / t)
+    output of attention     (T, Q / t, H)
     into the MLP            (T, H, F / t), twice for SwiGLU
     out of the MLP          (T, F / t, H)
     head                    (T, H, V / t)
@@ -106,27 +106,29 @@ class Pieces:
 
     def layer_forward(self) -> Parts:
         """One layer's forward."""
+        (forth, forth_s), _ = self._norm_exchanges()
         return Parts(
             sum(self._matmul_s(*size) for size in self._layer_matmuls()),
             self._attention_forward_s(),
             self._memory_s(self._elementwise_bytes()),
-            2 * self._tensor_s(),
+            2 * self._tensor_s() + forth_s,
             self._num_kernels(),
-            2 * self._num_collectives(),
+            2 * self._num_collectives() + forth,
         )
 
     def layer_backward(self) -> Parts:
         """One layer's backward, including recomputation."""
         run, forward = self.run, self.layer_forward()
+        _, (back, back_s) = self._norm_exchanges()
         backward = Parts(
             sum(sum(self._matmul_backward_s(*size)) for size in self._layer_matmuls()),
             self._attention_backward_s(),
             self._memory_s(self._elementwise_backward_bytes()) + self.accumulation_s(run.shape.layer_matrix_parameters),
-            forward.tensor_s,
+            2 * self._tensor_s() + back_s,
             2 * forward.num_kernels,
             # Sequence parallelism gathers inputs again for the gradients of the weights: three collectives instead of
             # two (arXiv 2205.05198, section 4.2.2).
-            forward.num_collectives * (1.5 if self.run.sequence_parallel else 1),
+            2 * self._num_collectives() * (1.5 if self.run.sequence_parallel else 1) + back,
         )
         if self.run.recompute == "full":
             return backward + forward
@@ -211,10 +213,10 @@ class Pieces:
     def _layer_matmuls(self) -> list[tuple[float, float, float]]:
         run, shape = self.run, self.run.shape
         tokens, hidden, inner = run.tokens, shape.hidden, shape.ffn / run.tp
-        into = [(tokens, hidden, inner * shape.family.gates)]
+        into = [(tokens, hidden, inner * shape.kind.gates)]
         attention = [
-            (tokens, hidden, (hidden + 2 * shape.kv_width) / run.tp),
-            (tokens, hidden / run.tp, hidden),
+            (tokens, hidden, (shape.query_width + 2 * shape.kv_width) / run.tp),
+            (tokens, shape.query_width / run.tp, hidden),
         ]
         return [*attention, *into, (tokens, inner, hidden)]
 
@@ -239,6 +241,12 @@ class Pieces:
         """Bytes that one norm's forward moves per element of the residual stream."""
         return 2.0 * self.run.element_bytes if self.run.fused_norm else self.software.efficiency.norm_bytes
 
+    def _norms_bytes(self) -> float:
+        """Bytes that the norms of one layer's forward move, those of queries and keys included."""
+        shape = self.run.shape
+        heads = (shape.query_width + shape.kv_width) / self.run.tp if shape.kind.qk_norm != "none" else 0.0
+        return self._norm_bytes() * self.run.tokens * (2 * shape.hidden / self._whole_split() + heads)
+
     def _elementwise_bytes(self) -> float:
         """Bytes that one layer's forward moves outside matrix products and scores.
 
@@ -247,15 +255,18 @@ class Pieces:
         one, GELU reads one and writes one.
         """
         run, shape, size = self.run, self.run.shape, self.run.element_bytes
-        whole = 2 * self._norm_bytes() + 6 * size + (2 if self.software.dropout else 0)
-        heads = (shape.hidden + shape.kv_width) * (8 if shape.family.is_rotary else size) + 2 * size * shape.hidden
-        inner = shape.family.inner_moved * size * shape.ffn
-        return run.tokens * (shape.hidden * whole / self._whole_split() + (heads + inner) / run.tp)
+        whole = 6 * size + (2 if self.software.dropout else 0)
+        queries = shape.query_width
+        heads = (queries + shape.kv_width) * (8 if shape.kind.is_rotary else size) + 2 * size * queries
+        inner = shape.kind.inner_moved * size * shape.ffn
+        return self._norms_bytes() + run.tokens * (
+            shape.hidden * whole / self._whole_split() + (heads + inner) / run.tp
+        )
 
     def _elementwise_backward_bytes(self) -> float:
         run, norms = self.run, 0.0
         if not run.fused_norm:
-            norms = 2 * self._norm_bytes() * run.tokens * run.shape.hidden / self._whole_split()
+            norms = self._norms_bytes()
         return 2 * norms + READS_MORE * (self._elementwise_bytes() - norms)
 
     def _scores(self) -> float:
@@ -275,7 +286,7 @@ class Pieces:
         return softmax + (2.0 * size + 1.0 if self.software.dropout else 0.0)
 
     def _attention_flops(self) -> float:
-        return 4 * self._scores() * self.run.shape.hidden / self.run.shape.heads
+        return 4 * self._scores() * self.run.shape.head_size
 
     def _attention_forward_s(self) -> float:
         return self._core_forward_s() + self._context_s()
@@ -304,7 +315,7 @@ class Pieces:
             )
             return products + self._memory_s(self._scores() * self._score_bytes())
         rate = device.peak_flops_per_s[self.run.precision] * (use.flash1 if kernel == "flash1" else use.flash2)
-        size = self.run.shape.hidden / self.run.shape.heads
+        size = self.run.shape.head_size
         # The calibrated rates are for heads of size 128.
         rate *= (size / (size + EXPONENTIAL)) / (128 / (128 + EXPONENTIAL))
         # Half of the FLOPs: flash kernels skip the blocks above the diagonal.
@@ -330,6 +341,18 @@ class Pieces:
             return sum(self.cluster.collective_s(kind, message, group, use.tensor_bus) for kind in kinds)
         return self.cluster.collective_s("all_reduce", message, group, use.tensor_bus)
 
+    def _norm_exchanges(self) -> tuple[tuple[int, float], tuple[int, float]]:
+        """Number and seconds of the tensor-parallel sums of norms of queries and keys, forward and backward."""
+        run, kind = self.run, self.run.shape.kind.qk_norm
+        if kind == "none" or run.tp == 1 or (kind == "head" and run.sequence_parallel):
+            return (0, 0.0), (0, 0.0)
+        # Of all heads: the squares of each token and their gradients; of each head: the gradient of the weight.
+        message = 4 * run.tokens if kind == "width" else run.shape.head_size * run.element_bytes
+        group = Group.strided(run.tp, 1, self.cluster.devices_per_node)
+        bus = self.software.efficiency.tensor_bus
+        both = 2, 2 * self.cluster.collective_s("all_reduce", message, group, bus)
+        return (both if kind == "width" else (0, 0.0)), both
+
     def _num_collectives(self) -> int:
         """Number of collectives in ``_tensor_s``."""
         return 0 if self.run.tp == 1 else (2 if self.run.sequence_parallel else 1)
@@ -337,8 +360,10 @@ class Pieces:
     def _num_kernels(self) -> float:
         """Number of kernels of one layer's forward: products, norms, rotation, attention, activation, residuals."""
         attention = {"plain": 8, "fused-softmax": 5, "flash1": 2, "flash2": 2}[self.run.effective_attention]
-        norms = 2 * (1 if self.run.fused_norm else UNFUSED_NORM_KERNELS)
-        rotation = 8 if self.run.shape.family.is_rotary else 2
+        norms = (2 if self.run.shape.kind.qk_norm == "none" else 4) * (
+            1 if self.run.fused_norm else UNFUSED_NORM_KERNELS
+        )
+        rotation = 8 if self.run.shape.kind.is_rotary else 2
         return 4 + norms + rotation + attention + 6
 
 

@@ -154,23 +154,24 @@ def _parameters(run: Run, software: Software, counts: Sequence[int]) -> tuple[fl
 
 def _split_parameters(run: Run) -> tuple[int, int]:
     """The largest number of a layer's split parameters, and of the embedding's, on a tensor-parallel rank."""
-    shape, family = run.shape, run.shape.family
-    wholes = (shape.hidden, shape.kv_width, shape.ffn, shape.vocab)
-    hidden, keys, inner, rows = (-(-whole // run.tp) for whole in wholes)
-    matrices = shape.hidden * (2 * hidden + 2 * keys + (family.gates + 1) * inner)
-    biases = hidden + 2 * keys + family.gates * inner if family.has_biases else 0
-    return matrices + biases, shape.hidden * rows
+    shape, family = run.shape, run.shape.kind
+    wholes = (shape.query_width, shape.kv_width, shape.ffn, shape.vocab)
+    queries, keys, inner, rows = (-(-whole // run.tp) for whole in wholes)
+    matrices = shape.hidden * (2 * queries + 2 * keys + (family.gates + 1) * inner)
+    vectors = (queries + 2 * keys) * family.qkv_biases + family.gates * inner * family.mlp_biases
+    vectors += (queries + keys) * (family.qk_norm == "width")
+    return matrices + vectors, shape.hidden * rows
 
 
 def replicated_parameters(run: Run, software: Software) -> tuple[int, ...]:
     """Number of parameters of each stage that are replicated over tensor-parallel ranks.
 
-    Norms, biases of row-parallel matrices, and learned positions.
+    Norms, also those of heads; biases of row-parallel matrices, and learned positions.
     """
     shape, (counts, head) = run.shape, stage_layers(run, software)
-    family = shape.family
-    each = 2 * family.norm_vectors + (2 if family.has_biases else 0)
-    held = [count * each * shape.hidden for count in counts]
+    family = shape.kind
+    each = shape.hidden * (2 * family.norm_vectors + family.output_bias + family.mlp_biases) + shape.qk_norm_parameters
+    held = [count * each for count in counts]
     held[0] += 0 if family.is_rotary else run.seq * shape.hidden
     held[head] += family.norm_vectors * shape.hidden
     return tuple(held)

@@ -124,10 +124,11 @@ def _layer_problems(job: Job) -> list[str]:
         )
     if job.dtype == "fp64":
         found.append("training.dtype float64: Megatron-LM trains in fp32, bf16 or fp16")
-    family = MODELS[job.model.family]
-    if family.layer is not None:
+    if job.model.family not in ("llama", "gpt2"):
         found.append(f"model.family {job.model.family}: the export to Megatron-LM supports llama and gpt2 only")
-    if not job.model.known_rope_theta.is_integer() and family.is_rotary:
+    if job.model.rope_scaling is not None:
+        found.append("model.rope_scaling: the export to Megatron-LM supports plain rotary positions only")
+    if not job.model.known_rope_theta.is_integer() and MODELS[job.model.family].is_rotary:
         found.append(f"model.rope_theta {job.model.rope_theta}: Megatron-LM takes a whole number")
     rising, steps = config.optimizer.known_lr_warmup_steps, config.training.known_steps
     if rising >= steps and not {"optimizer.lr_warmup_steps", "training.steps"} & set(unset(config)):
@@ -195,6 +196,8 @@ def _model(job: Job) -> list[Flag]:
         flag("--hidden-dropout", 0.0),
         flag("--init-method-std", 0.02),
     ]
+    if model.known_head_size * model.num_heads != model.hidden_size:
+        flags.append(flag("--kv-channels", model.head_size))
     if model.num_kv_heads != model.num_heads:
         flags += [flag("--group-query-attention"), flag("--num-query-groups", model.num_kv_heads)]
     if MODELS[model.family].is_rotary:

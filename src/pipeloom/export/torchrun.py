@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from pipeloom.config import RunConfig
 from pipeloom.config.file import format_run
@@ -125,8 +126,10 @@ def _differences(job: Job) -> tuple[str, ...]:
         found.append(
             f"layers are divided as if all devices were equally fast; set a layout.partition for {job.cluster.name}"
         )
-    for name, path in (("data.path", config.data.path), ("schedule.file", config.schedule.file)):
-        if path is not None:
+    texts = [("data.path" if config.data.sources is None else "a source", part.path) for _, part in config.data.parts]
+    files = [*texts, ("data.tokenizer", config.data.tokenizer), ("schedule.file", config.schedule.file)]
+    for name, path in files:
+        if isinstance(path, Path):
             found.append(f"{name} is {path.absolute()}, on every node")
     return tuple(found)
 

@@ -58,6 +58,12 @@ def _model_problems(job: Job) -> list[str]:
             f"model.family {job.model.family}: the export to torchtitan supports models with RMSNorm, rotary positions "
             "and SwiGLU only; use llama"
         )
+    if job.model.rope_scaling is not None:
+        found.append("model.rope_scaling: the export to torchtitan supports plain rotary positions only")
+    if job.model.known_head_size * job.model.num_heads != job.model.hidden_size:
+        found.append(
+            f"model.head_size {job.model.head_size}: torchtitan's heads have model.hidden_size / model.num_heads"
+        )
     if job.dtype not in ("fp32", "bf16"):
         found.append(f"weights and activations in {job.dtype}: torchtitan trains in bf16 or fp32")
     kinds = set(config.layout.recompute_by_layer(job.model.num_layers))

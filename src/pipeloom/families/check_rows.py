@@ -63,8 +63,8 @@ def checked_rows(name: str, rule: Callable[..., Any], answer: Any) -> Rows:
     """
     problems = list(islice(_problems(answer), _MOST))
     if problems:
-        told = "".join(f"\n  - {problem}" for problem in problems)
-        raise FamilyError(f"the family '{name}' ({place_of(rule)}) returned no rows of actions:{told}")
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        raise FamilyError(f"the family '{name}' ({place_of(rule)}) returned no rows of actions:{listed}")
     return answer
 
 

@@ -7,6 +7,7 @@ lowering, simulation, pictures and training take the schedule that it returns.
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
+from pipeloom.calls import checked
 from pipeloom.errors import ConfigError, FamilyError
 from pipeloom.families.check_rows import Rows, checked_rows, naming_family, place_of
 from pipeloom.passes import add_slices
@@ -218,7 +219,8 @@ class Choice:
         slices = f" x {self.num_slices:,} token slices" if self.num_slices > 1 else ""
         return [
             (
-                f"pp {self.pp:,} x loops {self.loops:,} x {self.num_microbatches:,} micro-batches{slices} make "
+                f"{count(self.pp, 'pipeline rank')} x {count(self.loops, 'loop')} x "
+                f"{count(self.num_microbatches, 'micro-batch')}{slices} make "
                 f"{self.num_actions:,} actions, which take at least {needed} of memory; "
                 f"{there} are {available.source}; choose smaller numbers"
             )
@@ -347,6 +349,7 @@ class Choice:
             return closed_form(self._request)
 
 
+@checked
 def make_schedule(
     family: str,
     *,
@@ -356,7 +359,7 @@ def make_schedule(
     group_size: int | None = None,
     placement: str | None = None,
     num_slices: int = 1,
-    keep: tuple[int, ...] | None = None,
+    keep: Sequence[int] | None = None,
 ) -> Schedule:
     """Make a family's schedule: the compute actions of each pipeline rank, verified.
 
@@ -390,7 +393,7 @@ def make_schedule(
         group_size=group_size,
         placement=placement,
         num_slices=num_slices,
-        keep=keep,
+        keep=None if keep is None else tuple(keep),
     ).make()
 
 

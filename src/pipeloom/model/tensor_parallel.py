@@ -106,6 +106,15 @@ class TensorParallel:
         # The conjugates of the two in `enter`.
         return self._exchange(x, _scattered, _gathered) if self.splits_sequence else self._exchange(x, _summed, _same)
 
+    def shared(self, weight: Tensor) -> Tensor:
+        """A replicated weight for the heads of this rank: its gradient is summed over the ranks, which have others."""
+        # With sequence parallelism the gradients of all replicated parameters are summed after the backward.
+        return weight if self.size == 1 or self.splits_sequence else self._exchange(weight, _same, _summed)
+
+    def total(self, part: Tensor) -> Tensor:
+        """The sum of the ranks' parts, which each rank uses for other heads: the backward sums over them, too."""
+        return part if self.size == 1 else self._exchange(part, _summed, _summed)
+
     def from_boundary(self, x_BtH: Tensor) -> Tensor:
         """From this rank's share of the stage input, [B, t, H], to the residual stream."""
         if self.size == 1 or self.splits_sequence:

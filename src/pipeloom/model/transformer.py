@@ -10,16 +10,16 @@ Names of tensors end in their shape, one letter for each dim:
     B  sequences          N  query heads            F  inner width of the feed-forward layer
     T  tokens             K  key and value heads    V  vocabulary
     H  hidden             D  size of one head       R  rotary pairs of a head, D / 2
+    Q  N x D              G  K x D
 
-With tensor parallelism N, K, F and V are this rank's share, and the residual stream between layers has all tokens or
-this rank's share (``model.tensor_parallel``).
+With tensor parallelism N, K, Q, G, F and V are this rank's share, and the residual stream between layers has all tokens
+or this rank's share (``model.tensor_parallel``).
 """
 
-# ruff: noqa: N803, N806, N815 (upper-case letters in names are shapes)
+# ruff: noqa: N803, N806 (upper-case letters in names are shapes)
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from pipeloom.model.parallel_layers import (
     project,
 )
 from pipeloom.model.recompute import run_part
+from pipeloom.model.rotary import Rotary
 from pipeloom.model.tensor_parallel import WHOLE, TensorParallel, TensorSlice
 from pipeloom.workload.layout import Recompute
 from pipeloom.workload.model import ModelConfig
@@ -50,59 +51,6 @@ TIED_NAME = "embedding.tokens.weight"
 def num_pieces(config: ModelConfig) -> int:
     """Number of pieces of a model: its layers, the embedding and the head."""
     return config.num_layers + 2
-
-
-class Rotary(NamedTuple):
-    """Cosine and sine of every position's rotary angles.
-
-    Attributes:
-        cos_TR: cosines, [T, R], float32 or wider.
-        sin_TR: sines, the same shape and type.
-    """
-
-    cos_TR: Tensor
-    sin_TR: Tensor
-
-    @classmethod
-    def make(
-        cls, num_tokens: int, head_size: int, theta: float, *, dtype: torch.dtype, device: torch.device, begin: int = 0
-    ) -> "Rotary":
-        """The table for positions begin..begin+T-1.
-
-        Args:
-            num_tokens: T.
-            head_size: D, even.
-            theta: base of the frequencies; pair r turns by ``theta ** (-2 r / D)`` radians per position.
-            dtype: of the activations; the table has this dtype if it is wider than float32, else float32.
-            device: of the table.
-            begin: the first position.
-        """
-        # bfloat16 has 8 significant bits: it cannot represent position 257, and angles of far tokens would coincide.
-        wide = torch.promote_types(dtype, torch.float32)
-        exponents_R = torch.arange(0, head_size, 2, dtype=wide, device=device) / head_size
-        positions_T = torch.arange(begin, begin + num_tokens, dtype=wide, device=device)
-        angles_TR = torch.outer(positions_T, theta**-exponents_R)
-        return cls(angles_TR.cos(), angles_TR.sin())
-
-    def turn(self, x_BNTD: Tensor) -> Tensor:
-        """Turn each head's pairs (dims r and r + R) by the angles of their positions.
-
-        The product of a turned query and a turned key depends on the distance of their positions only.
-
-        Args:
-            x_BNTD: queries or keys, any number of heads.
-
-        Returns:
-            The same shape and type; computed in the table's type.
-        """
-        # Dims r and r + R, as in Hugging Face's llama, not neighbors as in the paper (arXiv 2104.09864, section 3.2.2):
-        # the same function with rows in another order, and halves are two views.
-        left_BNTR, right_BNTR = x_BNTD.chunk(2, dim=-1)
-        turned_left_BNTR = left_BNTR * self.cos_TR - right_BNTR * self.sin_TR
-        turned_right_BNTR = right_BNTR * self.cos_TR + left_BNTR * self.sin_TR
-        # [B, T, N, D] in memory: attention's output then has that order too, and its projection takes a view.
-        turned_BTND = torch.cat([turned_left_BNTR.transpose(1, 2), turned_right_BNTR.transpose(1, 2)], dim=-1)
-        return turned_BTND.transpose(1, 2).to(x_BNTD.dtype)
 
 
 class Embedding(nn.Module):
@@ -124,22 +72,64 @@ class Embedding(nn.Module):
         return x_BTH + self.positions(self._parallel.own_tokens(positions_T))
 
 
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of each head of queries or keys; all heads share the weight."""
+
+    def __init__(self, head_size: int, eps: float, parallel: TensorParallel) -> None:
+        super().__init__(head_size, eps=eps)
+        self._parallel = parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm the last dim."""
+        weight = self._parallel.shared(self.weight)
+        return functional.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+class WidthNorm(Split, nn.RMSNorm):
+    """RMSNorm of all queries, or all keys, of a token together; ``width`` counts the elements of all ranks."""
+
+    def __init__(self, width: int, eps: float, parallel: TensorParallel) -> None:
+        own = parallel.share(width)
+        super().__init__(len(own), eps=eps)
+        self.splits = {"weight": (0, width, own.start)}
+        self._parallel, self._width = parallel, width
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm the last dim, of which a rank has its share."""
+        if self._parallel.size == 1:
+            return super().forward(x)
+        # The same steps as PyTorch's, in single precision at least.
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = self._parallel.total(wide.square().sum(-1, keepdim=True)) / self._width
+        return (wide * (squares + (self.eps or 0.0)).rsqrt() * self.weight).to(x.dtype)
+
+
+def _qk_norm(config: ModelConfig, width: int, parallel: TensorParallel) -> HeadNorm | WidthNorm | None:
+    """The family's norm of queries or keys of a total width."""
+    kind, eps = MODELS[config.family].qk_norm, config.known_norm_eps
+    if kind == "none":
+        return None
+    return HeadNorm(config.known_head_size, eps, parallel) if kind == "head" else WidthNorm(width, eps, parallel)
+
+
 class Attention(nn.Module):
     """Causal self-attention; N / K query heads share each key and value head."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
         assert config.num_kv_heads is not None, "the model configuration is not resolved"
-        hidden, bias = config.hidden_size, MODELS[config.family].has_biases
+        hidden, family = config.hidden_size, MODELS[config.family]
+        bias = family.qkv_biases
         self._parallel = parallel
-        self.head_size = hidden // config.num_heads
+        self.head_size = config.known_head_size
         self.is_grouped = config.num_kv_heads != config.num_heads
         self.recomputes_core = False
-        kv_width = config.num_kv_heads * self.head_size
-        self.query = ColumnParallelLinear(hidden, hidden, bias=bias, parallel=parallel)
+        query_width, kv_width = config.num_heads * self.head_size, config.num_kv_heads * self.head_size
+        self.query = ColumnParallelLinear(hidden, query_width, bias=bias, parallel=parallel)
         self.key = ColumnParallelLinear(hidden, kv_width, bias=bias, parallel=parallel)
         self.value = ColumnParallelLinear(hidden, kv_width, bias=bias, parallel=parallel)
-        self.output = RowParallelLinear(hidden, hidden, bias=bias, parallel=parallel)
+        self.query_norm, self.key_norm = (_qk_norm(config, width, parallel) for width in (query_width, kv_width))
+        self.output = RowParallelLinear(query_width, hidden, bias=family.output_bias, parallel=parallel)
 
     def forward(self, x: Tensor, rotary: Rotary | None, earlier: EarlierTokens | None = None) -> Tensor:
         """Attend.
@@ -154,7 +144,9 @@ class Attention(nn.Module):
             The term to add to the residual stream.
         """
         x_BTH = self._parallel.enter(x)
-        query_BNTD, key_BKTD, value_BKTD = map(self._heads, project(x_BTH, self.query, self.key, self.value))
+        query_BTQ, key_BTG, value_BTG = project(x_BTH, self.query, self.key, self.value)
+        query_BNTD, key_BKTD = self._heads(query_BTQ, self.query_norm), self._heads(key_BTG, self.key_norm)
+        value_BKTD = self._heads(value_BTG)
         if rotary is not None:
             query_BNTD, key_BKTD = rotary.turn(query_BNTD), rotary.turn(key_BKTD)
         mask = None
@@ -177,9 +169,12 @@ class Attention(nn.Module):
         # A view: attention's output is [B, T, N, D] in memory, as its inputs are (see Rotary.turn).
         return self.output(mixed_BNTD.transpose(1, 2).flatten(2))
 
-    def _heads(self, x: Tensor) -> Tensor:
-        """[B, T, heads x D] to [B, heads, T, D]."""
-        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+    def _heads(self, x: Tensor, norm: HeadNorm | WidthNorm | None = None) -> Tensor:
+        """[B, T, heads x D] to [B, heads, T, D], normed."""
+        if isinstance(norm, WidthNorm):
+            x = norm(x)
+        x_BTND = x.unflatten(-1, (-1, self.head_size))
+        return (norm(x_BTND) if isinstance(norm, HeadNorm) else x_BTND).transpose(1, 2)
 
 
 class GatedFeedForward(nn.Module):
@@ -219,7 +214,10 @@ class GeluFeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """One transformer layer: attention, then feed-forward, each on a normed copy of the residual stream."""
+    """One transformer layer: attention, then feed-forward.
+
+    Each reads a normed copy of the residual stream, or what it adds to the stream is normed (``norms_follow``).
+    """
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
@@ -230,9 +228,13 @@ class Layer(nn.Module):
         self.feed_forward_norm = _norm(config)
         self.feed_forward = feed_forward(config.hidden_size, config.ffn_size, parallel)
         self.recomputes = False
+        self._norms_follow = MODELS[config.family].norms_follow
 
     def forward(self, x: Tensor, rotary: Rotary | None, earlier: EarlierTokens | None = None) -> Tensor:
         """Residual stream to residual stream; ``rotary`` and ``earlier`` as in :class:`Attention`."""
+        if self._norms_follow:
+            x = x + self.attention_norm(self.attention(x, rotary, earlier))
+            return x + self.feed_forward_norm(self.feed_forward(x))
         x = x + self.attention(self.attention_norm(x), rotary, earlier)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
@@ -387,9 +389,9 @@ class Transformer(nn.Module):
         if not MODELS[self.config.family].is_rotary or not self.layers:
             return None
         # Computed in each forward: a buffer would have to be moved, cast, and initialized after `to_empty`.
-        head_size = self.config.hidden_size // self.config.num_heads
-        sizes = {"dtype": x.dtype, "device": x.device, "begin": begin}
-        return Rotary.make(num_tokens, head_size, self.config.known_rope_theta, **sizes)
+        config, place = self.config, {"dtype": x.dtype, "device": x.device, "begin": begin}
+        sizes = (num_tokens, config.known_head_size, config.known_rope_theta)
+        return Rotary.make(*sizes, **place, scaling=config.scaling)
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens > self.max_positions:

@@ -8,6 +8,7 @@ from math import ceil, floor
 
 import numpy as np
 
+from pipeloom.calls import checked
 from pipeloom.errors import UserError
 from pipeloom.passes.budget import checked_budget, checked_kept, kept_on, refuse_missing
 from pipeloom.passes.lower_messages import lower
@@ -19,6 +20,7 @@ from pipeloom.schedule.ledger import Balance, Bytes, KeptBytes, peak_of
 from pipeloom.schedule.schedule import Schedule
 
 
+@checked
 def balance(
     schedule: Schedule,
     kept: KeptBytes | None = None,

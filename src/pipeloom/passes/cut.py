@@ -2,12 +2,14 @@
 
 import numpy as np
 
+from pipeloom.calls import checked
 from pipeloom.errors import UserError
 from pipeloom.schedule.kinds import Kind
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
 
 
+@checked
 def add_slices(schedule: Schedule, num_slices: int) -> Schedule:
     """Replace every action by its token slices: ascending for a forward, descending for a backward.
 
@@ -31,6 +33,7 @@ def add_slices(schedule: Schedule, num_slices: int) -> Schedule:
     return schedule.with_rows(rows, Level.COMPUTE, num_slices=num_slices)
 
 
+@checked
 def sliced(row: Row, num_slices: int) -> Row:
     """A row of whole micro-batches with each action replaced by its slices, in the order that dependencies allow."""
     kind, stage, microbatch, _ = (np.repeat(array, num_slices) for array in row.arrays)
@@ -41,6 +44,7 @@ def sliced(row: Row, num_slices: int) -> Row:
     return Row(kind, stage, microbatch, part)
 
 
+@checked
 def split_backward(schedule: Schedule, delay: int | None = 0) -> Schedule:
     """Split every whole backward into input gradient (I) and weight gradient (W) (arXiv 2401.10241, section 2).
 

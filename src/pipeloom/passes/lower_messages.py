@@ -2,15 +2,17 @@
 
 import numpy as np
 
-from pipeloom.errors import UserError
+from pipeloom.calls import checked
 from pipeloom.schedule.compiled import kernel
 from pipeloom.schedule.kernels import messages as kernels
 from pipeloom.schedule.kinds import Kind
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
+from pipeloom.workload.limits import Count
 
 
-def lower(schedule: Schedule, receive_buffers: int = 2) -> Schedule:
+@checked
+def lower(schedule: Schedule, receive_buffers: Count = 2) -> Schedule:
     r"""Add a send and a receive for every tensor that changes rank.
 
     A send follows the compute action whose result it sends. A receive is posted as soon as its rank has a free buffer
@@ -30,12 +32,10 @@ def lower(schedule: Schedule, receive_buffers: int = 2) -> Schedule:
         receive_buffers: receives posted and not yet used, for each directed edge; at least 1.
 
     Raises:
-        UserError: ``receive_buffers`` is below 1.
+        CallError: ``receive_buffers`` is below 1.
     """
     if schedule.level is Level.COMMUNICATION:
         return schedule
-    if receive_buffers < 1:
-        raise UserError(f"receive_buffers must be at least 1, found {receive_buffers}")
     facts, size = schedule.facts, schedule.num_actions
     first, owner = facts.columns.first, facts.owner
     user_of = np.stack([facts.node_of[Kind.FORWARD.code], facts.input_gradients])

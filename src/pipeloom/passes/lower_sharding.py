@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeloom.calls import checked
 from pipeloom.errors import UserError
 from pipeloom.schedule.action import Action
 from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, USES_WEIGHTS, Kind
@@ -42,6 +43,7 @@ class ReduceGrad:
     gradient_buffers: int | None
 
 
+@checked
 def exchanges(
     shard: SharedState, *, residency: int, prefetch: int, gradient_buffers: int | None
 ) -> tuple[Unshard | None, ReduceGrad]:
@@ -57,6 +59,7 @@ def exchanges(
     return unshard, ReduceGrad(gradient_buffers if shard in ("gradients", "full") else None)
 
 
+@checked
 def add_data_parallel(schedule: Schedule, unshard: Unshard | None, reduce_grad: ReduceGrad | None) -> Schedule:
     """Add gathers, and then reductions, which follow the gathers at the same place; ``None`` for neither."""
     if unshard is not None:
@@ -71,6 +74,7 @@ def row_with_exchanges(row: Row, unshard: Unshard | None, reduce_grad: ReduceGra
     return row if reduce_grad is None else _with_reductions(row, reduce_grad.gradient_buffers)
 
 
+@checked
 def add_unshard(schedule: Schedule, residency: int | None, prefetch: int) -> Schedule:
     """Gather each stage's weights for its visits and release them in between, with the fewest gathers.
 
@@ -123,6 +127,7 @@ def visits(row: Row, kinds: Collection[Kind]) -> tuple[NDArray[np.intp], NDArray
     return uses[is_first], uses[np.append(is_first[1:], True)[: len(uses)]]
 
 
+@checked
 def add_reduce_grad(schedule: Schedule, gradient_buffers: int | None = None) -> Schedule:
     """Add gradient reductions, the fewest that ``gradient_buffers`` allows; a schedule with reductions keeps them.
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 import numpy as np
 
+from pipeloom.calls import checked
 from pipeloom.errors import UserError
 from pipeloom.passes.lower_sharding import visits
 from pipeloom.schedule.action import Action
@@ -18,6 +19,7 @@ UpdatePlace = Literal["at once", "at the end", "in the next step"]
 stage's first use in the next step. Then each row begins with the updates of the step before."""
 
 
+@checked
 def place_of_updates(num_stages: int, *, needs_norm: bool) -> UpdatePlace:
     """The place of updates with the fewest swaps, on one rank.
 
@@ -32,6 +34,7 @@ def place_of_updates(num_stages: int, *, needs_norm: bool) -> UpdatePlace:
     return "in the next step" if num_stages > 2 else "at the end"
 
 
+@checked
 def add_updates(schedule: Schedule, place: UpdatePlace) -> Schedule:
     """Add the optimizer's step on each stage that trains; run it before ``add_stage_swaps``.
 
@@ -69,6 +72,7 @@ def _with_updates(row: Row, place: UpdatePlace) -> Row:
     return row.with_actions(added)
 
 
+@checked
 def add_stage_swaps(
     schedule: Schedule, max_resident: int, *, sizes: Sequence[int] | None = None, ahead: int = 1
 ) -> Schedule:

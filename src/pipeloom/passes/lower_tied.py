@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from pipeloom.calls import checked
 from pipeloom.errors import UserError
 from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, COMPUTE_KINDS, TIED_KINDS, Kind
 from pipeloom.schedule.lanes import Lane, tied_action
@@ -9,6 +10,7 @@ from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
 
 
+@checked
 def add_tied(schedule: Schedule) -> Schedule:
     """Add the messages of a matrix that embedding and head share; it belongs to the first stage.
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeloom.calls import checked
 from pipeloom.errors import UserError
 from pipeloom.passes.balance import balance
 from pipeloom.passes.budget import checked_budget, checked_kept, kept_on, refuse_missing
@@ -34,6 +35,7 @@ class Moves:
         return self.balance or self.offload
 
 
+@checked
 def add_moves(
     schedule: Schedule,
     moves: Moves,
@@ -56,6 +58,7 @@ def add_moves(
     return schedule
 
 
+@checked
 def offload(
     schedule: Schedule,
     kept: KeptBytes | None = None,

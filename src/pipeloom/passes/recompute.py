@@ -5,6 +5,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from pipeloom.calls import checked
 from pipeloom.errors import UserError
 from pipeloom.schedule.action import Action
 from pipeloom.schedule.kinds import Kind
@@ -15,6 +16,7 @@ from pipeloom.terminal.words import count
 _ENDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
+@checked
 def recompute_beyond(
     schedule: Schedule, room: Sequence[float], kept: Sequence[float], left: Sequence[float]
 ) -> Schedule:

@@ -6,8 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+from pipeloom.calls import checked
 from pipeloom.catalog import load_cluster, load_software, read_model
-from pipeloom.config import ModelConfig, RunConfig, find_problems
+from pipeloom.config import ModelConfig, RunConfig, find_problems, with_pretrained
 from pipeloom.config.file import parse_run, read_run_file, without_stale_sizes
 from pipeloom.config.paths import with_home
 from pipeloom.cost.hardware import Cluster
@@ -50,13 +51,13 @@ def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
 
 
 def completed(config: _Config, judge: Callable[..., list[str]]) -> tuple[_Config, list[str]]:
-    """The configuration with its model's sizes, and all of its problems.
+    """The configuration with the sizes of its model and the tokenizer of its weights, and all of its problems.
 
     Args:
         config: of a run.
         judge: returns the problems of a configuration; called with ``is_model_known``.
     """
-    config, problems = with_model_sizes(config)
+    config, problems = with_model_sizes(with_pretrained(config))
     return config, [*problems, *judge(config, is_model_known=not problems)]
 
 
@@ -65,6 +66,7 @@ def described_problems(config: RunConfig, *, is_model_known: bool = True) -> lis
     return [*find_problems(config, trains=False, is_model_known=is_model_known), *machine_problems(config)]
 
 
+@checked
 def load_run(file: str | Path | None = None, **sections: Mapping[str, Any]) -> RunConfig:
     """Read a run file, and override settings.
 

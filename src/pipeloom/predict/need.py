@@ -99,7 +99,9 @@ def _activations(config: RunConfig, run: Run, software: Software) -> list[float]
     layout, schedule, choice = config.layout, config.schedule, config.choice()
     shape, whole = run.shape, run.shape.hidden / (run.tp if run.sequence_parallel else 1)
     # A lower bound: if any layer is fully recomputed, all layers count as fully recomputed.
-    inputs = [whole] if "full" in run.recompute_kinds else [whole, whole, shape.hidden / run.tp, shape.ffn / run.tp]
+    inputs = (
+        [whole] if "full" in run.recompute_kinds else [whole, whole, shape.query_width / run.tp, shape.ffn / run.tp]
+    )
     kept = run.tokens * sum(inputs) * run.element_bytes * _width(config)
     layers, placement = stage_layers(run, software)[0], choice.placed()
     may_leave = schedule.balance or schedule.offload or schedule.keep is not None or schedule.budget_bytes is not None

@@ -34,9 +34,10 @@ def curves_contents(run: Run) -> list[dict[str, Any]]:
     ):
         if seconds is not None:
             times["levels"].append(_level(f"{name} {ms(seconds)} ms", seconds * 1e3, kind))
+    bubble = _plain(run, "bubble_fraction", "Bubble", "% of the step in which ranks do not compute", 100.0)
     rate = _plain(run, "lr", "Learning rate", "")
     norm = _plain(run, "grad_norm", "Gradient norm", "before clipping")
-    return [curve for curve in (loss, rate, norm, speed, times) if curve["points"]]
+    return [curve for curve in (loss, rate, norm, speed, times, bubble) if curve["points"]]
 
 
 def median_step_time_s(run: Run) -> float | None:

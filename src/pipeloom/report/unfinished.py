@@ -8,6 +8,7 @@ from pipeloom.checkpoint.checkpoint_folder import read_info
 from pipeloom.errors import UserError
 from pipeloom.runs import run_folder
 from pipeloom.runs.run_reading import Run
+from pipeloom.runs.traced_step import median_step, traced_candidates
 from pipeloom.system.folder_lock import is_locked
 from pipeloom.terminal.words import count
 
@@ -46,7 +47,10 @@ def traced_step(run: Run) -> int | None:
     if run.summary is not None:
         return run.summary["traced_step"]
     begun = steps_before(run)
-    return None if begun is None else min(begun + run.config.output.trace_step, run.config.training.known_steps)
+    if begun is None:
+        return None
+    times_s = {line["step"]: line["step_time_s"] for line in run.metrics}
+    return median_step(traced_candidates(run.config, begun), times_s)
 
 
 def steps_before(run: Run) -> int | None:
@@ -66,9 +70,7 @@ def _missing(run: Run) -> Iterator[tuple[str, str]]:
     if not run.metrics:
         yield run_folder.METRICS, "no step is completed"
     if run.trace is None:
-        step = traced_step(run)
-        when = "step output.trace_step" if step is None else f"step {step:,}"
-        yield f"{run_folder.TRACE}: measured timeline and bubble", _because(run, f"{when} is traced")
+        yield f"{run_folder.TRACE}: measured timeline and bubble", _because(run, f"{_when_traced(run)} is traced")
     if run.predicted is None and not is_finished:
         yield (
             f"{run_folder.PREDICTED_TRACE}: predicted timeline",
@@ -78,6 +80,15 @@ def _missing(run: Run) -> Iterator[tuple[str, str]]:
         yield f"{run_folder.SUMMARY}: validation loss, unigram loss, predicted step time", "it is written at the end"
         if config.training.sample_tokens:
             yield run_folder.SAMPLE, "it is written at the end"
+
+
+def _when_traced(run: Run) -> str:
+    """The traced step, or the steps of which one will be."""
+    step, begun = traced_step(run), steps_before(run)
+    if step is not None or begun is None:
+        return "step output.trace_step" if step is None else f"step {step:,}"
+    of = traced_candidates(run.config, begun)
+    return f"step {of[0]:,}" if len(of) == 1 else f"one of the steps {of[0]:,} to {of[-1]:,}"
 
 
 def _because(run: Run, reason: str) -> str:

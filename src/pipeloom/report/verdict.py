@@ -39,6 +39,11 @@ class Verdict:
     causes: tuple[tuple[str, str], ...]
     note: str
 
+    @property
+    def lines(self) -> list[str]:
+        """All of it, for a terminal."""
+        return [self.headline, *(f"{name}: {text}" for name, text in self.causes), *filter(None, [self.note])]
+
 
 def step_verdict(run: Run, accounts: Mapping[str, Sequence[BubbleAccount]]) -> Verdict | None:
     """The verdict on a run; ``None`` if no step of it was measured.

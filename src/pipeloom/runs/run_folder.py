@@ -32,6 +32,8 @@ REPORT = "report.html"
 WEIGHTS = "model.safetensors"
 """The final weights; if they are several files, ``WEIGHTS_INDEX`` maps parameters to files."""
 WEIGHTS_INDEX = f"{WEIGHTS}.index.json"
+PROFILES = "profile"
+"""Folder of torch.profiler's traces, one for each profiled step and rank."""
 DRAFTS = ".starting"
 """Folder in a run folder with the files of a run before the end of its first step."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)

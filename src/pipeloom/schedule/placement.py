@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+from pipeloom.calls import checked
 from pipeloom.errors import UserError
+from pipeloom.workload.limits import Count
 
 
 @dataclass(frozen=True)
@@ -63,17 +65,20 @@ class Placement:
         return stage + 1 < self.num_stages and self.rank_by_stage[stage] != self.rank_by_stage[stage + 1]
 
     @classmethod
-    def linear(cls, num_ranks: int, loops: int = 1) -> "Placement":
+    @checked
+    def linear(cls, num_ranks: Count, loops: Count = 1) -> "Placement":
         """Consecutive stages on one rank: stage ``k`` on rank ``k // loops``."""
         return cls(tuple(stage // loops for stage in range(num_ranks * loops)))
 
     @classmethod
-    def looped(cls, num_ranks: int, loops: int = 1) -> "Placement":
+    @checked
+    def looped(cls, num_ranks: Count, loops: Count = 1) -> "Placement":
         """Stages go round the ranks: stage ``k`` on rank ``k % num_ranks`` (arXiv 2211.05953, section 4)."""
         return cls(tuple(stage % num_ranks for stage in range(num_ranks * loops)))
 
     @classmethod
-    def v(cls, num_ranks: int, loops: int = 2) -> "Placement":
+    @checked
+    def v(cls, num_ranks: Count, loops: Count = 2) -> "Placement":
         """Stages ascend to the last rank and descend again: rank 0 has the first and, for even loops, the last."""
         there = range(num_ranks)
         return cls(tuple(rank for loop in range(loops) for rank in (there if loop % 2 == 0 else reversed(there))))

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeloom.calls import checked
 from pipeloom.errors import ScheduleTextError, UserError
 from pipeloom.schedule.action import Action
 from pipeloom.schedule.file import PROMISES, ScheduleFile
@@ -31,6 +32,7 @@ _MOST_MISSING = 100_000
 """Largest number of missing forwards that the rules report one by one."""
 
 
+@checked
 def format_schedule(schedule: Schedule, recipe: Mapping[str, str] | None = None) -> str:
     """What is promised, then one line for each pipeline rank, actions separated by spaces.
 
@@ -55,6 +57,7 @@ def format_schedule(schedule: Schedule, recipe: Mapping[str, str] | None = None)
     return "\n".join([*(f"{name} = {value}" for name, value in head.items()), *rows, ""])
 
 
+@checked
 def parse_schedule(text: str) -> Schedule:
     r"""Read a schedule that is written as text, and verify it: a row of actions for each pipeline rank, a rank a line.
 

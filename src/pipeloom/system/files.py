@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, MutableSequence
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from pipeloom.errors import UserError, reason_of
@@ -80,7 +81,9 @@ def picture_problem(path: Path) -> str | None:
 
 
 def write_problem(path: Path, *, is_folder: bool) -> str | None:
-    """The message about a file, or a folder for files, that cannot be written; ``None`` if it can. Writes nothing.
+    """The message about a file, or a folder for files, that cannot be written; ``None`` if it can.
+
+    A temporary file is made and removed beside it, since permissions are not enough: root has them in /proc as well.
 
     Args:
         path: of the file or the folder.
@@ -98,9 +101,14 @@ def write_problem(path: Path, *, is_folder: bool) -> str | None:
             return f"cannot write {path}: there is no folder {place}"
         if place != path and not place.is_dir():
             return f"cannot write {path}: {place} is not a folder"
+        if not os.access(place, os.W_OK):
+            return f"cannot write {path}: no permission"
+        if place.is_dir():
+            with TemporaryFile(dir=place):
+                pass
     except (OSError, ValueError) as error:  # such as a name that is too long
         return f"cannot write {path}: {reason_of(error)}"
-    return None if os.access(place, os.W_OK) else f"cannot write {path}: no permission"
+    return None
 
 
 def write_text(file: Path, text: str, what: str = "", advice: str = "", *, parents: bool = False) -> None:

@@ -16,10 +16,12 @@ from datetime import datetime
 from pathlib import Path
 
 from pipeloom.errors import UserError
+from pipeloom.system.files import parse_json, read_text
 
 LOCK = ".lock"
 _PATIENCE_S = 2.0
 """How long to wait for a lock: the workers of a killed process share its lock, and end a moment later."""
+_MOST_PID = 2**31 - 1
 # On NFS an flock is a byte-range lock, for which POSIX allows EACCES as well as EAGAIN.
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -163,10 +165,15 @@ def _is_file(descriptor: int, path: Path) -> bool:
 
 
 def _read_holder(path: Path) -> Holder | None:
+    """The holder that a lock file names; ``None`` if there is no such file, or if it contains something else."""
     try:
-        return Holder(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        holder = Holder(**parse_json(read_text(path)))
+    except (UserError, TypeError):
         return None
+    texts = (holder.host, holder.since, holder.started)
+    # Any program may have written the file. kill(2) takes 0 and negative numbers as groups of processes.
+    is_pid = type(holder.pid) is int and 0 < holder.pid <= _MOST_PID
+    return holder if is_pid and all(isinstance(text, str) for text in texts) else None
 
 
 def _start_of(pid: int) -> str:

@@ -51,11 +51,16 @@ def headed(head: str, text: str = "", style: str = "bold") -> Text:
     return Text.assemble((printable(head), style), printable(text))
 
 
-def wide_console() -> Console:
-    """A console as wide as the terminal; without a terminal, wide enough for every table."""
+def wide_console(most: int | None = None) -> Console:
+    """A console as wide as the terminal; without a terminal, wide enough for every table.
+
+    Args:
+        most: limit of the width, in characters.
+    """
     # Rich assumes 80 columns for a pipe or a file, and would wrap tables there.
     has_width = raw(sys.stdout).isatty() or "COLUMNS" in os.environ
-    return make_console(width=None if has_width else _WIDE)
+    console = make_console(width=None if has_width else _WIDE)
+    return console if most is None or console.width <= most else make_console(width=most)
 
 
 def print_table(console: Console, rows: Table) -> None:

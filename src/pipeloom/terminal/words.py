@@ -24,8 +24,8 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-# A likeness of 0.6 and three suggestions are the defaults of difflib.get_close_matches.
-_LEAST_LIKENESS, _SPREAD, _MOST_SUGGESTIONS = 0.6, 0.1, 3
+# difflib.get_close_matches has 0.6 and three by default; with 0.6, short names resemble unrelated ones.
+_LEAST_LIKENESS, _SPREAD, _MOST_SUGGESTIONS = 0.63, 0.1, 3
 
 
 def same_name(name: str, known: Iterable[str]) -> str | None:

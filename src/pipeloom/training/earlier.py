@@ -11,6 +11,7 @@ from pipeloom.config.paths import with_absolute_paths
 from pipeloom.errors import UserError
 from pipeloom.runs import run_folder
 from pipeloom.runs.run_folder import RunFolder
+from pipeloom.runs.traced_step import median_step, traced_candidates
 from pipeloom.trace import Trace, from_chrome
 
 
@@ -21,7 +22,7 @@ class Measured:
     Attributes:
         loss: of the last step, nats per token; ``None`` where the metrics lack it.
         times_s: seconds of each step.
-        traced_step: step whose trace is kept.
+        traced_step: step whose trace is kept; ``None`` before it is chosen.
         trace: measured trace of that step, on rank 0.
         predicted: predicted trace, on rank 0.
         predicted_s: predicted seconds of a step.
@@ -57,10 +58,12 @@ def read_earlier(folder: RunFolder, config: RunConfig) -> Measured:
     if first is None:  # unknown first step: earlier lines may have other settings
         return found
     found.config = before
-    found.times_s = [float(line["step_time_s"]) for line in lines if line["step"] > first]
+    times_s = {line["step"]: float(line["step_time_s"]) for line in lines if line["step"] > first}
+    found.times_s = list(times_s.values())
     # A damaged trace is no reason to refuse a run whose steps are all done.
     found.trace, found.predicted = (_trace(folder, name) for name in (run_folder.TRACE, run_folder.PREDICTED_TRACE))
-    found.traced_step = None if found.trace is None else min(first + before.output.trace_step, steps)
+    if found.trace is not None:
+        found.traced_step = median_step(traced_candidates(before, first), times_s)
     return found
 
 

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pipeloom.calls import checked
 from pipeloom.config import RunConfig, find_problems
 from pipeloom.data.text import Data, load_data
 from pipeloom.errors import ConfigError, UserError
@@ -21,6 +22,7 @@ from pipeloom.training.memory_check import check_memory
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.session import check_processes, run_on_all_ranks
 from pipeloom.training.stages import stage_of
+from pipeloom.workload.limits import Count
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}
 """Largest relative difference attributed to rounding, by the dtype that stages compute in. bfloat16 has 8 significant
@@ -89,7 +91,8 @@ class Equality:
         return f"Equality({found}: {of}, worst {self.worst}, {self.differences[self.worst]:.1e})"
 
 
-def verify_gradients(config: RunConfig, *, num_batches: int = 2, quiet: bool = False) -> Equality:
+@checked
+def verify_gradients(config: RunConfig, *, num_batches: Count = 2, quiet: bool = False) -> Equality:
     """Compare the pipeline's loss and gradients with those of a single process, parameter by parameter.
 
     Starts the processes of the run; under a launcher, this process is one of the ranks. A *schedule* needs no such

@@ -15,7 +15,8 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from pipeloom.checkpoint.checkpoint_choice import choose_checkpoint
 from pipeloom.config import RunConfig
-from pipeloom.data.text import Data, TokenWindows
+from pipeloom.data.text import Data
+from pipeloom.data.windows import Windows
 from pipeloom.execute.processes.world import World, is_first
 from pipeloom.terminal.progress import Bar
 from pipeloom.training.checkpoints.checkpoint import Checkpoints
@@ -55,10 +56,10 @@ def mean_loss(pipeline: Pipeline, world: World, batches: Iterable[Counted]) -> M
         # The share of the mean over the batch on this rank; 0 but on ranks of the last stage.
         total += pipeline.counted_loss(pipeline.evaluate(batch)) * batch.num_valid
         tokens += batch.num_valid
-    return MeanLoss(world.sum([total])[0] / tokens, tokens)
+    return MeanLoss(world.sum([total])[0] / max(1, tokens), tokens)
 
 
-def each_once(windows: TokenWindows, batch_size: int) -> Iterator[Counted]:
+def each_once(windows: Windows, batch_size: int) -> Iterator[Counted]:
     """Batches in which each window counts once; the last one is filled with windows that do not count."""
     for first in range(0, windows.num_windows, batch_size):
         # Behind the last window the next epoch begins.
@@ -124,7 +125,7 @@ def _evaluate(
     weights = Checkpoints(config, world, pipeline, None, config.checkpoint.resume, tokenizer=data.tokenizer)
     info = weights.restore(config.checkpoint.resume)
     # One stream: training and validation part alone could lose the end of a window each.
-    text = TokenWindows(data.tokens, config.data.seq_len) if is_whole else data.validation
+    text = data.whole if is_whole else data.validation
     size = config.layout.batch_size
     total = -(-text.num_windows // size)
     total = total if num_batches is None else min(total, num_batches)

@@ -1,17 +1,20 @@
 """Exports the unsharded weights of a checkpoint as safetensors files, and its tokenizer, in one process.
 
 The files are named as Hugging Face's libraries write and read them: ``model.safetensors``, or for a larger model
-``model-00001-of-00003.safetensors`` and so on, with ``model.safetensors.index.json``, which maps parameters to files.
+``model-00001-of-00003.safetensors`` and so on, with ``model.safetensors.index.json``, which maps tensors to files. The
+tensors are pipeloom's parameters, or those of a Hugging Face architecture.
 """
 
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,21 +24,47 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from pipeloom.calls import checked
+from pipeloom.catalog.architectures import ARCHITECTURES
+from pipeloom.catalog.model_files import CONFIG_JSON, config_json
+from pipeloom.catalog.weight_files import FileTensor
 from pipeloom.checkpoint.checkpoint_choice import refusal
-from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, damage, find_checkpoint, read_info, read_tokenizer
+from pipeloom.checkpoint.checkpoint_folder import (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    damage,
+    find_checkpoint,
+    read_info,
+    read_origin,
+    read_tokenizer,
+)
+from pipeloom.config import ModelConfig
 from pipeloom.errors import RunError, UserError
 from pipeloom.runs.run_folder import WEIGHTS, WEIGHTS_INDEX, weight_files
+from pipeloom.system.files import parse_json
 from pipeloom.training.checkpoints.checkpoint import MODEL
 from pipeloom.training.checkpoints.storage import CheckpointReader
+from pipeloom.training.pretrained import DTYPES, read_description
 from pipeloom.workload.dtypes import Dtype
 
 _DRAFTS = ".weights.part"
+_DTYPE_KEY, _OLD_DTYPE_KEY = "dtype", "torch_dtype"
+"""Key of a ``config.json`` for the type of its weights, in transformers 5 and 4."""
 FILE_BYTES = 5_000_000_000
 """Maximum bytes of a file, unless a single parameter has more; the long-time default of Hugging Face's libraries."""
 
 
+Format = Literal["pipeloom", "hf"]
+
+
+@checked
 def export_weights(
-    checkpoint: str | Path, folder: str | Path, *, dtype: Dtype | None = None, file_bytes: int = FILE_BYTES
+    checkpoint: str | Path,
+    folder: str | Path,
+    *,
+    format: Format = "pipeloom",  # noqa: A002  the name of the flag
+    dtype: Dtype | None = None,
+    file_bytes: int | None = None,
 ) -> list[Path]:
     """Write the weights of a checkpoint as safetensors files, and its tokenizer. Peak memory is one file of weights.
 
@@ -47,56 +76,144 @@ def export_weights(
     Args:
         checkpoint: a complete checkpoint, or a run folder, of which the latest complete one is used.
         folder: for the files; created if missing.
-        dtype: of the written weights. ``None``: as in the checkpoint.
-        file_bytes: maximum bytes of weights in one file; a larger parameter gets its own file.
+        format: "pipeloom" for parameters with the names of this package, "hf" for a folder that ``from_pretrained`` of
+            Hugging Face's transformers loads.
+        dtype: of the written weights. ``None``: as in the folder that the run started from with format "hf", otherwise
+            as in the checkpoint.
+        file_bytes: maximum bytes of weights in one file; a larger tensor gets its own file. ``None``: files as in the
+            folder that the run started from with format "hf", otherwise ``FILE_BYTES``.
 
     Returns:
-        The files: weights; the tokenizer, unless the folder has it; the index, if there are several files of weights.
+        The files: weights; the tokenizer, unless the folder has it; the index, if there are several files of weights;
+        with format "hf" the description of the model.
 
     Raises:
-        UserError: the checkpoint cannot be read or is damaged, or the folder has weights or another tokenizer.
+        UserError: the checkpoint cannot be read or is damaged, the folder has weights or another tokenizer, or no
+            architecture of Hugging Face computes the model.
         RunError: the files cannot be written; none is left behind.
     """
     checkpoint, folder = find_checkpoint(Path(checkpoint)), Path(folder)
-    torch_dtype = None if dtype is None else getattr(torch, dtype)
     if damage(checkpoint):
         raise UserError(refusal(checkpoint))
     reader = CheckpointReader(checkpoint)
+    if weight_files(folder):
+        raise UserError(f"{folder} already has weights; choose another folder, or move them")
+    shapes, stated = _stored(reader)
+    is_hf = format == "hf"
+    content = _hugging_face(checkpoint, shapes, stated, dtype, file_bytes) if is_hf else _own(checkpoint, stated)
+    if dtype is not None:
+        content = replace(content, dtypes=dict.fromkeys(content.dtypes, getattr(torch, dtype)))
+    sizes = {one.name: prod(one.shape(shapes)) * content.dtypes[one.name].itemsize for one in content.tensors}
+    parts = content.parts or _named_parts(sizes, file_bytes or FILE_BYTES)
+    texts = {**(read_tokenizer(checkpoint) or {}), **content.texts}
+    if len(parts) > 1 and WEIGHTS_INDEX not in texts:
+        texts[WEIGHTS_INDEX] = _index(parts, {"total_size": sum(sizes.values()), **content.about})
+    texts = _missing_texts(texts, folder)
+    _check_room(folder, sum(sizes.values()))
+    by_name = {one.name: one for one in content.tensors}
+    with _together(folder) as drafts:
+        for name, part in parts.items():
+            tensors = _read(reader, [by_name[key] for key in part], shapes, content.dtypes)
+            _write(drafts / name, tensors, content.headers.get(name, content.about))
+        for name, text in texts.items():
+            (drafts / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in [*parts, *texts]]
+
+
+def _stored(reader: CheckpointReader) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
+    """Shapes and types of the parameters of a checkpoint by name."""
     stored = {
         key.removeprefix(MODEL): found
         for key, found in reader.read_metadata().state_dict_metadata.items()
         if key.startswith(MODEL) and isinstance(found, TensorStorageMetadata)
     }
     if not stored:
-        raise UserError(f"expected a checkpoint with weights, found none in {checkpoint}")
-    if weight_files(folder):
-        raise UserError(f"{folder} already has weights; choose another folder, or move them")
-    texts = _tokenizer(checkpoint, folder)
-    sizes = {name: prod(one.size) * (torch_dtype or one.properties.dtype).itemsize for name, one in stored.items()}
-    parts = _named_parts(sizes, file_bytes)
+        raise UserError(f"expected a checkpoint with weights, found none in {reader.path}")
+    shapes = {name: tuple(one.size) for name, one in stored.items()}
+    return shapes, {name: one.properties.dtype for name, one in stored.items()}
+
+
+def _index(parts: Mapping[str, list[str]], about: Mapping[str, object]) -> str:
+    """The text of ``model.safetensors.index.json``; ``parts`` has the names of tensors by file."""
+    places = {key: name for name, part in parts.items() for key in part}
+    return json.dumps({"metadata": dict(about), "weight_map": places}, indent=2, sort_keys=True) + "\n"
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What an export consists of.
+
+    Attributes:
+        tensors: of the files of weights.
+        dtypes: of the tensors by name.
+        parts: names of tensors by file; empty to divide them by size.
+        headers: for each file its header's metadata, where it is not ``about``.
+        about: metadata of headers and index.
+        texts: text files by name, without the tokenizer.
+    """
+
+    tensors: list[FileTensor]
+    dtypes: Mapping[str, torch.dtype]
+    parts: Mapping[str, list[str]] = field(default_factory=dict)
+    headers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    about: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+
+def _own(checkpoint: Path, dtypes: Mapping[str, torch.dtype]) -> _Content:
+    """The parameters with their own names."""
     info = read_info(checkpoint)
     about = {"format": "pt", "step": str(info.step), "model": json.dumps(info.model)}
-    if len(parts) > 1:
-        places = {key: name for name, part in parts.items() for key in part}
-        index = {"metadata": {"total_size": sum(sizes.values()), **about}, "weight_map": places}
-        texts[WEIGHTS_INDEX] = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    _check_room(folder, sum(sizes.values()))
-    with _together(folder) as drafts:
-        for name, part in parts.items():
-            _write(drafts / name, _read(reader, {key: stored[key] for key in part}, torch_dtype), about)
-        for name, text in texts.items():
-            (drafts / name).write_text(text, encoding="utf-8")
-    return [folder / name for name in [*parts, *texts]]
+    return _Content([FileTensor(name, (name,)) for name in dtypes], dtypes, about=about)
 
 
-def _tokenizer(checkpoint: Path, folder: Path) -> dict[str, str]:
-    """Text of the tokenizer by file name; empty if the checkpoint has none, or the folder has the same."""
-    text, file = read_tokenizer(checkpoint), folder / TOKENIZER
-    if text is None or not file.exists():
-        return {} if text is None else {TOKENIZER: text}
-    if file.read_text(encoding="utf-8", errors="replace") != text:
-        raise UserError(f"{file} is another tokenizer; choose another folder, or move it")
-    return {}
+def _hugging_face(
+    checkpoint: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    stated: Mapping[str, torch.dtype],
+    dtype: Dtype | None,
+    file_bytes: int | None,
+) -> _Content:
+    """The content of a Hugging Face folder; that of the folder that the run started from, with other values."""
+    info = read_info(checkpoint)
+    try:
+        model = ModelConfig(**info.model)
+    except TypeError as error:
+        raise UserError(f"cannot read the model of {checkpoint}: {error}") from None
+    text = read_origin(checkpoint)
+    first = None if text is None else read_description(text)
+    table = config_json(model, info.data["data.seq_len"]) if first is None else parse_json(first.texts[CONFIG_JSON])
+    files = ARCHITECTURES[table["model_type"]].weights
+    if first is not None:
+        files = files.named_as_in([name for part in first.tensors.values() for name in part])
+    tensors = files.of_model(list(shapes), model.num_layers)
+    theirs = {} if first is None else {name: kind for part in first.tensors.values() for name, kind in part.items()}
+    dtypes = {
+        one.name: getattr(torch, DTYPES[theirs[one.name]]) if one.name in theirs else stated[one.parameters[0]]
+        for one in tensors
+    }
+    texts = {} if first is None else dict(first.texts)
+    written = str(dtype or next(iter(dtypes.values()))).removeprefix("torch.")
+    if first is None or (dtype is not None and table.get(_DTYPE_KEY, table.get(_OLD_DTYPE_KEY)) != dtype):
+        key = _OLD_DTYPE_KEY if _OLD_DTYPE_KEY in table else _DTYPE_KEY
+        texts[CONFIG_JSON] = json.dumps({**table, key: written}, indent=2, sort_keys=True) + "\n"
+    if first is None or dtype is not None or file_bytes is not None:
+        texts.pop(WEIGHTS_INDEX, None)
+        return _Content(tensors, dtypes, texts=texts)
+    names = {one.name for one in tensors}
+    parts = {file: [name for name in part if name in names] for file, part in first.tensors.items()}
+    return _Content(tensors, dtypes, parts, first.about, texts=texts)
+
+
+def _missing_texts(texts: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """The text files that the folder does not have; those that it has must be equal."""
+    found = {name: folder / name for name in texts if (folder / name).exists()}
+    others = [file for name, file in found.items() if file.read_text(encoding="utf-8", errors="replace") != texts[name]]
+    if others:
+        kind = "tokenizer" if others[0].name in (TOKENIZER, TOKENIZER_CONFIG) else "file"
+        what = f"{others[0]} is another {kind}"
+        raise UserError(f"{what}; choose another folder, or move it")
+    return {name: text for name, text in texts.items() if name not in found}
 
 
 def _check_room(folder: Path, num_bytes: int) -> None:
@@ -152,33 +269,42 @@ def _named_parts(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
 
 
 def _read(
-    reader: CheckpointReader, stored: Mapping[str, TensorStorageMetadata], dtype: torch.dtype | None
+    reader: CheckpointReader,
+    wanted: Sequence[FileTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, Tensor]:
-    """Unsharded parameters by name."""
-    tensors = {MODEL + name: torch.empty(one.size, dtype=dtype or one.properties.dtype) for name, one in stored.items()}
+    """Tensors of a file by name, with the parameters of the checkpoint; ``shapes`` are those of the parameters."""
+    found: dict[str, Tensor] = {}
+    views: dict[str, Tensor] = {}
+    for one in wanted:
+        tensor = found[one.name] = torch.empty(one.shape(shapes), dtype=dtypes[one.name])
+        parts = (tensor.T if one.is_transposed else tensor).split([shapes[name][0] for name in one.parameters])
+        views |= {MODEL + name: part for name, part in zip(one.parameters, parts, strict=True)}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose: one process
             # DCP reads into these tensors and converts to their dtype while it copies.
-            dcp.load(tensors, storage_reader=reader, no_dist=True)
+            dcp.load(views, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise UserError(f"cannot read the checkpoint {reader.path}: {cause}; use another one") from None
-    return {key.removeprefix(MODEL): tensor for key, tensor in tensors.items()}
+    return found
 
 
-def _write(file: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
+def _write(file: Path, tensors: dict[str, Tensor], about: Mapping[str, str]) -> None:
     """Write a file of weights and fsync it; equal contents give equal bytes."""
     # safetensors creates files that only their owner may read. A file created by Python shows the user's umask.
     file.touch()
     mode = file.stat().st_mode
-    save_file(tensors, file, metadata=about)
+    save_file(tensors, file, metadata=dict(about) or None)
     file.chmod(mode)
     with file.open("r+b") as opened:
         # Format: the length of the JSON header in 8 bytes, little-endian; then the header, which may end in spaces.
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))  # safetensors' order is random
+        if "__metadata__" in header:
+            header["__metadata__"] = dict(sorted(header["__metadata__"].items()))  # safetensors' order is random
         text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
         assert len(text) <= length, "a header that became longer by sorting"
         opened.seek(8)

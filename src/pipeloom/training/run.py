@@ -1,23 +1,32 @@
 """A training run from start to end: checks, run folder, processes, results."""
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from pipeloom.calls import checked
 from pipeloom.checkpoint.checkpoint_choice import Choice, choose_checkpoint, refuse_steps
-from pipeloom.checkpoint.checkpoint_folder import FOLDER, UNCHECKED, can_be_checked, name_of, read_info
+from pipeloom.checkpoint.checkpoint_folder import (
+    FOLDER,
+    UNCHECKED,
+    can_be_checked,
+    is_hugging_face,
+    name_of,
+    read_info,
+)
 from pipeloom.config import RunConfig, training_problems
 from pipeloom.data.text import Data
 from pipeloom.errors import ConfigError
-from pipeloom.execute.processes.signals import raised_signals
 from pipeloom.execute.processes.world import World, is_first, is_launched
 from pipeloom.measure.host import num_devices
 from pipeloom.predict.describe import completed, why_training_may_differ
 from pipeloom.runs.run_folder import TIMELINE, RunFolder
 from pipeloom.runs.run_start import draft_start, take_run_folder
 from pipeloom.schedule import Kind
+from pipeloom.system.end_signals import raised_signals
 from pipeloom.terminal.progress import restore_terminal
 from pipeloom.terminal.words import count, format_bytes, passes_of
 from pipeloom.training.checkpoints.checkpoint import check_resumable, new_order
@@ -25,10 +34,12 @@ from pipeloom.training.checkpoints.saving import safe_steps
 from pipeloom.training.export import export_weights
 from pipeloom.training.memory_check import check_memory
 from pipeloom.training.pipeline import training_schedule
+from pipeloom.training.pretrained import check_init
 from pipeloom.training.session import check_processes, load_text, long_start, resolve, run_on_all_ranks
 from pipeloom.training.trainer import RunResult, Trainer
 
 
+@checked
 def train(config: RunConfig, *, quiet: bool = False) -> RunResult:
     """Train a language model with pipeline parallelism. Starts the processes of the run and waits for them.
 
@@ -54,6 +65,7 @@ def train(config: RunConfig, *, quiet: bool = False) -> RunResult:
         RunError: the run failed; checkpoints written before remain.
         Interrupted: a signal ended the run.
     """
+    begun_s = time.monotonic()
     config, problems = completed(config, training_problems)
     if problems:
         raise ConfigError(problems, "the run")
@@ -63,12 +75,12 @@ def train(config: RunConfig, *, quiet: bool = False) -> RunResult:
     check_memory(config)
     if not is_first():
         # Other ranks of a launcher write no file, so their folder is never used.
-        return run_on_all_ranks(config, partial(_train, RunFolder(Path()), quiet))
+        return run_on_all_ranks(config, partial(_train, folder=RunFolder(Path()), quiet=quiet, begun_s=begun_s))
     _announce(config, say)
     with take_run_folder(config) as lock:
         if not lock.is_kept:
             say(f"not locked {lock.folder}: its file system has no locks; no other host may train into it")
-        return _run_in(lock.folder, config, say, quiet=quiet)
+        return _run_in(lock.folder, config, say, begun_s, quiet=quiet)
 
 
 _Say = Callable[[str], None]
@@ -82,12 +94,14 @@ def _say_nothing(_text: str) -> None:
     pass
 
 
-def _run_in(path: Path, config: RunConfig, say: _Say, *, quiet: bool) -> RunResult:
+def _run_in(path: Path, config: RunConfig, say: _Say, begun_s: float, *, quiet: bool) -> RunResult:
     """Run in a folder that this process has locked."""
     choice = None if config.checkpoint.resume is None else choose_checkpoint(config.checkpoint.resume)
     if choice is not None:
         refuse_steps(choice, config.training.known_steps, path)
         config = replace(config, checkpoint=replace(config.checkpoint, resume=choice.path))
+    elif (init := config.checkpoint.init) is not None and not is_hugging_face(init):
+        config = replace(config, checkpoint=replace(config.checkpoint, init=choose_checkpoint(init).path))
     # Tokenized once, before the processes start; they read the tokens from the cache.
     data = load_text(config)
     resolved = resolve(config, data)
@@ -103,7 +117,7 @@ def _run_in(path: Path, config: RunConfig, say: _Say, *, quiet: bool) -> RunResu
     patience = "; the first step takes a few seconds" if slow is None else f"; {slow} may take minutes"
     say(f"starting   {count(config.layout.num_ranks, 'process')}{patience if has_steps else ''}\n")
     try:
-        result = run_on_all_ranks(config, partial(_train, folder, quiet))
+        result = run_on_all_ranks(config, partial(_train, folder=folder, quiet=quiet, begun_s=begun_s))
         # The ranks, which handled signals, have exited; this process must not be killed while it writes.
         with raised_signals():
             _write_end(config, path, result)
@@ -126,9 +140,13 @@ def _write_end(config: RunConfig, folder: Path, result: RunResult) -> None:
 
 
 def _check_checkpoint(config: RunConfig, data: Data, choice: Choice | None) -> str:
-    """Refuse a checkpoint of another model; return lines that describe where the run resumes, empty if it does not."""
+    """Refuse a checkpoint of another model.
+
+    Returns:
+        Lines that describe where the run resumes, or its first weights; empty for random ones.
+    """
     if choice is None:
-        return ""
+        return "" if config.checkpoint.init is None else f"\nweights    {check_init(config)}"
     check_resumable(config)
     info = read_info(choice.path)
     line = f"\nresume     {choice.path}: step {info.step}, {info.tokens:,} tokens"
@@ -147,7 +165,7 @@ def _check_checkpoint(config: RunConfig, data: Data, choice: Choice | None) -> s
 def _unused_size(config: RunConfig, data: Data, choice: Choice | None) -> str:
     """A line if ``data.bpe_vocab_size`` has no effect because the checkpoint's tokenizer has another size."""
     wanted, used = config.data.bpe_vocab_size, data.tokenizer.vocab_size
-    if choice is None or config.data.known_tokenizer != "bpe" or wanted == used:
+    if choice is None or config.data.tokenizer != "bpe" or wanted == used:
         return ""
     return f"\n           with the {used:,} tokens of its own tokenizer; data.bpe_vocab_size {wanted:,} has no effect"
 
@@ -191,8 +209,8 @@ def _draw(config: RunConfig, folder: Path, result: RunResult) -> None:
     plot_timelines(panels, [folder / f"{TIMELINE}.{ending}" for ending in ("png", "svg")], unit="ms", scale=1e3)
 
 
-def _train(folder: RunFolder, quiet: bool, config: RunConfig, world: World, data: Data) -> RunResult:
-    return Trainer(config, world, data, folder, quiet=quiet).run()
+def _train(config: RunConfig, world: World, data: Data, *, folder: RunFolder, quiet: bool, begun_s: float) -> RunResult:
+    return Trainer(config, world, data, folder, quiet=quiet, begun_s=begun_s).run()
 
 
 def _announce(config: RunConfig, say: _Say) -> None:

@@ -4,6 +4,7 @@ import torch
 
 from pipeloom.config import RunConfig
 from pipeloom.data.text import Data
+from pipeloom.data.windows import without_marks
 from pipeloom.execute.processes.world import World
 from pipeloom.training.pipeline import Pipeline
 
@@ -21,7 +22,7 @@ def sample_text(pipeline: Pipeline, world: World, data: Data, config: RunConfig)
     """
     tokenizer, seq_len = data.tokenizer, config.data.seq_len
     generator = torch.Generator().manual_seed(config.training.seed)
-    prompt = tokenizer.decode(data.validation.batch(0, 1)[0, :_PROMPT_TOKENS])
+    prompt = tokenizer.decode(without_marks(data.validation.batch(0, 1))[0, :_PROMPT_TOKENS])
     tokens = tokenizer.encode(prompt.encode()).tolist()
     for _ in range(config.training.sample_tokens):
         # Positions are learned or rotated up to ``seq_len`` only.

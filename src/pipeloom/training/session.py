@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pipeloom.checkpoint.checkpoint_folder import find_checkpoint, read_tokenizer
+from pipeloom.checkpoint.checkpoint_folder import find_checkpoint, is_hugging_face, read_tokenizer
 from pipeloom.config import RunConfig, with_demo_hyperparameters
 from pipeloom.config.problems import vocabulary_problems
 from pipeloom.cost.partition import default_partition, fastest_partition
@@ -98,13 +98,13 @@ def check_processes(config: RunConfig) -> None:
 
 
 def load_text(config: RunConfig) -> Data:
-    """The data of a run; a resumed run uses the checkpoint's tokenizer.
+    """The data of a run, with the tokenizer of the checkpoint that it starts from.
 
     Raises:
         UserError: as ``load_data``; or the checkpoint's tokenizer cannot be read.
     """
-    resume = config.checkpoint.resume
-    tokenizer = None if resume is None else read_tokenizer(find_checkpoint(resume))
+    start = config.checkpoint.start
+    tokenizer = None if start is None or is_hugging_face(start) else read_tokenizer(find_checkpoint(start))
     return load_data(config.data, config.training.seed, tokenizer)
 
 
@@ -134,7 +134,7 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
         config,
         model=model,
         # the size of the tokenizer in use, so that the run folder records it
-        data=replace(config.data, bpe_vocab_size=needed) if config.data.known_tokenizer == "bpe" else config.data,
+        data=replace(config.data, bpe_vocab_size=needed) if config.data.tokenizer == "bpe" else config.data,
         training=replace(config.training, dtype=config.training.known_dtype),
         layout=replace(layout, partition=partition),
         schedule=replace(schedule, group_size=group_size) if is_grouped else schedule,
@@ -147,7 +147,8 @@ def _work_forked(config: RunConfig, job: Job, rendezvous: Path, rank: int, num_r
 
 def _work(config: RunConfig, job: Job, world: World) -> Any:
     # One rank chooses the checkpoint: others could find another newest one, and would hash its files once more.
-    config = replace(config, checkpoint=replace(config.checkpoint, resume=world.from_first(config.checkpoint.resume)))
+    init, resume = world.from_first((config.checkpoint.init, config.checkpoint.resume))
+    config = replace(config, checkpoint=replace(config.checkpoint, init=init, resume=resume))
     data = load_text(config)
     result = job(with_known_slices(resolve(config, data), world), world, data)
     # After success only: a rank that failed must exit at once, so that the others stop.

@@ -3,23 +3,27 @@
 import json
 import math
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median_high
 from typing import Any
 
+import numpy as np
+
 from pipeloom.analysis.summary import communication, summarize
-from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, Cause, CheckpointInfo, run_of
+from pipeloom.checkpoint.checkpoint_folder import Cause, CheckpointInfo, run_of
 from pipeloom.config import RunConfig
-from pipeloom.data.text import Data, TokenWindows, unigram_loss
-from pipeloom.errors import RunError
+from pipeloom.data.text import Data, unigram_loss
+from pipeloom.data.windows import Windows
+from pipeloom.errors import PeerLostError, RunError
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.measure.stages import Profile
 from pipeloom.runs import run_folder
 from pipeloom.runs.run_folder import RunFolder
+from pipeloom.runs.traced_step import median_step, traced_candidates
 from pipeloom.schedule import Action, Schedule
 from pipeloom.schedule.kinds import COMPUTE_KINDS
 from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
@@ -31,10 +35,14 @@ from pipeloom.training.checkpoints.checkpoint import Checkpoints, checkpoint_inf
 from pipeloom.training.checkpoints.saving import Saving
 from pipeloom.training.earlier import Measured, read_earlier
 from pipeloom.training.evaluation import mean_loss
+from pipeloom.training.loggers import MetricLog
 from pipeloom.training.optimizer import StageUpdates, WholeUpdates, learning_rate, make_optimizer
 from pipeloom.training.pipeline import Pipeline
+from pipeloom.training.pretrained import origin_of, start_weights
 from pipeloom.training.progress import StepProgress
 from pipeloom.training.sample import sample_text
+from pipeloom.training.step_metrics import StepMeter
+from pipeloom.training.step_profile import StepProfiles
 
 
 @dataclass(frozen=True)
@@ -117,9 +125,27 @@ class RunResult:
 
 
 class Trainer:
-    """One rank of a training run, from a resolved configuration. Rank 0 alone writes to the run folder."""
+    """One rank of a training run, from a resolved configuration. Rank 0 alone writes to the run folder.
 
-    def __init__(self, config: RunConfig, world: World, data: Data, folder: RunFolder, *, quiet: bool = False) -> None:
+    Args:
+        config: resolved.
+        world: all ranks.
+        data: of the run.
+        folder: of the run.
+        quiet: whether no progress is printed.
+        begun_s: start of the run on the host's monotonic clock; ``None`` for now.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        data: Data,
+        folder: RunFolder,
+        *,
+        quiet: bool = False,
+        begun_s: float | None = None,
+    ) -> None:
         self._quiet = quiet
         self._config = config
         self._world = world
@@ -130,14 +156,28 @@ class Trainer:
         self._optimizer = make_optimizer(config.optimizer, self._pipeline.data_parallel.parts, begins=is_whole)
         self._updates = self._make_updates()
         self._checkpoints = Checkpoints(
-            config, world, self._pipeline, self._optimizer, folder.path, tokenizer=data.tokenizer
+            config,
+            world,
+            self._pipeline,
+            self._optimizer,
+            folder.path,
+            tokenizer=data.tokenizer,
+            origin=origin_of(config.checkpoint.start, data.tokenizer) if world.rank == 0 else None,
         )
-        self._saving = Saving(config, world, folder, self._save)
+        self._saving = Saving(config, world, folder, self, begun_s)
         # Steps, sequences and tokens before this process: those of the checkpoint, or none.
         resume = config.checkpoint.resume
         self._done = checkpoint_info(config, data, 0, 0, 0) if resume is None else self._checkpoints.restore(resume)
-        traced_step = min(self._done.step + config.output.trace_step, config.training.known_steps)
-        self._measured = Measured(traced_step=traced_step)
+        if resume is None and config.checkpoint.init is not None:
+            start_weights(config, world, self._pipeline, self._checkpoints, data)
+        text = self._done.data["text"]
+        self._train = data.train.resumed(self._done.sequences, self._done.sources, text)
+        self._measured = Measured()
+        self._candidates = traced_candidates(config, self._done.step)
+        self._candidate_times_s: dict[int, float] = {}
+        self._candidate_traces: dict[int, tuple[Trace, int, float]] = {}
+        self._meter, self._profiles = StepMeter(config, world), StepProfiles(config, world, folder.path)
+        self._sums: Sequence[float] = ()
 
     def run(self) -> RunResult:
         """Train, validate, sample, and write the results.
@@ -147,23 +187,34 @@ class Trainer:
             Interrupted: a signal ended it.
         """
         with self._saving.signals:
-            return self._run()
+            try:
+                return self._run()
+            except PeerLostError:
+                raise  # the thread would wait for the lost process, too
+            except RunError:
+                self._saving.settle()
+                raise
 
     def _run(self) -> RunResult:
         config, is_writer = self._config, self._world.rank == 0
         if is_writer:
             self._folder.write_config(config)  # resolved, with measured slice lengths
-            self._folder.write(TOKENIZER, self._data.tokenizer.to_json())
+            for name, text in self._data.tokenizer.files().items():
+                self._folder.write(name, text)
             self._folder.write(run_folder.SCHEDULE, self._pipeline.schedule_text)
         has_steps = self._done.step < config.training.known_steps
         if has_steps:
             self._predict()
         measured = self._measured
-        with StepProgress(config.training.known_steps, is_shown=is_writer and not self._quiet) as progress:
+        with (
+            StepProgress(config.training.known_steps, is_shown=is_writer and not self._quiet) as progress,
+            MetricLog(config, self._folder.path) as log,
+        ):
             for step in range(self._done.step + 1, config.training.known_steps + 1):
                 self._saving.begin_step()
                 begin, exchanged_s = time.perf_counter(), self._pipeline.exchange_s
-                loss, grad_norm, result = self._step(step)
+                with self._profiles.of(step):
+                    loss, grad_norm, result = self._step(step)
                 # The whole step with the optimizer, as in the prediction.
                 step_s = time.perf_counter() - begin
                 speed = config.layout.batch_size * config.data.seq_len / step_s
@@ -171,14 +222,18 @@ class Trainer:
                 if is_writer:
                     lr = learning_rate(config.optimizer, step - 1, config.training.known_steps)
                     line = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr}
-                    line |= {"tokens_per_s": speed, "step_time_s": step_s}
-                    self._folder.add_metrics(line if validation is None else {**line, "validation_loss": validation})
+                    line |= {"tokens_per_s": speed, "step_time_s": step_s, **self._meter.metrics(self._sums, speed)}
+                    if validation is not None:
+                        line["validation_loss"] = validation
+                    self._folder.add_metrics(line)
+                    log.add(line)
                 progress.show(step, loss=loss, grad_norm=grad_norm, tokens_per_s=speed, validation_loss=validation)
                 measured.loss = loss
                 measured.times_s.append(step_s)
                 measured.peak_stage_bytes = max(measured.peak_stage_bytes, result.held.swapped_bytes)
-                if step == measured.traced_step:
-                    self._keep_traced(result, self._pipeline.exchange_s - exchanged_s)
+                if step in self._candidates:
+                    own = result.trace, result.held.live_bytes, self._pipeline.exchange_s - exchanged_s
+                    self._keep_traced(step, step_s, own)
                 self._saving.after_step(step)
         self._saving.end()
         # Deferred updates of the last step come before validation.
@@ -196,7 +251,7 @@ class Trainer:
         is_own = self._world.from_first(run is not None and run.resolve() == self._folder.path.resolve())
         # This run's folder gets a checkpoint even though no step was left.
         if config.checkpoint.final != "none" and not is_own:
-            self._save(config.training.known_steps, "end")
+            self.write(config.training.known_steps, "end", in_background=False)
         if self._world.rank > 0:
             return Measured()
         found = read_earlier(self._folder, config)
@@ -206,14 +261,24 @@ class Trainer:
             self._folder.write_config(replace(config, checkpoint=checkpoint, output=output))
         return found
 
-    def _save(self, step: int, cause: Cause) -> None:
+    def write(self, step: int, cause: Cause, *, in_background: bool) -> bool:
+        """Write a checkpoint; returns whether a thread writes it while training goes on."""
         self._updates.settle()
-        self._checkpoints.save(replace(self._info(step), cause=cause))
+        info = replace(self._info(step), cause=cause)
+        if in_background:
+            return self._checkpoints.begin(info)
+        self._checkpoints.save(info)
+        return False
+
+    def ended(self, *, waits: bool) -> float | None:
+        """Seconds that the thread wrote for; ``None`` if there is none, or it goes on. Raises its error."""
+        return self._checkpoints.ended(waits=waits)
 
     def _info(self, step: int) -> CheckpointInfo:
         sequences = (step - self._done.step) * self._config.layout.batch_size
         tokens = self._done.tokens + sequences * self._config.data.seq_len
-        return checkpoint_info(self._config, self._data, step, self._done.sequences + sequences, tokens)
+        info = checkpoint_info(self._config, self._data, step, self._done.sequences + sequences, tokens)
+        return replace(info, sources=self._train.position(sequences))
 
     def _predict(self) -> None:
         """Profile the stages, their collectives and the update on this machine, and simulate the step.
@@ -233,7 +298,7 @@ class Trainer:
         self._measured.predicted, self._measured.predicted_s = trace, trace.end_s + behind_s
         self._folder.write(run_folder.PREDICTED_TRACE, to_chrome(trace, "predicted"))
 
-    def _batch(self, windows: TokenWindows, index: int) -> Batch:
+    def _batch(self, windows: Windows, index: int) -> Batch:
         return self._pipeline.batch(windows.batch(index, self._config.layout.batch_size))
 
     def _step(self, step: int) -> tuple[float, float, StepResult]:
@@ -241,11 +306,13 @@ class Trainer:
         config = self._config
         lr = learning_rate(config.optimizer, step - 1, config.training.known_steps)
         self._updates.begin_step(lr)
-        windows = self._data.train.batch(step - self._done.step - 1, config.layout.batch_size, self._done.sequences)
+        windows = self._train.batch(step - self._done.step - 1, config.layout.batch_size)
         result = self._pipeline.train_step(self._pipeline.batch(windows))
         # One all-reduce for loss, gradient norm and votes.
         own = [self._pipeline.counted_loss(result), self._updates.squares()]
-        loss, squares, *votes = self._world.sum([*own, *self._saving.votes()])
+        measured = self._meter.own(result)
+        loss, squares, *others = self._world.sum([*own, *measured, *self._saving.votes()])
+        self._sums, votes = others[: len(measured)], others[len(measured) :]
         self._saving.count(votes)
         # Checked on the sum, so that all ranks raise; one rank alone would leave the others waiting.
         if not math.isfinite(loss + squares):
@@ -275,9 +342,18 @@ class Trainer:
         self._pipeline.updates.does = updates
         return updates
 
-    def _keep_traced(self, result: StepResult, exchange_s: float) -> None:
-        """Gather the traces on rank 0 and write one for each pipeline. Plots are drawn after the ranks have exited."""
-        own = result.trace, result.held.live_bytes, exchange_s
+    def _keep_traced(self, step: int, step_s: float, own: tuple[Trace, int, float]) -> None:
+        """Keep a rank's trace; behind the last candidate gather those of the chosen step on rank 0, and write them.
+
+        There is one for each pipeline. Plots are drawn after the ranks have exited.
+        """
+        self._candidate_times_s[step], self._candidate_traces[step] = step_s, own
+        if step < self._candidates[-1]:
+            return
+        # Ranks measure different times, and all have to send the same step.
+        chosen = self._world.from_first(median_step(self._candidates, self._candidate_times_s))
+        self._measured.traced_step, own = chosen, self._candidate_traces[chosen]
+        self._candidate_traces.clear()
         every: list[tuple[Trace, int, float]] | None = self._world.gather(own)
         if every is None:
             return
@@ -363,8 +439,8 @@ class Trainer:
         if num_batches == 0 or self._world.rank > 0:
             return data.unigram_loss
         # The same windows as in _validate, so that the losses are comparable.
-        windows = data.validation.batch(0, layout.batch_size * num_batches)
-        return unigram_loss(data.train.tokens, windows[:, 1:].flatten(), data.tokenizer.vocab_size)
+        targets = data.validation.batch(0, layout.batch_size * num_batches)[:, 1:]
+        return unigram_loss(data.shares, np.bincount(targets[targets >= 0], minlength=len(data.shares)))
 
 
 def _bubble_fraction(trace: Trace | None) -> float | None:

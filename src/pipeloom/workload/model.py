@@ -1,34 +1,61 @@
 """The model that is trained: as a run file sets it, and its sizes as costs and memory are counted with them."""
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from pipeloom.workload.limits import Common, Count, Limits, Names, Positive
-from pipeloom.workload.model_families import MODELS, ModelFamily, family_of
+from pipeloom.workload.model_families import MODELS, ModelFamily
 
 MOST_LAYERS = 100_000
 """Most layers of a model: every command makes lists with an element for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Rotary positions for longer sequences than a model was first trained on; formulas in ``pipeloom.model.rotary``.
+
+    Attributes:
+        kind: "linear" divides all frequencies by the factor; "llama3" and "yarn" those of pairs of dims that turn
+            rarely within the original length.
+        factor: how much longer sequences are.
+        original_len: tokens of the first trained sequences.
+        slow_turns, fast_turns: turns of a pair within the original length, up to which its frequency is divided, and
+            from which it is unchanged.
+        attention_factor: of cosines and sines, so that products of queries and keys have its square.
+    """
+
+    kind: str
+    factor: float
+    original_len: int
+    slow_turns: float
+    fast_turns: float
+    attention_factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The transformer. The catalog or a file may give its sizes, norm_eps and rope_theta."""
+    """The transformer. The catalog or a file may give its sizes, norm_eps and rotary positions."""
 
     preset: Common[Annotated[str, Names("models")] | None] = None
     """Model of the catalog, which gives all sizes. None: the sizes below."""
     file: Common[Path | None] = None
-    """Model file: .toml or a Hugging Face config.json. That may be of llama, mistral or gpt2. The file gives all sizes.
-    None: the sizes below."""
+    """Model file: .toml or a Hugging Face config.json. That may be of llama, mistral, qwen2, qwen3, olmo2 or gpt2. The
+    file gives all sizes. None: the sizes below."""
     family: Annotated[str, Names("model families")] = "llama"
-    """Architecture. llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention. gpt2: LayerNorm, learned
-    positions, GELU. docs/extending.md describes how to add one."""
+    """Architecture. llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention. qwen2, qwen3: llama with biases
+    or norms of queries and keys. olmo2: llama with such norms, and norms behind the blocks. gpt2: LayerNorm, learned
+    positions, GELU. docs/extending.md: how to add one."""
     num_layers: Common[Annotated[int, Limits(least=1, most=MOST_LAYERS)]] = 8
     """Transformer layers."""
     hidden_size: Common[Count] = 192
     """Hidden size."""
     num_heads: Count = 6
-    """Attention heads, a divisor of hidden_size."""
+    """Attention heads; without head_size a divisor of hidden_size."""
+    head_size: Count | None = None
+    """Width of one head; even with rotary positions. None: hidden_size / num_heads."""
     num_kv_heads: Count | None = None
     """Key and value heads of grouped-query attention. Each is shared by num_heads / num_kv_heads query heads. None:
     num_heads."""
@@ -40,8 +67,27 @@ class ModelConfig:
     """Epsilon of norms. None: 1e-5; no default for a model from preset or file."""
     rope_theta: Positive | None = None
     """Base of the rotary position frequencies; llama only. None: 10000; no default for a model from preset or file."""
+    rope_scaling: Literal["linear", "llama3", "yarn"] | None = None
+    """Rotary positions for sequences rope_factor times as long as those of the first training. linear divides all
+    frequencies. llama3 and yarn divide those of pairs of dims that turn rarely within rope_original_len."""
+    rope_factor: Annotated[float, Limits(least=1)] | None = None
+    """How much longer sequences are than rope_original_len; needed with rope_scaling."""
+    rope_original_len: Count | None = None
+    """Tokens of sequences in the first training; needed for rope_scaling llama3 and yarn."""
+    rope_slow_turns: Positive | None = None
+    """Turns of a pair within rope_original_len up to which its frequency is divided. None: 1."""
+    rope_fast_turns: Positive | None = None
+    """Turns of a pair within rope_original_len from which its frequency is unchanged. None: 4 for llama3, 32 for
+    yarn."""
+    rope_attention_factor: Positive | None = None
+    """Factor of cosines and sines; yarn only. None: 0.1 ln(rope_factor) + 1."""
     tied: bool = False
     """Embedding and head share one matrix."""
+
+    @property
+    def known_head_size(self) -> int:
+        """With its default."""
+        return self.head_size or self.hidden_size // self.num_heads
 
     @property
     def known_norm_eps(self) -> float:
@@ -53,6 +99,23 @@ class ModelConfig:
         """With its default."""
         return 10000.0 if self.rope_theta is None else self.rope_theta
 
+    @property
+    def scaling(self) -> RopeScaling | None:
+        """The scaling of rotary positions, with its defaults; ``None`` for none."""
+        if self.rope_scaling is None:
+            return None
+        assert self.rope_factor is not None, "a configuration with problems"
+        # YaRN's temperature (arXiv 2309.00071, section 3.3).
+        usual = 0.1 * math.log(self.rope_factor) + 1 if self.rope_scaling == "yarn" else 1.0
+        return RopeScaling(
+            kind=self.rope_scaling,
+            factor=self.rope_factor,
+            original_len=self.rope_original_len or 0,
+            slow_turns=self.rope_slow_turns or 1.0,
+            fast_turns=self.rope_fast_turns or (32.0 if self.rope_scaling == "yarn" else 4.0),
+            attention_factor=self.rope_attention_factor or usual,
+        )
+
     def resolve(self, vocab_size: int) -> "ModelConfig":
         """The same model with every derived size filled in.
 
@@ -62,6 +125,7 @@ class ModelConfig:
         return replace(
             self,
             num_kv_heads=self.num_kv_heads or self.num_heads,
+            head_size=None if self.known_head_size * self.num_heads == self.hidden_size else self.head_size,
             ffn_size=self.ffn_size or MODELS[self.family].default_ffn(self.hidden_size),
             vocab_size=self.vocab_size or vocab_size,
             norm_eps=self.known_norm_eps,
@@ -76,12 +140,13 @@ class ModelShape:
     Attributes:
         layers: transformer layers.
         hidden: width of the residual stream.
-        heads: attention heads; their total width is ``hidden``.
+        heads: attention heads.
         kv_heads: key and value heads; fewer than ``heads`` is grouped-query attention.
         ffn: inner width of the feed-forward block.
-        mlp: the feed-forward block of its family (``ModelFamily.mlp``).
+        family: key of ``MODELS``.
         vocab: rows of the embedding; 0 for layers alone, without embedding and head.
         tied: whether the embedding and the head are one matrix.
+        own_head_size: width of one head; ``None`` for ``hidden / heads``.
         name: for messages.
     """
 
@@ -90,26 +155,47 @@ class ModelShape:
     heads: int
     kv_heads: int
     ffn: int
-    mlp: str
+    family: str
     vocab: int
     tied: bool
+    own_head_size: int | None = None
     name: str = ""
 
+    def __post_init__(self) -> None:
+        """Remove a head size that is the default, so that equal shapes compare equal."""
+        if self.own_head_size is not None and self.own_head_size * self.heads == self.hidden:
+            object.__setattr__(self, "own_head_size", None)
+
     @property
-    def family(self) -> ModelFamily:
-        """What its layers are."""
-        return MODELS[family_of(self.mlp)]
+    def kind(self) -> ModelFamily:
+        """Properties of its layers."""
+        return MODELS[self.family]
+
+    @property
+    def head_size(self) -> int:
+        """Width of one head."""
+        return self.own_head_size or self.hidden // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """Total width of the queries, and of attention's output before its projection."""
+        return self.head_size * self.heads
 
     @property
     def kv_width(self) -> int:
         """Total width of the keys; the values have the same."""
-        return self.hidden // self.heads * self.kv_heads
+        return self.head_size * self.kv_heads
+
+    @property
+    def qk_norm_parameters(self) -> int:
+        """Parameters of one layer's norms of the heads of queries and keys."""
+        return 2 * self.head_size if self.kind.qk_norm == "head" else 0
 
     @property
     def layer_matrix_parameters(self) -> int:
         """Parameters of one layer's matrices: four of attention, those into the feed-forward block and one back."""
-        attention = 2 * self.hidden * (self.hidden + self.kv_width)
-        return attention + (self.family.gates + 1) * self.hidden * self.ffn
+        attention = 2 * self.hidden * (self.query_width + self.kv_width)
+        return attention + (self.kind.gates + 1) * self.hidden * self.ffn
 
     @property
     def embedding_parameters(self) -> int:
@@ -137,9 +223,10 @@ def shape_of(model: ModelConfig) -> ModelShape:
         heads=model.num_heads,
         kv_heads=model.num_kv_heads,
         ffn=model.ffn_size,
-        mlp=MODELS[model.family].mlp,
+        family=model.family,
         vocab=model.vocab_size,
         tied=model.tied,
+        own_head_size=model.head_size,
         name=model.preset or (str(model.file) if model.file else model.family),
     )
 
@@ -148,10 +235,11 @@ def model_of(shape: ModelShape, model: ModelConfig) -> ModelConfig:
     """A model's settings with the sizes of a shape; the inverse of ``shape_of``."""
     return replace(
         model,
-        family=family_of(shape.mlp),
+        family=shape.family,
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_heads=shape.heads,
+        head_size=shape.own_head_size,
         num_kv_heads=shape.kv_heads,
         ffn_size=shape.ffn,
         vocab_size=shape.vocab,
@@ -160,25 +248,47 @@ def model_of(shape: ModelShape, model: ModelConfig) -> ModelConfig:
 
 
 def head_problems(
-    hidden: int, heads: int, kv_heads: int | None, *, is_rotary: bool, names: tuple[str, str, str]
+    sizes: tuple[int, int, int | None, int | None], *, is_rotary: bool, names: tuple[str, str, str, str]
 ) -> list[str]:
     """What is wrong with the heads, one sentence each.
 
     Args:
-        hidden: width of the residual stream.
-        heads: query heads; below 1 nothing is found, as that is a problem of its own.
-        kv_heads: key and value heads; ``None`` for as many as query heads.
+        sizes: width of the residual stream; query heads, where below 1 nothing is found, as that is a problem of its
+            own; key and value heads, ``None`` for as many as query heads; width of one head, ``None`` for an equal
+            share of the residual stream.
         is_rotary: whether heads are turned by pairs of dims.
-        names: of the three, in messages.
+        names: of the four, in messages; the last is empty where a head has no width of its own.
     """
-    width, query, key_value = names
+    (hidden, heads, kv_heads, size), (width, query, key_value, own) = sizes, names
     if heads < 1:
         return []
     problems: list[str] = []
-    if hidden % heads:
-        problems.append(f"{query} must divide {width}, found {heads} and {hidden}")
+    if size is not None:
+        if is_rotary and size % 2:
+            problems.append(f"rotary positions need an even {own}, found {size}")
+    elif hidden % heads:
+        hint = f"; or set {own}" if own else ""
+        problems.append(f"{query} must divide {width}, found {heads} and {hidden}{hint}")
     elif is_rotary and (hidden // heads) % 2:
         problems.append(f"rotary positions need an even {width} / {query}, found {hidden} / {heads}")
     if kv_heads is not None and kv_heads > 0 and heads % kv_heads:
         problems.append(f"{key_value} must divide {query}, found {kv_heads} and {heads}")
     return problems
+
+
+def other_settings(model: ModelConfig, others: Mapping[str, Any], whose: str) -> list[str]:
+    """Settings of a model that differ from others, a sentence each.
+
+    Args:
+        model: resolved.
+        others: by name, as ``model_settings`` returns them.
+        whose: precedes their value, such as ``the checkpoint has``.
+    """
+    own = model_settings(model)
+    names = sorted(name for name in {*own, *others} if own.get(name) != others.get(name))
+    return [f"model.{name} is {own.get(name)}, {whose} {others.get(name)}" for name in names]
+
+
+def model_settings(model: ModelConfig) -> dict[str, Any]:
+    """The model's sizes, without the preset or file that they were read from."""
+    return {name: value for name, value in asdict(model).items() if name not in ("preset", "file")}

@@ -5,9 +5,8 @@ family that differs in more has its own layer class.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from pipeloom.registry import Registry
 
@@ -18,12 +17,16 @@ class ModelFamily:
 
     Attributes:
         summary: one line for help texts.
-        mlp: name of its feed-forward block in data files, unique among families.
         gates: matrices from the residual stream into the feed-forward block; there is one back.
         inner_kept: numbers that a layer keeps for its backward, for each inner element of the block.
         inner_moved: numbers that element-wise kernels of its forward read and write, for each inner element.
         is_rotary: whether positions are rotary; otherwise the embedding adds a learned vector.
-        has_biases: whether matrices have biases.
+        qkv_biases: whether the matrices of queries, keys and values have biases.
+        output_bias: whether the matrix behind attention has a bias.
+        mlp_biases: whether the matrices of the feed-forward block have biases.
+        qk_norm: RMSNorm of queries and keys before the rotary positions: none, of each head, or of all heads together.
+        norms_follow: whether a layer norms what attention and the feed-forward block add to the residual stream, not
+            what they read.
         norms_have_biases: whether norms have, as LayerNorm; RMSNorm has none.
         default_ffn: hidden size -> default inner width.
         layer: imports torch and returns a subclass of ``pipeloom.model.transformer.Layer``; ``None`` for that class.
@@ -31,14 +34,17 @@ class ModelFamily:
     """
 
     summary: str
-    mlp: str
     gates: int
     inner_kept: float
     inner_moved: float
     is_rotary: bool
-    has_biases: bool
+    qkv_biases: bool
+    output_bias: bool
+    mlp_biases: bool
     norms_have_biases: bool
     default_ffn: Callable[[int], int]
+    qk_norm: Literal["none", "head", "width"] = "none"
+    norms_follow: bool = False
     layer: Callable[[], Any] | None = None
 
     @property
@@ -53,12 +59,13 @@ MODELS.add(
     "llama",
     ModelFamily(
         summary="RMSNorm, rotary positions, SwiGLU, grouped-query attention",
-        mlp="swiglu",
         gates=2,
         inner_kept=4,  # gate, up, activated gate and product
         inner_moved=5,  # the activation reads one and writes one, the product reads two and writes one
         is_rotary=True,
-        has_biases=False,
+        qkv_biases=False,
+        output_bias=False,
+        mlp_biases=False,
         norms_have_biases=False,
         # SwiGLU has three matrices where GELU has two: 8/3 H gives as many parameters as 4 H (arXiv 2002.05202).
         # Multiples of 32 keep the sizes of matrix products even.
@@ -69,24 +76,26 @@ MODELS.add(
     "gpt2",
     ModelFamily(
         summary="LayerNorm, learned positions, GELU",
-        mlp="gelu",
         gates=1,
         inner_kept=2,  # GELU's input and output
         inner_moved=2,
         is_rotary=False,
-        has_biases=True,
+        qkv_biases=True,
+        output_bias=True,
+        mlp_biases=True,
         norms_have_biases=True,
         default_ffn=lambda hidden: 4 * hidden,
     ),
 )
-
-
-def mlp_names() -> tuple[str, ...]:
-    """Names of feed-forward blocks in data files."""
-    return tuple(sorted(family.mlp for family in MODELS.values()))
-
-
-@cache  # searches price many thousands of layouts of one model
-def family_of(mlp: str) -> str:
-    """The family with a feed-forward block, one of ``mlp_names``."""
-    return next(name for name, family in MODELS.items() if family.mlp == mlp)
+_LLAMA = MODELS["llama"]
+MODELS.add("qwen2", replace(_LLAMA, summary="llama with biases of queries, keys and values", qkv_biases=True))
+MODELS.add("qwen3", replace(_LLAMA, summary="llama with an RMSNorm of each head of queries and keys", qk_norm="head"))
+MODELS.add(
+    "olmo2",
+    replace(
+        _LLAMA,
+        summary="llama with norms behind attention and SwiGLU, and RMSNorms of all queries and all keys",
+        qk_norm="width",
+        norms_follow=True,
+    ),
+)

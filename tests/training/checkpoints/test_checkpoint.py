@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 import time
 from collections import Counter
 from contextlib import suppress
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch._dynamo  # imported once here, not once in every process
 from checkpoint_files import without_hashes
+from eight_layouts import LAYOUTS, PLACEMENTS
 from small_run import small_run
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -24,6 +26,7 @@ from whole_matrices import NAME
 
 from pipeloom.checkpoint.checkpoint_folder import (
     FOLDER,
+    INFO,
     METADATA,
     TOKENIZER,
     CheckpointInfo,
@@ -37,25 +40,13 @@ from pipeloom.errors import RunError, UserError, WorkerError
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.runs.run_folder import RunFolder
+from pipeloom.system.host_memory import Available
 from pipeloom.training.checkpoints import checkpoint as checkpoint_module
+from pipeloom.training.checkpoints.background import Background
 from pipeloom.training.checkpoints.checkpoint import Checkpoints, expected_shapes
 from pipeloom.training.session import load_text, resolve
 from pipeloom.training.trainer import Trainer
-from pipeloom.workload.layout import Layout
 
-LAYOUTS = {
-    "one rank": Layout(pp=1, loops=1, num_microbatches=4, microbatch_size=1),
-    "loops": Layout(pp=2, loops=2, num_microbatches=2, microbatch_size=2, partition=(1, 2, 2, 1)),
-    "full": Layout(pp=1, loops=3, dp=2, shard="full", num_microbatches=2, microbatch_size=1),
-    "linear": Layout(pp=4, loops=1, num_microbatches=4, microbatch_size=1),
-    "tensor, no sharding": Layout(pp=1, loops=2, tp=2, dp=2, num_microbatches=2, microbatch_size=1),
-    "tensor, full": Layout(
-        pp=1, loops=3, tp=2, sequence_parallel=True, dp=2, shard="full", num_microbatches=2, microbatch_size=1
-    ),
-    "gradients": Layout(pp=2, loops=1, dp=2, shard="gradients", num_microbatches=1, microbatch_size=2),
-    "hybrid": Layout(pp=1, loops=2, dp=4, replicate=2, shard="optimizer", num_microbatches=1, microbatch_size=1),
-}
-PLACEMENTS = {"loops": "v", "linear": "linear"}
 STEPS = 4
 SAVED = 2
 
@@ -220,8 +211,48 @@ def test_only_the_newest_checkpoints_are_kept_and_a_killed_runs_draft_is_in_no_r
         honest(path, **settings)
 
     monkeypatch.setattr(shutil, "rmtree", slow)
-    train_all({tmp_path / "run": config_of(tmp_path, "loops", every=1, keep=2)})
-    assert sorted(file.name for file in (tmp_path / "run" / FOLDER).iterdir()) == ["step-000003", "step-000004"]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (draft.parent / "step-000000").symlink_to(elsewhere)
+    for name in (METADATA, INFO):
+        (elsewhere / name).touch()
+    train_all({tmp_path / "run": config_of(tmp_path, "loops", every=1, keep=2, keep_every=2)})
+    names = sorted(file.name for file in (tmp_path / "run" / FOLDER).iterdir())
+    assert names == ["step-000000", "step-000002", "step-000003", "step-000004"]
+    train_all({tmp_path / "run": config_of(tmp_path, "loops", every=1, keep=1)})
+    assert [file.name for file in (tmp_path / "run" / FOLDER).iterdir()] == ["step-000004"]
+    assert len(list(elsewhere.iterdir())) == 2
+
+
+def test_a_checkpoint_in_the_background_has_the_weights_of_its_step(tmp_path, monkeypatch):
+    """Its writing begins when the weights have changed, and its files are those of a run that waits for them."""
+    honest = Checkpoints._write
+
+    def late(self, info, held):
+        if threading.current_thread() is not threading.main_thread():
+            for _ in range(1000):
+                if (steps := losses(self._run)) and max(steps) > info.step:
+                    break
+                time.sleep(0.02)
+            else:
+                raise AssertionError("the next step waited for the checkpoint")
+        honest(self, info, held)
+
+    waits = tmp_path / "waits"
+    train_all({waits: config_of(tmp_path, "loops", every=SAVED, background=False)})
+    monkeypatch.setattr(Checkpoints, "_write", late)
+    train_all({tmp_path / "run": config_of(tmp_path, "loops", every=SAVED)})
+    for run in (waits, tmp_path / "run"):
+        assert [path.name for path in sorted((run / FOLDER).iterdir())] == ["step-000002", "step-000004"]
+    for file in middle(waits).glob("*.distcp"):
+        assert file.read_bytes() == (middle(tmp_path / "run") / file.name).read_bytes()
+
+
+def test_training_waits_for_a_checkpoint_whose_copy_exceeds_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_module, "available_memory", lambda: Available(1000, "free on this host"))
+    monkeypatch.setattr(Background, "begin", lambda *_: pytest.fail("a thread was started"))
+    train_all({tmp_path / "run": config_of(tmp_path, "loops", every=3)})
+    assert [path.name for path in (tmp_path / "run" / FOLDER).iterdir()] == ["step-000003"]
 
 
 def test_a_run_goes_on_with_another_batch_size_behind_the_text_that_was_read(chains, tmp_path, monkeypatch):
@@ -292,13 +323,13 @@ def test_a_checkpoint_has_the_tokenizer_of_its_text_and_refuses_another(tmp_path
     train_all({tmp_path / "run": config})
     first = tmp_path / "run" / FOLDER / "step-000002"
     text = (first / TOKENIZER).read_text()
-    assert text == (tmp_path / "run" / TOKENIZER).read_text() == load_data(config.data, 0).tokenizer.to_json()
+    assert text == (tmp_path / "run" / TOKENIZER).read_text() == load_data(config.data, 0).tokenizer.files()[TOKENIZER]
 
     resumed = replace(config, checkpoint=replace(config.checkpoint, resume=first))
     (tmp_path / "text.txt").write_text("other letters: zyx wvu tsr qpo nml\n" * 900)
     with pytest.raises(UserError, match="has another tokenizer than this run, so its model reads other tokens"):
         train_all({tmp_path / "other": resumed})
-    assert load_text(resumed).tokenizer.to_json() == text
+    assert load_text(resumed).tokenizer.files() == {TOKENIZER: text}
 
 
 def test_weights_that_give_no_gradient_end_the_run(tmp_path, monkeypatch):

@@ -309,4 +309,4 @@ def _peer_errors(peers: Sequence[int]) -> Iterator[None]:
         # gloo has no type for a timeout; its messages begin with a file and a line in brackets.
         if "timed out" in str(error).lower():
             raise StallError(f"{one} did not come in time: {str(error).rpartition('] ')[2]}") from error
-        raise PeerLostError(f"{one} went away: {error}") from error
+        raise PeerLostError(f"{one} closed the connection: {error}") from error

@@ -198,7 +198,7 @@ class Transport:
 
 def _on_stream(tensor: Tensor, peer: int, is_receive: bool, post: Callable[[], dist.Work | None]) -> UnderWay:
     asked_s = time.perf_counter()
-    with peer_errors(f"rank {peer} went away"):
+    with peer_errors(f"rank {peer} closed the connection"):
         work = post()
     assert work is not None, "a process never sends to itself"
     return _StreamTransfer(work, tensor, asked_s) if is_receive else _StreamTransfer(None, None, asked_s)
@@ -257,7 +257,7 @@ class _Lane:
             # Tag 0 for all: a lane's transfers are matched by their order.
             work = self._post([tensor], self._process, 0)
         except RuntimeError as error:
-            raise PeerLostError(f"rank {self._peer} went away: {error}") from error
+            raise PeerLostError(f"rank {self._peer} closed the connection: {error}") from error
         transfer = _LaneTransfer(self, work, tensor, asked_s)
         self._open.append(transfer)
         self._rounds.announce()
@@ -317,7 +317,7 @@ class _Lane:
         except RuntimeError as found:
             if deadline_s is not None and time.perf_counter() >= deadline_s:
                 return False
-            error = PeerLostError(f"rank {self._peer} went away: {found}")
+            error = PeerLostError(f"rank {self._peer} closed the connection: {found}")
         self._open.popleft()
         transfer.finish(error, keep=self.is_receive)
         return True

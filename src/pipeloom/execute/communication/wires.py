@@ -164,7 +164,7 @@ def _exercise(wire: Wire, plan: Evictions, *, is_evictor: bool) -> None:
 
 
 def _posted(post: Callable[[], dist.Work | None]) -> dist.Work:
-    with peer_errors("the partner of evictions went away"):
+    with peer_errors("the partner of evictions closed the connection"):
         work = post()
     assert work is not None, "a process never sends to itself"
     return work
@@ -175,7 +175,7 @@ def _end_of(work: dist.Work, timeout: timedelta | None = None) -> Finish:
     under_way = [work]  # with the message, which is dropped at its end
 
     def finish() -> bool:
-        with peer_errors("the partner of evictions went away, or did not answer in time"):
+        with peer_errors("the partner of evictions closed the connection, or did not answer in time"):
             if under_way:
                 under_way.pop().wait(*(() if timeout is None else (timeout,)))
         return True

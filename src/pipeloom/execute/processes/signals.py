@@ -12,47 +12,14 @@ from types import FrameType
 from typing import NoReturn, Self
 
 from pipeloom.errors import Interrupted
+from pipeloom.system.end_signals import STOPS, handled
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C; the signal of schedulers and launchers; the end of a terminal."""
 _SAME_S = 0.5
 """A terminal and a launcher may both deliver one Ctrl-C: signals within this time after the first one are ignored."""
 _MARGIN_S = 2.0
 """Seconds by which the process that started the ranks waits longer than they do."""
 _LEFT, _LOOK = 0, 255
 """Bytes in the pipe that are no signals: end the thread; read the clock again."""
-
-
-def not_ignored() -> list[signal.Signals]:
-    """The signals of ``STOPS`` that this process does not ignore (under nohup it ignores some)."""
-    return [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
-
-
-@contextmanager
-def raised_signals() -> Iterator[None]:
-    """Context in which each signal of ``STOPS`` raises ``Interrupted`` in the main thread."""
-
-    def interrupt(number: int, _: FrameType | None) -> NoReturn:
-        raise Interrupted(number)
-
-    with _handled(interrupt):
-        yield
-
-
-@contextmanager
-def _handled(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Context with a handler of these signals; no-op outside the main thread, where Python allows none."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in not_ignored()}
-    try:
-        for number in before:
-            signal.siginterrupt(number, False)  # a system call that libraries have begun goes on
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 class StopSignals:
@@ -99,7 +66,7 @@ class StopSignals:
             # set_wakeup_fd requires it: a signal handler must not wait for room in the pipe.
             os.set_blocking(self._writer, False)
             self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            self._handlers = _handled(_noted)
+            self._handlers = handled(_noted)
             self._handlers.__enter__()
             self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
             self._thread.start()
@@ -176,8 +143,8 @@ class StopSignals:
             if why:
                 self._say(why)
             self._last_words(self._first)
-        # Not sys.exit, which raises in this thread alone; 128 + number is how shells report a signal.
-        os._exit(128 + self._first)
+        # Not sys.exit, which raises in this thread alone.
+        os._exit(Interrupted(self._first).status)
 
 
 def _noted(*_: object) -> None:
@@ -207,7 +174,7 @@ class PassedOn:
     @contextmanager
     def handled(self) -> Iterator[None]:
         """Context in which signals are recorded."""
-        with _handled(self._handle):
+        with handled(self._handle):
             yield
 
     def check(self, processes: Sequence[BaseProcess]) -> None:
@@ -230,7 +197,7 @@ class PassedOn:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._owner:  # a process that was forked just now and has no handlers of its own yet
-            os._exit(128 + number)
+            os._exit(Interrupted(number).status)
         now_s = time.monotonic()
         if self.number is None:
             self.number, self._first_s, self._is_over = number, now_s, self._grace_s <= 0

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import Interrupted, PeerLostError, PipeloomError, StallError, UserError, WorkerError
-from pipeloom.execute.processes.signals import STOPS, PassedOn
+from pipeloom.execute.processes.signals import PassedOn
+from pipeloom.system.end_signals import STOPS
 from pipeloom.system.temporary import temporary_folder
 
 Work = Callable[[Path, int, int], Any]
@@ -38,6 +39,7 @@ class Failure:
         is_stall: waited too long, perhaps for a worker that failed.
         traceback: of the worker, for errors other than ``PipeloomError``.
         number: of the signal that the worker handled.
+        reason: whether the message is the reason, in place of a signal's name.
         was_killed: a signal killed the process.
     """
 
@@ -48,6 +50,7 @@ class Failure:
     traceback: str = ""
     is_stall: bool = False
     number: int | None = None
+    reason: bool = False
     was_killed: bool = False
 
 
@@ -123,7 +126,7 @@ def describe(rank: int, error: BaseException) -> Failure:
     message = str(error) if is_ours else f"{type(error).__name__}: {error}"
     is_user_error, is_consequence = isinstance(error, UserError), isinstance(error, PeerLostError)
     if isinstance(error, Interrupted):
-        return Failure(rank, str(error), number=error.number)
+        return Failure(rank, str(error), number=error.number, reason=str(error) != str(Interrupted(error.number)))
     return Failure(rank, message, is_user_error, is_consequence, trace, isinstance(error, StallError))
 
 
@@ -160,7 +163,8 @@ def _answer(rank: int, process: BaseProcess, reader: Connection) -> Any:
         if code < 0:
             how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
             return Failure(rank, f"rank {rank} {how}", was_killed=True)
-        number = next((number for number in STOPS if code == 128 + number), None)  # as StopSignals ends a rank at once
+        # As StopSignals ends a rank at once.
+        number = next((number for number in STOPS if code == Interrupted(number).status), None)
         return Failure(rank, f"rank {rank} ended with status {code}", number=number)
 
 
@@ -174,7 +178,7 @@ def _error(failures: Sequence[Failure], passed_on: int | None) -> PipeloomError 
     cause = min(failures, key=lambda failure: (failure.number is None, failure.is_consequence, failure.is_stall))
     number = cause.number if passed_on is None else passed_on
     if number is not None:
-        interrupted = Interrupted(number)
+        interrupted = Interrupted(number, cause.message if cause.reason and passed_on is None else "")
         if cause.number is None and not cause.is_consequence and not cause.was_killed:
             interrupted.add_note(cause.message)
         return interrupted

@@ -43,7 +43,8 @@ class Batch:
         """Cut windows of ``seq_len + 1`` tokens into equal micro-batches, and take those of a replica.
 
         Args:
-            windows: of the whole step, ``[num_replicas * num_microbatches * microbatch_size, seq_len + 1]``.
+            windows: of the whole step, ``[num_replicas * num_microbatches * microbatch_size, seq_len + 1]``. A token
+                that is no target is stored as ``~token``, which is negative.
             num_microbatches: how many each replica takes.
             device: where the tokens go.
             replica: 0..num_replicas-1.
@@ -52,6 +53,8 @@ class Batch:
         """
         # Copies: views of windows with seq_len + 1 tokens would be copied in each flatten instead.
         inputs, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
+        np.invert(inputs, out=inputs, where=inputs < 0)
+        targets[targets < 0] = IGNORED
         if num_counted is not None:
             targets[num_counted:] = IGNORED
 
@@ -78,4 +81,5 @@ class Batch:
         """
         # The logarithm of a sum over the vocabulary in bfloat16 would have two or three digits.
         wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-        return cross_entropy(wide, self.targets[microbatch].flatten()) / self.num_valid
+        # Without any target the sum is 0, and so is the loss.
+        return cross_entropy(wide, self.targets[microbatch].flatten()) / max(1, self.num_valid)

@@ -28,13 +28,24 @@ if ((is_late)); then
   wait "$step" || true
   echo "stopped before the time limit"
 fi
+failures="$RUN.failures" # how many times in a row it failed
 if ((status == 0)); then
+  rm -f "$failures"
   exit 0
 fi
-if ((starts < max_restarts)); then
+if ((is_late || status == 75)); then
+  rm -f "$failures" # 75: ended in order, to go on later
+  echo "ended with status $status, to go on: queued again"
+  scontrol requeue "$SLURM_JOB_ID"
+  exit "$status"
+fi
+number=$(($(cat "$failures" 2>/dev/null || echo 0) + 1))
+echo "$number" >"$failures"
+if ((number <= max_restarts)); then
   echo "ended with status $status: queued again"
   scontrol requeue "$SLURM_JOB_ID"
 else
-  echo "ended with status $status after $starts restarts"
+  echo "ended with status $status, the failure $number in a row"
+  rm -f "$failures"
 fi
 exit "$status"

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from pipeloom.checkpoint.checkpoint_folder import (
     FOLDER,
     METADATA,
-    TOKENIZER,
+    ORIGIN,
     Cause,
     CheckpointInfo,
     StoredFile,
@@ -37,20 +37,33 @@ from pipeloom.checkpoint.checkpoint_folder import (
     read_info,
     read_tokenizer,
     run_of,
+    step_of,
+    sync_folder,
     write_info,
+    write_synced,
 )
-from pipeloom.config import ModelConfig, RunConfig
+from pipeloom.config import RunConfig
 from pipeloom.data.text import Data
 from pipeloom.data.tokenizer import Tokenizer
 from pipeloom.errors import PeerLostError, PipeloomError, RunError, UserError
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.weights import StageWeights
 from pipeloom.runs.run_folder import CONFIG
-from pipeloom.training.checkpoints.boxes import Elements
-from pipeloom.training.checkpoints.planner import ElementsLoadPlanner, ElementsSavePlanner, differences
+from pipeloom.system.host_memory import available_memory
+from pipeloom.training.checkpoints.background import Background
+from pipeloom.training.checkpoints.boxes import Box, Elements
+from pipeloom.training.checkpoints.planner import (
+    ElementsLoadPlanner,
+    ElementsSavePlanner,
+    Shapes,
+    differences,
+    stored_shapes,
+)
 from pipeloom.training.checkpoints.storage import CheckpointReader, CheckpointWriter
+from pipeloom.training.memory_check import processes_here
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.stages import stage_of
+from pipeloom.workload.model import model_settings, other_settings
 
 MODEL = "model."
 """Prefix of the keys of parameters."""
@@ -60,6 +73,8 @@ _PATIENCE = timedelta(minutes=30)
 """Longest time that ranks wait for the slowest one to write or read."""
 _PASSING: tuple[Cause, ...] = ("clock", "signal")
 """Causes of checkpoints that are removed once newer ones exist."""
+_MOST_OF_MEMORY = 0.5
+"""Part of a host's available memory that the copies of its processes may take."""
 _NEWEST = 2
 """Number of newest checkpoints that always stay, in case the last one is damaged."""
 
@@ -81,6 +96,7 @@ class Checkpoints:
         run: Path,
         *,
         tokenizer: Tokenizer,
+        origin: str | None = None,
     ) -> None:
         self._config = config
         self._data_parallel = pipeline.data_parallel
@@ -88,6 +104,7 @@ class Checkpoints:
         self._slices = pipeline.slices()
         self._optimizer = optimizer
         self._tokenizer = tokenizer
+        self._origin = origin
         self._rank, self._num_ranks = world.rank, world.size
         self._is_writer = world.rank == 0
         self._tensor_rank = config.layout.coordinates(world.rank).tensor
@@ -99,17 +116,70 @@ class Checkpoints:
         paths = [str(run.absolute())]
         dist.broadcast_object_list(paths, 0, group=self._group)
         self._run = Path(paths[0])
+        self._background = Background()
+        self._copies: dict[str, Tensor] = {}
+        self._device = world.device
 
     def save(self, info: CheckpointInfo) -> None:
         """Write a checkpoint after a step, then remove old ones. It is complete when any rank returns.
+
+        ``ended`` must have returned the result of an earlier ``begin``.
 
         Raises:
             RunError: a rank could not write; raised on all ranks.
             PeerLostError: another rank exited or does not answer.
         """
+        self._write(info, self._held(is_shared_out=True))
+
+    def begin(self, info: CheckpointInfo) -> bool:
+        """Copy what this rank writes to host memory, and write the copy in a thread while training goes on.
+
+        ``ended`` must have returned the result of an earlier ``begin``.
+
+        Returns:
+            Whether a thread writes the checkpoint. If the copies do not fit into the memory of a host, the checkpoint
+            was written before the return, as by ``save``, which also raises the same errors.
+        """
+        held = self._held(is_shared_out=True)
+        with _errors(f"cannot write the checkpoint of step {info.step}", RunError):
+            # All ranks do the same: in a step, a rank that trains would run into its timeout for one that writes.
+            fits = all(self._on_all(partial(self._has_room, held)))
+        if not fits:
+            self._write(info, held)
+            return False
+        is_cuda = self._device.type == "cuda"
+        for key, one in held.items():
+            if key not in self._copies:
+                self._copies[key] = torch.empty(len(one.values), dtype=one.values.dtype, pin_memory=is_cuda)
+            self._copies[key].copy_(one.values, non_blocking=True)
+        if is_cuda:
+            torch.cuda.synchronize(self._device)
+        copied = {key: replace(one, values=self._copies[key]) for key, one in held.items()}
+        self._background.begin(partial(self._write, info, copied))
+        return True
+
+    def ended(self, *, waits: bool) -> float | None:
+        """Seconds that the thread wrote for; ``None`` if it has not ended and ``waits`` is false, or none was begun.
+
+        Raises:
+            RunError: as ``save``; ``PeerLostError`` likewise.
+        """
+        return self._background.end(waits=waits)
+
+    def _has_room(self, held: dict[str, Elements]) -> bool:
+        """Whether the copies are allocated, or the processes of this host have memory for them."""
+        needed = sum(one.values.numel() * one.values.element_size() for one in held.values())
+        return bool(self._copies) or (
+            needed * processes_here(self._config).total() <= _MOST_OF_MEMORY * available_memory().size_bytes
+        )
+
+    def _write(self, info: CheckpointInfo, held: dict[str, Elements]) -> None:
+        """Write these elements of this rank, and complete the checkpoint."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a new thread starts with device 0
         path = self._run / FOLDER / name_of(info.step)
         draft = draft_of(path)
-        planner = ElementsSavePlanner(self._held(is_shared_out=True))
+        planner = ElementsSavePlanner(held)
         try:
             with _errors(f"cannot write the checkpoint {path}", RunError):
                 # Before any rank begins: DCP creates the folder on each rank, and fails if it is removed meanwhile.
@@ -133,19 +203,18 @@ class Checkpoints:
             if found := sorted({problem for of_rank in problems for problem in of_rank}):
                 lines = [f"the checkpoint {path} is damaged; use another one:", *(f"  - {one}" for one in found)]
                 raise UserError("\n".join(lines))
-        if read_tokenizer(path) not in (None, self._tokenizer.to_json()):
+        if read_tokenizer(path) not in (None, self._tokenizer.files()):
             raise UserError(
                 f"the checkpoint {path} has another tokenizer than this run, so its model reads other tokens; "
                 "set data.tokenizer as in the run that wrote it"
             )
         info, reader = read_info(path), CheckpointReader(path)
         # Each rank compares all tensors, not only its own, so that one message lists all differences.
-        expected, metadata = expected_shapes(self._config), reader.read_metadata()
         if self._optimizer is None:
-            expected = {key: shape for key, shape in expected.items() if key.startswith(MODEL)}
-            tensors = metadata.state_dict_metadata
-            metadata = replace(metadata, state_dict_metadata={key: tensors[key] for key in tensors if key in expected})
-        if differing := differences(expected, metadata):
+            expected, stored = _weights_only(self._config, reader)
+        else:
+            expected, stored = expected_shapes(self._config), stored_shapes(reader.read_metadata())
+        if differing := differences(expected, stored):
             lines = [f"the checkpoint {path} is not of this model:", *(f"  - {one}" for one in differing)]
             raise UserError("\n".join(lines))
         planner = ElementsLoadPlanner(self._held(is_shared_out=False))
@@ -157,6 +226,29 @@ class Checkpoints:
                 # The step counter is the same for all parameters, so it is not stored for each.
                 state["step"].fill_(info.step)
         return info
+
+    def fill(self, read: Callable[[str, Box, Tensor], None], source: Path) -> None:
+        """Set the weights to values from elsewhere.
+
+        Args:
+            read: (parameter, box of the whole parameter, view) -> ``None``; writes the elements of the box into the
+                view. Called for each box that this rank holds; raises an ``OSError`` if it cannot.
+            source: for messages.
+
+        Raises:
+            UserError: a rank could not read; raised on all ranks.
+            PeerLostError: another rank exited or does not answer.
+        """
+
+        def fill_all() -> None:
+            for key, held in self._held(is_shared_out=False).items():
+                if key.startswith(MODEL):
+                    for box, view in held.boxes():
+                        read(key.removeprefix(MODEL), box, view)
+
+        with _errors(f"cannot read {source}", UserError):
+            self._on_all(fill_all)
+        self._refresh()
 
     def _on_all(self, work: Callable[[], _Found]) -> list[_Found]:
         """Call ``work`` on every rank; returns the results of all ranks. If one fails, all raise ``OSError``."""
@@ -179,11 +271,15 @@ class Checkpoints:
             shutil.rmtree(draft, ignore_errors=True)
 
     def _measure(self, draft: Path) -> dict[str, StoredFile]:
-        """Sizes and hashes of the files that this rank wrote; rank 0 first writes the tokenizer."""
+        """Sizes and hashes of the files that this rank wrote; rank 0 first writes the texts."""
         names: list[str] = []
         if self._is_writer:
-            (draft / TOKENIZER).write_text(self._tokenizer.to_json(), encoding="utf-8")
-            names = [METADATA, TOKENIZER]
+            texts = self._tokenizer.files()
+            if self._origin is not None:
+                texts[ORIGIN] = self._origin
+            for name, text in texts.items():
+                write_synced(draft / name, text)
+            names = [METADATA, *texts]
         # DCP names the files of a rank __RANK_N.distcp. They are still in this host's page cache, so hashing is fast.
         return measure([*(draft / name for name in names), *draft.glob(f"__{self._rank}_*")])
 
@@ -198,11 +294,17 @@ class Checkpoints:
                 "set output.folder to a folder that all hosts share"
             )
         write_info(draft, info, files)
+        # Tensors and description were synced when they were written; their names belong to the folder.
+        sync_folder(draft)
         # A rename cannot replace a folder with files, such as an earlier checkpoint of the same step.
         _remove(path)
         draft.rename(path)
-        keep = self._config.checkpoint.keep
+        # Before older ones are removed: a crash could otherwise lose the new name and the old checkpoints.
+        sync_folder(path.parent)
+        keep, every = self._config.checkpoint.keep, self._config.checkpoint.keep_every
         for old in list_checkpoints(self._run)[: -(_NEWEST if keep is None else keep)]:
+            if every is not None and (step_of(old) or 0) % every == 0:
+                continue
             with suppress(OSError, UserError):  # one that cannot be removed or read now is tried again next time
                 # Without ``keep``, only those caused by the clock or a signal.
                 if keep is not None or read_info(old).cause in _PASSING:
@@ -267,7 +369,7 @@ def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, to
         step=step,
         sequences=sequences,
         tokens=tokens,
-        model=_sizes(config.model),
+        model=model_settings(config.model),
         data=_text(config, data),
         layout=asdict(config.layout),
         versions={name: version(name) for name in ("pipeloom", "torch")},
@@ -282,12 +384,6 @@ def check_resumable(config: RunConfig) -> None:
     """
     path, optimizer = config.checkpoint.resume, config.optimizer
     assert path is not None
-    info, sizes = read_info(path), _sizes(config.model)
-    problems = [
-        f"model.{name} is {sizes.get(name)}, the checkpoint has {info.model.get(name)}"
-        for name in sorted({*sizes, *info.model})
-        if sizes.get(name) != info.model.get(name)
-    ]
     metadata = CheckpointReader(path).read_metadata()
     stored = {key.split(".")[1] for key in metadata.state_dict_metadata if key.startswith(_STATE)}
     expected = expected_shapes(config)
@@ -296,15 +392,37 @@ def check_resumable(config: RunConfig) -> None:
         has, wants = (", ".join(sorted(names)) or "nothing" for names in (stored, wanted))
         raise UserError(
             f"the checkpoint {path} is of another optimizer: its state is {has}, that of optimizer.name "
-            f"{optimizer.name} is {wants}; use the optimizer that wrote it"
+            f"{optimizer.name} is {wants}; use the optimizer that wrote it, or start from its weights alone with "
+            "--checkpoint.init instead of --checkpoint.resume"
         )
-    problems += differences(expected, metadata)
+    _refuse_other_model(config, path, expected, stored_shapes(metadata), "--checkpoint.resume")
+
+
+def check_start(config: RunConfig, path: Path) -> None:
+    """Refuse a checkpoint whose weights a run cannot start from, since it is of another model.
+
+    Raises:
+        UserError: lists all differences, or why the checkpoint cannot be read.
+    """
+    _refuse_other_model(config, path, *_weights_only(config, CheckpointReader(path)), "--checkpoint.init")
+
+
+def _weights_only(config: RunConfig, reader: CheckpointReader) -> tuple[Shapes, Shapes]:
+    """Expected and stored shapes of parameters, without the optimizer's state."""
+    found = expected_shapes(config), stored_shapes(reader.read_metadata())
+    expected, stored = ({key: one[key] for key in one if key.startswith(MODEL)} for one in found)
+    return expected, stored
+
+
+def _refuse_other_model(config: RunConfig, path: Path, expected: Shapes, stored: Shapes, flag: str) -> None:
+    problems = other_settings(config.model, read_info(path).model, "the checkpoint has")
+    problems += differences(expected, stored)
     if not problems:
         return
     run = run_of(path)
     hint = "use the model that wrote it"
     if run is not None and (run / CONFIG).exists():
-        hint = f"start from its own configuration: pipeloom train {run / CONFIG} --checkpoint.resume {path}"
+        hint = f"start from its own configuration: pipeloom train {run / CONFIG} {flag} {path}"
     raise UserError("\n".join([f"the checkpoint {path} is not of this model:", *(f"  - {p}" for p in problems), hint]))
 
 
@@ -314,10 +432,15 @@ def new_order(config: RunConfig, data: Data, info: CheckpointInfo) -> list[str]:
     return [name for name in found if found[name] != info.data.get(name)]
 
 
+def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters of a resolved run's model by name; on any rank, without communication."""
+    model = stage_of(config, range(config.model.num_layers + 2), "meta")
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
 def expected_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor in a checkpoint of a resolved run, by key; on any rank, without communication."""
-    model = stage_of(config, range(config.model.num_layers + 2), "meta")
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = parameter_shapes(config)
     found = {MODEL + name: shape for name, shape in shapes.items()}
     for name, shape in shapes.items():
         states = config.optimizer.rule.state_shapes(name, shape)
@@ -329,22 +452,22 @@ def _prefix(name: str) -> str:
     return f"{_STATE}{name}."
 
 
-def _sizes(model: ModelConfig) -> dict[str, Any]:
-    """The model's sizes, without the preset or file that they were read from."""
-    return {name: value for name, value in asdict(model).items() if name not in ("preset", "file")}
-
-
 def _text(config: RunConfig, data: Data) -> dict[str, Any]:
+    sources = config.data.sources
     return {
+        **({} if sources is None else {"data.sources": [one.weight for one in sources]}),
         "text": data.corpus_sha256,
-        "data.tokenizer": config.data.known_tokenizer,
+        "data.tokenizer": config.data.tokenizer_kind,
         "data.seq_len": config.data.seq_len,
+        "data.pack": config.data.pack,
         "training.seed": config.training.seed,
     }
 
 
 def _remove(checkpoint: Path) -> None:
-    if checkpoint.exists():
+    if checkpoint.is_symlink():
+        checkpoint.unlink()  # what it refers to is not this run's
+    elif checkpoint.exists():
         # Renamed first: a kill during the removal would otherwise leave part of a checkpoint under its name.
         draft = draft_of(checkpoint).with_suffix(".old")
         shutil.rmtree(draft, ignore_errors=True)

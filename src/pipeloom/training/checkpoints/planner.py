@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from pipeloom.errors import UserError
 from pipeloom.training.checkpoints.boxes import Box, Elements
 
+Shapes = Mapping[str, tuple[int, ...] | None]
+"""Shapes of tensors by name; ``None`` for what is no tensor."""
 _MOST_NAMED = 5
 """Maximum number of keys that a message lists for one kind of difference; another model has thousands."""
 
@@ -94,12 +96,13 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.begin), torch.Size(box.size))
 
 
-def differences(expected: Mapping[str, tuple[int, ...]], metadata: Metadata) -> list[str]:
-    """Describe how a checkpoint's tensors differ from the expected shapes, given by key; empty if they agree."""
-    stored = {
-        key: tuple(found.size) if isinstance(found, TensorStorageMetadata) else None
-        for key, found in metadata.state_dict_metadata.items()
-    }
+def differences(expected: Shapes, stored: Shapes) -> list[str]:
+    """Describe how stored tensors differ from the expected ones; empty if they agree.
+
+    Args:
+        expected: by name.
+        stored: by name.
+    """
     shapes = [
         f"{key} {_as_shape(stored[key])} instead of {_as_shape(shape)}"
         for key, shape in expected.items()
@@ -111,6 +114,14 @@ def differences(expected: Mapping[str, tuple[int, ...]], metadata: Metadata) -> 
         "it has another shape for": shapes,
     }
     return [f"{sort} {_listed(names)}" for sort, names in sorts.items() if names]
+
+
+def stored_shapes(metadata: Metadata) -> Shapes:
+    """Shapes of a checkpoint's tensors by key; ``None`` for what is no tensor."""
+    return {
+        key: tuple(found.size) if isinstance(found, TensorStorageMetadata) else None
+        for key, found in metadata.state_dict_metadata.items()
+    }
 
 
 def _as_shape(shape: tuple[int, ...] | None) -> str:

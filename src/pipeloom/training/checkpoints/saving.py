@@ -2,42 +2,73 @@
 
 import shlex
 import shutil
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
+from typing import Protocol
 
 from pipeloom.checkpoint.checkpoint_folder import Cause, list_checkpoints, step_of
 from pipeloom.config import RunConfig
 from pipeloom.errors import Interrupted, PeerLostError, RunError
-from pipeloom.execute.processes.signals import STOPS, StopSignals
+from pipeloom.execute.processes.signals import StopSignals
 from pipeloom.execute.processes.world import World, is_launched
 from pipeloom.runs.run_folder import CONFIG, RunFolder
+from pipeloom.system.end_signals import STOPS
 from pipeloom.terminal.guard import printable
 from pipeloom.terminal.words import format_bytes
 
 GRACE = "checkpoint.grace_s"
+LIMIT = "checkpoint.time_limit_s"
+_SPARE = 1.5
+"""Factor of the last checkpoint's seconds that are kept free before the time limit."""
+_SAVE_S = 5.0
+"""Seconds that are kept free before the first checkpoint."""
+
+
+class Writer(Protocol):
+    """Writes the state of a run; all ranks call all methods in the same order."""
+
+    def write(self, step: int, cause: Cause, *, in_background: bool) -> bool:
+        """Write a checkpoint; returns whether a thread writes it while training goes on."""
+
+    def ended(self, *, waits: bool) -> float | None:
+        """Seconds that the thread wrote for; ``None`` if there is none, or it goes on. Raises its error."""
 
 
 class Saving:
     """Writes checkpoints when they are due, and ends the run with a checkpoint after a signal.
 
+    Checkpoints between steps are written by a thread, one at a time (``checkpoint.background``). The run waits for the
+    last one, and for that of a signal. A checkpoint by ``every`` waits for an unfinished one; the clock skips it.
+
     Ranks receive signals at different times, or only some do, and their clocks differ. So each rank adds its votes to
-    the all-reduce at the end of a step, and all ranks act on the sums. All ranks call ``write``, and all raise a
+    the all-reduce at the end of a step, and all ranks act on the sums. All ranks call the writer, and all raise a
     ``RunError`` if one of them could not write.
     """
 
-    def __init__(self, config: RunConfig, world: World, folder: RunFolder, write: Callable[[int, Cause], None]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        folder: RunFolder,
+        writer: Writer,
+        begun_s: float | None = None,
+    ) -> None:
         self._config = config
         self._world = world
         self._folder = folder
-        self._write = write
+        self._writer = writer
+        self._writing: int | None = None  # step of the checkpoint that the thread writes
         self.signals = StopSignals(config.checkpoint.grace_s, GRACE, self._say, self._last_words)
         self._votes: Sequence[float] = ()
         self._saved_s = time.monotonic()
         self._step_begin_s = 0.0
         self._least_step_s = self._least_save_s = 0.0
+        self._last_step_s = self._last_save_s = 0.0
+        self._begun_s = self._saved_s if begun_s is None else begun_s
 
     def begin_step(self) -> None:
         """Note that a step begins. From the first step on, a signal ends the run after a step instead of at once."""
@@ -52,11 +83,22 @@ class Saving:
         )
 
     def votes(self) -> list[float]:
-        """This rank's votes of a step: 1 if a checkpoint is due by the clock, then 1 for each received signal."""
+        """This rank's votes of a step: a checkpoint is due, the time limit is near, and one for each signal."""
         every_s = self._config.checkpoint.every_s
         # Rank 0's clock alone decides; clocks of several hosts would sometimes disagree.
-        is_due = self._world.rank == 0 and 0 < every_s <= time.monotonic() - self._saved_s
-        return [float(is_due), *self._signal_votes()]
+        is_late = self._writing is None and 0 < every_s <= time.monotonic() - self._saved_s
+        is_due = self._world.rank == 0 and is_late
+        return [float(is_due), float(self._world.rank == 0 and self._is_last_in_time()), *self._signal_votes()]
+
+    def _is_last_in_time(self) -> bool:
+        """Whether another step with its checkpoint could end after ``checkpoint.time_limit_s``."""
+        limit_s, now_s = self._config.checkpoint.time_limit_s, time.monotonic()
+        if limit_s is None:
+            return False
+        step_s = max(self._last_step_s, now_s - self._step_begin_s)
+        # The last checkpoint waits for one that is being written.
+        num_saves = 1 if self._writing is None else 2
+        return now_s + step_s + num_saves * _SPARE * (self._last_save_s or _SAVE_S) > self._begun_s + limit_s
 
     def count(self, votes: Sequence[float]) -> None:
         """Store the sums of all ranks' votes."""
@@ -71,23 +113,41 @@ class Saving:
             PeerLostError: another rank exited or does not answer.
         """
         # The minimum: only if even that exceeds the grace period is it certain that no checkpoint can be written.
-        self._least_step_s = _least(self._least_step_s, time.monotonic() - self._step_begin_s)
-        is_due, *signals = self._votes
+        self._last_step_s = time.monotonic() - self._step_begin_s
+        self._least_step_s = _least(self._least_step_s, self._last_step_s)
+        self._take_result(waits=False)
+        is_due, is_over, *signals = self._votes
         number = self._signal_in(signals)
+        reason = ""
+        if number is None and is_over > 0 and step < self._config.training.known_steps:
+            # As Slurm's warning before its own limit.
+            number, reason = (
+                signal.SIGUSR1,
+                f"the next step may exceed {LIMIT} {self._config.checkpoint.time_limit_s:g}",
+            )
         cause = self._cause(step, is_due=is_due > 0, is_stopped=number is not None)
         if cause is not None:
             # Without the last checkpoint the run would end in success and lose its work; earlier ones are tried again.
-            is_needed = step == self._config.training.known_steps and number is None
-            number = self._save(step, cause, is_needed=is_needed) or number
+            is_last = step == self._config.training.known_steps
+            if number is None and not is_last and self._config.checkpoint.background:
+                self._begin(step, cause)
+            else:
+                number = self._save(step, cause, is_needed=is_last and number is None) or number
         if number is not None:
-            raise Interrupted(number)
+            raise Interrupted(number, reason)
+
+    def settle(self) -> None:
+        """Wait for the thread, so that a run that fails leaves its last checkpoint."""
+        self._take_result(waits=True)
 
     def end(self) -> None:
-        """Note that all steps are done. From now on, a signal ends the run at once.
+        """Note that all steps are done, and wait for the thread. From now on, a signal ends the run at once.
 
         Raises:
             Interrupted: a signal arrived after the last step.
+            PeerLostError: another rank exited or does not answer.
         """
+        self._take_result(waits=True)
         self.signals.waits = False
         if self.signals.number is not None:
             raise Interrupted(self.signals.number)
@@ -105,23 +165,51 @@ class Saving:
 
     def _save(self, step: int, cause: Cause, *, is_needed: bool) -> int | None:
         """Write a checkpoint; returns a signal that arrived meanwhile. A failure only warns, unless ``is_needed``."""
-        begin_s = time.monotonic()
-        try:
-            self._write(step, cause)
-        # Not a failure to write: without the other rank the run cannot continue.
-        except PeerLostError:
-            raise
-        except RunError as error:  # raised on all ranks
-            problem = f"{error}{self._room()}"
-            if is_needed:
-                raise RunError(problem) from None
-            self._warn(step, problem)
-        else:
-            self._least_save_s = _least(self._least_save_s, time.monotonic() - begin_s)
+        self._take_result(waits=True)
+        with self._failures(step, is_needed=is_needed):
+            begin_s = time.monotonic()
+            self._writer.write(step, cause, in_background=False)
+            self._note_save(time.monotonic() - begin_s)
         # After a failure as well: a full disk is tried again after every_s, not after each step.
         self._saved_s = time.monotonic()
         # Writing may take minutes; a signal may have arrived meanwhile.
         return self._signal_in(self._world.sum(self._signal_votes()))
+
+    def _begin(self, step: int, cause: Cause) -> None:
+        """Let the thread write a checkpoint. A failure only warns, after a later step."""
+        self._take_result(waits=True)
+        with self._failures(step):
+            self._writing = step if self._writer.write(step, cause, in_background=True) else None
+        self._saved_s = time.monotonic()
+
+    def _take_result(self, *, waits: bool) -> None:
+        """Note that the thread has written its checkpoint, or print why it could not."""
+        if self._writing is None:
+            return
+        with self._failures(self._writing):
+            save_s = self._writer.ended(waits=waits)
+            if save_s is None:
+                return
+            self._note_save(save_s)
+        self._writing = None
+
+    def _note_save(self, save_s: float) -> None:
+        self._last_save_s = save_s
+        self._least_save_s = _least(self._least_save_s, save_s)
+
+    @contextmanager
+    def _failures(self, step: int, *, is_needed: bool = False) -> Iterator[None]:
+        """Turn a failure to write, which all ranks raise, into a warning, unless ``is_needed``."""
+        try:
+            yield
+        # Not a failure to write: without the other rank the run cannot continue.
+        except PeerLostError:
+            raise
+        except RunError as error:
+            problem = f"{error}{self._room()}"
+            if is_needed:
+                raise RunError(problem) from None
+            self._warn(step, problem)
 
     def _signal_votes(self) -> list[float]:
         return [float(self.signals.number == number) for number in STOPS]

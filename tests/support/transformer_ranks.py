@@ -63,7 +63,7 @@ class SmallModel:
         return stage_outputs(lambda index: self.stage(index, "meta", parallel), len(self.partition), first)
 
     def loss(self, logits, number, parallel=WHOLE):
-        """Tells micro-batches apart."""
+        """A loss that differs between micro-batches."""
         targets = self.tokens()[number].roll(-1, 1).flatten()
         return SplitVocabulary(parallel, VOCAB).summed_cross_entropy(logits.flatten(0, 1), targets) / (number + 1)
 

@@ -1,0 +1,106 @@
+"""Rotary positions (arXiv 2104.09864), also scaled to longer sequences than a model was first trained on.
+
+Letters of shapes are those of ``model.transformer``.
+"""
+
+# ruff: noqa: N803, N806, N815 (upper-case letters in names are shapes)
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeloom.workload.model import RopeScaling
+
+
+class Rotary(NamedTuple):
+    """Cosine and sine of every position's rotary angles.
+
+    Attributes:
+        cos_TR: cosines, [T, R], float32 or wider.
+        sin_TR: sines, the same shape and type.
+    """
+
+    cos_TR: Tensor
+    sin_TR: Tensor
+
+    @classmethod
+    def make(
+        cls,
+        num_tokens: int,
+        head_size: int,
+        theta: float,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        begin: int = 0,
+        scaling: RopeScaling | None = None,
+    ) -> "Rotary":
+        """The table for positions begin..begin+T-1.
+
+        Args:
+            num_tokens: T.
+            head_size: D, even.
+            theta: base of the frequencies; pair r turns by ``theta ** (-2 r / D)`` radians per position.
+            dtype: of the activations; the table has this dtype if it is wider than float32, else float32.
+            device: of the table.
+            begin: the first position.
+            scaling: changes the frequencies.
+        """
+        # bfloat16 has 8 significant bits: it cannot represent position 257, and angles of far tokens would coincide.
+        wide = torch.promote_types(dtype, torch.float32)
+        exponents_R = torch.arange(0, head_size, 2, dtype=wide, device=device) / head_size
+        positions_T = torch.arange(begin, begin + num_tokens, dtype=wide, device=device)
+        frequencies_R = theta**-exponents_R
+        if scaling is None:
+            angles_TR = torch.outer(positions_T, frequencies_R)
+            return cls(angles_TR.cos(), angles_TR.sin())
+        angles_TR = torch.outer(positions_T, _scaled(frequencies_R, head_size, theta, scaling))
+        return cls(angles_TR.cos() * scaling.attention_factor, angles_TR.sin() * scaling.attention_factor)
+
+    def turn(self, x_BNTD: Tensor) -> Tensor:
+        """Turn each head's pairs (dims r and r + R) by the angles of their positions.
+
+        The product of a turned query and a turned key depends on the distance of their positions only.
+
+        Args:
+            x_BNTD: queries or keys, any number of heads.
+
+        Returns:
+            The same shape and type; computed in the table's type.
+        """
+        # Dims r and r + R, as in Hugging Face's llama, not neighbors as in the paper (arXiv 2104.09864, section 3.2.2):
+        # the same function with rows in another order, and halves are two views.
+        left_BNTR, right_BNTR = x_BNTD.chunk(2, dim=-1)
+        turned_left_BNTR = left_BNTR * self.cos_TR - right_BNTR * self.sin_TR
+        turned_right_BNTR = right_BNTR * self.cos_TR + left_BNTR * self.sin_TR
+        # [B, T, N, D] in memory: attention's output then has that order too, and its projection takes a view.
+        turned_BTND = torch.cat([turned_left_BNTR.transpose(1, 2), turned_right_BNTR.transpose(1, 2)], dim=-1)
+        return turned_BTND.transpose(1, 2).to(x_BNTD.dtype)
+
+
+def _scaled(frequencies_R: Tensor, head_size: int, theta: float, scaling: RopeScaling) -> Tensor:
+    """Frequencies of a model for longer sequences.
+
+    A pair that turns often within the original length keeps its frequency, one that turns rarely has it divided by the
+    factor, and those between are interpolated: llama3 by the number of turns (Llama 3.1's ``apply_scaling``), YaRN by
+    the pair's index (arXiv 2309.00071, section 3.2). Both are those of transformers' ``modeling_rope_utils.py``.
+    """
+    slow_R = frequencies_R / scaling.factor
+    if scaling.kind == "linear":
+        return slow_R
+    slow, fast = scaling.slow_turns, scaling.fast_turns
+    if scaling.kind == "llama3":
+        turns_R = scaling.original_len * frequencies_R / (2 * math.pi)
+        share_R = ((turns_R - slow) / (fast - slow)).clamp(0, 1)
+    else:
+        # The index of the pair that turns so many times, rounded outwards; the upper limit is transformers'.
+        first, last = (
+            head_size * math.log(scaling.original_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            for turns in (fast, slow)
+        )
+        low, high = max(math.floor(first), 0), min(math.ceil(last), head_size - 1)
+        index_R = torch.arange(len(frequencies_R), dtype=frequencies_R.dtype, device=frequencies_R.device)
+        share_R = 1 - ((index_R - low) / ((high - low) or 0.001)).clamp(0, 1)
+    return slow_R * (1 - share_R) + frequencies_R * share_R

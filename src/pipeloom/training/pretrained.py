@@ -1,0 +1,317 @@
+"""Weights of a Hugging Face folder as the start of a run: each rank reads the elements that it holds, and no others.
+
+A folder has a ``config.json``, and its weights in ``model.safetensors`` or in several files with an index. No code in
+it is executed: other formats of weights are pickles and are refused.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pipeloom.catalog.architectures import ARCHITECTURES
+from pipeloom.catalog.model_files import CONFIG_JSON, read_model
+from pipeloom.checkpoint.checkpoint_folder import (
+    ORIGIN,
+    TOKENIZER,
+    find_checkpoint,
+    is_hugging_face,
+    read_info,
+    read_origin,
+)
+from pipeloom.config import RunConfig
+from pipeloom.data.text import Data
+from pipeloom.data.tokenizer import Tokenizer
+from pipeloom.errors import UserError, reason_of
+from pipeloom.execute.processes.world import World
+from pipeloom.model import TIED_NAME
+from pipeloom.runs.run_folder import WEIGHTS, WEIGHTS_INDEX
+from pipeloom.system.files import MOST_RECORD_BYTES, parse_json, read_text
+from pipeloom.terminal.words import count
+from pipeloom.training.checkpoints.boxes import Box
+from pipeloom.training.checkpoints.checkpoint import (
+    Checkpoints,
+    check_start,
+    parameter_shapes,
+)
+from pipeloom.training.checkpoints.planner import differences
+from pipeloom.training.pipeline import Pipeline
+from pipeloom.workload.dtypes import Dtype
+from pipeloom.workload.model import model_settings, other_settings
+
+DTYPES: dict[str, Dtype] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Types of weights by their names in safetensors; others are quantized."""
+TEXTS = ("generation_config.json",)
+"""Text files of a folder that an export of the run writes again, beside its ``config.json`` and its index."""
+TOKENIZER_TEXTS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+"""Those that belong to the folder's tokenizer, if the run uses it."""
+_BLOCK = 1 << 24
+"""Most elements that are read at once, which bounds the memory of a rank."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file.
+
+    Attributes:
+        file: its file.
+        shape: its shape.
+        dtype: its type, as safetensors names it.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter is: the tensor's name, the parameter's first index in it, and whether it is transposed."""
+
+    tensor: str
+    begin: int
+    is_transposed: bool
+
+
+class PretrainedWeights:
+    """The weights of a Hugging Face folder.
+
+    Args:
+        folder: its path.
+        config: resolved; its model must be that of the folder.
+
+    Attributes:
+        folder: its path.
+        dtypes: of the weights.
+        num_files: number of files with weights.
+
+    Raises:
+        UserError: the folder cannot be read, or is of another model; lists all differences.
+    """
+
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        self.folder = folder
+        known = read_model(str(folder), config.data.seq_len)
+        assert known.model_type is not None
+        if differing := other_settings(config.model, model_settings(known.over(config.model)), "there"):
+            lines = [f"checkpoint.init {folder} is of another model; set model.file to {folder}:", *differing]
+            raise UserError("\n  - ".join(lines))
+        stored, shapes, num_layers = stored_tensors(folder), parameter_shapes(config), config.model.num_layers
+        weights = ARCHITECTURES[known.model_type].weights.named_as_in(stored)
+        tensors = weights.of_model(list(shapes), num_layers)
+        self._twin = weights.tied if config.model.tied and weights.tied in stored else None
+        found = {
+            name: one for name, one in stored.items() if name != self._twin and not weights.is_buffer(name, num_layers)
+        }
+        problems = differences(
+            {one.name: one.shape(shapes) for one in tensors}, {name: one.shape for name, one in found.items()}
+        )
+        problems += [f"{name} has the type {one.dtype}" for name, one in found.items() if one.dtype not in DTYPES][:1]
+        if problems:
+            what = f"checkpoint.init {folder} does not have the weights of its {CONFIG_JSON}:"
+            raise UserError("\n  - ".join([what, *problems]))
+        self._stored = stored
+        self._opened: dict[Path, Any] = {}
+        self._places: dict[str, _Place] = {}
+        for tensor in tensors:
+            begin = 0
+            for name in tensor.parameters:
+                self._places[name] = _Place(tensor.name, begin, tensor.is_transposed)
+                begin += shapes[name][0]
+        self.dtypes = sorted({DTYPES[one.dtype] for one in found.values()})
+        self.num_files = len({one.file for one in found.values()})
+
+    def read(self, name: str, box: Box, values: Tensor) -> None:
+        """Read a box of a parameter.
+
+        Args:
+            name: of the parameter.
+            box: of the whole parameter.
+            values: takes the elements, in the shape of the box.
+
+        Raises:
+            OSError: a file cannot be read, or has two matrices where the model has one.
+        """
+        place = self._places[name]
+        for part, own in _blocks(box, values):
+            found = self._elements(place.tensor, place, part)
+            own.copy_(found)
+            twin = self._twin if name == TIED_NAME else None
+            if twin is not None and not torch.equal(self._elements(twin, place, part), found):
+                raise OSError(
+                    f"{twin} differs from {place.tensor}, but the model is tied; set tie_word_embeddings in "
+                    f"its {CONFIG_JSON} to false"
+                )
+
+    def _elements(self, tensor: str, place: _Place, box: Box) -> Tensor:
+        rows, *others = (slice(begin, begin + size) for begin, size in zip(*box, strict=True))
+        index = (slice(rows.start + place.begin, rows.stop + place.begin), *others)
+        file = self._stored[tensor].file
+        try:
+            if file not in self._opened:
+                self._opened[file] = safe_open(file, "pt")
+            found = self._opened[file].get_slice(tensor)
+            return found[index[::-1]].T if place.is_transposed else found[index]
+        except SafetensorError as error:
+            raise OSError(f"{tensor} of {file}: {error}") from None
+
+
+def check_init(config: RunConfig) -> str:
+    """Refuse a ``checkpoint.init`` that a resolved run cannot start from.
+
+    Returns:
+        A description of it.
+
+    Raises:
+        UserError: it cannot be read, is damaged, or is of another model; lists all differences.
+    """
+    path = config.checkpoint.init
+    assert path is not None
+    if is_hugging_face(path):
+        weights = PretrainedWeights(path, config)
+        return f"{path}: {count(weights.num_files, 'file')} of safetensors, {', '.join(weights.dtypes)}"
+    check_start(config, path)
+    info = read_info(path)
+    return f"{path}: step {info.step}, {info.tokens:,} tokens"
+
+
+def start_weights(config: RunConfig, world: World, pipeline: Pipeline, own: Checkpoints, data: Data) -> None:
+    """Set the weights of a new run to those of ``checkpoint.init``. Collective.
+
+    Args:
+        config: resolved.
+        world: all ranks.
+        pipeline: of this rank.
+        own: the checkpoints of the run.
+        data: of the run.
+
+    Raises:
+        UserError: they cannot be read; raised on all ranks.
+    """
+    path = config.checkpoint.init
+    assert path is not None
+    if is_hugging_face(path):
+        own.fill(PretrainedWeights(path, config).read, path)
+    else:
+        # Without the optimizer, whose state begins anew.
+        Checkpoints(config, world, pipeline, None, path, tokenizer=data.tokenizer).restore(path)
+
+
+def _blocks(box: Box, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """A box in blocks of rows, each with its part of the values."""
+    num_rows = max(1, _BLOCK * box.size[0] // max(1, values.numel()))
+    for first, own in zip(range(0, box.size[0], num_rows), values.split(num_rows), strict=True):
+        yield Box((box.begin[0] + first, *box.begin[1:]), (len(own), *box.size[1:])), own
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The Hugging Face folder that a run started from, so that an export has the same files.
+
+    Attributes:
+        texts: its text files by name.
+        tensors: for each file of weights its tensors, and their types as safetensors names them.
+        about: for each file of weights the metadata of its header.
+    """
+
+    texts: dict[str, str]
+    tensors: dict[str, dict[str, str]]
+    about: dict[str, dict[str, str]]
+
+
+def origin_of(start: Path | None, tokenizer: Tokenizer) -> str | None:
+    """The description of the folder that a run's weights come from, as JSON; ``None`` for random weights.
+
+    Args:
+        start: what the run starts from: a Hugging Face folder, or a checkpoint, which may have the description.
+        tokenizer: of the run.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    if start is None:
+        return None
+    if not is_hugging_face(start):
+        return read_origin(find_checkpoint(start))
+    file, own = start / TOKENIZER, tokenizer.files()[TOKENIZER]
+    is_own = file.is_file() and read_text(file, most_bytes=MOST_RECORD_BYTES) == own
+    names = (CONFIG_JSON, WEIGHTS_INDEX, *TEXTS, *(TOKENIZER_TEXTS if is_own else ()))
+    texts = {name: read_text(start / name) for name in names if (start / name).is_file()}
+    tensors: dict[str, dict[str, str]] = {}
+    for name, one in stored_tensors(start).items():
+        tensors.setdefault(one.file.name, {})[name] = one.dtype
+    return json.dumps(asdict(Origin(texts, tensors, {name: _about(start / name) for name in tensors})), indent=2)
+
+
+def read_description(text: str) -> Origin:
+    """The inverse of ``origin_of``.
+
+    Raises:
+        UserError: the text is no such description.
+    """
+    try:
+        found = TypeAdapter(Origin).validate_json(text)
+    except ValidationError:
+        found = None
+    # A checkpoint may be a stranger's: a name with a folder in it could be any file of the host.
+    is_plain = found is not None and all(Path(name).name == name for name in (*found.texts, *found.tensors))
+    if found is None or not is_plain or CONFIG_JSON not in found.texts or not DTYPES.keys() >= _types(found):
+        raise UserError(f"{ORIGIN} of the checkpoint does not describe a Hugging Face folder")
+    return found
+
+
+def _types(origin: Origin) -> set[str]:
+    return {kind for part in origin.tensors.values() for kind in part.values()}
+
+
+def _about(file: Path) -> dict[str, str]:
+    with safe_open(file, "pt") as opened:
+        return opened.metadata() or {}
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a folder's safetensors files by name.
+
+    Raises:
+        UserError: there are none, or a file cannot be read or is missing.
+    """
+    index, single = folder / WEIGHTS_INDEX, folder / WEIGHTS
+    if index.is_file():
+        files = _indexed_files(index)
+    elif single.is_file():
+        files = [single]
+    else:
+        pickles = sorted(one.name for one in folder.glob("*.bin"))
+        hint = f", only {', '.join(pickles)}: pickles, which can run code; convert them" if pickles else ""
+        raise UserError(f"expected {WEIGHTS} or {WEIGHTS_INDEX} in {folder}, found neither{hint}")
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  not a mapping
+                    one = opened.get_slice(name)
+                    found[name] = StoredTensor(file, tuple(one.get_shape()), one.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"cannot read the weights {file}: {reason_of(error)}") from None
+    return found
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    """The files that an index names, all in its folder."""
+    text = read_text(index)
+    try:
+        tree = parse_json(text)
+    except UserError as error:
+        raise UserError(f"cannot read {index}: {error}") from None
+    places = tree.get("weight_map") if isinstance(tree, dict) else None
+    names = set(map(str, places.values())) if isinstance(places, dict) else set()
+    # A name with a folder in it could be any file of the host.
+    if not names or any(Path(name).name != name for name in names):
+        raise UserError(f"cannot read {index}: expected a weight_map from tensors to files of its folder")
+    return [index.with_name(name) for name in sorted(names)]
