@@ -108,7 +108,7 @@ def test_gradients_are_the_same_bits(family, recompute):
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_without_gradients_nothing_is_recomputed(recompute, monkeypatch):
-    monkeypatch.setattr("pipeloom.model.recompute.checkpoint", None)
+    monkeypatch.setattr("pipeloom.model.run_part.checkpoint", None)
     stage = layers_of(model_of("gpt2"), recompute)
     with torch.no_grad():
         stage(torch.randn(SEQS, TOKENS, 64))

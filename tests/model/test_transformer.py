@@ -14,9 +14,10 @@ from torch import Tensor
 
 from pipeloom.config import ModelConfig
 from pipeloom.errors import UserError
+from pipeloom.model.attention import Attention
 from pipeloom.model.rotary import Rotary
 from pipeloom.model.split import build_stage
-from pipeloom.model.transformer import Attention, Transformer, num_pieces
+from pipeloom.model.transformer import Transformer, num_pieces
 
 torch.set_num_threads(1)
 

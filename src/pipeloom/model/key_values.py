@@ -119,17 +119,3 @@ class _Extend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *args: Any) -> Any:
         return ctx.kept.add_gradient(args[0], ctx.begin), None, None
-
-
-def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """Causal mask of the last queries of a sequence, aligned with its end, [queries, keys].
-
-    A bool tensor on CPUs; on GPUs a bias object, with which PyTorch selects fused kernels.
-    """
-    if device.type == "cuda":
-        from torch.nn.attention.bias import causal_lower_right
-
-        # With an explicit mask, scaled_dot_product_attention cannot use FlashAttention.
-        return causal_lower_right(num_queries, num_keys)
-    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-    return mask.tril(num_keys - num_queries)
