@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeloom.execute.stages.weights import FlatOrder, StageWeights
+from pipeloom.execute.stages.flat_order import FlatOrder
+from pipeloom.execute.stages.weights import StageWeights
 
 
 def stage():

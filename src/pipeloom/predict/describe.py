@@ -159,6 +159,8 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
         software = with_optimizer(software, config.optimizer.rule)
     if cluster is not None:
         problems += _lacks(config, cluster)
+    if config.training.freeze_layers is not None and software is not None and not software.has_lanes:
+        problems.append(f"training.freeze_layers needs machine.software pipeloom, found {software.name}")
     if config.schedule.file is not None and software is not None and not software.has_lanes:
         problems.append(
             f"schedule.file needs machine.software pipeloom, found {software.name}, which has its own order"
@@ -245,6 +247,7 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
         placement=config.choice().placement_name,
         slices=layout.slice_lengths(config.data.seq_len) if layout.num_slices > 1 else (),
         pipeline_order=layout.pipeline_order,
+        frozen_pieces=config.training.frozen_pieces,
     )
 
 

@@ -39,6 +39,7 @@ class Run:
             depends on it.
         pipeline_order: pipeline ranks in the order of the devices; ``None`` for ascending.
         slices: tokens of each slice that sequences are cut into; empty for whole ones.
+        frozen_pieces: pieces from the first on (embedding, layers) that are not trained.
     """
 
     shape: ModelShape
@@ -61,6 +62,7 @@ class Run:
     placement: str = "looped"
     pipeline_order: tuple[int, ...] | None = None
     slices: tuple[int, ...] = ()
+    frozen_pieces: int = 0
 
     @property
     def slice_shares(self) -> tuple[float, ...]:
