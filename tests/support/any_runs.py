@@ -28,22 +28,33 @@ COUNT = 200
 @cache
 def runs():
     """Runs without problems, the same for every test, each fourth one on GPUs; a schedule may still be refused."""
-    draw, of_layers, of_frozen, found = *(random.Random(0) for _ in range(3)), []
+    draw, of_layers, found = random.Random(0), random.Random(0), []
     while len(found) < COUNT:
         config = with_sharding(draw, any_run(draw))
         if len(found) % 4 == 3:
             machine, device = MachineConfig(cluster="dgx-a100"), "cuda"
             config = replace(config, machine=machine, training=replace(config.training, device=device))
         if not find_problems(config, trains=False):
-            found.append(with_frozen(of_frozen, with_layers(of_layers, config)))
+            found.append(with_layers(of_layers, config))
     return found
 
 
-def with_frozen(draw, config):
-    """The run with frozen layers, where its other settings allow them."""
-    layers = draw.choice((None, 0, 1, 3, LAYERS))
-    frozen = replace(config, training=replace(config.training, freeze_layers=layers))
-    return config if find_problems(frozen, trains=False) else frozen
+@cache
+def frozen_runs(count):
+    """Runs with frozen layers, without the settings that these exclude."""
+    draw, found = random.Random(1), []
+    still = {"balance": False, "offload": False, "activation_budget": None, "device_budget": None}
+    while len(found) < count:
+        config = with_layers(draw, with_sharding(draw, any_run(draw)))
+        config = replace(
+            config,
+            model=replace(config.model, tied=False),
+            schedule=replace(config.schedule, **still),
+            training=replace(config.training, freeze_layers=draw.randint(0, LAYERS)),
+        )
+        if not find_problems(config, trains=False):
+            found.append(config)
+    return found
 
 
 def with_layers(draw, config):

@@ -301,7 +301,7 @@ def _freeze_problems(config: RunConfig) -> Problems:
     if family is not None and family.splits_backward:
         yield (
             f"training.freeze_layers does not work with schedule.family {config.schedule.family}, which splits "
-            "backwards; use breadth-first or 1f1b"
+            "backwards; use breadth-first"
         )
     others = {
         "schedule.device_budget": config.schedule.device_budget is not None,

@@ -1,5 +1,6 @@
 """What a checkpoint of a run contains: description, tensors and their shapes; and what does not fit a run."""
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +13,7 @@ from pipeloom.config import RunConfig
 from pipeloom.data.text import Data
 from pipeloom.errors import UserError
 from pipeloom.runs.run_folder import CONFIG
+from pipeloom.terminal.words import count
 from pipeloom.training.checkpoints.planner import Shapes, differences, stored_shapes
 from pipeloom.training.checkpoints.storage import CheckpointReader
 from pipeloom.training.stages import stage_of
@@ -55,7 +57,19 @@ def check_resumable(config: RunConfig) -> None:
             f"{optimizer.name} is {wants}; use the optimizer that wrote it, or start from its weights alone with "
             "--checkpoint.init instead of --checkpoint.resume"
         )
+    of_checkpoint, of_run = (_trained(keys) for keys in (metadata.state_dict_metadata, expected))
+    if of_checkpoint != of_run and of_checkpoint | of_run <= {key.removeprefix(MODEL) for key in expected}:
+        raise UserError(
+            f"the checkpoint {path} has optimizer state of {count(len(of_checkpoint), 'parameter')}, this run trains "
+            f"{len(of_run)}: training.freeze_layers differs; use that of the run that wrote it, or start from its "
+            "weights alone with --checkpoint.init instead of --checkpoint.resume"
+        )
     _refuse_other_model(config, path, expected, stored_shapes(metadata), "--checkpoint.resume")
+
+
+def _trained(keys: Iterable[str]) -> set[str]:
+    """Names of the parameters with optimizer state."""
+    return {key.split(".", 2)[2] for key in keys if key.startswith(_STATE)}
 
 
 def check_start(config: RunConfig, path: Path) -> None:
@@ -103,11 +117,10 @@ def _parameters(config: RunConfig) -> list[tuple[str, nn.Parameter]]:
 
 def expected_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor in a checkpoint of a resolved run, by key; on any rank, without communication."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name, parameter in _parameters(config):
-        shape = tuple(parameter.shape)
-        found[MODEL + name] = shape
-        states = config.optimizer.rule.state_shapes(name, shape) if parameter.requires_grad else {}
+    parameters = _parameters(config)
+    found = {MODEL + name: tuple(parameter.shape) for name, parameter in parameters}
+    for name, parameter in parameters:
+        states = config.optimizer.rule.state_shapes(name, tuple(parameter.shape)) if parameter.requires_grad else {}
         found |= {state_prefix(key) + name: its_shape for key, its_shape in states.items()}
     return found
 
