@@ -2,11 +2,11 @@
 
 from pipeloom.calls import checked
 from pipeloom.errors import UserError
-from pipeloom.schedule.kinds import Kind
+from pipeloom.schedule.kinds import COMPUTE_KINDS, Kind
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
 
-_BACK = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE)
+_BACK = tuple(COMPUTE_KINDS - {Kind.FORWARD})
 
 
 @checked
