@@ -17,7 +17,7 @@ from pipeloom.families import Choice
 from pipeloom.passes import Moves
 from pipeloom.recipe import Knobs, Recipe, run_recipe, shared_state
 from pipeloom.schedule import read_schedule
-from pipeloom.workload.layout import Layout, frozen_stages
+from pipeloom.workload.layout import Layout
 from pipeloom.workload.model import ModelConfig
 
 
@@ -72,7 +72,7 @@ class RunConfig:
             placement=self.schedule.placement,
             num_slices=self.layout.num_slices,
             keep=self.schedule.keep,
-            frozen_stages=frozen_stages(self.layout.partition or (), self.training.frozen_pieces),
+            frozen_stages=self.layout.frozen_stages(self.training.frozen_pieces),
         )
 
     def knobs(self) -> Knobs:

@@ -175,6 +175,13 @@ class Layout:
         # The order of the axes as Megatron-LM has it (see the class).
         return (place_of(place.pipeline, self.pipeline_order) * self.dp + place.data) * self.tp + place.tensor
 
+    def frozen_stages(self, frozen: int) -> int:
+        """Number of stages from the first on that train nothing, of which ``frozen`` pieces are not trained.
+
+        0 while the partition is not known.
+        """
+        return frozen_stages(self.partition or (), frozen)
+
     @property
     def shard_size(self) -> int:
         """Data-parallel ranks that share one copy of a stage; 1 without sharding."""
