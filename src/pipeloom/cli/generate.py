@@ -97,9 +97,6 @@ def run(words: list[str]) -> int:
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     streams = len(prompts) == 1 and not options.json
-    if streams:
-        sys.stdout.write(prompts[0])
-        sys.stdout.flush()
     request = Request(prompts, options.max_tokens, sampling)
     found = generate(_forwards(options), options.config, request, streams=streams)
     if found is None:  # on other ranks of a launcher

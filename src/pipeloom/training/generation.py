@@ -168,7 +168,7 @@ def _generate(request: Request, streams: bool, config: RunConfig, world: World, 
     pipeline = Pipeline(config, world, trains=False)
     info = Checkpoints(config, world, pipeline, None, path, tokenizer=tokenizer).restore(path)
     decoder = Decoder(pipeline, world, tokenizer, config, request)
-    stream = _Stream(tokenizer) if streams and world.rank == 0 else None
+    stream = _Stream(tokenizer, request.prompts[0]) if streams and world.rank == 0 else None
     sequences = [
         _Sequence.of(_encode(tokenizer, prompt), request.sampling.seed + number)
         for number, prompt in enumerate(request.prompts)
@@ -313,13 +313,13 @@ def draw(logits: Tensor, sampling: Sampling, draws: torch.Generator) -> int:
 class _Stream:
     """Writes a text to standard output while it grows, in whole characters."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._shown = tokenizer, 0
-        self._text = ""
+    def __init__(self, tokenizer: Tokenizer, prompt: str) -> None:
+        self._tokenizer, self._prompt, self._shown = tokenizer, prompt, 0
+        self._text = prompt
 
     def show(self, tokens: Sequence[int]) -> None:
         """Write what is new."""
-        self._text = self._tokenizer.decode(tokens)
+        self._text = self._prompt + self._tokenizer.decode(tokens)
         self._write(self._text.rstrip(_UNFINISHED))
 
     def end(self) -> None:
