@@ -2,6 +2,7 @@
 
 from pipeloom.model.cross_entropy import SplitVocabulary
 from pipeloom.model.key_values import KeyValueCache
+from pipeloom.model.sight import Sight
 from pipeloom.model.split import build_stage, stage_pieces
 from pipeloom.model.tensor_parallel import TensorParallel, TensorSlice
 from pipeloom.model.transformer import TIED_NAME, Transformer, num_pieces
@@ -9,6 +10,7 @@ from pipeloom.model.transformer import TIED_NAME, Transformer, num_pieces
 __all__ = [
     "TIED_NAME",
     "KeyValueCache",
+    "Sight",
     "SplitVocabulary",
     "TensorParallel",
     "TensorSlice",

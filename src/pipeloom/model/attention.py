@@ -77,7 +77,9 @@ class Attention(nn.Module):
         self.query_norm, self.key_norm = (_qk_norm(config, width, parallel) for width in (query_width, kv_width))
         self.output = RowParallelLinear(query_width, hidden, bias=family.output_bias, parallel=parallel)
 
-    def forward(self, x: Tensor, rotary: Rotary | None, earlier: EarlierTokens | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: Rotary | None, earlier: EarlierTokens | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         """Attend.
 
         Args:
@@ -85,6 +87,7 @@ class Attention(nn.Module):
             rotary: angles of the T positions; None for learned positions.
             earlier: cached keys and values of the tokens before, to which those of x are added; None for whole
                 sequences.
+            mask: of the keys that each query sees (``Sight.mask``); None for all tokens up to the query.
 
         Returns:
             The term to add to the residual stream.
@@ -95,11 +98,10 @@ class Attention(nn.Module):
         value_BKTD = self._heads(value_BTG)
         if rotary is not None:
             query_BNTD, key_BKTD = rotary.turn(query_BNTD), rotary.turn(key_BKTD)
-        mask = None
         if earlier is not None:
             key_BKTD, value_BKTD = earlier.extend(key_BKTD, value_BKTD)
             # is_causal aligns the mask with the upper left corner, which is right only for queries from position 0 on.
-            if earlier.begin:
+            if mask is None and earlier.begin:
                 mask = causal_mask(query_BNTD.shape[2], key_BKTD.shape[2], x.device)
         mixed_BNTD = run_part(
             functional.scaled_dot_product_attention,

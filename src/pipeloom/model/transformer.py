@@ -40,6 +40,7 @@ from pipeloom.model.parallel_layers import (
 )
 from pipeloom.model.rotary import Rotary
 from pipeloom.model.run_part import run_part
+from pipeloom.model.sight import Sight
 from pipeloom.model.tensor_parallel import WHOLE, TensorParallel, TensorSlice
 from pipeloom.workload.layout import Recompute
 from pipeloom.workload.model import ModelConfig
@@ -64,13 +65,10 @@ class Embedding(nn.Module):
         self.tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
         self.positions = Lookup(max_positions, config.hidden_size) if not MODELS[config.family].is_rotary else None
 
-    def forward(self, tokens_BT: Tensor, begin: int = 0) -> Tensor:
-        """From tokens, int64, to the residual stream; ``begin`` is the position of the first token."""
+    def forward(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
+        """From tokens, int64, to the residual stream; ``positions`` of the tokens, int64 [T] or [B, T]."""
         x_BTH = self.tokens(tokens_BT)
-        if self.positions is None:
-            return x_BTH
-        positions_T = torch.arange(begin, begin + tokens_BT.shape[1], device=tokens_BT.device)
-        return x_BTH + self.positions(self._parallel.own_tokens(positions_T))
+        return x_BTH if self.positions is None else x_BTH + self.positions(self._parallel.own_tokens(positions))
 
 
 class GatedFeedForward(nn.Module):
@@ -126,12 +124,14 @@ class Layer(nn.Module):
         self.recomputes = False
         self._norms_follow = MODELS[config.family].norms_follow
 
-    def forward(self, x: Tensor, rotary: Rotary | None, earlier: EarlierTokens | None = None) -> Tensor:
-        """Residual stream to residual stream; ``rotary`` and ``earlier`` as in :class:`Attention`."""
+    def forward(
+        self, x: Tensor, rotary: Rotary | None, earlier: EarlierTokens | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Residual stream to residual stream; ``rotary``, ``earlier`` and ``mask`` as in :class:`Attention`."""
         if self._norms_follow:
-            x = x + self.attention_norm(self.attention(x, rotary, earlier))
+            x = x + self.attention_norm(self.attention(x, rotary, earlier, mask))
             return x + self.feed_forward_norm(self.feed_forward(x))
-        x = x + self.attention(self.attention_norm(x), rotary, earlier)
+        x = x + self.attention(self.attention_norm(x), rotary, earlier, mask)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -251,13 +251,14 @@ class Transformer(nn.Module):
         shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
         return frozenset(name for name, here in self.slices().items() if here.whole == shapes[name])
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None, sight: Sight | None = None) -> Tensor:
         """Run the pieces.
 
         Args:
             x: tokens_BT (int64) if the range begins with the embedding, else x_BtH: this rank's share of the tokens of
                 each sequence.
             cache: for a token slice, the cache of its micro-batch; slices are passed in order. None: whole sequences.
+            sight: which keys the tokens see, and their positions. None: each sequence is one document.
 
         Returns:
             logits_BTV if the range ends with the head, else x_BtH.
@@ -269,25 +270,29 @@ class Transformer(nn.Module):
         num_tokens = x.shape[1] if self.has_embedding else x.shape[1] * self.parallel.size
         begin = 0 if cache is None else cache.take(num_tokens)
         self._check_length(begin + num_tokens)
-        # Rotary angles cover all tokens, also if the residual stream has only this rank's share.
-        x = self.parallel.from_boundary(x) if self.embedding is None else self.embedding(x, begin)
-        rotary = self._rotary(begin, num_tokens, x)
+        # Positions cover all tokens, also if the residual stream has only this rank's share.
+        positions = (
+            torch.arange(begin, begin + num_tokens, device=x.device) if sight is None else sight.positions(begin)
+        )
+        x = self.parallel.from_boundary(x) if self.embedding is None else self.embedding(x, positions)
+        rotary = self._rotary(positions, x)
+        mask = None if sight is None or not self.layers else sight.mask(begin, x.dtype)
         for name, layer in self.layers.items():
             assert isinstance(layer, Layer)
             earlier = None if cache is None else cache.earlier(name, begin)
-            x = run_part(layer, x, rotary, earlier, recomputes=layer.recomputes)
+            x = run_part(layer, x, rotary, earlier, mask, recomputes=layer.recomputes)
         if self.head is None:
             return self.parallel.to_boundary(x)
         return self.head(x, self._borrowed_VH if self.embedding is None else self.embedding.tokens.weight)
 
-    def _rotary(self, begin: int, num_tokens: int, x: Tensor) -> Rotary | None:
+    def _rotary(self, positions: Tensor, x: Tensor) -> Rotary | None:
         """Rotary angles of these positions; None for learned positions, or without layers."""
         if not MODELS[self.config.family].is_rotary or not self.layers:
             return None
         # Computed in each forward: a buffer would have to be moved, cast, and initialized after `to_empty`.
-        config, place = self.config, {"dtype": x.dtype, "device": x.device, "begin": begin}
-        sizes = (num_tokens, config.known_head_size, config.known_rope_theta)
-        return Rotary.make(*sizes, **place, scaling=config.scaling)
+        config = self.config
+        sizes = config.known_head_size, config.known_rope_theta
+        return Rotary.make(positions, *sizes, dtype=x.dtype, scaling=config.scaling)
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens > self.max_positions:

@@ -159,10 +159,14 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
         software = with_optimizer(software, config.optimizer.rule)
     if cluster is not None:
         problems += _lacks(config, cluster)
-    if config.schedule.file is not None and software is not None and not software.has_lanes:
-        problems.append(
-            f"schedule.file needs machine.software pipeloom, found {software.name}, which has its own order"
-        )
+    if software is not None and not software.has_lanes:
+        own = {"schedule.file": (config.schedule.file is not None, "its own order")}
+        own["data.attention document"] = config.data.by_document, "its own attention"
+        problems += [
+            f"{name} needs machine.software pipeloom, found {software.name}, which has {what}"
+            for name, (is_given, what) in own.items()
+            if is_given
+        ]
     return cluster, software, problems
 
 
@@ -245,6 +249,7 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
         placement=config.choice().placement_name,
         slices=layout.slice_lengths(config.data.seq_len) if layout.num_slices > 1 else (),
         pipeline_order=layout.pipeline_order,
+        by_document=config.data.by_document,
     )
 
 
