@@ -16,7 +16,9 @@ from pipeloom.workload.run import Run
 
 RUN = Run(shape=load_model("llama-3-8b"), seq=4096, pp=4, tp=8, global_batch=8)
 MASKED = replace(RUN, by_document=True)
-CLUSTER, SOFTWARE = load_cluster("dgx-a100"), load_software("pipeloom")
+GPUS, SOFTWARE = load_cluster("dgx-a100"), load_software("pipeloom")
+# The same numbers, of devices without multiprocessors.
+CLUSTER = replace(GPUS, device=replace(GPUS.device, num_multiprocessors=0))
 DOCUMENTS = DataConfig(attention="document")
 
 
@@ -24,6 +26,11 @@ def test_a_mask_costs_the_half_that_flash_kernels_skip_and_its_bytes():
     plain, masked = (Pieces(run, CLUSTER, SOFTWARE).attention_s() for run in (RUN, MASKED))
     for one, other in zip(plain, masked, strict=True):
         assert 2 < other / one < 3
+
+
+def test_gpus_skip_keys_and_are_predicted_as_if_they_did_not():
+    plain, masked = (Pieces(run, GPUS, SOFTWARE).attention_s() for run in (RUN, MASKED))
+    assert plain == masked
 
 
 def test_slices_of_a_masked_sequence_read_every_score_before_them_once():
@@ -45,7 +52,7 @@ def test_measured_seconds_get_the_difference_of_the_closed_forms():
 
 def test_a_rank_has_a_mask_for_each_micro_batch_in_flight():
     schedule = make_schedule("1f1b", pp=4, num_microbatches=8)
-    plain, masked = (memory_by_rank(run, SOFTWARE, schedule, 2) for run in (RUN, MASKED))
+    plain, masked = (memory_by_rank(replace(run, fused_norm=False), SOFTWARE, schedule, 2) for run in (RUN, MASKED))
     more = [other.activations_bytes - one.activations_bytes for one, other in zip(plain, masked, strict=True)]
     # Rotary angles of two micro-batches and of one have the same size here: one sequence each.
     assert more == [2 * 4096 * 4096 * count for count in (4, 3, 2, 1)]

@@ -19,7 +19,7 @@ from pipeloom.data.windows import mark_begins
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.parts.moves import ActivationMoves
 from pipeloom.execute.stages.batch import Batch
-from pipeloom.execute.stages.stage import Sights
+from pipeloom.execute.stages.stage import StepDocuments
 from pipeloom.families import make_schedule
 from pipeloom.model import SplitVocabulary, build_stage, stage_pieces
 from pipeloom.model.cross_entropy import summed_cross_entropy
@@ -92,7 +92,7 @@ def worst(schedule, family, *, slices=None, recompute="none"):
     batch = Batch.of(windows_of(LENGTHS)[0], schedule.num_microbatches, torch.device("cpu"), by_document=True)
     batch = batch if slices is None else batch.cut(slices)
     results = play_in_process(
-        [(one, one.steps(batch.inputs, batch.loss, Sights(batch.firsts, schedule.num_slices))) for one in ranks]
+        [(one, one.steps(batch.inputs, batch.loss, StepDocuments(batch.firsts, schedule.num_slices))) for one in ranks]
     )
     assert not any(stage._seen for one in ranks for stage in one.parts[0].stages.values())
     loss, gradients = expected(family)
@@ -141,7 +141,7 @@ def test_and_with_tensor_parallelism_over_replicas(family, sequence_parallel):
             batch = Batch.of(windows, 2, torch.device("cpu"), **own)
             of_rank = SplitVocabulary(cluster.teams[rank], VOCAB).summed_cross_entropy
             loss = partial(batch.loss, cross_entropy=of_rank)
-            ranks.append((executor, executor.steps(batch.inputs, loss, Sights(batch.firsts))))
+            ranks.append((executor, executor.steps(batch.inputs, loss, StepDocuments(batch.firsts))))
         results = play_in_process(ranks, in_turns=True)
         assert batch.inputs[0].shape == (ROWS, NUM_TOKENS)
         total, gradients = alone(cluster.model.whole(), documents)

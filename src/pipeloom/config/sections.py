@@ -64,8 +64,8 @@ class DataConfig:
     stream, or best-fit for records with answers."""
     attention: Literal["window", "document"] = "window"
     """What a token attends to. window: every earlier token of its window. document: those of its own document, in which
-    positions count from 0; the first token of a document is then no target. Attention takes longer and more memory than
-    with window, since its kernels have a mask and skip nothing."""
+    positions count from 0; the first token of a document is then no target. On CPUs attention takes longer and more
+    memory than with window, since its kernel has a mask and skips nothing."""
     validation_fraction: Annotated[float, Limits(above=0, most=1)] = 0.05
     """Fraction of the text that is held out for validation."""
     cache: Path | None = None

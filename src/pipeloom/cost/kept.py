@@ -19,8 +19,8 @@ a sequence, n in a micro-batch, t tensor-parallel ranks, m = n / t with sequence
                          the rank's part of the vocabulary
     head                 a norm as above; the loss e' V n / t, and e' if t is 1
 
-With borders of documents positions differ between sequences: n s in place of s. A mask e n s S, which all layers and
-stages of a rank share, is counted apart, as it never moves.
+With borders of documents positions differ between sequences: n s in place of s. On CPUs a mask e n s S, which all
+layers and stages of a rank share, is counted apart, as it never moves.
 
 A fully recomputed layer keeps its input, e H m. Between the halves of a split backward a stage keeps, for each matrix,
 its input and the gradient of its output, and the gradients of all other parameters.
@@ -130,9 +130,10 @@ class Kept:
         return self.run.element_bytes * self.run.seq * (begin + self.run.seq) if has_mask else 0
 
     def shared_mask(self, begin: int = 0) -> int:
-        """Bytes of the mask of documents, of a token slice that begins at ``begin``, or of whole sequences."""
+        """Bytes of the mask of documents of a sequence, or of a token slice that begins at ``begin``; 0 on GPUs."""
         run = self.run
-        return run.element_bytes * run.tokens * (begin + run.seq) if run.by_document else 0
+        has_mask = run.by_document and not run.fused_norm
+        return run.element_bytes * run.tokens * (begin + run.seq) if has_mask else 0
 
     def stage_input(self) -> int:
         """Bytes of a stage's input: a tensor-parallel rank's share of the tokens."""

@@ -287,8 +287,13 @@ class Pieces:
 
     @property
     def _skips_half(self) -> bool:
-        """Whether the kernel skips the blocks above the diagonal: flash kernels do, but for a mask of documents."""
-        return self.run.effective_attention in ("flash1", "flash2") and not self.run.by_document
+        """Whether the kernel skips the blocks above the diagonal: flash kernels do, but for a mask."""
+        return self.run.effective_attention in ("flash1", "flash2") and not self._has_mask
+
+    @property
+    def _has_mask(self) -> bool:
+        """Whether documents have a mask, on CPUs. On GPUs the kernel skips keys; how many depends on the text."""
+        return self.run.by_document and not self.cluster.device.is_gpu
 
     def _attention_flops(self) -> float:
         return 4 * self._scores() * self.run.shape.head_size
@@ -324,7 +329,7 @@ class Pieces:
         # The calibrated rates are for heads of size 128.
         rate *= (size / (size + EXPONENTIAL)) / (128 / (128 + EXPONENTIAL))
         flops, mask_s = self._attention_flops() / (2 if self._skips_half else 1), 0.0
-        if self.run.by_document:
+        if self._has_mask:
             # A product of every score, however short documents are, and each head reads the mask.
             mask_s = self._memory_s(self.run.element_bytes * self._scores())
         return flops / rate + mask_s + device.kernel_s

@@ -94,7 +94,10 @@ class Job:
         """Settings that only pipeloom supports: borders of documents, recomputation, moves, swaps, order of ranks."""
         schedule, given = self.config.schedule, self.config.recipe().given
         reasons = {
-            "data.attention document": (self.config.data.by_document, "is not started with attention that ends at documents"),
+            "data.attention document": (
+                self.config.data.by_document,
+                "is not started with attention that ends at documents",
+            ),
             "schedule.balance": (schedule.balance, "does not move activations to other ranks"),
             "schedule.offload": (schedule.offload, "does not move activations to the host as the schedule does"),
             "schedule.keep": (schedule.keep is not None, "cannot select micro-batches to recompute"),

@@ -13,9 +13,9 @@ from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.communication.transport import Transport, UnderWay, finish
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.processes.world import World
-from pipeloom.execute.stages.stage import Objective, Portion, Sights, Stage
+from pipeloom.execute.stages.stage import Objective, Portion, Stage, StepDocuments
 from pipeloom.measure.stopwatch import Now, now
-from pipeloom.model import Sight
+from pipeloom.model import Documents
 from pipeloom.schedule import Schedule
 from pipeloom.workload.layout import Layout
 
@@ -150,7 +150,7 @@ class Rehearsal:
             spec = self.outputs[index] if self.slices is None else self.slices.spec(self.outputs[index], number)
             return torch.randn(spec.shape, dtype=spec.dtype, device=self.world.device) * size
 
-        stage.sights = None if self.firsts is None else _Alike(self.firsts, len(self.firsts))
+        stage.documents = None if self.firsts is None else _Alike(self.firsts, len(self.firsts))
         tensor = self.tokens[number] if stage.index == 0 else random(stage.index - 1, 1.0)
         if stage.index == len(self.outputs) - 1:
             return StageRun(stage, tensor, None, self.objective)
@@ -158,11 +158,11 @@ class Rehearsal:
         return StageRun(stage, tensor, random(stage.index, 1e-6), None)
 
 
-class _Alike(Sights):
+class _Alike(StepDocuments):
     """Every micro-batch of a rehearsal sees what the first one does, with a mask of its own as in a step."""
 
-    def of(self, part: Portion) -> Sight:
-        return Sight(self._firsts[part.slice])
+    def of(self, part: Portion) -> Documents:
+        return Documents(self._firsts[part.slice])
 
 
 def warm_up(rehearsal: Rehearsal) -> None:

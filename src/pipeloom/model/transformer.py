@@ -19,7 +19,7 @@ or this rank's share (``model.tensor_parallel``).
 # ruff: noqa: N803, N806 (upper-case letters in names are shapes)
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,9 @@ from torch.nn import functional
 from pipeloom.errors import UserError
 from pipeloom.model.attention import Attention
 from pipeloom.model.deferred import Defers
+from pipeloom.model.documents import Documents
 from pipeloom.model.key_values import EarlierTokens, KeyValueCache
+from pipeloom.model.norms import residual_norm
 from pipeloom.model.parallel_layers import (
     ColumnParallelLinear,
     Lookup,
@@ -40,7 +42,6 @@ from pipeloom.model.parallel_layers import (
 )
 from pipeloom.model.rotary import Rotary
 from pipeloom.model.run_part import run_part
-from pipeloom.model.sight import Sight
 from pipeloom.model.tensor_parallel import WHOLE, TensorParallel, TensorSlice
 from pipeloom.workload.layout import Recompute
 from pipeloom.workload.model import ModelConfig
@@ -56,7 +57,7 @@ def num_pieces(config: ModelConfig) -> int:
 
 
 class Embedding(nn.Module):
-    """Piece 0: token embedding; gpt2 adds learned positions."""
+    """Piece 0: token embedding; gpt2 adds learned positions, Gemma multiplies by the root of H."""
 
     def __init__(self, config: ModelConfig, max_positions: int, parallel: TensorParallel) -> None:
         super().__init__()
@@ -64,19 +65,27 @@ class Embedding(nn.Module):
         self._parallel = parallel
         self.tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
         self.positions = Lookup(max_positions, config.hidden_size) if not MODELS[config.family].is_rotary else None
+        self._scale = config.hidden_size**0.5 if MODELS[config.family].scales_embedding else None
 
     def forward(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
         """From tokens, int64, to the residual stream; ``positions`` of the tokens, int64 [T] or [B, T]."""
         x_BTH = self.tokens(tokens_BT)
+        if self._scale is not None:
+            # Rounded to the type of the activations, as Gemma was trained: 55.5 instead of 55.43 in bfloat16.
+            x_BTH = x_BTH * _rounded(self._scale, x_BTH.dtype)
         return x_BTH if self.positions is None else x_BTH + self.positions(self._parallel.own_tokens(positions))
 
 
 class GatedFeedForward(nn.Module):
-    """SwiGLU of the llama family: ``down(silu(gate(x)) * up(x))``, without biases; ``ffn_size`` is F of all ranks."""
+    """SwiGLU, ``down(silu(gate(x)) * up(x))``, without biases; Gemma has the tanh form of GELU instead of SiLU.
 
-    def __init__(self, hidden_size: int, ffn_size: int, parallel: TensorParallel) -> None:
+    ``ffn_size`` is F of all ranks.
+    """
+
+    def __init__(self, hidden_size: int, ffn_size: int, parallel: TensorParallel, gate: str = "silu") -> None:
         super().__init__()
         self._parallel = parallel
+        self._activation = functional.silu if gate == "silu" else partial(functional.gelu, approximate="tanh")
         self.gate = ColumnParallelLinear(hidden_size, ffn_size, bias=False, parallel=parallel)
         self.up = ColumnParallelLinear(hidden_size, ffn_size, bias=False, parallel=parallel)
         self.down = RowParallelLinear(ffn_size, hidden_size, bias=False, parallel=parallel)
@@ -85,7 +94,7 @@ class GatedFeedForward(nn.Module):
         """Each token by itself; returns what is added to the residual stream."""
         x_BTH = self._parallel.enter(x)
         gate_BTF, up_BTF = project(x_BTH, self.gate, self.up)
-        return self.down(functional.silu(gate_BTF) * up_BTF)
+        return self.down(self._activation(gate_BTF) * up_BTF)
 
 
 class GeluFeedForward(nn.Module):
@@ -110,39 +119,50 @@ class GeluFeedForward(nn.Module):
 class Layer(nn.Module):
     """One transformer layer: attention, then feed-forward.
 
-    Each reads a normed copy of the residual stream, or what it adds to the stream is normed (``norms_follow``).
+    Each reads a normed copy of the residual stream, or what it adds to the stream is normed, or both. With both, the
+    latter norms are ``attention_post_norm`` and ``feed_forward_post_norm``.
     """
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
         assert config.ffn_size is not None, "the model configuration is not resolved"
-        feed_forward = GatedFeedForward if MODELS[config.family].gates > 1 else GeluFeedForward
-        self.attention_norm = _norm(config)
+        family, sizes = MODELS[config.family], (config.hidden_size, config.ffn_size, parallel)
+        self.attention_norm = residual_norm(config)
         self.attention = Attention(config, parallel)
-        self.feed_forward_norm = _norm(config)
-        self.feed_forward = feed_forward(config.hidden_size, config.ffn_size, parallel)
+        self.feed_forward_norm = residual_norm(config)
+        self.feed_forward = GatedFeedForward(*sizes, family.gate) if family.gates > 1 else GeluFeedForward(*sizes)
+        self._norms_precede, self._norms_follow = family.norms_precede, family.norms_follow
+        if self._norms_precede and self._norms_follow:
+            self.attention_post_norm, self.feed_forward_post_norm = residual_norm(config), residual_norm(config)
         self.recomputes = False
-        self._norms_follow = MODELS[config.family].norms_follow
 
     def forward(
-        self, x: Tensor, rotary: Rotary | None, earlier: EarlierTokens | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        earlier: EarlierTokens | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
-        """Residual stream to residual stream; ``rotary``, ``earlier`` and ``mask`` as in :class:`Attention`."""
-        if self._norms_follow:
-            x = x + self.attention_norm(self.attention(x, rotary, earlier, mask))
+        """Residual stream to residual stream; ``rotary``, ``earlier`` and ``documents`` as in :class:`Attention`."""
+        if not self._norms_precede:
+            x = x + self.attention_norm(self.attention(x, rotary, earlier, documents))
             return x + self.feed_forward_norm(self.feed_forward(x))
-        x = x + self.attention(self.attention_norm(x), rotary, earlier, mask)
+        if self._norms_follow:
+            x = x + self.attention_post_norm(self.attention(self.attention_norm(x), rotary, earlier, documents))
+            return x + self.feed_forward_post_norm(self.feed_forward(self.feed_forward_norm(x)))
+        x = x + self.attention(self.attention_norm(x), rotary, earlier, documents)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
 class Head(nn.Module, Defers):
-    """The last piece: norm and projection to the vocabulary, without bias."""
+    """The last piece: norm and projection to the vocabulary, without bias; Gemma 2 bounds the logits."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
         assert config.vocab_size is not None, "the model configuration is not resolved"
         self._parallel = parallel
-        self.norm = _norm(config)
+        self.norm = residual_norm(config)
+        self._softcap = config.known_logit_softcap
         is_own = not config.tied
         sizes = config.hidden_size, config.vocab_size
         self.output = ColumnParallelLinear(*sizes, bias=False, parallel=parallel) if is_own else None
@@ -153,9 +173,13 @@ class Head(nn.Module, Defers):
         x_BTH = self._parallel.enter(self.norm(x))
         if self.output is not None:
             # Logits of this rank's part of the vocabulary; the loss exchanges three numbers per token.
-            return self.output(x_BTH)
+            return self._capped(self.output(x_BTH))
         assert tied_VH is not None, "a tied head without the embedding's matrix: call borrow first"
-        return product(x_BTH, tied_VH, defers=self.defers)
+        return self._capped(product(x_BTH, tied_VH, defers=self.defers))
+
+    def _capped(self, logits_BTV: Tensor) -> Tensor:
+        """``c tanh(logit / c)``, each logit by itself; for the backward it keeps the tanh."""
+        return (logits_BTV / self._softcap).tanh() * self._softcap if self._softcap else logits_BTV
 
 
 class Transformer(nn.Module):
@@ -193,6 +217,9 @@ class Transformer(nn.Module):
         kind = _layer_class(config.family)
         # A dict with layer numbers of the whole model as keys, so that names are global on every stage.
         self.layers = nn.ModuleDict({str(layer): kind(config, parallel) for layer in layers})
+        for name, built in self.layers.items():
+            assert isinstance(built, Layer)
+            built.attention.window = config.window_of(int(name))
         self.head = Head(config, parallel) if last in pieces else None
         # Not registered as a parameter: the first stage owns, updates and saves the matrix.
         self._borrowed_VH: Tensor | None = None
@@ -251,14 +278,14 @@ class Transformer(nn.Module):
         shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
         return frozenset(name for name, here in self.slices().items() if here.whole == shapes[name])
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None = None, sight: Sight | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None, documents: Documents | None = None) -> Tensor:
         """Run the pieces.
 
         Args:
             x: tokens_BT (int64) if the range begins with the embedding, else x_BtH: this rank's share of the tokens of
                 each sequence.
             cache: for a token slice, the cache of its micro-batch; slices are passed in order. None: whole sequences.
-            sight: which keys the tokens see, and their positions. None: each sequence is one document.
+            documents: which keys the tokens see, and their positions. None: each sequence is one document.
 
         Returns:
             logits_BTV if the range ends with the head, else x_BtH.
@@ -272,27 +299,35 @@ class Transformer(nn.Module):
         self._check_length(begin + num_tokens)
         # Positions cover all tokens, also if the residual stream has only this rank's share.
         positions = (
-            torch.arange(begin, begin + num_tokens, device=x.device) if sight is None else sight.positions(begin)
+            torch.arange(begin, begin + num_tokens, device=x.device)
+            if documents is None
+            else documents.positions(begin)
         )
         x = self.parallel.from_boundary(x) if self.embedding is None else self.embedding(x, positions)
         rotary = self._rotary(positions, x)
-        mask = None if sight is None or not self.layers else sight.mask(begin, x.dtype)
         for name, layer in self.layers.items():
             assert isinstance(layer, Layer)
             earlier = None if cache is None else cache.earlier(name, begin)
-            x = run_part(layer, x, rotary, earlier, mask, recomputes=layer.recomputes)
+            own = rotary.get(layer.attention.window is not None)
+            x = run_part(layer, x, own, earlier, documents, recomputes=layer.recomputes)
         if self.head is None:
             return self.parallel.to_boundary(x)
         return self.head(x, self._borrowed_VH if self.embedding is None else self.embedding.tokens.weight)
 
-    def _rotary(self, positions: Tensor, x: Tensor) -> Rotary | None:
-        """Rotary angles of these positions; None for learned positions, or without layers."""
-        if not MODELS[self.config.family].is_rotary or not self.layers:
-            return None
+    def _rotary(self, positions: Tensor, x: Tensor) -> dict[bool, Rotary]:
+        """Rotary angles of these positions for layers without and with a window; empty for learned positions."""
+        if not MODELS[self.config.family].is_rotary:
+            return {}
         # Computed in each forward: a buffer would have to be moved, cast, and initialized after `to_empty`.
-        config = self.config
-        sizes = config.known_head_size, config.known_rope_theta
-        return Rotary.make(positions, *sizes, dtype=x.dtype, scaling=config.scaling)
+        config, size, local = self.config, self.config.known_head_size, self.config.known_rope_local_theta
+        kinds = {layer.attention.window is not None for layer in self.layers.values() if isinstance(layer, Layer)}
+        found: dict[bool, Rotary] = {}
+        if kinds - ({True} if local is not None else set()):
+            whole = Rotary.make(positions, size, config.known_rope_theta, dtype=x.dtype, scaling=config.scaling)
+            found = dict.fromkeys(kinds, whole)
+        if local is not None and True in kinds:
+            found[True] = Rotary.make(positions, size, local, dtype=x.dtype)
+        return found
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens > self.max_positions:
@@ -308,7 +343,6 @@ def _layer_class(family: str) -> type[Layer]:
     return Layer if layer is None else layer()
 
 
-def _norm(config: ModelConfig) -> nn.Module:
-    """The family's norm over H."""
-    norm = nn.LayerNorm if MODELS[config.family].norms_have_biases else nn.RMSNorm
-    return norm(config.hidden_size, eps=config.known_norm_eps)
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """The nearest number of a type."""
+    return torch.tensor(value, dtype=dtype, device="cpu").item()

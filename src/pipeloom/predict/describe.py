@@ -265,6 +265,10 @@ def why_training_may_differ(config: RunConfig, predicted: Dtype | None = None) -
     reasons: list[str] = []
     if config.layout.token_slices == "auto":
         reasons.append("with layout.token_slices auto train measures slices, simulate predicts them")
+    if config.data.by_document and config.training.device == "cuda":
+        reasons.append(
+            "with data.attention document train skips keys of other documents, simulate counts all earlier ones"
+        )
     trained, device = config.training.known_dtype, config.training.device
     # The defaults differ: train uses that of its device, simulate that of the cluster.
     if predicted not in (None, trained):

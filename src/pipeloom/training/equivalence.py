@@ -15,7 +15,7 @@ from pipeloom.errors import ConfigError, UserError
 from pipeloom.execute.processes.world import World, is_first
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.execute.stages.weights import master_dtype
-from pipeloom.model import Sight, TensorSlice
+from pipeloom.model import Documents, TensorSlice
 from pipeloom.predict.describe import completed
 from pipeloom.terminal.words import count
 from pipeloom.training.memory_check import check_memory
@@ -159,8 +159,8 @@ def reference_gradients(config: RunConfig, batch: Batch) -> Gradients:
     total = 0.0
     # One micro-batch at a time, as in the pipeline: all at once would take M times the memory.
     for microbatch, tokens in enumerate(batch.inputs):
-        sight = None if batch.firsts is None else Sight(batch.firsts[microbatch])
-        loss = batch.loss(model(tokens, sight=sight), microbatch)
+        documents = None if batch.firsts is None else Documents(batch.firsts[microbatch])
+        loss = batch.loss(model(tokens, documents=documents), microbatch)
         loss.backward()
         total += loss.item()
     return Gradients(total, {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None})

@@ -32,7 +32,7 @@ from pipeloom.execute.parts.tied import SwappedLoan, Tied
 from pipeloom.execute.processes.watch import Watch
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.batch import Batch
-from pipeloom.execute.stages.stage import Objective, Sights, Stage
+from pipeloom.execute.stages.stage import Objective, Stage, StepDocuments
 from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.measure.moves import time_messages, time_moves, time_stage_swaps
@@ -197,12 +197,12 @@ class Pipeline:
         """Run forwards and backwards of a step, starting with zero gradients. Outputs are shares of the loss."""
         self._warm_up(batch)
         cut = batch if self._slices is None else batch.cut(self._slices)
-        return self._run(self._trainer, cut.inputs, self._loss_of(cut), _sights(cut, self.schedule.num_slices))
+        return self._run(self._trainer, cut.inputs, self._loss_of(cut), _documents(cut, self.schedule.num_slices))
 
     def evaluate(self, batch: Batch) -> StepResult:
         """Run forwards only. Outputs are shares of the loss."""
         with self._as_written():
-            return self._run(self._evaluator, batch.inputs, self._loss_of(batch), _sights(batch))
+            return self._run(self._evaluator, batch.inputs, self._loss_of(batch), _documents(batch))
 
     def profile(self, batch: Batch) -> Profile | None:
         """Time every stage on a micro-batch of this batch, its collectives, and moves. Collective; drops gradients.
@@ -311,11 +311,11 @@ class Pipeline:
         return partial(batch.loss, cross_entropy=self._vocabulary.summed_cross_entropy)
 
     def _run(
-        self, executor: Executor, inputs: list[Tensor], objective: Objective, sights: Sights | None = None
+        self, executor: Executor, inputs: list[Tensor], objective: Objective, documents: StepDocuments | None = None
     ) -> StepResult:
         self._running = executor
         timeout_s = self._config.training.stall_timeout_s
-        return executor.run(inputs, objective, timeout_s, self._watch.positions, sights)
+        return executor.run(inputs, objective, timeout_s, self._watch.positions, documents)
 
     def _build(self, pieces: range, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         module = stage_of(self._config, pieces, device, dtype=dtype, parallel=self._parallel)
@@ -414,8 +414,8 @@ def _patience(config: RunConfig) -> timedelta | None:
     return None if config.training.compile else timedelta(seconds=config.training.stall_timeout_s)
 
 
-def _sights(batch: Batch, num_slices: int = 1) -> Sights | None:
-    return None if batch.firsts is None else Sights(batch.firsts, num_slices)
+def _documents(batch: Batch, num_slices: int = 1) -> StepDocuments | None:
+    return None if batch.firsts is None else StepDocuments(batch.firsts, num_slices)
 
 
 def _transformer(stage: nn.Module) -> Transformer:

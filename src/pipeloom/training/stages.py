@@ -17,7 +17,7 @@ from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.stages.saved import Parcel
 from pipeloom.execute.stages.stage import split_backward_of
 from pipeloom.execute.stages.weights import master_dtype
-from pipeloom.model import Sight, SplitVocabulary, TensorParallel, Transformer, build_stage, stage_pieces
+from pipeloom.model import Documents, SplitVocabulary, TensorParallel, Transformer, build_stage, stage_pieces
 from pipeloom.model.deferred import defer
 from pipeloom.model.key_values import KeyValueCache
 from pipeloom.model.tensor_parallel import WHOLE, TensorGroup
@@ -154,7 +154,7 @@ def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *,
     lengths = layout.slice_lengths(config.data.seq_len)
     cache = KeyValueCache(config.data.seq_len) if len(lengths) > 1 else None
     whole, inputs, gone = list[int](), list[int](), list[tuple[Tensor, Tensor, int]]()
-    sights = list[Sight | None]()  # kept, since a mask that stages share does not count
+    documents = list[Documents | None]()  # kept, since a mask that stages share does not count
     with _Kernels(is_gpu=config.training.device == "cuda"):
         for length in lengths:
             tokens = TensorSpec((layout.microbatch_size, length), torch.int64).empty("meta")
@@ -164,9 +164,9 @@ def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *,
                 given = TensorSpec(own, dtype).empty("meta").requires_grad_()
             targets = tokens.flatten()  # part of the batch, so not counted
             parcel, begin = Parcel(owns_input=not module.has_embedding), 0 if cache is None else cache.begin
-            sights.append(Sight(tokens) if config.data.by_document else None)
+            documents.append(Documents(tokens) if config.data.by_document else None)
             with parcel.saving():
-                output = module(given, cache, sights[-1])
+                output = module(given, cache, documents[-1])
                 if module.has_head:
                     output = vocabulary.summed_cross_entropy(output.flatten(0, 1).to(master_dtype(dtype)), targets)
             parcel.close(given, output)

@@ -42,12 +42,14 @@ class ModelConfig:
     preset: Common[Annotated[str, Names("models")] | None] = None
     """Model of the catalog, which gives all sizes. None: the sizes below."""
     file: Common[Path | None] = None
-    """Model file: .toml or a Hugging Face config.json. That may be of llama, mistral, qwen2, qwen3, olmo2 or gpt2. The
-    file gives all sizes. None: the sizes below."""
+    """Model file: .toml or a Hugging Face config.json. That may be of llama, mistral, qwen2, qwen3, olmo2, gemma2,
+    gemma3_text or gpt2. The file gives all sizes. None: the sizes below."""
     family: Annotated[str, Names("model families")] = "llama"
     """Architecture. llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention. qwen2, qwen3: llama with biases
-    or norms of queries and keys. olmo2: llama with such norms, and norms behind the blocks. gpt2: LayerNorm, learned
-    positions, GELU. docs/extending.md: how to add one."""
+    or norms of queries and keys. olmo2: llama with such norms, and norms behind the blocks. gemma2: GELU gates, norms
+    before and behind the blocks, scaled embeddings, soft caps. gemma3: norms of queries and keys instead of soft caps,
+    rotary positions of its own for layers with a window. gpt2: LayerNorm, learned positions, GELU.
+    docs/extending.md: how to add one."""
     num_layers: Common[Annotated[int, Limits(least=1, most=MOST_LAYERS)]] = 8
     """Transformer layers."""
     hidden_size: Common[Count] = 192
@@ -66,7 +68,11 @@ class ModelConfig:
     norm_eps: Positive | None = None
     """Epsilon of norms. None: 1e-5; no default for a model from preset or file."""
     rope_theta: Positive | None = None
-    """Base of the rotary position frequencies; llama only. None: 10000; no default for a model from preset or file."""
+    """Base of the rotary position frequencies; not for gpt2. None: 10000, for gemma3 1e6; no default for a model from
+    preset or file."""
+    rope_local_theta: Positive | None = None
+    """Base of the rotary position frequencies of layers with a window, without rope_scaling; gemma3 only. None:
+    10000."""
     rope_scaling: Literal["linear", "llama3", "yarn"] | None = None
     """Rotary positions for sequences rope_factor times as long as those of the first training. linear divides all
     frequencies. llama3 and yarn divide those of pairs of dims that turn rarely within rope_original_len."""
@@ -81,6 +87,18 @@ class ModelConfig:
     yarn."""
     rope_attention_factor: Positive | None = None
     """Factor of cosines and sines; yarn only. None: 0.1 ln(rope_factor) + 1."""
+    window: Count | None = None
+    """Tokens that a query of a layer with a sliding window sees, its own included. None: all earlier ones, in every
+    layer."""
+    full_attention_layers: tuple[Annotated[int, Limits(least=0)], ...] | None = None
+    """Layers without a window, by number from 0; needs window. None: every second layer of gemma2, every sixth of
+    gemma3, none of others."""
+    query_pre_attn_scalar: Positive | None = None
+    """Attention scores are divided by its root. None: head_size."""
+    attn_softcap: Annotated[float, Limits(least=0)] | None = None
+    """Bound c of attention scores, as c tanh(score / c); 0 for none. None: 50 for gemma2, 0 for others."""
+    logit_softcap: Annotated[float, Limits(least=0)] | None = None
+    """Bound of the logits, by the same formula; 0 for none. None: 30 for gemma2, 0 for others."""
     tied: bool = False
     """Embedding and head share one matrix."""
 
@@ -97,7 +115,37 @@ class ModelConfig:
     @property
     def known_rope_theta(self) -> float:
         """With its default."""
-        return 10000.0 if self.rope_theta is None else self.rope_theta
+        return MODELS[self.family].rope_theta if self.rope_theta is None else self.rope_theta
+
+    @property
+    def known_rope_local_theta(self) -> float | None:
+        """With its default; ``None`` if layers with a window have the positions of the others."""
+        return self.rope_local_theta or MODELS[self.family].rope_local_theta
+
+    @property
+    def known_full_attention_layers(self) -> tuple[int, ...]:
+        """With its default."""
+        own = self.full_attention_layers
+        return MODELS[self.family].full_layers(self.num_layers) if own is None else own
+
+    @property
+    def attention_scale(self) -> float | None:
+        """Factor of attention scores; ``None`` for one over the root of the head's size."""
+        return None if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar**-0.5
+
+    @property
+    def known_attn_softcap(self) -> float:
+        """With its default; 0 for none."""
+        return MODELS[self.family].attn_softcap if self.attn_softcap is None else self.attn_softcap
+
+    @property
+    def known_logit_softcap(self) -> float:
+        """With its default; 0 for none."""
+        return MODELS[self.family].logit_softcap if self.logit_softcap is None else self.logit_softcap
+
+    def window_of(self, layer: int) -> int | None:
+        """The window of a layer; ``None`` for one that sees all earlier tokens."""
+        return None if layer in self.known_full_attention_layers else self.window
 
     @property
     def scaling(self) -> RopeScaling | None:
@@ -130,6 +178,25 @@ class ModelConfig:
             vocab_size=self.vocab_size or vocab_size,
             norm_eps=self.known_norm_eps,
             rope_theta=self.known_rope_theta,
+        ).canonical
+
+    @property
+    def canonical(self) -> "ModelConfig":
+        """The same model, without values of attention that are defaults, so that equal models compare equal."""
+        family, layers, window = MODELS[self.family], set(self.known_full_attention_layers), self.window
+        if layers.issuperset(range(self.num_layers)):
+            window = None
+        is_usual = window is None or layers == set(family.full_layers(self.num_layers))
+        has_base = window is not None and self.rope_local_theta != family.rope_local_theta
+        is_plain = self.query_pre_attn_scalar == self.known_head_size
+        return replace(
+            self,
+            window=window,
+            full_attention_layers=None if is_usual else tuple(sorted(layers)),
+            rope_local_theta=self.rope_local_theta if has_base else None,
+            query_pre_attn_scalar=None if is_plain else self.query_pre_attn_scalar,
+            attn_softcap=None if self.attn_softcap == family.attn_softcap else self.attn_softcap,
+            logit_softcap=None if self.logit_softcap == family.logit_softcap else self.logit_softcap,
         )
 
 
@@ -148,6 +215,9 @@ class ModelShape:
         tied: whether the embedding and the head are one matrix.
         own_head_size: width of one head; ``None`` for ``hidden / heads``.
         name: for messages.
+        window: keys that a query of a layer with a window sees; ``None`` if no layer has one.
+        full_layers: layers without a window, from 0; empty without windows.
+        attn_softcap, logit_softcap: bounds of attention scores and logits; 0 for none.
     """
 
     layers: int
@@ -160,11 +230,25 @@ class ModelShape:
     tied: bool
     own_head_size: int | None = None
     name: str = ""
+    window: int | None = None
+    full_layers: tuple[int, ...] = ()
+    attn_softcap: float = 0.0
+    logit_softcap: float = 0.0
 
     def __post_init__(self) -> None:
         """Remove a head size that is the default, so that equal shapes compare equal."""
         if self.own_head_size is not None and self.own_head_size * self.heads == self.hidden:
             object.__setattr__(self, "own_head_size", None)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer; ``None`` for one that sees all earlier tokens."""
+        full = frozenset(self.full_layers)
+        return tuple(None if layer in full else self.window for layer in range(self.layers))
+
+    def with_window(self, window: int | None) -> "ModelShape":
+        """The shape with this window in all layers, or with none."""
+        return replace(self, window=window, full_layers=())
 
     @property
     def kind(self) -> ModelFamily:
@@ -228,6 +312,10 @@ def shape_of(model: ModelConfig) -> ModelShape:
         tied=model.tied,
         own_head_size=model.head_size,
         name=model.preset or (str(model.file) if model.file else model.family),
+        window=model.window,
+        full_layers=() if model.window is None else model.known_full_attention_layers,
+        attn_softcap=model.known_attn_softcap,
+        logit_softcap=model.known_logit_softcap,
     )
 
 
@@ -244,7 +332,11 @@ def model_of(shape: ModelShape, model: ModelConfig) -> ModelConfig:
         ffn_size=shape.ffn,
         vocab_size=shape.vocab,
         tied=shape.tied,
-    )
+        window=shape.window,
+        full_attention_layers=None if shape.window is None else shape.full_layers,
+        attn_softcap=shape.attn_softcap,
+        logit_softcap=shape.logit_softcap,
+    ).canonical
 
 
 def head_problems(

@@ -1,7 +1,8 @@
 """Model families by name: the properties of their layers that predictions, checks and files use; without torch.
 
-A model is an embedding, equal layers and a head. Families differ in feed-forward block, norms, positions and biases; a
-family that differs in more has its own layer class.
+A model is an embedding, layers and a head. Layers are equal, except that some may have a window and rotary positions of
+their own. Families differ in feed-forward block, norms, positions, biases, soft caps and windows; a family that differs
+in more has its own layer class.
 """
 
 from collections.abc import Callable
@@ -25,9 +26,17 @@ class ModelFamily:
         output_bias: whether the matrix behind attention has a bias.
         mlp_biases: whether the matrices of the feed-forward block have biases.
         qk_norm: RMSNorm of queries and keys before the rotary positions: none, of each head, or of all heads together.
-        norms_follow: whether a layer norms what attention and the feed-forward block add to the residual stream, not
-            what they read.
+        norms_precede: whether a layer norms what attention and the feed-forward block read.
+        norms_follow: whether it norms what they add to the residual stream.
         norms_have_biases: whether norms have, as LayerNorm; RMSNorm has none.
+        zero_centered_norms: whether RMSNorm multiplies by 1 + weight.
+        gate: activation of gated feed-forward blocks; "gelu" is its tanh form.
+        scales_embedding: whether embeddings are multiplied by the root of the hidden size.
+        attn_softcap, logit_softcap: default bounds of attention scores and of logits; 0 for none.
+        full_every: where layers have windows, every layer of this number has none; 0 if all have one.
+        rope_theta: default base of rotary positions.
+        rope_local_theta: default base of layers with a window, which the rope scaling leaves alone; ``None`` if they
+            have the positions of the others.
         default_ffn: hidden size -> default inner width.
         layer: imports torch and returns a subclass of ``pipeloom.model.transformer.Layer``; ``None`` for that class.
             The subclass must have the sizes above.
@@ -44,13 +53,31 @@ class ModelFamily:
     norms_have_biases: bool
     default_ffn: Callable[[int], int]
     qk_norm: Literal["none", "head", "width"] = "none"
+    norms_precede: bool = True
     norms_follow: bool = False
+    zero_centered_norms: bool = False
+    gate: Literal["silu", "gelu"] = "silu"
+    scales_embedding: bool = False
+    attn_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    full_every: int = 0
+    rope_theta: float = 10000.0
+    rope_local_theta: float | None = None
     layer: Callable[[], Any] | None = None
 
     @property
     def norm_vectors(self) -> int:
         """Vectors of a norm, each as wide as the residual stream."""
         return 2 if self.norms_have_biases else 1
+
+    @property
+    def layer_norms(self) -> int:
+        """Norms of the residual stream in a layer, before and behind its two blocks."""
+        return 2 * (self.norms_precede + self.norms_follow)
+
+    def full_layers(self, layers: int) -> tuple[int, ...]:
+        """By default, the layers without a window, from 0."""
+        return tuple(range(self.full_every - 1, layers, self.full_every)) if self.full_every else ()
 
 
 MODELS: Registry[ModelFamily] = Registry("model family", "pipeloom.models", ModelFamily)
@@ -96,6 +123,35 @@ MODELS.add(
         _LLAMA,
         summary="llama with norms behind attention and SwiGLU, and RMSNorms of all queries and all keys",
         qk_norm="width",
+        norms_precede=False,
         norms_follow=True,
+    ),
+)
+_GEMMA = replace(
+    _LLAMA,
+    norms_follow=True,
+    zero_centered_norms=True,
+    gate="gelu",
+    scales_embedding=True,
+)
+MODELS.add(
+    "gemma2",
+    replace(
+        _GEMMA,
+        summary="GELU gates, four norms, scaled embeddings, soft caps, windows in every second layer",
+        attn_softcap=50.0,
+        logit_softcap=30.0,
+        full_every=2,
+    ),
+)
+MODELS.add(
+    "gemma3",
+    replace(
+        _GEMMA,
+        summary="gemma2 with norms of queries and keys instead of soft caps, windows in five of six layers",
+        qk_norm="head",
+        full_every=6,
+        rope_theta=1e6,
+        rope_local_theta=10000.0,
     ),
 )

@@ -39,7 +39,7 @@ class Run:
             depends on it.
         pipeline_order: pipeline ranks in the order of the devices; ``None`` for ascending.
         slices: tokens of each slice that sequences are cut into; empty for whole ones.
-        by_document: whether attention ends at the borders of documents, by a mask.
+        by_document: whether attention ends at the borders of documents.
     """
 
     shape: ModelShape

@@ -88,7 +88,7 @@ class Compute(Part):
         """Reset the peaks, and set what the stages' tokens see in this step."""
         self._most = (0, 0, 0, 0)
         for stage in self.stages.values():
-            stage.sights = row.sights
+            stage.documents = row.documents
         return ()
 
     def start(self, row: RankRow, slot: int) -> None:

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.stages.saved import Parcel, hollow
-from pipeloom.model import KeyValueCache, Sight
+from pipeloom.model import Documents, KeyValueCache
 from pipeloom.model.deferred import Filed, add_to_leaves, defer, filing, leaves_of, run_backward
 
 Objective = Callable[[Tensor, int], Tensor]
@@ -32,7 +32,7 @@ class Portion(NamedTuple):
         return self.microbatch * num_slices + self.slice
 
 
-class Sights:
+class StepDocuments:
     """What the tokens of a step see, where attention ends at documents.
 
     Each mask is made at its first use, shared by the stages of a rank, and freed when none of them keeps it.
@@ -44,14 +44,14 @@ class Sights:
 
     def __init__(self, firsts: Sequence[Tensor], num_slices: int = 1) -> None:
         self._firsts, self._num_slices = firsts, num_slices
-        self._made: WeakValueDictionary[int, Sight] = WeakValueDictionary()
+        self._made: WeakValueDictionary[int, Documents] = WeakValueDictionary()
 
-    def of(self, part: Portion) -> Sight:
+    def of(self, part: Portion) -> Documents:
         """That of a micro-batch or slice."""
         number = part.number(self._num_slices)
         found = self._made.get(number)
         if found is None:
-            found = self._made[number] = Sight(self._firsts[number])
+            found = self._made[number] = Documents(self._firsts[number])
         return found
 
 
@@ -116,7 +116,7 @@ class Stage:
     Attributes:
         held_bytes: of stage inputs that are kept for backwards; other saved tensors are not included.
         pending_bytes: of what is kept between input gradient and weight gradient.
-        sights: of the step; ``None`` where attention has no borders.
+        documents: of the step; ``None`` where attention has no borders.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class Stage:
         self._pending: dict[Portion, Pending] = {}
         self._slices = slices
         self._caches: dict[int, KeyValueCache] = {}
-        self.sights: Sights | None = None
-        self._seen: dict[Portion, Sight] = {}
+        self.documents: StepDocuments | None = None
+        self._seen: dict[Portion, Documents] = {}
         self.held_bytes = 0
         self.pending_bytes = 0
 
@@ -196,8 +196,8 @@ class Stage:
         with torch.set_grad_enabled(trains), nullcontext() if parcel is None else parcel.saving():
             if trains and (self._needs_input_gradient or (self.splits and tensor.is_floating_point())):
                 tensor = tensor.detach().requires_grad_()
-            sight = None if self.sights is None else self.sights.of(part)
-            output = self._run(part, tensor, sight)
+            documents = None if self.documents is None else self.documents.of(part)
+            output = self._run(part, tensor, documents)
             if objective is not None:
                 output = objective(output, part.number(1 if self._slices is None else len(self._slices.lengths)))
         result = output.detach()
@@ -205,23 +205,23 @@ class Stage:
             if parcel is not None:
                 parcel.close(tensor, output)
             self._kept[part] = (tensor, output) if parcel is None else hollow(tensor, output)
-            if sight is not None:
-                self._seen[part] = sight
+            if documents is not None:
+                self._seen[part] = documents
             self.held_bytes += tensor.nbytes
         return result
 
-    def _run(self, part: Portion, tensor: Tensor, sight: Sight | None) -> Tensor:
+    def _run(self, part: Portion, tensor: Tensor, documents: Documents | None) -> Tensor:
         """The module's output, checked."""
         what = f"the output of stage {self.index} for micro-batch {part.microbatch}"
         if self._slices is None:
-            output = self.module(tensor) if sight is None else self.module(tensor, sight=sight)
+            output = self.module(tensor) if documents is None else self.module(tensor, documents=documents)
             self._output.check(output, what)
             return output
         if part.microbatch not in self._caches:
             self._caches[part.microbatch] = KeyValueCache(self._slices.num_tokens)
         cache = self._caches[part.microbatch]
         cache.begin = self._slices.begin(part.slice)  # a recomputed slice does not follow the last one
-        output = self.module(tensor, cache) if sight is None else self.module(tensor, cache, sight)
+        output = self.module(tensor, cache) if documents is None else self.module(tensor, cache, documents)
         self._slices.spec(self._output, part.slice).check(output, f"{what}, slice {part.slice}")
         return output
 
@@ -309,5 +309,5 @@ class Stage:
         self._caches.clear()
         self._pending.clear()
         self._seen.clear()
-        self.sights = None
+        self.documents = None
         self.held_bytes = self.pending_bytes = 0
