@@ -301,6 +301,22 @@ AXES = {
         {"data__bpe_vocab_size": 8192},
         "data.bpe_vocab_size has no effect without data.tokenizer bpe; give both or leave it out",
     ),
+    "more frozen layers than there are": (
+        {"training__freeze_layers": 9},
+        "training.freeze_layers must be at most model.num_layers 8, found 9",
+    ),
+    "a frozen embedding that is the head": (
+        {"training__freeze_layers": 0, "model__tied": True},
+        "training.freeze_layers freezes the embedding, which with model.tied is the head's matrix; leave it out",
+    ),
+    "frozen layers and halves of backwards": (
+        {"training__freeze_layers": 1, "schedule__family": "zb-h1", "layout__loops": 1},
+        "training.freeze_layers does not work with schedule.family zb-h1, which splits backwards; use breadth-first",
+    ),
+    "frozen layers and balanced memory": (
+        {"training__freeze_layers": 1, "schedule__balance": True},
+        "training.freeze_layers does not work with schedule.balance; leave one of them out",
+    ),
     "a compiler that compiles nothing": (
         {"training__compile_backend": "aot_eager"},
         "training.compile_backend has no effect without training.compile; give both or leave it out",

@@ -6,7 +6,7 @@ executor counts: state, and what is kept for backwards.
 
 import numpy as np
 import pytest
-from any_runs import DATA, on_cpus, runs
+from any_runs import DATA, frozen_runs, on_cpus, runs
 from one_process import OneProcess
 
 from pipeloom.analysis.matching import match_spans
@@ -115,3 +115,8 @@ def test_a_step_equals_the_single_process_and_holds_the_bytes_that_are_predicted
     seen = {assert_step(config) for config in runs()[chunk::CHUNKS]}
     assert "kept" in seen
     assert seen & {"offloaded", "evicted"}
+
+
+@pytest.mark.timeout(120)
+def test_a_step_with_frozen_layers_equals_the_single_process_and_holds_the_bytes_that_are_predicted():
+    assert {assert_step(config) for config in frozen_runs(24)} == {"kept"}

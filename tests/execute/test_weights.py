@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeloom.execute.stages.weights import FlatOrder, StageWeights
+from pipeloom.execute.stages.flat_order import FlatOrder
+from pipeloom.execute.stages.weights import StageWeights
 
 
 def stage():
@@ -97,3 +98,38 @@ def test_gradients_add_up_in_the_buffer_from_zero():
     for name, view in weights.order.views(buffer).items():
         torch.testing.assert_close(view, 2 * dict(plain.named_parameters())[name].grad)
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("level", ["none", "optimizer", "gradients", "full"])
+def test_frozen_parameters_are_a_segment_without_gradient_and_update(level, dtype):
+    expected = {name: one.clone() for name, one in stage().named_parameters()}
+    frozen = {"0.weight", "0.bias", "1.weight"}
+
+    def begun():
+        module = stage()
+        for name, one in module.named_parameters():
+            one.requires_grad_(name not in frozen)
+        return module
+
+    shards = [StageWeights(begun(), level, 2, index, dtype=dtype) for index in range(2)]
+    for one in shards:
+        assert {*one.order.shapes} == {*expected} - frozen
+        assert {*one.frozen.order.shapes} == frozen
+        assert sum(part.parameter.numel() for part in one.parts) == one.shard.numel()
+        assert one.frozen.shard.dtype == (dtype or torch.float64)
+        assert len(one.gathers) == (2 if level == "full" else 1)
+    held = [one.frozen.shard for one in shards]
+    found = shards[0].frozen.order.views(torch.cat(held) if level == "full" else held[0])
+    assert all(torch.equal(found[name], expected[name].to(dtype or torch.float64)) for name in frozen)
+
+
+def test_a_stage_that_trains_nothing_has_no_part():
+    module = stage().requires_grad_(requires_grad=False)
+    weights = StageWeights(module, "full", 2, 1)
+    assert weights.parts == []
+    assert weights.gradients_bytes == 0
+    assert [whole.numel() for whole, _ in weights.gathers] == [weights.frozen.order.size]
+    assert weights.weights_bytes == weights.frozen.shard.nbytes
+    weights.hold()
+    assert weights.weights_bytes == weights.frozen.shard.nbytes + weights.frozen.nbytes

@@ -39,6 +39,24 @@ def runs():
     return found
 
 
+@cache
+def frozen_runs(count):
+    """Runs with frozen layers, without the settings that these exclude."""
+    draw, found = random.Random(1), []
+    still = {"balance": False, "offload": False, "activation_budget": None, "device_budget": None}
+    while len(found) < count:
+        config = with_layers(draw, with_sharding(draw, any_run(draw)))
+        config = replace(
+            config,
+            model=replace(config.model, tied=False),
+            schedule=replace(config.schedule, **still),
+            training=replace(config.training, freeze_layers=draw.randint(0, LAYERS)),
+        )
+        if not find_problems(config, trains=False):
+            found.append(config)
+    return found
+
+
 def with_layers(draw, config):
     """The run with other layers, which change no other draw and no schedule."""
     model, moves = config.model, config.schedule.balance or config.schedule.offload

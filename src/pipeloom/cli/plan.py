@@ -294,6 +294,11 @@ def _read(path: Path, seq: int | None, problems: list[str]) -> RunConfig:
         config = replace(config, data=replace(config.data, seq_len=seq))
     config, unknown = with_model_sizes(config)
     values = [] if unknown else model_problems(config)
+    if config.training.freeze_layers is not None:
+        values.append(
+            "training.freeze_layers: the search prices layouts that train all weights; leave it out (`pipeloom "
+            "simulate` prices one layout with frozen layers)"
+        )
     problems += in_order([*found, *unknown, *values, *optimizer_problems(config)])
     return config
 

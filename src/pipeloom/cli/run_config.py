@@ -17,13 +17,13 @@ from pipeloom.workload.dtypes import dtype_of
 
 PREDICTIONS = (
     *("model", "layout", "schedule", "machine", "data.seq_len", "data.tokenizer", "data.bpe_vocab_size"),
-    *("optimizer.name", "optimizer.clip_grad_norm", "training.dtype", "training.device"),
+    *("optimizer.name", "optimizer.clip_grad_norm", "training.dtype", "training.device", "training.freeze_layers"),
 )
 """Settings that predictions of a run read: sections and single ones. A flag of another setting is refused."""
 VERIFICATION = (
     *("model", "data", "layout", "schedule", "optimizer.name", "optimizer.clip_grad_norm"),
     *("training.dtype", "training.device", "training.threads", "training.seed", "training.compile"),
-    *("training.compile_backend", "training.run_ahead", "training.stall_timeout_s"),
+    *("training.compile_backend", "training.run_ahead", "training.stall_timeout_s", "training.freeze_layers"),
 )
 """The same for gradients that are verified, which takes no optimizer's step."""
 EVALUATION = (

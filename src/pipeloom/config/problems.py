@@ -23,6 +23,7 @@ from pipeloom.checkpoint.checkpoint_folder import (
 from pipeloom.config.run import RunConfig, value_of
 from pipeloom.config.tokenizer_files import num_tokens
 from pipeloom.errors import UserError, reason_of
+from pipeloom.families import FAMILIES
 from pipeloom.schedule import read_schedule
 from pipeloom.system.toolchain import toolchain_problems
 from pipeloom.terminal.words import count, parse_bytes
@@ -45,7 +46,7 @@ def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: boo
     """
     checks = [_range_problems, _order_problems, _slice_problems]
     checks += [_model_problems, _stage_problems, _tensor_problems, _recompute_problems] if is_model_known else []
-    checks += [_unused_problems, _move_problems, _swap_problems]
+    checks += [_unused_problems, _move_problems, _swap_problems, _freeze_problems]
     checks += [_place_problems, _file_problems, optimizer_problems, _tokenizer_problems, _source_problems]
     if trains:
         checks += [_text_problems, _checkpoint_problems, _training_problems]
@@ -292,6 +293,29 @@ def _swap_problems(config: RunConfig) -> Problems:
     for name, is_on in others.items():
         if is_on:
             yield f"schedule.device_budget does not work with {name}; leave one of them out"
+
+
+def _freeze_problems(config: RunConfig) -> Problems:
+    number, family = config.training.freeze_layers, FAMILIES.get(config.schedule.family)
+    if number is None:
+        return
+    if number > config.model.num_layers:
+        yield f"training.freeze_layers must be at most model.num_layers {config.model.num_layers}, found {number}"
+    if config.model.tied:
+        yield "training.freeze_layers freezes the embedding, which with model.tied is the head's matrix; leave it out"
+    if family is not None and family.splits_backward:
+        yield (
+            f"training.freeze_layers does not work with schedule.family {config.schedule.family}, which splits "
+            "backwards; use breadth-first"
+        )
+    others = {
+        "schedule.device_budget": config.schedule.device_budget is not None,
+        "schedule.balance": config.schedule.balance,
+        "schedule.offload": config.schedule.offload,
+    }
+    for name, is_on in others.items():
+        if is_on:
+            yield f"training.freeze_layers does not work with {name}; leave one of them out"
 
 
 def _size_problems(name: str, text: str | None) -> Problems:

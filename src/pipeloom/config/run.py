@@ -72,6 +72,7 @@ class RunConfig:
             placement=self.schedule.placement,
             num_slices=self.layout.num_slices,
             keep=self.schedule.keep,
+            frozen_stages=self.layout.frozen_stages(self.training.frozen_pieces),
         )
 
     def knobs(self) -> Knobs:

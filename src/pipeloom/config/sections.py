@@ -259,6 +259,10 @@ class TrainingConfig:
     """Number of batches for the validation loss; 0 for none."""
     validate_every: Count | None = None
     """Steps between validations. Step times do not include them. None: only after the last step."""
+    freeze_layers: CountOrNone | None = None
+    """Layers from the first on that keep their weights, and the embedding with them; 0 freezes the embedding alone.
+    Frozen weights have no gradient and no optimizer state, and stages with nothing else run no backward. None: all
+    weights are trained."""
     sample_tokens: CountOrNone = 160
     """Length of the text sample at the end, in tokens; 0 for none."""
     predict: bool = True
@@ -272,6 +276,11 @@ class TrainingConfig:
     def known_dtype(self) -> Dtype:
         """``dtype``, or its default in training."""
         return self.dtype or default_dtype(is_gpu=self.device == "cuda")
+
+    @property
+    def frozen_pieces(self) -> int:
+        """Pieces from the first on (embedding, layers) that are not trained."""
+        return 0 if self.freeze_layers is None else self.freeze_layers + 1
 
     @property
     def known_steps(self) -> int:

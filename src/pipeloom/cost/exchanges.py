@@ -12,7 +12,13 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster, Collective, Group
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
-from pipeloom.cost.stages import rank_parameters, replicated_parameters, tied_ranks
+from pipeloom.cost.stages import (
+    rank_parameters,
+    tied_ranks,
+    trained_parameters,
+    trained_rank_parameters,
+    trained_replicated,
+)
 from pipeloom.workload.run import Run
 
 
@@ -76,8 +82,13 @@ def stage_collectives_s(placed: Placed) -> tuple[tuple[float, ...], tuple[float,
     """
     run, software = placed.run, placed.software
     parts = [placed.parts[rank] for rank in placed.placement.rank_by_stage]
-    held = list(zip(parts, placed.parameters, replicated_parameters(run, software), strict=True))
-    gathers = tuple(gather_s(run, part, software, parameters) for part, parameters, _ in held)
+    trained = trained_parameters(run, software)
+    # Frozen weights are sharded, and gathered, at the level ``full`` only.
+    gathered = placed.parameters if run.shard == "full" else trained
+    gathers = tuple(
+        gather_s(run, part, software, number) if number else 0.0 for part, number in zip(parts, gathered, strict=True)
+    )
+    held = list(zip(parts, trained, trained_replicated(run, software), strict=True))
     reductions = tuple(
         reduce_s(run, part, software, parameters) + sum_replicated_s(run, part, software, replicated)
         for part, parameters, replicated in held
@@ -197,7 +208,7 @@ def _update_s(placed: Placed) -> float:
     run, software = placed.run, placed.software
     shards = run.shard_size if run.shard != "none" else 1
     each_s: list[float] = []
-    for part, held in zip(placed.parts, rank_parameters(run, software), strict=True):
+    for part, held in zip(placed.parts, trained_rank_parameters(run, software), strict=True):
         if part.update is not None and part.update.precision == run.precision:
             each_s.append(part.update.seconds(held / shards))
         else:

@@ -42,7 +42,7 @@ def piece_forward_flops(shape: ModelShape, seq_len: int) -> list[float]:
     return [0.0, *[layer_forward_flops(shape, seq_len)] * shape.layers, 2.0 * shape.embedding_parameters]
 
 
-def piece_flops(shape: ModelShape, seq_len: int, recompute: Sequence[Recompute]) -> list[float]:
+def piece_flops(shape: ModelShape, seq_len: int, recompute: Sequence[Recompute], frozen_pieces: int = 0) -> list[float]:
     """FLOPs of each piece in a step per token: forward, backward (twice the forward), and recomputation.
 
     A layer recomputes its forward, or only scores and weighted sum, 2 T Q with the causal mask.
@@ -51,11 +51,13 @@ def piece_flops(shape: ModelShape, seq_len: int, recompute: Sequence[Recompute])
         shape: of the model.
         seq_len: T.
         recompute: of each layer.
+        frozen_pieces: pieces from the first on that run a forward only.
     """
     embedding, *layers, head = piece_forward_flops(shape, seq_len)
     again = {"none": 0.0, "selective": 2.0 * seq_len * shape.query_width, "full": layers[0]}
     by_layer = [3 * forward + again[kind] for forward, kind in zip(layers, recompute, strict=True)]
-    return [3 * embedding, *by_layer, 3 * head]
+    forward_only = [embedding, *layers][:frozen_pieces]
+    return [*forward_only, *[3 * embedding, *by_layer, 3 * head][frozen_pieces:]]
 
 
 def model_flops(*, parameters: float, layers: int, hidden: int, seq_len: int) -> float:
@@ -115,14 +117,24 @@ def mfu(
     return tokens_per_s * needed / (devices * peak_flops_per_s)
 
 
-def shape_model_flops(shape: ModelShape, seq_len: int) -> float:
-    """``model_flops`` of a shape, whose number of parameters excludes norms and biases."""
-    return model_flops(parameters=shape.parameters, layers=shape.layers, hidden=shape.query_width, seq_len=seq_len)
+def shape_model_flops(shape: ModelShape, seq_len: int, frozen_pieces: int = 0) -> float:
+    """``model_flops`` of a shape, whose number of parameters excludes norms and biases.
+
+    Pieces from the first on that are not trained count with their forward, a third.
+    """
+    whole = model_flops(parameters=shape.parameters, layers=shape.layers, hidden=shape.query_width, seq_len=seq_len)
+    layers = max(0, frozen_pieces - 1)
+    parameters = layers * shape.layer_matrix_parameters + (frozen_pieces > 0) * shape.embedding_parameters
+    frozen = model_flops(parameters=parameters, layers=layers, hidden=shape.query_width, seq_len=seq_len)
+    return whole - 2 / 3 * frozen
 
 
-def hardware_flops(shape: ModelShape, seq_len: int, recompute: Recompute) -> float:
+def hardware_flops(shape: ModelShape, seq_len: int, recompute: Recompute, frozen_pieces: int = 0) -> float:
     """Hardware FLOPs of training per token: model FLOPs and recomputed FLOPs.
 
-    HFU is computed from them as MFU from model FLOPs (arXiv 2205.05198, section 6).
+    HFU is computed from them as MFU from model FLOPs (arXiv 2205.05198, section 6). Only layers that are trained
+    recompute.
     """
-    return shape_model_flops(shape, seq_len) + recomputed_flops(shape, seq_len, recompute)
+    trained = shape.layers - max(0, frozen_pieces - 1)
+    again = recomputed_flops(shape, seq_len, recompute) * trained / shape.layers
+    return shape_model_flops(shape, seq_len, frozen_pieces) + again

@@ -135,6 +135,18 @@ class Kept:
         has_mask = run.by_document and not run.fused_norm
         return run.element_bytes * run.tokens * (begin + run.seq) if has_mask else 0
 
+    def without_input_gradient(self) -> int:
+        """Bytes that the first trained piece keeps less, since its input has no gradient."""
+        run, layer = self.run, self.run.frozen_pieces - 1
+        if layer < run.shape.layers:
+            kind = run.recompute if run.recompute_layers is None else run.recompute_layers[layer]
+            if kind == "full" or run.shape.kind.norms_follow:
+                return 0
+        # A norm in several kernels keeps its input in single precision, and the deviation, for the gradient of that
+        # input alone.
+        is_cut = not (run.shape.kind.norms_have_biases or run.fused_norm)
+        return self._wide * (run.shape.hidden + 1) * self._residual_tokens if is_cut else 0
+
     def stage_input(self) -> int:
         """Bytes of a stage's input: a tensor-parallel rank's share of the tokens."""
         return self.run.element_bytes * self.run.shape.hidden * (self.run.tokens // self.run.tp)

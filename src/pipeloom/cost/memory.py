@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pipeloom.cost.foreign import GATHERED_COPIES, layer_kept_bytes, layer_pending_bytes, stage_input_bytes
 from pipeloom.cost.kept import Kept
 from pipeloom.cost.software import Software
-from pipeloom.cost.stages import layers_by_recompute, stage_layers
+from pipeloom.cost.stages import layers_by_recompute, num_frozen_stages, stage_layers
 from pipeloom.workload.layout import Shard
 from pipeloom.workload.run import Run
 
@@ -140,9 +140,19 @@ def key_value_bytes(run: Run) -> float:
     return Kept(run).key_values()
 
 
+def frozen_bytes(run: Run, parameters: float) -> float:
+    """Bytes of frozen weights on a device of this program: without gradient, optimizer state, and wide copy.
+
+    Args:
+        run: model and layout.
+        parameters: their number, before sharding.
+    """
+    return parameters * run.element_bytes / (run.shard_size if run.shard == "full" and run.dp > 1 else 1)
+
+
 def stage_kept_bytes(run: Run, software: Software) -> list[float]:
     """For each stage the bytes that it keeps of one micro-batch for its backward, without the loss."""
-    stages, own = layers_by_recompute(run, software), Kept(run)
+    stages, own = layers_by_recompute(run, software, trained=True), Kept(run)
     each = {alike.recompute: kept_bytes(alike, software) for stage in stages for alike, _ in stage}
     kept = [sum(count * each[alike.recompute] for alike, count in stage) for stage in stages]
     if not software.has_lanes:
@@ -150,8 +160,10 @@ def stage_kept_bytes(run: Run, software: Software) -> list[float]:
         return kept
     for number, stage in enumerate(stages):
         kept[number] += own.positions([alike.recompute for alike, count in stage if count])
-    kept[0] += own.embedding()
+    kept[0] += 0 if run.frozen_pieces else own.embedding()
     kept[stage_layers(run, software)[1]] += own.head_norm()
+    if run.frozen_pieces:
+        kept[num_frozen_stages(run, software)] -= own.without_input_gradient()
     return kept
 
 
@@ -168,9 +180,13 @@ def stage_recomputed_bytes(run: Run, software: Software) -> list[float]:
     """
     counts, _ = stage_layers(run, software)
     each = key_value_bytes(run) if run.slices else 0.0
+    frozen = num_frozen_stages(run, software)
     if not software.has_lanes:
         return [stage_input_bytes(run) + count * each for count in counts]
-    return [(Kept(run).stage_input() if stage else 0.0) + count * each for stage, count in enumerate(counts)]
+    return [
+        ((Kept(run).stage_input() if stage else 0.0) + count * each) * (stage >= frozen)
+        for stage, count in enumerate(counts)
+    ]
 
 
 def stage_pending_bytes(run: Run, software: Software) -> list[float]:

@@ -37,7 +37,7 @@ PATIENCE = 600
 
 
 def default_partition(
-    model: ModelConfig, seq_len: int, placement: Placement, recompute: Sequence[Recompute]
+    model: ModelConfig, seq_len: int, placement: Placement, recompute: Sequence[Recompute], frozen_pieces: int = 0
 ) -> tuple[int, ...]:
     """The partition that minimizes the FLOPs of the slowest rank, with embedding, head and recomputation.
 
@@ -46,11 +46,12 @@ def default_partition(
         seq_len: tokens of a sequence.
         placement: stage -> pipeline rank.
         recompute: of each layer.
+        frozen_pieces: pieces from the first on that are not trained.
 
     Raises:
         UserError: more stages than pieces.
     """
-    return fastest_partition(piece_flops(shape_of(model), seq_len, recompute), placement)
+    return fastest_partition(piece_flops(shape_of(model), seq_len, recompute, frozen_pieces), placement)
 
 
 def fastest_partition(

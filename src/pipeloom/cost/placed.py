@@ -16,8 +16,10 @@ from pipeloom.cost.layers import PieceSeconds, piece_seconds
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.software import Software
 from pipeloom.cost.stages import (
+    frozen_layers,
     layers_by_recompute,
     layers_of_pieces,
+    num_frozen_stages,
     placement_of,
     stage_layers,
     stage_parameters,
@@ -143,7 +145,9 @@ class Placed:
         recompute = self.run.recompute_layers or (self.run.recompute,) * self.run.shape.layers
         pieces = {kind: self.of(replace(self.run, recompute=kind)).fastest_pieces for kind in set(recompute)}
         ends = pieces[recompute[0]]
-        return [sum(ends.embedding), *(sum(pieces[kind].layer) for kind in recompute), sum(ends.head)]
+        both_s = [ends.embedding, *(pieces[kind].layer for kind in recompute), ends.head]
+        frozen = self.run.frozen_pieces
+        return [*(forward_s for forward_s, _ in both_s[:frozen]), *map(sum, both_s[frozen:])]
 
     def with_fastest_layers(self, slowness: Sequence[float] | None = None) -> "Placed":
         """The run with the partition that minimizes the seconds of its slowest rank.
@@ -180,6 +184,8 @@ class Placed:
         """
         run, software, owner = self.run, self.software, self.placement.rank_by_stage
         counts, head = stage_layers(run, software)
+        counts = [count - frozen for count, frozen in zip(counts, frozen_layers(run, software), strict=True)]
+        has_backward = [stage >= num_frozen_stages(run, software) for stage in range(run.num_stages)]
         pieces = [self.pieces[rank] for rank in owner]
         layers_s, boundary_s = _layers_s(self), _boundary_s(self)
         around_s = (0.0, *boundary_s, 0.0)
@@ -187,17 +193,19 @@ class Placed:
         for direction in (0, 1):
             own_s = software.efficiency.microbatch_s / run.loops * _FIXED_SHARES[direction]
             seconds = [
-                both_s[direction] + own_s + piece.stage[direction]
-                for both_s, piece in zip(layers_s, pieces, strict=True)
+                both_s[direction] + (own_s + piece.stage[direction]) * (runs or direction == 0)
+                for both_s, piece, runs in zip(layers_s, pieces, has_backward, strict=True)
             ]
-            seconds[0] += pieces[0].embedding[direction]
+            if direction == 0 or not run.frozen_pieces:
+                seconds[0] += pieces[0].embedding[direction]
             seconds[head] += pieces[head].head[direction]
             if software.is_blocking:
                 seconds = [value + sum(both_s) / 2 for value, both_s in zip(seconds, pairwise(around_s), strict=True)]
             sides.append(tuple(seconds))
         weight_s = [count * piece.weight_s for count, piece in zip(counts, pieces, strict=True)]
-        share = sum(weight_s) / sum(backward_s for _, backward_s in layers_s)
-        weight_s[0] += pieces[0].embedding[1]
+        whole_s = sum(backward_s for _, backward_s in layers_s)  # 0 if all layers are frozen
+        share = sum(weight_s) / whole_s if whole_s else 0.0
+        weight_s[0] += 0.0 if run.frozen_pieces else pieces[0].embedding[1]
         weight_s[head] += pieces[head].head_weight_s
         free_s = () if software.is_blocking else boundary_s
         tied_s, tied_grad_s = _tied_message_s(self)
@@ -232,6 +240,7 @@ def _kinds(cluster: Cluster, size: int, pp: int, order: tuple[int, ...] | None) 
 def _layers_s(placed: Placed) -> list[tuple[float, float]]:
     """For each stage the seconds of its layers, forward and backward, with the recomputation of each layer."""
     stages = layers_by_recompute(placed.run, placed.software)
+    trained = layers_by_recompute(placed.run, placed.software, trained=True)
     each_s = {
         alike.recompute: [pieces.layer for pieces in placed.of(alike).pieces]
         for alike in {alike.recompute: alike for stage in stages for alike, _ in stage}.values()
@@ -239,9 +248,9 @@ def _layers_s(placed: Placed) -> list[tuple[float, float]]:
     return [
         (
             sum(count * each_s[alike.recompute][rank][0] for alike, count in stage),
-            sum(count * each_s[alike.recompute][rank][1] for alike, count in stage),
+            sum(count * each_s[alike.recompute][rank][1] for alike, count in going_back),
         )
-        for stage, rank in zip(stages, placed.placement.rank_by_stage, strict=True)
+        for stage, going_back, rank in zip(stages, trained, placed.placement.rank_by_stage, strict=True)
     ]
 
 

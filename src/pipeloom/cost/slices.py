@@ -86,6 +86,8 @@ class SliceModel:
             _ratio(self._whole.backward_s, counted.backward_s),
         )
         self._layers = _layers(self._placed)
+        is_frozen = self._placed.run.frozen_pieces > 0
+        self._trained = _layers(self._placed, trained=True) if is_frozen else self._layers
 
     def stage_costs(self, length: int, before: int) -> StageCosts:
         """Costs of the stages for a slice, and of its messages.
@@ -162,8 +164,8 @@ class SliceModel:
 
     def _more_s(self, stage: int, length: int, before: int) -> tuple[float, float]:
         """Additional seconds of a stage for the tokens before a slice, forward and backward."""
-        more_s = [(count, *layer.more_s(length, before)) for layer, count in self._layers[stage]]
-        return sum(count * one for count, one, _ in more_s), sum(count * one for count, _, one in more_s)
+        forward_s = sum(count * layer.more_s(length, before)[0] for layer, count in self._layers[stage])
+        return forward_s, sum(count * layer.more_s(length, before)[1] for layer, count in self._trained[stage])
 
     def _alone(self, length: int) -> StageCosts:
         """Costs of a whole sequence of this length."""
@@ -212,12 +214,14 @@ class _Layer:
         return self._alone[length]
 
 
-def _layers(placed: Placed) -> list[list[tuple[_Layer, int]]]:
-    """For each stage its layers by recomputation, with their numbers."""
+def _layers(placed: Placed, *, trained: bool = False) -> list[list[tuple[_Layer, int]]]:
+    """For each stage its layers by recomputation, with their numbers: all layers, or those that are trained."""
     stages = [
         [((alike, placed.parts[rank]), count) for alike, count in kinds]
         for rank, kinds in zip(
-            placed.placement.rank_by_stage, layers_by_recompute(placed.run, placed.software), strict=True
+            placed.placement.rank_by_stage,
+            layers_by_recompute(placed.run, placed.software, trained=trained),
+            strict=True,
         )
     ]
     different = {key: _Layer(*key, placed.software) for kinds in stages for key, _ in kinds}

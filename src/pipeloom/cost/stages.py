@@ -10,7 +10,7 @@ from pipeloom.cost.flops import piece_flops
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.software import Division, Software
 from pipeloom.schedule import PLACEMENTS, Placement
-from pipeloom.workload.layout import Recompute
+from pipeloom.workload.layout import Recompute, frozen_counts, frozen_stages
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.run import Run
 
@@ -37,17 +37,34 @@ def stage_layers(run: Run, software: Software) -> tuple[tuple[int, ...], int]:
     if software.partition != "balanced":
         return layers_of_stages(run.shape, run.num_stages, software.partition)
     recompute = run.recompute if run.recompute_layers is None else run.recompute_layers
-    sizes = _balanced(run.shape, run.seq, recompute, run.placement, (run.pp, run.loops))
+    place = run.placement, run.pp, run.loops
+    sizes = _balanced(run.shape, run.seq, recompute, place, run.frozen_pieces)
     return layers_of_pieces(sizes), run.num_stages - 1
 
 
 # In a search, layouts with different micro-batches, sharding and families share a partition.
 @lru_cache(maxsize=4096)
 def _balanced(
-    shape: ModelShape, seq: int, recompute: Recompute | tuple[Recompute, ...], placement: str, axes: tuple[int, int]
+    shape: ModelShape,
+    seq: int,
+    recompute: Recompute | tuple[Recompute, ...],
+    placement: tuple[str, int, int],
+    frozen: int,
 ) -> tuple[int, ...]:
     by_layer = (recompute,) * shape.layers if isinstance(recompute, str) else recompute
-    return fastest_partition(piece_flops(shape, seq, by_layer), placement_named(placement, *axes))
+    return fastest_partition(piece_flops(shape, seq, by_layer, frozen), placement_named(*placement))
+
+
+def frozen_layers(run: Run, software: Software) -> tuple[int, ...]:
+    """For each stage the number of its layers that are not trained."""
+    frozen = list(frozen_counts(pieces_of_layers(stage_layers(run, software)[0]), run.frozen_pieces))
+    frozen[0] -= run.frozen_pieces > 0  # the embedding
+    return tuple(frozen)
+
+
+def num_frozen_stages(run: Run, software: Software) -> int:
+    """Number of stages from the first on that train nothing, and run no backward."""
+    return frozen_stages(pieces_of_layers(stage_layers(run, software)[0]), run.frozen_pieces)
 
 
 def layers_of_pieces(partition: tuple[int, ...]) -> tuple[int, ...]:
@@ -99,13 +116,20 @@ def _by_cost(shape: ModelShape, num_stages: int) -> tuple[tuple[int, ...], int]:
 
 
 @lru_cache(maxsize=256)
-def layers_by_recompute(run: Run, software: Software) -> tuple[tuple[tuple[Run, int], ...], ...]:
-    """For each stage its layers by recomputation: a run whose layers all recompute the same, and their number."""
+def layers_by_recompute(
+    run: Run, software: Software, *, trained: bool = False
+) -> tuple[tuple[tuple[Run, int], ...], ...]:
+    """For each stage its layers by recomputation: a run whose layers all recompute the same, and their number.
+
+    All layers, or those that are trained.
+    """
     counts, _ = stage_layers(run, software)
+    left_out = frozen_layers(run, software) if trained else (0,) * len(counts)
     if run.recompute_layers is None:
-        return tuple(((run, count),) for count in counts)
+        return tuple(((run, count - out),) for count, out in zip(counts, left_out, strict=True))
     alike = {kind: replace(run, recompute=kind, recompute_layers=None) for kind in set(run.recompute_layers)}
-    parts = [run.recompute_layers[begin:end] for begin, end in pairwise(accumulate(counts, initial=0))]
+    places = zip(pairwise(accumulate(counts, initial=0)), left_out, strict=True)
+    parts = [run.recompute_layers[begin + out : end] for (begin, end), out in places]
     return tuple(tuple((alike[kind], count) for kind, count in Counter(part).items()) for part in parts)
 
 
@@ -123,6 +147,19 @@ def stage_parameters(run: Run, software: Software) -> tuple[float, ...]:
     program lends it (``Software.lends_tied``).
     """
     return _parameters(run, software, stage_layers(run, software)[0])
+
+
+def trained_parameters(run: Run, software: Software) -> tuple[float, ...]:
+    """``stage_parameters`` of the pieces that are trained."""
+    if not run.frozen_pieces:
+        return stage_parameters(run, software)
+    assert software.has_lanes, f"{software.name} freezes nothing"
+    layer, embedding = _split_parameters(run)
+    # The rest is frozen: layers, and the embedding on the first stage.
+    frozen = [count * (layer + _replicated_in_layer(run)) for count in frozen_layers(run, software)]
+    frozen[0] += embedding + _positions(run)
+    whole = stage_parameters(run, software)
+    return tuple(float(held - less) for held, less in zip(whole, frozen, strict=True))
 
 
 def gathered_parameters(run: Run, software: Software) -> tuple[float, ...]:
@@ -168,19 +205,43 @@ def replicated_parameters(run: Run, software: Software) -> tuple[int, ...]:
 
     Norms, also those of heads; biases of row-parallel matrices, and learned positions.
     """
-    shape, (counts, head) = run.shape, stage_layers(run, software)
-    family = shape.kind
-    each = shape.hidden * (2 * family.norm_vectors + family.output_bias + family.mlp_biases) + shape.qk_norm_parameters
-    held = [count * each for count in counts]
-    held[0] += 0 if family.is_rotary else run.seq * shape.hidden
-    held[head] += family.norm_vectors * shape.hidden
+    counts, head = stage_layers(run, software)
+    held = [count * _replicated_in_layer(run) for count in counts]
+    held[0] += _positions(run)
+    held[head] += run.shape.kind.norm_vectors * run.shape.hidden
     return tuple(held)
+
+
+def trained_replicated(run: Run, software: Software) -> tuple[int, ...]:
+    """``replicated_parameters`` of the pieces that are trained."""
+    held, each = list(replicated_parameters(run, software)), _replicated_in_layer(run)
+    held[0] -= _positions(run) if run.frozen_pieces else 0
+    return tuple(one - count * each for one, count in zip(held, frozen_layers(run, software), strict=True))
+
+
+def _replicated_in_layer(run: Run) -> int:
+    shape, family = run.shape, run.shape.kind
+    vectors = 2 * family.norm_vectors + family.output_bias + family.mlp_biases
+    return shape.hidden * vectors + shape.qk_norm_parameters
+
+
+def _positions(run: Run) -> int:
+    """Number of parameters of learned positions."""
+    return 0 if run.shape.kind.is_rotary else run.seq * run.shape.hidden
 
 
 def rank_parameters(run: Run, software: Software) -> tuple[float, ...]:
     """Number of parameters on one device of each pipeline rank."""
+    return _by_rank(run, stage_parameters(run, software))
+
+
+def trained_rank_parameters(run: Run, software: Software) -> tuple[float, ...]:
+    """``rank_parameters`` of the pieces that are trained."""
+    return _by_rank(run, trained_parameters(run, software))
+
+
+def _by_rank(run: Run, by_stage: Sequence[float]) -> tuple[float, ...]:
     held = [0.0] * run.pp
-    owner = placement_of(run).rank_by_stage
-    for rank, parameters in zip(owner, stage_parameters(run, software), strict=True):
+    for rank, parameters in zip(placement_of(run).rank_by_stage, by_stage, strict=True):
         held[rank] += parameters
     return tuple(held)

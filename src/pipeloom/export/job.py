@@ -75,12 +75,14 @@ class Job:
         begin = sum(self.layers_by_stage[:stage])
         return stage == 0, range(begin, begin + self.layers_by_stage[stage]), stage == self.head_stage
 
-    def slice_problems(self) -> list[str]:
-        """Why other programs cannot run token slices; empty without slices."""
-        wanted = self.config.layout.token_slices
-        if wanted is None or wanted == 1:
-            return []
-        return [f"layout.token_slices {wanted}: the program runs whole sequences only; leave it out"]
+    def whole_problems(self) -> list[str]:
+        """Why other programs cannot run the step: token slices, frozen layers; empty without both."""
+        sliced, frozen, found = self.config.layout.token_slices, self.config.training.freeze_layers, list[str]()
+        if sliced not in (None, 1):
+            found.append(f"layout.token_slices {sliced}: the program runs whole sequences only; leave it out")
+        if frozen is not None:
+            found.append(f"training.freeze_layers {frozen}: the export is of runs that train all weights; leave it out")
+        return found
 
     def accumulation_problems(self, program: str) -> list[str]:
         """Why a program that accumulates gradients cannot run the order of a run without a pipeline."""

@@ -39,7 +39,7 @@ _ITS_FAMILIES = {False: "1f1b", True: "breadth-first, depth-first or hybrid"}
 
 def _problems(job: Job) -> list[str]:
     # Without its slices, the run would have other problems.
-    return job.slice_problems() or [
+    return job.whole_problems() or [
         *job.start_problems("Megatron-LM"),
         *_order_problems(job),
         *job.order_problems("Megatron-LM"),

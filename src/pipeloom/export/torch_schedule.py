@@ -22,7 +22,7 @@ def tied_problems(job: Job, program: str) -> list[str]:
 
 
 def _problems(job: Job) -> list[str]:
-    problems = [*job.slice_problems(), *tied_problems(job, "PyTorch's runtime")]
+    problems = [*job.whole_problems(), *tied_problems(job, "PyTorch's runtime")]
     problems += job.order_problems("PyTorch's runtime")
     if job.config.layout.pp == 1:
         problems.append("layout.pp 1: without a pipeline there is no schedule to export")

@@ -37,8 +37,8 @@ _MAPPED_AS = {"looped": "Interleaved1F1B", "v": "ZBVZeroBubble"}
 
 def _problems(job: Job) -> list[str]:
     # Without its slices, the run would have other problems.
-    if job.slice_problems():
-        return job.slice_problems()
+    if job.whole_problems():
+        return job.whole_problems()
     found = [*job.start_problems("torchtitan"), *job.order_problems("torchtitan"), *tied_problems(job, "torchtitan")]
     found += _model_problems(job)
     layout, placement = job.config.layout, job.config.choice().placement_name

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pipeloom.calls import checked
 from pipeloom.errors import ConfigError, FamilyError
 from pipeloom.families.check_rows import Rows, checked_rows, naming_family, place_of
-from pipeloom.passes import add_slices
+from pipeloom.passes import add_slices, freeze
 from pipeloom.passes.recompute import recompute_beyond
 from pipeloom.registry import Registry
 from pipeloom.schedule import PLACEMENTS, Action, Kind, Placement, Row, Schedule
@@ -165,6 +165,7 @@ class Choice:
         num_slices: token slices of each micro-batch, at least 1; 1 for whole sequences.
         keep: for each rank the stage inputs for which it keeps all activations until the backward; the others are
             recomputed (``recompute_beyond``). ``None`` for all.
+        frozen_stages: stages from the first on that train nothing and run no backward, fewer than there are.
     """
 
     family: str
@@ -175,6 +176,7 @@ class Choice:
     placement: str | None = None
     num_slices: int = 1
     keep: tuple[int, ...] | None = None
+    frozen_stages: int = 0
 
     def problems(self) -> list[str]:
         """All problems of the choice, one sentence each."""
@@ -198,9 +200,10 @@ class Choice:
     def num_actions(self) -> int:
         """Compute actions of a step, recomputation left out."""
         chosen = FAMILIES[self.family]
+        stages = self.pp * self.loops
         # F; F and B; or F, I and W.
-        for_each = 1 + chosen.has_backward + chosen.splits_backward
-        return self.pp * self.loops * self.num_microbatches * self.num_slices * for_each
+        backwards = (chosen.has_backward + chosen.splits_backward) * (stages - self.frozen_stages)
+        return self.num_microbatches * self.num_slices * (stages + backwards)
 
     @property
     def least_bytes(self) -> int:
@@ -317,6 +320,8 @@ class Choice:
                 first_backward_stage=0 if chosen.has_backward else placement.num_stages,
                 max_stage_inputs=tuple(answer.max_stage_inputs),
             )
+        if chosen.has_backward:
+            schedule = freeze(schedule, self.frozen_stages)
         # The family made whole micro-batches; any order of those can be sliced in place.
         if request.num_slices < self.num_slices:
             schedule = add_slices(schedule, self.num_slices)
@@ -342,7 +347,8 @@ class Choice:
     @property
     def stage_inputs(self) -> HeldInputs | None:
         """Stage inputs at each rank's peak, by stage; ``None`` without a closed form."""
-        closed_form = FAMILIES[self.family].stage_inputs
+        # Closed forms count on a backward of each stage.
+        closed_form = None if self.frozen_stages else FAMILIES[self.family].stage_inputs
         if closed_form is None:
             return None
         with naming_family(self.family, closed_form):

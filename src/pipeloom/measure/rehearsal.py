@@ -50,12 +50,14 @@ class StageRun:
         tensor: its input.
         gradient: of its output; ``None`` on the last stage.
         objective: the loss, on the last stage; ``None`` on others.
+        trains: whether it has a backward.
     """
 
     stage: Stage
     tensor: Tensor
     gradient: Tensor | None
     objective: Objective | None
+    trains: bool = True
 
     def __call__(self, clock: Now, held: int = 1) -> Times:
         """Mean seconds of a micro-batch.
@@ -74,10 +76,12 @@ class StageRun:
 
     def forward(self, part: Portion) -> None:
         """Run the forward of a part."""
-        self.stage.forward(part, self.tensor, self.objective, trains=True)
+        self.stage.forward(part, self.tensor, self.objective, trains=self.trains)
 
     def backward(self, part: Portion, clock: Now) -> tuple[float, float]:
         """Run and time the backward of a part; returns seconds of both halves, the second 0 if it is not split."""
+        if not self.trains:
+            return 0.0, 0.0
         begin = clock()
         if not self.stage.splits:
             self.stage.backward(part, self.gradient)
@@ -154,8 +158,9 @@ class Rehearsal:
         tensor = self.tokens[number] if stage.index == 0 else random(stage.index - 1, 1.0)
         if stage.index == len(self.outputs) - 1:
             return StageRun(stage, tensor, None, self.objective)
+        trains = stage.index >= self.schedule.first_backward_stage
         # A small output gradient, since all runs accumulate weight gradients.
-        return StageRun(stage, tensor, random(stage.index, 1e-6), None)
+        return StageRun(stage, tensor, random(stage.index, 1e-6), None, trains)
 
 
 class _Alike(StepDocuments):

@@ -196,8 +196,10 @@ def _time_collectives(rehearsal: Rehearsal, clock: Clock, stage: int, load: _Loa
         return parallel.reduce(stage)
 
     starts = {Kind.UNSHARD: partial(parallel.unshard, stage), Kind.REDUCE_GRAD: reduce}
+    of_stage = row.stage == stage
     gather_s, reduce_s = (
-        _time_under_load(clock, start, load) if row.is_kind(kind).any() else 0.0 for kind, start in starts.items()
+        _time_under_load(clock, start, load) if (row.is_kind(kind) & of_stage).any() else 0.0
+        for kind, start in starts.items()
     )
     return gather_s, reduce_s
 

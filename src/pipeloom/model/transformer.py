@@ -262,6 +262,14 @@ class Transformer(nn.Module):
             layer.recomputes = by_layer[int(name)] == "full"
             layer.attention.recomputes_core = by_layer[int(name)] == "selective"
 
+    def freeze(self, num_pieces: int) -> None:
+        """Keep the weights of the first pieces of the whole model: their parameters require no gradient."""
+        frozen = [layer for name, layer in self.layers.items() if int(name) + 1 < num_pieces]
+        if self.embedding is not None and num_pieces:
+            frozen.append(self.embedding)
+        for piece in frozen:
+            piece.requires_grad_(requires_grad=False)
+
     def slices(self) -> dict[str, TensorSlice]:
         """For each parameter by name, its slice of the whole model's parameter."""
         found: dict[str, TensorSlice] = {}

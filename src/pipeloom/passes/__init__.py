@@ -2,6 +2,7 @@
 
 from pipeloom.passes.balance import balance
 from pipeloom.passes.cut import add_slices, sliced, split_backward
+from pipeloom.passes.freeze import freeze
 from pipeloom.passes.lower_messages import lower
 from pipeloom.passes.lower_sharding import add_data_parallel, add_reduce_grad, add_unshard, exchanges
 from pipeloom.passes.lower_stage_swaps import add_stage_swaps, add_updates, place_of_updates
@@ -21,6 +22,7 @@ __all__ = [
     "add_updates",
     "balance",
     "exchanges",
+    "freeze",
     "lower",
     "offload",
     "place_of_updates",

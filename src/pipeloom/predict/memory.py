@@ -12,6 +12,7 @@ from pipeloom.analysis.matching import match_spans
 from pipeloom.cost.kept import Kept
 from pipeloom.cost.memory import (
     Memory,
+    frozen_bytes,
     kept_logits,
     lent_bytes,
     logits_bytes,
@@ -24,7 +25,14 @@ from pipeloom.cost.memory import (
     working_bytes,
 )
 from pipeloom.cost.software import Software
-from pipeloom.cost.stages import gathered_parameters, layers_by_recompute, stage_layers, stage_parameters
+from pipeloom.cost.stages import (
+    gathered_parameters,
+    layers_by_recompute,
+    num_frozen_stages,
+    stage_layers,
+    stage_parameters,
+    trained_parameters,
+)
 from pipeloom.schedule import Level, Placement, Schedule
 from pipeloom.schedule.clock import nominal_s, times
 from pipeloom.schedule.facts import Seconds
@@ -151,13 +159,14 @@ def _kept_by_slice(run: Run, software: Software) -> KeptBytes:
     slices = [kept_with_loss(one, software) for one in alone]
     whole, pending, recomputed = (np.stack(columns, axis=1) for columns in list(zip(*slices, strict=True))[:3])
     for number, (one, begin) in enumerate(zip(alone, begins, strict=False)):
-        for stage, layers in enumerate(layers_by_recompute(one, software)):
+        for stage, layers in enumerate(layers_by_recompute(one, software, trained=True)):
             for alike, count in layers:
                 own = Kept(alike)
                 # Keys and values that layers without full recomputation would keep are in the cache.
                 whole[stage, number] -= count * own.key_values() * (alike.recompute != "full")
                 whole[stage, number] += count * own.masks(begin) * (alike.recompute == "none")
-    caches = [count * Kept(run).key_values() for count in counts]
+    first = num_frozen_stages(run, software)
+    caches = [count * Kept(run).key_values() * (stage >= first) for stage, count in enumerate(counts)]
     return KeptBytes(whole.tolist(), pending.tolist(), recomputed.tolist(), run.slice_shares, caches)
 
 
@@ -188,7 +197,7 @@ def _memory(
         masks: bytes of each rank's masks of documents.
     """
     _, head = stage_layers(run, software)
-    shares, by_stage = run.slice_shares, _held_parameters(run, software)
+    shares, by_stage, frozen = run.slice_shares, _trained_parameters(run, software), _frozen_bytes(run, software)
     # One slice computes at a time; the largest counts. What the loss keeps is part of ``kept``.
     working = working_bytes(run, software) * max(shares)
     logits_each = (logits_bytes(run, software) - kept_logits(run, software)) * max(shares)
@@ -197,10 +206,11 @@ def _memory(
     for rank, (stages, more) in enumerate(zip(_stages(placement), buffers, strict=True)):
         activations, logits = kept[rank] + masks[rank] + working, logits_each if head in stages else 0.0
         state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
+        still = sum(frozen[stage] for stage in stages)
         lent = lent_bytes(run, software, stages)
         found.append(
             Memory(
-                weights_bytes=state.weights_bytes + lent.weights_bytes + more.gathered_bytes,
+                weights_bytes=state.weights_bytes + still + lent.weights_bytes + more.gathered_bytes,
                 gradients_bytes=state.gradients_bytes + lent.gradients_bytes + more.gradients_bytes,
                 optimizer_bytes=state.optimizer_bytes,
                 activations_bytes=activations,
@@ -257,10 +267,26 @@ def _num_peers(placement: Placement, stages: Sequence[int]) -> int:
     return len({owner[stage] for stage in near} - {owner[stages[0]]})
 
 
-def _held_parameters(run: Run, software: Software) -> tuple[float, ...]:
-    """Number of parameters of each stage on one device, padded to a multiple of the number of shards."""
+def _trained_parameters(run: Run, software: Software) -> tuple[float, ...]:
+    """Number of trained parameters of each stage on one device, padded to a multiple of the number of shards."""
+    return _padded(run, software, trained_parameters(run, software))
+
+
+def _frozen_parameters(run: Run, software: Software) -> tuple[float, ...]:
+    """``_trained_parameters`` of those that are not trained; without ``full`` sharding they are not padded."""
+    whole, trained = stage_parameters(run, software), trained_parameters(run, software)
+    frozen = [held - own for held, own in zip(whole, trained, strict=True)]
+    return _padded(run, software, frozen) if run.shard == "full" else tuple(frozen)
+
+
+def _padded(run: Run, software: Software, parameters: Sequence[float]) -> tuple[float, ...]:
     among = run.shard_size if _is_sharded(run) and software.has_lanes else 1
-    return tuple(-(-held // among) * among if among > 1 else held for held in stage_parameters(run, software))
+    return tuple(-(-held // among) * among if among > 1 else held for held in parameters)
+
+
+def _frozen_bytes(run: Run, software: Software) -> list[float]:
+    """For each stage the bytes of its frozen weights, without gathered ones."""
+    return [frozen_bytes(run, held) for held in _frozen_parameters(run, software)]
 
 
 def _is_sharded(run: Run) -> bool:
@@ -272,8 +298,12 @@ def _gathered_bytes(run: Run, software: Software) -> list[float]:
     if not _is_sharded(run) or run.shard != "full":
         return [0.0] * run.num_stages
     each = state_bytes(replace(run, shard="none"), 1.0, software).weights_bytes
-    held = _held_parameters(run, software) if software.has_lanes else gathered_parameters(run, software)
-    return [each * parameters for parameters in held]
+    if not software.has_lanes:
+        return [each * parameters for parameters in gathered_parameters(run, software)]
+    trained, frozen = _trained_parameters(run, software), _frozen_parameters(run, software)
+    if run.shard_size == 1:
+        return [each * held for held in trained]  # the only rank that holds frozen weights has them whole
+    return [each * (held + still) for held, still in zip(trained, frozen, strict=True)]
 
 
 def _gradient_buffer_bytes(run: Run, software: Software, stages: Sequence[int], buffers: int | None) -> float:
@@ -290,7 +320,7 @@ def _gradient_buffer_bytes(run: Run, software: Software, stages: Sequence[int], 
     if not (_is_sharded(run) and software.has_reduction_lane) or run.shard == "optimizer":
         return 0.0
     each = state_bytes(replace(run, shard="none"), 1.0, software).gradients_bytes
-    held = _held_parameters(run, software)
+    held = _trained_parameters(run, software)
     own = [held[stage] for stage in stages]
     whole = sum(own) * (1 - 1 / run.shard_size) if buffers is None else min(buffers, len(own)) * max(own)
     return each * whole
@@ -299,12 +329,13 @@ def _gradient_buffer_bytes(run: Run, software: Software, stages: Sequence[int], 
 def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     """Sizes of everything that the ranks of a schedule hold, without fragmentation."""
     _, head = stage_layers(run, software)
-    stages = layers_by_recompute(run, software)
+    stages, frozen = layers_by_recompute(run, software), _frozen_bytes(run, software)
     working = [max((working_bytes(a, software) for a, count in stage if count), default=0.0) for stage in stages]
     working[head] += max(0.0, logits_bytes(run, software) - kept_logits(run, software))
-    by_stage = _held_parameters(run, software)
+    by_stage = _trained_parameters(run, software)
     always = [
         state_bytes(run, sum(by_stage[stage] for stage in stages), software).total_bytes
+        + sum(frozen[stage] for stage in stages)
         + lent_bytes(run, software, stages).total_bytes
         + more.gradients_bytes
         + (0.0 if software.has_reduction_lane else more.gathered_bytes)

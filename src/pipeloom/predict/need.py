@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from pipeloom.catalog import load_software
 from pipeloom.config import RunConfig
-from pipeloom.cost.memory import state_bytes
+from pipeloom.cost.memory import frozen_bytes, state_bytes
 from pipeloom.cost.software import Software, with_optimizer
-from pipeloom.cost.stages import rank_parameters, stage_layers
+from pipeloom.cost.stages import frozen_layers, rank_parameters, stage_layers, trained_rank_parameters
 from pipeloom.predict.describe import described_run
 from pipeloom.workload.dtypes import precision_of
 from pipeloom.workload.run import Run
@@ -46,7 +46,11 @@ def need_by_pipeline_rank(config: RunConfig, *, verifies: bool = False) -> tuple
         verifies: whether the run only verifies gradients, without an optimizer.
     """
     software, run = with_optimizer(load_software("pipeloom"), config.optimizer.rule), _run(config)
-    state = [_state(config, run, software, held, verifies=verifies) for held in rank_parameters(run, software)]
+    whole, trained = rank_parameters(run, software), trained_rank_parameters(run, software)
+    state = [
+        _state(config, run, software, own, frozen_bytes(run, held - own) * _width(config), verifies=verifies)
+        for held, own in zip(whole, trained, strict=True)
+    ]
     activations, choice, layout = _activations(config, run, software), config.choice(), config.layout
     head = choice.placed().rank_by_stage[-1]
     # The lengths of auto slices are chosen later, and may be one token.
@@ -80,10 +84,12 @@ def _width(config: RunConfig) -> int:
     return 1 if precision_of(config.training.known_dtype) else 2
 
 
-def _state(config: RunConfig, run: Run, software: Software, parameters: float, *, verifies: bool) -> Parts:
+def _state(
+    config: RunConfig, run: Run, software: Software, parameters: float, frozen: float, *, verifies: bool
+) -> Parts:
     state, width = state_bytes(run, parameters, software), _width(config)
     parts = {
-        "weights": state.weights_bytes * width,
+        "weights": state.weights_bytes * width + frozen,
         "gradients": state.gradients_bytes * width,
         "the optimizer's state": 0.0 if verifies else state.optimizer_bytes * width,
     }
@@ -103,7 +109,8 @@ def _activations(config: RunConfig, run: Run, software: Software) -> list[float]
         [whole] if "full" in run.recompute_kinds else [whole, whole, shape.query_width / run.tp, shape.ffn / run.tp]
     )
     kept = run.tokens * sum(inputs) * run.element_bytes * _width(config)
-    layers, placement = stage_layers(run, software)[0], choice.placed()
+    trained = zip(stage_layers(run, software)[0], frozen_layers(run, software), strict=True)
+    layers, placement = [count - frozen for count, frozen in trained], choice.placed()
     may_leave = schedule.balance or schedule.offload or schedule.keep is not None or schedule.budget_bytes is not None
     held = None if may_leave or layout.token_slices not in (None, 1) else choice.stage_inputs
     if held is not None:

@@ -14,7 +14,7 @@ from pipeloom.cost.memory import Memory
 from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.slices import SliceModel
 from pipeloom.cost.software import Software
-from pipeloom.cost.stages import pieces_of_layers
+from pipeloom.cost.stages import num_frozen_stages, pieces_of_layers
 from pipeloom.errors import UserError
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.predict.memory import held_bytes, memory_by_rank
@@ -182,15 +182,22 @@ class SimulatedStep(Pictured, OfPlaced):
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization, a fraction (``pipeloom.cost.flops.mfu``)."""
-        return self.tokens_per_s * shape_model_flops(self.run.shape, self.run.seq) / self.peak_flops_per_s
+        return self.tokens_per_s * self._model_flops / self.peak_flops_per_s
 
     @property
     def hfu(self) -> float:
         """Hardware FLOPs utilization, a fraction: MFU with recomputed FLOPs."""
-        flops = {kind: hardware_flops(self.run.shape, self.run.seq, kind) for kind in ("none", "selective", "full")}
+        run = self.run
+        flops = {
+            kind: hardware_flops(run.shape, run.seq, kind, run.frozen_pieces) for kind in ("none", "selective", "full")
+        }
         again = self.recomputed_share * (flops["full"] - flops["none"])
-        mean = fmean(flops[kind] for kind in self.run.recompute_kinds)
+        mean = fmean(flops[kind] for kind in run.recompute_kinds)
         return self.tokens_per_s * (mean + again) / self.peak_flops_per_s
+
+    @property
+    def _model_flops(self) -> float:
+        return shape_model_flops(self.run.shape, self.run.seq, self.run.frozen_pieces)
 
     @property
     def recomputed_share(self) -> float:
@@ -364,6 +371,8 @@ def recipe_of(run: Run, software: Software, knobs: Knobs) -> Recipe:
             pipeline.
         knobs: choices for the schedule.
     """
+    if run.frozen_pieces:
+        knobs = replace(knobs, choice=replace(knobs.choice, frozen_stages=num_frozen_stages(run, software)))
     return run_recipe(
         knobs,
         shard=_shared_state(run) if software.has_lanes else None,

@@ -42,7 +42,7 @@ from pipeloom.config import ModelConfig
 from pipeloom.errors import RunError, UserError
 from pipeloom.runs.run_folder import WEIGHTS, WEIGHTS_INDEX, weight_files
 from pipeloom.system.files import parse_json
-from pipeloom.training.checkpoints.checkpoint import MODEL
+from pipeloom.training.checkpoints.contents import MODEL
 from pipeloom.training.checkpoints.storage import CheckpointReader
 from pipeloom.training.pretrained import DTYPES, read_description
 from pipeloom.workload.dtypes import Dtype

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeloom.config import OptimizerConfig
 from pipeloom.execute.parts.data_parallel import DataParallel
@@ -53,6 +53,8 @@ def make_optimizer(config: OptimizerConfig, parts: Sequence[FlatPart], *, begins
                 groups[-1]["weight_decay"] = decay if decays else 0.0
             if rule.matrices is not None:
                 groups[-1]["is_matrix"] = is_matrix
+    # A rank whose stages are all frozen: PyTorch's optimizers refuse an empty list.
+    groups = groups or [{"params": [nn.Parameter(torch.empty(0))]}]
     optimizer = rule.make(groups, lr=config.known_lr, **settings)
     if begins:
         begin_state(optimizer, config, parts)

@@ -148,9 +148,7 @@ class Pipeline:
         if not self.is_first_replica:
             return 0
         with_replicated = self._place.tensor == 0
-        return sum(
-            one.order.num_parameters(with_replicated=with_replicated) for one in self.data_parallel.weights.values()
-        )
+        return sum(one.num_parameters(with_replicated=with_replicated) for one in self.data_parallel.weights.values())
 
     def counted_loss(self, result: StepResult) -> float:
         """This rank's share of the loss; the sum over all ranks counts each micro-batch once."""

@@ -35,11 +35,8 @@ from pipeloom.runs.run_folder import WEIGHTS, WEIGHTS_INDEX
 from pipeloom.system.files import MOST_RECORD_BYTES, parse_json, read_text
 from pipeloom.terminal.words import count
 from pipeloom.training.checkpoints.boxes import Box
-from pipeloom.training.checkpoints.checkpoint import (
-    Checkpoints,
-    check_start,
-    parameter_shapes,
-)
+from pipeloom.training.checkpoints.checkpoint import Checkpoints
+from pipeloom.training.checkpoints.contents import check_start, parameter_shapes
 from pipeloom.training.checkpoints.planner import differences
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.workload.dtypes import Dtype

@@ -29,7 +29,7 @@ from pipeloom.schedule import Kind
 from pipeloom.system.end_signals import raised_signals
 from pipeloom.terminal.progress import restore_terminal
 from pipeloom.terminal.words import count, format_bytes, passes_of
-from pipeloom.training.checkpoints.checkpoint import check_resumable, new_order
+from pipeloom.training.checkpoints.contents import check_resumable, new_order
 from pipeloom.training.checkpoints.saving import safe_steps
 from pipeloom.training.export import export_weights
 from pipeloom.training.memory_check import check_memory

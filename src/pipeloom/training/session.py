@@ -126,7 +126,7 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
         partition = fastest_partition(piece_bytes(replace(config, model=model)), config.choice().placed())
     else:
         partition = layout.partition or default_partition(
-            model, config.data.seq_len, config.choice().placed(), recompute
+            model, config.data.seq_len, config.choice().placed(), recompute, config.training.frozen_pieces
         )
     is_grouped = FAMILIES[schedule.family].is_grouped
     group_size = schedule.group_size or config.choice().known_group_size

@@ -37,6 +37,8 @@ def stage_of(
 ) -> Transformer:
     """Build and initialize a stage of a run, without recomputation and not compiled.
 
+    Its frozen parameters require no gradient.
+
     Args:
         config: resolved.
         pieces: indices of the stage's pieces (embedding, layers, head); see ``stage_pieces``.
@@ -44,7 +46,7 @@ def stage_of(
         dtype: of the weights; ``None`` for that of the run.
         parallel: the tensor-parallel rank that it is built for.
     """
-    return build_stage(
+    stage = build_stage(
         config.model,
         pieces,
         max_positions=config.data.seq_len,
@@ -53,6 +55,8 @@ def stage_of(
         device=device,
         parallel=parallel,
     )
+    stage.freeze(config.training.frozen_pieces)
+    return stage
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ..
     found: list[Amounts] = []
     for pieces in stage_pieces(partition):
         stage = stage_of(config, pieces, "meta")
-        count = sum(parameter.numel() for parameter in stage.parameters())
+        count = sum(parameter.numel() for parameter in stage.parameters() if parameter.requires_grad)
         lent = config.model.hidden_size * (config.model.vocab_size or 0) if stage.borrows else 0
         found.append(
             Amounts(
@@ -117,11 +121,13 @@ def saved_bytes(config: RunConfig, *, splits: bool = False) -> KeptBytes:
     assert layout.partition is not None, "the layout is not resolved"
     by_layer = layout.recompute_by_layer(num_layers)
     same = replace(config, schedule=ScheduleConfig())  # cache key: bytes do not depend on the schedule
-    alike: dict[tuple[bool, bool, tuple[Recompute, ...]], _Saved] = {}
+    frozen = config.training.frozen_pieces
+    alike: dict[tuple[bool, bool, int, tuple[Recompute, ...]], _Saved] = {}
     by_stage: list[_Saved] = []
     for pieces in stage_pieces(layout.partition):
         layers = [piece - 1 for piece in pieces if 0 < piece <= num_layers]
-        kind = (0 in pieces, num_layers + 1 in pieces, tuple(by_layer[layer] for layer in layers))
+        still = max(-1, min(frozen, pieces.stop) - pieces.start)  # -1: an earlier stage needs the input gradient
+        kind = (0 in pieces, num_layers + 1 in pieces, still, tuple(by_layer[layer] for layer in layers))
         if kind not in alike:
             alike[kind] = _count(same, pieces, by_layer, splits=splits)
         by_stage.append(alike[kind])
@@ -144,6 +150,10 @@ class _Saved(NamedTuple):
 @lru_cache(maxsize=1024)
 def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *, splits: bool) -> _Saved:
     layout, dtype = config.layout, getattr(torch, config.training.known_dtype)
+    lengths = layout.slice_lengths(config.data.seq_len)
+    if pieces.stop <= config.training.frozen_pieces:
+        nothing = [0] * len(lengths)
+        return _Saved((nothing, nothing, nothing), 0)
     # The last of the tensor-parallel ranks has the largest share.
     parallel = TensorParallel(TensorGroup(layout.tp, layout.tp - 1), layout.sequence_parallel)
     vocabulary = SplitVocabulary(parallel, config.model.vocab_size or 0)
@@ -151,7 +161,7 @@ def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *,
     module.set_recompute(by_layer)
     if splits:
         defer(module)
-    lengths = layout.slice_lengths(config.data.seq_len)
+    needs_gradient = pieces.start > config.training.frozen_pieces
     cache = KeyValueCache(config.data.seq_len) if len(lengths) > 1 else None
     whole, inputs, gone = list[int](), list[int](), list[tuple[Tensor, Tensor, int]]()
     documents = list[Documents | None]()  # kept, since a mask that stages share does not count
@@ -161,7 +171,7 @@ def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *,
             given = tokens
             if not module.has_embedding:  # a message between stages carries the rank's share of the tokens
                 own = (layout.microbatch_size, length // layout.tp, config.model.hidden_size)
-                given = TensorSpec(own, dtype).empty("meta").requires_grad_()
+                given = TensorSpec(own, dtype).empty("meta").requires_grad_(needs_gradient)
             targets = tokens.flatten()  # part of the batch, so not counted
             parcel, begin = Parcel(owns_input=not module.has_embedding), 0 if cache is None else cache.begin
             documents.append(Documents(tokens) if config.data.by_document else None)

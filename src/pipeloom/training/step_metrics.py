@@ -31,7 +31,7 @@ class StepMeter:
         self._num_ranks, self._num_pipelines, self._pp = layout.num_ranks, layout.num_ranks // layout.pp, layout.pp
         self._pipeline_rank = layout.coordinates(world.rank).pipeline
         self._device = world.device
-        self._flops = shape_model_flops(shape_of(config.model), config.data.seq_len)
+        self._flops = shape_model_flops(shape_of(config.model), config.data.seq_len, config.training.frozen_pieces)
         is_cuda = world.device.type == "cuda"
         peaks = datasheet_peaks(torch.cuda.get_device_name(world.device))[0] if is_cuda else {}
         self._peak = peaks.get(precision_of(config.training.known_dtype) or "")

@@ -31,7 +31,8 @@ from pipeloom.schedule.stage_swaps import defers_updates
 from pipeloom.simulation import Sharing, simulate
 from pipeloom.terminal.words import count, seconds
 from pipeloom.trace import Trace, merge, to_chrome
-from pipeloom.training.checkpoints.checkpoint import Checkpoints, checkpoint_info
+from pipeloom.training.checkpoints.checkpoint import Checkpoints
+from pipeloom.training.checkpoints.contents import checkpoint_info
 from pipeloom.training.checkpoints.saving import Saving
 from pipeloom.training.earlier import Measured, read_earlier
 from pipeloom.training.evaluation import mean_loss

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 from pipeloom.terminal.words import count
@@ -27,6 +27,22 @@ def even_slices(num_tokens: int, number: int, multiple: int = 1) -> tuple[int, .
     # Rounded up, so that the first slices are the longer ones: they attend to the fewest earlier tokens.
     bounds = [-(-units * i // number) for i in range(number + 1)]
     return tuple((end - begin) * multiple for begin, end in pairwise(bounds))
+
+
+def frozen_counts(sizes: Sequence[int], frozen: int) -> tuple[int, ...]:
+    """For each stage the number of its pieces that are not trained.
+
+    Args:
+        sizes: number of pieces of each stage.
+        frozen: pieces from the first on that are not trained.
+    """
+    begins = accumulate(sizes, initial=0)
+    return tuple(min(size, max(0, frozen - begin)) for size, begin in zip(sizes, begins, strict=False))
+
+
+def frozen_stages(sizes: Sequence[int], frozen: int) -> int:
+    """Number of stages from the first on that train nothing; the arguments are those of ``frozen_counts``."""
+    return sum(end <= frozen for end in accumulate(sizes)) if frozen else 0
 
 
 class Coordinates(NamedTuple):
@@ -158,6 +174,13 @@ class Layout:
         """The rank at a position."""
         # The order of the axes as Megatron-LM has it (see the class).
         return (place_of(place.pipeline, self.pipeline_order) * self.dp + place.data) * self.tp + place.tensor
+
+    def frozen_stages(self, frozen: int) -> int:
+        """Number of stages from the first on that train nothing, of which ``frozen`` pieces are not trained.
+
+        0 while the partition is not known.
+        """
+        return frozen_stages(self.partition or (), frozen)
 
     @property
     def shard_size(self) -> int:

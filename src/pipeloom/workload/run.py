@@ -40,6 +40,7 @@ class Run:
         pipeline_order: pipeline ranks in the order of the devices; ``None`` for ascending.
         slices: tokens of each slice that sequences are cut into; empty for whole ones.
         by_document: whether attention ends at the borders of documents.
+        frozen_pieces: pieces from the first on (embedding, layers) that are not trained.
     """
 
     shape: ModelShape
@@ -63,6 +64,7 @@ class Run:
     pipeline_order: tuple[int, ...] | None = None
     slices: tuple[int, ...] = ()
     by_document: bool = False
+    frozen_pieces: int = 0
 
     @property
     def slice_shares(self) -> tuple[float, ...]:

@@ -43,7 +43,8 @@ from pipeloom.runs.run_folder import RunFolder
 from pipeloom.system.host_memory import Available
 from pipeloom.training.checkpoints import checkpoint as checkpoint_module
 from pipeloom.training.checkpoints.background import Background
-from pipeloom.training.checkpoints.checkpoint import Checkpoints, expected_shapes
+from pipeloom.training.checkpoints.checkpoint import Checkpoints
+from pipeloom.training.checkpoints.contents import expected_shapes
 from pipeloom.training.session import load_text, resolve
 from pipeloom.training.trainer import Trainer
 
@@ -90,6 +91,7 @@ def losses(folder):
 
 TIED = ("one rank", "linear", "tensor, full")
 NARROW = ("one rank", "full")
+FROZEN = ("one rank", "full", "hybrid")
 MATRICES = ("one rank", "full", "gradients", "hybrid")
 CIRCLE = [(old, list(LAYOUTS)[(number + 3) % len(LAYOUTS)]) for number, old in enumerate(LAYOUTS)]
 """Each layout is read by another and reads another."""
@@ -107,14 +109,16 @@ def chains(tmp_path_factory):
         "tied": (TIED, list(pairwise([*TIED, TIED[0]])), {"tied": True}),
         "narrow": (NARROW, list(product(NARROW, repeat=2)), {"dtype": "bfloat16"}),
         "matrices": (MATRICES, list(pairwise([*MATRICES, MATRICES[0]])), {"optimizer": NAME}),
+        "frozen": (FROZEN, list(pairwise([*FROZEN, FROZEN[0]])), {"freeze_layers": 2}),
     }
 
     def run(kind, name, **checkpoint):
         config, changes = config_of(folder, name, **checkpoint), kinds[kind][2]
         model = replace(config.model, tied=changes.get("tied", False))
-        dtype = changes.get("dtype", config.training.dtype)
+        dtype, freeze_layers = changes.get("dtype", config.training.dtype), changes.get("freeze_layers")
         optimizer = replace(config.optimizer, name=changes.get("optimizer", "adamw"))
-        return replace(config, model=model, optimizer=optimizer, training=replace(config.training, dtype=dtype))
+        training = replace(config.training, dtype=dtype, freeze_layers=freeze_layers)
+        return replace(config, model=model, optimizer=optimizer, training=training)
 
     whole = {kind: {name: folder / kind / name for name in names} for kind, (names, _, _) in kinds.items()}
     train_all({path: run(kind, name, every=SAVED) for kind, one in whole.items() for name, path in one.items()})
@@ -141,7 +145,7 @@ def last(expected):
     return {step: expected[step] for step in range(SAVED + 1, STEPS + 1)}
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied", "matrices"])
+@pytest.mark.parametrize("kind", ["plain", "tied", "matrices", "frozen"])
 def test_a_run_goes_on_under_another_layout(chains, kind):
     whole, rest = chains[kind]
     expected = losses(whole["one rank"])
@@ -157,6 +161,13 @@ def test_a_tied_matrix_is_one_tensor_wherever_the_head_is(chains):
         keys = description(run)
         assert "model.embedding.tokens.weight" in keys
         assert not any("head.output" in key for key in keys)
+
+
+def test_frozen_weights_have_no_state(chains):
+    for run in chains["frozen"][0].values():
+        keys = description(run)
+        assert "model.layers.1.attention.query.weight" in keys
+        assert {key.split(".")[3] for key in keys if key.startswith("optimizer.exp_avg.layers")} == {"2", "3"}
 
 
 def test_the_state_of_whole_matrices_has_the_shape_that_the_optimizer_declares(chains):

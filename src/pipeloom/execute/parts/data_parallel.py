@@ -12,8 +12,9 @@ from pipeloom.execute.communication.collectives import Groups, Job
 from pipeloom.execute.communication.transport import UnderWay, finish
 from pipeloom.execute.lanes import Lane
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
+from pipeloom.execute.stages.flat_order import nothing_whole
 from pipeloom.execute.stages.stage_store import StageStore
-from pipeloom.execute.stages.weights import FlatPart, StageWeights, nothing_whole
+from pipeloom.execute.stages.weights import FlatPart, StageWeights
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, COLLECTIVE_KINDS
 from pipeloom.schedule.stage_swaps import Content
@@ -142,6 +143,12 @@ class DataParallel(Part):
         return self._groups.copies.index, self._groups.copies.size
 
     @property
+    def replica_share(self) -> tuple[int, int]:
+        """Index of this rank among those that hold the same stages, and their number."""
+        copies, shards = self._groups.copies, self._groups.shard
+        return copies.index * shards.size + shards.index, copies.size * shards.size
+
+    @property
     def parts(self) -> list[FlatPart]:
         """What this rank's optimizer updates, with gradients."""
         return [part for weights in self.weights.values() for part in weights.parts]
@@ -173,6 +180,7 @@ class DataParallel(Part):
             for weights in self.weights.values():
                 if not weights.is_swapped:  # its first backward begins it with zeros
                     weights.gradient.zero_()
+        self._count()  # a rank without gathers and backwards has weights, too
 
     def start(self, row: RankRow, slot: int) -> UnderWay:
         """Start the collective."""
@@ -193,11 +201,12 @@ class DataParallel(Part):
         weights.hold()
         self._gathered.add(stage)
         self._count()
-        return self._lane.start(self._gather(weights.whole, weights.shard))
+        return self._lane.start(self._gather(weights.gathers))
 
-    def _gather(self, whole: Tensor, shard: Tensor) -> Job:
-        sent = shard.to(whole.dtype)  # weights are gathered in the dtype of compute
-        yield self._groups.shard.gather(whole, sent)
+    def _gather(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Job:
+        for whole, shard in pairs:
+            sent = shard.to(whole.dtype)  # weights are gathered in the dtype of compute
+            yield self._groups.shard.gather(whole, sent)
 
     def reshard(self, stage: int) -> UnderWay:
         """Free a stage's gathered weights at once; the lane records the action in row order."""
@@ -243,7 +252,8 @@ class DataParallel(Part):
         """
         weights = self.weights[stage]
         whole = torch.empty(weights.order.size, dtype=weights.gradient.dtype, device=weights.gradient.device)
-        finish(self._lane.start(self._gather(whole, weights.gradient)), timeout_s)
+        pairs = [(whole, weights.gradient)] if weights.order.size else []
+        finish(self._lane.start(self._gather(pairs)), timeout_s)
         return weights.order.views(whole)
 
     @contextmanager

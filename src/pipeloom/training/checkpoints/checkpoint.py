@@ -9,12 +9,11 @@ import shutil
 from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,39 +35,31 @@ from pipeloom.checkpoint.checkpoint_folder import (
     name_of,
     read_info,
     read_tokenizer,
-    run_of,
     step_of,
     sync_folder,
     write_info,
     write_synced,
 )
 from pipeloom.config import RunConfig
-from pipeloom.data.text import Data
 from pipeloom.data.tokenizer import Tokenizer
 from pipeloom.errors import PeerLostError, PipeloomError, RunError, UserError
 from pipeloom.execute.processes.world import World
+from pipeloom.execute.stages.flat_order import FlatOrder
 from pipeloom.execute.stages.weights import StageWeights
-from pipeloom.runs.run_folder import CONFIG
 from pipeloom.system.host_memory import available_memory
 from pipeloom.training.checkpoints.background import Background
 from pipeloom.training.checkpoints.boxes import Box, Elements
+from pipeloom.training.checkpoints.contents import MODEL, expected_shapes, state_prefix, weights_only
 from pipeloom.training.checkpoints.planner import (
     ElementsLoadPlanner,
     ElementsSavePlanner,
-    Shapes,
     differences,
     stored_shapes,
 )
 from pipeloom.training.checkpoints.storage import CheckpointReader, CheckpointWriter
 from pipeloom.training.memory_check import processes_here
 from pipeloom.training.pipeline import Pipeline
-from pipeloom.training.stages import stage_of
-from pipeloom.workload.model import model_settings, other_settings
 
-MODEL = "model."
-"""Prefix of the keys of parameters."""
-_STATE = "optimizer."
-"""Prefix of the keys of optimizer state."""
 _PATIENCE = timedelta(minutes=30)
 """Longest time that ranks wait for the slowest one to write or read."""
 _PASSING: tuple[Cause, ...] = ("clock", "signal")
@@ -211,7 +202,7 @@ class Checkpoints:
         info, reader = read_info(path), CheckpointReader(path)
         # Each rank compares all tensors, not only its own, so that one message lists all differences.
         if self._optimizer is None:
-            expected, stored = _weights_only(self._config, reader)
+            expected, stored = weights_only(self._config, reader)
         else:
             expected, stored = expected_shapes(self._config), stored_shapes(reader.read_metadata())
         if differing := differences(expected, stored):
@@ -324,23 +315,43 @@ class Checkpoints:
     def _held(self, *, is_shared_out: bool) -> dict[str, Elements]:
         """This rank's elements by key; with ``is_shared_out``, only its share of those that other ranks hold too."""
         found: dict[str, Elements] = {}
-        index, size = self._data_parallel.copy_share if is_shared_out else (0, 1)
-        for weights in self._data_parallel.weights.values():
-            num = weights.shard.numel()
-            # Ranks that hold the same elements write equal shares of them.
-            low, high = (weights.begin + num * share // size for share in (index, index + 1))
+        parallel, alone = self._data_parallel, (0, 1)
+        share = parallel.copy_share if is_shared_out else alone
+        for weights in parallel.weights.values():
             for prefix, held, begin in self._buffers(weights):
                 values = held if self._store is None else self._store.at_rest(held)
-                for name, first, start, end in weights.order.overlaps(max(low, begin), min(high, begin + len(values))):
-                    part, here = weights.order.shapes[name], self._slices[name]
-                    if is_shared_out and self._tensor_rank > 0 and part == here.whole:
-                        continue  # replicated over tensor-parallel ranks; the first one writes it
-                    own = values[start - begin : end - begin]
-                    found[prefix + name] = Elements(own, here.whole, here.begin, part, first)
-            if index == 0:
+                own = _share_of(weights.begin, weights.shard.numel(), share)
+                found |= self._elements(weights.order, (prefix, values, begin), own, is_shared_out=is_shared_out)
+            if (frozen := weights.frozen) is not None:
+                # Without full sharding every replica holds all of them.
+                among = parallel.copy_share if frozen.is_sharded else parallel.replica_share
+                own = _share_of(frozen.begin, frozen.shard.numel(), among if is_shared_out else alone)
+                buffer = MODEL, frozen.shard, frozen.begin
+                found |= self._elements(frozen.order, buffer, own, is_shared_out=is_shared_out)
+            if share[0] == 0:
                 for key, held in self._of_matrices(weights):
                     values, shape = held if self._store is None else self._store.at_rest(held), tuple(held.shape)
                     found[key] = Elements(values.view(-1), shape, (0,) * len(shape), shape, 0)
+        return found
+
+    def _elements(
+        self, order: FlatOrder, buffer: tuple[str, Tensor, int], own: range, *, is_shared_out: bool
+    ) -> dict[str, Elements]:
+        """The elements of a flat tensor, by key.
+
+        Args:
+            order: of the parameters in the stage's buffer.
+            buffer: prefix of the keys, the tensor, and the index of its first element in the stage's buffer.
+            own: indices in the stage's buffer that count.
+            is_shared_out: whether only the first tensor-parallel rank has what all of them hold.
+        """
+        prefix, values, begin = buffer
+        found: dict[str, Elements] = {}
+        for name, first, start, end in order.overlaps(max(own.start, begin), min(own.stop, begin + len(values))):
+            part, here = order.shapes[name], self._slices[name]
+            if is_shared_out and self._tensor_rank > 0 and part == here.whole:
+                continue
+            found[prefix + name] = Elements(values[start - begin : end - begin], here.whole, here.begin, part, first)
         return found
 
     def _buffers(self, weights: StageWeights) -> Iterator[tuple[str, Tensor, int]]:
@@ -351,7 +362,7 @@ class Checkpoints:
         for part in weights.parts:
             if part.name is None:
                 for name in self._config.optimizer.rule.state:
-                    yield _prefix(name), self._optimizer.state[part.parameter][name], part.begin
+                    yield state_prefix(name), self._optimizer.state[part.parameter][name], part.begin
 
     def _of_matrices(self, weights: StageWeights) -> Iterator[tuple[str, Tensor]]:
         """State of the parameters that the optimizer updates as whole matrices, by key, in the shape that it has."""
@@ -360,109 +371,19 @@ class Checkpoints:
         for part in weights.parts:
             if part.name is not None:
                 for name in self._config.optimizer.rule.state_shapes(part.name, tuple(part.parameter.shape)):
-                    yield _prefix(name) + part.name, self._optimizer.state[part.parameter][name]
+                    yield state_prefix(name) + part.name, self._optimizer.state[part.parameter][name]
 
 
-def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, tokens: int) -> CheckpointInfo:
-    """Description of a checkpoint of a resolved run after so many steps, sequences and tokens."""
-    return CheckpointInfo(
-        step=step,
-        sequences=sequences,
-        tokens=tokens,
-        model=model_settings(config.model),
-        data=_text(config, data),
-        layout=asdict(config.layout),
-        versions={name: version(name) for name in ("pipeloom", "torch")},
-    )
+def _share_of(begin: int, size: int, share: tuple[int, int]) -> range:
+    """The part of equal elements that a rank writes.
 
-
-def check_resumable(config: RunConfig) -> None:
-    """Refuse ``checkpoint.resume``, which is complete, if it is of another model or optimizer.
-
-    Raises:
-        UserError: lists all differences, or why the checkpoint cannot be read.
+    Args:
+        begin: index of the first element.
+        size: their number.
+        share: index of this rank among those that hold them, and the number of these ranks.
     """
-    path, optimizer = config.checkpoint.resume, config.optimizer
-    assert path is not None
-    metadata = CheckpointReader(path).read_metadata()
-    stored = {key.split(".")[1] for key in metadata.state_dict_metadata if key.startswith(_STATE)}
-    expected = expected_shapes(config)
-    wanted = {key.split(".")[1] for key in expected if key.startswith(_STATE)}
-    if stored != wanted:
-        has, wants = (", ".join(sorted(names)) or "nothing" for names in (stored, wanted))
-        raise UserError(
-            f"the checkpoint {path} is of another optimizer: its state is {has}, that of optimizer.name "
-            f"{optimizer.name} is {wants}; use the optimizer that wrote it, or start from its weights alone with "
-            "--checkpoint.init instead of --checkpoint.resume"
-        )
-    _refuse_other_model(config, path, expected, stored_shapes(metadata), "--checkpoint.resume")
-
-
-def check_start(config: RunConfig, path: Path) -> None:
-    """Refuse a checkpoint whose weights a run cannot start from, since it is of another model.
-
-    Raises:
-        UserError: lists all differences, or why the checkpoint cannot be read.
-    """
-    _refuse_other_model(config, path, *_weights_only(config, CheckpointReader(path)), "--checkpoint.init")
-
-
-def _weights_only(config: RunConfig, reader: CheckpointReader) -> tuple[Shapes, Shapes]:
-    """Expected and stored shapes of parameters, without the optimizer's state."""
-    found = expected_shapes(config), stored_shapes(reader.read_metadata())
-    expected, stored = ({key: one[key] for key in one if key.startswith(MODEL)} for one in found)
-    return expected, stored
-
-
-def _refuse_other_model(config: RunConfig, path: Path, expected: Shapes, stored: Shapes, flag: str) -> None:
-    problems = other_settings(config.model, read_info(path).model, "the checkpoint has")
-    problems += differences(expected, stored)
-    if not problems:
-        return
-    run = run_of(path)
-    hint = "use the model that wrote it"
-    if run is not None and (run / CONFIG).exists():
-        hint = f"start from its own configuration: pipeloom train {run / CONFIG} {flag} {path}"
-    raise UserError("\n".join([f"the checkpoint {path} is not of this model:", *(f"  - {p}" for p in problems), hint]))
-
-
-def new_order(config: RunConfig, data: Data, info: CheckpointInfo) -> list[str]:
-    """Settings that differ from the checkpoint's and change the batches that follow."""
-    found = _text(config, data)
-    return [name for name in found if found[name] != info.data.get(name)]
-
-
-def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of all parameters of a resolved run's model by name; on any rank, without communication."""
-    model = stage_of(config, range(config.model.num_layers + 2), "meta")
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def expected_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor in a checkpoint of a resolved run, by key; on any rank, without communication."""
-    shapes = parameter_shapes(config)
-    found = {MODEL + name: shape for name, shape in shapes.items()}
-    for name, shape in shapes.items():
-        states = config.optimizer.rule.state_shapes(name, shape)
-        found |= {_prefix(key) + name: its_shape for key, its_shape in states.items()}
-    return found
-
-
-def _prefix(name: str) -> str:
-    return f"{_STATE}{name}."
-
-
-def _text(config: RunConfig, data: Data) -> dict[str, Any]:
-    sources = config.data.sources
-    return {
-        **({} if sources is None else {"data.sources": [one.weight for one in sources]}),
-        "text": data.corpus_sha256,
-        "data.tokenizer": config.data.tokenizer_kind,
-        "data.seq_len": config.data.seq_len,
-        "data.pack": config.data.pack,
-        "data.attention": config.data.attention if config.data.by_document else None,  # which earlier ones lack
-        "training.seed": config.training.seed,
-    }
+    index, num_ranks = share
+    return range(begin + size * index // num_ranks, begin + size * (index + 1) // num_ranks)
 
 
 def _remove(checkpoint: Path) -> None:

@@ -1,0 +1,143 @@
+"""What a checkpoint of a run contains: description, tensors and their shapes; and what does not fit a run."""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from pipeloom.checkpoint.checkpoint_folder import CheckpointInfo, read_info, run_of
+from pipeloom.config import RunConfig
+from pipeloom.data.text import Data
+from pipeloom.errors import UserError
+from pipeloom.runs.run_folder import CONFIG
+from pipeloom.terminal.words import count
+from pipeloom.training.checkpoints.planner import Shapes, differences, stored_shapes
+from pipeloom.training.checkpoints.storage import CheckpointReader
+from pipeloom.training.stages import stage_of
+from pipeloom.workload.model import model_settings, other_settings
+
+MODEL = "model."
+"""Prefix of the keys of parameters."""
+_STATE = "optimizer."
+"""Prefix of the keys of optimizer state."""
+
+
+def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, tokens: int) -> CheckpointInfo:
+    """Description of a checkpoint of a resolved run after so many steps, sequences and tokens."""
+    return CheckpointInfo(
+        step=step,
+        sequences=sequences,
+        tokens=tokens,
+        model=model_settings(config.model),
+        data=_text(config, data),
+        layout=asdict(config.layout),
+        versions={name: version(name) for name in ("pipeloom", "torch")},
+    )
+
+
+def check_resumable(config: RunConfig) -> None:
+    """Refuse ``checkpoint.resume``, which is complete, if it is of another model or optimizer.
+
+    Raises:
+        UserError: lists all differences, or why the checkpoint cannot be read.
+    """
+    path, optimizer = config.checkpoint.resume, config.optimizer
+    assert path is not None
+    metadata = CheckpointReader(path).read_metadata()
+    stored = {key.split(".")[1] for key in metadata.state_dict_metadata if key.startswith(_STATE)}
+    expected = expected_shapes(config)
+    wanted = {key.split(".")[1] for key in expected if key.startswith(_STATE)}
+    if stored != wanted:
+        has, wants = (", ".join(sorted(names)) or "nothing" for names in (stored, wanted))
+        raise UserError(
+            f"the checkpoint {path} is of another optimizer: its state is {has}, that of optimizer.name "
+            f"{optimizer.name} is {wants}; use the optimizer that wrote it, or start from its weights alone with "
+            "--checkpoint.init instead of --checkpoint.resume"
+        )
+    of_checkpoint, of_run = (_trained(keys) for keys in (metadata.state_dict_metadata, expected))
+    if of_checkpoint != of_run and of_checkpoint | of_run <= {key.removeprefix(MODEL) for key in expected}:
+        raise UserError(
+            f"the checkpoint {path} has optimizer state of {count(len(of_checkpoint), 'parameter')}, this run trains "
+            f"{len(of_run)}: training.freeze_layers differs; use that of the run that wrote it, or start from its "
+            "weights alone with --checkpoint.init instead of --checkpoint.resume"
+        )
+    _refuse_other_model(config, path, expected, stored_shapes(metadata), "--checkpoint.resume")
+
+
+def _trained(keys: Iterable[str]) -> set[str]:
+    """Names of the parameters with optimizer state."""
+    return {key.split(".", 2)[2] for key in keys if key.startswith(_STATE)}
+
+
+def check_start(config: RunConfig, path: Path) -> None:
+    """Refuse a checkpoint whose weights a run cannot start from, since it is of another model.
+
+    Raises:
+        UserError: lists all differences, or why the checkpoint cannot be read.
+    """
+    _refuse_other_model(config, path, *weights_only(config, CheckpointReader(path)), "--checkpoint.init")
+
+
+def weights_only(config: RunConfig, reader: CheckpointReader) -> tuple[Shapes, Shapes]:
+    """Expected and stored shapes of parameters, without the optimizer's state."""
+    found = expected_shapes(config), stored_shapes(reader.read_metadata())
+    expected, stored = ({key: one[key] for key in one if key.startswith(MODEL)} for one in found)
+    return expected, stored
+
+
+def _refuse_other_model(config: RunConfig, path: Path, expected: Shapes, stored: Shapes, flag: str) -> None:
+    problems = other_settings(config.model, read_info(path).model, "the checkpoint has")
+    problems += differences(expected, stored)
+    if not problems:
+        return
+    run = run_of(path)
+    hint = "use the model that wrote it"
+    if run is not None and (run / CONFIG).exists():
+        hint = f"start from its own configuration: pipeloom train {run / CONFIG} {flag} {path}"
+    raise UserError("\n".join([f"the checkpoint {path} is not of this model:", *(f"  - {p}" for p in problems), hint]))
+
+
+def new_order(config: RunConfig, data: Data, info: CheckpointInfo) -> list[str]:
+    """Settings that differ from the checkpoint's and change the batches that follow."""
+    found = _text(config, data)
+    return [name for name in found if found[name] != info.data.get(name)]
+
+
+def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters of a resolved run's model by name; on any rank, without communication."""
+    return {name: tuple(one.shape) for name, one in _parameters(config)}
+
+
+def _parameters(config: RunConfig) -> list[tuple[str, nn.Parameter]]:
+    return list(stage_of(config, range(config.model.num_layers + 2), "meta").named_parameters())
+
+
+def expected_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor in a checkpoint of a resolved run, by key; on any rank, without communication."""
+    parameters = _parameters(config)
+    found = {MODEL + name: tuple(parameter.shape) for name, parameter in parameters}
+    for name, parameter in parameters:
+        states = config.optimizer.rule.state_shapes(name, tuple(parameter.shape)) if parameter.requires_grad else {}
+        found |= {state_prefix(key) + name: its_shape for key, its_shape in states.items()}
+    return found
+
+
+def state_prefix(name: str) -> str:
+    """Prefix of the keys of one kind of optimizer state."""
+    return f"{_STATE}{name}."
+
+
+def _text(config: RunConfig, data: Data) -> dict[str, Any]:
+    sources = config.data.sources
+    return {
+        **({} if sources is None else {"data.sources": [one.weight for one in sources]}),
+        "text": data.corpus_sha256,
+        "data.tokenizer": config.data.tokenizer_kind,
+        "data.seq_len": config.data.seq_len,
+        "data.pack": config.data.pack,
+        "data.attention": config.data.attention if config.data.by_document else None,  # which earlier ones lack
+        "training.seed": config.training.seed,
+    }
