@@ -37,7 +37,9 @@ def runs(draw):
             ffn_size=draw(st.sampled_from((None, 100))),
             tied=draw(st.booleans()),
         ).resolve(draw(st.sampled_from((257, 300)))),
-        data=DataConfig(seq_len=draw(st.sampled_from((16, 64)))),
+        data=DataConfig(
+            seq_len=draw(st.sampled_from((16, 64))), attention=draw(st.sampled_from(("window", "window", "document")))
+        ),
         layout=Layout(
             pp=1 if device_budget else len(partition),
             loops=len(partition) if device_budget else 1,

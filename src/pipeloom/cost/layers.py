@@ -17,7 +17,7 @@ host's time to launch its kernels if that is longer.
 With a vocabulary of 0 there is no embedding and no head.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pipeloom.cost.hardware import Both, Cluster, Group, MeasuredPieces
@@ -275,8 +275,8 @@ class Pieces:
         For flash kernels, scores with earlier tokens count twice: the result is halved for the causal mask, from which
         they are exempt.
         """
-        run, is_flash = self.run, self.run.effective_attention in ("flash1", "flash2")
-        seen = run.seq + self.before * (2 if is_flash else 1)
+        run = self.run
+        seen = run.seq + self.before * (2 if self._skips_half else 1)
         return run.micro_batch * run.shape.heads / run.tp * run.seq * seen
 
     def _score_bytes(self) -> float:
@@ -284,6 +284,16 @@ class Pieces:
         use, size = self.software.efficiency, self.run.element_bytes
         softmax = use.softmax_bytes if self.run.effective_attention == "plain" else 2.0 * size
         return softmax + (2.0 * size + 1.0 if self.software.dropout else 0.0)
+
+    @property
+    def _skips_half(self) -> bool:
+        """Whether the kernel skips the blocks above the diagonal: flash kernels do, but for a mask."""
+        return self.run.effective_attention in ("flash1", "flash2") and not self._has_mask
+
+    @property
+    def _has_mask(self) -> bool:
+        """Whether documents have a mask, on CPUs. On GPUs the kernel skips keys; how many depends on the text."""
+        return self.run.by_document and not self.cluster.device.is_gpu
 
     def _attention_flops(self) -> float:
         return 4 * self._scores() * self.run.shape.head_size
@@ -318,8 +328,11 @@ class Pieces:
         size = self.run.shape.head_size
         # The calibrated rates are for heads of size 128.
         rate *= (size / (size + EXPONENTIAL)) / (128 / (128 + EXPONENTIAL))
-        # Half of the FLOPs: flash kernels skip the blocks above the diagonal.
-        return self._attention_flops() / 2 / rate + device.kernel_s
+        flops, mask_s = self._attention_flops() / (2 if self._skips_half else 1), 0.0
+        if self._has_mask:
+            # A product of every score, however short documents are, and each head reads the mask.
+            mask_s = self._memory_s(self.run.element_bytes * self._scores())
+        return flops / rate + mask_s + device.kernel_s
 
     def _core_backward_s(self) -> float:
         """Plain: 4 products for 2 of the forward. Flash: 5 for 2, since scores are recomputed (arXiv 2307.08691)."""
@@ -399,8 +412,8 @@ class PieceSeconds:
 def piece_seconds(run: Run, cluster: Cluster, software: Software) -> PieceSeconds:
     """Seconds of the pieces of a run whose layers all recompute ``run.recompute``.
 
-    Measured, if the cluster's file has exactly these pieces; else closed forms. They depend on the model, the tokens,
-    the kernels and the tensor axis, not on the partition.
+    Measured, if the cluster's file has exactly these pieces; else closed forms, also of what a mask of documents adds.
+    They depend on the model, the tokens, the kernels and the tensor axis, not on the partition.
     """
     # The only property of the pipeline that pieces depend on is an argument, so that layouts share cache entries.
     is_dragged = run.pp > 1 and run.num_devices > cluster.devices_per_node
@@ -427,7 +440,17 @@ def _piece_seconds(run: Run, cluster: Cluster, software: Software, is_dragged: b
     key = run.of_measured_pieces
     # A linear search is fast enough, since the result is cached.
     found = next((one for one in cluster.pieces if one.run == key), None)
-    return counted if found is None else _measured(found, counted)
+    if found is None:
+        return counted
+    if not run.by_document:
+        return _measured(found, counted)
+    whole = _piece_seconds(replace(run, by_document=False), cluster, software, is_dragged)
+    plain = Pieces(replace(run, by_document=False), cluster, software, is_dragged=is_dragged)
+    without = both(plain.layer_forward(), plain.layer_backward())
+    forward_s, backward_s = (
+        one + with_mask - alone for one, with_mask, alone in zip(whole.layer, layer_s, without, strict=True)
+    )
+    return replace(whole, layer=(forward_s, backward_s))
 
 
 def _measured(found: MeasuredPieces, counted: PieceSeconds) -> PieceSeconds:
