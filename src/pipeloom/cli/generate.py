@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pipeloom.cli.reference import Command, Place
 from pipeloom.cli.run_config import parse_words
@@ -22,8 +22,7 @@ _MOST_BYTES = 100_000_000
 class Options(RunConfig):
     """Options of ``pipeloom generate``.
 
-    Uses the newest complete checkpoint and its tokenizer. The layout is that of the run, without replicas. Each prompt
-    is a micro-batch; layout.num_microbatches of them are in the pipeline at the same time.
+    Uses the newest complete checkpoint and its tokenizer. The layout is that of the run, without replicas.
     """
 
     config: Annotated[Path, Place("RUN")]
@@ -40,10 +39,12 @@ class Options(RunConfig):
     """Draw among so many of the most probable tokens. None: all."""
     top_p: Common[Annotated[float, Limits(above=0, most=1)]] = 1.0
     """Draw among the fewest most probable tokens whose probabilities add up to this."""
+    together: Common[Count] = 32
+    """Most texts in the pipeline at the same time."""
     seed: Common[CountOrNone] = 0
     """Random seed of the draws."""
     json: Common[bool] = False
-    """Print a line of JSON for each text."""
+    """Print a line of JSON for each text; its seconds are of all texts together."""
 
 
 COMMAND = Command(
@@ -55,8 +56,8 @@ COMMAND = Command(
         'pipeloom generate outputs/demo --prompt "To be" --layout.pp 1 --layout.tp 2': "with another layout",
     },
     settings=(
-        *("layout.pp", "layout.loops", "layout.tp", "layout.partition", "layout.num_microbatches"),
-        *("layout.pipeline_order", "layout.sequence_parallel", "schedule.device_budget", "schedule.swap_folder"),
+        *("layout.pp", "layout.loops", "layout.tp", "layout.partition", "layout.pipeline_order"),
+        *("layout.sequence_parallel", "schedule.device_budget", "schedule.swap_folder"),
         *("data.seq_len", "training.dtype", "training.device", "training.threads", "training.run_ahead"),
         "training.stall_timeout_s",
     ),
@@ -73,6 +74,7 @@ def _forwards(config: RunConfig) -> RunConfig:
             dp=1,
             shard="none",
             replicate=None,
+            num_microbatches=1,
             microbatch_size=1,
             token_slices=None,
             recompute="none",
@@ -97,14 +99,14 @@ def run(words: list[str]) -> int:
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     streams = len(prompts) == 1 and not options.json
-    request = Request(prompts, options.max_tokens, sampling)
+    request = Request(prompts, options.max_tokens, sampling, options.together)
     found = generate(_forwards(options), options.config, request, streams=streams)
     if found is None:  # on other ranks of a launcher
         return 0
     if options.json:
+        of_all = {"checkpoint": found.checkpoint, "prompt_s": found.prompt_s, "token_s": found.token_s}
         for text in found.texts:
-            line: dict[str, Any] = text._asdict()
-            print(json.dumps({**line, "tokens": list(text.tokens), "checkpoint": found.checkpoint}))
+            print(json.dumps({**text._asdict(), **of_all}))
         return 0
     if not streams:
         print("\n\n".join(text.prompt + text.continuation for text in found.texts))

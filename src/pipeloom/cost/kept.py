@@ -126,7 +126,7 @@ class Kept:
     def masks(self, begin: int) -> int:
         """Bytes of the attention mask of a layer, for a token slice that begins at ``begin``; 0 on GPUs."""
         # If queries do not begin at token 0, PyTorch's CPU kernel takes a mask tensor, which each layer keeps.
-        has_mask = begin > 0 and not self.run.fused_norm and not self.run.by_document
+        has_mask = begin > 0 and self.run.seq > 1 and not self.run.fused_norm and not self.run.by_document
         return self.run.element_bytes * self.run.seq * (begin + self.run.seq) if has_mask else 0
 
     def shared_mask(self, begin: int = 0) -> int:

@@ -1,13 +1,17 @@
 """Continues texts with a trained model, through the pipeline, with cached keys and values.
 
-The prompts are the micro-batches of forward-only schedules. The first one runs the prompts, each further one a token of
-every sequence. The rank of the last stage draws the next tokens and sends them to all.
+The sequences are the rows of micro-batches of forward-only schedules. The first schedule runs the prompts, each further
+one a token of every sequence. The rank of the last stage draws the next tokens and sends them to all.
+
+Letters of shapes are those of ``model.transformer``.
 """
+
+# ruff: noqa: N806 (upper-case letters in names are shapes)
 
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -23,6 +27,7 @@ from pipeloom.errors import UserError
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.stage import Continued
 from pipeloom.model import KeyValueCache
+from pipeloom.model.documents import Documents
 from pipeloom.training.checkpoints.checkpoint import Checkpoints
 from pipeloom.training.memory_check import check_memory
 from pipeloom.training.pipeline import Pipeline
@@ -57,11 +62,13 @@ class Request(NamedTuple):
         prompts: texts, none of them empty.
         max_tokens: most new tokens of each.
         sampling: how tokens are drawn.
+        num_together: most texts in the pipeline at the same time.
     """
 
     prompts: tuple[str, ...]
     max_tokens: int
     sampling: Sampling = Sampling()
+    num_together: int = 32
 
 
 class Text(NamedTuple):
@@ -110,8 +117,7 @@ def generate(config: RunConfig, run: Path, request: Request, *, streams: bool = 
     """Continue prompts with the newest undamaged checkpoint of a run. Starts the processes of a run and waits for them.
 
     Args:
-        config: without problems; ``layout.num_microbatches`` is the number of sequences in the pipeline at the same
-            time.
+        config: without problems, of one replica.
         run: run folder, or a checkpoint.
         request: prompts, length, and how tokens are drawn.
         streams: whether rank 0 writes each text to standard output as it grows; one prompt only.
@@ -173,7 +179,7 @@ def _generate(request: Request, streams: bool, config: RunConfig, world: World, 
         _Sequence.of(_encode(tokenizer, prompt), request.sampling.seed + number)
         for number, prompt in enumerate(request.prompts)
     ]
-    size = config.layout.num_microbatches
+    size = request.num_together
     for first in range(0, len(sequences), size):
         decoder.run(sequences[first : first + size], stream)
     if stream is not None:
@@ -185,7 +191,7 @@ def _generate(request: Request, streams: bool, config: RunConfig, world: World, 
         Text(prompt, tokenizer.decode(one.drawn), tuple(one.drawn), "end of text" if one.has_ended else "length")
         for prompt, one in zip(request.prompts, sequences, strict=True)
     )
-    num_prompt_tokens = sum(one.prompt_length for one in sequences)
+    num_prompt_tokens = sum(len(one.prompt) for one in sequences)
     return Generated(texts, num_prompt_tokens, decoder.prompt_s, decoder.token_s, str(path), info.step)
 
 
@@ -194,26 +200,51 @@ class _Sequence:
     """A sequence that grows.
 
     Attributes:
-        tokens: prompt and continuation.
-        prompt_length: tokens of the prompt.
+        prompt: its tokens.
         draws: random numbers of the sequence.
+        drawn: tokens of the continuation.
         has_ended: whether the model has ended the text; that token is not part of it.
     """
 
-    tokens: list[int]
-    prompt_length: int
+    prompt: list[int]
     draws: torch.Generator
+    drawn: list[int] = field(default_factory=list)
     has_ended: bool = False
 
     @classmethod
     def of(cls, prompt: list[int], seed: int) -> "_Sequence":
         """The sequence of a prompt."""
-        return cls(prompt, len(prompt), torch.Generator().manual_seed(seed))
+        return cls(prompt, torch.Generator().manual_seed(seed))
+
+
+class _Rows(NamedTuple):
+    """Sequences that are the rows of a micro-batch.
+
+    Shorter prompts are padded on the left: the padding is a document of its own, which no token of the prompt sees, and
+    positions begin behind it.
+
+    Attributes:
+        sequences: at most as many as there are rows.
+        cache: their keys and values.
+        padding: tokens before each row's prompt, [B, 1]; ``None`` if no row of any micro-batch has some.
+    """
+
+    sequences: list[_Sequence]
+    cache: KeyValueCache
+    padding: Tensor | None
 
     @property
-    def drawn(self) -> list[int]:
-        """The continuation."""
-        return self.tokens[self.prompt_length :]
+    def has_ended(self) -> bool:
+        """Whether all sequences have."""
+        return all(one.has_ended for one in self.sequences)
+
+    def continued(self, begin: int, num_tokens: int) -> Continued:
+        """Their cached part, for new tokens from a position on."""
+        if self.padding is None:
+            return Continued(self.cache, begin)
+        places_T = torch.arange(begin, begin + num_tokens, device=self.padding.device)
+        firsts_BT = torch.where(places_T < self.padding, 0, self.padding)
+        return Continued(self.cache, begin, Documents(firsts_BT))
 
 
 class Decoder:
@@ -235,56 +266,74 @@ class Decoder:
     ) -> None:
         self._pipeline, self._world, self._tokenizer = pipeline, world, tokenizer
         self._sampling, self._max_tokens = request.sampling, request.max_tokens
-        self._seq_len, self._multiple = config.data.seq_len, config.layout.tp
+        self._pp, self._tp, self._seq_len = config.layout.pp, config.layout.tp, config.data.seq_len
         self.prompt_s = self.token_s = 0.0
 
     def run(self, sequences: Sequence[_Sequence], stream: "_Stream | None" = None) -> None:
         """Continue sequences until each has ended or its largest length."""
-        begin = time.perf_counter()
-        # Room for what pads the last step, too.
-        room = max(len(one.tokens) for one in sequences) + self._max_tokens + self._multiple
-        caches = [KeyValueCache(min(room, self._seq_len)) for _ in sequences]
-        growing = list(range(len(sequences)))
-        known = [0] * len(sequences)
+        begin_s = time.perf_counter()
+        length = max(len(one.prompt) for one in sequences)
+        rows = self._rows(sequences, length)
+        num_rows = len(rows[0].sequences)
+        tokens = [[[0] * (length - len(one.prompt)) + one.prompt for one in each.sequences] for each in rows]
+        end = 0
         for number in range(self._max_tokens):
-            new = [sequences[index].tokens[known[index] :] for index in growing]
-            earlier = [Continued(caches[index], known[index]) for index in growing]
-            drawn = self._step(earlier, new, [sequences[index].draws for index in growing])
-            for index, token in zip(growing, drawn, strict=True):
-                known[index] = len(sequences[index].tokens)
-                if token == self._tokenizer.end_of_text:
-                    sequences[index].has_ended = True
-                    continue
-                sequences[index].tokens.append(token)
-                if stream is not None:
-                    stream.show(sequences[index].drawn)
-            growing = [index for index in growing if not sequences[index].has_ended]
-            now = time.perf_counter()
+            begin, end = end, length + number
+            self._step(rows, [each + [each[0]] * (num_rows - len(each)) for each in tokens], begin, end)
+            if stream is not None:
+                stream.show(sequences[0].drawn)
+            rows = [each for each in rows if not each.has_ended]
+            tokens = [[one.drawn[-1:] or [0] for one in each.sequences] for each in rows]
+            now_s = time.perf_counter()
             if number == 0:
-                self.prompt_s += now - begin
+                self.prompt_s += now_s - begin_s
             else:
-                self.token_s += now - begin
-            begin = now
-            if not growing:
+                self.token_s += now_s - begin_s
+            begin_s = now_s
+            if not rows:
                 break
 
-    def _step(
-        self, earlier: Sequence[Continued], new: Sequence[list[int]], draws: Sequence[torch.Generator]
-    ) -> list[int]:
-        """The next token of each sequence, after new ones."""
-        # One length for all, since messages have fixed shapes. Attention is causal: what pads the shorter ones changes
+    def _rows(self, sequences: Sequence[_Sequence], length: int) -> list[_Rows]:
+        """The micro-batches: as many as pipeline ranks, so that each rank has one, with as many rows as that takes."""
+        size = ceil(len(sequences) / min(self._pp, len(sequences)))
+        # Room for what pads the last step, too.
+        room = min(length + self._max_tokens + self._tp, self._seq_len)
+        is_padded = any(len(one.prompt) < length for one in sequences)
+        found: list[_Rows] = []
+        for first in range(0, len(sequences), size):
+            own = list(sequences[first : first + size])
+            padding = [length - len(one.prompt) for one in own] + [0] * (size - len(own))
+            padding = torch.tensor(padding, device=self._world.device).unsqueeze(1) if is_padded else None
+            found.append(_Rows(own, KeyValueCache(room), padding))
+        return found
+
+    def _step(self, rows: Sequence[_Rows], tokens: Sequence[list[list[int]]], begin: int, end: int) -> None:
+        """Run the tokens from ``begin`` to ``end`` of each row, and draw the next one of each sequence."""
+        # A multiple, since each tensor-parallel rank sends its share. Attention is causal: what pads the step changes
         # nothing, and later tokens overwrite its keys and values.
-        length = ceil(max(map(len, new)) / self._multiple) * self._multiple
+        more = -(end - begin) % self._tp
         padded = [
-            torch.tensor([tokens + [0] * (length - len(tokens))], dtype=torch.int64, device=self._world.device)
-            for tokens in new
+            torch.tensor([row + [0] * more for row in each], dtype=torch.int64, device=self._world.device)
+            for each in tokens
         ]
-        found = self._pipeline.continue_sequences(earlier, padded, [len(tokens) - 1 for tokens in new])
+        continued = [each.continued(begin, end - begin + more) for each in rows]
+        found = self._pipeline.continue_sequences(continued, padded, end - begin - 1)
+        growing = [
+            (one, number, row)
+            for number, each in enumerate(rows)
+            for row, one in enumerate(each.sequences)
+            if not one.has_ended
+        ]
+        size = self._tokenizer.vocab_size
         drawn = [
-            draw(found[number][: self._tokenizer.vocab_size], self._sampling, one) if found else 0
-            for number, one in enumerate(draws)
+            draw(found[number][row, :size], self._sampling, one.draws) if found else 0 for one, number, row in growing
         ]
-        return self._world.broadcast_all(drawn, self._pipeline.last_rank)
+        drawn = self._world.broadcast_all(drawn, self._pipeline.last_rank)
+        for (one, _, _), token in zip(growing, drawn, strict=True):
+            if token == self._tokenizer.end_of_text:
+                one.has_ended = True
+            else:
+                one.drawn.append(token)
 
 
 def draw(logits: Tensor, sampling: Sampling, draws: torch.Generator) -> int:

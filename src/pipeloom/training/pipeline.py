@@ -127,7 +127,7 @@ class Pipeline:
         self._trainer = self._executor(self.schedule, outputs, self._moves)
         self._evaluator = self._executor(self._forwards(layout.num_microbatches), outputs)
         self._sampler = self._executor(self._forwards(1), self._outputs(1))
-        self._decoders: dict[tuple[int, int], Executor] = {}
+        self._decoders: dict[tuple[int, ...], Executor] = {}
         self._continued: dict[int, Continued] = {}
         self._is_cold = config.training.compile
         self._as_written = as_written if config.training.compile else nullcontext
@@ -271,25 +271,26 @@ class Pipeline:
         return result.outputs.get(0)
 
     def continue_sequences(
-        self, sequences: Sequence[Continued], tokens: Sequence[Tensor], wanted: Sequence[int]
+        self, microbatches: Sequence[Continued], tokens: Sequence[Tensor], wanted: int
     ) -> dict[int, Tensor]:
-        """Run new tokens of sequences, each a micro-batch, through the stages, and cache their keys and values.
+        """Run new tokens of sequences through the stages, and cache their keys and values.
 
         Args:
-            sequences: with the same length of new tokens.
-            tokens: of each sequence, ``int64[1, tokens]``; the same number, a multiple of the tensor-parallel size.
-            wanted: for each sequence the index of the new token whose next token's logits are returned.
+            microbatches: the cached part of each.
+            tokens: of each micro-batch, ``int64[rows, tokens]``, all of one shape; the number of tokens is a multiple
+                of the tensor-parallel size.
+            wanted: index of the new token whose next token's logits are returned.
 
         Returns:
-            On ranks with the last stage, sequence -> logits, ``[vocab_size]``.
+            On ranks with the last stage, micro-batch -> logits, ``[rows, vocab_size]``.
         """
-        key = len(sequences), tokens[0].shape[1]
+        key = len(microbatches), *tokens[0].shape
         if key not in self._decoders:
-            self._decoders[key] = self._executor(self._forwards(key[0]), self._outputs(1, key[1]), continues=True)
-        self._continued.update(enumerate(sequences))
+            self._decoders[key] = self._executor(self._forwards(key[0]), self._outputs(*key[1:]), continues=True)
+        self._continued.update(enumerate(microbatches))
 
-        def logits_of(logits: Tensor, number: int) -> Tensor:
-            return self._vocabulary.whole(logits[0, wanted[number]])
+        def logits_of(logits: Tensor, _: int) -> Tensor:
+            return self._vocabulary.whole(logits[:, wanted])
 
         with self._as_written():
             return self._run(self._decoders[key], list(tokens), logits_of).outputs

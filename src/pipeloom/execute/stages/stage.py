@@ -27,10 +27,12 @@ class Continued(NamedTuple):
     Attributes:
         cache: its keys and values in the layers of this rank.
         begin: position of the next token.
+        documents: which keys the new tokens see, and their positions; ``None``: all, from position 0 on.
     """
 
     cache: KeyValueCache
     begin: int
+    documents: Documents | None = None
 
 
 class Portion(NamedTuple):
@@ -243,13 +245,13 @@ class Stage:
         self._slices.spec(self._output, part.slice).check(output, f"{what}, slice {part.slice}")
         return output
 
-    def _continuing(self, microbatch: int) -> tuple[KeyValueCache, ...]:
-        """The cache of the sequence that a micro-batch continues, if any."""
+    def _continuing(self, microbatch: int) -> tuple[KeyValueCache | Documents | None, ...]:
+        """Cache and documents of the sequences that a micro-batch continues, if any."""
         if self._continued is None:
             return ()
-        cache, begin = self._continued[microbatch]
+        cache, begin, documents = self._continued[microbatch]
         cache.begin = begin  # every stage of the rank takes the tokens once
-        return (cache,)
+        return cache, documents
 
     def forward_once(
         self, part: Portion, tensor: Tensor, objective: Objective | None, parcel: Parcel | None = None
