@@ -41,8 +41,8 @@ from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.runs.run_folder import RunFolder
 from pipeloom.system.host_memory import Available
+from pipeloom.training.background import Background
 from pipeloom.training.checkpoints import checkpoint as checkpoint_module
-from pipeloom.training.checkpoints.background import Background
 from pipeloom.training.checkpoints.checkpoint import Checkpoints
 from pipeloom.training.checkpoints.contents import expected_shapes
 from pipeloom.training.session import load_text, resolve
