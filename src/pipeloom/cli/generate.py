@@ -69,17 +69,7 @@ def _forwards(config: RunConfig) -> RunConfig:
     schedule = config.schedule
     return replace(
         config,
-        layout=replace(
-            config.layout,
-            dp=1,
-            shard="none",
-            replicate=None,
-            num_microbatches=1,
-            microbatch_size=1,
-            token_slices=None,
-            recompute="none",
-            recompute_layers=None,
-        ),
+        layout=config.layout.of_forwards(),
         schedule=ScheduleConfig(device_budget=schedule.device_budget, swap_folder=schedule.swap_folder),
         training=replace(config.training, compile=False, compile_backend="inductor", freeze_layers=None),
         # The checkpoint that the run began with may be gone.
