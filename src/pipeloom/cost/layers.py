@@ -17,9 +17,12 @@ host's time to launch its kernels if that is longer.
 With a vocabulary of 0 there is no embedding and no head.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import fmean
 
+from pipeloom.cost.flops import seen
 from pipeloom.cost.hardware import Both, Cluster, Group, MeasuredPieces
 from pipeloom.cost.software import Software
 from pipeloom.workload.run import Run
@@ -83,7 +86,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of one run on one cluster with one program.
+    """The pieces of one run on one cluster with one program; a layer is the mean of layers with different windows.
 
     Attributes:
         is_dragged: whether stages communicate between nodes, which delays tensor-parallel collectives of some programs
@@ -164,7 +167,8 @@ class Pieces:
         run = self.run
         if not run.shape.vocab:
             return Parts()
-        moved = run.tokens * run.shape.hidden * run.element_bytes * 3
+        # A lookup reads and writes, and adds to the gradient or the positions; a factor reads and writes once more.
+        moved = run.tokens * run.shape.hidden * run.element_bytes * (5 if run.shape.kind.scales_embedding else 3)
         return Parts(
             memory_s=self._memory_s(moved),
             tensor_s=self._tensor_s(),
@@ -188,6 +192,8 @@ class Pieces:
         is_gathered = self.software.gathers_logits and run.tp > 1
         logits = run.tokens * (run.shape.vocab if is_gathered else vocab)
         moved = logits * self.software.efficiency.loss_bytes
+        if run.shape.logit_softcap:  # a quotient, its tanh, a product
+            moved += 6 * run.element_bytes * logits
         moved += run.tokens * run.shape.hidden * self._norm_bytes() / self._whole_split()
         gather_s = 0.0
         if is_gathered:
@@ -245,12 +251,14 @@ class Pieces:
         """Bytes that the norms of one layer's forward move, those of queries and keys included."""
         shape = self.run.shape
         heads = (shape.query_width + shape.kv_width) / self.run.tp if shape.kind.qk_norm != "none" else 0.0
-        return self._norm_bytes() * self.run.tokens * (2 * shape.hidden / self._whole_split() + heads)
+        return (
+            self._norm_bytes() * self.run.tokens * (shape.kind.layer_norms * shape.hidden / self._whole_split() + heads)
+        )
 
     def _elementwise_bytes(self) -> float:
         """Bytes that one layer's forward moves outside matrix products and scores.
 
-        Residual stream: two norms, two additions with two reads and a write each, dropout masks. Heads: rotation of
+        Residual stream: its norms, two additions with two reads and a write each, dropout masks. Heads: rotation of
         queries and keys (a read and a write in single precision), or biases. Inner: SwiGLU reads two tensors and writes
         one, GELU reads one and writes one.
         """
@@ -272,12 +280,16 @@ class Pieces:
     def _scores(self) -> float:
         """Number of scores of one layer on a rank.
 
-        For flash kernels, scores with earlier tokens count twice: the result is halved for the causal mask, from which
-        they are exempt.
+        For flash kernels, twice the scores that remain, since their products are halved for the causal mask. Others
+        compute all scores with keys up to the last query, also those outside of a window.
         """
-        run, is_flash = self.run, self.run.effective_attention in ("flash1", "flash2")
-        seen = run.seq + self.before * (2 if is_flash else 1)
-        return run.micro_batch * run.shape.heads / run.tp * run.seq * seen
+        run = self.run
+        computed = float(run.seq * (run.seq + self.before))
+        if run.effective_attention in ("flash1", "flash2"):
+            by_window = Counter(run.shape.windows)
+            twice = (count * 2 * seen(run.seq, window, self.before) for window, count in by_window.items())
+            computed = sum(twice) / run.shape.layers
+        return run.micro_batch * run.shape.heads / run.tp * computed
 
     def _score_bytes(self) -> float:
         """Bytes moved per score in the forward: softmax, and dropout with its mask."""
@@ -295,14 +307,20 @@ class Pieces:
         """Seconds of the core's backward, including keys and values of earlier tokens.
 
         They are read, and their gradients are written and added to those of later slices, which takes two reads and a
-        write (``pipeloom.model.key_values``).
+        write (``pipeloom.model.key_values``), of all of them, also outside of a window.
         """
-        return self._core_backward_s() + 5 * self._context_s()
+        return self._core_backward_s() + self._context_s() + 4 * self._tokens_s(self.before)
 
     def _context_s(self) -> float:
-        """Seconds of reading the keys and values of earlier tokens once, for any number of queries."""
+        """Seconds of reading once the keys and values of the earlier tokens that any query sees."""
+        windows = self.run.shape.windows
+        each = (self.before if window is None else min(self.before, window - 1) for window in windows)
+        return self._tokens_s(fmean(each) if self.before else 0.0)
+
+    def _tokens_s(self, tokens: float) -> float:
+        """Seconds of reading the keys and values of so many tokens of each sequence."""
         run = self.run
-        return self._memory_s(2 * run.micro_batch * self.before * run.shape.kv_width / run.tp * run.element_bytes)
+        return self._memory_s(2 * run.micro_batch * tokens * run.shape.kv_width / run.tp * run.element_bytes)
 
     def _core_forward_s(self) -> float:
         """Plain kernels: two batched products over all scores, and softmax; flash: scores below the mask."""
@@ -316,8 +334,10 @@ class Pieces:
             return products + self._memory_s(self._scores() * self._score_bytes())
         rate = device.peak_flops_per_s[self.run.precision] * (use.flash1 if kernel == "flash1" else use.flash2)
         size = self.run.shape.head_size
+        # A soft cap's tanh is computed by an exponential, too.
+        exponential = EXPONENTIAL * (2 if self.run.shape.attn_softcap else 1)
         # The calibrated rates are for heads of size 128.
-        rate *= (size / (size + EXPONENTIAL)) / (128 / (128 + EXPONENTIAL))
+        rate *= (size / (size + exponential)) / (128 / (128 + EXPONENTIAL))
         # Half of the FLOPs: flash kernels skip the blocks above the diagonal.
         return self._attention_flops() / 2 / rate + device.kernel_s
 
@@ -360,9 +380,9 @@ class Pieces:
     def _num_kernels(self) -> float:
         """Number of kernels of one layer's forward: products, norms, rotation, attention, activation, residuals."""
         attention = {"plain": 8, "fused-softmax": 5, "flash1": 2, "flash2": 2}[self.run.effective_attention]
-        norms = (2 if self.run.shape.kind.qk_norm == "none" else 4) * (
-            1 if self.run.fused_norm else UNFUSED_NORM_KERNELS
-        )
+        family = self.run.shape.kind
+        norms = family.layer_norms + (0 if family.qk_norm == "none" else 2)
+        norms *= 1 if self.run.fused_norm else UNFUSED_NORM_KERNELS
         rotation = 8 if self.run.shape.kind.is_rotary else 2
         return 4 + norms + rotation + attention + 6
 
@@ -392,7 +412,10 @@ class PieceSeconds:
     is_measured: bool = False
 
     def both_s(self, layers: int) -> list[float]:
-        """Seconds of each piece, forward and backward: embedding, ``layers`` equal layers, head."""
+        """Seconds of each piece, forward and backward: embedding, ``layers`` equal layers, head.
+
+        Where layers differ each has their mean.
+        """
         return [sum(self.embedding), *[sum(self.layer)] * layers, sum(self.head)]
 
 

@@ -27,7 +27,7 @@ from pipeloom.cost.memory import (
 from pipeloom.cost.software import Software
 from pipeloom.cost.stages import (
     gathered_parameters,
-    layers_by_recompute,
+    layers_by_kind,
     num_frozen_stages,
     stage_layers,
     stage_parameters,
@@ -155,7 +155,7 @@ def _kept_by_slice(run: Run, software: Software) -> KeptBytes:
     slices = [kept_with_loss(one, software) for one in alone]
     whole, pending, recomputed = (np.stack(columns, axis=1) for columns in list(zip(*slices, strict=True))[:3])
     for number, (one, begin) in enumerate(zip(alone, begins, strict=False)):
-        for stage, layers in enumerate(layers_by_recompute(one, software, trained=True)):
+        for stage, layers in enumerate(layers_by_kind(one, software, trained=True)):
             for alike, count in layers:
                 own = Kept(alike)
                 # Keys and values that layers without full recomputation would keep are in the cache.
@@ -308,7 +308,7 @@ def _gradient_buffer_bytes(run: Run, software: Software, stages: Sequence[int], 
 def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     """Sizes of everything that the ranks of a schedule hold, without fragmentation."""
     _, head = stage_layers(run, software)
-    stages, frozen = layers_by_recompute(run, software), _frozen_bytes(run, software)
+    stages, frozen = layers_by_kind(run, software), _frozen_bytes(run, software)
     working = [max((working_bytes(a, software) for a, count in stage if count), default=0.0) for stage in stages]
     working[head] += max(0.0, logits_bytes(run, software) - kept_logits(run, software))
     by_stage = _trained_parameters(run, software)

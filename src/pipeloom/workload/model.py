@@ -90,7 +90,7 @@ class ModelConfig:
     window: Count | None = None
     """Tokens that a query of a layer with a sliding window sees, its own included. None: all earlier ones, in every
     layer."""
-    full_attention_layers: tuple[Annotated[int, Limits(least=0)], ...] | None = None
+    full_attention_layers: tuple[int, ...] | None = None
     """Layers without a window, by number from 0; needs window. None: every second layer of gemma2, every sixth of
     gemma3, none of others."""
     query_pre_attn_scalar: Positive | None = None
