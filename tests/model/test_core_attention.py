@@ -5,6 +5,7 @@ import torch
 
 from pipeloom.model import core_attention as module
 from pipeloom.model.core_attention import Scores, VisibleKeys, core_attention, flexible
+from pipeloom.model.documents import Documents
 
 SCALE = 0.3
 CASES = [
@@ -18,13 +19,13 @@ CASES = [
 ]
 
 
-def by_definition(query, key, value, window, softcap):
+def by_definition(query, key, value, window, softcap, also=True):
     groups, begin = query.shape[1] // key.shape[1], key.shape[2] - query.shape[2]
     scores = query @ key.repeat_interleave(groups, 1).mT * SCALE
     if softcap:
         scores = softcap * (scores / softcap).tanh()
     distance = torch.arange(query.shape[2])[:, None] + begin - torch.arange(key.shape[2])
-    sees = (distance >= 0) & (distance < (window or 100))
+    sees = (distance >= 0) & (distance < (window or 100)) & also
     return scores.masked_fill(~sees, -torch.inf).softmax(-1) @ value.repeat_interleave(groups, 1)
 
 
@@ -80,3 +81,33 @@ def test_a_window_of_all_keys_is_no_window():
     assert visible.within(9) == VisibleKeys(3)
     assert visible.within(10) == visible
     assert visible.of_queries(range(8, 10)) == range(3, 13)
+
+
+def with_borders(heads, key_heads, queries, keys):
+    """Two sequences, the second one document: where the queries' documents begin, and which keys count."""
+    firsts = torch.zeros(2, keys, dtype=torch.int64)
+    firsts[0, 3:] = 3
+    firsts[0, keys - 2 :] = keys - 2
+    sees = torch.arange(keys) >= firsts[:, keys - queries :, None]
+    return Documents(firsts[:, keys - queries :]), sees.unsqueeze(1)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("case", [*CASES, (4, 2, 13, 13, None, 0.0), (4, 2, 5, 13, None, 0.0)])
+@pytest.mark.parametrize("block", [5, 128])
+def test_every_kernel_ends_at_borders_of_documents(case, block, monkeypatch):
+    *sizes, window, softcap = case
+    monkeypatch.setattr(module, "BLOCK", block)
+    given = inputs(*sizes)
+    documents, sees = with_borders(*sizes)
+    visible = VisibleKeys(sizes[3] - sizes[2], window, documents)
+    expected = by_definition(*given, window, softcap, sees)
+    gradient = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = core_attention(*given, visible=visible, scale=SCALE, softcap=softcap)
+    assert (found - expected).abs().max() < 1e-14
+    for one, other in zip(
+        torch.autograd.grad(found, given, gradient), torch.autograd.grad(expected, given, gradient), strict=True
+    ):
+        assert (one - other).abs().max() < 1e-13
+    found = flexible(*(one.detach() for one in given), visible, Scores(SCALE, softcap))
+    assert (found - expected).abs().max() < 1e-14

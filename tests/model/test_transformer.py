@@ -71,7 +71,7 @@ def test_shorter_sequences_than_max_positions_give_the_same_logits(family: Famil
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 10), st.integers(0, 1000))
 @settings(max_examples=50, deadline=None)
 def test_turned_products_depend_on_distance_only(query_at: int, key_at: int, shift: int, seed: int) -> None:
-    table = Rotary.make(20, 8, 100.0, dtype=torch.float64, device=torch.device("cpu"))
+    table = Rotary.make(torch.arange(20), 8, 100.0, dtype=torch.float64)
     query_D, key_D = torch.randn(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     query_TD, key_TD = (table.turn(vector_D.expand(1, 1, 20, 8))[0, 0] for vector_D in (query_D, key_D))
     here = query_TD[query_at] @ key_TD[key_at]
@@ -83,7 +83,7 @@ def test_turned_products_depend_on_distance_only(query_at: int, key_at: int, shi
 def test_llama_attention_depends_on_relative_position_only() -> None:
     attention = build(small("llama")).layers["0"].get_submodule("attention").double()
     x_BTH = torch.randn(2, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    table = Rotary.make(30, 4, 10000.0, dtype=torch.float64, device=torch.device("cpu"))
+    table = Rotary.make(torch.arange(30), 4, 10000.0, dtype=torch.float64)
     near, far = (Rotary(*(part_TR[begin : begin + 5] for part_TR in table)) for begin in (0, 25))
     torch.testing.assert_close(attention(x_BTH, near), attention(x_BTH, far), rtol=1e-12, atol=1e-12)
 

@@ -40,7 +40,9 @@ def runs(draw):
             full_attention_layers=draw(st.sampled_from((None, (), (0,)))),
             logit_softcap=draw(st.sampled_from((None, 20.0))),
         ).resolve(draw(st.sampled_from((257, 300)))),
-        data=DataConfig(seq_len=draw(st.sampled_from((16, 64)))),
+        data=DataConfig(
+            seq_len=draw(st.sampled_from((16, 64))), attention=draw(st.sampled_from(("window", "window", "document")))
+        ),
         layout=Layout(
             pp=1 if device_budget else len(partition),
             loops=len(partition) if device_budget else 1,

@@ -224,6 +224,11 @@ def _slice_problems(config: RunConfig) -> Problems:
             yield f"layout.token_slices must add up to data.seq_len {num_tokens}, found {sum(found)}"
         if any(length % layout.tp for length in found):
             yield f"layout.tp must divide each of layout.token_slices, found {layout.tp} and {found}"
+    if config.data.by_document and wanted == "auto":
+        yield (
+            "layout.token_slices auto measures slices without the mask of data.attention document; give a number or "
+            "lengths of slices"
+        )
     if config.training.compile and wanted != 1:
         yield "training.compile compiles for sequences of one length, and layout.token_slices cuts them; leave one out"
 

@@ -62,10 +62,19 @@ class DataConfig:
     """How documents fill windows. stream: one after the other; a window may end anywhere in a document. best-fit: only
     documents longer than a window are cut; the rest of a window is padded with tokens that are not targets. None:
     stream, or best-fit for records with answers."""
+    attention: Literal["window", "document"] = "window"
+    """What a token attends to. window: every earlier token of its window. document: those of its own document, in which
+    positions count from 0; the first token of a document is then no target. On CPUs attention takes longer and more
+    memory than with window, since its kernel has a mask and skips nothing."""
     validation_fraction: Annotated[float, Limits(above=0, most=1)] = 0.05
     """Fraction of the text that is held out for validation."""
     cache: Path | None = None
     """Folder for tokenized text. None: pipeloom/ in the user's cache folder."""
+
+    @property
+    def by_document(self) -> bool:
+        """Whether attention ends at the borders of documents."""
+        return self.attention == "document"
 
     @property
     def parts(self) -> tuple[tuple[float, "DataConfig"], ...]:

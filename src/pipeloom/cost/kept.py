@@ -22,6 +22,9 @@ a sequence, n in a micro-batch, t tensor-parallel ranks, m = n / t with sequence
                          the rank's part of the vocabulary
     head                 a norm as above, e H n; the loss e' V n / t, and e' if t is 1; with a soft cap e V n / t
 
+With borders of documents positions differ between sequences: n s in place of s. On CPUs a mask e n s S, which all
+layers and stages of a rank share, is counted apart, as it never moves.
+
 A fully recomputed layer keeps its input, e H m. Between the halves of a split backward a stage keeps, for each matrix,
 its input and the gradient of its output, and the gradients of all other parameters.
 ``tests/training/test_kept_bytes.py`` compares all of it with stages on meta tensors.
@@ -55,6 +58,10 @@ class Kept:
     def _residual_tokens(self) -> int:
         """Tokens of the residual stream on a device."""
         return self.run.tokens // (self.run.tp if self.run.sequence_parallel else 1)
+
+    @property
+    def _num_positions(self) -> int:
+        return self.run.tokens if self.run.by_document else self.run.seq
 
     def _share(self, whole: int) -> int:
         """The largest share of ``whole`` rows on a tensor-parallel rank."""
@@ -113,12 +120,12 @@ class Kept:
             is_local = shape.kind.rope_local_theta is not None and one.shape.window is not None
             tables.setdefault(is_local, set()).add(one.recompute)
         kept = [recompute for recompute in tables.values() if "full" not in recompute]
-        return len(kept) * self._wide * self.run.seq * shape.head_size if shape.kind.is_rotary else 0
+        return len(kept) * self._wide * self._num_positions * shape.head_size if shape.kind.is_rotary else 0
 
     def embedding(self) -> int:
         """Bytes of the embedding; its input, the tokens, belongs to the batch."""
         own = (_INDEX_BYTES + 1) * self.run.tokens if self.run.tp > 1 else 0
-        return own + (0 if self.run.shape.kind.is_rotary else _INDEX_BYTES * self.run.seq)
+        return own + (0 if self.run.shape.kind.is_rotary else _INDEX_BYTES * self._num_positions)
 
     def head_norm(self) -> int:
         """Bytes of the norm before the head."""
@@ -139,10 +146,19 @@ class Kept:
     def masks(self, begin: int) -> int:
         """Bytes of the attention mask of a layer, for a token slice that begins at ``begin``; 0 on GPUs."""
         # If queries do not begin at token 0, PyTorch's CPU kernel takes a mask tensor, which each layer keeps.
-        shape, num_keys = self.run.shape, begin + self.run.seq
-        has_own_kernel = shape.attn_softcap or (shape.window is not None and shape.window < num_keys)
-        has_mask = begin > 0 and not self.run.fused_norm and not has_own_kernel
-        return self.run.element_bytes * self.run.seq * num_keys if has_mask else 0
+        has_mask = begin > 0 and not self.run.fused_norm and not self.run.by_document
+        return (
+            self.run.element_bytes * self.run.seq * (begin + self.run.seq) if has_mask and self._is_fused(begin) else 0
+        )
+
+    def _is_fused(self, begin: int) -> bool:
+        return self.run.shape.has_fused_attention(self.run.shape.window, begin + self.run.seq)
+
+    def shared_mask(self, begin: int = 0) -> int:
+        """Bytes of the mask of documents of a sequence, or of a token slice that begins at ``begin``; 0 on GPUs."""
+        run = self.run
+        has_mask = run.by_document and not run.fused_norm and self._is_fused(begin)
+        return run.element_bytes * run.tokens * (begin + run.seq) if has_mask else 0
 
     def without_input_gradient(self) -> int:
         """Bytes that the first trained piece keeps less, since its input has no gradient."""
@@ -179,7 +195,7 @@ class Kept:
     def pending_embedding(self) -> int:
         """Bytes of the embedding between the halves: the gradient of its output."""
         shape, size = self.run.shape, self.run.element_bytes
-        own = self.run.seq // (self.run.tp if self.run.sequence_parallel else 1)
+        own = self._num_positions // (self.run.tp if self.run.sequence_parallel else 1)
         return size * shape.hidden * (self.run.tokens + (0 if shape.kind.is_rotary else own))
 
     def pending_head(self) -> int:

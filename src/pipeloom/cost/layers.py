@@ -18,7 +18,7 @@ With a vocabulary of 0 there is no embedding and no head.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import fmean
 
@@ -284,18 +284,41 @@ class Pieces:
         compute all scores with keys up to the last query, also those outside of a window.
         """
         run = self.run
-        computed = float(run.seq * (run.seq + self.before))
+        computed = self._all_scores
         if run.effective_attention in ("flash1", "flash2"):
             by_window = Counter(run.shape.windows)
-            twice = (count * 2 * seen(run.seq, window, self.before) for window, count in by_window.items())
+            twice = (count * 2 * self._remaining(window) for window, count in by_window.items())
             computed = sum(twice) / run.shape.layers
         return run.micro_batch * run.shape.heads / run.tp * computed
+
+    def _remaining(self, window: int | None) -> float:
+        """Scores of a sequence and a head that a flash kernel computes in a layer with this window."""
+        return self._all_scores if self._has_mask(window) else seen(self.run.seq, window, self.before)
+
+    @property
+    def _all_scores(self) -> float:
+        return float(self.run.seq * (self.run.seq + self.before))
+
+    def _masked_scores(self) -> float:
+        """Scores of one layer on a rank to which a mask is added."""
+        run = self.run
+        share = fmean(self._has_mask(window) for window in run.shape.windows) if run.by_document else 0.0
+        return run.micro_batch * run.shape.heads / run.tp * self._all_scores * share
 
     def _score_bytes(self) -> float:
         """Bytes moved per score in the forward: softmax, and dropout with its mask."""
         use, size = self.software.efficiency, self.run.element_bytes
         softmax = use.softmax_bytes if self.run.effective_attention == "plain" else 2.0 * size
         return softmax + (2.0 * size + 1.0 if self.software.dropout else 0.0)
+
+    def _has_mask(self, window: int | None) -> bool:
+        """Whether documents have a mask in layers with this window: on CPUs, if the kernel is not that of windows.
+
+        It has a product of every score, however short documents are. On GPUs the kernel skips keys; how many depends on
+        the text.
+        """
+        is_fused = self.run.shape.has_fused_attention(window, self.before + self.run.seq)
+        return self.run.by_document and not self.cluster.device.is_gpu and is_fused
 
     def _attention_flops(self) -> float:
         return 4 * self._scores() * self.run.shape.head_size
@@ -338,8 +361,9 @@ class Pieces:
         exponential = EXPONENTIAL * (2 if self.run.shape.attn_softcap else 1)
         # The calibrated rates are for heads of size 128.
         rate *= (size / (size + exponential)) / (128 / (128 + EXPONENTIAL))
-        # Half of the FLOPs: flash kernels skip the blocks above the diagonal.
-        return self._attention_flops() / 2 / rate + device.kernel_s
+        # Half of the FLOPs: flash kernels skip the blocks above the diagonal. Each head reads the mask.
+        mask_s = self._memory_s(self.run.element_bytes * self._masked_scores())
+        return self._attention_flops() / 2 / rate + mask_s + device.kernel_s
 
     def _core_backward_s(self) -> float:
         """Plain: 4 products for 2 of the forward. Flash: 5 for 2, since scores are recomputed (arXiv 2307.08691)."""
@@ -422,8 +446,8 @@ class PieceSeconds:
 def piece_seconds(run: Run, cluster: Cluster, software: Software) -> PieceSeconds:
     """Seconds of the pieces of a run whose layers all recompute ``run.recompute``.
 
-    Measured, if the cluster's file has exactly these pieces; else closed forms. They depend on the model, the tokens,
-    the kernels and the tensor axis, not on the partition.
+    Measured, if the cluster's file has exactly these pieces; else closed forms, also of what a mask of documents adds.
+    They depend on the model, the tokens, the kernels and the tensor axis, not on the partition.
     """
     # The only property of the pipeline that pieces depend on is an argument, so that layouts share cache entries.
     is_dragged = run.pp > 1 and run.num_devices > cluster.devices_per_node
@@ -450,7 +474,17 @@ def _piece_seconds(run: Run, cluster: Cluster, software: Software, is_dragged: b
     key = run.of_measured_pieces
     # A linear search is fast enough, since the result is cached.
     found = next((one for one in cluster.pieces if one.run == key), None)
-    return counted if found is None else _measured(found, counted)
+    if found is None:
+        return counted
+    if not run.by_document:
+        return _measured(found, counted)
+    whole = _piece_seconds(replace(run, by_document=False), cluster, software, is_dragged)
+    plain = Pieces(replace(run, by_document=False), cluster, software, is_dragged=is_dragged)
+    without = both(plain.layer_forward(), plain.layer_backward())
+    forward_s, backward_s = (
+        one + with_mask - alone for one, with_mask, alone in zip(whole.layer, layer_s, without, strict=True)
+    )
+    return replace(whole, layer=(forward_s, backward_s))
 
 
 def _measured(found: MeasuredPieces, counted: PieceSeconds) -> PieceSeconds:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.data.tokenizer import TokenArray
-from pipeloom.data.windows import TokenWindows
+from pipeloom.data.windows import TokenWindows, mark_begins
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,21 @@ def pack(ends: npt.NDArray[np.int64], size: int) -> Pack:
     return Pack(begins[by_window], lengths[by_window], borders)
 
 
-def with_targets(found: Pack, counts: npt.NDArray[np.bool_]) -> Pack:
+def with_targets(found: Pack, counts: npt.NDArray[np.bool_], *, by_document: bool = False) -> Pack:
     """The windows of a pack that have a target; the first token of a window is never one.
 
     Args:
         found: the pack.
         counts: for each token whether it is a target, [tokens].
+        by_document: whether the first token of a document is never one either.
     """
     before = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
     of_parts = before[found.begins + found.sizes] - before[found.begins]
     first = found.windows[:-1]
-    is_kept = np.add.reduceat(of_parts, first) - counts[found.begins[first]] > 0
+    if by_document:
+        is_kept = np.add.reduceat(of_parts - counts[found.begins], first) > 0
+    else:
+        is_kept = np.add.reduceat(of_parts, first) - counts[found.begins[first]] > 0
     parts = np.repeat(is_kept, np.diff(found.windows))
     sizes = np.diff(found.windows)[is_kept]
     return Pack(found.begins[parts], found.sizes[parts], np.concatenate([[0], np.cumsum(sizes)]))
@@ -96,6 +100,7 @@ class PackedWindows(TokenWindows):
         packed: of these tokens.
         filler: the token that fills windows.
         counts: for each token whether it is a target; ``None`` for all.
+        by_document: whether windows mark where documents begin, and where what fills them up does.
     """
 
     def __init__(
@@ -107,22 +112,27 @@ class PackedWindows(TokenWindows):
         packed: Pack,
         filler: int,
         counts: npt.NDArray[np.bool_] | None = None,
+        by_document: bool = False,
     ) -> None:
         super().__init__(tokens, seq_len, seed)
         self.num_windows = packed.num_windows
         self.num_used = int(packed.sizes.sum())
         self._pack, self._filler, self._size, self._counts = packed, filler, seq_len + 1, counts
+        self._by_document = by_document
 
     def read(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
         """The windows with these numbers in reading order: int64 [numbers, seq_len + 1]; ``~token`` is no target."""
         rows = np.full((len(numbers), self._size), ~self._filler, np.int64)
         for row, number in zip(rows, numbers, strict=True):
-            window, at = self._row(number), 0
+            window, at, begins = self._row(number), 0, list[int]()
             for part in range(self._pack.windows[window], self._pack.windows[window + 1]):
                 begin, size = int(self._pack.begins[part]), int(self._pack.sizes[part])
                 own = self.tokens[begin : begin + size].astype(np.int64)
                 if self._counts is not None:
                     own = np.where(self._counts[begin : begin + size], own, ~own)
                 row[at : at + size] = own
+                begins.append(at)
                 at += size
+            if self._by_document:
+                mark_begins(row, [*begins, at] if at < self._size else begins)
         return rows

@@ -148,20 +148,23 @@ class _Part:
 
 def _windows(part: _Part, begin: int, end: int, seed: int | None, filler: int) -> TokenWindows:
     """The windows of some tokens of an entry."""
-    tokens, seq_len = part.tokens[begin:end], part.config.seq_len
-    if not part.is_packed:
+    tokens, seq_len, by_document = part.tokens[begin:end], part.config.seq_len, part.config.by_document
+    if not part.is_packed and not by_document:
         return TokenWindows(tokens, seq_len, seed)
     ends = part.ends[(part.ends > begin) & (part.ends < end)] - begin
+    if not part.is_packed:
+        return TokenWindows(tokens, seq_len, seed, begins=ends)
     found, counts = pack(np.append(ends, end - begin), seq_len + 1), None
     if part.targets is not None:
         counts = part.targets[begin:end]
-        found = with_targets(found, counts)
+        found = with_targets(found, counts, by_document=by_document)
         if not found.num_windows:
             raise UserError(
                 f"{_where(part.config)} must have answers that training and validation can learn, found none within "
                 f"windows of data.seq_len {seq_len}; give more records or raise data.seq_len"
             )
-    return PackedWindows(tokens, seq_len, seed, packed=found, filler=filler, counts=counts)
+    own = {"packed": found, "filler": filler, "counts": counts, "by_document": by_document}
+    return PackedWindows(tokens, seq_len, seed, **own)
 
 
 def _data(config: DataConfig, seed: int, tokenizer: Tokenizer, parts: Sequence[_Part]) -> Data:
@@ -429,6 +432,7 @@ def _describe(config: DataConfig, parts: Sequence[_Part], train: Sequence[TokenW
     if isinstance(tokenizer, Path) and not tokenizer.exists():
         tokenizer = f"tokenizer of the checkpoint, since {tokenizer} is gone"
     of = f"({tokenizer}, vocabulary of {parts[0].summary.vocab_size:,})"
+    of += ", attention within documents" if config.by_document else ""
     used = [part.num_used for part in train if isinstance(part, PackedWindows)]
     if used:
         room = sum(one.num_windows for one in train if isinstance(one, PackedWindows)) * (config.seq_len + 1)

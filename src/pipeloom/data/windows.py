@@ -13,6 +13,9 @@ import numpy.typing as npt
 from pipeloom.data.tokenizer import TokenArray
 from pipeloom.errors import UserError
 
+_BEGINS = 1 << 40
+"""Marks a token that begins a document; more than any token."""
+
 
 class TokenWindows:
     """Non-overlapping windows of ``seq_len + 1`` tokens, in an order determined by a seed.
@@ -24,12 +27,20 @@ class TokenWindows:
         tokens: the stream, [tokens]; may be a memory-mapped file. Tokens after the last full window are not used.
         seq_len: input tokens of a window, which has one more, the last target.
         seed: determines the order. None: the order of the text.
+        begins: places in the stream where documents begin, rising, if windows mark them; such a token is no target.
 
     Raises:
         UserError: there is no full window.
     """
 
-    def __init__(self, tokens: TokenArray, seq_len: int, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        tokens: TokenArray,
+        seq_len: int,
+        seed: int | None = None,
+        *,
+        begins: npt.NDArray[np.int64] | None = None,
+    ) -> None:
         size = seq_len + 1
         if len(tokens) < size:
             raise UserError(f"data.seq_len {seq_len} needs at least {size} tokens, found {len(tokens)}")
@@ -38,6 +49,7 @@ class TokenWindows:
         # Still a view of the memory-mapped file: only the rows of a batch are read.
         self._windows = tokens[: self.num_windows * size].reshape(self.num_windows, size)
         self._seed = seed
+        self._begins = begins
         self._first = 0
         self._orders: dict[int, npt.NDArray[np.int64]] = {}
 
@@ -49,14 +61,22 @@ class TokenWindows:
             batch_size: windows of a batch.
 
         Returns:
-            Tokens, int64 [batch_size, seq_len + 1]: inputs are ``[:, :-1]``, targets are ``[:, 1:]``.
+            Tokens, int64 [batch_size, seq_len + 1]: inputs are ``[:, :-1]``, targets are ``[:, 1:]``. One that is no
+            target is stored as ``~token``, which is negative; ``without_marks`` and ``document_begins`` read them.
         """
         first = self._first + index * batch_size
         return self.read(range(first, first + batch_size))
 
     def read(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
         """The windows with these numbers in reading order, counted over all epochs: int64 [numbers, seq_len + 1]."""
-        return np.asarray(self._windows[[self._row(number) for number in numbers]], dtype=np.int64)
+        places = [self._row(number) for number in numbers]
+        rows = np.asarray(self._windows[places], dtype=np.int64)
+        if self._begins is not None:
+            size = rows.shape[1]
+            for row, place in zip(rows, places, strict=True):
+                first, behind = np.searchsorted(self._begins, (place * size, (place + 1) * size))
+                mark_begins(row, self._begins[first:behind] - place * size)
+        return rows
 
     def resumed(self, num_read: int, _stored: Sequence[Mapping[str, Any]] = (), _text: str = "") -> "TokenWindows":
         """The same windows; batch 0 begins behind those that were read, in batches of any size."""
@@ -220,8 +240,18 @@ class Turns:
 
 
 def without_marks(windows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The tokens of windows, a copy: one that is no target is ``~token`` in them, which is negative."""
-    return np.where(windows < 0, ~windows, windows)
+    """The tokens of windows, a copy."""
+    return np.where(windows < 0, ~windows, windows) & (_BEGINS - 1)
+
+
+def mark_begins(row: npt.NDArray[np.int64], places: npt.NDArray[np.int64] | Sequence[int]) -> None:
+    """Mark, in place, the tokens of a window that begin a document; they are no targets."""
+    row[places] = ~(without_marks(row[places]) | _BEGINS)
+
+
+def document_begins(windows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """For each token of windows whether a document is marked to begin there."""
+    return (windows < 0) & ((~windows & _BEGINS) > 0)
 
 
 Windows = TokenWindows | Mixture

@@ -15,7 +15,7 @@ from pipeloom.errors import ActionError, BoundaryError, PeerLostError, RunError,
 from pipeloom.execute.clock import Clock, Mark
 from pipeloom.execute.communication.transport import Transport, UnderWay
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
-from pipeloom.execute.stages.stage import Objective
+from pipeloom.execute.stages.stage import Objective, StepDocuments
 from pipeloom.schedule import Action, Level, Schedule
 from pipeloom.schedule.lanes import COMPUTE_LANE
 from pipeloom.schedule.window import window
@@ -93,13 +93,16 @@ class Executor:
         self._awaited = _awaited(self._row, self._part_at)
         self._begin((), None)
 
-    def steps(self, inputs: Sequence[Tensor], objective: Objective | None) -> Steps:
+    def steps(
+        self, inputs: Sequence[Tensor], objective: Objective | None, documents: StepDocuments | None = None
+    ) -> Steps:
         """Run the row once.
 
         Args:
             inputs: the first stage's input for each micro-batch, or for each of its slices, micro-batch by micro-batch;
                 empty on other ranks.
             objective: applied to the last stage's output; ``None`` on other ranks.
+            documents: what the tokens see, on all ranks; ``None`` where attention has no borders.
 
         Yields:
             An unfinished operation that the next action waits for. The caller resumes the generator when it is
@@ -111,7 +114,7 @@ class Executor:
         Raises:
             RunError: an action failed; contains its text and the rows around it.
         """
-        self._begin(inputs, objective)
+        self._begin(inputs, objective, documents)
         for part in self.parts:
             self._services += part.begin(self._row)
         for slot, awaited in enumerate(self._awaited):
@@ -143,6 +146,7 @@ class Executor:
         objective: Objective | None,
         timeout_s: float = 60.0,
         positions: Callable[[], str] | None = None,
+        documents: StepDocuments | None = None,
     ) -> StepResult:
         """Run ``steps`` and block wherever it waits for another rank.
 
@@ -151,13 +155,14 @@ class Executor:
             objective: as of ``steps``.
             timeout_s: longest wait for one tensor.
             positions: returns the positions of all ranks, for the message of a stall.
+            documents: as of ``steps``.
 
         Raises:
             StallError: a tensor did not arrive within ``timeout_s``.
             RunError: an action failed.
         """
         try:
-            return self._wait_through(self.steps(inputs, objective), timeout_s, positions)
+            return self._wait_through(self.steps(inputs, objective, documents), timeout_s, positions)
         except BaseException as error:
             try:
                 if isinstance(error, PeerLostError | StallError):  # a failed service may be the cause
@@ -181,8 +186,10 @@ class Executor:
             if not under_way.wait(timeout_s):
                 raise StallError(f"waited {timeout_s:g} s in vain: {self.position()}{everyone()}")
 
-    def _begin(self, inputs: Sequence[Tensor], objective: Objective | None) -> None:
-        self._row.begin(inputs, objective)
+    def _begin(
+        self, inputs: Sequence[Tensor], objective: Objective | None, documents: StepDocuments | None = None
+    ) -> None:
+        self._row.begin(inputs, objective, documents)
         self._slot = 0
         self._waits_for: int | str | None = None
         self._under_way: dict[int, UnderWay] = {}

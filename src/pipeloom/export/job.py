@@ -93,9 +93,13 @@ class Job:
         return [f"{what} runs each micro-batch forward and back before the next; use depth-first"]
 
     def order_problems(self, program: str) -> list[str]:
-        """Settings of the schedule that only pipeloom supports: recomputation, moves, swaps, order of ranks."""
+        """Settings that only pipeloom supports: borders of documents, recomputation, moves, swaps, order of ranks."""
         schedule, given = self.config.schedule, self.config.recipe().given
         reasons = {
+            "data.attention document": (
+                self.config.data.by_document,
+                "is not started with attention that ends at documents",
+            ),
             "schedule.balance": (schedule.balance, "does not move activations to other ranks"),
             "schedule.offload": (schedule.offload, "does not move activations to the host as the schedule does"),
             "schedule.keep": (schedule.keep is not None, "cannot select micro-batches to recompute"),

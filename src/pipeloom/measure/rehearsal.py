@@ -13,8 +13,9 @@ from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.communication.transport import Transport, UnderWay, finish
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.processes.world import World
-from pipeloom.execute.stages.stage import Objective, Portion, Stage
+from pipeloom.execute.stages.stage import Objective, Portion, Stage, StepDocuments
 from pipeloom.measure.stopwatch import Now, now
+from pipeloom.model import Documents
 from pipeloom.schedule import Schedule
 from pipeloom.workload.layout import Layout
 
@@ -105,6 +106,7 @@ class Rehearsal:
         tokens: inputs of stage 0: a micro-batch, or the slices of one.
         objective: the loss of the last stage's outputs.
         slices: of the micro-batch; ``None`` for a whole one.
+        firsts: of ``Batch``, for ``tokens``; ``None`` where attention has no borders.
     """
 
     world: World
@@ -116,6 +118,7 @@ class Rehearsal:
     tokens: Sequence[Tensor]
     objective: Objective
     slices: TokenSlices | None = None
+    firsts: Sequence[Tensor] | None = None
 
     @property
     def clock(self) -> Now:
@@ -151,12 +154,20 @@ class Rehearsal:
             spec = self.outputs[index] if self.slices is None else self.slices.spec(self.outputs[index], number)
             return torch.randn(spec.shape, dtype=spec.dtype, device=self.world.device) * size
 
+        stage.documents = None if self.firsts is None else _Alike(self.firsts, len(self.firsts))
         tensor = self.tokens[number] if stage.index == 0 else random(stage.index - 1, 1.0)
         if stage.index == len(self.outputs) - 1:
             return StageRun(stage, tensor, None, self.objective)
         trains = stage.index >= self.schedule.first_backward_stage
         # A small output gradient, since all runs accumulate weight gradients.
         return StageRun(stage, tensor, random(stage.index, 1e-6), None, trains)
+
+
+class _Alike(StepDocuments):
+    """Every micro-batch of a rehearsal sees what the first one does, with a mask of its own as in a step."""
+
+    def of(self, part: Portion) -> Documents:
+        return Documents(self._firsts[part.slice])
 
 
 def warm_up(rehearsal: Rehearsal) -> None:

@@ -1,6 +1,7 @@
 """The network: a transformer and its stages. Independent of ranks and schedules."""
 
 from pipeloom.model.cross_entropy import SplitVocabulary
+from pipeloom.model.documents import Documents
 from pipeloom.model.key_values import KeyValueCache
 from pipeloom.model.split import build_stage, stage_pieces
 from pipeloom.model.tensor_parallel import TensorParallel, TensorSlice
@@ -8,6 +9,7 @@ from pipeloom.model.transformer import TIED_NAME, Transformer, num_pieces
 
 __all__ = [
     "TIED_NAME",
+    "Documents",
     "KeyValueCache",
     "SplitVocabulary",
     "TensorParallel",

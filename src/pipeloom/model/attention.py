@@ -8,6 +8,7 @@ Letters of shapes are those of ``model.transformer``; S is the number of tokens 
 from torch import Tensor, nn
 
 from pipeloom.model.core_attention import VisibleKeys, core_attention
+from pipeloom.model.documents import Documents
 from pipeloom.model.key_values import EarlierTokens
 from pipeloom.model.norms import HeadNorm, WidthNorm, qk_norm
 from pipeloom.model.parallel_layers import ColumnParallelLinear, RowParallelLinear, project
@@ -43,7 +44,13 @@ class Attention(nn.Module):
         self.query_norm, self.key_norm = (qk_norm(config, width, parallel) for width in (query_width, kv_width))
         self.output = RowParallelLinear(query_width, hidden, bias=family.output_bias, parallel=parallel)
 
-    def forward(self, x: Tensor, rotary: Rotary | None, earlier: EarlierTokens | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        earlier: EarlierTokens | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """Attend.
 
         Args:
@@ -51,6 +58,7 @@ class Attention(nn.Module):
             rotary: angles of the T positions; None for learned positions.
             earlier: cached keys and values of the tokens before, to which those of x are added; None for whole
                 sequences.
+            documents: the documents of the tokens; None for one in each sequence.
 
         Returns:
             The term to add to the residual stream.
@@ -69,7 +77,7 @@ class Attention(nn.Module):
             key_BKTD,
             value_BKTD,
             recomputes=self.recomputes_core,
-            visible=VisibleKeys(0 if earlier is None else earlier.begin, self.window),
+            visible=VisibleKeys(0 if earlier is None else earlier.begin, self.window, documents),
             scale=self._scale,
             softcap=self._softcap,
         )

@@ -2,10 +2,11 @@
 
 Kernels:
 
-- All earlier keys and plain scores: ``scaled_dot_product_attention``, with every fused kernel of PyTorch.
-- With a window or a soft cap, on GPUs: ``flex_attention``, which skips blocks of keys that no query of a block sees.
-  FlashAttention and cuDNN of ``scaled_dot_product_attention`` take neither, and its memory-efficient kernel takes a
-  window only as a mask, for which it computes all scores.
+- All earlier keys and plain scores: ``scaled_dot_product_attention``, with every fused kernel of PyTorch; on CPUs also
+  with borders of documents, for which it takes a mask and computes all scores.
+- With a window, a soft cap or borders, on GPUs: ``flex_attention``, which skips blocks of keys that no query of a block
+  sees. FlashAttention and cuDNN of ``scaled_dot_product_attention`` take none of them, and its memory-efficient kernel
+  takes a window or borders only as a mask, for which it computes all scores.
 - With a window or a soft cap, on CPUs and for float64: ``_Blocks``, products of blocks of queries with the keys that
   they see. It keeps what a fused kernel keeps: queries, keys, values, output, and one number per row of scores.
 
@@ -16,7 +17,7 @@ queries of a block, s the keys that they see.
 # ruff: noqa: N803, N806 (upper-case letters in names are shapes)
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -24,25 +25,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pipeloom.model.documents import Documents
+
 BLOCK = 128
 """Queries of a block, as in FlashAttention: small against usual windows, so few scores of a block are masked."""
 
 
 @dataclass(frozen=True)
 class VisibleKeys:
-    """Which keys queries see: those of their own token and of earlier ones, or the last few of these.
+    """Which keys queries see: those of their own token and of earlier ones; or the last few of these, or of a document.
 
     Attributes:
         begin: position of the first query; keys begin at position 0 and end with the last query's.
         window: most keys that a query sees, its own included; ``None`` for no limit.
+        documents: of the tokens: a query sees keys of its own only; ``None`` for one document.
     """
 
     begin: int = 0
     window: int | None = None
+    documents: Documents | None = None
 
     def within(self, num_keys: int) -> "VisibleKeys":
         """The same keys, without a window that is at least as wide as all keys."""
-        return VisibleKeys(self.begin) if self.window is not None and self.window >= num_keys else self
+        return replace(self, window=None) if self.window is not None and self.window >= num_keys else self
 
     def of_queries(self, queries: range) -> range:
         """The keys that some of these queries see; queries count from the first one."""
@@ -50,9 +55,14 @@ class VisibleKeys:
         return range(first, self.begin + queries.stop)
 
     def mask(self, queries: range, keys: range, device: torch.device) -> Tensor:
-        """Whether a query sees a key, bool [queries, keys]."""
+        """Whether a query sees a key, bool [queries, keys], or [B, 1, queries, keys] with documents."""
         position = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1) + self.begin
-        return self.sees(position, torch.arange(keys.start, keys.stop, device=device))
+        key = torch.arange(keys.start, keys.stop, device=device)
+        is_seen = self.sees(position, key)
+        if self.documents is None:
+            return is_seen
+        firsts_BT = self.documents.firsts_BT[:, queries.start : queries.stop]
+        return (is_seen & (key >= firsts_BT.unsqueeze(-1))).unsqueeze(1)
 
     def sees(self, position: Tensor, key: Tensor) -> Tensor:
         """Whether queries at these positions see these keys."""
@@ -103,17 +113,20 @@ def core_attention(
         Sums of values, [B, N, T, D].
     """
     visible = visible.within(key_BKSD.shape[2])
-    if visible.window is None and not softcap:
-        return _fused(query_BNTD, key_BKSD, value_BKSD, visible.begin, scale)
+    is_flexible = query_BNTD.is_cuda and query_BNTD.dtype != torch.float64
+    if visible.window is None and not softcap and not (is_flexible and visible.documents is not None):
+        return _fused(query_BNTD, key_BKSD, value_BKSD, visible, scale)
     scores = Scores(query_BNTD.shape[-1] ** -0.5 if scale is None else scale, softcap)
-    if query_BNTD.is_cuda and query_BNTD.dtype != torch.float64:
+    if is_flexible:
         return flexible(query_BNTD, key_BKSD, value_BKSD, visible, scores)
     return _in_blocks(query_BNTD, key_BKSD, value_BKSD, visible, scores)
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, begin: int, scale: float | None) -> Tensor:
+def _fused(query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys, scale: float | None) -> Tensor:
     # is_causal aligns the mask with the upper left corner, which is right only for queries from position 0 on.
-    mask = _causal_mask(query.shape[2], key.shape[2], query.device) if begin else None
+    mask = _causal_mask(query.shape[2], key.shape[2], query.device) if visible.begin else None
+    if visible.documents is not None:
+        mask = visible.documents.added(visible, query)
     return functional.scaled_dot_product_attention(
         query,
         key,
@@ -152,7 +165,7 @@ def flexible(query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys, sc
         key,
         value,
         score_mod=capped if scores.softcap else None,
-        block_mask=_block_mask(visible, query.shape[2], key.shape[2], str(query.device)),
+        block_mask=_blocks_seen(visible, query, key),
         scale=scores.scale,
         enable_gqa=key.shape[1] != query.shape[1],
     )
@@ -163,6 +176,12 @@ def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)
+
+
+def _blocks_seen(visible: VisibleKeys, query: Tensor, key: Tensor) -> Any:
+    if visible.documents is None:
+        return _block_mask(visible, query.shape[2], key.shape[2], str(query.device))
+    return visible.documents.blocks(visible, query, key)
 
 
 # All layers and micro-batches have the masks of a few slices and windows.
@@ -233,7 +252,7 @@ class _Block:
     Attributes:
         queries, keys: of the block.
         num_groups: g.
-        mask: whether a query sees a key, [G, s].
+        mask: whether a query sees a key, [G, s], or [B, 1, G, s] with documents.
     """
 
     queries: range
@@ -273,7 +292,7 @@ def _blocks(query_BNTD: Tensor, key_BKSD: Tensor, visible: VisibleKeys) -> Itera
         queries = range(first, min(first + BLOCK, num_queries))
         keys = visible.of_queries(queries)
         mask = visible.mask(queries, keys, query_BNTD.device)
-        yield _Block(queries, keys, num_groups, mask.repeat(num_groups, 1))
+        yield _Block(queries, keys, num_groups, mask.repeat(*[1] * (mask.ndim - 2), num_groups, 1))
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -3,7 +3,7 @@
 Letters of shapes are those of ``model.transformer``.
 """
 
-# ruff: noqa: N803, N806, N815 (upper-case letters in names are shapes)
+# ruff: noqa: N803, N806 (upper-case letters in names are shapes)
 
 import math
 from typing import NamedTuple
@@ -18,46 +18,44 @@ class Rotary(NamedTuple):
     """Cosine and sine of every position's rotary angles.
 
     Attributes:
-        cos_TR: cosines, [T, R], float32 or wider.
-        sin_TR: sines, the same shape and type.
+        cos: cosines, [T, R], or [B, 1, T, R] for positions that differ between sequences; float32 or wider.
+        sin: sines, the same shape and type.
     """
 
-    cos_TR: Tensor
-    sin_TR: Tensor
+    cos: Tensor
+    sin: Tensor
 
     @classmethod
     def make(
         cls,
-        num_tokens: int,
+        positions: Tensor,
         head_size: int,
         theta: float,
         *,
         dtype: torch.dtype,
-        device: torch.device,
-        begin: int = 0,
         scaling: RopeScaling | None = None,
     ) -> "Rotary":
-        """The table for positions begin..begin+T-1.
+        """The table for some positions.
 
         Args:
-            num_tokens: T.
+            positions: of the tokens, int64 [T] or [B, T].
             head_size: D, even.
             theta: base of the frequencies; pair r turns by ``theta ** (-2 r / D)`` radians per position.
             dtype: of the activations; the table has this dtype if it is wider than float32, else float32.
-            device: of the table.
-            begin: the first position.
             scaling: changes the frequencies.
         """
         # bfloat16 has 8 significant bits: it cannot represent position 257, and angles of far tokens would coincide.
         wide = torch.promote_types(dtype, torch.float32)
-        exponents_R = torch.arange(0, head_size, 2, dtype=wide, device=device) / head_size
-        positions_T = torch.arange(begin, begin + num_tokens, dtype=wide, device=device)
+        exponents_R = torch.arange(0, head_size, 2, dtype=wide, device=positions.device) / head_size
         frequencies_R = theta**-exponents_R
+        if scaling is not None:
+            frequencies_R = _scaled(frequencies_R, head_size, theta, scaling)
+        angles = positions[..., None].to(wide) * frequencies_R
+        if positions.ndim > 1:
+            angles = angles.unsqueeze(1)  # the same for all heads
         if scaling is None:
-            angles_TR = torch.outer(positions_T, frequencies_R)
-            return cls(angles_TR.cos(), angles_TR.sin())
-        angles_TR = torch.outer(positions_T, _scaled(frequencies_R, head_size, theta, scaling))
-        return cls(angles_TR.cos() * scaling.attention_factor, angles_TR.sin() * scaling.attention_factor)
+            return cls(angles.cos(), angles.sin())
+        return cls(angles.cos() * scaling.attention_factor, angles.sin() * scaling.attention_factor)
 
     def turn(self, x_BNTD: Tensor) -> Tensor:
         """Turn each head's pairs (dims r and r + R) by the angles of their positions.
@@ -73,8 +71,8 @@ class Rotary(NamedTuple):
         # Dims r and r + R, as in Hugging Face's llama, not neighbors as in the paper (arXiv 2104.09864, section 3.2.2):
         # the same function with rows in another order, and halves are two views.
         left_BNTR, right_BNTR = x_BNTD.chunk(2, dim=-1)
-        turned_left_BNTR = left_BNTR * self.cos_TR - right_BNTR * self.sin_TR
-        turned_right_BNTR = right_BNTR * self.cos_TR + left_BNTR * self.sin_TR
+        turned_left_BNTR = left_BNTR * self.cos - right_BNTR * self.sin
+        turned_right_BNTR = right_BNTR * self.cos + left_BNTR * self.sin
         # [B, T, N, D] in memory: attention's output then has that order too, and its projection takes a view.
         turned_BTND = torch.cat([turned_left_BNTR.transpose(1, 2), turned_right_BNTR.transpose(1, 2)], dim=-1)
         return turned_BTND.transpose(1, 2).to(x_BNTD.dtype)

@@ -130,8 +130,8 @@ class TensorParallel:
         return self._exchange(x, _own, _gathered)
 
     def own_tokens(self, x: Tensor) -> Tensor:
-        """Of values per token that every rank has, [T, ...], those of the tokens of this rank's residual stream."""
-        return x.chunk(self.size)[self.group.index] if self.splits_sequence else x
+        """Of values per token that every rank has, [..., T], those of the tokens of this rank's residual stream."""
+        return x.chunk(self.size, -1)[self.group.index] if self.splits_sequence else x
 
     @torch.compiler.disable  # graph break: collectives are not compiled
     def _exchange(self, x: Tensor, forth: "_Op", back: "_Op") -> Tensor:
@@ -151,7 +151,8 @@ def _gathered(x_BtH: Tensor, group: TensorGroup) -> Tensor:
     # Meta tensors have no process group.
     if not x_BtH.is_meta:
         group.gather(pieces.view(-1), x_BtH.contiguous().view(-1))
-    return pieces.transpose(0, 1).flatten(1, 2)
+    # With one token on each rank the result would be a view, which each product would copy and keep.
+    return pieces.transpose(0, 1).flatten(1, 2).contiguous()
 
 
 def _scattered(x_BTH: Tensor, group: TensorGroup) -> Tensor:

@@ -28,6 +28,7 @@ from torch.nn import functional
 from pipeloom.errors import UserError
 from pipeloom.model.attention import Attention
 from pipeloom.model.deferred import Defers
+from pipeloom.model.documents import Documents
 from pipeloom.model.key_values import EarlierTokens, KeyValueCache
 from pipeloom.model.norms import residual_norm
 from pipeloom.model.parallel_layers import (
@@ -66,16 +67,13 @@ class Embedding(nn.Module):
         self.positions = Lookup(max_positions, config.hidden_size) if not MODELS[config.family].is_rotary else None
         self._scale = config.hidden_size**0.5 if MODELS[config.family].scales_embedding else None
 
-    def forward(self, tokens_BT: Tensor, begin: int = 0) -> Tensor:
-        """From tokens, int64, to the residual stream; ``begin`` is the position of the first token."""
+    def forward(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
+        """From tokens, int64, to the residual stream; ``positions`` of the tokens, int64 [T] or [B, T]."""
         x_BTH = self.tokens(tokens_BT)
         if self._scale is not None:
             # Rounded to the type of the activations, as Gemma was trained: 55.5 instead of 55.43 in bfloat16.
             x_BTH = x_BTH * _rounded(self._scale, x_BTH.dtype)
-        if self.positions is None:
-            return x_BTH
-        positions_T = torch.arange(begin, begin + tokens_BT.shape[1], device=tokens_BT.device)
-        return x_BTH + self.positions(self._parallel.own_tokens(positions_T))
+        return x_BTH if self.positions is None else x_BTH + self.positions(self._parallel.own_tokens(positions))
 
 
 class GatedFeedForward(nn.Module):
@@ -138,15 +136,21 @@ class Layer(nn.Module):
             self.attention_post_norm, self.feed_forward_post_norm = residual_norm(config), residual_norm(config)
         self.recomputes = False
 
-    def forward(self, x: Tensor, rotary: Rotary | None, earlier: EarlierTokens | None = None) -> Tensor:
-        """Residual stream to residual stream; ``rotary`` and ``earlier`` as in :class:`Attention`."""
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        earlier: EarlierTokens | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Residual stream to residual stream; ``rotary``, ``earlier`` and ``documents`` as in :class:`Attention`."""
         if not self._norms_precede:
-            x = x + self.attention_norm(self.attention(x, rotary, earlier))
+            x = x + self.attention_norm(self.attention(x, rotary, earlier, documents))
             return x + self.feed_forward_norm(self.feed_forward(x))
         if self._norms_follow:
-            x = x + self.attention_post_norm(self.attention(self.attention_norm(x), rotary, earlier))
+            x = x + self.attention_post_norm(self.attention(self.attention_norm(x), rotary, earlier, documents))
             return x + self.feed_forward_post_norm(self.feed_forward(self.feed_forward_norm(x)))
-        x = x + self.attention(self.attention_norm(x), rotary, earlier)
+        x = x + self.attention(self.attention_norm(x), rotary, earlier, documents)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -282,13 +286,14 @@ class Transformer(nn.Module):
         shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
         return frozenset(name for name, here in self.slices().items() if here.whole == shapes[name])
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None, documents: Documents | None = None) -> Tensor:
         """Run the pieces.
 
         Args:
             x: tokens_BT (int64) if the range begins with the embedding, else x_BtH: this rank's share of the tokens of
                 each sequence.
             cache: for a token slice, the cache of its micro-batch; slices are passed in order. None: whole sequences.
+            documents: which keys the tokens see, and their positions. None: each sequence is one document.
 
         Returns:
             logits_BTV if the range ends with the head, else x_BtH.
@@ -300,31 +305,36 @@ class Transformer(nn.Module):
         num_tokens = x.shape[1] if self.has_embedding else x.shape[1] * self.parallel.size
         begin = 0 if cache is None else cache.take(num_tokens)
         self._check_length(begin + num_tokens)
-        # Rotary angles cover all tokens, also if the residual stream has only this rank's share.
-        x = self.parallel.from_boundary(x) if self.embedding is None else self.embedding(x, begin)
-        rotary = self._rotary(begin, num_tokens, x)
+        # Positions cover all tokens, also if the residual stream has only this rank's share.
+        positions = (
+            torch.arange(begin, begin + num_tokens, device=x.device)
+            if documents is None
+            else documents.positions(begin)
+        )
+        x = self.parallel.from_boundary(x) if self.embedding is None else self.embedding(x, positions)
+        rotary = self._rotary(positions, x)
         for name, layer in self.layers.items():
             assert isinstance(layer, Layer)
             earlier = None if cache is None else cache.earlier(name, begin)
             own = rotary.get(layer.attention.window is not None)
-            x = run_part(layer, x, own, earlier, recomputes=layer.recomputes)
+            x = run_part(layer, x, own, earlier, documents, recomputes=layer.recomputes)
         if self.head is None:
             return self.parallel.to_boundary(x)
         return self.head(x, self._borrowed_VH if self.embedding is None else self.embedding.tokens.weight)
 
-    def _rotary(self, begin: int, num_tokens: int, x: Tensor) -> dict[bool, Rotary]:
+    def _rotary(self, positions: Tensor, x: Tensor) -> dict[bool, Rotary]:
         """Rotary angles of these positions for layers without and with a window; empty for learned positions."""
         if not MODELS[self.config.family].is_rotary:
             return {}
         # Computed in each forward: a buffer would have to be moved, cast, and initialized after `to_empty`.
-        config, place = self.config, {"dtype": x.dtype, "device": x.device, "begin": begin}
-        sizes, local = (num_tokens, config.known_head_size), config.known_rope_local_theta
+        config, size, local = self.config, self.config.known_head_size, self.config.known_rope_local_theta
         kinds = {layer.attention.window is not None for layer in self.layers.values() if isinstance(layer, Layer)}
         found: dict[bool, Rotary] = {}
         if kinds - ({True} if local is not None else set()):
-            found = dict.fromkeys(kinds, Rotary.make(*sizes, config.known_rope_theta, **place, scaling=config.scaling))
+            whole = Rotary.make(positions, size, config.known_rope_theta, dtype=x.dtype, scaling=config.scaling)
+            found = dict.fromkeys(kinds, whole)
         if local is not None and True in kinds:
-            found[True] = Rotary.make(*sizes, local, **place)
+            found[True] = Rotary.make(positions, size, local, dtype=x.dtype)
         return found
 
     def _check_length(self, num_tokens: int) -> None:

@@ -159,12 +159,15 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
         software = with_optimizer(software, config.optimizer.rule)
     if cluster is not None:
         problems += _lacks(config, cluster)
-    if config.training.freeze_layers is not None and software is not None and not software.has_lanes:
-        problems.append(f"training.freeze_layers needs machine.software pipeloom, found {software.name}")
-    if config.schedule.file is not None and software is not None and not software.has_lanes:
-        problems.append(
-            f"schedule.file needs machine.software pipeloom, found {software.name}, which has its own order"
-        )
+    if software is not None and not software.has_lanes:
+        own = {"schedule.file": (config.schedule.file is not None, ", which has its own order")}
+        own["data.attention document"] = config.data.by_document, ", which has its own attention"
+        own["training.freeze_layers"] = config.training.freeze_layers is not None, ""
+        problems += [
+            f"{name} needs machine.software pipeloom, found {software.name}{what}"
+            for name, (is_given, what) in own.items()
+            if is_given
+        ]
     return cluster, software, problems
 
 
@@ -247,6 +250,7 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
         placement=config.choice().placement_name,
         slices=layout.slice_lengths(config.data.seq_len) if layout.num_slices > 1 else (),
         pipeline_order=layout.pipeline_order,
+        by_document=config.data.by_document,
         frozen_pieces=config.training.frozen_pieces,
     )
 
@@ -263,6 +267,10 @@ def why_training_may_differ(config: RunConfig, predicted: Dtype | None = None) -
     reasons: list[str] = []
     if config.layout.token_slices == "auto":
         reasons.append("with layout.token_slices auto train measures slices, simulate predicts them")
+    if config.data.by_document and config.training.device == "cuda":
+        reasons.append(
+            "with data.attention document train skips keys of other documents, simulate counts all earlier ones"
+        )
     trained, device = config.training.known_dtype, config.training.device
     # The defaults differ: train uses that of its device, simulate that of the cluster.
     if predicted not in (None, trained):

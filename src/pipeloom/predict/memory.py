@@ -56,12 +56,13 @@ def memory_by_rank(
         trace: of the schedule; determines when moved activations are on a rank. ``None`` for nominal times: a backward
             takes two forwards, a transfer one.
     """
-    most_held = partial(most_in_rows, schedule)
+    most_held = in_rows = partial(most_in_rows, schedule)
     if moves_anything(schedule):
         most_held = partial(_most_on, schedule, _clock(schedule, trace))
+    masks = _most_masks(run, software, schedule.placement, in_rows)  # which never move
     received = receive_buffers if schedule.level is Level.COMMUNICATION else 0
     buffers = _buffers(run, software, schedule)
-    return _memory(run, software, schedule.placement, most_held, buffers, receive_buffers=received)
+    return _memory(run, software, schedule.placement, most_held, buffers, receive_buffers=received, masks=masks)
 
 
 class _Buffers(NamedTuple):
@@ -126,7 +127,10 @@ def memory_with_room(run: Run, software: Software, schedule: Schedule | Peaks, r
     """
     most_held = schedule.most if isinstance(schedule, Peaks) else partial(most_in_rows, schedule)
     buffers = _buffers_for(run, software, schedule.placement, room.gathered, room.unreduced)
-    return _memory(run, software, schedule.placement, most_held, buffers, receive_buffers=room.receive_buffers)
+    masks = _most_masks(run, software, schedule.placement, most_held)
+    return _memory(
+        run, software, schedule.placement, most_held, buffers, receive_buffers=room.receive_buffers, masks=masks
+    )
 
 
 def held_for_backwards(run: Run, software: Software, schedule: Schedule) -> list[float]:
@@ -179,6 +183,7 @@ def _memory(
     buffers: Sequence[_Buffers],
     *,
     receive_buffers: int,
+    masks: Sequence[float],
 ) -> tuple[Memory, ...]:
     """Memory of each rank.
 
@@ -189,6 +194,7 @@ def _memory(
         most_held: function from the bytes that stages keep to the maximum that each rank holds.
         buffers: of each rank.
         receive_buffers: for each directed edge.
+        masks: bytes of each rank's masks of documents.
     """
     _, head = stage_layers(run, software)
     shares, by_stage, frozen = run.slice_shares, _trained_parameters(run, software), _frozen_bytes(run, software)
@@ -198,7 +204,7 @@ def _memory(
     kept = most_held(kept_with_loss(run, software))
     found: list[Memory] = []
     for rank, (stages, more) in enumerate(zip(_stages(placement), buffers, strict=True)):
-        activations, logits = kept[rank] + working, logits_each if head in stages else 0.0
+        activations, logits = kept[rank] + masks[rank] + working, logits_each if head in stages else 0.0
         state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
         still = sum(frozen[stage] for stage in stages)
         lent = lent_bytes(run, software, stages)
@@ -218,6 +224,28 @@ def _memory(
             )
         )
     return tuple(found)
+
+
+def _masks(run: Run, software: Software, placement: Placement) -> KeptBytes:
+    """Masks of documents, counted at the first stage of each rank: it has each micro-batch longest."""
+    lengths, kinds = run.slices or (run.seq,), layers_by_kind(run, software)
+    places = list(zip(lengths, accumulate(lengths, initial=0), strict=False))
+    none = [[0.0] * len(lengths)] * run.num_stages
+    whole = list(none)
+    for stages in _stages(placement):
+        own = {alike for stage in stages for alike, count in kinds[stage] if count}
+        # All layers share the mask, but those with windows or soft caps need none.
+        each = [
+            [Kept(replace(one, seq=length, slices=())).shared_mask(begin) for one in own] for length, begin in places
+        ]
+        whole[min(stages)] = [float(max(of_slice, default=0)) for of_slice in each]
+    return KeptBytes(whole, none, none, run.slice_shares)
+
+
+def _most_masks(
+    run: Run, software: Software, placement: Placement, most_held: Callable[[KeptBytes], Sequence[float]]
+) -> Sequence[float]:
+    return most_held(_masks(run, software, placement)) if run.by_document else [0.0] * placement.num_ranks
 
 
 def moves_anything(schedule: Schedule) -> bool:
@@ -319,7 +347,13 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
         + more.gradients_bytes
         + (0.0 if software.has_reduction_lane else more.gathered_bytes)
         + software.reserve_bytes
-        for stages, more in zip(_stages(schedule.placement), _buffers(run, software, schedule), strict=True)
+        + masks
+        for stages, more, masks in zip(
+            _stages(schedule.placement),
+            _buffers(run, software, schedule),
+            _most_masks(run, software, schedule.placement, partial(most_in_rows, schedule)),
+            strict=True,
+        )
     ]
     return HeldBytes(
         always_bytes=tuple(always),

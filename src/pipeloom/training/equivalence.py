@@ -15,7 +15,7 @@ from pipeloom.errors import ConfigError, UserError
 from pipeloom.execute.processes.world import World, is_first
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.execute.stages.weights import master_dtype
-from pipeloom.model import TensorSlice
+from pipeloom.model import Documents, TensorSlice
 from pipeloom.predict.describe import completed
 from pipeloom.terminal.words import count
 from pipeloom.training.memory_check import check_memory
@@ -159,7 +159,8 @@ def reference_gradients(config: RunConfig, batch: Batch) -> Gradients:
     total = 0.0
     # One micro-batch at a time, as in the pipeline: all at once would take M times the memory.
     for microbatch, tokens in enumerate(batch.inputs):
-        loss = batch.loss(model(tokens), microbatch)
+        documents = None if batch.firsts is None else Documents(batch.firsts[microbatch])
+        loss = batch.loss(model(tokens, documents=documents), microbatch)
         loss.backward()
         total += loss.item()
     return Gradients(total, {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None})
@@ -199,7 +200,8 @@ def compare_with_reference(config: RunConfig, world: World, data: Data, num_batc
     slices = world.gather(pipeline.slices())
     pipeline.close()
     # One process computes the micro-batches of all replicas.
-    batches = [Batch.of(one, layout.dp * layout.num_microbatches, world.device) for one in windows]
+    number, by_document = layout.dp * layout.num_microbatches, config.data.by_document
+    batches = [Batch.of(one, number, world.device, by_document=by_document) for one in windows]
     worst: dict[str, float] = {}
     for batch, parts in zip(batches, found, strict=True):
         if parts is None or slices is None:

@@ -32,7 +32,7 @@ from pipeloom.execute.parts.tied import SwappedLoan, Tied
 from pipeloom.execute.processes.watch import Watch
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.batch import Batch
-from pipeloom.execute.stages.stage import Objective, Stage
+from pipeloom.execute.stages.stage import Objective, Stage, StepDocuments
 from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.measure.moves import time_messages, time_moves, time_stage_swaps
@@ -177,6 +177,7 @@ class Pipeline:
             replica=self._place.data,
             num_replicas=self._config.layout.dp,
             num_counted=num_counted,
+            by_document=self._config.data.by_document,
         )
 
     def gradients(self) -> dict[str, Tensor]:
@@ -194,12 +195,12 @@ class Pipeline:
         """Run forwards and backwards of a step, starting with zero gradients. Outputs are shares of the loss."""
         self._warm_up(batch)
         cut = batch if self._slices is None else batch.cut(self._slices)
-        return self._run(self._trainer, cut.inputs, self._loss_of(cut))
+        return self._run(self._trainer, cut.inputs, self._loss_of(cut), _documents(cut, self.schedule.num_slices))
 
     def evaluate(self, batch: Batch) -> StepResult:
         """Run forwards only. Outputs are shares of the loss."""
         with self._as_written():
-            return self._run(self._evaluator, batch.inputs, self._loss_of(batch))
+            return self._run(self._evaluator, batch.inputs, self._loss_of(batch), _documents(batch))
 
     def profile(self, batch: Batch) -> Profile | None:
         """Time every stage on a micro-batch of this batch, its collectives, and moves. Collective; drops gradients.
@@ -291,6 +292,7 @@ class Pipeline:
                 tokens=cut.inputs[: 1 if slices is None else len(slices.lengths)],
                 objective=self._loss_of(cut),
                 slices=slices,
+                firsts=None if cut.firsts is None else cut.firsts[: 1 if slices is None else len(slices.lengths)],
             )
 
     def _position(self) -> str:
@@ -306,10 +308,12 @@ class Pipeline:
     def _loss_of(self, batch: Batch) -> Objective:
         return partial(batch.loss, cross_entropy=self._vocabulary.summed_cross_entropy)
 
-    def _run(self, executor: Executor, inputs: list[Tensor], objective: Objective) -> StepResult:
+    def _run(
+        self, executor: Executor, inputs: list[Tensor], objective: Objective, documents: StepDocuments | None = None
+    ) -> StepResult:
         self._running = executor
         timeout_s = self._config.training.stall_timeout_s
-        return executor.run(inputs, objective, timeout_s, self._watch.positions)
+        return executor.run(inputs, objective, timeout_s, self._watch.positions, documents)
 
     def _build(self, pieces: range, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         module = stage_of(self._config, pieces, device, dtype=dtype, parallel=self._parallel)
@@ -406,6 +410,10 @@ def _make_store(config: RunConfig) -> StageStore | None:
 def _patience(config: RunConfig) -> timedelta | None:
     """Timeout of tensor-parallel collectives; ``None`` (the world's timeout) while other ranks may compile."""
     return None if config.training.compile else timedelta(seconds=config.training.stall_timeout_s)
+
+
+def _documents(batch: Batch, num_slices: int = 1) -> StepDocuments | None:
+    return None if batch.firsts is None else StepDocuments(batch.firsts, num_slices)
 
 
 def _transformer(stage: nn.Module) -> Transformer:

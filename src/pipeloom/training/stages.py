@@ -17,7 +17,7 @@ from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.stages.saved import Parcel
 from pipeloom.execute.stages.stage import split_backward_of
 from pipeloom.execute.stages.weights import master_dtype
-from pipeloom.model import SplitVocabulary, TensorParallel, Transformer, build_stage, stage_pieces
+from pipeloom.model import Documents, SplitVocabulary, TensorParallel, Transformer, build_stage, stage_pieces
 from pipeloom.model.deferred import defer
 from pipeloom.model.key_values import KeyValueCache
 from pipeloom.model.tensor_parallel import WHOLE, TensorGroup
@@ -110,8 +110,8 @@ def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ..
 def saved_bytes(config: RunConfig, *, splits: bool = False) -> KeptBytes:
     """Bytes that stages keep of a micro-batch, or of each of its slices, on the tensor-parallel rank that keeps most.
 
-    These are the tensors that autograd saves, those of the loss included, without weights and batch. One stage of each
-    kind runs on meta tensors.
+    These are the tensors that autograd saves, those of the loss included, without weights, batch and masks of
+    documents. One stage of each kind runs on meta tensors.
 
     Args:
         config: resolved.
@@ -164,6 +164,7 @@ def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *,
     needs_gradient = pieces.start > config.training.frozen_pieces
     cache = KeyValueCache(config.data.seq_len) if len(lengths) > 1 else None
     whole, inputs, gone = list[int](), list[int](), list[tuple[Tensor, Tensor, int]]()
+    documents = list[Documents | None]()  # kept, since a mask that stages share does not count
     with _Kernels(is_gpu=config.training.device == "cuda"):
         for length in lengths:
             tokens = TensorSpec((layout.microbatch_size, length), torch.int64).empty("meta")
@@ -173,8 +174,9 @@ def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *,
                 given = TensorSpec(own, dtype).empty("meta").requires_grad_(needs_gradient)
             targets = tokens.flatten()  # part of the batch, so not counted
             parcel, begin = Parcel(owns_input=not module.has_embedding), 0 if cache is None else cache.begin
+            documents.append(Documents(tokens) if config.data.by_document else None)
             with parcel.saving():
-                output = module(given, cache)
+                output = module(given, cache, documents[-1])
                 if module.has_head:
                     output = vocabulary.summed_cross_entropy(output.flatten(0, 1).to(master_dtype(dtype)), targets)
             parcel.close(given, output)
@@ -228,8 +230,9 @@ class _Kernels(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention:
             mask = kwargs["attn_mask"]
             # The CPU kernel takes an additive mask, which PyTorch makes from the bool matrix; on GPUs the mask is a
-            # bias object without memory.
-            mask = None if mask is None or self._is_gpu else args[0].new_empty(mask.shape)
+            # bias object without memory. That of documents is additive.
+            if mask is not None and mask.dtype is torch.bool:
+                mask = None if self._is_gpu else args[0].new_empty(mask.shape)
             # This kernel supports grouped queries.
             return _ATTENTION(*args, is_causal=kwargs["is_causal"], attn_mask=mask)[0]
         if func is functional.rms_norm and self._is_gpu:

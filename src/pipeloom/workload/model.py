@@ -246,6 +246,13 @@ class ModelShape:
         full = frozenset(self.full_layers)
         return tuple(None if layer in full else self.window for layer in range(self.layers))
 
+    def has_fused_attention(self, window: int | None, num_keys: int) -> bool:
+        """Whether a layer with a window computes plain attention with so many keys, for which there are fused kernels.
+
+        Others have kernels that take soft caps, and windows that are narrower than the keys.
+        """
+        return not self.attn_softcap and (window is None or window >= num_keys)
+
     def with_window(self, window: int | None) -> "ModelShape":
         """The shape with this window in all layers, or with none."""
         return replace(self, window=window, full_layers=())

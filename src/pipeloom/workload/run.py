@@ -42,6 +42,7 @@ class Run:
             depends on it.
         pipeline_order: pipeline ranks in the order of the devices; ``None`` for ascending.
         slices: tokens of each slice that sequences are cut into; empty for whole ones.
+        by_document: whether attention ends at the borders of documents.
         frozen_pieces: pieces from the first on (embedding, layers) that are not trained.
     """
 
@@ -65,6 +66,7 @@ class Run:
     placement: str = "looped"
     pipeline_order: tuple[int, ...] | None = None
     slices: tuple[int, ...] = ()
+    by_document: bool = False
     frozen_pieces: int = 0
 
     @property
@@ -156,12 +158,13 @@ class Run:
             attention=self.attention,
             fused_norm=self.fused_norm,
             precision=self.precision,
+            by_document=self.by_document,
         )
 
     @property
     def of_measured_pieces(self) -> "Run":
-        """Key of measured seconds: ``of_pieces`` without depth, name and kernels, which a measurement does not vary."""
+        """Key of measured seconds: ``of_pieces`` without depth, name, kernels and mask, which no measurement varies."""
         # The seconds of a layer do not depend on depth, so models with equal layers share a measurement.
         window = None if self.shape.window is None or self.shape.window >= self.seq else self.shape.window
         shape = replace(self.shape, layers=1, tied=False, name="", window=window)
-        return replace(self.of_pieces, shape=shape, attention="flash2", fused_norm=True)
+        return replace(self.of_pieces, shape=shape, attention="flash2", fused_norm=True, by_document=False)

@@ -84,9 +84,11 @@ class Compute(Part):
             if is_recomputed[stage, microbatch, part]:
                 self._runs_again.add(slot)
 
-    def begin(self, row: RankRow) -> Sequence[Service]:  # noqa: ARG002
-        """Reset the peaks."""
+    def begin(self, row: RankRow) -> Sequence[Service]:
+        """Reset the peaks, and set what the stages' tokens see in this step."""
         self._most = (0, 0, 0, 0)
+        for stage in self.stages.values():
+            stage.documents = row.documents
         return ()
 
     def start(self, row: RankRow, slot: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from pipeloom.execute.clock import Mark
 from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.communication.transport import Transport, UnderWay
-from pipeloom.execute.stages.stage import Objective
+from pipeloom.execute.stages.stage import Objective, StepDocuments
 from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.schedule.kinds import COMPUTE_KINDS, MOVE_KINDS, RECEIVE_KINDS, SEND_KINDS
 from pipeloom.schedule.lanes import Lane, lane_of
@@ -80,6 +80,7 @@ class RankRow:
         before, after: for each slot the hooks of parts right before and right after its action; see ``Part.bind``.
         inputs: of this step: the first stage's, for each micro-batch or slice.
         objective: of this step: applied to the last stage's output.
+        documents: of this step: what its tokens see; ``None`` where attention has no borders.
         values: results of actions that another action will take.
         outputs: for each micro-batch the objective's result, summed over slices.
     """
@@ -96,9 +97,11 @@ class RankRow:
         self._sources = [_source_of(action, schedule) for action in self.actions]
         self.begin((), None)
 
-    def begin(self, inputs: Sequence[Tensor], objective: Objective | None) -> None:
+    def begin(
+        self, inputs: Sequence[Tensor], objective: Objective | None, documents: StepDocuments | None = None
+    ) -> None:
         """Reset before a step, and after one, to free its tensors."""
-        self.inputs, self.objective = inputs, objective
+        self.inputs, self.objective, self.documents = inputs, objective, documents
         self.values: dict[Action, Tensor] = {}
         self.outputs: dict[int, Tensor] = {}
 

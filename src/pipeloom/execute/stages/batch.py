@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pipeloom.data.windows import document_begins, without_marks
 from pipeloom.execute.communication.boundary import TokenSlices
 from pipeloom.model.cross_entropy import IGNORED, summed_cross_entropy
 
@@ -23,11 +24,14 @@ class Batch:
         inputs: for each micro-batch the tokens, ``int64[microbatch_size, seq_len]``; or for each slice of each.
         targets: the same shape, one token ahead.
         num_valid: targets that count, over the whole step of all replicas.
+        firsts: of the shape of inputs: for each token the place in its window of the first token of its document.
+            ``None`` where attention has no borders.
     """
 
     inputs: list[Tensor]
     targets: list[Tensor]
     num_valid: int
+    firsts: list[Tensor] | None = None
 
     @classmethod
     def of(
@@ -39,21 +43,22 @@ class Batch:
         replica: int = 0,
         num_replicas: int = 1,
         num_counted: int | None = None,
+        by_document: bool = False,
     ) -> "Batch":
         """Cut windows of ``seq_len + 1`` tokens into equal micro-batches, and take those of a replica.
 
         Args:
             windows: of the whole step, ``[num_replicas * num_microbatches * microbatch_size, seq_len + 1]``. A token
-                that is no target is stored as ``~token``, which is negative.
+                that is no target is negative (``TokenWindows.batch``).
             num_microbatches: how many each replica takes.
             device: where the tokens go.
             replica: 0..num_replicas-1.
             num_replicas: data-parallel replicas.
             num_counted: the first windows, whose targets count; ``None`` for all.
+            by_document: whether attention ends at documents, which the windows mark.
         """
         # Copies: views of windows with seq_len + 1 tokens would be copied in each flatten instead.
-        inputs, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
-        np.invert(inputs, out=inputs, where=inputs < 0)
+        inputs, targets = without_marks(windows[:, :-1]), windows[:, 1:].copy()
         targets[targets < 0] = IGNORED
         if num_counted is not None:
             targets[num_counted:] = IGNORED
@@ -61,12 +66,17 @@ class Batch:
         def own(tokens: npt.NDArray[np.int64]) -> list[Tensor]:
             return list(torch.from_numpy(np.split(tokens, num_replicas)[replica]).to(device).chunk(num_microbatches))
 
+        firsts = None
+        if by_document:
+            places = np.where(document_begins(windows[:, :-1]), np.arange(inputs.shape[1]), 0)
+            firsts = own(np.maximum.accumulate(places, axis=1))
         # Of the whole step, not of this replica: each divides by it, so the sum over replicas is the mean.
-        return cls(own(inputs), own(targets), int((targets != IGNORED).sum()))
+        return cls(own(inputs), own(targets), int((targets != IGNORED).sum()), firsts)
 
     def cut(self, slices: TokenSlices) -> "Batch":
         """The batch with sliced micro-batches; the last target of a slice is the first token of the next one."""
-        return Batch(slices.cut(self.inputs), slices.cut(self.targets), self.num_valid)
+        firsts = None if self.firsts is None else slices.cut(self.firsts)
+        return Batch(slices.cut(self.inputs), slices.cut(self.targets), self.num_valid, firsts)
 
     def loss(self, logits: Tensor, microbatch: int, cross_entropy: CrossEntropy = summed_cross_entropy) -> Tensor:
         """A micro-batch's share of the step's loss, in nats for each valid token of the whole step.

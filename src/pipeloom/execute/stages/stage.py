@@ -1,10 +1,11 @@
 """A stage on a rank: forward and backward of micro-batches, and what it keeps between them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.stages.saved import Parcel, hollow
-from pipeloom.model import KeyValueCache
+from pipeloom.model import Documents, KeyValueCache
 from pipeloom.model.deferred import Filed, add_to_leaves, defer, filing, leaves_of, run_backward
 
 Objective = Callable[[Tensor, int], Tensor]
@@ -29,6 +30,29 @@ class Portion(NamedTuple):
     def number(self, num_slices: int) -> int:
         """Its index: micro-batch x slices + slice."""
         return self.microbatch * num_slices + self.slice
+
+
+class StepDocuments:
+    """What the tokens of a step see, where attention ends at documents.
+
+    Each mask is made at its first use, shared by the stages of a rank, and freed when none of them keeps it.
+
+    Args:
+        firsts: of a ``Batch``: for each micro-batch, or for each slice of each.
+        num_slices: of a micro-batch.
+    """
+
+    def __init__(self, firsts: Sequence[Tensor], num_slices: int = 1) -> None:
+        self._firsts, self._num_slices = firsts, num_slices
+        self._made: WeakValueDictionary[int, Documents] = WeakValueDictionary()
+
+    def of(self, part: Portion) -> Documents:
+        """That of a micro-batch or slice."""
+        number = part.number(self._num_slices)
+        found = self._made.get(number)
+        if found is None:
+            found = self._made[number] = Documents(self._firsts[number])
+        return found
 
 
 @dataclass(frozen=True)
@@ -92,6 +116,7 @@ class Stage:
     Attributes:
         held_bytes: of stage inputs that are kept for backwards; other saved tensors are not included.
         pending_bytes: of what is kept between input gradient and weight gradient.
+        documents: of the step; ``None`` where attention has no borders.
     """
 
     def __init__(
@@ -116,6 +141,8 @@ class Stage:
         self._pending: dict[Portion, Pending] = {}
         self._slices = slices
         self._caches: dict[int, KeyValueCache] = {}
+        self.documents: StepDocuments | None = None
+        self._seen: dict[Portion, Documents] = {}
         self.held_bytes = 0
         self.pending_bytes = 0
 
@@ -169,7 +196,8 @@ class Stage:
         with torch.set_grad_enabled(trains), nullcontext() if parcel is None else parcel.saving():
             if trains and (self._needs_input_gradient or (self.splits and tensor.is_floating_point())):
                 tensor = tensor.detach().requires_grad_()
-            output = self._run(part, tensor)
+            documents = None if self.documents is None else self.documents.of(part)
+            output = self._run(part, tensor, documents)
             if objective is not None:
                 output = objective(output, part.number(1 if self._slices is None else len(self._slices.lengths)))
         result = output.detach()
@@ -177,21 +205,23 @@ class Stage:
             if parcel is not None:
                 parcel.close(tensor, output)
             self._kept[part] = (tensor, output) if parcel is None else hollow(tensor, output)
+            if documents is not None:
+                self._seen[part] = documents
             self.held_bytes += tensor.nbytes
         return result
 
-    def _run(self, part: Portion, tensor: Tensor) -> Tensor:
+    def _run(self, part: Portion, tensor: Tensor, documents: Documents | None) -> Tensor:
         """The module's output, checked."""
         what = f"the output of stage {self.index} for micro-batch {part.microbatch}"
         if self._slices is None:
-            output = self.module(tensor)
+            output = self.module(tensor) if documents is None else self.module(tensor, documents=documents)
             self._output.check(output, what)
             return output
         if part.microbatch not in self._caches:
             self._caches[part.microbatch] = KeyValueCache(self._slices.num_tokens)
         cache = self._caches[part.microbatch]
         cache.begin = self._slices.begin(part.slice)  # a recomputed slice does not follow the last one
-        output = self.module(tensor, cache)
+        output = self.module(tensor, cache) if documents is None else self.module(tensor, cache, documents)
         self._slices.spec(self._output, part.slice).check(output, f"{what}, slice {part.slice}")
         return output
 
@@ -254,6 +284,7 @@ class Stage:
     def _take(self, part: Portion, gradient: Tensor | None) -> tuple[Tensor, Tensor | GradientEdge, Tensor]:
         """Take input and output out of what is kept, with the output's gradient."""
         tensor, output = self._kept.pop(part)
+        self._seen.pop(part, None)
         self.held_bytes -= tensor.nbytes
         if gradient is None:
             assert isinstance(output, Tensor)
@@ -277,4 +308,6 @@ class Stage:
         self._inputs.clear()
         self._caches.clear()
         self._pending.clear()
+        self._seen.clear()
+        self.documents = None
         self.held_bytes = self.pending_bytes = 0

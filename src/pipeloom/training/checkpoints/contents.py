@@ -138,5 +138,6 @@ def _text(config: RunConfig, data: Data) -> dict[str, Any]:
         "data.tokenizer": config.data.tokenizer_kind,
         "data.seq_len": config.data.seq_len,
         "data.pack": config.data.pack,
+        "data.attention": config.data.attention if config.data.by_document else None,  # which earlier ones lack
         "training.seed": config.training.seed,
     }
