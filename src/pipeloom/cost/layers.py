@@ -18,6 +18,7 @@ With a vocabulary of 0 there is no embedding and no head.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import fmean
@@ -451,7 +452,33 @@ def piece_seconds(run: Run, cluster: Cluster, software: Software) -> PieceSecond
     """
     # The only property of the pipeline that pieces depend on is an argument, so that layouts share cache entries.
     is_dragged = run.pp > 1 and run.num_devices > cluster.devices_per_node
-    return _piece_seconds(run.of_pieces, cluster, software, is_dragged)
+    if not run.shape.full_layers:
+        return _piece_seconds(run.of_pieces, cluster, software, is_dragged)
+    return _mean_of_kinds(run.of_pieces, cluster, software, is_dragged)
+
+
+@lru_cache(maxsize=4096)
+def _mean_of_kinds(run: Run, cluster: Cluster, software: Software, is_dragged: bool) -> PieceSeconds:
+    """The pieces of a run whose layers have different windows: of the layer the mean."""
+    kinds = [
+        (_piece_seconds(replace(run, shape=run.shape.with_window(window)), cluster, software, is_dragged), count)
+        for window, count in sorted(Counter(run.shape.windows).items(), key=lambda one: one[0] or 0)
+    ]
+    number = run.shape.layers
+
+    def mean(both: Callable[[PieceSeconds], Both]) -> Both:
+        forward_s, backward_s = (sum(both(kind)[side] * count for kind, count in kinds) / number for side in (0, 1))
+        return forward_s, backward_s
+
+    # All else is alike, and measured for layers without a window only, which are the first.
+    whole = kinds[0][0]
+    return replace(
+        whole,
+        layer=mean(lambda kind: kind.layer),
+        idle_s=mean(lambda kind: kind.idle_s),
+        weight_s=sum(kind.weight_s * count for kind, count in kinds) / number,
+        is_measured=all(kind.is_measured for kind, _ in kinds),
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -165,6 +165,7 @@ class Run:
     def of_measured_pieces(self) -> "Run":
         """Key of measured seconds: ``of_pieces`` without depth, name, kernels and mask, which no measurement varies."""
         # The seconds of a layer do not depend on depth, so models with equal layers share a measurement.
-        window = None if self.shape.window is None or self.shape.window >= self.seq else self.shape.window
-        shape = replace(self.shape, layers=1, tied=False, name="", window=window)
+        shape = replace(self.shape, layers=1, tied=False, name="")
+        if shape.window is not None and shape.window >= self.seq:
+            shape = shape.with_window(None)
         return replace(self.of_pieces, shape=shape, attention="flash2", fused_norm=True, by_document=False)
