@@ -4,20 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from pipeloom.catalog import load_cluster, load_model
+from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.layers import piece_seconds
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.slices import SliceModel
-from pipeloom.cost.software import load_software
 from pipeloom.workload.run import Run
 
 CLUSTER, SOFTWARE = load_cluster("dgx-a100"), load_software("pipeloom")
 SHAPE = replace(load_model("llama-3-8b"), window=1024, full_layers=(5, 11, 17, 23, 29))
-RUN = Run(shape=SHAPE, seq=8192, pp=4, num_microbatches=8) if False else Run(shape=SHAPE, seq=8192, pp=4, global_batch=8)
+RUN = Run(shape=SHAPE, seq=8192, pp=4, global_batch=8)
 
 
 def seconds(run):
-    return sum(sum(side) for side in (Placed(run, CLUSTER, SOFTWARE).costs.forward_s,))
+    return sum(Placed(run, CLUSTER, SOFTWARE).costs.forward_s)
 
 
 def test_seconds_of_stages_are_those_of_their_own_layers():
@@ -30,7 +29,9 @@ def test_seconds_of_stages_are_those_of_their_own_layers():
         whole[0] - 5 * local[0] - placed.pieces[0].embedding[0], rel=1e-9
     )
     mean = piece_seconds(RUN, CLUSTER, SOFTWARE).layer
-    assert [mean[side] * 32 for side in (0, 1)] == pytest.approx([27 * local[side] + 5 * whole[side] for side in (0, 1)])
+    assert [mean[side] * 32 for side in (0, 1)] == pytest.approx(
+        [27 * local[side] + 5 * whole[side] for side in (0, 1)]
+    )
 
 
 def test_a_narrower_window_is_never_slower():

@@ -162,8 +162,8 @@ def _piece_problems(options: Options, request: "Request", model: "ModelConfig") 
     ]
     if model.window is not None and model.window < options.seq:
         found.append(
-            f"--seq must be at most the sliding window of --model, {model.window} tokens, found {options.seq}: a cluster "
-            "file has the seconds of equal layers that see all tokens; predictions count windows in closed forms"
+            f"--seq must be at most the sliding window of --model, {model.window} tokens, found {options.seq}: a "
+            "cluster file has the seconds of equal layers that see all tokens; other windows are closed forms"
         )
     if model.attn_softcap is not None or model.logit_softcap is not None:
         found.append(f"--model must have the soft caps of its family {model.family}, as a cluster file has no others")
