@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.layers import PieceSeconds, piece_seconds
 from pipeloom.cost.partition import fastest_partition
+from pipeloom.cost.pieces import PieceSeconds, piece_seconds
 from pipeloom.cost.software import Software
 from pipeloom.cost.stages import (
     frozen_layers,

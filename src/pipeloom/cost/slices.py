@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.layers import Pieces, piece_seconds
+from pipeloom.cost.layers import Pieces
 from pipeloom.cost.mixed import MixedCluster
+from pipeloom.cost.pieces import piece_seconds
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
 from pipeloom.cost.stages import layers_by_kind

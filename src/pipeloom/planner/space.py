@@ -17,9 +17,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.layers import PieceSeconds
 from pipeloom.cost.memory import kept_bytes, state_bytes, working_bytes
 from pipeloom.cost.partition import fastest_partition
+from pipeloom.cost.pieces import PieceSeconds
 from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.stages import layers_of_pieces, placement_of, stage_layers
 from pipeloom.families import FAMILIES, Choice
