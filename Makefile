@@ -13,6 +13,7 @@
 # make bench-balance  what moving activations saves and costs, with emulated compute (1 minute)
 # make bench-checkpoints  steps beside a checkpoint to a disk of 20 MB/s, and without (1 minute)
 # make bench-tokenize  memory and speed of tokenizing 5 GB of text (ARGS="--gb 1" for less; some minutes for each GB)
+# make bench-loading  seconds that steps wait for their data, with a mixture of packed texts (2 minutes)
 # make playground-pictures  the pictures of docs/playground.md; needs Chromium (as the next one)
 # make playground-speed     milliseconds from a slider's move to the painted timeline, 8 x 4 x 64 (20 seconds)
 # make tune     a model imported, tuned on a text, evaluated, exported and loaded by transformers (2 minutes)
@@ -41,7 +42,7 @@ STAMP       := $(VENV)/.installed
 LOADED      := numba llvmlite numpy pydantic pydantic_core rich
 
 .PHONY: demo test docs dist docs-commands plan-demo predict reproduce schedules plan-speed bench-network bench-overhead \
-        bench-balance bench-checkpoints bench-tokenize playground-pictures playground-speed tune signals speed check format clean
+        bench-balance bench-checkpoints bench-tokenize bench-loading playground-pictures playground-speed tune signals speed check format clean
 
 demo: $(STAMP)
 	$(BIN)/pipeloom train $(ARGS)
@@ -100,6 +101,9 @@ bench-checkpoints: $(STAMP)
 
 bench-tokenize: $(STAMP)
 	$(BIN)/python benchmarks/tokenizing.py $(ARGS)
+
+bench-loading: $(STAMP)
+	$(BIN)/python benchmarks/loading.py $(ARGS)
 
 playground-pictures: $(STAMP)
 	$(BIN)/python benchmarks/playground.py pictures

@@ -23,6 +23,7 @@ TIMES = {
     "step_time_s",
     "bubble_fraction",
     "exposed_communication_s",
+    "data_wait_s",
     "model_flops_per_s",
     "memory_bytes",
 }

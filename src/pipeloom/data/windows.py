@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeloom.data.order import SLOW, Order
 from pipeloom.data.tokenizer import TokenArray
 from pipeloom.errors import UserError
 
@@ -51,7 +52,7 @@ class TokenWindows:
         self._seed = seed
         self._begins = begins
         self._first = 0
-        self._orders: dict[int, npt.NDArray[np.int64]] = {}
+        self._orders: dict[int, Order] = {}
 
     def batch(self, index: int, batch_size: int) -> npt.NDArray[np.int64]:
         """A batch of windows.
@@ -92,11 +93,18 @@ class TokenWindows:
         epoch, place = divmod(number, self.num_windows)
         if self._seed is None:
             return place
+        if place * 2 > self.num_windows > SLOW:
+            # A thread sorts the next epoch's windows, so that its first batch does not wait.
+            self._order(epoch + 1).begin()
+        return int(self._order(epoch).places[place])
+
+    def _order(self, epoch: int) -> Order:
         if epoch not in self._orders:
+            assert self._seed is not None
             # Of a batch at the border of two epochs both are needed.
             self._orders = {one: self._orders[one] for one in (epoch - 1, epoch + 1) if one in self._orders}
-            self._orders[epoch] = _order(self._seed, epoch, self.num_windows)
-        return int(self._orders[epoch][place])
+            self._orders[epoch] = Order(self._seed, epoch, self.num_windows)
+        return self._orders[epoch]
 
 
 @dataclass(frozen=True)
@@ -256,12 +264,3 @@ def document_begins(windows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
 
 Windows = TokenWindows | Mixture
 """What a run reads its batches from."""
-
-
-def _order(seed: int, epoch: int, num_windows: int) -> npt.NDArray[np.int64]:
-    """An epoch's permutation of windows, the same in all versions of NumPy."""
-    # NumPy guarantees the raw bits of its generators over versions, but not the results of shuffle and permutation
-    # (NEP 19). SeedSequence takes no negative numbers, so the seed is taken modulo 2^64.
-    bits = np.random.PCG64([seed % (1 << 64), epoch]).random_raw(num_windows)
-    # Stable, so that equal numbers have the same order everywhere.
-    return np.argsort(bits, kind="stable")

@@ -36,13 +36,14 @@ class StepMeter:
         peaks = datasheet_peaks(torch.cuda.get_device_name(world.device))[0] if is_cuda else {}
         self._peak = peaks.get(precision_of(config.training.known_dtype) or "")
 
-    def own(self, result: StepResult) -> list[float]:
-        """This rank's terms: seconds of compute, of the step, of exposed communication; bytes by pipeline rank."""
+    def own(self, result: StepResult, waited_s: float) -> list[float]:
+        """This rank's terms: seconds of compute, of the step, of exposed communication, of waits; bytes by rank."""
         trace = result.trace
         own = self._pipeline_rank
         bytes_ = [0.0] * self._pp
         bytes_[own] = float(_peak_bytes(self._device))
-        return [float(trace.compute(own).duration_s.sum()), trace.end_s - trace.start_s, exposed_s(trace, own), *bytes_]
+        busy_s, step_s = float(trace.compute(own).duration_s.sum()), trace.end_s - trace.start_s
+        return [busy_s, step_s, exposed_s(trace, own), waited_s, *bytes_]
 
     def metrics(self, sums: Sequence[float], tokens_per_s: float) -> dict[str, Any]:
         """The metrics of a step.
@@ -54,15 +55,17 @@ class StepMeter:
         Returns:
             Name -> value. ``bubble_fraction``: share of the step, without the optimizer, in which ranks do not compute.
             ``exposed_communication_s``: mean over the ranks of seconds with communication and without compute.
+            ``data_wait_s``: mean over the ranks of seconds that the step waited for its batch.
             ``memory_bytes``: for each pipeline rank the peak since the start, mean over its replicas: allocated on the
             CUDA device, or resident memory of the process. ``model_flops_per_s``: of a device, without recomputation.
             ``mfu``: their share of the datasheet's peak, on devices with one.
         """
-        busy_s, step_s, exposed, *bytes_ = sums
+        busy_s, step_s, exposed, waited_s, *bytes_ = sums
         rate = tokens_per_s * self._flops / self._num_ranks
         found: dict[str, Any] = {
             "bubble_fraction": 1 - busy_s / step_s if step_s else 0.0,
             "exposed_communication_s": exposed / self._num_ranks,
+            "data_wait_s": waited_s / self._num_ranks,
             "memory_bytes": [round(one / self._num_pipelines) for one in bytes_],
             "model_flops_per_s": rate,
         }

@@ -15,11 +15,9 @@ from pipeloom.analysis.summary import communication, summarize
 from pipeloom.checkpoint.checkpoint_folder import Cause, CheckpointInfo, run_of
 from pipeloom.config import RunConfig
 from pipeloom.data.text import Data, unigram_loss
-from pipeloom.data.windows import Windows
 from pipeloom.errors import PeerLostError, RunError
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.processes.world import World
-from pipeloom.execute.stages.batch import Batch
 from pipeloom.measure.stages import Profile
 from pipeloom.runs import run_folder
 from pipeloom.runs.run_folder import RunFolder
@@ -36,6 +34,7 @@ from pipeloom.training.checkpoints.contents import checkpoint_info
 from pipeloom.training.checkpoints.saving import Saving
 from pipeloom.training.earlier import Measured, read_earlier
 from pipeloom.training.evaluation import mean_loss
+from pipeloom.training.loading import Loading
 from pipeloom.training.loggers import MetricLog
 from pipeloom.training.optimizer import StageUpdates, WholeUpdates, learning_rate, make_optimizer
 from pipeloom.training.pipeline import Pipeline
@@ -172,7 +171,9 @@ class Trainer:
         if resume is None and config.checkpoint.init is not None:
             start_weights(config, world, self._pipeline, self._checkpoints, data)
         text = self._done.data["text"]
-        self._train = data.train.resumed(self._done.sequences, self._done.sources, text)
+        windows = data.train.resumed(self._done.sequences, self._done.sources, text)
+        num_steps = config.training.known_steps - self._done.step
+        self._loading = Loading(windows, config.layout.batch_size, self._done.step + 1, num_steps)
         self._measured = Measured()
         self._candidates = traced_candidates(config, self._done.step)
         self._candidate_times_s: dict[int, float] = {}
@@ -195,6 +196,8 @@ class Trainer:
             except RunError:
                 self._saving.settle()
                 raise
+            finally:
+                self._loading.close()
 
     def _run(self) -> RunResult:
         config, is_writer = self._config, self._world.rank == 0
@@ -279,7 +282,7 @@ class Trainer:
         sequences = (step - self._done.step) * self._config.layout.batch_size
         tokens = self._done.tokens + sequences * self._config.data.seq_len
         info = checkpoint_info(self._config, self._data, step, self._done.sequences + sequences, tokens)
-        return replace(info, sources=self._train.position(sequences))
+        return replace(info, sources=self._loading.position)
 
     def _predict(self) -> None:
         """Profile the stages, their collectives and the update on this machine, and simulate the step.
@@ -289,8 +292,9 @@ class Trainer:
         """
         if not self._config.training.predict:
             return
-        # Any batch will do: step time does not depend on the tokens.
-        profile = self._pipeline.profile(self._batch(self._data.train, 0))
+        # Any batch will do, of windows that no thread reads: step time does not depend on the tokens.
+        windows = self._data.validation.batch(0, self._config.layout.batch_size)
+        profile = self._pipeline.profile(self._pipeline.batch(windows))
         within_s, behind_s = self._updates.seconds(self._world)
         if profile is None:  # on all ranks but 0
             return
@@ -299,19 +303,15 @@ class Trainer:
         self._measured.predicted, self._measured.predicted_s = trace, trace.end_s + behind_s
         self._folder.write(run_folder.PREDICTED_TRACE, to_chrome(trace, "predicted"))
 
-    def _batch(self, windows: Windows, index: int) -> Batch:
-        return self._pipeline.batch(windows.batch(index, self._config.layout.batch_size))
-
     def _step(self, step: int) -> tuple[float, float, StepResult]:
         """Do one optimizer step, counted from 1; returns loss, gradient norm, and this rank's result."""
         config = self._config
         lr = learning_rate(config.optimizer, step - 1, config.training.known_steps)
         self._updates.begin_step(lr)
-        windows = self._train.batch(step - self._done.step - 1, config.layout.batch_size)
-        result = self._pipeline.train_step(self._pipeline.batch(windows))
+        result = self._pipeline.train_step(self._pipeline.batch(self._loading.take()))
         # One all-reduce for loss, gradient norm and votes.
         own = [self._pipeline.counted_loss(result), self._updates.squares()]
-        measured = self._meter.own(result)
+        measured = self._meter.own(result, self._loading.waited_s)
         loss, squares, *others = self._world.sum([*own, *measured, *self._saving.votes()])
         self._sums, votes = others[: len(measured)], others[len(measured) :]
         self._saving.count(votes)

@@ -41,8 +41,8 @@ from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.runs.run_folder import RunFolder
 from pipeloom.system.host_memory import Available
+from pipeloom.training.background import Background
 from pipeloom.training.checkpoints import checkpoint as checkpoint_module
-from pipeloom.training.checkpoints.background import Background
 from pipeloom.training.checkpoints.checkpoint import Checkpoints
 from pipeloom.training.checkpoints.contents import expected_shapes
 from pipeloom.training.session import load_text, resolve
@@ -261,7 +261,13 @@ def test_a_checkpoint_in_the_background_has_the_weights_of_its_step(tmp_path, mo
 
 def test_training_waits_for_a_checkpoint_whose_copy_exceeds_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_module, "available_memory", lambda: Available(1000, "free on this host"))
-    monkeypatch.setattr(Background, "begin", lambda *_: pytest.fail("a thread was started"))
+    honest = Background.begin
+
+    def begin(self, work):
+        assert self._name == "data", "a thread was started"
+        honest(self, work)
+
+    monkeypatch.setattr(Background, "begin", begin)
     train_all({tmp_path / "run": config_of(tmp_path, "loops", every=3)})
     assert [path.name for path in (tmp_path / "run" / FOLDER).iterdir()] == ["step-000003"]
 

@@ -47,7 +47,7 @@ from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.flat_order import FlatOrder
 from pipeloom.execute.stages.weights import StageWeights
 from pipeloom.system.host_memory import available_memory
-from pipeloom.training.checkpoints.background import Background
+from pipeloom.training.background import Background
 from pipeloom.training.checkpoints.boxes import Box, Elements
 from pipeloom.training.checkpoints.contents import MODEL, expected_shapes, state_prefix, weights_only
 from pipeloom.training.checkpoints.planner import (
@@ -107,7 +107,7 @@ class Checkpoints:
         paths = [str(run.absolute())]
         dist.broadcast_object_list(paths, 0, group=self._group)
         self._run = Path(paths[0])
-        self._background = Background()
+        self._background = Background("checkpoint")
         self._copies: dict[str, Tensor] = {}
         self._device = world.device
 
