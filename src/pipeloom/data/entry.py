@@ -279,8 +279,12 @@ def write_indexed_entry(folder: Path, file: Path, validation_fraction: float, to
 
 def sample(corpus: Corpus, num_bytes: int = _BPE_SAMPLE_BYTES) -> list[bytes]:
     """Some of the training documents, from all over the text, for training byte-pair encoding."""
-    facts = [(key_of(name), size) for name, _, size in documents(corpus.sources, corpus.field, corpus.unit_bytes)]
-    keys, sizes = np.array([key for key, _ in facts], np.uint64), np.array([size for _, size in facts], np.int64)
+    # Arrays: lists of millions of numbers would take five times the memory.
+    every_key, every_size = array("Q"), array("q")
+    for name, _, size in documents(corpus.sources, corpus.field, corpus.unit_bytes):
+        every_key.append(key_of(name))
+        every_size.append(size)
+    keys, sizes = np.frombuffer(every_key, np.uint64), np.frombuffer(every_size, np.int64)
     is_training = ~held_out(keys, sizes, corpus.validation_fraction)
     # In a shuffled order: sorted, the sample would contain only the first folders of the corpus.
     order = np.argsort(keys, kind="stable")
@@ -340,11 +344,12 @@ def _documents(job: Job, num_units: int, validation_fraction: float) -> _Documen
             seen[source] = seen.get(source, 0) + 1
         for source, count in seen.items():
             numbers[source] = numbers.get(source, 0) + count
-    are_text = np.array(is_text, np.bool_)
-    all_sizes = np.array(sizes, np.int64)
+    # The arrays' own memory, and copies only where a document is not text.
+    are_text, all_sizes = np.frombuffer(is_text, np.bool_), np.frombuffer(sizes, np.int64)
+    chosen = slice(None) if are_text.all() else are_text
     held = np.zeros(len(sizes), np.bool_)
-    held[are_text] = held_out(np.array(keys, np.uint64)[are_text], all_sizes[are_text], validation_fraction)
-    num_tokens = np.where(are_text, np.array(tokens, np.int64), 0)
+    held[chosen] = held_out(np.frombuffer(keys, np.uint64)[chosen], all_sizes[chosen], validation_fraction)
+    num_tokens = np.frombuffer(tokens, np.int64) * are_text
     num_skipped = int((~are_text).sum())
     return _Documents(num_tokens, held, firsts, int(all_sizes[are_text].sum()), num_skipped, total.hexdigest())
 
