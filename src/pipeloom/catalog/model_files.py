@@ -68,7 +68,7 @@ def read_model(name_or_path: str, seq_len: int | None = None) -> ModelFile:
     """
     path = Path(name_or_path)
     # A name of the catalog first: a folder of that name may be in the working directory by chance.
-    if find_name("models", name_or_path) is None and path.is_dir():
+    if find_name("models", name_or_path) is None and _is_folder(path):
         return _read_config_json(path / CONFIG_JSON, seq_len)
     if path.suffix == ".json":
         return _read_config_json(path, seq_len)
@@ -94,6 +94,13 @@ def read_model(name_or_path: str, seq_len: int | None = None) -> ModelFile:
     rope_theta = reader.positive("rope_theta") if "rope_theta" in table and shape.kind.is_rotary else None
     reader.check({"source"})
     return ModelFile(shape, norm_eps, rope_theta)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # such as a name that is too long
+        return False
 
 
 def _read_config_json(path: Path, seq_len: int | None) -> ModelFile:

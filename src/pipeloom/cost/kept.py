@@ -194,8 +194,15 @@ class Kept:
     def pending_embedding(self) -> int:
         """Bytes of the embedding between the halves: the gradient of its output."""
         shape, size = self.run.shape, self.run.element_bytes
-        own = self._num_positions // (self.run.tp if self.run.sequence_parallel else 1)
-        return size * shape.hidden * (self.run.tokens + (0 if shape.kind.is_rotary else own))
+        return size * shape.hidden * (self.run.tokens + (0 if shape.kind.is_rotary else self._pending_positions()))
+
+    def _pending_positions(self) -> int:
+        """Rows of the gradient that learned positions wait with, beside that of the embedding's tokens."""
+        run = self.run
+        is_split = run.sequence_parallel and run.tp > 1
+        if run.by_document and not is_split:
+            return 0  # each token has a position of its own, whose gradient is that of its embedding
+        return self._num_positions // (run.tp if is_split else 1)
 
     def pending_head(self) -> int:
         """Bytes of the head between the halves, without the gradient of the logits."""

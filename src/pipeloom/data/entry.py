@@ -78,10 +78,21 @@ class Summary:
     train_targets: int | None = None
 
 
+RENEW = "copy the folder again, or remove it and tokenize the text again"
+
+
+def is_entry(folder: Path) -> bool:
+    """Whether a folder is an entry, perhaps a damaged one, rather than a folder of text."""
+    return (folder / SUMMARY).is_file() and any((folder / name).is_file() for name in (TOKENS, COUNTS))
+
+
 def read_summary(folder: Path) -> Summary | None:
     """An entry's summary; ``None`` if the entry is missing or damaged."""
     try:
         summary = Summary(**json.loads((folder / SUMMARY).read_text(encoding="utf-8")))
+        sizes = (summary.vocab_size - 1, summary.train_tokens, summary.validation_tokens)
+        if not all(isinstance(size, int) and size >= 0 for size in sizes):
+            return None
         num_counts = (folder / COUNTS).stat().st_size
         found = sha256_of(stored_files(folder))
         num_bytes = None if summary.file else (folder / TOKENS).stat().st_size
@@ -119,7 +130,13 @@ def open_entry(folder: Path, summary: Summary) -> tuple[TokenArray, npt.NDArray[
         tokens = read_indexed(Path(summary.file)).tokens
     else:
         tokens = np.memmap(folder / TOKENS, token_dtype(summary.vocab_size), mode="r")
-    return tokens, np.load(folder / COUNTS, allow_pickle=False)
+    try:
+        counts = np.load(folder / COUNTS, allow_pickle=False)
+    except ValueError:
+        counts = np.zeros(0, np.int64)
+    if counts.shape != (2, summary.vocab_size):
+        raise UserError(f"{folder / COUNTS} is damaged; {RENEW}")
+    return tokens, counts
 
 
 @dataclass(frozen=True)
@@ -337,6 +354,12 @@ def _documents(job: Job, num_units: int, validation_fraction: float) -> _Documen
     return _Documents(num_tokens, held, firsts, int(all_sizes[are_text].sum()), num_skipped, total.hexdigest())
 
 
+def _names(sources: Sequence[Source]) -> str:
+    """The files of a corpus in a message."""
+    first = str(sources[0].path)
+    return first if len(sources) == 1 else f"{len(sources)} files such as {first}"
+
+
 def _assemble(
     draft: Path, job: Job, units: Sequence[Sequence[Piece]], validation_fraction: float, tokenizer: Tokenizer
 ) -> Summary:
@@ -345,7 +368,7 @@ def _assemble(
     is_text = found.num_tokens > 0
     if not is_text.any():
         raise UserError(
-            f"the corpus must have at least one UTF-8 text that is not empty, found none in {len(job.sources)} files; "
+            f"the corpus must have at least one UTF-8 text that is not empty, found none in {_names(job.sources)}; "
             "set data.path to a file of text or of records, or a folder of them"
         )
     dtype = token_dtype(tokenizer.vocab_size)

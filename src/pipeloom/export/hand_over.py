@@ -102,6 +102,8 @@ def hand_over(
 
 
 def _write(folder: Path, texts: dict[str, str], stale: set[str]) -> None:
+    if not texts and not folder.exists():
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Before anything is written or removed, so that a refusal changes nothing.
