@@ -196,6 +196,8 @@ class Kept:
         """Bytes of the embedding between the halves: the gradient of its output."""
         shape, size = self.run.shape, self.run.element_bytes
         own = self._num_positions // (self.run.tp if self.run.sequence_parallel else 1)
+        # A position for each token, and no exchange between both: their vectors have one and the same gradient.
+        own *= not (self.run.by_document and self.run.tp == 1)
         return size * shape.hidden * (self.run.tokens + (0 if shape.kind.is_rotary else own))
 
     def pending_head(self) -> int:
