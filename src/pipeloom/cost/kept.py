@@ -145,7 +145,8 @@ class Kept:
 
     def masks(self, begin: int) -> int:
         """Bytes of the attention mask of a layer, for a token slice that begins at ``begin``; 0 on GPUs."""
-        # If queries do not begin at token 0, PyTorch's CPU kernel takes a mask tensor, which each layer keeps.
+        # If queries do not begin at token 0, PyTorch's CPU kernel takes a mask tensor, which each layer keeps. A single
+        # query needs none.
         run = self.run
         has_mask = begin > 0 and run.seq > 1 and not (run.fused_norm or run.by_document)
         return run.element_bytes * run.seq * (begin + run.seq) if has_mask and self._is_fused(begin) else 0
@@ -194,15 +195,10 @@ class Kept:
     def pending_embedding(self) -> int:
         """Bytes of the embedding between the halves: the gradient of its output."""
         shape, size = self.run.shape, self.run.element_bytes
-        return size * shape.hidden * (self.run.tokens + (0 if shape.kind.is_rotary else self._pending_positions()))
-
-    def _pending_positions(self) -> int:
-        """Rows of the gradient that learned positions wait with, beside that of the embedding's tokens."""
-        run = self.run
-        is_split = run.sequence_parallel and run.tp > 1
-        if run.by_document and not is_split:
-            return 0  # each token has a position of its own, whose gradient is that of its embedding
-        return self._num_positions // (run.tp if is_split else 1)
+        own = self._num_positions // (self.run.tp if self.run.sequence_parallel else 1)
+        # A position for each token, and no exchange between both: their vectors have one and the same gradient.
+        own *= not (self.run.by_document and self.run.tp == 1)
+        return size * shape.hidden * (self.run.tokens + (0 if shape.kind.is_rotary else own))
 
     def pending_head(self) -> int:
         """Bytes of the head between the halves, without the gradient of the logits."""
