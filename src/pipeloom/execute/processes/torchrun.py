@@ -24,7 +24,7 @@ def main() -> int:
     except SignalException as error:
         return Interrupted(error.sigval).status
     except ChildFailedError as error:
-        print(error, file=sys.stderr)
+        sys.stderr.write(f"{error}\n")
         status = error.get_first_failure()[1].exitcode
         return status if status > 0 else 128 - status
     return 0
