@@ -229,6 +229,68 @@ GEMMA_2B = {  # google/gemma-2b
     "rope_theta": 10000.0,
     "vocab_size": 256000,
 }
+GEMMA2_2B = {  # google/gemma-2-2b
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "initializer_range": 0.02,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "torch_dtype": "float32",
+    "transformers_version": "4.42.4",
+    "use_cache": True,
+    "vocab_size": 256000,
+}
+GEMMA3_1B = {  # google/gemma-3-1b-it
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "initializer_range": 0.02,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "use_cache": True,
+    "vocab_size": 262144,
+}
 BERT = {  # google-bert/bert-base-uncased
     "architectures": ["BertForMaskedLM"],
     "hidden_act": "gelu",
@@ -339,7 +401,7 @@ def test_the_base_of_rotary_positions_is_found_where_transformers_5_writes_it(wr
         NEOX_20B,
         GEMMA_2B,
         BERT,
-        {**LLAMA_3_8B, "model_type": "gemma2"},
+        {**LLAMA_3_8B, "model_type": "gemma3"},
         {**LLAMA_3_8B, "model_type": "mixtral", "num_local_experts": 8},
     ],
     ids=lambda table: table["model_type"],
@@ -357,7 +419,7 @@ def test_another_architecture_is_refused_by_name_with_its_reason(write, table):
 )
 def test_an_architecture_that_is_not_listed_or_not_named_is_refused(write, found, shown):
     assert problems_of(write(LLAMA_3_8B, model_type=found)) == (
-        f"model_type must be one of llama, mistral, qwen2, qwen3, olmo2, gpt2, found {shown}",
+        f"model_type must be one of llama, mistral, qwen2, qwen3, olmo2, gemma2, gemma3_text, gpt2, found {shown}",
     )
 
 
@@ -377,7 +439,7 @@ WRONG = {
         ("head_dim", 0, WHOLE),
         ("partial_rotary_factor", 0.5, "must be 1, as rotary positions turn whole heads here"),
         ("sliding_window", 4096, "must be null, as llama has no windows"),
-        ("use_sliding_window", True, "must be false, as attention here has no window"),
+        ("use_sliding_window", True, "must be false, as it has no windows"),
         ("layer_types", ["sliding_attention"], "must be null, or full_attention for each of 32 layers"),
         ("rope_scaling", {"type": "dynamic", "factor": 4.0}, KNOWN),
         ("rope_scaling", {"type": "yarn"}, "must be a table whose factor is a number above 0"),
@@ -411,9 +473,47 @@ WRONG = {
     "mistral": [
         ("num_key_value_heads", ..., WHOLE),
         ("sliding_window", "wide", "must be null or a whole number of at least 1"),
+        ("layer_types", ["full_attention"], "must be null, or sliding_attention for each of 32 layers"),
+    ],
+    "gemma2": [
+        ("sliding_window", None, "must be a whole number of at least 1, as some layers have a window"),
+        (
+            "layer_types",
+            ["full_attention"],
+            "must be null, or full_attention or sliding_attention for each of 26 layers",
+        ),
+        ("hidden_activation", "silu", 'must be "gelu_pytorch_tanh", the tanh form of GELU'),
+        ("use_bidirectional_attention", True, "must be false, as tokens here see earlier ones only"),
+        ("attn_logit_softcapping", 0, ABOVE),
+        ("query_pre_attn_scalar", 24.5, WHOLE),
+        ("attention_bias", True, NO_BIAS),
+        ("sliding_window_pattern", 2, "is not a supported key of gemma2"),
+        ("rope_local_base_freq", 1e4, "is not a supported key of gemma2"),
+    ],
+    "gemma3_text": [
+        ("attn_logit_softcapping", 50.0, "must be null, as this architecture bounds no attention scores"),
+        ("sliding_window_pattern", 0, "must be a whole number of at least 1"),
+        ("rope_local_base_freq", 0, ABOVE),
+        ("rope_scaling", {"type": "dynamic", "factor": 4.0}, KNOWN),
+        (
+            "rope_parameters",
+            {"rope_type": "default"},
+            "must be null or a table with a table full_attention and a table sliding_attention",
+        ),
+        (
+            "rope_parameters",
+            {"full_attention": {}, "sliding_attention": {"rope_type": "linear"}},
+            "must be a table whose sliding_attention has plain positions, of rope_type default",
+        ),
+        (
+            "rope_parameters",
+            {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 5.0}},
+            "must be a table whose sliding_attention has the rope_theta 10000 of rope_local_base_freq",
+        ),
     ],
     "qwen2": [
-        ("use_sliding_window", True, "must be false, as attention here has no window"),
+        ("use_sliding_window", "yes", "must be true or false"),
+        ("layer_types", ["sliding_attention"], "must be null, or full_attention for each of 28 layers"),
         ("attention_bias", False, "is not a supported key of qwen2"),
         ("num_key_value_heads", ..., WHOLE),
     ],
@@ -429,6 +529,8 @@ WRONG = {
     ],
 }
 RIGHT = {
+    "gemma2": GEMMA2_2B,
+    "gemma3_text": GEMMA3_1B,
     "olmo2": OLMO2_7B,
     "qwen3": QWEN3_8B,
     "qwen2": QWEN25_7B,
@@ -470,17 +572,45 @@ def test_a_long_value_is_cut(write):
     assert len(problem) < 200
 
 
-@pytest.mark.parametrize("window", [4096, ...], ids=["as published", "as its class has it"])
-def test_a_window_is_refused_where_it_is_narrower_than_the_sequences(write, window):
-    path = write(MISTRAL_7B, sliding_window=window)
-    found = "4096" if window == 4096 else "none, which means 4096"
-    assert read_model(path, 4096) == read_model(path)
-    (problem,) = problems_of(path, 4097)
-    assert problem.startswith(
-        "sliding_window must be null or at least 4097, the tokens of a sequence, as attention has"
-    )
-    assert problem.endswith(f", found {found}")
-    assert read_model(write(MISTRAL_7B, sliding_window=None), 32768)
+def windows_of(path, layers):
+    model = read_model(path).over(ModelConfig())
+    return [model.window_of(layer) for layer in range(layers)]
+
+
+def test_windows_are_those_of_the_rules_of_each_architecture(write):
+    assert windows_of(write(MISTRAL_7B), 32) == [4096] * 32
+    assert windows_of(write(MISTRAL_7B, sliding_window=...), 32) == [4096] * 32
+    assert windows_of(write(MISTRAL_7B, sliding_window=None), 32) == [None] * 32
+    assert windows_of(write(QWEN25_7B), 28) == [None] * 28
+    assert windows_of(write(QWEN25_7B, use_sliding_window=True), 28) == [None] * 28
+    upper = {"use_sliding_window": True, "max_window_layers": 20, "sliding_window": 100}
+    assert windows_of(write(QWEN25_7B, **upper), 28) == [None] * 20 + [100] * 8
+    kinds = ["sliding_attention"] + ["full_attention"] * 27
+    assert windows_of(write(QWEN25_7B, **upper, layer_types=kinds), 28) == [100] + [None] * 27
+    assert windows_of(write(GEMMA2_2B), 26) == [4096, None] * 13
+    assert windows_of(write(GEMMA3_1B), 26) == [512, 512, 512, 512, 512, None] * 4 + [512, 512]
+    kinds = ["full_attention"] * 26
+    assert windows_of(write(GEMMA3_1B, layer_types=kinds, sliding_window=None), 26) == [None] * 26
+
+
+def test_gemmas_files_are_read(write):
+    model = read_model(write(GEMMA2_2B)).over(ModelConfig())
+    assert (model.family, model.tied, model.known_head_size, model.query_pre_attn_scalar) == ("gemma2", True, 256, None)
+    assert (model.known_attn_softcap, model.known_logit_softcap) == (50.0, 30.0)
+    changed = {"attn_logit_softcapping": None, "final_logit_softcapping": 20, "query_pre_attn_scalar": 144}
+    model = read_model(write(GEMMA2_2B, **changed)).over(ModelConfig())
+    assert (model.known_attn_softcap, model.known_logit_softcap, model.attention_scale) == (0, 20, 1 / 12)
+    model = read_model(write(GEMMA3_1B)).over(ModelConfig())
+    assert (model.known_attn_softcap, model.known_logit_softcap) == (0, 0)
+    assert (model.rope_theta, model.known_rope_local_theta, model.scaling) == (1e6, 1e4, None)
+    bare = dict.fromkeys(("rope_theta", "rope_local_base_freq", "rope_scaling"), ...)
+    tables = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    model = read_model(write(GEMMA3_1B, **bare, rope_parameters=tables)).over(ModelConfig())
+    assert (model.rope_theta, model.known_rope_local_theta, model.scaling.factor) == (5e5, 2e4, 8)
+    assert read_model(write(GEMMA3_1B, **bare)) == read_model(write(GEMMA3_1B))
 
 
 def test_the_table_of_positions_has_as_many_rows_as_sequences_have_tokens(write):
@@ -548,14 +678,12 @@ def test_every_command_refuses_such_a_file_alike(write, command, capsys, tmp_pat
 
 
 def test_the_sequences_of_a_plan_are_those_of_its_flag(write, tmp_path, capsys):
-    path = write(
-        MISTRAL_7B, sliding_window=16, hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=99
-    )
+    path = write(GPT2, **NO_DROPOUT, n_positions=16, n_embd=64, n_head=4, n_layer=2, vocab_size=99)
     run = tmp_path / "run.toml"
     run.write_text(f'[model]\nfile = "{path}"\n[data]\nseq_len = 16\n[layout]\npp = 1\n')
     words = ["--best", "1", "--no-explain", "--families", "gpipe", *ON_CLUSTER]
     assert main(["plan", str(run), "--seq", "17", *words]) == 2
-    assert capsys.readouterr().err.count("sliding_window must be null or at least 17") == 1
+    assert capsys.readouterr().err.count("n_positions must be 17") == 1
     assert main(["plan", str(run), *words]) == 0
     assert RunConfig().data.seq_len > 16  # what a file without seq_len would be read with
 

@@ -7,7 +7,8 @@ import pytest
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.config import DataConfig, RunConfig, ScheduleConfig, find_problems
 from pipeloom.cost.hardware import MeasuredPieces
-from pipeloom.cost.layers import Pieces, piece_seconds
+from pipeloom.cost.layers import Pieces
+from pipeloom.cost.pieces import piece_seconds
 from pipeloom.families import make_schedule
 from pipeloom.predict.describe import described_problems
 from pipeloom.predict.memory import memory_by_rank

@@ -1,5 +1,7 @@
 """The closed forms equal what the model's matrix products really are."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -11,17 +13,19 @@ from pipeloom.cost.flops import (
     model_flops,
     piece_forward_flops,
     recomputed_flops,
+    seen,
+    seen_per_token,
     shape_model_flops,
 )
-from pipeloom.model import build_stage
+from pipeloom.model import build_stage, core_attention
 from pipeloom.workload.model import shape_of
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "qwen3", "olmo2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3"])
 @pytest.mark.parametrize(("num_kv_heads", "head_size"), [(4, None), (2, None), (2, 12)])
 def test_flops_of_each_piece_equal_the_counted_ones(family, num_kv_heads, head_size):
     heads = {"num_heads": 4, "num_kv_heads": num_kv_heads, "head_size": head_size}
-    model = ModelConfig(family=family, num_layers=2, hidden_size=32, **heads).resolve(50)
+    model = ModelConfig(family=family, num_layers=2, hidden_size=32, attn_softcap=0.0, **heads).resolve(50)
     seq_len, batch = 16, 3
     expected = piece_forward_flops(shape_of(model), seq_len)
     tensor = torch.randint(0, 50, (batch, seq_len))
@@ -37,6 +41,31 @@ def test_flops_of_each_piece_equal_the_counted_ones(family, num_kv_heads, head_s
         causal = 2 * seq_len * 4 * model.known_head_size if 0 < piece < 3 else 0
         products = counter.get_total_flops() - attention
         assert products / (batch * seq_len) == flops - causal
+
+
+@pytest.mark.parametrize("before", [0, 3, 9])
+@pytest.mark.parametrize("window", [None, 1, 5, 20])
+def test_products_of_attention_are_those_of_the_keys_that_are_seen(window, before, monkeypatch):
+    monkeypatch.setattr(core_attention, "BLOCK", 1)
+    tokens, size = 11, 4
+    query, key = torch.zeros(1, 1, tokens, size), torch.zeros(1, 1, before + tokens, size)
+    visible = core_attention.VisibleKeys(before, window)
+    with FlopCounterMode(display=False) as counter:
+        # a soft cap, so that the kernel is the one that takes windows
+        core_attention.core_attention(query, key, key, visible=visible, softcap=1.0)
+    # T^2 / 2 stands for the T (T + 1) / 2 scores under a causal mask, the diagonal included
+    diagonal = (min(before + tokens, window or 100) - min(before, window or 100)) / 2
+    assert counter.get_total_flops() == 4 * size * (seen(tokens, window, before) + diagonal)
+
+
+def test_layers_with_a_window_count_the_scores_inside_it():
+    shape = replace(load_model("llama-13b"), window=512, full_layers=(3, 7))
+    whole, seq = replace(shape, window=None, full_layers=()), 2048
+    tokens = seen_per_token(shape, seq)
+    assert tokens == [2048 if layer in {3, 7} else 2 * 512 * (2048 - 256) / 2048 for layer in range(40)]
+    fewer = 2 * shape.query_width * (40 * seq - sum(tokens))
+    assert sum(piece_forward_flops(whole, seq)) - sum(piece_forward_flops(shape, seq)) == pytest.approx(fewer)
+    assert shape_model_flops(whole, seq) - shape_model_flops(shape, seq) == pytest.approx(6 * fewer)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

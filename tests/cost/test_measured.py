@@ -7,7 +7,7 @@ import pytest
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.exchanges import step_terms
 from pipeloom.cost.hardware import CollectiveCurve, Group, MeasuredPieces, MeasuredUpdate
-from pipeloom.cost.layers import piece_seconds
+from pipeloom.cost.pieces import piece_seconds
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.slices import SliceModel
 from pipeloom.schedule import Action, Kind

@@ -437,10 +437,10 @@ def test_missing_and_empty_text_is_refused(config: DataConfig, tmp_path: Path) -
     with pytest.raises(UserError, match=r"No such file.*nowhere.*data\.path"):
         load_data(replace(config, path=tmp_path / "nowhere"), 0)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"at least one UTF-8 text .*found none in 0 files.*data\.path"):
+    with pytest.raises(UserError, match=r"a file that is not hidden, found none in .*empty; .*data\.path"):
         load_data(replace(config, path=tmp_path / "empty"), 0)
     (tmp_path / "zeros").write_bytes(b"\0" * 1000)
-    with pytest.raises(UserError, match="found none in 1 files"):
+    with pytest.raises(UserError, match=r"at least one UTF-8 text .*found none in .*zeros; set data\.path"):
         load_data(replace(config, path=tmp_path / "zeros"), 0)
 
 

@@ -7,7 +7,7 @@ from clusters import mixed, nodes, slow_link
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.exchanges import stage_collectives_s, step_terms
-from pipeloom.cost.layers import piece_seconds
+from pipeloom.cost.pieces import piece_seconds
 from pipeloom.cost.placed import Placed
 from pipeloom.errors import UserError
 from pipeloom.families import Choice

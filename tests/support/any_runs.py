@@ -28,14 +28,14 @@ COUNT = 200
 @cache
 def runs():
     """Runs without problems, the same for every test, each fourth one on GPUs; a schedule may still be refused."""
-    draw, of_layers, found = random.Random(0), random.Random(0), []
+    draw, of_layers, of_windows, found = random.Random(0), random.Random(0), random.Random(0), []
     while len(found) < COUNT:
         config = with_sharding(draw, any_run(draw))
         if len(found) % 4 == 3:
             machine, device = MachineConfig(cluster="dgx-a100"), "cuda"
             config = replace(config, machine=machine, training=replace(config.training, device=device))
         if not find_problems(config, trains=False):
-            found.append(with_layers(of_layers, config))
+            found.append(with_windows(of_windows, with_layers(of_layers, config)))
     return found
 
 
@@ -64,6 +64,27 @@ def with_layers(draw, config):
     families = ("llama" if moves else "olmo2", "qwen2", "qwen3")
     family = draw.choice(families) if model.family == "llama" else model.family
     return replace(config, model=replace(model, family=family, head_size=draw.choice((None, None, 6))))
+
+
+def with_windows(draw, config):
+    """The run with windows, soft caps and Gemma's layers, which keep more: not where activations move in a budget."""
+    if config.schedule.balance or config.schedule.offload:
+        return config
+    model = config.model
+    # Norms of heads of 4 elements have gradients of large differences, which bfloat16 cannot hold.
+    gemma = ("gemma2",) if config.training.dtype == "bfloat16" else ("gemma2", "gemma3")
+    family = draw.choice((model.family, *gemma))
+    full = draw.choice((None, None, (), (0, 3)))
+    return replace(
+        config,
+        model=replace(
+            model,
+            family=family,
+            window=(window := draw.choice((None, 3, 9, 20))),
+            full_attention_layers=None if window is None else full,
+            attn_softcap=draw.choice((None, None, 5.0)),
+        ),
+    )
 
 
 def on_cpus(config):

@@ -26,14 +26,27 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_UPPER = {"max_window_layers": 2}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0}
+_GEMMA = {**_LLAMA, "head_dim": 8, "sliding_window": 3}
 MODELS = {
     "llama": ("LlamaConfig", {**_LLAMA, "rms_norm_eps": 1e-6, "rope_theta": 5e5}),
     "llama tied": ("LlamaConfig", {**_LLAMA, "tie_word_embeddings": True}),
-    "mistral": ("MistralConfig", {**_LLAMA, "sliding_window": 64, "rope_scaling": {"type": "linear", "factor": 2.0}}),
-    "qwen2": ("Qwen2Config", {**_LLAMA, "head_dim": 16, "rope_scaling": _LLAMA3}),
+    "mistral": ("MistralConfig", {**_LLAMA, "sliding_window": 5, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+    "qwen2": (
+        "Qwen2Config",
+        {**_LLAMA, "head_dim": 16, "rope_scaling": _LLAMA3, "use_sliding_window": True, "sliding_window": 4, **_UPPER},
+    ),
     "qwen3": ("Qwen3Config", {**_LLAMA, "head_dim": 16, "rope_scaling": _YARN, "tie_word_embeddings": True}),
     "olmo2": ("Olmo2Config", {**_LLAMA, "rms_norm_eps": 1e-6, "num_key_value_heads": 4}),
+    "gemma2": (
+        "Gemma2Config",
+        {**_GEMMA, "attn_logit_softcapping": 0.8, "final_logit_softcapping": 0.3, "query_pre_attn_scalar": 24},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {**_GEMMA, "sliding_window_pattern": 3, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    ),
     "gpt2": (
         "GPT2Config",
         {**_COMMON, **_NO_DROPOUT, "n_embd": 16, "n_layer": 4, "n_head": 4, "n_inner": 20, "n_positions": SEQ_LEN},

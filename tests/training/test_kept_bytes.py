@@ -28,7 +28,7 @@ def runs(draw):
     device_budget = len(partition) > 1 and tp == 1 and draw(st.booleans())
     return RunConfig(
         model=ModelConfig(
-            family=draw(st.sampled_from(("llama", "gpt2", "qwen2", "qwen3", "olmo2"))),
+            family=draw(st.sampled_from(("llama", "gpt2", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3"))),
             num_layers=layers,
             hidden_size=draw(st.sampled_from((32, 96))),
             num_heads=8,
@@ -36,6 +36,9 @@ def runs(draw):
             head_size=draw(st.sampled_from((None, 6))),
             ffn_size=draw(st.sampled_from((None, 100))),
             tied=draw(st.booleans()),
+            window=draw(st.sampled_from((None, 5, 16, 40))),
+            full_attention_layers=draw(st.sampled_from((None, (), (0,)))),
+            logit_softcap=draw(st.sampled_from((None, 20.0))),
         ).resolve(draw(st.sampled_from((257, 300)))),
         data=DataConfig(
             seq_len=draw(st.sampled_from((16, 64))), attention=draw(st.sampled_from(("window", "window", "document")))
@@ -73,11 +76,11 @@ def test_closed_forms_are_what_is_counted_on_meta_tensors(config):
         assert closed.stages() == counted.stages()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "qwen3", "olmo2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3"])
 @pytest.mark.parametrize("recompute", KINDS)
 @pytest.mark.parametrize("num_kv_heads", [2, 4])
 def test_what_is_counted_on_meta_tensors_is_what_stages_keep(family, recompute, num_kv_heads):
-    model = ModelConfig(family=family, num_layers=3, hidden_size=32, num_heads=4, num_kv_heads=num_kv_heads)
+    model = ModelConfig(family=family, num_layers=3, hidden_size=32, num_heads=4, num_kv_heads=num_kv_heads, window=6)
     config = RunConfig(
         model=model.resolve(257),
         data=DataConfig(seq_len=16),

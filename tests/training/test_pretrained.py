@@ -140,7 +140,9 @@ def test_pickles_are_refused(folder, tmp_path, capsys):
 
 def test_an_index_with_files_elsewhere_is_refused(folder, tmp_path, capsys):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../other.safetensors"}}))
-    assert "expected a weight_map from tensors to files of its folder" in refusal(tmp_path, folder, capsys)
+    assert "expected a weight_map from tensors to *.safetensors files of its folder" in refusal(
+        tmp_path, folder, capsys
+    )
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '{"weight_map": {}}', '{"weight_map": [2]}'])
@@ -244,7 +246,7 @@ def export_of(tmp_path, folder, name, **settings):
     return export_weights(result.folder, tmp_path / f"out {name}", format="hf", **settings)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "gemma3"])
 def test_an_export_of_an_import_is_equal_byte_for_byte(tmp_path, name):
     model = make_model(name).to(torch.bfloat16)
     folder = save(model, tmp_path / name, max_shard_size="8KB" if name == "llama" else "5GB")
@@ -268,8 +270,10 @@ def test_another_type_is_written_with_its_name(tmp_path):
 def trained(tmp_path_factory):
     """Runs with random weights, by family."""
     folder, found = tmp_path_factory.mktemp("trained"), {}
-    for family in ("llama", "gpt2"):
-        model = ModelConfig(family=family, num_layers=2, hidden_size=16, num_heads=4, tied=family == "gpt2")
+    for family in ("llama", "gpt2", "gemma2", "gemma3"):
+        model = ModelConfig(family=family, num_layers=2, hidden_size=16, num_heads=4, tied=family != "llama")
+        if family.startswith("gemma"):
+            model = replace(model, window=3, query_pre_attn_scalar=9.0, logit_softcap=5.0)
         if family == "llama":
             model = replace(model, num_kv_heads=2, norm_eps=1e-6, rope_theta=5e5)
         output = OutputConfig(folder=folder / family)
@@ -281,7 +285,7 @@ def trained(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gemma3"])
 def test_transformers_loads_what_was_trained_here(trained, tmp_path, family):
     transformers = require_transformers()
     assert main(["export", str(trained[family]), str(tmp_path / "out"), "--format", "hf"]) == 0

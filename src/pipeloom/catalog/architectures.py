@@ -7,9 +7,9 @@ for their effects, ``configuration_utils.py`` for keys that all models have.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
-from pipeloom.catalog.weight_files import GPT2_WEIGHTS, LLAMA_WEIGHTS, OLMO2_WEIGHTS, WeightFiles
+from pipeloom.catalog.weight_files import GEMMA_WEIGHTS, GPT2_WEIGHTS, LLAMA_WEIGHTS, OLMO2_WEIGHTS, WeightFiles
 from pipeloom.registry import Registry
 from pipeloom.workload.model_families import MODELS, ModelFamily
 
@@ -47,6 +47,10 @@ class Architecture:
         unused: keys without an effect on the model's function, in addition to ``UNUSED``.
         weights: the tensors of its weight files.
         window: value of a missing ``sliding_window``; ``None`` for architectures without windows.
+        windowed: which layers have one (``catalog.config_windows``).
+        query_scalar: value of a missing ``query_pre_attn_scalar``; ``None`` for architectures without the key.
+        attn_softcap, logit_softcap: values of missing ``attn_logit_softcapping`` and ``final_logit_softcapping``;
+            ``None`` for architectures that do not read them.
         head_size: value of a missing ``head_dim``; ``None`` for an equal share of ``hidden``.
         groups_follow: whether a missing ``num_key_value_heads`` means as many as query heads, not a fixed number.
     """
@@ -65,6 +69,10 @@ class Architecture:
     unused: frozenset[str]
     weights: WeightFiles
     window: int | None = None
+    windowed: Literal["none", "all", "upper", "pattern"] = "none"
+    query_scalar: int | None = None
+    attn_softcap: float | None = None
+    logit_softcap: float | None = None
     head_size: int | None = None
     groups_follow: bool = True
 
@@ -112,7 +120,7 @@ _LLAMA_FIXED = MappingProxyType(
         "mlp_bias": Fixed((False,), "as these matrices have no biases here", default=False),
         "attention_dropout": Fixed((0, None), "as nothing is dropped here", 0),
         "partial_rotary_factor": Fixed((1, None), "as rotary positions turn whole heads here", 1),
-        "use_sliding_window": Fixed((False, None), "as attention here has no window", default=False),
+        "use_sliding_window": Fixed((False, None), "as it has no windows", default=False),
     }
 )
 _LLAMA_NAMES: Mapping[str, Any] = MappingProxyType(
@@ -142,13 +150,13 @@ def _qwen(family: str, name: str, without: Collection[str]) -> Architecture:
         **_LLAMA_NAMES,
         "family": family,
         "groups_follow": False,
+        "window": 4096,
+        "windowed": "upper",
         "fixed": {
             **{key: value for key, value in _LLAMA_FIXED.items() if key not in without},
             "use_mrope": Fixed((False,), "as positions of a text have one number here", default=False),
         },
-        "used": _LLAMA_NAMES["used"] - {"sliding_window"},
-        # Both are read with use_sliding_window only.
-        "unused": _LLAMA_NAMES["unused"] | {"sliding_window", "max_window_layers"},
+        "used": _LLAMA_NAMES["used"] | {"use_sliding_window", "max_window_layers"},
     }
     return Architecture(classes=(name,), **settings)
 
@@ -159,10 +167,15 @@ ARCHITECTURES: Registry[Architecture] = Registry("model_type", "", Architecture)
 """Architectures by ``model_type``. A plug-in with a family of models adds its architectures here."""
 ARCHITECTURES.add("llama", Architecture(classes=("LlamaForCausalLM",), **_LLAMA_NAMES))
 ARCHITECTURES.add(
-    "mistral", Architecture(classes=("MistralForCausalLM",), window=4096, groups_follow=False, **_LLAMA_NAMES)
+    "mistral",
+    Architecture(classes=("MistralForCausalLM",), window=4096, windowed="all", groups_follow=False, **_LLAMA_NAMES),
 )
-ARCHITECTURES.add("qwen2", _qwen("qwen2", "Qwen2ForCausalLM", without=("attention_bias", "mlp_bias")))
-ARCHITECTURES.add("qwen3", replace(_qwen("qwen3", "Qwen3ForCausalLM", without=("mlp_bias",)), head_size=128))
+ARCHITECTURES.add(
+    "qwen2", _qwen("qwen2", "Qwen2ForCausalLM", without=("attention_bias", "mlp_bias", "use_sliding_window"))
+)
+ARCHITECTURES.add(
+    "qwen3", replace(_qwen("qwen3", "Qwen3ForCausalLM", without=("mlp_bias", "use_sliding_window")), head_size=128)
+)
 ARCHITECTURES.add(
     "olmo2",
     replace(
@@ -173,6 +186,54 @@ ARCHITECTURES.add(
         fixed={key: one for key, one in _LLAMA_FIXED.items() if key not in ("mlp_bias", "use_sliding_window")},
         used=_LLAMA_NAMES["used"] - {"sliding_window"},
         weights=OLMO2_WEIGHTS,
+    ),
+)
+_GELU = Fixed(("gelu_pytorch_tanh", "gelu_new"), "the tanh form of GELU", "gelu_pytorch_tanh")
+
+
+def _gemma(family: str, name: str, fixed: Mapping[str, Fixed], used: str) -> Architecture:
+    """One of Gemma's architectures, with their own defaults."""
+    without = ("hidden_act", "mlp_bias", "use_sliding_window")
+    settings: dict[str, Any] = {
+        **_LLAMA_NAMES,
+        "family": family,
+        "tied": True,
+        "groups_follow": False,
+        "head_size": 256,
+        "query_scalar": 256,
+        "window": 4096,
+        "windowed": "pattern",
+        "fixed": {
+            **{key: one for key, one in _LLAMA_FIXED.items() if key not in without},
+            # Files of Gemma 2 have both; only the first is read.
+            "hidden_activation": _GELU,
+            "hidden_act": _GELU,
+            "use_bidirectional_attention": Fixed((False, None), "as tokens here see earlier ones only", None),
+            **fixed,
+        },
+        "used": _LLAMA_NAMES["used"] | _keys(f"query_pre_attn_scalar final_logit_softcapping {used}"),
+        # The cache of generation, and an attribute that transformers 5 writes and does not read.
+        "unused": _LLAMA_NAMES["unused"] | {"cache_implementation", "_sliding_window_pattern"},
+        "weights": GEMMA_WEIGHTS,
+    }
+    return Architecture(classes=(name,), **settings)
+
+
+ARCHITECTURES.add(
+    "gemma2",
+    replace(_gemma("gemma2", "Gemma2ForCausalLM", {}, "attn_logit_softcapping"), attn_softcap=50.0, logit_softcap=30.0),
+)
+_UNCAPPED = Fixed((None,), "as this architecture bounds no attention scores", None)
+ARCHITECTURES.add(
+    "gemma3_text",
+    replace(
+        _gemma(
+            "gemma3",
+            "Gemma3ForCausalLM",
+            {"attn_logit_softcapping": _UNCAPPED},
+            "rope_local_base_freq sliding_window_pattern",
+        ),
+        logit_softcap=0.0,
     ),
 )
 ARCHITECTURES.add(
@@ -227,8 +288,7 @@ ELSEWHERE = {
     "bloom": "it has ALiBi",
     "mpt": "it has ALiBi",
     "gemma": "it has GELU gates, scaled embeddings and heads of a size of their own",
-    "gemma2": "it has GELU gates, scaled embeddings, soft caps and windows",
-    "gemma3_text": "it has GELU gates, scaled embeddings, norms of queries and keys, and windows",
+    "gemma3": "it has images",
     "phi": "it has rotary positions with LayerNorm, and attention beside the feed-forward block",
     "phi3": "it has scaled rotary positions or windows",
     "granite": "it has factors on embeddings, attention, residuals and logits",

@@ -215,7 +215,14 @@ def _pieces(reader: Reader) -> MeasuredPieces:
         sizes["own_head_size"] = reader.integer("head_size")
     family = reader.text("family", among=tuple(MODELS))
     run = Run(
-        shape=ModelShape(layers=1, family=family, tied=False, **sizes),
+        shape=ModelShape(
+            layers=1,
+            family=family,
+            tied=False,
+            attn_softcap=MODELS[family].attn_softcap,
+            logit_softcap=MODELS[family].logit_softcap,
+            **sizes,
+        ),
         seq=reader.integer("seq"),
         micro_batch=reader.integer("micro_batch"),
         tp=reader.integer("tp", 1),

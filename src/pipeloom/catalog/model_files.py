@@ -5,15 +5,16 @@ A ``config.json`` is read only if the model here computes the same function; oth
 no effect on the function. Any other key is a problem, so that no setting is silently ignored.
 """
 
-import json
-import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pipeloom.catalog.architectures import ARCHITECTURES, ELSEWHERE, Architecture
-from pipeloom.catalog.reading import Reader, find_name, is_positive, read_toml
+from pipeloom.catalog.config_json import ConfigJson, as_json
+from pipeloom.catalog.config_rope import rope_keys, rope_settings
+from pipeloom.catalog.config_windows import window_keys, windows
+from pipeloom.catalog.reading import Reader, find_name, read_toml
 from pipeloom.errors import UserError
 from pipeloom.system.files import parse_json, read_text
 from pipeloom.workload.model import MOST_LAYERS, ModelConfig, ModelShape, head_problems, model_of
@@ -21,25 +22,6 @@ from pipeloom.workload.model_families import MODELS
 
 CONFIG_JSON = "config.json"
 """File of a Hugging Face folder that describes the model."""
-_TURNS: Mapping[str, Mapping[str, str]] = {
-    "llama3": {"low_freq_factor": "slow_turns", "high_freq_factor": "fast_turns"},
-    "yarn": {"beta_slow": "slow_turns", "beta_fast": "fast_turns"},
-}
-"""Keys of rotary positions -> attributes of ``RopeScaling``."""
-_YARN_TURNS = {"beta_slow": 1.0, "beta_fast": 32.0}
-_ROPE_KEYS: Mapping[str, Set[str]] = {
-    "default": set(),
-    "linear": {"factor"},
-    "llama3": {"factor", "original_max_position_embeddings", *_TURNS["llama3"]},
-    "yarn": {"factor", "original_max_position_embeddings", "attention_factor", *_TURNS["yarn"]},
-}
-"""Supported ``rope_type`` -> the keys that it has."""
-_SCALING = (
-    *("rope_scaling", "rope_factor", "rope_original_len", "rope_slow_turns", "rope_fast_turns"),
-    "rope_attention_factor",
-)
-_WIDTH = 100
-"""Most characters of a value in a message."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +31,14 @@ class ModelFile:
     Attributes:
         shape: the sizes.
         norm_eps, rope_theta: as in ``ModelConfig``; ``None`` if the file has none.
-        rope_scaling: settings of ``ModelConfig`` by name; empty if the format of the file has none.
+        settings: further settings of ``ModelConfig`` by name; empty if the format of the file has none.
         model_type: key of ``ARCHITECTURES``; ``None`` for a file of the catalog's format.
     """
 
     shape: ModelShape
     norm_eps: float | None = None
     rope_theta: float | None = None
-    rope_scaling: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     model_type: str | None = None
 
     def over(self, model: ModelConfig) -> ModelConfig:
@@ -65,8 +47,8 @@ class ModelFile:
             model_of(self.shape, model),
             norm_eps=model.norm_eps if self.norm_eps is None else self.norm_eps,
             rope_theta=model.rope_theta if self.rope_theta is None else self.rope_theta,
-            **self.rope_scaling,
-        )
+            **self.settings,
+        ).canonical
 
 
 def load_model(name_or_path: str, seq_len: int | None = None) -> ModelShape:
@@ -79,14 +61,14 @@ def read_model(name_or_path: str, seq_len: int | None = None) -> ModelFile:
 
     Args:
         name_or_path: its name, its file, or a folder with a ``config.json``.
-        seq_len: tokens of a sequence, compared with attention windows and tables of positions; ``None`` for no check.
+        seq_len: tokens of a sequence, compared with tables of positions; ``None`` for no check.
 
     Raises:
         UserError: there is no such name or file, or the file is wrong; has all problems.
     """
     path = Path(name_or_path)
     # A name of the catalog first: a folder of that name may be in the working directory by chance.
-    if find_name("models", name_or_path) is None and path.is_dir():
+    if find_name("models", name_or_path) is None and _is_folder(path):
         return _read_config_json(path / CONFIG_JSON, seq_len)
     if path.suffix == ".json":
         return _read_config_json(path, seq_len)
@@ -114,6 +96,13 @@ def read_model(name_or_path: str, seq_len: int | None = None) -> ModelFile:
     return ModelFile(shape, norm_eps, rope_theta)
 
 
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # such as a name that is too long
+        return False
+
+
 def _read_config_json(path: Path, seq_len: int | None) -> ModelFile:
     """``read_model`` of a ``config.json``."""
     text = read_text(path)
@@ -131,12 +120,12 @@ def _parse(table: dict[str, Any], source: str, seq_len: int | None) -> ModelFile
     name = found if isinstance(found, str) else ""
     len(MODELS)  # imports plug-ins, which add the architectures of their families
     if name not in ARCHITECTURES:
-        shown = _shown(found) if "model_type" in table else "none"
+        shown = as_json(found) if "model_type" in table else "none"
         why = f": {ELSEWHERE[name]}, which is not supported" if name in ELSEWHERE else ""
         reader.complain(f"model_type must be one of {', '.join(ARCHITECTURES)}, found {shown}{why}")
         # Raises an error: without an architecture no other key has a meaning.
         reader.check(set(table))
-    file = _ConfigJson(table, reader, ARCHITECTURES[name], name)
+    file = ConfigJson(table, reader, ARCHITECTURES[name], name)
     model = _model(file, seq_len)
     _check_fixed(file)
     _check_keys(file)
@@ -184,44 +173,26 @@ def _table(model: ModelConfig, seq_len: int, name: str, known: Architecture) -> 
     table |= {key: fixed.values[0] for key, fixed in known.fixed.items() if fixed.default not in fixed.values}
     if not known.model_family.is_rotary:
         return {**table, "n_positions": seq_len}
-    table |= {"num_key_value_heads": model.num_kv_heads, "rope_theta": model.rope_theta}
-    table |= {"max_position_embeddings": seq_len}
+    table |= {"num_key_value_heads": model.num_kv_heads, "max_position_embeddings": seq_len}
     if known.head_size is not None or model.head_size is not None:
         table["head_dim"] = model.known_head_size
-    if (scaling := model.scaling) is not None:
-        keys: dict[str, Any] = {"factor": scaling.factor}
-        if scaling.kind != "linear":
-            keys |= {"original_max_position_embeddings": scaling.original_len}
-            keys |= {key: getattr(scaling, name) for key, name in _TURNS[scaling.kind].items()}
-        if scaling.kind == "yarn":
-            keys["attention_factor"] = scaling.attention_factor
-        table["rope_scaling"] = {"rope_type": scaling.kind, **keys}
-    return table if known.window is None else {**table, "sliding_window": None}
+    return table | rope_keys(model) | window_keys(model, known.windowed) | _score_keys(model, known)
 
 
-@dataclass(frozen=True)
-class _ConfigJson:
-    """A ``config.json`` while it is read.
-
-    Attributes:
-        table: its keys and values.
-        reader: reads values and collects problems.
-        known: its architecture.
-        name: its ``model_type``.
-    """
-
-    table: dict[str, Any]
-    reader: Reader
-    known: Architecture
-    name: str
-
-    def must_be(self, key: str, wanted: str, default: Any = None) -> None:
-        """Add a problem: the required and the actual value of a key, or its default if it is missing."""
-        found = _shown(self.table[key]) if key in self.table else f"none, which means {_shown(default)}"
-        self.reader.complain(f"{key} must be {wanted}, found {found}")
+def _score_keys(model: ModelConfig, known: Architecture) -> dict[str, Any]:
+    """The keys of a model's scores and soft caps that an architecture has."""
+    table: dict[str, Any] = {}
+    if known.query_scalar is not None:
+        scalar = model.query_pre_attn_scalar or float(model.known_head_size)
+        table["query_pre_attn_scalar"] = int(scalar) if scalar.is_integer() else scalar
+    if known.attn_softcap is not None:
+        table["attn_logit_softcapping"] = model.known_attn_softcap or None
+    if known.logit_softcap is not None:
+        table["final_logit_softcapping"] = model.known_logit_softcap or None
+    return table
 
 
-def _model(file: _ConfigJson, seq_len: int | None) -> ModelFile:
+def _model(file: ConfigJson, seq_len: int | None) -> ModelFile:
     known, reader = file.known, file.reader
     is_rotary = known.model_family.is_rotary
     layers = reader.integer(known.layers, most=MOST_LAYERS)
@@ -238,8 +209,8 @@ def _model(file: _ConfigJson, seq_len: int | None) -> ModelFile:
         names = (known.hidden, known.heads, "num_key_value_heads", "head_dim" if is_rotary else "")
         for problem in head_problems((hidden, heads, kv_heads, own_size), is_rotary=is_rotary, names=names):
             reader.complain(problem)
-        if is_rotary:
-            _check_windows(file, layers, seq_len)
+    window, full_layers = windows(file, layers) if is_rotary and not reader.has_problems else (None, ())
+    scalar, attn_softcap, logit_softcap = _scores(file)
     # Learned positions: a shorter table lacks rows, and a longer one has rows that are never trained.
     rows = seq_len if is_rotary else reader.integer("n_positions", 1024)
     if seq_len is not None and rows != seq_len:
@@ -256,136 +227,48 @@ def _model(file: _ConfigJson, seq_len: int | None) -> ModelFile:
         vocab=reader.integer("vocab_size"),
         tied=reader.flag("tie_word_embeddings", default=known.tied),
         own_head_size=own_size,
+        window=window,
+        full_layers=full_layers,
+        attn_softcap=attn_softcap,
+        logit_softcap=logit_softcap,
     )
     eps = reader.positive(known.eps, known.default_eps)
     if not is_rotary:
         return ModelFile(shape, eps, model_type=file.name)
-    rope = _rope(file)
-    return ModelFile(shape, eps, _rope_theta(file, rope), _rope_scaling(file, rope), file.name)
+    settings = rope_settings(file)
+    return ModelFile(shape, eps, settings.pop("rope_theta"), settings | {"query_pre_attn_scalar": scalar}, file.name)
 
 
-def _check_windows(file: _ConfigJson, layers: int, seq_len: int | None) -> None:
-    """Attention here has no window, so a window of the file must be as wide as the sequences."""
-    kinds = file.table.get("layer_types")
-    is_full = isinstance(kinds, list) and len(kinds) == layers and all(kind == "full_attention" for kind in kinds)
-    if kinds is not None and not is_full:
-        file.must_be("layer_types", f"null, or full_attention for each of {layers} layers")
-    if "sliding_window" not in file.known.used:
-        return
-    window = file.table.get("sliding_window", file.known.window)
-    if window is None:
-        return
-    if file.known.window is None:
-        file.must_be("sliding_window", f"null, as {file.name} has no windows")
-    elif isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        file.must_be("sliding_window", "null or a whole number of at least 1")
-    elif seq_len is not None and window < seq_len:
-        wanted = f"null or at least {seq_len}, the tokens of a sequence, as attention has no window here"
-        file.must_be("sliding_window", wanted, file.known.window)
-
-
-def _rope(file: _ConfigJson) -> dict[str, Any]:
-    """The table of rotary positions, which transformers 4 calls ``rope_scaling`` and 5 ``rope_parameters``."""
-    found = {key: file.table[key] for key in ("rope_scaling", "rope_parameters") if file.table.get(key) is not None}
-    for key, value in found.items():
-        kind = value.get("rope_type", value.get("type", "default")) if isinstance(value, dict) else None
-        if not isinstance(kind, str) or kind not in _ROPE_KEYS:
-            file.must_be(key, f"null or of rope_type {', '.join(_ROPE_KEYS)}, with the same settings in all layers")
-            return {}
-        table = {name: one for name, one in value.items() if one is not None and name != "type"}
-        found[key] = {**table, "rope_type": kind}
-        others = ", ".join(sorted(set(table) - _ROPE_KEYS[kind] - {"rope_type", "rope_theta", "partial_rotary_factor"}))
-        if others or table.get("partial_rotary_factor", 1) != 1:
-            wanted = "whole heads turned" if not others else f"no {others}, which rope_type {kind} does not have here"
-            file.must_be(key, f"a table with {wanted}")
-            return {}
-    tables = list(found.values())
-    if (
-        len(tables) == 2
-        and tables[0] != tables[1]
-        and "default" not in (tables[0]["rope_type"], tables[1]["rope_type"])
+def _scores(file: ConfigJson) -> tuple[float | None, float, float]:
+    """What scores are divided by the root of, if an architecture sets it, and the soft caps; 0 for none."""
+    known, reader = file.known, file.reader
+    scalar = None if known.query_scalar is None else float(reader.integer("query_pre_attn_scalar", known.query_scalar))
+    caps: list[float] = []
+    for key, default in (
+        ("attn_logit_softcapping", known.attn_softcap),
+        ("final_logit_softcapping", known.logit_softcap),
     ):
-        file.reader.complain("rope_scaling and rope_parameters must be equal where a file has both")
-    # A scaled table describes the model, also beside a plain one that has the base only.
-    return max(tables, key=lambda table: table["rope_type"] != "default", default={})
+        is_set = default is not None and file.table.get(key, default or None) is not None
+        caps.append(reader.positive(key, default) if is_set else 0.0)
+    return scalar, caps[0], caps[1]
 
 
-def _rope_theta(file: _ConfigJson, rope: Mapping[str, Any]) -> float:
-    """The base of rotary positions, which transformers 5 writes into ``rope_parameters``."""
-    found: dict[str, float] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        value = file.table.get(key)
-        if rope and isinstance(value, dict) and value.get("rope_theta") is not None:
-            found[key] = _number(file, key, value, "rope_theta")
-            if math.isnan(found[key]):
-                return found[key]
-    if "rope_theta" in file.table or not found:
-        found["rope_theta"] = file.reader.positive("rope_theta", 10000.0)
-    if len(set(found.values())) > 1:
-        both = " and ".join(f"{value:g} in {key}" for key, value in found.items())
-        file.reader.complain(f"rope_theta must be one number, found {both}")
-    return next(iter(found.values()))
-
-
-def _rope_scaling(file: _ConfigJson, rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of ``ModelConfig``, all of them."""
-    kind = rope.get("rope_type", "default")
-    found: dict[str, Any] = dict.fromkeys(_SCALING)
-    if kind == "default":
-        return found
-    key = "rope_scaling" if file.table.get("rope_scaling") is not None else "rope_parameters"
-    found |= {"rope_scaling": kind, "rope_factor": _number(file, key, rope, "factor")}
-    if kind == "linear":
-        return found
-    whole = "original_max_position_embeddings"
-    length = rope.get(whole, file.table.get("max_position_embeddings"))
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        file.must_be(key, f"a table whose {whole} (else max_position_embeddings) is a whole number of at least 1")
-        return found
-    # llama3 has no defaults, YaRN those of its paper.
-    turns = {
-        f"rope_{name}": _number(file, key, rope, theirs, _YARN_TURNS.get(theirs))
-        for theirs, name in _TURNS[kind].items()
-    }
-    if turns["rope_slow_turns"] >= turns["rope_fast_turns"]:
-        slow, fast = (theirs for theirs in _TURNS[kind])
-        file.must_be(key, f"a table whose {slow} is below its {fast}")
-    if kind == "yarn" and "attention_factor" in rope:
-        turns["rope_attention_factor"] = _number(file, key, rope, "attention_factor")
-    return found | {"rope_original_len": length} | turns
-
-
-def _number(file: _ConfigJson, key: str, table: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """A positive number of a table inside the file."""
-    value = table.get(name, default)
-    if is_positive(value):
-        return float(value)
-    file.must_be(key, f"a table whose {name} is a number above 0")
-    return math.nan
-
-
-def _check_fixed(file: _ConfigJson) -> None:
+def _check_fixed(file: ConfigJson) -> None:
     for key, fixed in file.known.fixed.items():
         value = file.table.get(key, fixed.default)
         # In Python 0 == False, but transformers writes booleans as true and false.
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in fixed.values):
-            file.must_be(key, f"{_shown(fixed.values[0])}, {fixed.why}", fixed.default)
+            file.must_be(key, f"{as_json(fixed.values[0])}, {fixed.why}", fixed.default)
     classes, found = file.known.classes, file.table.get("architectures")
     if found is not None and (not isinstance(found, list) or not found or any(one not in classes for one in found)):
-        file.must_be("architectures", f"{_shown(list(classes))}, as models here end with a head over the vocabulary")
+        file.must_be("architectures", f"{as_json(list(classes))}, as models here end with a head over the vocabulary")
 
 
-def _check_keys(file: _ConfigJson) -> None:
+def _check_keys(file: ConfigJson) -> None:
     for key, value in file.table.items():
         if key not in file.known.keys:
-            shown = key if key.isprintable() else _shown(key)
+            shown = key if key.isprintable() else as_json(key)
             file.reader.complain(
-                f"{shown} is not a supported key of {file.name}, found {_shown(value)}; remove it if the model is the "
+                f"{shown} is not a supported key of {file.name}, found {as_json(value)}; remove it if the model is the "
                 "same without it"
             )
-
-
-def _shown(value: Any) -> str:
-    """A value as JSON, shortened; in ASCII, so without control characters."""
-    text = json.dumps(value)
-    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."

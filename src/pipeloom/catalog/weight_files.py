@@ -134,6 +134,21 @@ OLMO2_WEIGHTS = replace(
 )
 """Files of OLMo 2, whose norms follow attention and the feed-forward block."""
 
+_GEMMA_NORMS = {
+    "model.layers.*.input_layernorm.weight": f"{LAYERS}attention_norm.weight",
+    "model.layers.*.post_attention_layernorm.weight": f"{LAYERS}attention_post_norm.weight",
+    "model.layers.*.pre_feedforward_layernorm.weight": f"{LAYERS}feed_forward_norm.weight",
+    "model.layers.*.post_feedforward_layernorm.weight": f"{LAYERS}feed_forward_post_norm.weight",
+}
+GEMMA_WEIGHTS = replace(
+    LLAMA_WEIGHTS,
+    tensors=(
+        *(one for one in LLAMA_WEIGHTS.tensors if "layernorm" not in one.name),
+        *(FileTensor(theirs, (ours,)) for theirs, ours in _GEMMA_NORMS.items()),
+    ),
+)
+"""Files of Gemma 2 and 3, with norms before and behind attention and the feed-forward block."""
+
 GPT2_WEIGHTS = WeightFiles(
     prefix="transformer.",
     tensors=(

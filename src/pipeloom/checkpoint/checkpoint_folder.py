@@ -128,7 +128,10 @@ def is_checkpoint(path: Path) -> bool:
 
 def is_hugging_face(path: Path) -> bool:
     """Whether a folder has the model and the weights of a Hugging Face model, in any format."""
-    return (path / "config.json").is_file()
+    try:
+        return (path / "config.json").is_file()
+    except OSError:  # such as a name that is too long
+        return False
 
 
 def run_of(checkpoint: Path) -> Path | None:

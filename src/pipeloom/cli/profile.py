@@ -128,7 +128,8 @@ def _piece_request(options: Options, request: "Request") -> "PieceRequest":
     if problems:
         raise ConfigError(problems, "the command line")
     return PieceRequest(
-        model=model,
+        # A window of at least a sequence has no effect on what is measured.
+        model=replace(model, window=None, full_attention_layers=None, rope_local_theta=None),
         seq_len=options.seq,
         micro_batches=options.micro_batches,
         tp=options.tp,
@@ -159,6 +160,13 @@ def _piece_problems(options: Options, request: "Request", model: "ModelConfig") 
         for tp in options.tp
         if tp > 0 and (request.num_processes % tp or options.seq % tp or kv_heads % tp)
     ]
+    if model.window is not None and model.window < options.seq:
+        found.append(
+            f"--seq must be at most the sliding window of --model, {model.window} tokens, found {options.seq}: a "
+            "cluster file has the seconds of equal layers that see all tokens; other windows are closed forms"
+        )
+    if model.attn_softcap is not None or model.logit_softcap is not None:
+        found.append(f"--model must have the soft caps of its family {model.family}, as a cluster file has no others")
     # Layers are the difference between stages of two sizes.
     if model.num_layers < 2:
         found.append(f"--model must have 2 layers or more, to separate a layer from a stage, found {model.num_layers}")

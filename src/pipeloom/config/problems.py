@@ -66,6 +66,10 @@ def _is_rotary(run: RunConfig) -> bool:
     return run.model.family not in MODELS or MODELS[run.model.family].is_rotary
 
 
+def _has_local_angles(family: str) -> bool:
+    return family not in MODELS or MODELS[family].rope_local_theta is not None
+
+
 _Need = tuple[str, Callable[[RunConfig], bool]]
 """A condition under which a setting has an effect: in words, and as a function of the run."""
 # Sizes below 1 are reported elsewhere.
@@ -74,9 +78,13 @@ _PIPELINE: _Need = ("layout.pp of at least 2", lambda run: run.layout.pp != 1)
 _SHARD: _Need = ("layout.shard", lambda run: run.layout.shard != "none")
 _SCALED: _Need = ("model.rope_scaling", lambda run: run.model.rope_scaling is not None)
 _BY_TURNS: _Need = ("model.rope_scaling llama3 or yarn", lambda run: run.model.rope_scaling in ("llama3", "yarn"))
+_WINDOW: _Need = ("model.window", lambda run: run.model.window is not None)
+_LOCAL: _Need = ("model.family gemma3", lambda run: _has_local_angles(run.model.family))
 _NEEDS: dict[str, tuple[_Need, ...]] = {
     "checkpoint.keep_every": (("checkpoint.keep", lambda run: run.checkpoint.keep is not None),),
     "model.rope_theta": (("a model.family with rotary positions", _has_angles),),
+    "model.rope_local_theta": (_LOCAL, _WINDOW),
+    "model.full_attention_layers": (_WINDOW,),
     "model.rope_scaling": (("a model.family with rotary positions", _is_rotary),),
     "model.rope_factor": (_SCALED,),
     "model.rope_original_len": (_BY_TURNS,),
@@ -173,6 +181,9 @@ def _model_problems(config: RunConfig) -> Problems:
     names = ("model.hidden_size", "model.num_heads", "model.num_kv_heads", "model.head_size")
     sizes = (model.hidden_size, model.num_heads, model.num_kv_heads, model.head_size)
     yield from head_problems(sizes, is_rotary=MODELS[model.family].is_rotary, names=names)
+    last, layers = model.num_layers - 1, model.full_attention_layers or ()
+    if model.window is not None and (wrong := [layer for layer in layers if not 0 <= layer <= last]):
+        yield f"model.full_attention_layers must name layers from 0 to {last} (model.num_layers), found {wrong}"
     if model.rope_scaling is not None:
         needed = ("rope_factor",) if model.rope_scaling == "linear" else ("rope_factor", "rope_original_len")
         missing = [f"model.{name}" for name in needed if getattr(model, name) is None]

@@ -76,8 +76,15 @@ def _read(file: Path, _stamps: tuple[tuple[int, int] | None, ...]) -> Mapping[st
             f"the tokenizer {file} must have an end-of-text token, found {found}; "
             f"set eos_token in {file.with_name(TOKENIZER_CONFIG)}"
         )
+    begin = _content(given.get("bos_token"))
+    if given.get("add_bos_token") is True and begin not in names:
+        found = "no bos_token" if begin is None else f"bos_token {begin!r}, which is none of its tokens"
+        raise UserError(
+            f"the tokenizer {file} must have a token that begins each text, as its add_bos_token is true, found "
+            f"{found}; set bos_token in {file.with_name(TOKENIZER_CONFIG)}, or add_bos_token to false"
+        )
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-    if begin := _content(given.get("bos_token")):
+    if begin:
         settings["bos_token"] = begin
     if isinstance(given.get("add_bos_token"), bool):
         settings["add_bos_token"] = given["add_bos_token"]

@@ -4,10 +4,10 @@ A product of [m, k] and [k, n] takes 2 m k n FLOPs. The backward takes twice the
 of the input, one for that of the weights.
 
 Attention is counted in two ways. To balance stages (``piece_flops``), only the half of the scores below the causal mask
-counts. Utilization follows PaLM (arXiv 2204.02311, appendix B): all scores count, and 6 FLOPs for each token and
-parameter, including the embedding. With tied embeddings and 12 L H^2 layer parameters that is Megatron's
-72 B T L H^2 (1 + T / 6H + V / 12LH) for a batch of B sequences, and with full recomputation its
-96 B T L H^2 (1 + T / 6H + V / 16LH) (arXiv 2104.04473, section 5.1).
+counts. In both, a layer with a window counts the scores inside it (``seen``). Utilization follows PaLM (arXiv
+2204.02311, appendix B): all scores count, and 6 FLOPs for each token and parameter, including the embedding. With tied
+embeddings and 12 L H^2 layer parameters that is Megatron's 72 B T L H^2 (1 + T / 6H + V / 12LH) for a batch of B
+sequences, and with full recomputation its 96 B T L H^2 (1 + T / 6H + V / 16LH) (arXiv 2104.04473, section 5.1).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,35 @@ from pipeloom.workload.layout import Recompute
 from pipeloom.workload.model import ModelShape
 
 
-def layer_forward_flops(shape: ModelShape, seq_len: int) -> float:
+def seen(num_tokens: int, window: int | None = None, before: int = 0) -> float:
+    """Scores that remain of ``num_tokens`` queries after ``before`` earlier tokens: those of keys that queries see.
+
+    With the convention T^2 / 2 for T tokens under a causal mask, so W (T - W / 2) with a window of W < T.
+
+    Args:
+        num_tokens: number of queries.
+        window: keys that a query sees at most; ``None`` for no limit.
+        before: earlier tokens, whose keys the queries see, too.
+    """
+
+    def up_to(tokens: int) -> float:
+        return tokens * tokens / 2 if window is None or tokens <= window else window * (tokens - window / 2)
+
+    return up_to(before + num_tokens) - up_to(before)
+
+
+def seen_per_token(shape: ModelShape, seq_len: int) -> list[float]:
+    """For each layer the tokens of a sequence without mask whose scores are as many as those that remain, doubled.
+
+    T without a window.
+    """
+    if shape.window is None:
+        return [float(seq_len)] * shape.layers
+    by_window = {window: 2 * seen(seq_len, window) / seq_len for window in {None, shape.window}}
+    return [by_window[window] for window in shape.windows]
+
+
+def layer_forward_flops(shape: ModelShape, seen_tokens: float) -> float:
     """FLOPs of one layer's forward per token.
 
     With hidden size H, query heads of total width Q, key and value heads of total width G, inner width F
@@ -25,9 +53,9 @@ def layer_forward_flops(shape: ModelShape, seq_len: int) -> float:
 
     Args:
         shape: of the model.
-        seq_len: T.
+        seen_tokens: T, fewer with a window (``seen_per_token``).
     """
-    return 2 * shape.layer_matrix_parameters + 2 * seq_len * shape.query_width
+    return 2 * shape.layer_matrix_parameters + 2 * seen_tokens * shape.query_width
 
 
 def piece_forward_flops(shape: ModelShape, seq_len: int) -> list[float]:
@@ -39,7 +67,8 @@ def piece_forward_flops(shape: ModelShape, seq_len: int) -> list[float]:
         shape: of the model.
         seq_len: tokens of a sequence.
     """
-    return [0.0, *[layer_forward_flops(shape, seq_len)] * shape.layers, 2.0 * shape.embedding_parameters]
+    layers = [layer_forward_flops(shape, seen_tokens) for seen_tokens in seen_per_token(shape, seq_len)]
+    return [0.0, *layers, 2.0 * shape.embedding_parameters]
 
 
 def piece_flops(shape: ModelShape, seq_len: int, recompute: Sequence[Recompute], frozen_pieces: int = 0) -> list[float]:
@@ -54,20 +83,22 @@ def piece_flops(shape: ModelShape, seq_len: int, recompute: Sequence[Recompute],
         frozen_pieces: pieces from the first on that run a forward only.
     """
     embedding, *layers, head = piece_forward_flops(shape, seq_len)
-    again = {"none": 0.0, "selective": 2.0 * seq_len * shape.query_width, "full": layers[0]}
-    by_layer = [3 * forward + again[kind] for forward, kind in zip(layers, recompute, strict=True)]
+    by_layer = [
+        3 * forward + {"none": 0.0, "selective": 2.0 * seen_tokens * shape.query_width, "full": forward}[kind]
+        for forward, seen_tokens, kind in zip(layers, seen_per_token(shape, seq_len), recompute, strict=True)
+    ]
     forward_only = [embedding, *layers][:frozen_pieces]
     return [*forward_only, *[3 * embedding, *by_layer, 3 * head][frozen_pieces:]]
 
 
-def model_flops(*, parameters: float, layers: int, hidden: int, seq_len: int) -> float:
+def model_flops(*, parameters: float, layers: int, hidden: int, seq_len: float) -> float:
     """Model FLOPs of training per token, 6 N + 12 L H T (PaLM, arXiv 2204.02311, appendix B).
 
     Args:
         parameters: N, including embedding and head.
         layers: L.
         hidden: H, the total width of attention's heads.
-        seq_len: T.
+        seq_len: T; with windows the mean of ``seen_per_token``.
     """
     return 6 * parameters + 12 * layers * hidden * seq_len
 
@@ -86,7 +117,7 @@ def recomputed_flops(shape: ModelShape, seq_len: int, recompute: Recompute) -> f
     if recompute == "none":
         return 0.0
     # Two products of 2 T Q for each token and layer: scores, and weighted sum.
-    attention = 4.0 * shape.layers * shape.query_width * seq_len
+    attention = 4.0 * shape.query_width * sum(seen_per_token(shape, seq_len))
     return attention + (2.0 * shape.layers * shape.layer_matrix_parameters if recompute == "full" else 0.0)
 
 
@@ -122,11 +153,14 @@ def shape_model_flops(shape: ModelShape, seq_len: int, frozen_pieces: int = 0) -
 
     Pieces from the first on that are not trained count with their forward, a third.
     """
-    whole = model_flops(parameters=shape.parameters, layers=shape.layers, hidden=shape.query_width, seq_len=seq_len)
-    layers = max(0, frozen_pieces - 1)
+    tokens, layers = seen_per_token(shape, seq_len), max(0, frozen_pieces - 1)
+
+    def flops(parameters: float, layers: int) -> float:
+        mean = sum(tokens[:layers]) / max(1, layers)
+        return model_flops(parameters=parameters, layers=layers, hidden=shape.query_width, seq_len=mean)
+
     parameters = layers * shape.layer_matrix_parameters + (frozen_pieces > 0) * shape.embedding_parameters
-    frozen = model_flops(parameters=parameters, layers=layers, hidden=shape.query_width, seq_len=seq_len)
-    return whole - 2 / 3 * frozen
+    return flops(shape.parameters, shape.layers) - 2 / 3 * flops(parameters, layers)
 
 
 def hardware_flops(shape: ModelShape, seq_len: int, recompute: Recompute, frozen_pieces: int = 0) -> float:

@@ -5,19 +5,22 @@ the tensor-parallel rank with the largest share. With element size e, e' = max(e
 single precision at least), hidden size H, query width Q, key width G, inner width F, heads a, vocabulary V, s tokens in
 a sequence, n in a micro-batch, t tensor-parallel ranks, m = n / t with sequence parallelism and n without:
 
-    each of two norms    its input e H m, its output e H n; LayerNorm a mean and a deviation for each token, 2 e' m, on
-                         CPUs 2 e m; RMSNorm in one kernel the deviation, e' m; in several, instead of its input, the
-                         input and the normalized value in single precision, 2 e' H m + e' m
+    each of two blocks   the input of its matrices, e H n
+    each norm            its input e H m; LayerNorm a mean and a deviation for each token, 2 e' m, on CPUs 2 e m;
+                         RMSNorm in one kernel, or with 1 + weight, the deviation, e' m; in several, instead of its
+                         input, the input and the normalized value in single precision, 2 e' H m + e' m
     attention            queries, keys, values and output e (2 Q + 2 G) n / t; a sum for each row of scores, 4 a n / t,
                          unless its core is recomputed; on CPUs, for a token slice that is not the first, a mask e s S,
-                         where S is the number of tokens up to the slice's end
+                         where S is the number of tokens up to the slice's end, unless a window or a soft cap takes
+                         effect, for which the kernel makes its masks again
     norms of queries     input and deviation as above, for (Q + G) n / t elements, and for (a + k) n / t heads, k of
     and keys             them key heads, or for 2 n norms of all heads; no output
     GELU, SwiGLU         input and output 2 e F n / t; gate, up, activated gate and product 4 e F n / t
-    rotary positions     cosines and sines of a sequence, e' s Q / a, once per stage, if no layer is fully recomputed
+    rotary positions     cosines and sines of a sequence, e' s Q / a, once per stage, if no layer is fully recomputed;
+                         twice, with that condition each, where layers with a window have their own
     embedding            indices of learned positions 8 s; with several tensor-parallel ranks 9 n: which tokens are in
                          the rank's part of the vocabulary
-    head                 a norm as above; the loss e' V n / t, and e' if t is 1
+    head                 a norm as above, e H n; the loss e' V n / t, and e' if t is 1; with a soft cap e V n / t
 
 With borders of documents positions differ between sequences: n s in place of s. On CPUs a mask e n s S, which all
 layers and stages of a rank share, is counted apart, as it never moves.
@@ -64,16 +67,25 @@ class Kept:
         """The largest share of ``whole`` rows on a tensor-parallel rank."""
         return -(-whole // self.run.tp)
 
+    @property
+    def _has_fused_norm(self) -> bool:
+        """Whether an RMSNorm keeps what one kernel keeps; those with 1 + weight do so on every device."""
+        return self.run.fused_norm or self.run.shape.kind.zero_centered_norms
+
     def _norm(self) -> int:
+        """What a norm of the residual stream keeps itself."""
         shape, size, tokens = self.run.shape, self.run.element_bytes, self._residual_tokens
-        output = size * shape.hidden * self.run.tokens
         if shape.kind.norms_have_biases:
             # PyTorch's CPU kernel stores mean and deviation in the type of its input.
             deviation = self._wide if self.run.fused_norm else size
-            return output + (size * shape.hidden + 2 * deviation) * tokens
-        if self.run.fused_norm:
-            return output + (size * shape.hidden + self._wide) * tokens
-        return output + (2 * self._wide * shape.hidden + self._wide) * tokens
+            return (size * shape.hidden + 2 * deviation) * tokens
+        if self._has_fused_norm:
+            return (size * shape.hidden + self._wide) * tokens
+        return (2 * self._wide * shape.hidden + self._wide) * tokens
+
+    def _block_input(self) -> int:
+        """The input of matrices that read the residual stream."""
+        return self.run.element_bytes * self.run.shape.hidden * self.run.tokens
 
     def _head_norms(self) -> int:
         """Bytes per token of the norms of queries and keys; their outputs are not kept."""
@@ -84,7 +96,7 @@ class Kept:
         is_width = shape.kind.qk_norm == "width"
         deviations = 2 if is_width else self._share(shape.heads) + self._share(shape.kv_heads)
         # Over several ranks the norm of all heads is several kernels, with an exchange between them.
-        is_fused = self.run.fused_norm and not (is_width and self.run.tp > 1)
+        is_fused = self._has_fused_norm and not (is_width and self.run.tp > 1)
         return (self.run.element_bytes if is_fused else 2 * self._wide) * widths + self._wide * deviations
 
     def layer(self, kind: Recompute) -> int:
@@ -95,16 +107,20 @@ class Kept:
         split = 2 * self._share(shape.query_width) + 2 * self._share(shape.kv_width)
         split += int(shape.kind.inner_kept * self._share(shape.ffn))
         scores = 0 if kind == "selective" else 4 * self._share(shape.heads)
-        return 2 * self._norm() + (size * split + scores + self._head_norms()) * self.run.tokens
+        norms = shape.kind.layer_norms * self._norm()
+        return 2 * self._block_input() + norms + (size * split + scores + self._head_norms()) * self.run.tokens
 
-    def positions(self, kinds: Sequence[Recompute]) -> int:
-        """Bytes of the rotary angles of a stage whose layers recompute these kinds.
+    def positions(self, kinds: Sequence[Run]) -> int:
+        """Bytes of the rotary angles of a stage with layers of these kinds (``Run.alike``).
 
         A fully recomputed layer refers to them, so that they do not count as saved by autograd alone.
         """
-        shape = self.run.shape
-        is_kept = shape.kind.is_rotary and len(kinds) > 0 and "full" not in kinds
-        return self._wide * self._num_positions * shape.head_size if is_kept else 0
+        shape, tables = self.run.shape, dict[bool, set[Recompute]]()
+        for one in kinds:
+            is_local = shape.kind.rope_local_theta is not None and one.shape.window is not None
+            tables.setdefault(is_local, set()).add(one.recompute)
+        kept = [recompute for recompute in tables.values() if "full" not in recompute]
+        return len(kept) * self._wide * self._num_positions * shape.head_size if shape.kind.is_rotary else 0
 
     def embedding(self) -> int:
         """Bytes of the embedding; its input, the tokens, belongs to the batch."""
@@ -113,26 +129,35 @@ class Kept:
 
     def head_norm(self) -> int:
         """Bytes of the norm before the head."""
-        return self._norm()
+        return self._block_input() + self._norm()
 
     def num_logits(self) -> int:
         """Logits of a micro-batch."""
         return self._share(self.run.shape.vocab) * self.run.tokens
 
     def loss(self) -> int:
-        """Bytes of the loss: a probability for each logit, and without tensor parallelism a number of tokens."""
-        return self._wide * (self.num_logits() + (1 if self.run.tp == 1 else 0))
+        """Bytes of the loss: a probability for each logit, and without tensor parallelism a number of tokens.
+
+        A soft cap keeps its tanh.
+        """
+        capped = self.run.element_bytes * self.num_logits() if self.run.shape.logit_softcap else 0
+        return capped + self._wide * (self.num_logits() + (1 if self.run.tp == 1 else 0))
 
     def masks(self, begin: int) -> int:
         """Bytes of the attention mask of a layer, for a token slice that begins at ``begin``; 0 on GPUs."""
         # If queries do not begin at token 0, PyTorch's CPU kernel takes a mask tensor, which each layer keeps.
         has_mask = begin > 0 and not self.run.fused_norm and not self.run.by_document
-        return self.run.element_bytes * self.run.seq * (begin + self.run.seq) if has_mask else 0
+        return (
+            self.run.element_bytes * self.run.seq * (begin + self.run.seq) if has_mask and self._is_fused(begin) else 0
+        )
+
+    def _is_fused(self, begin: int) -> bool:
+        return self.run.shape.has_fused_attention(self.run.shape.window, begin + self.run.seq)
 
     def shared_mask(self, begin: int = 0) -> int:
         """Bytes of the mask of documents of a sequence, or of a token slice that begins at ``begin``; 0 on GPUs."""
         run = self.run
-        has_mask = run.by_document and not run.fused_norm
+        has_mask = run.by_document and not run.fused_norm and self._is_fused(begin)
         return run.element_bytes * run.tokens * (begin + run.seq) if has_mask else 0
 
     def without_input_gradient(self) -> int:
@@ -144,7 +169,7 @@ class Kept:
                 return 0
         # A norm in several kernels keeps its input in single precision, and the deviation, for the gradient of that
         # input alone.
-        is_cut = not (run.shape.kind.norms_have_biases or run.fused_norm)
+        is_cut = not (run.shape.kind.norms_have_biases or self._has_fused_norm)
         return self._wide * (run.shape.hidden + 1) * self._residual_tokens if is_cut else 0
 
     def stage_input(self) -> int:
@@ -161,7 +186,7 @@ class Kept:
         queries, keys, inner = map(self._share, (shape.query_width, shape.kv_width, shape.ffn))
         family = shape.kind
         split = 2 * queries + 2 * keys + (1 + family.gates) * inner
-        vectors = 2 * family.norm_vectors * shape.hidden
+        vectors = family.layer_norms * family.norm_vectors * shape.hidden
         vectors += (queries + 2 * keys) * family.qkv_biases + family.gates * inner * family.mlp_biases
         vectors += shape.hidden * (family.output_bias + family.mlp_biases) + shape.qk_norm_parameters
         vectors += (queries + keys) * (family.qk_norm == "width")

@@ -17,10 +17,12 @@ host's time to launch its kernels if that is longer.
 With a vocabulary of 0 there is no embedding and no head.
 """
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections import Counter
+from dataclasses import dataclass
+from statistics import fmean
 
-from pipeloom.cost.hardware import Both, Cluster, Group, MeasuredPieces
+from pipeloom.cost.flops import seen
+from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.software import Software
 from pipeloom.workload.run import Run
 
@@ -83,7 +85,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of one run on one cluster with one program.
+    """The pieces of one run on one cluster with one program; a layer is the mean of layers with different windows.
 
     Attributes:
         is_dragged: whether stages communicate between nodes, which delays tensor-parallel collectives of some programs
@@ -164,7 +166,8 @@ class Pieces:
         run = self.run
         if not run.shape.vocab:
             return Parts()
-        moved = run.tokens * run.shape.hidden * run.element_bytes * 3
+        # A lookup reads and writes, and adds to the gradient or the positions; a factor reads and writes once more.
+        moved = run.tokens * run.shape.hidden * run.element_bytes * (5 if run.shape.kind.scales_embedding else 3)
         return Parts(
             memory_s=self._memory_s(moved),
             tensor_s=self._tensor_s(),
@@ -188,6 +191,8 @@ class Pieces:
         is_gathered = self.software.gathers_logits and run.tp > 1
         logits = run.tokens * (run.shape.vocab if is_gathered else vocab)
         moved = logits * self.software.efficiency.loss_bytes
+        if run.shape.logit_softcap:  # a quotient, its tanh, a product
+            moved += 6 * run.element_bytes * logits
         moved += run.tokens * run.shape.hidden * self._norm_bytes() / self._whole_split()
         gather_s = 0.0
         if is_gathered:
@@ -245,12 +250,14 @@ class Pieces:
         """Bytes that the norms of one layer's forward move, those of queries and keys included."""
         shape = self.run.shape
         heads = (shape.query_width + shape.kv_width) / self.run.tp if shape.kind.qk_norm != "none" else 0.0
-        return self._norm_bytes() * self.run.tokens * (2 * shape.hidden / self._whole_split() + heads)
+        return (
+            self._norm_bytes() * self.run.tokens * (shape.kind.layer_norms * shape.hidden / self._whole_split() + heads)
+        )
 
     def _elementwise_bytes(self) -> float:
         """Bytes that one layer's forward moves outside matrix products and scores.
 
-        Residual stream: two norms, two additions with two reads and a write each, dropout masks. Heads: rotation of
+        Residual stream: its norms, two additions with two reads and a write each, dropout masks. Heads: rotation of
         queries and keys (a read and a write in single precision), or biases. Inner: SwiGLU reads two tensors and writes
         one, GELU reads one and writes one.
         """
@@ -272,12 +279,30 @@ class Pieces:
     def _scores(self) -> float:
         """Number of scores of one layer on a rank.
 
-        For flash kernels, scores with earlier tokens count twice: the result is halved for the causal mask, from which
-        they are exempt.
+        For flash kernels, twice the scores that remain, since their products are halved for the causal mask. Others
+        compute all scores with keys up to the last query, also those outside of a window.
         """
         run = self.run
-        seen = run.seq + self.before * (2 if self._skips_half else 1)
-        return run.micro_batch * run.shape.heads / run.tp * run.seq * seen
+        computed = self._all_scores
+        if run.effective_attention in ("flash1", "flash2"):
+            by_window = Counter(run.shape.windows)
+            twice = (count * 2 * self._remaining(window) for window, count in by_window.items())
+            computed = sum(twice) / run.shape.layers
+        return run.micro_batch * run.shape.heads / run.tp * computed
+
+    def _remaining(self, window: int | None) -> float:
+        """Scores of a sequence and a head that a flash kernel computes in a layer with this window."""
+        return self._all_scores if self._has_mask(window) else seen(self.run.seq, window, self.before)
+
+    @property
+    def _all_scores(self) -> float:
+        return float(self.run.seq * (self.run.seq + self.before))
+
+    def _masked_scores(self) -> float:
+        """Scores of one layer on a rank to which a mask is added."""
+        run = self.run
+        share = fmean(self._has_mask(window) for window in run.shape.windows) if run.by_document else 0.0
+        return run.micro_batch * run.shape.heads / run.tp * self._all_scores * share
 
     def _score_bytes(self) -> float:
         """Bytes moved per score in the forward: softmax, and dropout with its mask."""
@@ -285,15 +310,14 @@ class Pieces:
         softmax = use.softmax_bytes if self.run.effective_attention == "plain" else 2.0 * size
         return softmax + (2.0 * size + 1.0 if self.software.dropout else 0.0)
 
-    @property
-    def _skips_half(self) -> bool:
-        """Whether the kernel skips the blocks above the diagonal: flash kernels do, but for a mask."""
-        return self.run.effective_attention in ("flash1", "flash2") and not self._has_mask
+    def _has_mask(self, window: int | None) -> bool:
+        """Whether documents have a mask in layers with this window: on CPUs, if the kernel is not that of windows.
 
-    @property
-    def _has_mask(self) -> bool:
-        """Whether documents have a mask, on CPUs. On GPUs the kernel skips keys; how many depends on the text."""
-        return self.run.by_document and not self.cluster.device.is_gpu
+        It has a product of every score, however short documents are. On GPUs the kernel skips keys; how many depends on
+        the text.
+        """
+        is_fused = self.run.shape.has_fused_attention(window, self.before + self.run.seq)
+        return self.run.by_document and not self.cluster.device.is_gpu and is_fused
 
     def _attention_flops(self) -> float:
         return 4 * self._scores() * self.run.shape.head_size
@@ -305,14 +329,20 @@ class Pieces:
         """Seconds of the core's backward, including keys and values of earlier tokens.
 
         They are read, and their gradients are written and added to those of later slices, which takes two reads and a
-        write (``pipeloom.model.key_values``).
+        write (``pipeloom.model.key_values``), of all of them, also outside of a window.
         """
-        return self._core_backward_s() + 5 * self._context_s()
+        return self._core_backward_s() + self._context_s() + 4 * self._tokens_s(self.before)
 
     def _context_s(self) -> float:
-        """Seconds of reading the keys and values of earlier tokens once, for any number of queries."""
+        """Seconds of reading once the keys and values of the earlier tokens that any query sees."""
+        windows = self.run.shape.windows
+        each = (self.before if window is None else min(self.before, window - 1) for window in windows)
+        return self._tokens_s(fmean(each) if self.before else 0.0)
+
+    def _tokens_s(self, tokens: float) -> float:
+        """Seconds of reading the keys and values of so many tokens of each sequence."""
         run = self.run
-        return self._memory_s(2 * run.micro_batch * self.before * run.shape.kv_width / run.tp * run.element_bytes)
+        return self._memory_s(2 * run.micro_batch * tokens * run.shape.kv_width / run.tp * run.element_bytes)
 
     def _core_forward_s(self) -> float:
         """Plain kernels: two batched products over all scores, and softmax; flash: scores below the mask."""
@@ -326,13 +356,13 @@ class Pieces:
             return products + self._memory_s(self._scores() * self._score_bytes())
         rate = device.peak_flops_per_s[self.run.precision] * (use.flash1 if kernel == "flash1" else use.flash2)
         size = self.run.shape.head_size
+        # A soft cap's tanh is computed by an exponential, too.
+        exponential = EXPONENTIAL * (2 if self.run.shape.attn_softcap else 1)
         # The calibrated rates are for heads of size 128.
-        rate *= (size / (size + EXPONENTIAL)) / (128 / (128 + EXPONENTIAL))
-        flops, mask_s = self._attention_flops() / (2 if self._skips_half else 1), 0.0
-        if self._has_mask:
-            # A product of every score, however short documents are, and each head reads the mask.
-            mask_s = self._memory_s(self.run.element_bytes * self._scores())
-        return flops / rate + mask_s + device.kernel_s
+        rate *= (size / (size + exponential)) / (128 / (128 + EXPONENTIAL))
+        # Half of the FLOPs: flash kernels skip the blocks above the diagonal. Each head reads the mask.
+        mask_s = self._memory_s(self.run.element_bytes * self._masked_scores())
+        return self._attention_flops() / 2 / rate + mask_s + device.kernel_s
 
     def _core_backward_s(self) -> float:
         """Plain: 4 products for 2 of the forward. Flash: 5 for 2, since scores are recomputed (arXiv 2307.08691)."""
@@ -373,95 +403,8 @@ class Pieces:
     def _num_kernels(self) -> float:
         """Number of kernels of one layer's forward: products, norms, rotation, attention, activation, residuals."""
         attention = {"plain": 8, "fused-softmax": 5, "flash1": 2, "flash2": 2}[self.run.effective_attention]
-        norms = (2 if self.run.shape.kind.qk_norm == "none" else 4) * (
-            1 if self.run.fused_norm else UNFUSED_NORM_KERNELS
-        )
+        family = self.run.shape.kind
+        norms = family.layer_norms + (0 if family.qk_norm == "none" else 2)
+        norms *= 1 if self.run.fused_norm else UNFUSED_NORM_KERNELS
         rotation = 8 if self.run.shape.kind.is_rotary else 2
         return 4 + norms + rotation + attention + 6
-
-
-@dataclass(frozen=True)
-class PieceSeconds:
-    """Seconds of forward and backward of each kind of piece.
-
-    Attributes:
-        embedding, layer, head: seconds on one device for one micro-batch, including tensor-parallel collectives.
-        weight_s: seconds of the weight half of a layer's backward.
-        head_weight_s: seconds of the weight half of the head's backward. The embedding's whole backward is weight half.
-        idle_s: seconds of a layer in which the device waits for the host to launch kernels, by the closed forms.
-        stage: measured seconds of a stage in addition to its pieces; else 0.
-        message_s: seconds of a core for a message between two stages; 0 if the link determines the time.
-        is_measured: whether the seconds are from the cluster's file, not closed forms.
-    """
-
-    embedding: Both
-    layer: Both
-    head: Both
-    weight_s: float
-    head_weight_s: float
-    idle_s: Both = (0.0, 0.0)
-    stage: Both = (0.0, 0.0)
-    message_s: float = 0.0
-    is_measured: bool = False
-
-    def both_s(self, layers: int) -> list[float]:
-        """Seconds of each piece, forward and backward: embedding, ``layers`` equal layers, head."""
-        return [sum(self.embedding), *[sum(self.layer)] * layers, sum(self.head)]
-
-
-def piece_seconds(run: Run, cluster: Cluster, software: Software) -> PieceSeconds:
-    """Seconds of the pieces of a run whose layers all recompute ``run.recompute``.
-
-    Measured, if the cluster's file has exactly these pieces; else closed forms, also of what a mask of documents adds.
-    They depend on the model, the tokens, the kernels and the tensor axis, not on the partition.
-    """
-    # The only property of the pipeline that pieces depend on is an argument, so that layouts share cache entries.
-    is_dragged = run.pp > 1 and run.num_devices > cluster.devices_per_node
-    return _piece_seconds(run.of_pieces, cluster, software, is_dragged)
-
-
-@lru_cache(maxsize=4096)
-def _piece_seconds(run: Run, cluster: Cluster, software: Software, is_dragged: bool) -> PieceSeconds:
-    pieces = Pieces(run, cluster, software, is_dragged=is_dragged)
-
-    def both(forward: Parts, backward: Parts) -> Both:
-        return pieces.seconds(forward), pieces.seconds(backward)
-
-    layer = (pieces.layer_forward(), pieces.layer_backward())
-    layer_s = both(*layer)
-    counted = PieceSeconds(
-        embedding=both(pieces.embedding_forward(), pieces.embedding_backward()),
-        layer=layer_s,
-        head=both(pieces.head_forward(), pieces.head_backward()),
-        weight_s=pieces.layer_weight_s(),
-        head_weight_s=pieces.head_weight_s(),
-        idle_s=(layer_s[0] - layer[0].device_s, layer_s[1] - layer[1].device_s),
-    )
-    key = run.of_measured_pieces
-    # A linear search is fast enough, since the result is cached.
-    found = next((one for one in cluster.pieces if one.run == key), None)
-    if found is None:
-        return counted
-    if not run.by_document:
-        return _measured(found, counted)
-    whole = _piece_seconds(replace(run, by_document=False), cluster, software, is_dragged)
-    plain = Pieces(replace(run, by_document=False), cluster, software, is_dragged=is_dragged)
-    without = both(plain.layer_forward(), plain.layer_backward())
-    forward_s, backward_s = (
-        one + with_mask - alone for one, with_mask, alone in zip(whole.layer, layer_s, without, strict=True)
-    )
-    return replace(whole, layer=(forward_s, backward_s))
-
-
-def _measured(found: MeasuredPieces, counted: PieceSeconds) -> PieceSeconds:
-    """Measured seconds. Halves of backwards are not measured: they have the proportions of the closed forms."""
-    return PieceSeconds(
-        embedding=found.embedding,
-        layer=found.layer,
-        head=found.head,
-        weight_s=found.layer[1] * counted.weight_s / counted.layer[1],
-        head_weight_s=found.head[1] * counted.head_weight_s / counted.head[1],
-        stage=found.stage,
-        message_s=found.message_s,
-        is_measured=True,
-    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pipeloom.cost.foreign import GATHERED_COPIES, layer_kept_bytes, layer_pending_bytes, stage_input_bytes
 from pipeloom.cost.kept import Kept
 from pipeloom.cost.software import Software
-from pipeloom.cost.stages import layers_by_recompute, num_frozen_stages, stage_layers
+from pipeloom.cost.stages import layers_by_kind, num_frozen_stages, stage_layers
 from pipeloom.workload.layout import Shard
 from pipeloom.workload.run import Run
 
@@ -152,14 +152,14 @@ def frozen_bytes(run: Run, parameters: float) -> float:
 
 def stage_kept_bytes(run: Run, software: Software) -> list[float]:
     """For each stage the bytes that it keeps of one micro-batch for its backward, without the loss."""
-    stages, own = layers_by_recompute(run, software, trained=True), Kept(run)
-    each = {alike.recompute: kept_bytes(alike, software) for stage in stages for alike, _ in stage}
-    kept = [sum(count * each[alike.recompute] for alike, count in stage) for stage in stages]
+    stages, own = layers_by_kind(run, software, trained=True), Kept(run)
+    each = {alike: kept_bytes(alike, software) for alike in {alike for stage in stages for alike, _ in stage}}
+    kept = [sum(count * each[alike] for alike, count in stage) for stage in stages]
     if not software.has_lanes:
         kept[0] += stage_input_bytes(run)
         return kept
     for number, stage in enumerate(stages):
-        kept[number] += own.positions([alike.recompute for alike, count in stage if count])
+        kept[number] += own.positions([alike for alike, count in stage if count])
     kept[0] += 0 if run.frozen_pieces else own.embedding()
     kept[stage_layers(run, software)[1]] += own.head_norm()
     if run.frozen_pieces:
@@ -223,4 +223,5 @@ def logits_bytes(run: Run, software: Software) -> float:
     """Bytes of the logits of one micro-batch and their gradient, at the peak of the loss."""
     is_gathered = software.gathers_logits and run.tp > 1
     each = software.logit_bytes + (GATHERED_COPIES * run.element_bytes if is_gathered else 0)
-    return num_logits(run, software) * each
+    # With a soft cap, tanh and its factor are two tensors, of which the backward needs one.
+    return num_logits(run, software) * (each + (run.element_bytes if run.shape.logit_softcap else 0))

@@ -12,12 +12,12 @@ from itertools import pairwise
 
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.layers import PieceSeconds, piece_seconds
 from pipeloom.cost.partition import fastest_partition
+from pipeloom.cost.pieces import PieceSeconds, piece_seconds
 from pipeloom.cost.software import Software
 from pipeloom.cost.stages import (
     frozen_layers,
-    layers_by_recompute,
+    layers_by_kind,
     layers_of_pieces,
     num_frozen_stages,
     placement_of,
@@ -133,19 +133,20 @@ class Placed:
     def recompute_s(self) -> tuple[float, ...]:
         """For each pipeline rank the additional seconds of a layer's backward with full recomputation.
 
-        They may differ from a forward's, since launches of the host overlap with compute of the device.
+        Where layers differ, of one that sees fewest tokens. They may differ from a forward's, since launches of the
+        host overlap with compute of the device.
         """
-        plain = self.of(replace(self.run, recompute="none", recompute_layers=None)).pieces
-        again = self.of(replace(self.run, recompute="full", recompute_layers=None)).pieces
+        lightest = replace(self.run.with_lightest_layers, recompute_layers=None)
+        plain, again = (self.of(replace(lightest, recompute=kind)).pieces for kind in ("none", "full"))
         return tuple(max(0.0, full.layer[1] - none.layer[1]) for none, full in zip(plain, again, strict=True))
 
     @property
     def piece_seconds(self) -> list[float]:
         """Seconds of each piece on the fastest rank, forward and backward of a micro-batch: embedding, layers, head."""
-        recompute = self.run.recompute_layers or (self.run.recompute,) * self.run.shape.layers
-        pieces = {kind: self.of(replace(self.run, recompute=kind)).fastest_pieces for kind in set(recompute)}
-        ends = pieces[recompute[0]]
-        both_s = [ends.embedding, *(pieces[kind].layer for kind in recompute), ends.head]
+        kinds = self.run.layer_kinds
+        pieces = {kind: self.of(self.run.alike(kind)).fastest_pieces for kind in set(kinds)}
+        ends = pieces[kinds[0]]
+        both_s = [ends.embedding, *(pieces[kind].layer for kind in kinds), ends.head]
         frozen = self.run.frozen_pieces
         return [*(forward_s for forward_s, _ in both_s[:frozen]), *map(sum, both_s[frozen:])]
 
@@ -238,17 +239,17 @@ def _kinds(cluster: Cluster, size: int, pp: int, order: tuple[int, ...] | None) 
 
 
 def _layers_s(placed: Placed) -> list[tuple[float, float]]:
-    """For each stage the seconds of its layers, forward and backward, with the recomputation of each layer."""
-    stages = layers_by_recompute(placed.run, placed.software)
-    trained = layers_by_recompute(placed.run, placed.software, trained=True)
+    """For each stage the seconds of its layers, forward and backward, each by what it recomputes and sees."""
+    stages = layers_by_kind(placed.run, placed.software)
+    trained = layers_by_kind(placed.run, placed.software, trained=True)
     each_s = {
-        alike.recompute: [pieces.layer for pieces in placed.of(alike).pieces]
-        for alike in {alike.recompute: alike for stage in stages for alike, _ in stage}.values()
+        alike: [pieces.layer for pieces in placed.of(alike).pieces]
+        for alike in {alike for stage in stages for alike, _ in stage}
     }
     return [
         (
-            sum(count * each_s[alike.recompute][rank][0] for alike, count in stage),
-            sum(count * each_s[alike.recompute][rank][1] for alike, count in going_back),
+            sum(count * each_s[alike][rank][0] for alike, count in stage),
+            sum(count * each_s[alike][rank][1] for alike, count in going_back),
         )
         for stage, going_back, rank in zip(stages, trained, placed.placement.rank_by_stage, strict=True)
     ]

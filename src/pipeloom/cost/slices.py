@@ -2,10 +2,10 @@
 
 For a slice of ``l`` tokens after ``c`` earlier ones, everything except the core of attention takes as long as for a
 sequence of ``l`` tokens. Attention has ``l c`` more scores than for such a sequence, both in kernels that skip masked
-scores (``T^2 / 2`` for a sequence of T) and in those that do not (``T^2``). Keys and values of the ``c`` tokens are
-read, and their gradients updated, once per slice. So a device takes about ``f(l) + a l c + b c`` (TeraPipe, arXiv
-2102.07988, section 3.3, and the regression of its code). If the device waits for the host to launch the kernels of a
-short slice, the additional work runs during that wait first.
+scores (``T^2 / 2`` for a sequence of T, fewer with a window) and in those that do not (``T^2``). Keys and values of the
+``c`` tokens are read, and their gradients updated, once per slice. So a device takes about ``f(l) + a l c + b c``
+(TeraPipe, arXiv 2102.07988, section 3.3, and the regression of its code). If the device waits for the host to launch
+the kernels of a short slice, the additional work runs during that wait first.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.layers import Pieces, piece_seconds
+from pipeloom.cost.layers import Pieces
 from pipeloom.cost.mixed import MixedCluster
+from pipeloom.cost.pieces import piece_seconds
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
-from pipeloom.cost.stages import layers_by_recompute
+from pipeloom.cost.stages import layers_by_kind
 from pipeloom.schedule import Action
 from pipeloom.schedule.stage_swaps import Content
 from pipeloom.workload.run import Run
@@ -185,7 +186,7 @@ class _Layer:
     """A layer on some devices.
 
     Args:
-        run: the run, whose layers all recompute the same.
+        run: the run, whose layers all recompute and see the same.
         part: cluster of the devices.
         software: the training program.
     """
@@ -215,12 +216,12 @@ class _Layer:
 
 
 def _layers(placed: Placed, *, trained: bool = False) -> list[list[tuple[_Layer, int]]]:
-    """For each stage its layers by recomputation, with their numbers: all layers, or those that are trained."""
+    """For each stage its layers by kind, with their numbers: all layers, or those that are trained."""
     stages = [
         [((alike, placed.parts[rank]), count) for alike, count in kinds]
         for rank, kinds in zip(
             placed.placement.rank_by_stage,
-            layers_by_recompute(placed.run, placed.software, trained=trained),
+            layers_by_kind(placed.run, placed.software, trained=trained),
             strict=True,
         )
     ]

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -116,20 +115,19 @@ def _by_cost(shape: ModelShape, num_stages: int) -> tuple[tuple[int, ...], int]:
 
 
 @lru_cache(maxsize=256)
-def layers_by_recompute(
-    run: Run, software: Software, *, trained: bool = False
-) -> tuple[tuple[tuple[Run, int], ...], ...]:
-    """For each stage its layers by recomputation: a run whose layers all recompute the same, and their number.
+def layers_by_kind(run: Run, software: Software, *, trained: bool = False) -> tuple[tuple[tuple[Run, int], ...], ...]:
+    """For each stage its layers by kind: a run whose layers all recompute and see the same, and their number.
 
     All layers, or those that are trained.
     """
     counts, _ = stage_layers(run, software)
     left_out = frozen_layers(run, software) if trained else (0,) * len(counts)
-    if run.recompute_layers is None:
+    if run.has_equal_layers:
         return tuple(((run, count - out),) for count, out in zip(counts, left_out, strict=True))
-    alike = {kind: replace(run, recompute=kind, recompute_layers=None) for kind in set(run.recompute_layers)}
+    kinds = run.layer_kinds
+    alike = {kind: run.alike(kind) for kind in set(kinds)}
     places = zip(pairwise(accumulate(counts, initial=0)), left_out, strict=True)
-    parts = [run.recompute_layers[begin + out : end] for (begin, end), out in places]
+    parts = [kinds[begin + out : end] for (begin, end), out in places]
     return tuple(tuple((alike[kind], count) for kind, count in Counter(part).items()) for part in parts)
 
 
@@ -181,7 +179,7 @@ def _parameters(run: Run, software: Software, counts: Sequence[int]) -> tuple[fl
         whole = replicated_parameters(run, software)
         held = [float(count * layer + more) for count, more in zip(counts, whole, strict=True)]
     else:
-        each = shape.layer_matrix_parameters / run.tp + 2 * shape.hidden
+        each = shape.layer_matrix_parameters / run.tp + shape.kind.layer_norms * shape.hidden
         held, embedding = [count * each for count in counts], shape.embedding_parameters / run.tp
     held[0] += embedding
     if not shape.tied or (tied_ranks(run) is not None and not software.lends_tied):
@@ -221,7 +219,7 @@ def trained_replicated(run: Run, software: Software) -> tuple[int, ...]:
 
 def _replicated_in_layer(run: Run) -> int:
     shape, family = run.shape, run.shape.kind
-    vectors = 2 * family.norm_vectors + family.output_bias + family.mlp_biases
+    vectors = family.layer_norms * family.norm_vectors + family.output_bias + family.mlp_biases
     return shape.hidden * vectors + shape.qk_norm_parameters
 
 

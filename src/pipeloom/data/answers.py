@@ -67,7 +67,7 @@ def encode_exchange(tokenizer: Tokenizer, exchange: Exchange, path: Path) -> tup
     try:
         if isinstance(record.get("prompt"), str):
             return _completed(tokenizer, record["prompt"], record["completion"])
-        messages = record.get("messages") or record["prompt"] + record["completion"]
+        messages = record["messages"] if "messages" in record else record["prompt"] + record["completion"]
         return _conversation(tokenizer, messages, len(record.get("prompt", ())))
     except UserError as error:
         shown = exchange[:60].decode(errors="replace")

@@ -78,10 +78,21 @@ class Summary:
     train_targets: int | None = None
 
 
+RENEW = "copy the folder again, or remove it and tokenize the text again"
+
+
+def is_entry(folder: Path) -> bool:
+    """Whether a folder is an entry, perhaps a damaged one, rather than a folder of text."""
+    return (folder / SUMMARY).is_file() and any((folder / name).is_file() for name in (TOKENS, COUNTS))
+
+
 def read_summary(folder: Path) -> Summary | None:
     """An entry's summary; ``None`` if the entry is missing or damaged."""
     try:
         summary = Summary(**json.loads((folder / SUMMARY).read_text(encoding="utf-8")))
+        sizes = (summary.vocab_size - 1, summary.train_tokens, summary.validation_tokens)
+        if not all(isinstance(size, int) and size >= 0 for size in sizes):
+            return None
         num_counts = (folder / COUNTS).stat().st_size
         found = sha256_of(stored_files(folder))
         num_bytes = None if summary.file else (folder / TOKENS).stat().st_size
@@ -119,7 +130,13 @@ def open_entry(folder: Path, summary: Summary) -> tuple[TokenArray, npt.NDArray[
         tokens = read_indexed(Path(summary.file)).tokens
     else:
         tokens = np.memmap(folder / TOKENS, token_dtype(summary.vocab_size), mode="r")
-    return tokens, np.load(folder / COUNTS, allow_pickle=False)
+    try:
+        counts = np.load(folder / COUNTS, allow_pickle=False)
+    except ValueError:
+        counts = np.zeros(0, np.int64)
+    if counts.shape != (2, summary.vocab_size):
+        raise UserError(f"{folder / COUNTS} is damaged; {RENEW}")
+    return tokens, counts
 
 
 @dataclass(frozen=True)
@@ -262,8 +279,12 @@ def write_indexed_entry(folder: Path, file: Path, validation_fraction: float, to
 
 def sample(corpus: Corpus, num_bytes: int = _BPE_SAMPLE_BYTES) -> list[bytes]:
     """Some of the training documents, from all over the text, for training byte-pair encoding."""
-    facts = [(key_of(name), size) for name, _, size in documents(corpus.sources, corpus.field, corpus.unit_bytes)]
-    keys, sizes = np.array([key for key, _ in facts], np.uint64), np.array([size for _, size in facts], np.int64)
+    # Arrays: lists of millions of numbers would take five times the memory.
+    every_key, every_size = array("Q"), array("q")
+    for name, _, size in documents(corpus.sources, corpus.field, corpus.unit_bytes):
+        every_key.append(key_of(name))
+        every_size.append(size)
+    keys, sizes = np.frombuffer(every_key, np.uint64), np.frombuffer(every_size, np.int64)
     is_training = ~held_out(keys, sizes, corpus.validation_fraction)
     # In a shuffled order: sorted, the sample would contain only the first folders of the corpus.
     order = np.argsort(keys, kind="stable")
@@ -323,13 +344,20 @@ def _documents(job: Job, num_units: int, validation_fraction: float) -> _Documen
             seen[source] = seen.get(source, 0) + 1
         for source, count in seen.items():
             numbers[source] = numbers.get(source, 0) + count
-    are_text = np.array(is_text, np.bool_)
-    all_sizes = np.array(sizes, np.int64)
+    # The arrays' own memory, and copies only where a document is not text.
+    are_text, all_sizes = np.frombuffer(is_text, np.bool_), np.frombuffer(sizes, np.int64)
+    chosen = slice(None) if are_text.all() else are_text
     held = np.zeros(len(sizes), np.bool_)
-    held[are_text] = held_out(np.array(keys, np.uint64)[are_text], all_sizes[are_text], validation_fraction)
-    num_tokens = np.where(are_text, np.array(tokens, np.int64), 0)
+    held[chosen] = held_out(np.frombuffer(keys, np.uint64)[chosen], all_sizes[chosen], validation_fraction)
+    num_tokens = np.frombuffer(tokens, np.int64) * are_text
     num_skipped = int((~are_text).sum())
     return _Documents(num_tokens, held, firsts, int(all_sizes[are_text].sum()), num_skipped, total.hexdigest())
+
+
+def _names(sources: Sequence[Source]) -> str:
+    """The files of a corpus in a message."""
+    first = str(sources[0].path)
+    return first if len(sources) == 1 else f"{len(sources)} files such as {first}"
 
 
 def _assemble(
@@ -340,7 +368,7 @@ def _assemble(
     is_text = found.num_tokens > 0
     if not is_text.any():
         raise UserError(
-            f"the corpus must have at least one UTF-8 text that is not empty, found none in {len(job.sources)} files; "
+            f"the corpus must have at least one UTF-8 text that is not empty, found none in {_names(job.sources)}; "
             "set data.path to a file of text or of records, or a folder of them"
         )
     dtype = token_dtype(tokenizer.vocab_size)

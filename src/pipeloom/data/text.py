@@ -23,9 +23,11 @@ from pipeloom.config import DataConfig
 from pipeloom.config.tokenizer_files import tokenizer_files
 from pipeloom.data.corpus import Source, list_sources
 from pipeloom.data.entry import (
+    RENEW,
     Corpus,
     Summary,
     document_ends,
+    is_entry,
     open_entry,
     open_targets,
     read_summary,
@@ -100,7 +102,7 @@ def load_data(config: DataConfig, seed: int, stored: Mapping[str, str] | None = 
     # Before the text is read, which may take minutes.
     if config.tokenizer_kind != "bytes":
         require_library(config.tokenizer_kind)
-    given = _given_tokenizer(config, stored)
+    given = given_tokenizer(config, stored)
     if given is None and config.tokenizer == "bpe" and config.sources is not None:
         given = _shared_tokenizer(config)
     found = [_entry(part, given) for _, part in config.parts]
@@ -218,6 +220,11 @@ def unigram_loss(shares: npt.NDArray[np.float64], counts: npt.NDArray[np.int64])
 
 def _list(config: DataConfig) -> list[Source]:
     sources = list_sources(config.path)
+    if not sources:
+        raise UserError(
+            f"the corpus must have a file that is not hidden, found none in {_where(config)}; set data.path to a file "
+            "of text or of records, or a folder of them"
+        )
     if config.field != DataConfig.field and not any(has_records(source.path) for source in sources):
         records = "files of records (.jsonl, .parquet, .arrow)"
         raise UserError(f"data.field has no effect without {records}, found none in {_where(config)}; leave it out")
@@ -234,6 +241,9 @@ def _entry(config: DataConfig, given: Tokenizer | None) -> tuple[Path, Summary]:
     # Of a stranger's folder no other file is read than its own.
     if path is not None and summary is not None and not summary.file:
         return path, _checked(path, summary, given)
+    if path is not None and is_entry(path):
+        what = "damaged" if summary is None else f"elsewhere, in {summary.file}"
+        raise UserError(f"data.path {path} is a folder of tokens, which are {what}; {RENEW}")
     if path is not None and is_indexed(path):
         return _indexed(config, path, given)
     return _find_or_write(config, _list(config), given)
@@ -307,9 +317,9 @@ def tokenize_text(config: DataConfig, folder: Path, num_workers: int | None, *, 
         raise UserError(f"{folder} already exists; choose another folder, or remove it")
     if config.tokenizer_kind != "bytes":
         require_library(config.tokenizer_kind)
-    if config.path is not None and (is_indexed(config.path) or read_summary(config.path) is not None):
+    if config.path is not None and (is_indexed(config.path) or is_entry(config.path)):
         raise UserError(f"data.path {config.path} has tokens already; it needs no tokenizing")
-    sources, given = _list(config), _given_tokenizer(config, None)
+    sources, given = _list(config), given_tokenizer(config, None)
     # A run with any length of sequences may read it.
     config = replace(config, seq_len=1)
     corpus = replace(corpus_of(config, sources, given), key=_key(config, sources, given))
@@ -348,11 +358,19 @@ def _writing(config: DataConfig, folder: Path | None = None) -> Iterator[None]:
         ) from error
 
 
-def _given_tokenizer(config: DataConfig, stored: Mapping[str, str] | None) -> Tokenizer | None:
-    """The tokenizer of a checkpoint or of a file; refused if both are given and differ. ``None`` for another."""
+def given_tokenizer(config: DataConfig, stored: Mapping[str, str] | None) -> Tokenizer | None:
+    """The tokenizer of a checkpoint or of a file; ``None`` for another.
+
+    Args:
+        config: of the run.
+        stored: the files of the tokenizer of the checkpoint that the run starts from.
+
+    Raises:
+        UserError: both are given and differ, or one cannot be read.
+    """
     kind, path = config.tokenizer_kind, config.tokenizer
     if stored is None:
-        return tokenizer_from(tokenizer_files(path)) if isinstance(path, Path) else None
+        return _tokenizer_of(path) if isinstance(path, Path) else None
     found = "file" if TOKENIZER_CONFIG in stored else "bytes" if stored == ByteTokenizer().files() else "bpe"
     if found != kind:
         has, wanted = ("one from a file", "that file") if found == "file" else (found, found)
@@ -371,6 +389,14 @@ def _given_tokenizer(config: DataConfig, stored: Mapping[str, str] | None) -> To
             f"tokens; set data.bpe_vocab_size to {tokenizer.vocab_size}"
         )
     return tokenizer
+
+
+def _tokenizer_of(path: Path) -> Tokenizer:
+    files = tokenizer_files(path)
+    try:
+        return tokenizer_from(files)
+    except UserError as error:
+        raise UserError(f"data.tokenizer {path}: {error}") from None
 
 
 def _sha256(tokenizer: Tokenizer) -> str:

@@ -133,6 +133,8 @@ def _check(site: Site) -> None:
 
 
 def _write(folder: Path, texts: dict[str, str], stale: set[str]) -> None:
+    if not texts and not folder.exists():
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Before anything is written or removed, so that a refusal changes nothing.

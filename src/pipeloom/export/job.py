@@ -125,7 +125,15 @@ class Job:
     def order_problems(self, program: str) -> list[str]:
         """Settings that only pipeloom supports: borders of documents, recomputation, moves, swaps, order of ranks."""
         schedule, given = self.config.schedule, self.config.recipe().given
+        model, own_scores = self.model, "is not started with scores of its own"
         reasons = {
+            "model.window": (
+                model.window is not None and model.window < self.config.data.seq_len,
+                "is not started with sliding windows",
+            ),
+            "model.query_pre_attn_scalar": (model.query_pre_attn_scalar is not None, own_scores),
+            "model.attn_softcap": (model.attn_softcap is not None, own_scores),
+            "model.logit_softcap": (model.logit_softcap is not None, "is not started with bounds of logits"),
             "data.attention document": (
                 self.config.data.by_document,
                 "is not started with attention that ends at documents",

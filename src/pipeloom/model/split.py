@@ -15,6 +15,7 @@ from torch import Tensor
 from pipeloom.model.tensor_parallel import WHOLE, TensorParallel
 from pipeloom.model.transformer import TIED_NAME, Transformer
 from pipeloom.workload.model import ModelConfig
+from pipeloom.workload.model_families import MODELS
 
 _INIT_STD = 0.02
 """Standard deviation of initial matrices and embeddings, as in GPT-2 and llama models."""
@@ -48,7 +49,7 @@ def build_stage(
     """Build and initialize one stage.
 
     Matrices and embeddings are normal(0, 0.02), projections into the residual stream divided by ``sqrt(2 L)``; norms
-    are 1 and biases 0.
+    multiply by 1, and biases are 0.
 
     Args:
         config: resolved model.
@@ -77,18 +78,18 @@ def build_stage(
         for name, weight in stage.named_parameters():
             here = slices[name]
             # Each tensor-parallel rank draws the whole matrix and copies its slice: any tp has the same weights.
-            weight.copy_(here.of(_first_value(name, here.whole, seed, config.num_layers), weight.shape))
+            weight.copy_(here.of(_first_value(name, here.whole, seed, config), weight.shape))
     return stage
 
 
-def _first_value(name: str, shape: Sequence[int], seed: int, num_layers: int) -> Tensor:
+def _first_value(name: str, shape: Sequence[int], seed: int, config: ModelConfig) -> Tensor:
     """Initial value of a whole parameter; float32, on the CPU."""
     if name.endswith(".bias"):
         return torch.zeros(*shape, dtype=torch.float32)
     if name.endswith("norm.weight"):
-        return torch.ones(*shape, dtype=torch.float32)
+        return torch.full(shape, 0.0 if MODELS[config.family].zero_centered_norms else 1.0, dtype=torch.float32)
     # Each layer adds two terms to the residual stream; GPT-2 divides by the root of their number (report, section 2.3).
-    scale = 1 / math.sqrt(2 * num_layers) if name.endswith(_RESIDUAL_OUTPUTS) else 1.0
+    scale = 1 / math.sqrt(2 * config.num_layers) if name.endswith(_RESIDUAL_OUTPUTS) else 1.0
     # Always on the CPU: CUDA's generator returns other numbers for the same seed.
     # Not hash(), which is salted in every process. 63 bits fit into the int64 of manual_seed.
     bits = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1

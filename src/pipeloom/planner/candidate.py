@@ -176,12 +176,12 @@ def _recomputing(plain: Candidate, free: Sequence[float]) -> Candidate | None:
 
 
 def repartitioned(candidate: Candidate) -> Candidate | None:
-    """The candidate partitioned by the seconds of its recomputed layers; ``None`` if equal, or if it does not fit.
+    """The candidate partitioned by the seconds of each of its layers; ``None`` if equal, or if it does not fit.
 
     Used for a few candidates only, since partitioning uneven layers takes longer than everything else together.
     """
     run = candidate.run
-    if run.recompute_layers is None or run.layers_by_stage is None or run.num_stages == 1:
+    if run.has_equal_layers or run.layers_by_stage is None or run.num_stages == 1:
         return None
     again = candidate.of(candidate.placed.with_fastest_layers().run)
     return again if again.run.layers_by_stage != run.layers_by_stage and again.fits else None

@@ -6,7 +6,7 @@ from functools import partial
 from statistics import fmean
 
 from pipeloom.cost.hardware import Cluster, with_bandwidth, with_memory
-from pipeloom.cost.stages import layers_by_recompute
+from pipeloom.cost.stages import layers_by_kind
 from pipeloom.planner.frontier import SortKey
 from pipeloom.planner.question import Limits, Question, divisors
 from pipeloom.planner.search import Search, is_over, search
@@ -63,12 +63,11 @@ def main_cause(step: SimulatedStep, other: SimulatedStep) -> str | None:
 def _recompute_s(step: SimulatedStep) -> float:
     """Seconds of recomputed layers and micro-batches of a step, averaged over the pipeline ranks."""
     run, again_s = step.run, 0.0
-    each_s = step.placed.recompute_s
     # Recomputed layers are inside backwards, where no span shows them; recomputed micro-batches are spans of their own.
-    for stage, rank in zip(layers_by_recompute(run, step.software), step.placed.placement.rank_by_stage, strict=True):
+    for stage, rank in zip(layers_by_kind(run, step.software), step.placed.placement.rank_by_stage, strict=True):
         for alike, count in stage:
             if alike.recompute == "full":
-                again_s += count * each_s[rank]
+                again_s += count * step.placed.of(alike).recompute_s[rank]
     spans = step.trace.spans
     whole_s = float((spans.end_s - spans.start_s)[spans.row.is_kind(Kind.RECOMPUTE)].sum())
     return (again_s * run.num_microbatches + whole_s) / run.pp

@@ -17,9 +17,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.layers import PieceSeconds
 from pipeloom.cost.memory import kept_bytes, state_bytes, working_bytes
 from pipeloom.cost.partition import fastest_partition
+from pipeloom.cost.pieces import PieceSeconds
 from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.stages import layers_of_pieces, placement_of, stage_layers
 from pipeloom.families import FAMILIES, Choice
@@ -62,9 +62,11 @@ class Arrangement(OfPlaced):
 
         All ranks are taken to be as fast as the fastest one.
         """
-        run, pieces = self.run, self.placed.fastest_pieces
+        run = self.run
         if run.pp == 1 or self.software.overlaps_steps:
             return self.busy_s
+        # Where layers differ, those before a rank are at least as fast as the lightest ones.
+        pieces = self.placed.of(run.with_lightest_layers).fastest_pieces
         embedding_s, layer_s = (both[0] if self.splits else sum(both) for both in (pieces.embedding, pieces.layer))
         layers = min(run.pp - 2, run.shape.layers)  # at least one layer on each rank between the first and the last
         before = layers * (run.pp - 1) - layers * (layers + 1) // 2

@@ -27,7 +27,7 @@ from pipeloom.cost.memory import (
 from pipeloom.cost.software import Software
 from pipeloom.cost.stages import (
     gathered_parameters,
-    layers_by_recompute,
+    layers_by_kind,
     num_frozen_stages,
     stage_layers,
     stage_parameters,
@@ -59,7 +59,7 @@ def memory_by_rank(
     most_held = in_rows = partial(most_in_rows, schedule)
     if moves_anything(schedule):
         most_held = partial(_most_on, schedule, _clock(schedule, trace))
-    masks = _most_masks(run, schedule.placement, in_rows)  # which never move
+    masks = _most_masks(run, software, schedule.placement, in_rows)  # which never move
     received = receive_buffers if schedule.level is Level.COMMUNICATION else 0
     buffers = _buffers(run, software, schedule)
     return _memory(run, software, schedule.placement, most_held, buffers, receive_buffers=received, masks=masks)
@@ -127,7 +127,7 @@ def memory_with_room(run: Run, software: Software, schedule: Schedule | Peaks, r
     """
     most_held = schedule.most if isinstance(schedule, Peaks) else partial(most_in_rows, schedule)
     buffers = _buffers_for(run, software, schedule.placement, room.gathered, room.unreduced)
-    masks = _most_masks(run, schedule.placement, most_held)
+    masks = _most_masks(run, software, schedule.placement, most_held)
     return _memory(
         run, software, schedule.placement, most_held, buffers, receive_buffers=room.receive_buffers, masks=masks
     )
@@ -159,7 +159,7 @@ def _kept_by_slice(run: Run, software: Software) -> KeptBytes:
     slices = [kept_with_loss(one, software) for one in alone]
     whole, pending, recomputed = (np.stack(columns, axis=1) for columns in list(zip(*slices, strict=True))[:3])
     for number, (one, begin) in enumerate(zip(alone, begins, strict=False)):
-        for stage, layers in enumerate(layers_by_recompute(one, software, trained=True)):
+        for stage, layers in enumerate(layers_by_kind(one, software, trained=True)):
             for alike, count in layers:
                 own = Kept(alike)
                 # Keys and values that layers without full recomputation would keep are in the cache.
@@ -226,19 +226,26 @@ def _memory(
     return tuple(found)
 
 
-def _masks(run: Run, placement: Placement) -> KeptBytes:
+def _masks(run: Run, software: Software, placement: Placement) -> KeptBytes:
     """Masks of documents, counted at the first stage of each rank: it has each micro-batch longest."""
-    lengths = run.slices or (run.seq,)
-    begins = accumulate(lengths, initial=0)
-    alone = [Kept(replace(run, seq=length, slices=())) for length in lengths]
-    each = [float(one.shared_mask(begin)) for one, begin in zip(alone, begins, strict=False)]
-    first, none = {min(stages) for stages in _stages(placement)}, [[0.0] * len(each)] * run.num_stages
-    whole = [each if stage in first else other for stage, other in enumerate(none)]
+    lengths, kinds = run.slices or (run.seq,), layers_by_kind(run, software)
+    places = list(zip(lengths, accumulate(lengths, initial=0), strict=False))
+    none = [[0.0] * len(lengths)] * run.num_stages
+    whole = list(none)
+    for stages in _stages(placement):
+        own = {alike for stage in stages for alike, count in kinds[stage] if count}
+        # All layers share the mask, but those with windows or soft caps need none.
+        each = [
+            [Kept(replace(one, seq=length, slices=())).shared_mask(begin) for one in own] for length, begin in places
+        ]
+        whole[min(stages)] = [float(max(of_slice, default=0)) for of_slice in each]
     return KeptBytes(whole, none, none, run.slice_shares)
 
 
-def _most_masks(run: Run, placement: Placement, most_held: Callable[[KeptBytes], Sequence[float]]) -> Sequence[float]:
-    return most_held(_masks(run, placement)) if run.by_document else [0.0] * placement.num_ranks
+def _most_masks(
+    run: Run, software: Software, placement: Placement, most_held: Callable[[KeptBytes], Sequence[float]]
+) -> Sequence[float]:
+    return most_held(_masks(run, software, placement)) if run.by_document else [0.0] * placement.num_ranks
 
 
 def moves_anything(schedule: Schedule) -> bool:
@@ -329,7 +336,7 @@ def _gradient_buffer_bytes(run: Run, software: Software, stages: Sequence[int], 
 def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     """Sizes of everything that the ranks of a schedule hold, without fragmentation."""
     _, head = stage_layers(run, software)
-    stages, frozen = layers_by_recompute(run, software), _frozen_bytes(run, software)
+    stages, frozen = layers_by_kind(run, software), _frozen_bytes(run, software)
     working = [max((working_bytes(a, software) for a, count in stage if count), default=0.0) for stage in stages]
     working[head] += max(0.0, logits_bytes(run, software) - kept_logits(run, software))
     by_stage = _trained_parameters(run, software)
@@ -344,7 +351,7 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
         for stages, more, masks in zip(
             _stages(schedule.placement),
             _buffers(run, software, schedule),
-            _most_masks(run, schedule.placement, partial(most_in_rows, schedule)),
+            _most_masks(run, software, schedule.placement, partial(most_in_rows, schedule)),
             strict=True,
         )
     ]

@@ -170,7 +170,7 @@ class SimulatedStep(Pictured, OfPlaced):
     @property
     def has_measured_pieces(self) -> bool:
         """Whether the seconds of all pieces were measured on the cluster; otherwise some are closed forms."""
-        alike = [replace(self.run, recompute=kind, recompute_layers=None) for kind in set(self.run.recompute_kinds)]
+        alike = [self.run.alike(kind) for kind in set(self.run.layer_kinds)]
         return all(pieces.is_measured for run in alike for pieces in self.placed.of(run).pieces)
 
     @property

@@ -48,6 +48,7 @@ TEXTS = ("generation_config.json",)
 """Text files of a folder that an export of the run writes again, beside its ``config.json`` and its index."""
 TOKENIZER_TEXTS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 """Those that belong to the folder's tokenizer, if the run uses it."""
+_ENDING = ".safetensors"
 _BLOCK = 1 << 24
 """Most elements that are read at once, which bounds the memory of a rank."""
 
@@ -309,6 +310,6 @@ def _indexed_files(index: Path) -> list[Path]:
     places = tree.get("weight_map") if isinstance(tree, dict) else None
     names = set(map(str, places.values())) if isinstance(places, dict) else set()
     # A name with a folder in it could be any file of the host.
-    if not names or any(Path(name).name != name for name in names):
-        raise UserError(f"cannot read {index}: expected a weight_map from tensors to files of its folder")
+    if not names or any(Path(name).name != name or not name.endswith(_ENDING) for name in names):
+        raise UserError(f"cannot read {index}: expected a weight_map from tensors to *{_ENDING} files of its folder")
     return [index.with_name(name) for name in sorted(names)]

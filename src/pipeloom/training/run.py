@@ -35,7 +35,7 @@ from pipeloom.training.export import export_weights
 from pipeloom.training.memory_check import check_memory
 from pipeloom.training.pipeline import training_schedule
 from pipeloom.training.pretrained import check_init
-from pipeloom.training.session import check_processes, load_text, long_start, resolve, run_on_all_ranks
+from pipeloom.training.session import check_processes, load_text, long_start, resolve, resolve_early, run_on_all_ranks
 from pipeloom.training.trainer import RunResult, Trainer
 
 
@@ -102,12 +102,15 @@ def _run_in(path: Path, config: RunConfig, say: _Say, begun_s: float, *, quiet: 
         config = replace(config, checkpoint=replace(config.checkpoint, resume=choice.path))
     elif (init := config.checkpoint.init) is not None and not is_hugging_face(init):
         config = replace(config, checkpoint=replace(config.checkpoint, init=choose_checkpoint(init).path))
+    # Tokenizing may take an hour, so what can be wrong without the text is checked before.
+    early = resolve_early(config)
+    lines = None if early is None else (_check_start(early, choice), _check_schedule(early))
     # Tokenized once, before the processes start; they read the tokens from the cache.
     data = load_text(config)
-    resolved = resolve(config, data)
-    goes_on = _check_checkpoint(resolved, data, choice) + _unused_size(config, data, choice)
+    resolved = early or resolve(config, data)
     # All checks come before the run writes into its folder.
-    moved = _check_schedule(resolved)
+    goes_on, moved = lines or (_check_start(resolved, choice), _check_schedule(resolved))
+    goes_on += _changed_order(resolved, data, choice) + _unused_size(config, data, choice)
     folder = draft_start(path, resolved)
     if folder.damaged:
         goes_on += f"\n           after the first step, {', '.join(folder.damaged)} will be called *.damaged"
@@ -139,8 +142,8 @@ def _write_end(config: RunConfig, folder: Path, result: RunResult) -> None:
     write_report(folder)
 
 
-def _check_checkpoint(config: RunConfig, data: Data, choice: Choice | None) -> str:
-    """Refuse a checkpoint of another model.
+def _check_start(config: RunConfig, choice: Choice | None) -> str:
+    """Refuse a checkpoint or weights of another model.
 
     Returns:
         Lines that describe where the run resumes, or its first weights; empty for random ones.
@@ -153,13 +156,15 @@ def _check_checkpoint(config: RunConfig, data: Data, choice: Choice | None) -> s
     if info.step == config.training.known_steps:
         line += "; all steps are done, only validation, sample and report are left"
     line += "" if can_be_checked(choice.path) else f"\n           {UNCHECKED}"
-    line += "".join(f"\n           not from {path.name}: {problem}" for path, problem in choice.damaged)
-    changed = new_order(config, data, info)
-    return (
-        f"{line}\n           batches differ from those that its run would have read, since {', '.join(changed)} changed"
-        if changed
-        else line
-    )
+    return line + "".join(f"\n           not from {path.name}: {problem}" for path, problem in choice.damaged)
+
+
+def _changed_order(config: RunConfig, data: Data, choice: Choice | None) -> str:
+    """A line if the batches of a resumed run differ from those that its checkpoint's run would have read."""
+    if choice is None or not (changed := new_order(config, data, read_info(choice.path))):
+        return ""
+    differ = "batches differ from those that its run would have read"
+    return f"\n           {differ}, since {', '.join(changed)} changed"
 
 
 def _unused_size(config: RunConfig, data: Data, choice: Choice | None) -> str:

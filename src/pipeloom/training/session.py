@@ -14,7 +14,8 @@ from pipeloom.checkpoint.checkpoint_folder import find_checkpoint, is_hugging_fa
 from pipeloom.config import RunConfig, with_demo_hyperparameters
 from pipeloom.config.problems import vocabulary_problems
 from pipeloom.cost.partition import default_partition, fastest_partition
-from pipeloom.data.text import Data, load_data
+from pipeloom.data.text import Data, given_tokenizer, load_data
+from pipeloom.data.tokenizer import ByteTokenizer
 from pipeloom.errors import UserError
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import World, is_launched, join_forked, join_launched, launched_size
@@ -103,9 +104,24 @@ def load_text(config: RunConfig) -> Data:
     Raises:
         UserError: as ``load_data``; or the checkpoint's tokenizer cannot be read.
     """
+    return load_data(config.data, config.training.seed, _stored_tokenizer(config))
+
+
+def _stored_tokenizer(config: RunConfig) -> dict[str, str] | None:
     start = config.checkpoint.start
-    tokenizer = None if start is None or is_hugging_face(start) else read_tokenizer(find_checkpoint(start))
-    return load_data(config.data, config.training.seed, tokenizer)
+    return None if start is None or is_hugging_face(start) else read_tokenizer(find_checkpoint(start))
+
+
+def resolve_early(config: RunConfig) -> RunConfig | None:
+    """``resolve`` before the text is read; ``None`` for a run whose tokenizer is trained on the text.
+
+    Raises:
+        UserError: as ``resolve``; or the tokenizer cannot be read.
+    """
+    tokenizer = given_tokenizer(config.data, _stored_tokenizer(config))
+    if tokenizer is None and config.data.tokenizer_kind == "bytes":
+        tokenizer = ByteTokenizer()
+    return None if tokenizer is None else _resolve(config, tokenizer.vocab_size)
 
 
 def resolve(config: RunConfig, data: Data) -> RunConfig:
@@ -114,7 +130,10 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
     Raises:
         UserError: the model's vocabulary is smaller than the tokenizer's.
     """
-    needed = data.tokenizer.vocab_size
+    return _resolve(config, data.tokenizer.vocab_size)
+
+
+def _resolve(config: RunConfig, needed: int) -> RunConfig:
     for problem in vocabulary_problems(config, needed):
         raise UserError(problem)
     config = with_demo_hyperparameters(config)

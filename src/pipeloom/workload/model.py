@@ -90,7 +90,7 @@ class ModelConfig:
     window: Count | None = None
     """Tokens that a query of a layer with a sliding window sees, its own included. None: all earlier ones, in every
     layer."""
-    full_attention_layers: tuple[Annotated[int, Limits(least=0)], ...] | None = None
+    full_attention_layers: tuple[int, ...] | None = None
     """Layers without a window, by number from 0; needs window. None: every second layer of gemma2, every sixth of
     gemma3, none of others."""
     query_pre_attn_scalar: Positive | None = None
@@ -245,6 +245,13 @@ class ModelShape:
         """The window of each layer; ``None`` for one that sees all earlier tokens."""
         full = frozenset(self.full_layers)
         return tuple(None if layer in full else self.window for layer in range(self.layers))
+
+    def has_fused_attention(self, window: int | None, num_keys: int) -> bool:
+        """Whether a layer with a window computes plain attention with so many keys, for which there are fused kernels.
+
+        Others have kernels that take soft caps, and windows that are narrower than the keys.
+        """
+        return not self.attn_softcap and (window is None or window >= num_keys)
 
     def with_window(self, window: int | None) -> "ModelShape":
         """The shape with this window in all layers, or with none."""

@@ -9,6 +9,9 @@ from pipeloom.workload.model import ModelShape
 
 Attention = Literal["plain", "fused-softmax", "flash1", "flash2"]
 
+LayerKind = tuple[Recompute, int | None]
+"""What a layer recomputes, and its window; ``None`` if it sees all earlier tokens."""
+
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one number."""
 
@@ -98,6 +101,27 @@ class Run:
         return self.recompute_layers or (self.recompute,)
 
     @property
+    def layer_kinds(self) -> "tuple[LayerKind, ...]":
+        """What each layer recomputes, and its window."""
+        recompute = self.recompute_layers or (self.recompute,) * self.shape.layers
+        return tuple(zip(recompute, self.shape.windows, strict=True))
+
+    @property
+    def has_equal_layers(self) -> bool:
+        """Whether all layers recompute and see the same."""
+        return self.recompute_layers is None and not self.shape.full_layers
+
+    def alike(self, kind: "LayerKind") -> "Run":
+        """The run with all layers of one of its kinds."""
+        recompute, window = kind
+        return replace(self, recompute=recompute, recompute_layers=None, shape=self.shape.with_window(window))
+
+    @property
+    def with_lightest_layers(self) -> "Run":
+        """The run with the window of some layers in all, for lower bounds."""
+        return replace(self, shape=self.shape.with_window(self.shape.window))
+
+    @property
     def tokens(self) -> int:
         """Tokens of a micro-batch."""
         return self.micro_batch * self.seq
@@ -142,4 +166,6 @@ class Run:
         """Key of measured seconds: ``of_pieces`` without depth, name, kernels and mask, which no measurement varies."""
         # The seconds of a layer do not depend on depth, so models with equal layers share a measurement.
         shape = replace(self.shape, layers=1, tied=False, name="")
+        if shape.window is not None and shape.window >= self.seq:
+            shape = shape.with_window(None)
         return replace(self.of_pieces, shape=shape, attention="flash2", fused_norm=True, by_document=False)
