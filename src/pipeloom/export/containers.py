@@ -36,7 +36,7 @@ def container_differences(job: Job) -> tuple[str, ...]:
 
 def about_paths(job: Job) -> str:
     """A sentence about the paths of a run, for a comment."""
-    return f"Paths must be in the image or below {job.site.volume.partition(':')[2]}, where the volume is."
+    return f"Paths must be in the image or below {job.site.shared_folder}, where the volume is."
 
 
 def start_script(program: str, notes: Draft, lines: Sequence[str]) -> str:

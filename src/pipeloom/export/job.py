@@ -33,9 +33,19 @@ class Site:
     volume: str = "pipeloom:/shared"
 
     @property
+    def volume_name(self) -> str:
+        """Name of the volume."""
+        return self.volume.split(":")[0]
+
+    @property
+    def shared_folder(self) -> str:
+        """Where the nodes find the volume."""
+        return self.volume.split(":")[1]
+
+    @property
     def run_folder(self) -> str:
         """The run folder on the shared volume."""
-        return f"{self.volume.partition(':')[2].rstrip('/')}/{self.name}"
+        return f"{self.shared_folder}/{self.name}"
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,10 @@ def _make(job: Job) -> Draft:
         differs=container_differences(job),
         needs=started.needs,
     )
-    claim = job.site.volume.partition(":")[0]
     about = [
         about_paths(job),
         (
-            f"The run folder is {job.site.run_folder} on the PersistentVolumeClaim {claim}, which "
+            f"The run folder is {job.site.run_folder} on the PersistentVolumeClaim {job.site.volume_name}, which "
             "must allow ReadWriteMany where there are several nodes."
         ),
         (
@@ -126,7 +125,6 @@ def _runtime(job: Job) -> dict[str, Any]:
 
 
 def _pod(job: Job) -> dict[str, Any]:
-    claim, _, folder = job.site.volume.partition(":")
     per_node = job.processes_per_node
     resources = (
         {"limits": {"nvidia.com/gpu": str(per_node)}}
@@ -150,14 +148,14 @@ def _pod(job: Job) -> dict[str, Any]:
                 "resources": resources,
                 "volumeMounts": [
                     {"name": "start", "mountPath": _START, "readOnly": True},
-                    {"name": "shared", "mountPath": folder},
+                    {"name": "shared", "mountPath": job.site.shared_folder},
                     {"name": "memory", "mountPath": "/dev/shm"},
                 ],
             }
         ],
         "volumes": [
             {"name": "start", "configMap": {"name": job.site.name}},
-            {"name": "shared", "persistentVolumeClaim": {"claimName": claim}},
+            {"name": "shared", "persistentVolumeClaim": {"claimName": job.site.volume_name}},
             # The 64 MB of a container are too few for NCCL and gloo between the processes of a node.
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],

@@ -61,12 +61,11 @@ def _make(job: Job) -> Draft:
         differs=container_differences(job),
         needs=started.needs,
     )
-    volume = job.site.volume.partition(":")[0]
     about = [
         about_paths(job),
         (
-            f"The run folder is {job.site.run_folder} on the volume {volume}, which `sky volumes apply` makes. It must "
-            "be of a shared file system where there are several nodes. A bucket in its place is not enough: "
+            f"The run folder is {job.site.run_folder} on the volume {job.site.volume_name}, which "
+            "`sky volumes apply` makes. It must be of a shared file system where there are several nodes. A bucket in its place is not enough: "
             "checkpoints are written by all nodes, and renamed."
         ),
         (
@@ -85,7 +84,6 @@ def _make(job: Job) -> Draft:
 
 
 def _task(job: Job, notes: Draft) -> dict[str, Any]:
-    volume, _, folder = job.site.volume.partition(":")
     per_node = job.processes_per_node
     devices = (
         {"accelerators": f"{_ACCELERATORS[job.cluster.device.name]}:{per_node}"}
@@ -101,7 +99,7 @@ def _task(job: Job, notes: Draft) -> dict[str, Any]:
             "image_id": f"docker:{job.site.image}",
             "job_recovery": {"max_restarts_on_errors": MAX_RESTARTS, "recover_on_exit_codes": [75]},
         },
-        "volumes": {folder: volume},
+        "volumes": {job.site.shared_folder: job.site.volume_name},
         # null: SkyPilot does not start the task without --env.
         "envs": {"RUN": job.site.run_folder, **{need.name: None for need in notes.needs}},
         "run": f"exec bash {SCRIPT}",
