@@ -43,7 +43,8 @@ STAMP       := $(VENV)/.installed
 LOADED      := numba llvmlite numpy pydantic pydantic_core rich
 
 .PHONY: demo test docs dist docs-commands plan-demo predict reproduce schedules plan-speed bench-network bench-overhead \
-        bench-balance bench-checkpoints bench-tokenize bench-loading playground-pictures playground-speed tune signals launch-schemas speed check format clean
+        bench-balance bench-checkpoints bench-tokenize bench-loading bench-generate playground-pictures playground-speed tune signals \
+        launch-schemas speed check format clean
 
 demo: $(STAMP)
 	$(BIN)/pipeloom train $(ARGS)
@@ -81,6 +82,9 @@ schedules: $(STAMP)
 
 tune: $(STAMP)
 	$(BIN)/python benchmarks/tune.py
+
+bench-generate: $(STAMP)
+	$(BIN)/python benchmarks/generating.py
 
 signals: $(STAMP)
 	$(BIN)/python benchmarks/signals.py

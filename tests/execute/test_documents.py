@@ -60,19 +60,24 @@ def alone(whole, documents):
     return total, {name: p.grad for name, p in whole.named_parameters()}
 
 
+WINDOWED = {
+    family: replace(MODELS["llama"], family=family, window=4, head_size=4).resolve(VOCAB)
+    for family in ("gemma2", "gemma3")
+}
+
 SETTINGS = {"max_positions": SIZE, "seed": 0, "dtype": torch.float64}
 
 
 @cache
 def expected(family):
-    model = MODELS[family]
+    model = {**MODELS, **WINDOWED}[family]
     whole = build_stage(model, range(model.num_layers + 2), device="cpu", **SETTINGS)
     return alone(whole, windows_of(LENGTHS)[1])
 
 
 def worst(schedule, family, *, slices=None, recompute="none"):
     """Largest difference of the loss and of all gradients from those of documents alone."""
-    model, number, rows = MODELS[family], schedule.num_stages, len(LENGTHS) // schedule.num_microbatches
+    model, number, rows = {**MODELS, **WINDOWED}[family], schedule.num_stages, len(LENGTHS) // schedule.num_microbatches
     pieces = stage_pieces((1,) * (number - 1) + (model.num_layers + 3 - number,))
 
     def build(stage, device):
@@ -110,6 +115,13 @@ def test_a_window_of_three_documents_is_three_runs_alone(number, family, slices)
     recompute = ("none", "selective", "full")[number % 3]
     for model in MODELS:
         assert worst(schedule, model, slices=slices, recompute=recompute) < 1e-12
+
+
+@pytest.mark.parametrize("slices", [None, SLICES], ids=["whole", "slices"])
+@pytest.mark.parametrize("model", WINDOWED)
+def test_so_it_is_with_windows_of_keys_and_soft_caps(model, slices):
+    schedule = make_schedule("zb-h1", pp=2, num_microbatches=2, num_slices=1 if slices is None else 4)
+    assert worst(lower(schedule), model, slices=slices, recompute="selective") < 1e-12
 
 
 CHANGES = {

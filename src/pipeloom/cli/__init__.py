@@ -15,6 +15,7 @@ GROUPS = {
         "train": "train a transformer with pipeline, data and tensor parallelism",
         "verify": "prove that the pipeline computes the gradients of a single process",
         "evaluate": "compute the loss of a trained model on a text",
+        "generate": "continue texts with a trained model",
         "report": "write a run as one HTML page: predicted and measured side by side",
         "tokenize": "encode a text of any size into a folder of tokens, which a run reads",
         "export": "write the weights of a checkpoint as safetensors files",

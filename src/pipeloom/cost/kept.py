@@ -145,11 +145,11 @@ class Kept:
 
     def masks(self, begin: int) -> int:
         """Bytes of the attention mask of a layer, for a token slice that begins at ``begin``; 0 on GPUs."""
-        # If queries do not begin at token 0, PyTorch's CPU kernel takes a mask tensor, which each layer keeps.
-        has_mask = begin > 0 and not self.run.fused_norm and not self.run.by_document
-        return (
-            self.run.element_bytes * self.run.seq * (begin + self.run.seq) if has_mask and self._is_fused(begin) else 0
-        )
+        # If queries do not begin at token 0, PyTorch's CPU kernel takes a mask tensor, which each layer keeps. A single
+        # query needs none.
+        run = self.run
+        has_mask = begin > 0 and run.seq > 1 and not (run.fused_norm or run.by_document)
+        return run.element_bytes * run.seq * (begin + run.seq) if has_mask and self._is_fused(begin) else 0
 
     def _is_fused(self, begin: int) -> bool:
         return self.run.shape.has_fused_attention(self.run.shape.window, begin + self.run.seq)
@@ -196,6 +196,8 @@ class Kept:
         """Bytes of the embedding between the halves: the gradient of its output."""
         shape, size = self.run.shape, self.run.element_bytes
         own = self._num_positions // (self.run.tp if self.run.sequence_parallel else 1)
+        # A position for each token, and no exchange between both: their vectors have one and the same gradient.
+        own *= not (self.run.by_document and self.run.tp == 1)
         return size * shape.hidden * (self.run.tokens + (0 if shape.kind.is_rotary else own))
 
     def pending_head(self) -> int:

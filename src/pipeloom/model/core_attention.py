@@ -124,7 +124,9 @@ def core_attention(
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys, scale: float | None) -> Tensor:
     # is_causal aligns the mask with the upper left corner, which is right only for queries from position 0 on.
-    mask = _causal_mask(query.shape[2], key.shape[2], query.device) if visible.begin else None
+    # A single query sees all keys.
+    has_mask = visible.begin > 0 and query.shape[2] > 1
+    mask = _causal_mask(query.shape[2], key.shape[2], query.device) if has_mask else None
     if visible.documents is not None:
         mask = visible.documents.added(visible, query)
     return functional.scaled_dot_product_attention(
@@ -132,7 +134,7 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys, scal
         key,
         value,
         attn_mask=mask,
-        is_causal=mask is None,
+        is_causal=mask is None and visible.begin == 0,
         scale=scale,
         # Only if needed: with it PyTorch has fewer fused kernels to choose from.
         enable_gqa=key.shape[1] != query.shape[1],

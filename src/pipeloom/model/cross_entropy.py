@@ -48,13 +48,13 @@ class SplitVocabulary:
         return _SplitCrossEntropy.apply(logits, targets, self)
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Logits of the whole vocabulary, ``[size]`` from ``[share of size]``, on every rank; without gradient."""
+        """Logits of the whole vocabulary, ``[..., size]`` of this rank's share, on every rank; without gradient."""
         if self.parallel.size == 1:
             return logits
         own = self.parallel.share(self.size)
         # An all-reduce of disjoint parts, since an all-gather needs equal parts, and shares may differ by one.
-        whole = logits.new_zeros(self.size)
-        whole[own.start : own.stop] = logits.detach()
+        whole = logits.new_zeros(*logits.shape[:-1], self.size)
+        whole[..., own.start : own.stop] = logits.detach()
         self.parallel.group.sum(whole)
         return whole
 

@@ -38,12 +38,13 @@ class Need(NamedTuple):
     host: Parts
 
 
-def need_by_pipeline_rank(config: RunConfig, *, verifies: bool = False) -> tuple[Need, ...]:
+def need_by_pipeline_rank(config: RunConfig, *, verifies: bool = False, trains: bool = True) -> tuple[Need, ...]:
     """For each pipeline rank a lower bound of the memory of one process.
 
     Args:
         config: without problems, with the sizes of its model.
         verifies: whether the run only verifies gradients, without an optimizer.
+        trains: whether the run has more than weights.
     """
     software, run = with_optimizer(load_software("pipeloom"), config.optimizer.rule), _run(config)
     whole, trained = rank_parameters(run, software), trained_rank_parameters(run, software)
@@ -52,6 +53,8 @@ def need_by_pipeline_rank(config: RunConfig, *, verifies: bool = False) -> tuple
         for held, own in zip(whole, trained, strict=True)
     ]
     activations, choice, layout = _activations(config, run, software), config.choice(), config.layout
+    if not trains:
+        state, activations = [{"weights": one["weights"]} for one in state], [0.0] * layout.pp
     head = choice.placed().rank_by_stage[-1]
     # The lengths of auto slices are chosen later, and may be one token.
     parts = layout.num_slices if layout.token_slices != "auto" else run.seq

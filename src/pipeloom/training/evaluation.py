@@ -109,7 +109,7 @@ def evaluate_run(
         WorkerError: a process failed.
     """
     check_processes(config)
-    check_memory(config, verifies=True)
+    check_memory(config, trains=False)
     choice = choose_checkpoint(run)
     config = replace(config, checkpoint=replace(config.checkpoint, resume=choice.path))
     if is_first():
@@ -121,7 +121,7 @@ def _evaluate(
     is_whole: bool, num_batches: int | None, config: RunConfig, world: World, data: Data
 ) -> Evaluation | None:
     assert config.checkpoint.resume is not None
-    pipeline = Pipeline(config, world)
+    pipeline = Pipeline(config, world, trains=False)
     weights = Checkpoints(config, world, pipeline, None, config.checkpoint.resume, tokenizer=data.tokenizer)
     info = weights.restore(config.checkpoint.resume)
     # One stream: training and validation part alone could lose the end of a window each.

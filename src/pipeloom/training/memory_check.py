@@ -27,13 +27,14 @@ _OF_STATE = (
 )
 
 
-def check_memory(config: RunConfig, *, verifies: bool = False) -> None:
+def check_memory(config: RunConfig, *, verifies: bool = False, trains: bool = True) -> None:
     """Refuse a run whose ranks on this host need more memory than there is; under a launcher, once on each host.
 
     Args:
         config: valid, with a resolved model.
         verifies: whether the run compares gradients with a reference: it has no optimizer state, but its first host
             holds a whole model.
+        trains: whether the run has gradients and activations for backwards.
 
     Raises:
         HostError: names what is needed, what is available, the largest part, and what to change.
@@ -41,7 +42,7 @@ def check_memory(config: RunConfig, *, verifies: bool = False) -> None:
     # Only the first process of each host checks: one message, and memory is counted once.
     if os.environ.get("LOCAL_RANK", "0") != "0" and is_launched():
         return
-    needs, processes = need_by_pipeline_rank(config, verifies=verifies), processes_here(config)
+    needs, processes = need_by_pipeline_rank(config, verifies=verifies, trains=trains), processes_here(config)
     on_cpu = config.training.device == "cpu"
     by_rank = {rank: needs[rank].host | (needs[rank].device if on_cpu else {}) for rank in processes}
     names = next(iter(by_rank.values()))

@@ -1,6 +1,6 @@
 """This rank's stages, and the executors that run them: for training, evaluation and sampling."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -34,7 +34,7 @@ from pipeloom.execute.parts.tied import SwappedLoan, Tied
 from pipeloom.execute.processes.watch import Watch
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.batch import Batch
-from pipeloom.execute.stages.stage import Objective, Stage, StepDocuments
+from pipeloom.execute.stages.stage import Continued, Objective, Stage, StepDocuments
 from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.measure.moves import time_messages, time_moves, time_stage_swaps
@@ -63,26 +63,32 @@ def training_schedule(config: RunConfig) -> Schedule:
     return build(config.recipe(), StageSizes(config))
 
 
-def forward_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
-    """An executable forward-only schedule over the same stages."""
+def forward_schedule(config: RunConfig, num_microbatches: int, *, trains: bool = True) -> Schedule:
+    """An executable forward-only schedule over the same stages, which also train or have weights only."""
     sizes = {"num_microbatches": num_microbatches, "group_size": None, "keep": None, "num_slices": 1}
     choice = config.choice()  # with the placement of the training schedule
     forward_only = replace(choice, family="forward-only", placement=choice.placement_name, **sizes)
-    return build(replace(config.recipe(), start=forward_only, moves=Moves(), given=None), StageSizes(config))
+    return build(replace(config.recipe(), start=forward_only, moves=Moves(), given=None), StageSizes(config, trains))
 
 
 class Pipeline:
-    """The stages of one rank, with connections to its pipeline, data-parallel and tensor-parallel ranks."""
+    """The stages of one rank, with connections to its pipeline, data-parallel and tensor-parallel ranks.
 
-    def __init__(self, config: RunConfig, world: World) -> None:
-        self._config = config
+    Args:
+        config: resolved.
+        world: all ranks.
+        trains: whether the stages are trained; otherwise they have weights only, without gradients, and run forwards.
+    """
+
+    def __init__(self, config: RunConfig, world: World, *, trains: bool = True) -> None:
+        self._config, self._trains = config, trains
         self._world = world
         self._dtype = getattr(torch, config.training.known_dtype)
         assert config.layout.partition is not None
         self._pieces = stage_pieces(config.layout.partition)
         layout = config.layout
         self._place = layout.coordinates(world.rank)
-        self.schedule = training_schedule(config)
+        self.schedule = training_schedule(config) if trains else self._forwards(layout.num_microbatches)
         self._clock = CudaClock(world.device.index) if world.device.type == "cuda" else Clock()
         self._lanes = Lanes(self._clock, world.device)
         own = self.schedule.placement.stages_of(self._place.pipeline)
@@ -121,8 +127,10 @@ class Pipeline:
             counts=self._moves_anything or not config.training.compile,  # hooks would cause a recompilation
         )
         self._trainer = self._executor(self.schedule, outputs, self._moves)
-        self._evaluator = self._executor(forward_schedule(config, layout.num_microbatches), outputs)
-        self._sampler = self._executor(forward_schedule(config, 1), self._outputs(1))
+        self._evaluator = self._executor(self._forwards(layout.num_microbatches), outputs)
+        self._sampler = self._executor(self._forwards(1), self._outputs(1))
+        self._decoders: dict[tuple[int, ...], Executor] = {}
+        self._continued: dict[int, Continued] = {}
         self._is_cold = config.training.compile
         self._as_written = as_written if config.training.compile else nullcontext
         self._running = self._trainer
@@ -273,6 +281,31 @@ class Pipeline:
             result = self._run(self._sampler, [tokens], lambda logits, _: self._vocabulary.whole(logits[0, position]))
         return result.outputs.get(0)
 
+    def continue_sequences(
+        self, microbatches: Sequence[Continued], tokens: Sequence[Tensor], wanted: int
+    ) -> dict[int, Tensor]:
+        """Run new tokens of sequences through the stages, and cache their keys and values.
+
+        Args:
+            microbatches: the cached part of each.
+            tokens: of each micro-batch, ``int64[rows, tokens]``, all of one shape; the number of tokens is a multiple
+                of the tensor-parallel size.
+            wanted: index of the new token whose next token's logits are returned.
+
+        Returns:
+            On ranks with the last stage, micro-batch -> logits, ``[rows, vocab_size]``.
+        """
+        key = len(microbatches), *tokens[0].shape
+        if key not in self._decoders:
+            self._decoders[key] = self._executor(self._forwards(key[0]), self._outputs(*key[1:]), continues=True)
+        self._continued.update(enumerate(microbatches))
+
+        def logits_of(logits: Tensor, _: int) -> Tensor:
+            return self._vocabulary.whole(logits[:, wanted])
+
+        with self._as_written():
+            return self._run(self._decoders[key], list(tokens), logits_of).outputs
+
     def close(self) -> None:
         """Stop threads; parameters stay."""
         self._watch.end()
@@ -331,7 +364,10 @@ class Pipeline:
         module.set_recompute(self._config.layout.recompute_by_layer(self._config.model.num_layers))
         if self._config.training.compile and torch.device(device).type != "meta":
             compile_pieces(module, self._config.training.compile_backend)
-        return module
+        return module if self._trains else module.requires_grad_(requires_grad=False)
+
+    def _forwards(self, num_microbatches: int) -> Schedule:
+        return forward_schedule(self._config, num_microbatches, trains=self._trains)
 
     def _share_matrix(self) -> Tied | None:
         """The executor part for a tied matrix, if embedding and head are on different stages."""
@@ -356,9 +392,9 @@ class Pipeline:
             loan=loan,
         )
 
-    def _outputs(self, microbatch_size: int) -> tuple[TensorSpec, ...]:
-        """The spec of every stage's output."""
-        tokens = TensorSpec((microbatch_size, self._config.data.seq_len), torch.int64)
+    def _outputs(self, microbatch_size: int, num_tokens: int | None = None) -> tuple[TensorSpec, ...]:
+        """The spec of every stage's output, for whole sequences or another number of tokens."""
+        tokens = TensorSpec((microbatch_size, num_tokens or self._config.data.seq_len), torch.int64)
         # Layers keep the shape of their input, so embedding and head suffice; running all layers on the meta device
         # takes longer than training a small model.
         ends = (self._pieces[0][:1], self._pieces[-1][-1:])
@@ -366,7 +402,12 @@ class Pipeline:
         return (*[between] * (self.schedule.num_stages - 1), logits)
 
     def _stages(
-        self, schedule: Schedule, outputs: tuple[TensorSpec, ...], slices: TokenSlices | None
+        self,
+        schedule: Schedule,
+        outputs: tuple[TensorSpec, ...],
+        slices: TokenSlices | None,
+        *,
+        continues: bool = False,
     ) -> dict[int, Stage]:
         first, split = schedule.first_backward_stage, schedule.split_stages
         return {
@@ -377,6 +418,7 @@ class Pipeline:
                 needs_input_gradient=index > first,
                 splits=index in split,
                 slices=slices,
+                continued=self._continued if continues else None,
             )
             for index, one in self.data_parallel.weights.items()
         }
@@ -386,10 +428,12 @@ class Pipeline:
         schedule: Schedule,
         outputs: tuple[TensorSpec, ...],
         moves: ActivationMoves | None = None,
+        *,
+        continues: bool = False,
     ) -> Executor:
         training, rank = self._config.training, self._place.pipeline
         slices = self._slices if schedule.num_slices > 1 else None  # only the training schedule has token slices
-        stages = self._stages(schedule, outputs, slices)
+        stages = self._stages(schedule, outputs, slices, continues=continues)
         parts: list[Part] = [Compute(stages, slices=slices, keeper=moves), Messages(outputs, slices)]
         parts += [part for part in (self.data_parallel, self._tied, moves) if part is not None]
         if self.store is not None:

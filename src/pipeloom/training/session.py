@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from pipeloom.config import RunConfig, with_demo_hyperparameters
 from pipeloom.config.problems import vocabulary_problems
 from pipeloom.cost.partition import default_partition, fastest_partition
 from pipeloom.data.text import Data, given_tokenizer, load_data
-from pipeloom.data.tokenizer import ByteTokenizer
+from pipeloom.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_from
 from pipeloom.errors import UserError
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import World, is_launched, join_forked, join_launched, launched_size
@@ -23,8 +23,15 @@ from pipeloom.families import FAMILIES
 from pipeloom.training.slices import with_known_slices
 from pipeloom.training.stages import piece_bytes
 
-Job = Callable[[RunConfig, World, Data], Any]
-"""Work of one rank; takes the resolved configuration."""
+Job = Callable[[RunConfig, World, Any], Any]
+"""Work of one rank; takes the resolved configuration, and what was loaded."""
+
+
+class Tokens(NamedTuple):
+    """The tokenizer of a trained model, in place of ``Data`` for work that reads no text."""
+
+    tokenizer: Tokenizer
+
 
 _LAUNCHED_PATIENCE_S = 1800.0
 """Under a launcher, ranks may wait this long for another host that tokenizes its text."""
@@ -33,7 +40,9 @@ _RANK_0_PATIENCE_S = 1800.0
 """The other ranks may wait this long for rank 0, which compiles, or measures token slices."""
 
 
-def run_on_all_ranks(config: RunConfig, job: Job, patience_s: float = 30.0) -> Any:
+def run_on_all_ranks(
+    config: RunConfig, job: Job, patience_s: float = 30.0, load: Callable[[RunConfig], Data | Tokens] | None = None
+) -> Any:
     """Run ``job`` on every rank.
 
     Args:
@@ -41,6 +50,7 @@ def run_on_all_ranks(config: RunConfig, job: Job, patience_s: float = 30.0) -> A
         job: picklable where processes cannot be forked.
         patience_s: added to ``training.stall_timeout_s`` for the timeout of communication outside the pipeline; more
             than the longest work of one rank that others wait for.
+        load: of the data that the job takes, on every rank; ``None`` for ``load_text``.
 
     Returns:
         Rank 0's result; under a launcher, this rank's.
@@ -57,14 +67,14 @@ def run_on_all_ranks(config: RunConfig, job: Job, patience_s: float = 30.0) -> A
         torch.set_num_threads(threads)
         # Each host may have its own cache folder, and then has to tokenize the text itself.
         world = join_launched(config.training.device, stall_s + max(patience_s, _LAUNCHED_PATIENCE_S))
-        return _work(config, job, world)
+        return _work(config, job, world, load or load_text)
     # Imported before the fork, once instead of once in every worker: optimizers import them on first use.
     needed = ["torch._dynamo", "torch.distributed.checkpoint"]
     if config.training.compile and config.training.compile_backend == "inductor":
         needed.append("torch._inductor.compile_fx")
     for name in needed:
         import_module(name)
-    work = partial(_work_forked, config, job, timeout_s=stall_s + patience_s)
+    work = partial(_work_forked, config, job, timeout_s=stall_s + patience_s, load=load or load_text)
     return run_workers(work, config.layout.num_ranks, threads, grace_s=config.checkpoint.grace_s)[0]
 
 
@@ -124,7 +134,21 @@ def resolve_early(config: RunConfig) -> RunConfig | None:
     return None if tokenizer is None else _resolve(config, tokenizer.vocab_size)
 
 
-def resolve(config: RunConfig, data: Data) -> RunConfig:
+def load_tokens(config: RunConfig) -> Tokens:
+    """The tokenizer of the checkpoint that a configuration resumes from, without its text.
+
+    Raises:
+        UserError: it cannot be read, or the checkpoint has none.
+    """
+    path = config.checkpoint.resume
+    assert path is not None
+    stored = read_tokenizer(path)
+    if stored is None:
+        raise UserError(f"the checkpoint {path} has no tokenizer; it is of an older version")
+    return Tokens(tokenizer_from(stored))
+
+
+def resolve(config: RunConfig, data: Data | Tokens) -> RunConfig:
     """Fill in all derived settings: sizes of the model, partition, group size, dtype.
 
     Raises:
@@ -160,15 +184,24 @@ def _resolve(config: RunConfig, needed: int) -> RunConfig:
     )
 
 
-def _work_forked(config: RunConfig, job: Job, rendezvous: Path, rank: int, num_ranks: int, *, timeout_s: float) -> Any:
-    return _work(config, job, join_forked(rendezvous, rank, num_ranks, config.training.device, timeout_s))
+def _work_forked(
+    config: RunConfig,
+    job: Job,
+    rendezvous: Path,
+    rank: int,
+    num_ranks: int,
+    *,
+    timeout_s: float,
+    load: Callable[[RunConfig], Data | Tokens],
+) -> Any:
+    return _work(config, job, join_forked(rendezvous, rank, num_ranks, config.training.device, timeout_s), load)
 
 
-def _work(config: RunConfig, job: Job, world: World) -> Any:
+def _work(config: RunConfig, job: Job, world: World, load: Callable[[RunConfig], Data | Tokens]) -> Any:
     # One rank chooses the checkpoint: others could find another newest one, and would hash its files once more.
     init, resume = world.from_first((config.checkpoint.init, config.checkpoint.resume))
     config = replace(config, checkpoint=replace(config.checkpoint, init=init, resume=resume))
-    data = load_text(config)
+    data = load(config)
     result = job(with_known_slices(resolve(config, data), world), world, data)
     # After success only: a rank that failed must exit at once, so that the others stop.
     world.leave()

@@ -61,9 +61,15 @@ def stage_of(
 
 @dataclass(frozen=True)
 class StageSizes:
-    """Bytes of the stages of a resolved configuration, counted; the ``sizes`` of ``recipe.build``."""
+    """Bytes of the stages of a resolved configuration, counted; the ``sizes`` of ``recipe.build``.
+
+    Attributes:
+        config: resolved.
+        trains: whether stages have gradients and optimizer state.
+    """
 
     config: RunConfig
+    trains: bool = True
 
     def kept(self, schedule: Schedule) -> KeptBytes:
         """Bytes that stages keep of micro-batches, also between the halves of split backwards."""
@@ -71,7 +77,8 @@ class StageSizes:
 
     def stages(self) -> tuple[Amounts, ...]:
         """Bytes of weights, gradient and optimizer state of each stage."""
-        return stage_amounts(self.config)
+        found = stage_amounts(self.config)
+        return found if self.trains else tuple(Amounts(weights=one.weights, borrowed=one.borrowed) for one in found)
 
 
 def stage_amounts(config: RunConfig) -> tuple[Amounts, ...]:

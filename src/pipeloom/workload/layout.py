@@ -175,6 +175,19 @@ class Layout:
         # The order of the axes as Megatron-LM has it (see the class).
         return (place_of(place.pipeline, self.pipeline_order) * self.dp + place.data) * self.tp + place.tensor
 
+    def of_forwards(self) -> "Layout":
+        """The same stages on the ranks of one replica, which run forwards only."""
+        return Layout(
+            pp=self.pp,
+            loops=self.loops,
+            tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
+            partition=self.partition,
+            pipeline_order=self.pipeline_order,
+            num_microbatches=1,
+            microbatch_size=1,
+        )
+
     def frozen_stages(self, frozen: int) -> int:
         """Number of stages from the first on that train nothing, of which ``frozen`` pieces are not trained.
 

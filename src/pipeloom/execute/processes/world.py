@@ -63,10 +63,14 @@ class World:
 
     def broadcast(self, value: int, source: int) -> int:
         """An integer of one process, on every process."""
-        tensor = torch.tensor([value], dtype=torch.int64)
-        with _while("a number was sent to all"):
+        return self.broadcast_all([value], source)[0]
+
+    def broadcast_all(self, values: Sequence[int], source: int) -> list[int]:
+        """Integers of one process, on every process; the others give as many."""
+        tensor = torch.tensor(values, dtype=torch.int64)
+        with _while("numbers were sent to all"):
             dist.broadcast(tensor, source, group=self.control)
-        return int(tensor.item())
+        return tensor.tolist()
 
     def wait_for_all(self) -> None:
         """Barrier of all processes."""

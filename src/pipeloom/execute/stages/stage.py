@@ -1,6 +1,6 @@
 """A stage on a rank: forward and backward of micro-batches, and what it keeps between them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +19,20 @@ from pipeloom.model.deferred import Filed, add_to_leaves, defer, filing, leaves_
 Objective = Callable[[Tensor, int], Tensor]
 """(last stage's output, micro-batch) -> the result of the step: a scalar loss in training, anything in evaluation. With
 token slices the number is micro-batch x slices + slice."""
+
+
+class Continued(NamedTuple):
+    """A sequence of which earlier tokens are cached.
+
+    Attributes:
+        cache: its keys and values in the layers of this rank.
+        begin: position of the next token.
+        documents: which keys the new tokens see, and their positions; ``None``: all, from position 0 on.
+    """
+
+    cache: KeyValueCache
+    begin: int
+    documents: Documents | None = None
 
 
 class Portion(NamedTuple):
@@ -112,6 +126,8 @@ class Stage:
         needs_input_gradient: whether an earlier stage needs the gradient of the input.
         splits: whether backwards are split into input and weight gradients; layers of the module then defer.
         slices: token slices of a micro-batch; the module then also takes a ``KeyValueCache``. ``None`` for whole ones.
+        continued: for each micro-batch of a forward-only schedule the sequence that its tokens continue; ``None`` for
+            whole sequences.
 
     Attributes:
         held_bytes: of stage inputs that are kept for backwards; other saved tensors are not included.
@@ -128,6 +144,7 @@ class Stage:
         needs_input_gradient: bool,
         splits: bool = False,
         slices: TokenSlices | None = None,
+        continued: Mapping[int, Continued] | None = None,
     ) -> None:
         self.module = module
         self.index = index
@@ -139,7 +156,7 @@ class Stage:
         self._kept: dict[Portion, tuple[Tensor, Tensor | GradientEdge]] = {}
         self._inputs: dict[Portion, Callable[[], Tensor]] = {}
         self._pending: dict[Portion, Pending] = {}
-        self._slices = slices
+        self._slices, self._continued = slices, continued
         self._caches: dict[int, KeyValueCache] = {}
         self.documents: StepDocuments | None = None
         self._seen: dict[Portion, Documents] = {}
@@ -214,7 +231,10 @@ class Stage:
         """The module's output, checked."""
         what = f"the output of stage {self.index} for micro-batch {part.microbatch}"
         if self._slices is None:
-            output = self.module(tensor) if documents is None else self.module(tensor, documents=documents)
+            if documents is None:
+                output = self.module(tensor, *self._continuing(part.microbatch))
+            else:
+                output = self.module(tensor, documents=documents)
             self._output.check(output, what)
             return output
         if part.microbatch not in self._caches:
@@ -224,6 +244,14 @@ class Stage:
         output = self.module(tensor, cache) if documents is None else self.module(tensor, cache, documents)
         self._slices.spec(self._output, part.slice).check(output, f"{what}, slice {part.slice}")
         return output
+
+    def _continuing(self, microbatch: int) -> tuple[KeyValueCache | Documents | None, ...]:
+        """Cache and documents of the sequences that a micro-batch continues, if any."""
+        if self._continued is None:
+            return ()
+        cache, begin, documents = self._continued[microbatch]
+        cache.begin = begin  # every stage of the rank takes the tokens once
+        return cache, documents
 
     def forward_once(
         self, part: Portion, tensor: Tensor, objective: Objective | None, parcel: Parcel | None = None

@@ -119,6 +119,10 @@ class StageStore:
             RunError: it exceeds the budget.
         """
         weights.is_swapped = True
+        if weights.frozen is not None:
+            assert not weights.order.size, "a stage in which some parameters are frozen is not swapped"
+            self.add(stage, Content.WEIGHTS, weights.frozen.whole)
+            return
         parts = weights.parts  # creates the views, while the storages have memory
         assert parts, "a stage has parameters"
         self.add(stage, Content.WEIGHTS, weights.whole)

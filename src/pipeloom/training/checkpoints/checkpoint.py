@@ -307,6 +307,8 @@ class Checkpoints:
             self._data_parallel.refresh()
             return
         for weights in self._data_parallel.weights.values():
+            if not weights.order.size:
+                continue  # stages without trained weights compute on what was read
             whole, wide = self._store.at_rest(weights.whole), self._store.at_rest(weights.shard)
             if whole.data_ptr() != wide.data_ptr():
                 # float32 stages compute on the very memory that the optimizer updates, and need no copy.
@@ -318,7 +320,7 @@ class Checkpoints:
         parallel, alone = self._data_parallel, (0, 1)
         share = parallel.copy_share if is_shared_out else alone
         for weights in parallel.weights.values():
-            for prefix, held, begin in self._buffers(weights):
+            for prefix, held, begin in self._buffers(weights) if weights.order.size else ():
                 values = held if self._store is None else self._store.at_rest(held)
                 own = _share_of(weights.begin, weights.shard.numel(), share)
                 found |= self._elements(weights.order, (prefix, values, begin), own, is_shared_out=is_shared_out)
@@ -326,7 +328,8 @@ class Checkpoints:
                 # Without full sharding every replica holds all of them.
                 among = parallel.copy_share if frozen.is_sharded else parallel.replica_share
                 own = _share_of(frozen.begin, frozen.shard.numel(), among if is_shared_out else alone)
-                buffer = MODEL, frozen.shard, frozen.begin
+                values = frozen.shard if self._store is None else self._store.at_rest(frozen.shard)
+                buffer = MODEL, values, frozen.begin
                 found |= self._elements(frozen.order, buffer, own, is_shared_out=is_shared_out)
             if share[0] == 0:
                 for key, held in self._of_matrices(weights):

@@ -1,0 +1,152 @@
+"""Generation through the pipeline: its tokens are those of the whole model without cached keys and values."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hugging_face import require_transformers
+from safetensors.torch import load_file
+from small_run import small_run
+
+from pipeloom import train
+from pipeloom.cli import main
+from pipeloom.cli.generate import COMMAND, _forwards, _problems
+from pipeloom.cli.run_config import parse_words
+from pipeloom.config import CheckpointConfig, ModelConfig, OutputConfig, TrainingConfig
+from pipeloom.training.export import export_weights
+from pipeloom.training.generation import Request, Sampling, draw, generate
+from pipeloom.training.stages import stage_of
+from pipeloom.workload.layout import Layout
+
+PROMPTS = ("a", "the cat", "where is the dog")
+GREEDY = Sampling(temperature=0)
+NUM_TOKENS = 9
+FAMILIES = ("llama", "gpt2", "olmo2")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Runs of four layers with nearly random weights, by family."""
+    folder, found = tmp_path_factory.mktemp("trained"), {}
+    for family in FAMILIES:
+        base = small_run(folder)
+        config = replace(
+            base,
+            model=ModelConfig(family=family, num_layers=4, hidden_size=16, num_heads=4, num_kv_heads=4),
+            data=replace(base.data, seq_len=32),
+            layout=Layout(pp=1, loops=2, num_microbatches=2, microbatch_size=1),
+            training=TrainingConfig(steps=1, validation_batches=0, sample_tokens=0, predict=False, dtype="float64"),
+            output=OutputConfig(folder=folder / family),
+            checkpoint=CheckpointConfig(final="checkpoint"),
+        )
+        found[family] = train(config, quiet=True).folder
+    return found
+
+
+def config_of(run, *flags):
+    return _forwards(parse_words(COMMAND, [str(run), *flags], _problems).options)
+
+
+def uncached(run, tmp_path):
+    """The greedy continuations by the whole model in this process, which reads each sequence again for every token."""
+    config = config_of(run)
+    config = replace(config, model=config.model.resolve(257))
+    model = stage_of(config, range(6), "cpu")
+    model.load_state_dict(load_file(export_weights(run, tmp_path / "weights")[0]))
+    found = []
+    for prompt in PROMPTS:
+        tokens = list(prompt.encode())
+        for _ in range(NUM_TOKENS):
+            with torch.no_grad():
+                tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+        found.append(tuple(tokens[len(prompt) :]))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cached_tokens_over_the_pipeline_are_those_of_the_whole_model(trained, tmp_path, family):
+    expected, run = uncached(trained[family], tmp_path), trained[family]
+    layouts = {
+        "pipeline and tensor ranks": ("--layout.pp", "2", "--layout.tp", "2"),
+        "swapped stages": ("--layout.loops", "3", "--schedule.device-budget", "150KB"),
+    }
+    for words in layouts.values():
+        found = generate(config_of(run, *words), run, Request(PROMPTS, NUM_TOKENS, GREEDY))
+        assert [text.tokens for text in found.texts] == expected, words
+        assert {text.end for text in found.texts} == {"length"}
+
+
+def test_tokens_are_those_that_transformers_generates(trained, tmp_path):
+    transformers = require_transformers()
+    run = trained["llama"]
+    assert main(["export", str(run), str(tmp_path / "out"), "--format", "hf"]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64).eval()
+    found = generate(config_of(run), run, Request(PROMPTS, NUM_TOKENS, GREEDY))
+    for prompt, text in zip(PROMPTS, found.texts, strict=True):
+        tokens = torch.tensor([list(prompt.encode())])
+        made = model.generate(
+            tokens, do_sample=False, max_new_tokens=NUM_TOKENS, attention_mask=torch.ones_like(tokens)
+        )
+        assert tuple(made[0, len(prompt) :].tolist()) == text.tokens
+
+
+def test_draws_depend_on_seed_and_place_alone(trained):
+    run = trained["llama"]
+    sampling = Sampling(temperature=1.5, top_k=50, top_p=0.9, seed=3)
+    all_at_once = generate(config_of(run), run, Request(PROMPTS, NUM_TOKENS, sampling))
+    one_by_one = generate(config_of(run), run, Request(PROMPTS, NUM_TOKENS, sampling, num_together=1))
+    other = generate(config_of(run), run, Request(PROMPTS, NUM_TOKENS, replace(sampling, seed=4)))
+    assert [text.tokens for text in all_at_once.texts] == [text.tokens for text in one_by_one.texts]
+    assert [text.tokens for text in all_at_once.texts] != [text.tokens for text in other.texts]
+
+
+def counts(logits, sampling):
+    draws = torch.Generator().manual_seed(0)
+    return {draw(torch.tensor(logits), sampling, draws) for _ in range(200)}
+
+
+def test_sampling_draws_among_the_tokens_that_it_allows():
+    logits = [0.0, 2.0, 2.0, 1.0]
+    assert counts(logits, Sampling(temperature=0)) == {1}
+    assert counts(logits, Sampling(temperature=1.0)) == {0, 1, 2, 3}
+    assert counts(logits, Sampling(temperature=1.0, top_k=2)) == {1, 2}
+    assert counts(logits, Sampling(temperature=1.0, top_k=9)) == {0, 1, 2, 3}
+    assert counts(logits, Sampling(temperature=1.0, top_p=0.5)) == {1, 2}
+    assert counts(logits, Sampling(temperature=1.0, top_p=1e-9)) == {1}
+
+
+def test_the_command_writes_texts_or_json(trained, tmp_path, capfd):
+    run = str(trained["gpt2"])
+    assert main(["generate", run, "--prompt", "the", "--max-tokens", "3", "--temperature", "0"]) == 0
+    streamed = capfd.readouterr()
+    assert streamed.out.startswith("the")
+    assert "3 tokens of prompts in" in streamed.err
+    lines = tmp_path / "lines.txt"
+    lines.write_text("the\n\ncat\n")
+    assert main(["generate", run, "--prompts", str(lines), "--max-tokens", "3", "--temperature", "0", "--json"]) == 0
+    found = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [one["prompt"] for one in found] == ["the", "cat"]
+    assert "the" + found[0]["continuation"] == streamed.out.rstrip("\n")
+    assert {len(one["tokens"]) for one in found} == {3}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "expected one of --prompt TEXT and --prompts FILE, found neither"),
+        (["--prompt", "a", "--prompts", "b"], "expected one of --prompt TEXT and --prompts FILE, found both"),
+        (["--prompt", "a" * 30], "prompt 1 has 30 tokens, which with 100 more are 130"),
+        (["--prompt", "a", "--max-tokens", "0"], "--max-tokens must be at least 1, found 0"),
+        (["--prompt", "a", "--top-p", "0"], "--top-p must be above 0, found 0.0"),
+        (["--prompt", "a", "--temperature", "nan"], "--temperature must be"),
+        (["--prompt", "a", "--layout.dp", "2"], "--layout.dp has no effect on generate"),
+        (["--prompt", "a", "--layout.pp", "9"], "need"),
+        (["--prompts", "nowhere.txt"], "cannot read nowhere.txt"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(trained, capsys, words, message):
+    assert main(["generate", str(trained["llama"]), *words]) == 2
+    written = capsys.readouterr()
+    assert message in written.err
+    assert written.out == ""
