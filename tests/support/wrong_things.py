@@ -187,6 +187,11 @@ DATA: list[Row] = [
     (f"{_SMALL} --data.path tokens", {"tokens/summary.json": keys(vocab_size="many")}, _DAMAGED),
     (f"{_SMALL} --data.path tokens", {"tokens/summary.json": keys(train_tokens=-5)}, _DAMAGED),
     (f"{_SMALL} --data.path tokens", {"tokens/summary.json": keys(file="/etc/passwd")}, "elsewhere, in /etc/passwd"),
+    (
+        f"{_SMALL} --data.path tokens",
+        {"tokens/tokens.bin": lambda content: b"\xff" * len(content)},
+        "the text has the token 65535, the model's vocabulary 0..256; tokenize the text again",
+    ),
     (f"{_SMALL} --data.path tokens", {"tokens/tokens.idx": None}, "tokens.idx"),
     (f"{_SMALL} --data.cache text.txt", {}, "cache folder must be writable"),
 ]
@@ -196,7 +201,7 @@ MIXTURES: list[Row] = [
     ("train run.toml", _sources('path = "text.txt"', 'path = "text.txt"'), "found; text.txt twice; add the weights"),
     ("train run.toml", _sources('path = "nowhere"'), "the path of each of data.sources must be a file or a folder"),
     ("train run.toml", _sources("weight = 2"), "path"),
-    ("train run.toml", _sources('path = "text.txt"\nwieght = 2'), "wieght"),
+    ("train run.toml", _sources('path = "text.txt"\nwt = 2'), "wt"),
     ("train run.toml", _sources('path = "text.txt"\nweight = "much"'), "weight"),
     ("train run.toml --data.field body", _sources('path = "text.jsonl"'), "data.field and data.sources"),
     (

@@ -64,9 +64,9 @@ def _make(job: Job) -> Draft:
     about = [
         about_paths(job),
         (
-            f"The run folder is {job.site.run_folder} on the volume {job.site.volume_name}, which "
-            "`sky volumes apply` makes. It must be of a shared file system where there are several nodes. A bucket in its place is not enough: "
-            "checkpoints are written by all nodes, and renamed."
+            f"The run folder is {job.site.run_folder} on the volume {job.site.volume_name}, which `sky volumes apply` "
+            "makes. It must be of a shared file system where there are several nodes. A bucket in its place is not "
+            "enough: checkpoints are written by all nodes, and renamed."
         ),
         (
             "A run that ends with status 75, after a signal or by checkpoint.time_limit_s, starts again from its "

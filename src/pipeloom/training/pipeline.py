@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.config import RunConfig
+from pipeloom.data.entry import RENEW
+from pipeloom.data.windows import without_marks
 from pipeloom.errors import UserError
 from pipeloom.execute.clock import Clock, CudaClock
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, stage_outputs
@@ -169,7 +171,16 @@ class Pipeline:
         }
 
     def batch(self, windows: npt.NDArray[np.int64], num_counted: int | None = None) -> Batch:
-        """This replica's micro-batches from the windows of a whole step, of which the first or all count."""
+        """This replica's micro-batches from the windows of a whole step, of which the first or all count.
+
+        Raises:
+            UserError: a token is outside the vocabulary.
+        """
+        # A damaged file of tokens may have the right size; on a GPU, such an index would end the process.
+        tokens = windows if windows.min() >= 0 else without_marks(windows)
+        largest, vocab_size = int(tokens.max()), self._config.model.vocab_size
+        if vocab_size is not None and largest >= vocab_size:
+            raise UserError(f"the text has the token {largest}, the model's vocabulary 0..{vocab_size - 1}; {RENEW}")
         return Batch.of(
             windows,
             self._config.layout.num_microbatches,
