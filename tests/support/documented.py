@@ -242,7 +242,11 @@ RECIPE = {"training": {"steps": 20}, "optimizer": {"lr": 1e-3, "lr_warmup_steps"
 HUGGING_FACE = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 14, "num_attention_heads": 2,
                 "intermediate_size": 64, "vocab_size": 257, "rms_norm_eps": 1e-5}  # fmt: skip
 
-TOKENIZER = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [],
+    "model": {"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "</s>"},
+}
 
 
 def _write_readers_files(folder: Path, text: str, *, executes_all: bool) -> None:
@@ -278,6 +282,7 @@ def _write_readers_files(folder: Path, text: str, *, executes_all: bool) -> None
     }
     if not executes_all:  # the folder that the quickstart exports
         files |= {"base/config.json": files["DIR/config.json"], "base/tokenizer.json": json.dumps(TOKENIZER)}
+        files["base/tokenizer_config.json"] = json.dumps({"eos_token": "</s>"})
     for name, content in files.items():
         if name == "text.txt" or name.partition("/")[0] in text:
             (folder / name).parent.mkdir(exist_ok=True)
