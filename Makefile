@@ -18,6 +18,7 @@
 # make playground-speed     milliseconds from a slider's move to the painted timeline, 8 x 4 x 64 (20 seconds)
 # make tune     a model imported, tuned on a text, evaluated, exported and loaded by transformers (2 minutes)
 # make signals  a run that gets SIGTERM or SIGUSR1 at 20 random moments and goes on (5 minutes)
+# make launch-schemas  files of `pipeloom launch` for Kubernetes and SkyPilot against the schemas of these (2 minutes)
 # make speed    actions a second that schedules are made, verified, lowered and simulated at
 #
 # The first use makes .venv; nothing is needed but Python >= 3.11 and make. Knobs:
@@ -43,7 +44,7 @@ LOADED      := numba llvmlite numpy pydantic pydantic_core rich
 
 .PHONY: demo test docs dist docs-commands plan-demo predict reproduce schedules plan-speed bench-network bench-overhead \
         bench-balance bench-checkpoints bench-tokenize bench-loading bench-generate playground-pictures playground-speed tune signals \
-        speed check format clean
+        launch-schemas speed check format clean
 
 demo: $(STAMP)
 	$(BIN)/pipeloom train $(ARGS)
@@ -87,6 +88,19 @@ bench-generate: $(STAMP)
 
 signals: $(STAMP)
 	$(BIN)/python benchmarks/signals.py
+
+launch-schemas: $(VENV)/schemas/.installed $(STAMP)
+	$(BIN)/pipeloom launch examples/run.toml --out $(VENV)/schemas/cpus --to kubeflow skypilot \
+	  --image registry.example.org/pipeloom:1 > $(VENV)/schemas/written.txt
+	$(BIN)/pipeloom launch examples/run.toml --out $(VENV)/schemas/gpus --to kubeflow skypilot \
+	  --image registry.example.org/pipeloom:1 --name gpus --volume lustre:/data \
+	  --machine.cluster dgx-h100 --layout.dp 4 > $(VENV)/schemas/written.txt
+	$(VENV)/schemas/bin/python tests/support/launch_schemas.py $(VENV)/schemas/cpus $(VENV)/schemas/gpus
+
+$(VENV)/schemas/.installed: $(STAMP)
+	$(PYTHON) -m venv $(VENV)/schemas
+	$(VENV)/schemas/bin/python -m pip install -q $(PIP_ARGS) kubeflow-trainer-api==2.3.0 skypilot==0.14.1
+	@touch $@
 
 plan-speed: $(STAMP)
 	$(BIN)/python benchmarks/plan.py

@@ -60,6 +60,7 @@ def test_files_that_start_nothing_are_an_error_where_all_that_start_are_refused(
         ((), "--out FOLDER is missing"),
         (("--out", "x", "--machine.cluster", "nowhere"), "nowhere"),
         (("--out", "x", "--time-limit", "soon"), "the time limit must be like"),
+        (("--out", "x", "--name", 'a: "b"'), "the name of the job must be"),
     ],
 )
 def test_mistakes_are_one_message(capsys, words, message, tmp_path, monkeypatch):

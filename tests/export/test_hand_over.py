@@ -5,6 +5,7 @@ from launch_runs import CLUSTER, run_of
 
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.export import TARGETS, hand_over
+from pipeloom.export.job import Site
 
 
 def names(folder):
@@ -12,7 +13,7 @@ def names(folder):
 
 
 def test_without_targets_everything_that_can_express_the_run_is_written(tmp_path):
-    done = hand_over(run_of(), CLUSTER, tmp_path / "new" / "folder")
+    done = hand_over(run_of(), CLUSTER, tmp_path / "new" / "folder", site=Site(image="registry.example.org/pipeloom:1"))
     assert [written.target.name for written in done.written] == list(TARGETS)
     assert done.refused == ()
     assert names(done.folder) == {name for target in TARGETS.values() for name in target.files}
@@ -54,7 +55,24 @@ def test_a_wrong_run_is_refused_with_all_its_problems(tmp_path):
 @pytest.mark.parametrize("time_limit", ["", "soon", "1:2", "24:00:00:00"])
 def test_a_time_limit_that_is_no_time_is_refused(tmp_path, time_limit):
     with pytest.raises(UserError, match="as sbatch takes it"):
-        hand_over(run_of(), CLUSTER, tmp_path, time_limit=time_limit)
+        hand_over(run_of(), CLUSTER, tmp_path, site=Site(time_limit=time_limit))
+
+
+def test_all_wrong_names_are_reported_together_before_anything_is_written(tmp_path):
+    site = Site(name='My "run": 1', image="a b", volume="pipeloom")
+    with pytest.raises(UserError) as caught:
+        hand_over(run_of(), CLUSTER, tmp_path / "none", site=site)
+    for part in ("the name of the job must be", "the volume must be NAME:/FOLDER", "the image must be like"):
+        assert part in str(caught.value)
+    assert not (tmp_path / "none").exists()
+
+
+def test_containers_are_written_only_where_they_are_named_or_have_an_image(tmp_path):
+    done = hand_over(run_of(), CLUSTER, tmp_path)
+    assert not {"kubeflow", "skypilot"} & {one.target.name for one in (*done.written, *done.refused)}
+    done = hand_over(run_of(), CLUSTER, tmp_path, ["kubeflow", "skypilot"])
+    assert all("--image is missing" in refused.reasons[0] for refused in done.refused)
+    assert len(done.refused) == 2
 
 
 def test_an_unknown_target_is_refused_with_those_that_are_known(tmp_path):

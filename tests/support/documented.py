@@ -212,6 +212,8 @@ def quick(words: tuple[str, ...], number: int) -> tuple[str, ...]:
     if words[1:] and words[1].endswith(".toml"):  # a file has its own model, and the reader's have their text
         kept = ("training.", "data.path") if words[1].startswith("examples/") else ("training.",)
         extra = {name: value for name, value in extra.items() if name.startswith(kept) or "." not in name}
+    if flags & {"model.file", "model.preset"}:  # which have the sizes of the model
+        extra = {name: value for name, value in extra.items() if not name.startswith("model.")}
     if words[0] in ("train", "verify") and not ({"model.tokenizer", "data.tokenizer"} & flags and "bpe" in words):
         extra.pop("data.bpe-vocab-size", None)
     if words[0] == "train" and "output.folder" not in flags:
@@ -239,6 +241,12 @@ MODEL = {
 RECIPE = {"training": {"steps": 20}, "optimizer": {"lr": 1e-3, "lr_warmup_steps": 2}}
 HUGGING_FACE = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 14, "num_attention_heads": 2,
                 "intermediate_size": 64, "vocab_size": 257, "rms_norm_eps": 1e-5}  # fmt: skip
+
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [],
+    "model": {"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "</s>"},
+}
 
 
 def _write_readers_files(folder: Path, text: str, *, executes_all: bool) -> None:
@@ -272,13 +280,16 @@ def _write_readers_files(folder: Path, text: str, *, executes_all: bool) -> None
         "DIR/config.json": json.dumps(HUGGING_FACE),
         "program.toml": (catalog / "software" / "megatron-2021.toml").read_text(),
     }
+    if not executes_all:  # the folder that the quickstart exports
+        files |= {"base/config.json": files["DIR/config.json"], "base/tokenizer.json": json.dumps(TOKENIZER)}
+        files["base/tokenizer_config.json"] = json.dumps({"eos_token": "</s>"})
     for name, content in files.items():
         if name == "text.txt" or name.partition("/")[0] in text:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(content, encoding="utf-8")
     if executes_all and "DIR" in text:
         _write_weights(folder / "DIR")
-    for name in ("RUN", "first-run"):
+    for name in ("RUN", "first-run", "tuned"):
         # where every command is executed, one of the page may make it
         is_made = executes_all and re.search(rf"(?<!resume {name}) --output.folder {name}\b", text)
         if re.search(rf"\b{name}\b(?!\.)", text) and not is_made:

@@ -12,7 +12,7 @@ from pipeloom.cli.run_config import TRAINING, parse_config
 from pipeloom.config import RunConfig, unset, usual_values
 from pipeloom.cost.hardware import Cluster
 from pipeloom.export import HandedOver, hand_over
-from pipeloom.export.job import training_problems
+from pipeloom.export.job import Site, training_problems
 from pipeloom.predict.describe import described_problems, with_model_sizes
 from pipeloom.workload.limits import Common
 
@@ -26,10 +26,17 @@ class Options(RunConfig):
 
     out: Annotated[Path, Output("folder")]
     """Folder for the files; it is created if it does not exist."""
-    to: Common[tuple[Literal["torchrun", "slurm", "torch", "torchtitan", "megatron"], ...]] = ()
-    """Programs to write files for; one that cannot run this run is an error. None: all that can."""
+    to: Common[tuple[Literal["torchrun", "slurm", "kubeflow", "skypilot", "torch", "torchtitan", "megatron"], ...]] = ()
+    """Programs to write files for; one that cannot run this run is an error. None: all that can; kubeflow and skypilot
+    only with an image."""
     time_limit: Common[str] = "24:00:00"
     """Time limit of the Slurm job, in the format of sbatch --time."""
+    name: Common[str] = "pipeloom"
+    """Name of the job, and for kubeflow and skypilot of the run's folder on the volume."""
+    image: Common[str | None] = None
+    """Container image with pipeloom and PyTorch, for kubeflow and skypilot."""
+    volume: Common[str] = "pipeloom:/shared"
+    """Volume that all nodes share and the folder where they find it, for kubeflow and skypilot."""
 
 
 COMMAND = Command(
@@ -38,6 +45,7 @@ COMMAND = Command(
     examples={
         "pipeloom launch run.toml --out start": "for every program that can run it",
         "pipeloom launch run.toml --out start --to slurm": "for Slurm only",
+        "pipeloom launch run.toml --out start --to kubeflow --image registry.example.org/pipeloom:1": "for Kubernetes",
     },
     settings=(*TRAINING, "machine"),
     brief=("layout", "training.steps", "output", "machine"),
@@ -47,9 +55,8 @@ COMMAND = Command(
 def run(words: list[str]) -> int:
     """Parse the configuration, write the files, print their paths and what was refused."""
     options = parse_config(COMMAND, words, described_problems)
-    done = hand_over(
-        options, load_cluster(options.machine.cluster), options.out, options.to, time_limit=options.time_limit
-    )
+    site = Site(options.name, options.time_limit, options.image, options.volume)
+    done = hand_over(options, load_cluster(options.machine.cluster), options.out, options.to, site=site)
     print_handed_over(done)
     # A refusal is an error where the target was named, or where nothing that was written starts the run.
     starts = any(written.target.starts for written in done.written)

@@ -8,16 +8,28 @@ from pathlib import Path
 from pipeloom.config import RunConfig, usual_values
 from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import UserError
-from pipeloom.export import megatron, slurm, torch_schedule, torchrun, torchtitan
-from pipeloom.export.job import Draft, Target, make_job
+from pipeloom.export import kubeflow, megatron, skypilot, slurm, torch_schedule, torchrun, torchtitan
+from pipeloom.export.job import Draft, Site, Target, make_job
 from pipeloom.export.text import MARK
 
-_ALL = (torchrun.TARGET, slurm.TARGET, torch_schedule.TARGET, torchtitan.TARGET, megatron.TARGET)
+_ALL = (
+    torchrun.TARGET,
+    slurm.TARGET,
+    kubeflow.TARGET,
+    skypilot.TARGET,
+    torch_schedule.TARGET,
+    torchtitan.TARGET,
+    megatron.TARGET,
+)
 TARGETS: dict[str, Target] = {target.name: target for target in _ALL}
 """Targets of an export by name."""
 
 _TIME = re.compile(r"(\d+-\d{1,2}(:\d{2}){0,2}|\d+|\d+:\d{2}(:\d{2})?)")
 """The formats of ``sbatch --time``: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on."""
+_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+"""A DNS label that leaves room for what Kubernetes appends to the name of a job."""
+_VOLUME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?:(/[A-Za-z0-9._-]+)+")
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
 
 
 @dataclass(frozen=True)
@@ -66,7 +78,7 @@ class HandedOver:
 
 
 def hand_over(
-    config: RunConfig, cluster: Cluster, folder: Path, targets: Sequence[str] = (), *, time_limit: str = "24:00:00"
+    config: RunConfig, cluster: Cluster, folder: Path, targets: Sequence[str] = (), *, site: Site | None = None
 ) -> HandedOver:
     """Write the start files of a run for each target that can express it.
 
@@ -76,20 +88,21 @@ def hand_over(
         config: the run.
         cluster: where it runs.
         folder: of the files; created if it does not exist.
-        targets: keys of ``TARGETS``; empty for all.
-        time_limit: of a Slurm job, in a format of ``sbatch --time``.
+        targets: keys of ``TARGETS``; empty for all, without those that need an image where there is none.
+        site: names for schedulers.
 
     Raises:
         ConfigError: the configuration is wrong; has all problems.
-        UserError: a target is unknown, the time limit is not a time, or the folder cannot be written to.
+        UserError: a target is unknown, a name of the site is not one, or the folder cannot be written to.
     """
     unknown = [name for name in targets if name not in TARGETS]
     if unknown:
         raise UserError(f"there is no target {', '.join(unknown)}; known: {', '.join(TARGETS)}")
-    if not _TIME.fullmatch(time_limit):
-        raise UserError(f"the time limit must be like 90, 24:00:00 or 2-12, as sbatch takes it, found {time_limit!r}")
-    job = make_job(config, cluster, time_limit)
-    chosen = [TARGETS[name] for name in dict.fromkeys(targets or TARGETS)]
+    site = site or Site()
+    _check(site)
+    job = make_job(config, cluster, site)
+    usual = [name for name, target in TARGETS.items() if site.image or not target.needs_image]
+    chosen = [TARGETS[name] for name in dict.fromkeys(targets or usual)]
     refused = tuple(Refused(target, reasons) for target in chosen if (reasons := tuple(target.problems(job))))
     refusing = [one.target for one in refused]
     drafts = [(target, target.make(job)) for target in chosen if target not in refusing]
@@ -99,6 +112,24 @@ def hand_over(
     _write(folder, texts, stale)
     written = tuple(Written(target, tuple(folder / name for name in draft.files), draft) for target, draft in drafts)
     return HandedOver(folder, written, refused, usual_values(job.config))
+
+
+def _check(site: Site) -> None:
+    """Check that the names of a site can stand in the files of every target."""
+    found: list[str] = []
+    if not _TIME.fullmatch(site.time_limit):
+        found.append(f"the time limit must be like 90, 24:00:00 or 2-12, as sbatch takes it, found {site.time_limit!r}")
+    if not _LABEL.fullmatch(site.name):
+        found.append(
+            "the name of the job must be up to 40 lower-case letters, digits and hyphens, and begin with a letter, as "
+            f"Kubernetes takes it, found {site.name!r}"
+        )
+    if not _VOLUME.fullmatch(site.volume):
+        found.append(f"the volume must be NAME:/FOLDER, such as pipeloom:/shared, found {site.volume!r}")
+    if site.image is not None and not _IMAGE.fullmatch(site.image):
+        found.append(f"the image must be like registry.example.org/pipeloom:1, found {site.image!r}")
+    if found:
+        raise UserError("; ".join(found))
 
 
 def _write(folder: Path, texts: dict[str, str], stale: set[str]) -> None:

@@ -12,6 +12,41 @@ from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.terminal.words import count
 from pipeloom.workload.dtypes import precision_of
 
+MAX_RESTARTS = 3
+"""Restarts of a run that fails; a job that always fails must end eventually."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Names that a scheduler or a cluster needs, beside the run.
+
+    Attributes:
+        name: of the job; a DNS label.
+        time_limit: of a Slurm job, in a format of ``sbatch --time``.
+        image: container image with pipeloom; ``None``: no target may need one.
+        volume: name of a volume that all nodes share, a colon, and the folder where they find it.
+    """
+
+    name: str = "pipeloom"
+    time_limit: str = "24:00:00"
+    image: str | None = None
+    volume: str = "pipeloom:/shared"
+
+    @property
+    def volume_name(self) -> str:
+        """Name of the volume."""
+        return self.volume.split(":")[0]
+
+    @property
+    def shared_folder(self) -> str:
+        """Where the nodes find the volume."""
+        return self.volume.split(":")[1]
+
+    @property
+    def run_folder(self) -> str:
+        """The run folder on the shared volume."""
+        return f"{self.shared_folder}/{self.name}"
+
 
 @dataclass(frozen=True)
 class Job:
@@ -24,7 +59,7 @@ class Job:
         layers_by_stage: number of layers of each stage, without the first stage's embedding.
         head_stage: the stage of the head.
         cluster: where it runs.
-        time_limit: of one job, in a format of Slurm.
+        site: of the nodes.
     """
 
     config: RunConfig
@@ -33,7 +68,7 @@ class Job:
     layers_by_stage: tuple[int, ...]
     head_stage: int
     cluster: Cluster
-    time_limit: str
+    site: Site
 
     @property
     def order(self) -> tuple[tuple[Action, ...], ...]:
@@ -69,6 +104,11 @@ class Job:
     def has_gpus(self) -> bool:
         """Whether the cluster's devices are GPUs."""
         return self.cluster.device.is_gpu
+
+    @property
+    def takes_gpus(self) -> bool:
+        """Whether a scheduler has to give the nodes' GPUs to the run."""
+        return self.has_gpus or self.config.training.device == "cuda"
 
     def pieces_of(self, stage: int) -> tuple[bool, range, bool]:
         """Pieces of a stage: whether it has the embedding, its layers, whether it has the head."""
@@ -159,6 +199,13 @@ class Job:
             return []
         return [f"{what}, but one command for all nodes starts the same number of processes on each; {way_out}"]
 
+    def restart_differences(self) -> list[str]:
+        """That a restart begins anew where nothing is saved before the end; empty otherwise."""
+        if self.config.checkpoint.every is not None or self.config.checkpoint.every_s:
+            return []
+        unset = "checkpoint.every is not set and checkpoint.every_s is 0"
+        return [f"{unset}: a run that fails has no checkpoint and starts again"]
+
     def checkpoints_left_out(self, program: str, otherwise: str) -> list[str]:
         """That a program writes no checkpoints by time; ``otherwise``: what it writes without an interval of steps."""
         every, every_s = self.config.checkpoint.every, self.config.checkpoint.every_s
@@ -217,6 +264,7 @@ class Target:
         problems: returns why it cannot express a run, a sentence each; empty if it can.
         make: returns the files of a run without such problems.
         starts: whether its files start the run; otherwise they describe a part of it.
+        needs_image: whether it runs containers; without an image it is then written only where it is named.
     """
 
     name: str
@@ -225,9 +273,10 @@ class Target:
     problems: Callable[[Job], list[str]]
     make: Callable[[Job], Draft]
     starts: bool = True
+    needs_image: bool = False
 
 
-def make_job(config: RunConfig, cluster: Cluster, time_limit: str) -> Job:
+def make_job(config: RunConfig, cluster: Cluster, site: Site) -> Job:
     """A run for export.
 
     Raises:
@@ -249,7 +298,7 @@ def make_job(config: RunConfig, cluster: Cluster, time_limit: str) -> Job:
         layers_by_stage=tuple(layers),
         head_stage=head_stage,
         cluster=cluster,
-        time_limit=time_limit,
+        site=site,
     )
 
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from pipeloom.export.job import Draft, Job, Target
+from pipeloom.export.job import MAX_RESTARTS, Draft, Job, Target
 from pipeloom.export.text import body, comment
 from pipeloom.export.torchrun import TARGET as TORCHRUN
 
@@ -13,8 +13,6 @@ _SECONDS_BEFORE_LIMIT = 120
 """How long before the time limit the batch script gets a signal, for a checkpoint and the requeue."""
 _TO_QUEUE_S = 60
 """Part of that for the requeue; Slurm may also send the signal up to 60 seconds late."""
-# A job that always fails must end eventually.
-_MAX_RESTARTS = 3
 
 
 def _make(job: Job) -> Draft:
@@ -26,15 +24,14 @@ def _make(job: Job) -> Draft:
         needs=started.needs,
     )
     before_limit_s = max(_SECONDS_BEFORE_LIMIT, math.ceil(job.config.checkpoint.grace_s) + _TO_QUEUE_S)
-    takes_gpus = job.has_gpus or job.config.training.device == "cuda"
     options = [
-        "--job-name=pipeloom",
+        f"--job-name={job.site.name}",
         f"--nodes={job.num_nodes}",
         # torchrun starts the processes of its node itself.
         "--ntasks-per-node=1",
-        *([f"--gpus-per-node={job.processes_per_node}"] if takes_gpus else []),
+        *([f"--gpus-per-node={job.processes_per_node}"] if job.takes_gpus else []),
         "--exclusive",
-        f"--time={job.time_limit}",
+        f"--time={job.site.time_limit}",
         "--output=slurm-%j.out",
         # A requeued job has the same number and output file, which must not be truncated.
         "--open-mode=append",
@@ -54,7 +51,7 @@ def _make(job: Job) -> Draft:
             "#!/usr/bin/env bash",
             *(f"#SBATCH {option}" for option in options),
             comment("sbatch of Slurm 21.08 or newer", notes, about),
-            f"max_restarts={_MAX_RESTARTS}",
+            f"max_restarts={MAX_RESTARTS}",
             body("slurm.sh"),
         ]
     )
@@ -62,12 +59,7 @@ def _make(job: Job) -> Draft:
 
 
 def _differences(job: Job) -> tuple[str, ...]:
-    found: list[str] = []
-    if job.config.checkpoint.every is None and not job.config.checkpoint.every_s:
-        found.append(
-            "checkpoint.every is not set and checkpoint.every_s is 0: a run that fails has no checkpoint and starts "
-            "again"
-        )
+    found = job.restart_differences()
     kinds = [kind.name for kind, _ in job.cluster.kinds(job.config.layout.num_ranks)]
     if len(kinds) > 1:
         order = ", then ".join(kinds)
