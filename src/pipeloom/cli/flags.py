@@ -215,6 +215,8 @@ def _unexpected(word: str, before: str, by_flag: dict[str, Option]) -> str:
         if before in by_flag
         else ""
     )
+    if not close and not after and "--data.path" in by_flag and Path(word).exists():
+        close = "--data.path takes a text"
     return f"expected no word '{_cut(word)}'{after}{f'; {close}' if close else ''}"
 
 
