@@ -198,6 +198,7 @@ QUICK = {
     "plan": {"families": "1f1b", "recompute": "full", "shards": "none", "strategies": "none", "explain": ""},
     "tradeoff": {"batch-per-device": "1", "devices": "64", "methods": "1f1b"},
     "slices": {"unit": "128"},
+    "generate": {"data.seq-len": "256"},
     "profile": {"budget-s": "4"},
 }
 
@@ -264,6 +265,7 @@ def _write_readers_files(folder: Path, text: str, *, executes_all: bool) -> None
         run["schedule"] = {"family": "1f1b"}
     files = {
         "text.txt": TEXT,
+        "lines.txt": "To be\nOr not to be\n",
         "texts/one.txt": TEXT,
         "my_texts/one.txt": TEXT,
         "web.jsonl": "\n".join(json.dumps({"text": line}) for line in TEXT.splitlines()),
