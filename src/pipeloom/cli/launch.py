@@ -25,17 +25,17 @@ class Options(RunConfig):
     """
 
     out: Annotated[Path, Output("folder")]
-    """Folder for the files; it is created if it does not exist."""
+    """Folder for the files, created if missing."""
     to: Common[tuple[Literal["torchrun", "slurm", "kubeflow", "skypilot", "torch", "torchtitan", "megatron"], ...]] = ()
     """Programs to write files for; one that cannot run this run is an error. None: all that can; kubeflow and skypilot
     only with an image."""
     time_limit: Common[str] = "24:00:00"
     """Time limit of the Slurm job, in the format of sbatch --time."""
-    name: Common[str] = "pipeloom"
+    name: str = "pipeloom"
     """Name of the job, and for kubeflow and skypilot of the run's folder on the volume."""
     image: Common[str | None] = None
     """Container image with pipeloom and PyTorch, for kubeflow and skypilot."""
-    volume: Common[str] = "pipeloom:/shared"
+    volume: str = "pipeloom:/shared"
     """Volume that all nodes share and the folder where they find it, for kubeflow and skypilot."""
 
 
@@ -45,7 +45,7 @@ COMMAND = Command(
     examples={
         "pipeloom launch run.toml --out start": "for every program that can run it",
         "pipeloom launch run.toml --out start --to slurm": "for Slurm only",
-        "pipeloom launch run.toml --out start --to kubeflow --image registry.example.org/pipeloom:1": "for Kubernetes",
+        "pipeloom launch run.toml --out start --to kubeflow --image own/pipeloom:1": "for Kubernetes",
     },
     settings=(*TRAINING, "machine"),
     brief=("layout", "training.steps", "output", "machine"),

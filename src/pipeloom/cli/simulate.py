@@ -44,9 +44,9 @@ class Options(RunConfig):
     swap_plan: bool = False
     """With schedule.device_budget, also print a partition and a number of micro-batches that hide the swaps."""
     inter_bandwidth: Common[Positive] = 1.0
-    """What if: factor on the bandwidth between nodes. Prints what it changes."""
+    """Factor on the bandwidth between nodes. Prints what it changes."""
     intra_bandwidth: Common[Positive] = 1.0
-    """What if: factor on the bandwidth inside nodes. Prints what it changes."""
+    """Factor on the bandwidth inside nodes. Prints what it changes."""
     memory_over_time: bool = False
     """Also print when the memory of each rank peaks, and its parts. --json has the curves as well."""
 
