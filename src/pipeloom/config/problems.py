@@ -236,10 +236,12 @@ def _slice_problems(config: RunConfig) -> Problems:
 def _stage_problems(config: RunConfig) -> Problems:
     layout, pieces = config.layout, config.model.num_layers + 2
     if layout.num_stages > pieces:
+        is_given = config.model.preset is not None or config.model.file is not None
         yield (
             f"{count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'loop')} need {layout.num_stages} stages, but "
             f"{count(config.model.num_layers, 'layer')} with embedding and head make only {pieces} pieces; "
-            f"use {'fewer layout.loops' if layout.pp <= pieces else 'a smaller layout.pp'} or more model.num_layers"
+            f"use {'fewer layout.loops' if layout.pp <= pieces else 'a smaller layout.pp'}"
+            f"{'' if is_given else ' or more model.num_layers'}"
         )
     partition = layout.partition
     if partition is None:
