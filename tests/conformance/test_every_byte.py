@@ -20,7 +20,9 @@ from pipeloom.schedule.ledger import Ledger, most_in_rows
 from pipeloom.trace import merge
 from pipeloom.training.session import resolve
 
-CHUNKS = 8
+CHUNKS = 4
+MOST = 128
+"""Runs of those that are drawn: a step of all ranks of each takes half a second."""
 ROUNDING = {"float32": 1e-5, "bfloat16": 0.1}
 """Largest relative difference of a gradient: ten and three times what these runs have."""
 
@@ -112,7 +114,7 @@ def assert_step(config):
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 @pytest.mark.timeout(300)
 def test_a_step_equals_the_single_process_and_holds_the_bytes_that_are_predicted(chunk):
-    seen = {assert_step(config) for config in runs()[chunk::CHUNKS]}
+    seen = {assert_step(config) for config in runs()[:MOST][chunk::CHUNKS]}
     assert "kept" in seen
     assert seen & {"offloaded", "evicted"}
 
