@@ -14,7 +14,7 @@ FEW = ["--families", "1f1b", "--micro-batch", "1", "--tp", "1", "--pp", "4", "--
 
 
 @pytest.fixture
-def asked(tmp_path):
+def question(tmp_path):
     """Four sites, in an order in which neighbors have a bad link."""
     good = {"ab", "bc", "cd"}
     pairs = ("ab", "ac", "ad", "bc", "bd", "cd")
@@ -26,10 +26,10 @@ def asked(tmp_path):
     return ["plan", *words, *FEW, "--no-explain"]
 
 
-def test_the_chosen_order_is_written_beside_the_run(asked, capsys, tmp_path, monkeypatch):
+def test_the_chosen_order_is_written_beside_the_run(question, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
     run, exported = tmp_path / "planned", tmp_path / "exported"
-    assert main([*asked, "--out", str(run), "--export", str(exported)]) == 0
+    assert main([*question, "--out", str(run), "--export", str(exported)]) == 0
     shown = capsys.readouterr().out
     cluster = load_cluster(str(run / "run.cluster.toml"))
     order = [kind.name for kind, _ in cluster.kinds(4)]
@@ -42,8 +42,8 @@ def test_the_chosen_order_is_written_beside_the_run(asked, capsys, tmp_path, mon
     assert re.findall(r"NODE_RANK (\d) on (\w)\.", script) == [(str(rank), name) for rank, name in enumerate(order)]
 
 
-def test_json_has_nodes_and_their_cost(asked, capsys):
-    assert main([*asked, "--json"]) == 0
+def test_json_has_nodes_and_their_cost(question, capsys):
+    assert main([*question, "--json"]) == 0
     (best, *_) = json.loads(capsys.readouterr().out)["layouts"]
     assert [number for _, number in best["nodes"]] == [1, 1, 1, 1]
     assert best["dollars_per_billion_tokens"] == pytest.approx(4 * 2.0 * 1e9 / best["tokens_per_s"] / 3600)

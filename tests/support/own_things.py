@@ -68,7 +68,7 @@ def write_own_things(folder: Path) -> None:
     (folder / "text.jsonl.gz").write_bytes(gzip.compress((folder / "text.jsonl").read_bytes()))
     said = [{"role": "user", "content": "which one?"}, {"role": "assistant", "content": "that one"}]
     (folder / "chat.jsonl").write_text((json.dumps({"messages": said}) + "\n") * 99)
-    (folder / "asked.jsonl").write_text((json.dumps({"prompt": "which", "completion": "one"}) + "\n") * 99)
+    (folder / "prompts.jsonl").write_text((json.dumps({"prompt": "which", "completion": "one"}) + "\n") * 99)
     _write_tokens(folder)
     _write_models(folder)
     tokenizer = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "</s>": 2}, "merges": []}, "added_tokens": []}

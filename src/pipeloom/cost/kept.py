@@ -23,7 +23,7 @@ a sequence, n in a micro-batch, t tensor-parallel ranks, m = n / t with sequence
     head                 a norm as above, e H n; the loss e' V n / t, and e' if t is 1; with a soft cap e V n / t
 
 With borders of documents positions differ between sequences: n s in place of s. On CPUs a mask e n s S, which all
-layers and stages of a rank share, is counted apart, as it never moves.
+layers and stages of a rank share, is counted separately, because it never moves.
 
 A fully recomputed layer keeps its input, e H m. Between the halves of a split backward a stage keeps, for each matrix,
 its input and the gradient of its output, and the gradients of all other parameters.

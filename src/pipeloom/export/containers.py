@@ -5,7 +5,8 @@ Their files are YAML whose values are JSON, which YAML contains: the standard li
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from pipeloom.config import RunConfig
 from pipeloom.export.job import Draft, Job
@@ -29,33 +30,46 @@ def container_problems(job: Job) -> list[str]:
     return found
 
 
-def container_differences(job: Job) -> tuple[str, ...]:
-    """Differences of a run in containers, a sentence each."""
-    return (*TORCHRUN.make(job).differs, *job.restart_differences())
+class Program(NamedTuple):
+    """A program that starts containers.
+
+    Attributes:
+        name: with its version.
+        script: file that a container runs, which starts ``torchrun.sh``.
+        lines: bash of it that sets NODE_RANK, MASTER_ADDR, RUN and RESTARTS.
+        file: YAML file for the program.
+    """
+
+    name: str
+    script: str
+    lines: Sequence[str]
+    file: str
 
 
-def about_paths(job: Job) -> str:
-    """A sentence about the paths of a run, for a comment."""
-    return f"Paths must be in the image or below {job.site.shared_folder}, where the volume is."
-
-
-def start_script(program: str, notes: Draft, lines: Sequence[str]) -> str:
-    """A script that starts ``torchrun.sh`` in a container.
+def container_draft(
+    job: Job, program: Program, started: Draft, *, start: str, about: Sequence[str], documents: Sequence[dict[str, Any]]
+) -> Draft:
+    """The files of a run in containers.
 
     Args:
-        program: for which the file is.
-        notes: about the file.
-        lines: bash that sets NODE_RANK, MASTER_ADDR, RUN and RESTARTS.
+        job: the run.
+        program: for which the files are.
+        started: the files for torchrun.
+        start: command that starts the run.
+        about: sentences for the comment of the YAML file.
+        documents: of the YAML file.
     """
-    return "\n".join(
-        ["#!/usr/bin/env bash", comment(program, notes), "set -euo pipefail", *lines, body("container.sh")]
-    )
-
-
-def yaml_of(head: str, documents: Sequence[dict[str, Any]]) -> str:
-    """YAML documents below a comment."""
+    notes = Draft({}, start, differs=(*started.differs, *job.restart_differences()), needs=started.needs)
+    paths = f"Paths must be in the image or below {job.site.shared_folder}, where the volume is."
+    head = comment(program.name, notes, [paths, *about], job.config)
+    script = ["#!/usr/bin/env bash", comment(program.name, notes), "set -euo pipefail", *program.lines]
     texts = [json.dumps(document, indent=2, ensure_ascii=True) for document in documents]
-    return f"{head}\n---\n" + "\n---\n".join(texts) + "\n"
+    files = {
+        **started.files,
+        program.script: "\n".join([*script, body("container.sh")]),
+        program.file: f"{head}\n---\n" + "\n---\n".join(texts) + "\n",
+    }
+    return replace(notes, files=files)
 
 
 def cores(config: RunConfig, processes: int) -> int:

@@ -5,23 +5,13 @@ The runtime is the job's own. A TrainJob that changes a runtime of the cluster w
 """
 
 import math
-from dataclasses import replace
 from typing import Any
 
-from pipeloom.export.containers import (
-    about_paths,
-    container_differences,
-    container_problems,
-    cores,
-    start_script,
-    yaml_of,
-)
+from pipeloom.export.containers import Program, container_draft, container_problems, cores
 from pipeloom.export.job import MAX_RESTARTS, Draft, Job, Target
-from pipeloom.export.text import comment
 from pipeloom.export.torchrun import TARGET as TORCHRUN
 
 SCRIPT, FILE = "kubeflow.sh", "kubeflow.yaml"
-PROGRAM = "Kubeflow Trainer 2.3"
 
 _AFTER_GRACE_S = 30
 """Seconds after ``checkpoint.grace_s`` in which processes end, before Kubernetes kills them."""
@@ -40,17 +30,13 @@ _LINES = (
 )
 
 
+_PROGRAM = Program("Kubeflow Trainer 2.3", SCRIPT, _LINES, FILE)
+
+
 def _make(job: Job) -> Draft:
     started, name = TORCHRUN.make(job), job.site.name
     files = " ".join(f"--from-file={file}" for file in (*TORCHRUN.files, SCRIPT))
-    notes = Draft(
-        {},
-        f"kubectl create configmap {name} {files} && kubectl create -f {FILE}",
-        differs=container_differences(job),
-        needs=started.needs,
-    )
     about = [
-        about_paths(job),
         (
             f"The run folder is {job.site.run_folder} on the PersistentVolumeClaim {job.site.volume_name}, which "
             "must allow ReadWriteMany where there are several nodes."
@@ -60,23 +46,23 @@ def _make(job: Job) -> Draft:
             f"failure it starts again up to {MAX_RESTARTS} times."
         ),
         "Add what your cluster requires: a queue, tolerations, the resource of a fast network.",
-        *(["The variables to set are in env, empty."] if notes.needs else []),
+        *(["The variables to set are in env, empty."] if started.needs else []),
     ]
-    return replace(
-        notes,
-        files={
-            **started.files,
-            SCRIPT: start_script(PROGRAM, notes, _LINES),
-            FILE: yaml_of(comment(PROGRAM, notes, about, job.config), [_runtime(job), _train_job(job, notes)]),
-        },
+    return container_draft(
+        job,
+        _PROGRAM,
+        started,
+        start=f"kubectl create configmap {name} {files} && kubectl create -f {FILE}",
+        about=about,
+        documents=[_runtime(job), _train_job(job, started)],
     )
 
 
-def _train_job(job: Job, notes: Draft) -> dict[str, Any]:
+def _train_job(job: Job, started: Draft) -> dict[str, Any]:
     # The Trainer sets the node's number and the first host only where the job has a trainer.
     trainer: dict[str, Any] = {"numNodes": job.num_nodes}
-    if notes.needs:
-        trainer["env"] = [{"name": need.name, "value": ""} for need in notes.needs]
+    if started.needs:
+        trainer["env"] = [{"name": need.name, "value": ""} for need in started.needs]
     return {
         "apiVersion": _API,
         "kind": "TrainJob",

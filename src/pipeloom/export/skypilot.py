@@ -1,22 +1,12 @@
 """Export to SkyPilot: a task for ``sky jobs launch``, which starts the script for torchrun on every node."""
 
-from dataclasses import replace
 from typing import Any
 
-from pipeloom.export.containers import (
-    about_paths,
-    container_differences,
-    container_problems,
-    cores,
-    start_script,
-    yaml_of,
-)
+from pipeloom.export.containers import Program, container_draft, container_problems, cores
 from pipeloom.export.job import MAX_RESTARTS, Draft, Job, Target
-from pipeloom.export.text import comment
 from pipeloom.export.torchrun import TARGET as TORCHRUN
 
 SCRIPT, FILE = "skypilot.sh", "skypilot.yaml"
-PROGRAM = "SkyPilot 0.14"
 
 _ACCELERATORS = {
     "a100-sxm-80gb": "A100-80GB",
@@ -41,6 +31,9 @@ _LINES = (
 )
 
 
+_PROGRAM = Program("SkyPilot 0.14", SCRIPT, _LINES, FILE)
+
+
 def _problems(job: Job) -> list[str]:
     found = container_problems(job)
     device = job.cluster.device.name
@@ -55,14 +48,7 @@ def _problems(job: Job) -> list[str]:
 def _make(job: Job) -> Draft:
     started = TORCHRUN.make(job)
     envs = "".join(f" --env {need.name}=..." for need in started.needs)
-    notes = Draft(
-        {},
-        f"sky jobs launch {FILE}{envs}, in its folder",
-        differs=container_differences(job),
-        needs=started.needs,
-    )
     about = [
-        about_paths(job),
         (
             f"The run folder is {job.site.run_folder} on the volume {job.site.volume_name}, which `sky volumes apply` "
             "makes. It must be of a shared file system where there are several nodes. A bucket in its place is not "
@@ -73,17 +59,11 @@ def _make(job: Job) -> Draft:
             f"newest checkpoint; after a preemption as well, and after a failure up to {MAX_RESTARTS} times."
         ),
     ]
-    return replace(
-        notes,
-        files={
-            **started.files,
-            SCRIPT: start_script(PROGRAM, notes, _LINES),
-            FILE: yaml_of(comment(PROGRAM, notes, about, job.config), [_task(job, notes)]),
-        },
-    )
+    start = f"sky jobs launch {FILE}{envs}, in its folder"
+    return container_draft(job, _PROGRAM, started, start=start, about=about, documents=[_task(job, started)])
 
 
-def _task(job: Job, notes: Draft) -> dict[str, Any]:
+def _task(job: Job, started: Draft) -> dict[str, Any]:
     per_node = job.processes_per_node
     devices = (
         {"accelerators": f"{_ACCELERATORS[job.cluster.device.name]}:{per_node}"}
@@ -101,7 +81,7 @@ def _task(job: Job, notes: Draft) -> dict[str, Any]:
         },
         "volumes": {job.site.shared_folder: job.site.volume_name},
         # null: SkyPilot does not start the task without --env.
-        "envs": {"RUN": job.site.run_folder, **{need.name: None for need in notes.needs}},
+        "envs": {"RUN": job.site.run_folder, **{need.name: None for need in started.needs}},
         "run": f"exec bash {SCRIPT}",
     }
 

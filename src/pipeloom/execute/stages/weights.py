@@ -80,7 +80,7 @@ class StageWeights:
         is_whole: Callable[[str, tuple[int, ...]], bool] = nothing_whole,
     ) -> None:
         self.module = module
-        every = self._every = dict(module.named_parameters())
+        every = dict(module.named_parameters())
         self._parameters = {name: one for name, one in every.items() if one.requires_grad}
         first = next(iter(every.values())).new_empty(0)  # FrozenWeights may narrow the parameter
         still = {name: one for name, one in every.items() if not one.requires_grad}
@@ -184,7 +184,7 @@ class StageWeights:
 
         A copy if they may be freed before that, otherwise the weights themselves; without gradient.
         """
-        weights = self._every[name].detach()
+        weights = self.module.get_parameter(name).detach()
         return weights.clone() if self._level == "full" else weights
 
     @property
