@@ -17,6 +17,7 @@
 # make playground-pictures  the pictures of docs/playground.md; needs Chromium (as the next one)
 # make playground-speed     milliseconds from a slider's move to the painted timeline, 8 x 4 x 64 (20 seconds)
 # make tune     a model imported, tuned on a text, evaluated, exported and loaded by transformers (2 minutes)
+# make adapted  gradients of models of transformers, by model type, as pieces and whole (1 minute)
 # make signals  a run that gets SIGTERM or SIGUSR1 at 20 random moments and goes on (5 minutes)
 # make launch-schemas  files of `pipeloom launch` for Kubernetes and SkyPilot against the schemas of these (2 minutes)
 # make speed    actions a second that schedules are made, verified, lowered and simulated at
@@ -43,7 +44,7 @@ STAMP       := $(VENV)/.installed
 LOADED      := numba llvmlite numpy pydantic pydantic_core rich
 
 .PHONY: demo test docs dist docs-commands plan-demo predict reproduce schedules plan-speed bench-network bench-overhead \
-        bench-balance bench-checkpoints bench-tokenize bench-loading bench-generate playground-pictures playground-speed tune signals \
+        bench-balance bench-checkpoints bench-tokenize bench-loading bench-generate playground-pictures playground-speed tune adapted signals \
         launch-schemas speed check format clean
 
 demo: $(STAMP)
@@ -85,6 +86,9 @@ tune: $(STAMP)
 
 bench-generate: $(STAMP)
 	$(BIN)/python benchmarks/generating.py
+
+adapted: $(STAMP)
+	PYTHONPATH=tests/support $(BIN)/python benchmarks/adapted.py
 
 signals: $(STAMP)
 	$(BIN)/python benchmarks/signals.py

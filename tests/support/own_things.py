@@ -33,6 +33,16 @@ GPT2 = {
     "vocab_size": VOCAB,
     **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
 }
+NEOX = {
+    "model_type": "gpt_neox",
+    "architectures": ["GPTNeoXForCausalLM"],
+    "hidden_size": HIDDEN,
+    "intermediate_size": FFN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+}
 RUN = f"""
 [data]
 path = "text.txt"
@@ -87,7 +97,7 @@ def _write_tokens(folder: Path) -> None:
 
 def _write_models(folder: Path) -> None:
     torch.manual_seed(0)
-    for name, table in {"llama": LLAMA, "gpt2": GPT2}.items():
+    for name, table in {"llama": LLAMA, "gpt2": GPT2, "neox": NEOX}.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(table))
     save_file(_weights(), folder / "llama/model.safetensors", metadata={"format": "pt"})

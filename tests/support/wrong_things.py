@@ -397,7 +397,28 @@ AROUND: list[Row] = [
     ("launch run.toml --out new --model.file llama", {_CONFIG: keys(clip_qkv=8.0)}, "clip_qkv"),
     ("launch small.toml --out new --to megatron --training.freeze-layers 1", {}, "training.freeze_layers"),
 ]
-GROUPS = (MODELS, WEIGHTS, DATA, MIXTURES, TOKENIZERS, TOKENIZE, CHECKPOINTS, EVALUATE, EXPORT, AROUND)
+_NEOX = "train run.toml --model.file neox"
+ADAPTED: list[Row] = [
+    (f"{_NEOX} --layout.tp 2", {}, "layout.tp 2 does not work with a model that classes of transformers compute"),
+    (f"{_NEOX} --layout.token-slices 2", {}, "layout.token_slices 2 does not work"),
+    (f"{_NEOX} --layout.recompute selective", {}, "layout.recompute selective does not work"),
+    (f"{_NEOX} --schedule.family zb-h1", {}, "schedule.family zb-h1 does not work"),
+    (f"{_NEOX} --schedule.offload --schedule.activation-budget 1MB", {}, "schedule.offload does not work"),
+    (f"{_NEOX} --schedule.device-budget 1MB --layout.loops 2", {}, "schedule.device_budget does not work"),
+    (f"{_NEOX} --training.compile --training.compile-backend aot_eager", {}, "training.compile does not work"),
+    (f"{_NEOX} --training.freeze-layers 1", {}, "training.freeze_layers 1 does not work"),
+    (f"{_NEOX} --model.rope-theta 5", {}, "model.rope_theta must be None"),
+    (f"{_NEOX} --data.seq-len 65", {}, "max_position_embeddings must be at least 65"),
+    (_NEOX, {"neox/config.json": keys(auto_map={"AutoModel": "x.Y"})}, "code of a folder is never executed"),
+    (_NEOX, {"neox/config.json": keys(quantization_config={})}, "quantized weights are not trained"),
+    (_NEOX, {"neox/config.json": keys(hidden_dropout=0.1)}, "hidden_dropout must be 0"),
+    (_NEOX, {"neox/config.json": keys(hidden_size="x")}, "transformers cannot read it"),
+    (f"{_NEOX} --checkpoint.init neox", {}, "found neither"),
+    ("train run.toml --model.adapted x", {}, "model.adapted is set by model.file"),
+    ("simulate run.toml --model.file neox", {}, "predictions have no formulas"),
+]
+
+GROUPS = (MODELS, ADAPTED, WEIGHTS, DATA, MIXTURES, TOKENIZERS, TOKENIZE, CHECKPOINTS, EVALUATE, EXPORT, AROUND)
 
 
 def change_files(folder: Path, changes: dict[str, Change]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pipeloom.catalog.adapted import adapted_config, adapted_problems, adapted_text, hint, is_adapted
 from pipeloom.catalog.architectures import ARCHITECTURES, ELSEWHERE, Architecture
 from pipeloom.catalog.config_json import ConfigJson, as_json
 from pipeloom.catalog.config_rope import rope_keys, rope_settings
@@ -33,6 +34,7 @@ class ModelFile:
         norm_eps, rope_theta: as in ``ModelConfig``; ``None`` if the file has none.
         settings: further settings of ``ModelConfig`` by name; empty if the format of the file has none.
         model_type: key of ``ARCHITECTURES``; ``None`` for a file of the catalog's format.
+        adapted: the settings of a model that classes of transformers compute, in place of all others.
     """
 
     shape: ModelShape
@@ -40,9 +42,12 @@ class ModelFile:
     rope_theta: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     model_type: str | None = None
+    adapted: ModelConfig | None = None
 
     def over(self, model: ModelConfig) -> ModelConfig:
         """The settings of a model, overridden by those of the file."""
+        if self.adapted is not None:
+            return replace(self.adapted, preset=model.preset, file=model.file)
         return replace(
             model_of(self.shape, model),
             norm_eps=model.norm_eps if self.norm_eps is None else self.norm_eps,
@@ -56,12 +61,13 @@ def load_model(name_or_path: str, seq_len: int | None = None) -> ModelShape:
     return read_model(name_or_path, seq_len).shape
 
 
-def read_model(name_or_path: str, seq_len: int | None = None) -> ModelFile:
+def read_model(name_or_path: str, seq_len: int | None = None, *, adapts: bool = False) -> ModelFile:
     """A model by name (``pipeloom/catalog/models``), from a TOML file, or from a Hugging Face ``config.json``.
 
     Args:
         name_or_path: its name, its file, or a folder with a ``config.json``.
         seq_len: tokens of a sequence, compared with tables of positions; ``None`` for no check.
+        adapts: whether it may be a model of transformers without a family here.
 
     Raises:
         UserError: there is no such name or file, or the file is wrong; has all problems.
@@ -69,9 +75,9 @@ def read_model(name_or_path: str, seq_len: int | None = None) -> ModelFile:
     path = Path(name_or_path)
     # A name of the catalog first: a folder of that name may be in the working directory by chance.
     if find_name("models", name_or_path) is None and _is_folder(path):
-        return _read_config_json(path / CONFIG_JSON, seq_len)
+        return _read_config_json(path / CONFIG_JSON, seq_len, adapts=adapts)
     if path.suffix == ".json":
-        return _read_config_json(path, seq_len)
+        return _read_config_json(path, seq_len, adapts=adapts)
     table, source = read_toml("models", name_or_path)
     reader = Reader(table, source)
     shape = ModelShape(
@@ -103,7 +109,7 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _read_config_json(path: Path, seq_len: int | None) -> ModelFile:
+def _read_config_json(path: Path, seq_len: int | None, *, adapts: bool) -> ModelFile:
     """``read_model`` of a ``config.json``."""
     text = read_text(path)
     try:
@@ -112,7 +118,42 @@ def _read_config_json(path: Path, seq_len: int | None) -> ModelFile:
         raise UserError(f"cannot read {path}: {error}") from error
     if not isinstance(table, dict):
         raise UserError(f"cannot read {path}: expected an object, found {type(table).__name__}")
+    name = table.get("model_type")
+    len(MODELS)  # imports plug-ins, which add the architectures of their families
+    if adapts and name not in ARCHITECTURES and is_adapted(name):
+        return _adapted(table, str(path), seq_len)
     return _parse(table, str(path), seq_len)
+
+
+def _adapted(table: dict[str, Any], source: str, seq_len: int | None) -> ModelFile:
+    """A model that classes of transformers compute."""
+    reader = Reader(table, source)
+    for problem in adapted_problems(table, seq_len):
+        reader.complain(problem)
+    reader.check(set(table))
+    text = adapted_text(table)
+    sizes = adapted_config(text).get_text_config()
+    tied = bool(getattr(adapted_config(text), "tie_word_embeddings", False))
+    model = ModelConfig(
+        num_layers=sizes.num_hidden_layers,
+        hidden_size=sizes.hidden_size,
+        vocab_size=sizes.vocab_size,
+        tied=tied,
+        adapted=text,
+    )
+    name = table["model_type"]
+    shape = ModelShape(
+        name=name,
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        heads=1,
+        kv_heads=1,
+        ffn=1,
+        family=model.family,
+        vocab=sizes.vocab_size,
+        tied=tied,
+    )
+    return ModelFile(shape, model_type=name, adapted=model)
 
 
 def _parse(table: dict[str, Any], source: str, seq_len: int | None) -> ModelFile:
@@ -122,7 +163,7 @@ def _parse(table: dict[str, Any], source: str, seq_len: int | None) -> ModelFile
     if name not in ARCHITECTURES:
         shown = as_json(found) if "model_type" in table else "none"
         why = f": {ELSEWHERE[name]}, which is not supported" if name in ELSEWHERE else ""
-        reader.complain(f"model_type must be one of {', '.join(ARCHITECTURES)}, found {shown}{why}")
+        reader.complain(f"model_type must be one of {', '.join(ARCHITECTURES)}, found {shown}{why}{hint(found)}")
         # Raises an error: without an architecture no other key has a meaning.
         reader.check(set(table))
     file = ConfigJson(table, reader, ARCHITECTURES[name], name)
@@ -143,6 +184,10 @@ def config_json(model: ModelConfig, seq_len: int) -> dict[str, Any]:
     Raises:
         UserError: no supported architecture computes the same function.
     """
+    if model.adapted is not None:
+        found = parse_json(model.adapted)
+        assert isinstance(found, dict)
+        return found
     for name, known in ARCHITECTURES.items():
         table = _table(model, seq_len, name, known)
         try:

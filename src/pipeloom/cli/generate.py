@@ -9,6 +9,7 @@ from typing import Annotated
 from pipeloom.cli.reference import Command, Place
 from pipeloom.cli.run_config import parse_words
 from pipeloom.config import CheckpointConfig, RunConfig, ScheduleConfig, find_problems
+from pipeloom.config.adapted import NO_CACHE
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.system.files import read_text
 from pipeloom.terminal.words import count
@@ -78,7 +79,8 @@ def _forwards(config: RunConfig) -> RunConfig:
 
 
 def _problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
-    return find_problems(_forwards(config), trains=False, is_model_known=is_model_known)
+    found = [] if config.model.adapted is None else [NO_CACHE]
+    return [*find_problems(_forwards(config), trains=False, is_model_known=is_model_known), *found]
 
 
 def run(words: list[str]) -> int:

@@ -8,6 +8,7 @@ from pipeloom.cli.reference import Command
 from pipeloom.cli.run_config import TRAINING, parse_config
 from pipeloom.config import RunConfig, training_problems
 from pipeloom.terminal.words import format_bytes
+from pipeloom.training.adapted import with_adapted_check
 
 if TYPE_CHECKING:
     from pipeloom.report.verdict import Verdict
@@ -27,7 +28,7 @@ COMMAND = Command(
 
 def run(words: list[str]) -> int:
     """Parse the configuration, then train with own processes or with those of a launcher."""
-    config = parse_config(COMMAND, words, training_problems)
+    config = parse_config(COMMAND, words, with_adapted_check(training_problems))
     from pipeloom.execute.processes.world import is_first
     from pipeloom.training.run import train
 

@@ -33,11 +33,12 @@ def unset(config: RunConfig) -> dict[str, str]:
     """Settings that the user must set before the run can train: name -> description. Empty for the demo."""
     if not _is_from_elsewhere(config):
         return {}
-    is_rotary = MODELS[config.model.family].is_rotary
+    is_own, is_rotary = config.model.adapted is None, MODELS[config.model.family].is_rotary
     return {
         name: what
         for name, what in HYPERPARAMETERS.items()
         if value_of(config, name) is None
+        and (is_own or not name.startswith("model."))
         and (is_rotary or name != "model.rope_theta")
         and (config.data.sources is None or name != "data.path")
     }
@@ -96,7 +97,9 @@ def with_demo_hyperparameters(config: RunConfig) -> RunConfig:
     model, data, optimizer, training = config.model, config.data, config.optimizer, config.training
     return replace(
         config,
-        model=replace(model, norm_eps=model.known_norm_eps, rope_theta=model.known_rope_theta),
+        model=model
+        if model.adapted is not None
+        else replace(model, norm_eps=model.known_norm_eps, rope_theta=model.known_rope_theta),
         data=replace(data, tokenizer=data.known_tokenizer),
         optimizer=replace(optimizer, lr=optimizer.known_lr, lr_warmup_steps=optimizer.known_lr_warmup_steps),
         training=replace(training, steps=training.known_steps),

@@ -20,6 +20,7 @@ from pipeloom.checkpoint.checkpoint_folder import (
     list_checkpoints,
     step_of,
 )
+from pipeloom.config.adapted import adapted_problems
 from pipeloom.config.run import RunConfig, value_of
 from pipeloom.config.tokenizer_files import num_tokens
 from pipeloom.errors import UserError, reason_of
@@ -46,7 +47,7 @@ def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: boo
     """
     checks = [_range_problems, _order_problems, _slice_problems]
     checks += [_model_problems, _stage_problems, _tensor_problems, _recompute_problems] if is_model_known else []
-    checks += [_unused_problems, _move_problems, _swap_problems, _freeze_problems]
+    checks += [_unused_problems, adapted_problems, _move_problems, _swap_problems, _freeze_problems]
     checks += [_place_problems, _file_problems, optimizer_problems, _tokenizer_problems, _source_problems]
     if trains:
         checks += [_text_problems, _checkpoint_problems, _training_problems]
@@ -178,6 +179,8 @@ def _model_problems(config: RunConfig) -> Problems:
     if model.family not in MODELS:
         yield f"model.family: {MODELS.unknown(model.family)}"
         return
+    if model.adapted is not None:
+        return
     names = ("model.hidden_size", "model.num_heads", "model.num_kv_heads", "model.head_size")
     sizes = (model.hidden_size, model.num_heads, model.num_kv_heads, model.head_size)
     yield from head_problems(sizes, is_rotary=MODELS[model.family].is_rotary, names=names)
@@ -258,7 +261,7 @@ def _tensor_problems(config: RunConfig) -> Problems:
     layout, model, num_tokens = config.layout, config.model, config.data.seq_len
     # A rank computes whole heads; vocabulary and inner width may be divided unevenly.
     for name, size in (("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)):
-        if layout.tp > 0 and size is not None and size % layout.tp:
+        if layout.tp > 0 and size is not None and size % layout.tp and model.adapted is None:
             yield f"layout.tp must divide model.{name}, found {layout.tp} and {size}"
     if layout.sequence_parallel and layout.tp > 1 and num_tokens % layout.tp:
         yield f"layout.tp must divide data.seq_len, found {layout.tp} and {num_tokens}"

@@ -1,5 +1,6 @@
 """The network: a transformer and its stages. Independent of ranks and schedules."""
 
+from pipeloom.model.adapted import AdaptedStage
 from pipeloom.model.cross_entropy import SplitVocabulary
 from pipeloom.model.documents import Documents
 from pipeloom.model.key_values import KeyValueCache
@@ -7,11 +8,15 @@ from pipeloom.model.split import build_stage, stage_pieces
 from pipeloom.model.tensor_parallel import TensorParallel, TensorSlice
 from pipeloom.model.transformer import TIED_NAME, Transformer, num_pieces
 
+StageModule = Transformer | AdaptedStage
+"""A range of a model's pieces."""
+
 __all__ = [
     "TIED_NAME",
     "Documents",
     "KeyValueCache",
     "SplitVocabulary",
+    "StageModule",
     "TensorParallel",
     "TensorSlice",
     "Transformer",

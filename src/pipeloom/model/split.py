@@ -82,6 +82,12 @@ def build_stage(
     return stage
 
 
+def generator_seed(seed: int, name: str) -> int:
+    """Seed of the random numbers of one part of a model, from the seed of all and the part's name."""
+    # Not hash(), which is salted in every process. 63 bits fit into the int64 of manual_seed.
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
+
+
 def _first_value(name: str, shape: Sequence[int], seed: int, config: ModelConfig) -> Tensor:
     """Initial value of a whole parameter; float32, on the CPU."""
     if name.endswith(".bias"):
@@ -91,7 +97,5 @@ def _first_value(name: str, shape: Sequence[int], seed: int, config: ModelConfig
     # Each layer adds two terms to the residual stream; GPT-2 divides by the root of their number (report, section 2.3).
     scale = 1 / math.sqrt(2 * config.num_layers) if name.endswith(_RESIDUAL_OUTPUTS) else 1.0
     # Always on the CPU: CUDA's generator returns other numbers for the same seed.
-    # Not hash(), which is salted in every process. 63 bits fit into the int64 of manual_seed.
-    bits = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
-    generator = torch.Generator().manual_seed(bits)
+    generator = torch.Generator().manual_seed(generator_seed(seed, name))
     return torch.empty(*shape, dtype=torch.float32).normal_(0.0, _INIT_STD * scale, generator=generator)

@@ -240,6 +240,11 @@ class Transformer(nn.Module):
         return self.config.tied and self.has_head and not self.has_embedding
 
     @property
+    def tied_name(self) -> str:
+        """The parameter that a tied head uses."""
+        return TIED_NAME
+
+    @property
     def borrowed(self) -> Tensor | None:
         """The embedding's matrix, while it is borrowed."""
         return self._borrowed_VH

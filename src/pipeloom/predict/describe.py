@@ -18,7 +18,7 @@ from pipeloom.cost.stages import layers_of_pieces
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.stage_swaps import with_alike_stages
 from pipeloom.workload.dtypes import Dtype, Precision, precision_of
-from pipeloom.workload.model import shape_of
+from pipeloom.workload.model import NO_FORMULAS, shape_of
 from pipeloom.workload.optimizers import OPTIMIZERS
 from pipeloom.workload.run import Run
 
@@ -37,7 +37,7 @@ def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
         return config, []
     problems: list[str] = []
     name = model.preset or str(model.file)
-    file = load_or_note(lambda name: read_model(name, config.data.seq_len), name, problems)
+    file = load_or_note(lambda name: read_model(name, config.data.seq_len, adapts=True), name, problems)
     if file is None:
         return config, problems
     sized = file.over(model)
@@ -63,7 +63,8 @@ def completed(config: _Config, judge: Callable[..., list[str]]) -> tuple[_Config
 
 def described_problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
     """Problems of a run that is predicted, not trained on this machine."""
-    return [*find_problems(config, trains=False, is_model_known=is_model_known), *machine_problems(config)]
+    adapted = [] if config.model.adapted is None else [f"model.file {config.model.file}: {NO_FORMULAS}"]
+    return [*find_problems(config, trains=False, is_model_known=is_model_known), *adapted, *machine_problems(config)]
 
 
 @checked

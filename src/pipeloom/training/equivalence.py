@@ -18,6 +18,7 @@ from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.model import Documents, TensorSlice
 from pipeloom.predict.describe import completed
 from pipeloom.terminal.words import count
+from pipeloom.training.adapted import with_adapted_check
 from pipeloom.training.memory_check import check_memory
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.session import check_processes, run_on_all_ranks
@@ -119,7 +120,7 @@ def verify_gradients(config: RunConfig, *, num_batches: Count = 2, quiet: bool =
     """
     if config.training.dtype is None:
         config = replace(config, training=replace(config.training, dtype="float64"))
-    config, problems = completed(config, find_problems)
+    config, problems = completed(config, with_adapted_check(find_problems))
     if problems:
         raise ConfigError(problems, "the run")
     # Swapped stages update and drop their gradients within the step.

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pipeloom.calls import checked
-from pipeloom.catalog.architectures import ARCHITECTURES
 from pipeloom.catalog.model_files import CONFIG_JSON, config_json
 from pipeloom.catalog.weight_files import FileTensor
 from pipeloom.checkpoint.checkpoint_choice import refusal
@@ -44,7 +43,7 @@ from pipeloom.runs.run_folder import WEIGHTS, WEIGHTS_INDEX, weight_files
 from pipeloom.system.files import parse_json
 from pipeloom.training.checkpoints.contents import MODEL
 from pipeloom.training.checkpoints.storage import CheckpointReader
-from pipeloom.training.pretrained import DTYPES, read_description
+from pipeloom.training.pretrained import DTYPES, read_description, weight_files_of
 from pipeloom.workload.dtypes import Dtype
 
 _DRAFTS = ".weights.part"
@@ -183,7 +182,7 @@ def _hugging_face(
     text = read_origin(checkpoint)
     first = None if text is None else read_description(text)
     table = config_json(model, info.data["data.seq_len"]) if first is None else parse_json(first.texts[CONFIG_JSON])
-    files = ARCHITECTURES[table["model_type"]].weights
+    files = weight_files_of(model, table["model_type"])
     if first is not None:
         files = files.named_as_in([name for part in first.tensors.values() for name in part])
     tensors = files.of_model(list(shapes), model.num_layers)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pipeloom.checkpoint.checkpoint_choice import choose_checkpoint
 from pipeloom.config import RunConfig
+from pipeloom.config.adapted import NO_CACHE
 from pipeloom.data.tokenizer import Tokenizer
 from pipeloom.errors import UserError
 from pipeloom.execute.processes.world import World
@@ -130,6 +131,8 @@ def generate(config: RunConfig, run: Path, request: Request, *, streams: bool = 
             memory.
         WorkerError: a process failed.
     """
+    if config.model.adapted is not None:
+        raise UserError(NO_CACHE)
     check_processes(config)
     check_memory(config, trains=False)
     choice = choose_checkpoint(run)

@@ -42,8 +42,8 @@ from pipeloom.measure.rehearsal import Rehearsal, warm_up
 from pipeloom.measure.slices import profile_slices, with_slices
 from pipeloom.measure.stages import Profile, profile_stages
 from pipeloom.model import (
-    TIED_NAME,
     SplitVocabulary,
+    StageModule,
     TensorParallel,
     TensorSlice,
     Transformer,
@@ -359,12 +359,15 @@ class Pipeline:
         timeout_s = self._config.training.stall_timeout_s
         return executor.run(inputs, objective, timeout_s, self._watch.positions, documents)
 
-    def _build(self, pieces: range, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+    def _build(self, pieces: range, device: torch.device | str, dtype: torch.dtype) -> StageModule:
         module = stage_of(self._config, pieces, device, dtype=dtype, parallel=self._parallel)
         module.set_recompute(self._config.layout.recompute_by_layer(self._config.model.num_layers))
         if self._config.training.compile and torch.device(device).type != "meta":
+            assert isinstance(module, Transformer), "the configuration refuses to compile others"
             compile_pieces(module, self._config.training.compile_backend)
-        return module if self._trains else module.requires_grad_(requires_grad=False)
+        if not self._trains:
+            module.requires_grad_(requires_grad=False)
+        return module
 
     def _forwards(self, num_microbatches: int) -> Schedule:
         return forward_schedule(self._config, num_microbatches, trains=self._trains)
@@ -376,7 +379,8 @@ class Pipeline:
             return None
         stages, wide = self.data_parallel.weights, master_dtype(self._dtype)
         borrower = _transformer(stages[last].module) if last in stages else None
-        matrix = self._build(self._pieces[0][:1], "meta", self._dtype).get_parameter(TIED_NAME)
+        first = self._build(self._pieces[0][:1], "meta", self._dtype)
+        matrix = first.get_parameter(first.tied_name)
         loan = None
         if self.store is not None:
             weights, gradient = (
@@ -384,7 +388,7 @@ class Pipeline:
             )
             loan = SwappedLoan(self.store, last, weights, gradient)
         return Tied(
-            TIED_NAME,
+            first.tied_name,
             TensorSpec.of(matrix),
             gradient_dtype=wide,
             lender=stages.get(0),
@@ -395,6 +399,10 @@ class Pipeline:
     def _outputs(self, microbatch_size: int, num_tokens: int | None = None) -> tuple[TensorSpec, ...]:
         """The spec of every stage's output, for whole sequences or another number of tokens."""
         tokens = TensorSpec((microbatch_size, num_tokens or self._config.data.seq_len), torch.int64)
+        if self._config.model.adapted is not None:  # not run on meta: a model's code may look at values
+            sizes = self._config.model.hidden_size, self._config.model.vocab_size
+            shapes = [TensorSpec((*tokens.shape, size or 0), self._dtype) for size in sizes]
+            return (*[shapes[0]] * (self.schedule.num_stages - 1), shapes[1])
         # Layers keep the shape of their input, so embedding and head suffice; running all layers on the meta device
         # takes longer than training a small model.
         ends = (self._pieces[0][:1], self._pieces[-1][-1:])
@@ -471,6 +479,6 @@ def _documents(batch: Batch, num_slices: int = 1) -> StepDocuments | None:
     return None if batch.firsts is None else StepDocuments(batch.firsts, num_slices)
 
 
-def _transformer(stage: nn.Module) -> Transformer:
-    assert isinstance(stage, Transformer)
+def _transformer(stage: nn.Module) -> StageModule:
+    assert isinstance(stage, StageModule)
     return stage

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipeloom.catalog.architectures import ARCHITECTURES
 from pipeloom.catalog.model_files import CONFIG_JSON, read_model
+from pipeloom.catalog.weight_files import WeightFiles
 from pipeloom.checkpoint.checkpoint_folder import (
     ORIGIN,
     TOKENIZER,
@@ -30,7 +31,7 @@ from pipeloom.data.text import Data
 from pipeloom.data.tokenizer import Tokenizer
 from pipeloom.errors import UserError, reason_of
 from pipeloom.execute.processes.world import World
-from pipeloom.model import TIED_NAME
+from pipeloom.model.adapted import adapted_files
 from pipeloom.runs.run_folder import WEIGHTS, WEIGHTS_INDEX
 from pipeloom.system.files import MOST_RECORD_BYTES, parse_json, read_text
 from pipeloom.terminal.words import count
@@ -39,8 +40,9 @@ from pipeloom.training.checkpoints.checkpoint import Checkpoints
 from pipeloom.training.checkpoints.contents import check_start, parameter_shapes
 from pipeloom.training.checkpoints.planner import differences
 from pipeloom.training.pipeline import Pipeline
+from pipeloom.training.stages import stage_of
 from pipeloom.workload.dtypes import Dtype
-from pipeloom.workload.model import model_settings, other_settings
+from pipeloom.workload.model import ModelConfig, model_settings, other_settings
 
 DTYPES: dict[str, Dtype] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types of weights by their names in safetensors; others are quantized."""
@@ -95,13 +97,13 @@ class PretrainedWeights:
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
         self.folder = folder
-        known = read_model(str(folder), config.data.seq_len)
+        known = read_model(str(folder), config.data.seq_len, adapts=True)
         assert known.model_type is not None
         if differing := other_settings(config.model, model_settings(known.over(config.model)), "there"):
             lines = [f"checkpoint.init {folder} is of another model; set model.file to {folder}:", *differing]
             raise UserError("\n  - ".join(lines))
         stored, shapes, num_layers = stored_tensors(folder), parameter_shapes(config), config.model.num_layers
-        weights = ARCHITECTURES[known.model_type].weights.named_as_in(stored)
+        weights = weight_files_of(config.model, known.model_type).named_as_in(stored)
         tensors = weights.of_model(list(shapes), num_layers)
         self._twin = weights.tied if config.model.tied and weights.tied in stored else None
         found = {
@@ -114,6 +116,7 @@ class PretrainedWeights:
         if problems:
             what = f"checkpoint.init {folder} does not have the weights of its {CONFIG_JSON}:"
             raise UserError("\n  - ".join([what, *problems]))
+        self._tied = stage_of(config, range(1), "meta").tied_name
         self._stored = stored
         self._opened: dict[Path, Any] = {}
         self._places: dict[str, _Place] = {}
@@ -140,7 +143,7 @@ class PretrainedWeights:
         for part, own in _blocks(box, values):
             found = self._elements(place.tensor, place, part)
             own.copy_(found)
-            twin = self._twin if name == TIED_NAME else None
+            twin = self._twin if name == self._tied else None
             if twin is not None and not torch.equal(self._elements(twin, place, part), found):
                 raise OSError(
                     f"{twin} differs from {place.tensor}, but the model is tied; set tie_word_embeddings in "
@@ -158,6 +161,11 @@ class PretrainedWeights:
             return found[index[::-1]].T if place.is_transposed else found[index]
         except SafetensorError as error:
             raise OSError(f"{tensor} of {file}: {error}") from None
+
+
+def weight_files_of(model: ModelConfig, model_type: str) -> WeightFiles:
+    """The tensors of the weight files of a model of this ``model_type``."""
+    return ARCHITECTURES[model_type].weights if model.adapted is None else adapted_files(model.adapted)
 
 
 def check_init(config: RunConfig) -> str:

@@ -29,6 +29,7 @@ from pipeloom.schedule import Kind
 from pipeloom.system.end_signals import raised_signals
 from pipeloom.terminal.progress import restore_terminal
 from pipeloom.terminal.words import count, format_bytes, passes_of
+from pipeloom.training.adapted import with_adapted_check
 from pipeloom.training.checkpoints.contents import check_resumable, new_order
 from pipeloom.training.checkpoints.saving import safe_steps
 from pipeloom.training.export import export_weights
@@ -66,7 +67,7 @@ def train(config: RunConfig, *, quiet: bool = False) -> RunResult:
         Interrupted: a signal ended the run.
     """
     begun_s = time.monotonic()
-    config, problems = completed(config, training_problems)
+    config, problems = completed(config, with_adapted_check(training_problems))
     if problems:
         raise ConfigError(problems, "the run")
     say = _say_nothing if quiet else _say

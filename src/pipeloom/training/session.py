@@ -20,6 +20,7 @@ from pipeloom.errors import UserError
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import World, is_launched, join_forked, join_launched, launched_size
 from pipeloom.families import FAMILIES
+from pipeloom.model.adapted import piece_parameters
 from pipeloom.training.slices import with_known_slices
 from pipeloom.training.stages import piece_bytes
 
@@ -167,6 +168,8 @@ def _resolve(config: RunConfig, needed: int) -> RunConfig:
     # With a device budget the largest stage decides what fits, so the partition balances bytes instead of seconds.
     if schedule.budget_bytes is not None and layout.partition is None:
         partition = fastest_partition(piece_bytes(replace(config, model=model)), config.choice().placed())
+    elif model.adapted is not None:
+        partition = layout.partition or fastest_partition(piece_parameters(model.adapted), config.choice().placed())
     else:
         partition = layout.partition or default_partition(
             model, config.data.seq_len, config.choice().placed(), recompute, config.training.frozen_pieces

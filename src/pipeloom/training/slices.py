@@ -13,7 +13,7 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.slices import SliceCosts
 from pipeloom.execute.processes.world import World
 from pipeloom.measure.slices import Point, fitted, measured
-from pipeloom.model import stage_pieces
+from pipeloom.model import Transformer, stage_pieces
 from pipeloom.passes import lower
 from pipeloom.planner.slice_lengths import LatencyTable, default_unit, judged_slices
 from pipeloom.simulation import simulate
@@ -66,4 +66,5 @@ def measured_points(config: RunConfig, device: torch.device) -> list[Point]:
             return torch.zeros(shape, dtype=torch.int64, device=device)
         return torch.randn(*shape, model.hidden_size, dtype=dtype, device=device)
 
+    assert isinstance(stage, Transformer), "the configuration refuses slices of others"
     return measured(stage, make, config.data.seq_len)

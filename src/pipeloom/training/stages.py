@@ -17,7 +17,8 @@ from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.stages.saved import Parcel
 from pipeloom.execute.stages.stage import split_backward_of
 from pipeloom.execute.stages.weights import master_dtype
-from pipeloom.model import Documents, SplitVocabulary, TensorParallel, Transformer, build_stage, stage_pieces
+from pipeloom.model import Documents, SplitVocabulary, StageModule, TensorParallel, build_stage, stage_pieces
+from pipeloom.model.adapted import adapted_stage
 from pipeloom.model.deferred import defer
 from pipeloom.model.key_values import KeyValueCache
 from pipeloom.model.tensor_parallel import WHOLE, TensorGroup
@@ -34,7 +35,7 @@ def stage_of(
     *,
     dtype: torch.dtype | None = None,
     parallel: TensorParallel = WHOLE,
-) -> Transformer:
+) -> StageModule:
     """Build and initialize a stage of a run, without recomputation and not compiled.
 
     Its frozen parameters require no gradient.
@@ -46,12 +47,15 @@ def stage_of(
         dtype: of the weights; ``None`` for that of the run.
         parallel: the tensor-parallel rank that it is built for.
     """
+    numbers = dtype or getattr(torch, config.training.known_dtype)
+    if config.model.adapted is not None:
+        return adapted_stage(config.model.adapted, pieces, seed=config.training.seed, dtype=numbers, device=device)
     stage = build_stage(
         config.model,
         pieces,
         max_positions=config.data.seq_len,
         seed=config.training.seed,
-        dtype=dtype or getattr(torch, config.training.known_dtype),
+        dtype=numbers,
         device=device,
         parallel=parallel,
     )

@@ -31,7 +31,10 @@ class StepMeter:
         self._num_ranks, self._num_pipelines, self._pp = layout.num_ranks, layout.num_ranks // layout.pp, layout.pp
         self._pipeline_rank = layout.coordinates(world.rank).pipeline
         self._device = world.device
-        self._flops = shape_model_flops(shape_of(config.model), config.data.seq_len, config.training.frozen_pieces)
+        self._flops: float | None = None  # of a model without formulas
+        if config.model.adapted is None:
+            shape = shape_of(config.model)
+            self._flops = shape_model_flops(shape, config.data.seq_len, config.training.frozen_pieces)
         is_cuda = world.device.type == "cuda"
         peaks = datasheet_peaks(torch.cuda.get_device_name(world.device))[0] if is_cuda else {}
         self._peak = peaks.get(precision_of(config.training.known_dtype) or "")
@@ -57,18 +60,20 @@ class StepMeter:
             ``exposed_communication_s``: mean over the ranks of seconds with communication and without compute.
             ``data_wait_s``: mean over the ranks of seconds that the step waited for its batch.
             ``memory_bytes``: for each pipeline rank the peak since the start, mean over its replicas: allocated on the
-            CUDA device, or resident memory of the process. ``model_flops_per_s``: of a device, without recomputation.
-            ``mfu``: their share of the datasheet's peak, on devices with one.
+            CUDA device, or resident memory of the process. ``model_flops_per_s``: of a device, without recomputation;
+            missing for models without formulas. ``mfu``: their share of the datasheet's peak, on devices with one.
         """
         busy_s, step_s, exposed, waited_s, *bytes_ = sums
-        rate = tokens_per_s * self._flops / self._num_ranks
         found: dict[str, Any] = {
             "bubble_fraction": 1 - busy_s / step_s if step_s else 0.0,
             "exposed_communication_s": exposed / self._num_ranks,
             "data_wait_s": waited_s / self._num_ranks,
             "memory_bytes": [round(one / self._num_pipelines) for one in bytes_],
-            "model_flops_per_s": rate,
         }
+        if self._flops is None:
+            return found
+        rate = tokens_per_s * self._flops / self._num_ranks
+        found["model_flops_per_s"] = rate
         return found if self._peak is None else {**found, "mfu": rate / self._peak}
 
 

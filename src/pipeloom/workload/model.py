@@ -6,9 +6,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from pipeloom.errors import UserError
 from pipeloom.workload.limits import Common, Count, Limits, Names, Positive
 from pipeloom.workload.model_families import MODELS, ModelFamily
 
+NO_FORMULAS = (
+    "predictions have no formulas for models that classes of transformers compute; train, evaluate, verify and export "
+    "take them"
+)
 MOST_LAYERS = 100_000
 """Most layers of a model: every command makes lists with an element for each."""
 
@@ -101,6 +106,10 @@ class ModelConfig:
     """Bound of the logits, by the same formula; 0 for none. None: 30 for gemma2, 0 for others."""
     tied: bool = False
     """Embedding and head share one matrix."""
+    adapted: str | None = None
+    """The config.json of a model without a family here, as model.file has it. The classes of transformers then compute
+    the model, and of the settings above num_layers, hidden_size, vocab_size and tied alone have an effect; needs
+    pipeloom[hf]. None: the model is of a family."""
 
     @property
     def known_head_size(self) -> int:
@@ -170,6 +179,8 @@ class ModelConfig:
         Args:
             vocab_size: tokens of the tokenizer.
         """
+        if self.adapted is not None:
+            return self
         return replace(
             self,
             num_kv_heads=self.num_kv_heads or self.num_heads,
@@ -304,7 +315,12 @@ def shape_of(model: ModelConfig) -> ModelShape:
 
     Args:
         model: resolved.
+
+    Raises:
+        UserError: the layers are those of transformers, for which there are no formulas.
     """
+    if model.adapted is not None:
+        raise UserError(f"{model.file}: {NO_FORMULAS}")
     assert model.num_kv_heads is not None
     assert model.ffn_size is not None
     assert model.vocab_size is not None
