@@ -456,10 +456,10 @@ def test_too_little_text_is_refused_with_numbers(config: DataConfig, tmp_path: P
     assert len(load_data(replace(config, path=path, seq_len=8), 0).train.tokens) == 90
 
 
-@pytest.mark.parametrize("attention", ["causal", "document"])
+@pytest.mark.parametrize("attention", ["window", "document"])
 @pytest.mark.parametrize("pack", ["stream", "best-fit"])
 def test_a_whole_text_loses_no_token_and_may_be_shorter_than_a_window(
-    tmp_path: Path, attention: Literal["causal", "document"], pack: Literal["stream", "best-fit"]
+    tmp_path: Path, attention: Literal["window", "document"], pack: Literal["stream", "best-fit"]
 ) -> None:
     for texts in (["a"], [TEXT * 3, "b" * 40, TEXT]):
         for number, text in enumerate(texts):

@@ -37,7 +37,7 @@ def config_of(layout, model=None, *, by_document=False, **schedule):
     return resolve(
         RunConfig(
             model=ModelConfig(num_layers=LAYERS, hidden_size=16, num_heads=4, num_kv_heads=2, **(model or {})),
-            data=DataConfig(seq_len=SEQ_LEN, attention="document" if by_document else "causal"),
+            data=DataConfig(seq_len=SEQ_LEN, attention="document" if by_document else "window"),
             layout=Layout(**{"num_microbatches": 4, "microbatch_size": 1, **layout}),
             schedule=ScheduleConfig(**schedule),
             training=TrainingConfig(dtype="float64"),

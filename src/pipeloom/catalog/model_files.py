@@ -33,6 +33,7 @@ class ModelFile:
         norm_eps, rope_theta: as in ``ModelConfig``; ``None`` if the file has none.
         settings: further settings of ``ModelConfig`` by name; empty if the format of the file has none.
         model_type: key of ``ARCHITECTURES``; ``None`` for a file of the catalog's format.
+        most_tokens: of a sequence, as the file says; ``None`` if it has none.
     """
 
     shape: ModelShape
@@ -40,6 +41,7 @@ class ModelFile:
     rope_theta: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     model_type: str | None = None
+    most_tokens: int | None = None
 
     def over(self, model: ModelConfig) -> ModelConfig:
         """The settings of a model, overridden by those of the file."""
@@ -234,9 +236,11 @@ def _model(file: ConfigJson, seq_len: int | None) -> ModelFile:
     )
     eps = reader.positive(known.eps, known.default_eps)
     if not is_rotary:
-        return ModelFile(shape, eps, model_type=file.name)
+        return ModelFile(shape, eps, model_type=file.name, most_tokens=rows)
     settings = rope_settings(file)
-    return ModelFile(shape, eps, settings.pop("rope_theta"), settings | {"query_pre_attn_scalar": scalar}, file.name)
+    theta, own = settings.pop("rope_theta"), settings | {"query_pre_attn_scalar": scalar}
+    longest = file.table.get("max_position_embeddings")  # of no effect on the function, so of any type
+    return ModelFile(shape, eps, theta, own, file.name, longest if isinstance(longest, int) and longest > 0 else None)
 
 
 def _scores(file: ConfigJson) -> tuple[float | None, float, float]:

@@ -26,19 +26,15 @@ from pipeloom.checkpoint.checkpoint_folder import (
     read_origin,
 )
 from pipeloom.config import RunConfig
-from pipeloom.data.text import Data
 from pipeloom.data.tokenizer import Tokenizer
 from pipeloom.errors import UserError, reason_of
-from pipeloom.execute.processes.world import World
 from pipeloom.model import TIED_NAME
 from pipeloom.runs.run_folder import WEIGHTS, WEIGHTS_INDEX
 from pipeloom.system.files import MOST_RECORD_BYTES, parse_json, read_text
 from pipeloom.terminal.words import count
 from pipeloom.training.checkpoints.boxes import Box
-from pipeloom.training.checkpoints.checkpoint import Checkpoints
 from pipeloom.training.checkpoints.contents import check_start, parameter_shapes
 from pipeloom.training.checkpoints.planner import differences
-from pipeloom.training.pipeline import Pipeline
 from pipeloom.workload.dtypes import Dtype
 from pipeloom.workload.model import model_settings, other_settings
 
@@ -177,28 +173,6 @@ def check_init(config: RunConfig) -> str:
     check_start(config, path)
     info = read_info(path)
     return f"{path}: step {info.step}, {info.tokens:,} tokens"
-
-
-def start_weights(config: RunConfig, world: World, pipeline: Pipeline, own: Checkpoints, data: Data) -> None:
-    """Set the weights of a new run to those of ``checkpoint.init``. Collective.
-
-    Args:
-        config: resolved.
-        world: all ranks.
-        pipeline: of this rank.
-        own: the checkpoints of the run.
-        data: of the run.
-
-    Raises:
-        UserError: they cannot be read; raised on all ranks.
-    """
-    path = config.checkpoint.init
-    assert path is not None
-    if is_hugging_face(path):
-        own.fill(PretrainedWeights(path, config).read, path)
-    else:
-        # Without the optimizer, whose state begins anew.
-        Checkpoints(config, world, pipeline, None, path, tokenizer=data.tokenizer).restore(path)
 
 
 def _blocks(box: Box, values: Tensor) -> Iterator[tuple[Box, Tensor]]:

@@ -144,17 +144,19 @@ def resolve_early(config: RunConfig) -> RunConfig | None:
 
 
 def load_tokens(config: RunConfig) -> Tokens:
-    """The tokenizer of the checkpoint that a configuration resumes from, without its text.
+    """The tokenizer of the weights that a configuration starts from, without a text.
 
     Raises:
-        UserError: it cannot be read, or the checkpoint has none.
+        UserError: it cannot be read, or there is none.
     """
-    path = config.checkpoint.resume
+    path = config.checkpoint.start
     assert path is not None
+    if is_hugging_face(path):
+        return Tokens(given_tokenizer(config.data, None) or ByteTokenizer())
     stored = read_tokenizer(path)
     if stored is None:
         raise UserError(f"the checkpoint {path} has no tokenizer; it is of an older version")
-    return Tokens(tokenizer_from(stored))
+    return Tokens(given_tokenizer(config.data, stored) or tokenizer_from(stored))
 
 
 def resolve(config: RunConfig, data: Loaded) -> RunConfig:

@@ -38,11 +38,12 @@ from pipeloom.training.loading import Loading
 from pipeloom.training.loggers import MetricLog
 from pipeloom.training.optimizer import StageUpdates, WholeUpdates, learning_rate, make_optimizer
 from pipeloom.training.pipeline import Pipeline
-from pipeloom.training.pretrained import origin_of, start_weights
+from pipeloom.training.pretrained import origin_of
 from pipeloom.training.progress import StepProgress
 from pipeloom.training.sample import sample_text
 from pipeloom.training.step_metrics import StepMeter
 from pipeloom.training.step_profile import StepProfiles
+from pipeloom.training.trained import load_trained
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,8 @@ class Trainer:
         resume = config.checkpoint.resume
         self._done = checkpoint_info(config, data, 0, 0, 0) if resume is None else self._checkpoints.restore(resume)
         if resume is None and config.checkpoint.init is not None:
-            start_weights(config, world, self._pipeline, self._checkpoints, data)
+            # Without the optimizer, whose state begins anew.
+            load_trained(config, world, self._pipeline, data.tokenizer)
         text = self._done.data["text"]
         windows = data.train.resumed(self._done.sequences, self._done.sources, text)
         num_steps = config.training.known_steps - self._done.step
