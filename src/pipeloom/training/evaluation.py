@@ -15,14 +15,14 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from pipeloom.checkpoint.checkpoint_choice import choose_checkpoint
 from pipeloom.config import RunConfig
-from pipeloom.data.text import Data
+from pipeloom.data.text import Data, Whole
 from pipeloom.data.windows import Windows
 from pipeloom.execute.processes.world import World, is_first
 from pipeloom.terminal.progress import Bar
 from pipeloom.training.checkpoints.checkpoint import Checkpoints
 from pipeloom.training.memory_check import check_memory
 from pipeloom.training.pipeline import Pipeline
-from pipeloom.training.session import check_processes, load_text, run_on_all_ranks
+from pipeloom.training.session import check_processes, load_text, load_whole_text, run_on_all_ranks
 
 Counted = tuple[npt.NDArray[np.int64], int]
 """Windows of a whole step, [batch_size, seq_len + 1], and the number of the first ones whose targets count."""
@@ -112,20 +112,18 @@ def evaluate_run(
     check_memory(config, trains=False)
     choice = choose_checkpoint(run)
     config = replace(config, checkpoint=replace(config.checkpoint, resume=choice.path))
+    load = load_whole_text if is_whole else load_text
     if is_first():
-        load_text(config)  # tokenized once, before the processes start; they read the tokens from the cache
-    return run_on_all_ranks(config, partial(_evaluate, is_whole, num_batches))
+        load(config)  # tokenized once, before the processes start; they read the tokens from the cache
+    return run_on_all_ranks(config, partial(_evaluate, num_batches), load=load)
 
 
-def _evaluate(
-    is_whole: bool, num_batches: int | None, config: RunConfig, world: World, data: Data
-) -> Evaluation | None:
+def _evaluate(num_batches: int | None, config: RunConfig, world: World, data: Data | Whole) -> Evaluation | None:
     assert config.checkpoint.resume is not None
     pipeline = Pipeline(config, world, trains=False)
     weights = Checkpoints(config, world, pipeline, None, config.checkpoint.resume, tokenizer=data.tokenizer)
     info = weights.restore(config.checkpoint.resume)
-    # One stream: training and validation part alone could lose the end of a window each.
-    text = data.whole if is_whole else data.validation
+    text = data.windows if isinstance(data, Whole) else data.validation
     size = config.layout.batch_size
     total = -(-text.num_windows // size)
     total = total if num_batches is None else min(total, num_batches)
