@@ -84,7 +84,8 @@ def found_schedule(family: str, placement: Placement, num_microbatches: int, rat
     # A straight pipeline has few rules; what is small anyway is searched whole.
     if is_straight and ranks == small and num_microbatches <= rounds * small:
         return best_schedule(task, "rank", tries=0)
-    coarse = Ratios(*(SKETCH_PERCENT * round(each / SKETCH_PERCENT) or 1 for each in ratios[:3]), ratios.message)
+    forward, first, second = (SKETCH_PERCENT * round(each / SKETCH_PERCENT) or 1 for each in ratios[:3])
+    coarse = Ratios(forward, first, second, ratios.message)
     share = round(pending, 1) or 0.1
     sketch = Placement.looped(small, 1) if is_straight else Placement.v(small, 2)
     return best_schedule(task, "rank", tries=0, ways=_ways(family, sketch, rounds * small, coarse, share))
