@@ -17,7 +17,7 @@ from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.describe import completed
 from pipeloom.runs.run_folder import CONFIG
 from pipeloom.workload.dtypes import dtype_of
-from pipeloom.workload.layout import Layout
+from pipeloom.workload.layout import ONE_RANK
 
 PREDICTIONS = (
     *("model", "layout", "schedule", "machine", "data.seq_len", "data.tokenizer", "data.bpe_vocab_size"),
@@ -132,7 +132,7 @@ def pretrained_run(folder: Path, known: RunConfig) -> RunConfig:
         known,
         model=ModelConfig(file=folder),
         data=replace(known.data, seq_len=min(length or _MOST_TOKENS, _MOST_TOKENS)),
-        layout=Layout(pp=1, loops=1, num_microbatches=1, microbatch_size=1),
+        layout=ONE_RANK,
         checkpoint=replace(known.checkpoint, init=folder),
     )
 
