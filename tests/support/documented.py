@@ -291,7 +291,7 @@ def _write_readers_files(folder: Path, text: str, *, executes_all: bool) -> None
         if name == "text.txt" or name.partition("/")[0] in text:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(content, encoding="utf-8")
-    if executes_all and "DIR" in text:
+    if (executes_all and "DIR" in text) or "generate DIR" in text:
         _write_weights(folder / "DIR")
     for name in ("RUN", "first-run", "tuned"):
         # where every command is executed, one of the page may make it
