@@ -151,6 +151,27 @@ def test_an_index_that_is_none_is_refused(folder, tmp_path, capsys, text):
     assert f"cannot read {folder / 'model.safetensors.index.json'}: " in refusal(tmp_path, folder, capsys)
 
 
+def test_an_index_that_does_not_list_the_tensors_of_its_files_is_refused(folder, tmp_path, capsys):
+    names = sorted(load_file(folder / "model.safetensors"))
+    places = dict.fromkeys([*names[1:], "model.more.weight"], "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    said = refusal(tmp_path, folder, capsys)
+    assert "the files lack model.more.weight in model.safetensors" in said
+    assert f"it does not list {names[0]} in model.safetensors" in said
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_weights_that_are_no_numbers_are_refused_by_name(folders, tmp_path, value):
+    folder = shutil.copytree(folders[1]["llama"], tmp_path / "wrong")
+    config = resolved(config_of(tmp_path, folder, LAYOUTS["one rank"]))
+    rewrite(folder, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][3].fill_(value))
+    weights = PretrainedWeights(folder, config)
+    name, values = "layers.1.feed_forward.up.weight", torch.zeros(1, 16, dtype=torch.float64)
+    weights.read(name, Box((2, 0), (1, 16)), values)
+    with pytest.raises(OSError, match=r"model\.layers\.1\.mlp\.up_proj\.weight of .* has values that are NaN or"):
+        weights.read(name, Box((3, 0), (1, 16)), values)
+
+
 def test_a_truncated_file_is_refused(folder, tmp_path, capsys):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-5])
