@@ -178,6 +178,7 @@ def _device(reader: Reader) -> Device:
             key: reader.curve("matmul_gflop", key, x_scale=_GIGA, y_most=1.0, within=own) for key in own.names()
         },
         num_multiprocessors=int(reader.number("num_multiprocessors", 0)),
+        early_kernels=reader.fraction("early_kernels", 1.0),
     )
 
 
@@ -323,6 +324,8 @@ def _device_lines(device: Device) -> _Lines:
     }
     if device.num_multiprocessors:
         lines["num_multiprocessors"] = device.num_multiprocessors
+    if device.early_kernels != 1:
+        lines["early_kernels"] = device.early_kernels
     if device.matmul_curves:
         curves = device.matmul_curves.items()
         lines["matmul_fraction_of"] = {key: [fraction for _, fraction in curve] for key, curve in curves}

@@ -62,6 +62,7 @@ class Device:
         memory_bytes_per_s: nominal memory bandwidth.
         launch_s: seconds of the host to launch a kernel.
         num_multiprocessors: of a GPU, for tile quantization; 0 for other devices.
+        early_kernels: share of the peak that kernels written for earlier devices (FlashAttention-1) can use.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Device:
     launch_s: float
     matmul_curves: dict[str, Curve] = field(default_factory=dict)
     num_multiprocessors: int = 0
+    early_kernels: float = 1.0
 
     @property
     def is_gpu(self) -> bool:

@@ -369,7 +369,8 @@ class Pieces:
             rate = use.batched_matmul * (1 if self.run.shape.head_size % ALIGNED == 0 else MISALIGNED)
             products = 2 * device.matmul_s(self._attention_flops() / 2, moved / 2, self.run.precision, rate)
             return products + self._memory_s(self._scores() * self._score_bytes())
-        rate = device.peak_flops_per_s[self.run.precision] * (use.flash1 if kernel == "flash1" else use.flash2)
+        share = use.flash1 * device.early_kernels if kernel == "flash1" else use.flash2
+        rate = device.peak_flops_per_s[self.run.precision] * share
         size = self.run.shape.head_size
         # A soft cap's tanh is computed by an exponential, too.
         exponential = EXPONENTIAL * (2 if self.run.shape.attn_softcap else 1)
