@@ -14,7 +14,8 @@ from pipeloom.catalog.architectures import ARCHITECTURES, ELSEWHERE, Architectur
 from pipeloom.catalog.config_json import ConfigJson, as_json
 from pipeloom.catalog.config_rope import rope_keys, rope_settings
 from pipeloom.catalog.config_windows import window_keys, windows
-from pipeloom.catalog.reading import Reader, find_name, read_toml
+from pipeloom.catalog.model_toml import read_toml_model
+from pipeloom.catalog.reading import Reader, find_name
 from pipeloom.errors import UserError
 from pipeloom.system.files import parse_json, read_text
 from pipeloom.workload.model import MOST_LAYERS, ModelConfig, ModelShape, head_problems, model_of
@@ -31,8 +32,9 @@ class ModelFile:
     Attributes:
         shape: the sizes.
         norm_eps, rope_theta: as in ``ModelConfig``; ``None`` if the file has none.
-        settings: further settings of ``ModelConfig`` by name; empty if the format of the file has none.
+        settings: further settings of ``ModelConfig`` by name.
         model_type: key of ``ARCHITECTURES``; ``None`` for a file of the catalog's format.
+        most_tokens: of a sequence, as the file says; ``None`` if it has none.
     """
 
     shape: ModelShape
@@ -40,6 +42,7 @@ class ModelFile:
     rope_theta: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     model_type: str | None = None
+    most_tokens: int | None = None
 
     def over(self, model: ModelConfig) -> ModelConfig:
         """The settings of a model, overridden by those of the file."""
@@ -72,28 +75,7 @@ def read_model(name_or_path: str, seq_len: int | None = None) -> ModelFile:
         return _read_config_json(path / CONFIG_JSON, seq_len)
     if path.suffix == ".json":
         return _read_config_json(path, seq_len)
-    table, source = read_toml("models", name_or_path)
-    reader = Reader(table, source)
-    shape = ModelShape(
-        name=reader.text("name"),
-        layers=reader.integer("layers", most=MOST_LAYERS),
-        hidden=reader.integer("hidden"),
-        heads=reader.integer("heads"),
-        kv_heads=reader.integer("kv_heads", table.get("heads")),
-        ffn=reader.integer("ffn"),
-        family=reader.text("family", among=tuple(MODELS)),
-        vocab=reader.integer("vocab"),
-        tied=reader.flag("tied"),
-        own_head_size=reader.integer("head_size") if "head_size" in table else None,
-    )
-    if not reader.has_problems:
-        sizes, names = (shape.hidden, shape.heads, shape.kv_heads), ("hidden", "heads", "kv_heads", "head_size")
-        for problem in head_problems((*sizes, shape.own_head_size), is_rotary=shape.kind.is_rotary, names=names):
-            reader.complain(problem)
-    norm_eps = reader.positive("norm_eps") if "norm_eps" in table else None
-    rope_theta = reader.positive("rope_theta") if "rope_theta" in table and shape.kind.is_rotary else None
-    reader.check({"source"})
-    return ModelFile(shape, norm_eps, rope_theta)
+    return ModelFile(*read_toml_model(name_or_path))
 
 
 def _is_folder(path: Path) -> bool:
@@ -234,9 +216,11 @@ def _model(file: ConfigJson, seq_len: int | None) -> ModelFile:
     )
     eps = reader.positive(known.eps, known.default_eps)
     if not is_rotary:
-        return ModelFile(shape, eps, model_type=file.name)
+        return ModelFile(shape, eps, model_type=file.name, most_tokens=rows)
     settings = rope_settings(file)
-    return ModelFile(shape, eps, settings.pop("rope_theta"), settings | {"query_pre_attn_scalar": scalar}, file.name)
+    theta, own = settings.pop("rope_theta"), settings | {"query_pre_attn_scalar": scalar}
+    longest = file.table.get("max_position_embeddings")  # of no effect on the function, so of any type
+    return ModelFile(shape, eps, theta, own, file.name, longest if isinstance(longest, int) and longest > 0 else None)
 
 
 def _scores(file: ConfigJson) -> tuple[float | None, float, float]:
