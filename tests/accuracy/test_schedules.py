@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeloom.accuracy.schedules import Ratios, found_schedule, pending_share
+from pipeloom.accuracy.schedules import Ratios, _task, found_schedule, pending_share
 from pipeloom.accuracy.schedules import predict as predict_row
 from pipeloom.analysis.summary import longest_rank_s
 from pipeloom.catalog import load_cluster, load_model, load_software
@@ -13,6 +13,7 @@ from pipeloom.cost.memory import kept_bytes, kept_logits, layer_pending_bytes, n
 from pipeloom.cost.placed import Placed
 from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
+from pipeloom.families.greedy import best_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import PLACEMENTS
 from pipeloom.simulation import simulate
@@ -72,7 +73,7 @@ def test_a_schedule_that_no_family_makes_is_refused():
 
 
 def test_an_observed_drain_counts_only_where_it_was_observed():
-    slow = replace(PROGRAM, extra_drain_slots=7.0, drain_seq=2048)
+    slow = replace(PROGRAM, extra_drain_slots=7.0, drain_seq=2048, drain_models=(RUN.shape.name,))
     run = replace(RUN, pp=2)
     plain, more = (predict(run, "1f1b", program) for program in (PROGRAM, slow))
     slot_s = max(f + b for f, b in zip(plain.costs.forward_s, plain.costs.backward_s, strict=True))
@@ -80,6 +81,8 @@ def test_an_observed_drain_counts_only_where_it_was_observed():
     longer = replace(run, seq=4096)
     assert predict(longer, "1f1b", slow).pipeline_s == predict(longer, "1f1b").pipeline_s
     assert predict(RUN, software=slow).pipeline_s == predict(RUN).pipeline_s
+    other = replace(run, shape=replace(run.shape, name="another"))
+    assert predict(other, "1f1b", slow).pipeline_s == predict(other, "1f1b").pipeline_s
 
 
 def test_steps_that_follow_each_other_without_waiting_overlap():
@@ -111,6 +114,15 @@ def test_a_longer_last_stage_does_not_change_the_searched_order():
     placement = PLACEMENTS["looped"](4, 1)
     found = found_schedule("zb-1p", placement, 8, Ratios.of(uneven), 0.4)
     assert found.schedule == found_schedule("zb-1p", placement, 8, Ratios.of(alike), 0.4).schedule
+
+
+@pytest.mark.parametrize(("family", "ranks", "count"), [("zb-v", 6, 24), ("zb-2p", 12, 48)])
+def test_rules_that_are_good_on_a_small_pipeline_are_good_on_the_real_one(family, ranks, count):
+    placement = PLACEMENTS["v"](ranks, 2) if family == "zb-v" else PLACEMENTS["looped"](ranks, 1)
+    ratios = Ratios(38, 36, 26, 1)
+    found = found_schedule(family, placement, count, ratios, 0.4)
+    best = best_schedule(_task(family, placement, count, ratios, 0.4), "rank", tries=0)
+    assert best.rank_s <= found.rank_s <= best.rank_s * 1.005
 
 
 def test_of_equally_fast_orders_that_which_keeps_least_is_found():

@@ -270,7 +270,7 @@ def test_a_run_over_two_kinds_of_nodes_says_which_ranks_are_where(capsys, monkey
     assert "32 x a100-sxm-80gb and 32 x v100-sxm-32gb (a100-and-v100)" in shown
     assert "of 312 and 125 TFLOP/s on each device" in shown
     rooms = [place["device_memory_bytes"] / 1e9 for place in found["places"]]
-    assert re.findall(r"^\d .* (85|34)$", shown, flags=re.M) == [f"{room:.0f}" for room in rooms]
+    assert re.findall(r"^\d .* (85|34) +[0-9.,]+$", shown, flags=re.M) == [f"{room:.0f}" for room in rooms]
     layers = found["run"]["layers_by_stage"]
     on_a100, on_v100 = (sum(layers[rank] + layers[rank + 8] for rank in ranks) for ranks in (range(4), range(4, 8)))
     assert on_a100 + on_v100 == 32
@@ -355,3 +355,13 @@ def test_a_bandwidth_that_no_message_uses_or_that_cannot_be_is_refused(capsys):
     both = refusal(capsys, RUN, "--inter-bandwidth", "0", "--intra-bandwidth", "nan")
     assert "--inter-bandwidth must be above 0, found 0" in both
     assert "--intra-bandwidth must be above 0, found nan" in both
+
+
+def test_the_copy_of_a_checkpoint_is_shown_beside_the_total(capsys):
+    found = answer(capsys, RUN)
+    assert min(found["checkpoint_copy_bytes"]) > 0
+    assert main(["simulate", str(RUN)]) == 0
+    assert " total copy\n" in capsys.readouterr().out
+    assert main(["simulate", str(RUN), "--checkpoint.no-background"]) == 0
+    assert "copy" not in capsys.readouterr().out
+    assert set(answer(capsys, RUN, "--machine.software", "megatron-2021")["checkpoint_copy_bytes"]) == {0.0}

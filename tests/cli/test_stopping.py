@@ -6,6 +6,8 @@ import os
 import resource
 import shlex
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 
@@ -14,6 +16,7 @@ from forked import Forked
 from small_run import write_text
 
 from pipeloom.checkpoint.checkpoint_folder import list_checkpoints, read_info
+from pipeloom.system.end_signals import STOPS
 from pipeloom.training import run as training_run
 from pipeloom.training.checkpoints import checkpoint
 from pipeloom.training.checkpoints.saving import Saving
@@ -256,3 +259,14 @@ def test_the_clock_writes_checkpoints_of_which_only_the_newest_stay(tmp_path):
     status, _, errors = trained(tmp_path, lambda: None, *clock)
     assert status == 0, errors
     assert saved(tmp_path) == {2: "steps", 4: "steps", 5: "clock", 6: "end"}
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_signal_while_the_process_ends_does_not_change_its_status(number):
+    program = (
+        f"import atexit, os, sys; atexit.register(os.kill, os.getpid(), {int(number)}); sys.argv = ['', 'train', '--a']"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}; from pipeloom.cli import main; sys.exit(main())"], check=False
+    )
+    assert done.returncode == 2

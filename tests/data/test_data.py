@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -17,12 +18,13 @@ from hypothesis import strategies as st
 from pipeloom.checkpoint.checkpoint_folder import TOKENIZER
 from pipeloom.config import DataConfig
 from pipeloom.data import entry as entry_module
-from pipeloom.data import text as text_module
+from pipeloom.data import prepared as prepared_module
 from pipeloom.data import tokenizing
 from pipeloom.data.corpus import documents, held_out, key_of, list_sources
-from pipeloom.data.text import Data, load_data, token_shares, unigram_loss
+from pipeloom.data.prepared import tokenize_text
+from pipeloom.data.text import Data, load_data, load_whole, token_shares, unigram_loss
 from pipeloom.data.tokenizer import ByteTokenizer, LibraryTokenizer, token_dtype
-from pipeloom.data.windows import TokenWindows
+from pipeloom.data.windows import TokenWindows, document_begins, without_marks
 from pipeloom.errors import UserError
 
 TEXT = "The quick brown fox, naïve, 狐 🦊, jumps.\r\n\tOver <|endoftext|> the lazy dog.  \n\n"
@@ -397,7 +399,7 @@ def test_a_process_that_was_faster_wins(config: DataConfig, monkeypatch: pytest.
         calls.append(folder)
         return None if len(calls) == 1 else real(folder)
 
-    monkeypatch.setattr(text_module, "read_summary", missing_at_first)
+    monkeypatch.setattr(prepared_module, "read_summary", missing_at_first)
     monkeypatch.setattr(entry_module, "read_summary", missing_at_first)
     assert load_data(config, 0).corpus_sha256 == "theirs"
     assert [path.name for path in config.cache.iterdir()] == [entry.name]
@@ -452,3 +454,35 @@ def test_too_little_text_is_refused_with_numbers(config: DataConfig, tmp_path: P
     ):
         load_data(replace(config, path=path), 0)
     assert len(load_data(replace(config, path=path, seq_len=8), 0).train.tokens) == 90
+
+
+@pytest.mark.parametrize("attention", ["window", "document"])
+@pytest.mark.parametrize("pack", ["stream", "best-fit"])
+def test_a_whole_text_loses_no_token_and_may_be_shorter_than_a_window(
+    tmp_path: Path, attention: Literal["window", "document"], pack: Literal["stream", "best-fit"]
+) -> None:
+    for texts in (["a"], [TEXT * 3, "b" * 40, TEXT]):
+        for number, text in enumerate(texts):
+            (tmp_path / f"{number}.txt").write_text(text, encoding="utf-8")
+        config = DataConfig(path=tmp_path, seq_len=30, cache=tmp_path / ".cache", attention=attention, pack=pack)
+        found = load_whole(config)
+        rows = found.windows.batch(0, found.windows.num_windows)
+        assert rows.shape[1] == 31
+        tokens = without_marks(rows)[(rows >= 0) | document_begins(rows)]
+        # What fills a window up is marked as a document of its own.
+        filled = len(tokens) - sum(len(text.encode()) + 1 for text in texts)
+        assert 0 <= filled <= found.windows.num_windows
+        assert sorted(tokens[tokens < 256].tolist()) == sorted("".join(texts).encode())
+        with pytest.raises(UserError, match="needs at least 31 tokens each"):
+            load_data(config, 0)
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "0.txt").write_text("", encoding="utf-8")
+    with pytest.raises(UserError, match="at least one UTF-8 text"):
+        load_whole(replace(config, path=tmp_path / "none"))
+
+
+def test_a_folder_of_tokens_needs_a_window_of_each_part_and_names_the_flag(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("a", encoding="utf-8")
+    with pytest.raises(UserError, match="found 1 and 1 in .*one.txt; give more text, or raise --validation-fraction"):
+        tokenize_text(DataConfig(path=tmp_path / "one.txt"), tmp_path / "tokens", None, is_quiet=True)
+    assert [one.name for one in tmp_path.iterdir()] == ["one.txt"]

@@ -15,7 +15,7 @@ from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, TOKENIZER_CONFIG
 from pipeloom.config import DataConfig, find_problems
 from pipeloom.config.tokenizer_files import num_tokens, tokenizer_files
 from pipeloom.data import tokenizer as module
-from pipeloom.data.text import load_data
+from pipeloom.data.text import load_data, load_whole
 from pipeloom.data.tokenizer import tokenizer_from
 from pipeloom.errors import ConfigError, UserError
 
@@ -45,7 +45,8 @@ def test_a_file_trains_and_the_run_needs_it_no_more(tmp_path: Path) -> None:
         (tmp_path / "text" / f"{number}.txt").write_text(TEXT * 5, encoding="utf-8")
     config = DataConfig(path=tmp_path / "text", tokenizer=path, seq_len=8, cache=tmp_path / "cache")
     data = load_data(config, 0)
-    tokens = data.whole.tokens.tolist()
+    whole = load_whole(config).windows.tokens
+    tokens = whole.tolist()
     begin, end = (tokenizer_ids(path)[name] for name in ("<s>", "</s>"))
     assert tokens[0] == begin
     assert [place for place, token in enumerate(tokens) if token == begin][1:] == [
@@ -53,13 +54,13 @@ def test_a_file_trains_and_the_run_needs_it_no_more(tmp_path: Path) -> None:
     ], "a text that spells <s> is text"
     assert str(path) in data.description
     stored = data.tokenizer.files()
-    assert np.array_equal(load_data(config, 0, stored).whole.tokens, data.whole.tokens)
+    assert np.array_equal(load_whole(config, stored).windows.tokens, whole)
     (path / TOKENIZER_CONFIG).write_text(json.dumps({"eos_token": "<unk>"}))
     with pytest.raises(UserError, match="the checkpoint has another one; set data.tokenizer as in the run"):
         load_data(config, 0, stored)
     shutil.rmtree(path)
     again = load_data(config, 0, stored)
-    assert np.array_equal(again.whole.tokens, data.whole.tokens)
+    assert np.array_equal(load_whole(config, stored).windows.tokens, whole)
     assert "tokenizer of the checkpoint, since" in again.description
     with pytest.raises(UserError, match="data.tokenizer is bytes, the checkpoint has one from a file"):
         load_data(replace(config, tokenizer="bytes"), 0, stored)
@@ -72,9 +73,9 @@ def tokenizer_ids(path: Path) -> dict[str, int]:
 def test_another_file_gives_other_tokens(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT * 30, encoding="utf-8")
     config = DataConfig(path=tmp_path / "text.txt", seq_len=8, cache=tmp_path / "cache")
-    first = load_data(replace(config, tokenizer=folder_of(trained("gpt2"), tmp_path / "a")), 0)
-    second = load_data(replace(config, tokenizer=folder_of(trained("unigram"), tmp_path / "b")), 0)
-    assert not np.array_equal(first.whole.tokens[:50], second.whole.tokens[:50])
+    first = load_whole(replace(config, tokenizer=folder_of(trained("gpt2"), tmp_path / "a"))).windows
+    second = load_whole(replace(config, tokenizer=folder_of(trained("unigram"), tmp_path / "b"))).windows
+    assert not np.array_equal(first.tokens[:50], second.tokens[:50])
 
 
 @pytest.mark.parametrize("adds", [True, False, None])

@@ -285,11 +285,13 @@ def _write_readers_files(folder: Path, text: str, *, executes_all: bool) -> None
     if not executes_all:  # the folder that the quickstart exports
         files |= {"base/config.json": files["DIR/config.json"], "base/tokenizer.json": json.dumps(TOKENIZER)}
         files["base/tokenizer_config.json"] = json.dumps({"eos_token": "</s>"})
+    if "generate DIR" in text:
+        files |= {"DIR/tokenizer.json": json.dumps(TOKENIZER), "DIR/tokenizer_config.json": '{"eos_token": "</s>"}'}
     for name, content in files.items():
         if name == "text.txt" or name.partition("/")[0] in text:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(content, encoding="utf-8")
-    if executes_all and "DIR" in text:
+    if (executes_all and "DIR" in text) or "generate DIR" in text:
         _write_weights(folder / "DIR")
     for name in ("RUN", "first-run", "tuned"):
         # where every command is executed, one of the page may make it

@@ -67,12 +67,15 @@ def _steps(function):
 
 
 class Pending:
-    """Something to look at; nobody else can run while this rank waits."""
+    """Something to look at; nobody else can run while this rank waits, but where ranks take turns."""
 
     def __init__(self, look):
         self.is_done = look
 
     def wait(self, timeout_s):
+        turn = getattr(_here, "turn", None)
+        if turn is not None and not self.is_done():
+            turn.wait(self)
         return self.is_done()
 
     def take(self):

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -17,6 +17,7 @@ from in_process import (
     blocking_groups_in_process,
     groups_in_process,
     play_in_process,
+    run_together,
 )
 
 from pipeloom.execute.communication.collectives import Groups
@@ -24,6 +25,7 @@ from pipeloom.execute.stages.batch import Batch
 from pipeloom.schedule.stage_swaps import defers_updates
 from pipeloom.training import pipeline as module
 from pipeloom.training.equivalence import Gradients, _joined, compare, reference_gradients
+from pipeloom.training.evaluation import MeanLoss, mean_loss
 from pipeloom.training.optimizer import StageUpdates, make_optimizer
 from pipeloom.training.pipeline import Pipeline
 
@@ -33,13 +35,14 @@ class OneProcess:
 
     Args:
         config: resolved.
+        trains: whether stages are trained, or have weights only and run forwards.
 
     Attributes:
         config: as given.
         pipelines, optimizers: by rank.
     """
 
-    def __init__(self, config):
+    def __init__(self, config, *, trains=True):
         self.config, layout = config, config.layout
         lanes, posts, wires = Neighborhood(), defaultdict(Post), defaultdict(MovePost)
         groups = [groups_in_process(one()) for one in (layout.shard_groups, layout.copy_groups, layout.tensor_groups)]
@@ -75,15 +78,16 @@ class OneProcess:
                 device=torch.device("cpu"),
                 store=None,
                 timeout=timedelta(seconds=10),
+                sum=lambda numbers: numbers,  # each rank's own share
             )
             with ExitStack() as stack:
                 stack.enter_context(patch.object(Pipeline, "_outputs", outputs))
                 for name, made in (connections | schedules).items():
                     stack.enter_context(patch.object(module, name, made))
-                return Pipeline(config, world)
+                return Pipeline(config, world, trains=trains)
 
         self.pipelines = [build(rank) for rank in range(layout.num_ranks)]
-        self.optimizers = [self._optimizer(pipeline) for pipeline in self.pipelines]
+        self.optimizers = [self._optimizer(pipeline) for pipeline in self.pipelines if trains]
 
     def _optimizer(self, pipeline):
         """As the trainer makes it."""
@@ -102,6 +106,12 @@ class OneProcess:
         self._windows = draw.integers(config.model.vocab_size, size=(config.layout.batch_size, config.data.seq_len + 1))
         ranks = [self._steps(pipeline, self._windows) for pipeline in self.pipelines]
         return play_in_process(ranks, in_turns=config.layout.tp > 1)
+
+    def mean_loss(self, batches):
+        """Loss and tokens of batches, as evaluation and validation compute them."""
+        found = run_together([partial(mean_loss, one, one._world, batches) for one in self.pipelines])
+        (tokens,) = {one.tokens for one in found}
+        return MeanLoss(sum(one.loss for one in found), tokens)
 
     def differences(self, results):
         """Of the step's loss and gradients, with these results, from those of a single process; by name."""

@@ -333,7 +333,7 @@ CHECKPOINTS: list[Row] = [
 ]
 EVALUATE: list[Row] = [
     ("evaluate nowhere", {}, "RUN must be the folder of a run"),
-    ("evaluate llama", {}, "RUN must be the folder of a run"),
+    ("evaluate llama", {}, "data.path must be set, since a Hugging Face folder has no text"),
     ("evaluate run", {f"{_CHECKPOINT}/checkpoint.json": None}, "no complete checkpoint"),
     ("evaluate run", {f"{_CHECKPOINT}/__0_0.distcp": flipped}, "damaged"),
     ("evaluate run --data.path nowhere", {}, "data.path must be a file or a folder"),

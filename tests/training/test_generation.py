@@ -98,6 +98,30 @@ def test_tokens_are_those_that_transformers_generates(trained, tmp_path):
             tokens, do_sample=False, max_new_tokens=NUM_TOKENS, attention_mask=torch.ones_like(tokens)
         )
         assert tuple(made[0, len(prompt) :].tolist()) == text.tokens
+    # The folder itself, with its own tokenizer.
+    config = config_of(tmp_path / "out", "--layout.pp", "2", "--layout.loops", "2", "--training.dtype", "float64")
+    again = generate(config, tmp_path / "out", Request(PROMPTS, NUM_TOKENS, GREEDY))
+    assert [text.tokens for text in again.texts] == [text.tokens for text in found.texts]
+    assert (again.step, again.checkpoint) == (None, str(tmp_path / "out"))
+
+
+def test_an_exported_folder_has_the_loss_of_its_run(trained, tmp_path, capfd):
+    run, out, text = trained["gemma3"], tmp_path / "out", tmp_path / "text.txt"
+    text.write_text("the cat and the dog\n" * 9)
+    assert main(["export", str(run), str(out), "--format", "hf"]) == 0
+    capfd.readouterr()
+    words = ["--data.path", str(text), "--data.seq-len", "16", "--json"]
+    assert main(["evaluate", str(run), *words]) == 0
+    assert main(["evaluate", str(out), *words, "--training.dtype", "float64", "--layout.pp", "2"]) == 0
+    found = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert found[1]["loss"] == pytest.approx(found[0]["loss"], rel=1e-12)
+    assert found[1]["tokens"] == found[0]["tokens"]
+    (out / "tokenizer.json").unlink()
+    assert main(["evaluate", str(out)]) == 2
+    problems = capfd.readouterr().err
+    assert "data.path must be set" in problems
+    assert "data.tokenizer must be set" in problems
+    assert main(["generate", str(out), "--prompt", "a", "--max-tokens", "2", "--data.tokenizer", "bytes"]) == 0
 
 
 def test_draws_depend_on_seed_and_place_alone(trained):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import lru_cache
+from math import ceil
 from statistics import median_high
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.families import FAMILIES, Choice
-from pipeloom.families.greedy import INPUTS_BY_RANKS, Found, Task, best_schedule
+from pipeloom.families.greedy import INPUTS_BY_RANKS, Found, Task, Way, best_schedule, best_ways
 from pipeloom.predict.step import SimulatedStep, placed_in, simulate_step
 from pipeloom.recipe import Knobs
 from pipeloom.schedule import Placement
@@ -52,12 +53,23 @@ class Ratios(NamedTuple):
         return cls(*(round(100 * seconds / (forward_s + input_s + weight_s)) for seconds in each))
 
 
+SKETCH_RANKS, SKETCH_ROUNDS = 8, 3
+"""Size of the small pipeline on which ways to schedule are ranked, and its micro-batches per rank."""
+SKETCH_PERCENT = 4
+"""Rounding of the ratios there, in percent, so that runs share a search."""
+NUM_WAYS = 6
+"""Number of ways of the small pipeline that are tried on the real one. On 1,200 drawn runs on 8 to 32 ranks the mean
+prediction is 0.04 % longer than with all ways on the real one."""
+
+
 @lru_cache(maxsize=512)
 def found_schedule(family: str, placement: Placement, num_microbatches: int, ratios: Ratios, pending: float) -> Found:
     """The best schedule of a family in ``SEARCHED``, by a search like its authors', for consecutive steps that overlap.
 
     They use the seconds of the median stage for all stages (``update_schedule`` in
-    github.com/sail-sg/zero-bubble-pipeline-parallelism), so a longer last stage does not change the order.
+    github.com/sail-sg/zero-bubble-pipeline-parallelism), so a longer last stage does not change the order. All stages
+    are equal then: which rules are good is found on a small pipeline of the same proportions, and only those are tried
+    on the real one.
 
     Args:
         family: a key of ``SEARCHED``.
@@ -66,9 +78,28 @@ def found_schedule(family: str, placement: Placement, num_microbatches: int, rat
         ratios: of a stage's seconds.
         pending: ``pending_share``.
     """
+    task, ranks = _task(family, placement, num_microbatches, ratios, pending), placement.num_ranks
+    small, is_straight = min(ranks, SKETCH_RANKS), ranks == placement.num_stages
+    rounds = min(SKETCH_ROUNDS, ceil(num_microbatches / ranks))
+    # A straight pipeline has few rules; what is small anyway is searched whole.
+    if is_straight and ranks == small and num_microbatches <= rounds * small:
+        return best_schedule(task, "rank", tries=0)
+    forward, first, second = (SKETCH_PERCENT * round(each / SKETCH_PERCENT) or 1 for each in ratios[:3])
+    coarse = Ratios(forward, first, second, ratios.message)
+    share = round(pending, 1) or 0.1
+    sketch = Placement.looped(small, 1) if is_straight else Placement.v(small, 2)
+    return best_schedule(task, "rank", tries=0, ways=_ways(family, sketch, rounds * small, coarse, share))
+
+
+@lru_cache(maxsize=512)
+def _ways(family: str, placement: Placement, num_microbatches: int, ratios: Ratios, pending: float) -> tuple[Way, ...]:
+    return best_ways(_task(family, placement, num_microbatches, ratios, pending), NUM_WAYS)
+
+
+def _task(family: str, placement: Placement, num_microbatches: int, ratios: Ratios, pending: float) -> Task:
     num_stages = placement.num_stages
     most = float(SEARCHED[family] * num_stages)
-    task = Task(
+    return Task(
         placement=placement,
         num_microbatches=num_microbatches,
         forward_s=[ratios.forward] * num_stages,
@@ -78,7 +109,6 @@ def found_schedule(family: str, placement: Placement, num_microbatches: int, rat
         budgets=[most] * placement.num_ranks,
         pending=[pending] * num_stages,
     )
-    return best_schedule(task, "rank", tries=0)
 
 
 def pending_share(run: Run, software: Software) -> float:

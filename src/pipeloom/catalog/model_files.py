@@ -15,7 +15,8 @@ from pipeloom.catalog.architectures import ARCHITECTURES, ELSEWHERE, Architectur
 from pipeloom.catalog.config_json import ConfigJson, as_json
 from pipeloom.catalog.config_rope import rope_keys, rope_settings
 from pipeloom.catalog.config_windows import window_keys, windows
-from pipeloom.catalog.reading import Reader, find_name, read_toml
+from pipeloom.catalog.model_toml import read_toml_model
+from pipeloom.catalog.reading import Reader, find_name
 from pipeloom.errors import UserError
 from pipeloom.system.files import parse_json, read_text
 from pipeloom.workload.model import MOST_LAYERS, ModelConfig, ModelShape, head_problems, model_of
@@ -32,9 +33,10 @@ class ModelFile:
     Attributes:
         shape: the sizes.
         norm_eps, rope_theta: as in ``ModelConfig``; ``None`` if the file has none.
-        settings: further settings of ``ModelConfig`` by name; empty if the format of the file has none.
+        settings: further settings of ``ModelConfig`` by name.
         model_type: key of ``ARCHITECTURES``; ``None`` for a file of the catalog's format.
         adapted: the settings of a model that classes of transformers compute, in place of all others.
+        most_tokens: of a sequence, as the file says; ``None`` if it has none.
     """
 
     shape: ModelShape
@@ -43,6 +45,7 @@ class ModelFile:
     settings: Mapping[str, Any] = field(default_factory=dict)
     model_type: str | None = None
     adapted: ModelConfig | None = None
+    most_tokens: int | None = None
 
     def over(self, model: ModelConfig) -> ModelConfig:
         """The settings of a model, overridden by those of the file."""
@@ -78,28 +81,7 @@ def read_model(name_or_path: str, seq_len: int | None = None, *, adapts: bool = 
         return _read_config_json(path / CONFIG_JSON, seq_len, adapts=adapts)
     if path.suffix == ".json":
         return _read_config_json(path, seq_len, adapts=adapts)
-    table, source = read_toml("models", name_or_path)
-    reader = Reader(table, source)
-    shape = ModelShape(
-        name=reader.text("name"),
-        layers=reader.integer("layers", most=MOST_LAYERS),
-        hidden=reader.integer("hidden"),
-        heads=reader.integer("heads"),
-        kv_heads=reader.integer("kv_heads", table.get("heads")),
-        ffn=reader.integer("ffn"),
-        family=reader.text("family", among=tuple(MODELS)),
-        vocab=reader.integer("vocab"),
-        tied=reader.flag("tied"),
-        own_head_size=reader.integer("head_size") if "head_size" in table else None,
-    )
-    if not reader.has_problems:
-        sizes, names = (shape.hidden, shape.heads, shape.kv_heads), ("hidden", "heads", "kv_heads", "head_size")
-        for problem in head_problems((*sizes, shape.own_head_size), is_rotary=shape.kind.is_rotary, names=names):
-            reader.complain(problem)
-    norm_eps = reader.positive("norm_eps") if "norm_eps" in table else None
-    rope_theta = reader.positive("rope_theta") if "rope_theta" in table and shape.kind.is_rotary else None
-    reader.check({"source"})
-    return ModelFile(shape, norm_eps, rope_theta)
+    return ModelFile(*read_toml_model(name_or_path))
 
 
 def _is_folder(path: Path) -> bool:
@@ -279,9 +261,11 @@ def _model(file: ConfigJson, seq_len: int | None) -> ModelFile:
     )
     eps = reader.positive(known.eps, known.default_eps)
     if not is_rotary:
-        return ModelFile(shape, eps, model_type=file.name)
+        return ModelFile(shape, eps, model_type=file.name, most_tokens=rows)
     settings = rope_settings(file)
-    return ModelFile(shape, eps, settings.pop("rope_theta"), settings | {"query_pre_attn_scalar": scalar}, file.name)
+    theta, own = settings.pop("rope_theta"), settings | {"query_pre_attn_scalar": scalar}
+    longest = file.table.get("max_position_embeddings")  # of no effect on the function, so of any type
+    return ModelFile(shape, eps, theta, own, file.name, longest if isinstance(longest, int) and longest > 0 else None)
 
 
 def _scores(file: ConfigJson) -> tuple[float | None, float, float]:

@@ -147,6 +147,16 @@ class Reader:
             return [1.0]
         return [float(item) * scale for item in value]
 
+    def indices(self, key: str, number: int) -> tuple[int, ...]:
+        """A list of different whole numbers from 0 to below ``number``; rising."""
+        value = self._find(key, None)
+        items = value if isinstance(value, list) else [None]
+        is_right = all(type(item) is int and 0 <= item < number for item in items) and len(set(items)) == len(items)
+        if not is_right:
+            self.complain(f"{key} must be a list of different whole numbers from 0 to {number - 1}, found {value!r}")
+            return ()
+        return tuple(sorted(items))
+
     def pair(self, key: str, *, scale: float = 1.0) -> tuple[float, float]:
         """Two numbers of at least 0, times ``scale``."""
         value = self._find(key, None)

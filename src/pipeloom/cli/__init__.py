@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
 from pipeloom.errors import PipeloomError
-from pipeloom.system.end_signals import raised_signals
+from pipeloom.system.end_signals import ignore_stops, raised_signals
 from pipeloom.terminal.guard import guarded_streams
 
 GROUPS = {
@@ -57,8 +57,14 @@ _USAGE = "\n".join(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0 done, 1 failed or differs, 2 wrong input, 128 and a signal's number."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     with guarded_streams():
-        return _main(list(sys.argv[1:] if arguments is None else arguments))
+        status = _main(words)
+    if arguments is None and words[:1] == ["train"]:
+        # The process ends, which takes a second with PyTorch. Its status says how the run ended, also to a scheduler
+        # whose signal comes now.
+        ignore_stops()
+    return status
 
 
 def _main(words: list[str]) -> int:

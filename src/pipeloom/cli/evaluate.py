@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pipeloom.cli.reference import Command, Place
-from pipeloom.cli.run_config import EVALUATION, parse_words
+from pipeloom.cli.run_config import EVALUATION, parse_words, starts_from_folder, tokenizer_problems
 from pipeloom.config import CheckpointConfig, RunConfig, find_problems
 from pipeloom.workload.limits import Common, Count
 
@@ -16,11 +16,11 @@ class Options(RunConfig):
     """Options of ``pipeloom evaluate``.
 
     Uses the newest complete checkpoint. Without --data.path it evaluates the run's validation text, with it the whole
-    given text, even if the run was trained on it. Every window counts once.
+    given text, even if the run was trained on it; a Hugging Face folder needs one. Every window counts once.
     """
 
     config: Annotated[Path, Place("RUN")]
-    """Run folder of `pipeloom train`."""
+    """Run folder of `pipeloom train`, or a Hugging Face folder."""
     batches: Common[Count | None] = None
     """Evaluate the first batches only. None: every window."""
     json: Common[bool] = False
@@ -42,7 +42,10 @@ COMMAND = Command(
 
 def _problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
     # The checkpoint that the run began with may be gone.
-    return find_problems(replace(config, checkpoint=CheckpointConfig()), is_model_known=is_model_known)
+    found = find_problems(replace(config, checkpoint=CheckpointConfig()), is_model_known=is_model_known)
+    if starts_from_folder(config) and config.data.path is None and config.data.sources is None:
+        found.append("data.path must be set, since a Hugging Face folder has no text")
+    return [*found, *tokenizer_problems(config)]
 
 
 def run(words: list[str]) -> int:
@@ -59,6 +62,6 @@ def run(words: list[str]) -> int:
         return 0
     part = "" if is_whole else ", its validation part"
     print(f"text       {found.text}{part}")
-    print(f"model      {found.checkpoint}, step {found.step}")
+    print(f"model      {found.checkpoint}{'' if found.step is None else f', step {found.step}'}")
     print(f"loss       {found.loss:.4f} nats per token over {found.tokens:,} tokens, perplexity {found.perplexity:.2f}")
     return 0

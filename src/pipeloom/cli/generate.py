@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pipeloom.cli.reference import Command, Place
-from pipeloom.cli.run_config import parse_words
+from pipeloom.cli.run_config import parse_words, tokenizer_problems
 from pipeloom.config import CheckpointConfig, RunConfig, ScheduleConfig, find_problems
 from pipeloom.config.adapted import NO_CACHE
 from pipeloom.errors import ConfigError, UserError
@@ -23,11 +23,12 @@ _MOST_BYTES = 100_000_000
 class Options(RunConfig):
     """Options of ``pipeloom generate``.
 
-    Uses the newest complete checkpoint and its tokenizer. The layout is that of the run, without replicas.
+    Uses the newest complete checkpoint and its tokenizer. The layout is that of the run, without replicas; that of a
+    Hugging Face folder is one rank.
     """
 
     config: Annotated[Path, Place("RUN")]
-    """Run folder of `pipeloom train`."""
+    """Run folder of `pipeloom train`, or a Hugging Face folder."""
     prompt: Common[tuple[str, ...]] = ()
     """Texts to continue."""
     prompts: Common[Path | None] = None
@@ -59,8 +60,8 @@ COMMAND = Command(
     settings=(
         *("layout.pp", "layout.loops", "layout.tp", "layout.partition", "layout.pipeline_order"),
         *("layout.sequence_parallel", "schedule.device_budget", "schedule.swap_folder"),
-        *("data.seq_len", "training.dtype", "training.device", "training.threads", "training.run_ahead"),
-        "training.stall_timeout_s",
+        *("data.seq_len", "data.tokenizer", "training.dtype", "training.device", "training.threads"),
+        *("training.run_ahead", "training.stall_timeout_s"),
     ),
 )
 
@@ -79,8 +80,9 @@ def _forwards(config: RunConfig) -> RunConfig:
 
 
 def _problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
-    found = [] if config.model.adapted is None else [NO_CACHE]
-    return [*find_problems(_forwards(config), trains=False, is_model_known=is_model_known), *found]
+    found = find_problems(_forwards(config), trains=False, is_model_known=is_model_known)
+    found += [] if config.model.adapted is None else [NO_CACHE]
+    return [*found, *tokenizer_problems(config)]
 
 
 def run(words: list[str]) -> int:

@@ -6,14 +6,18 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple
 
+from pipeloom.catalog import read_model
+from pipeloom.catalog.model_files import CONFIG_JSON
+from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, is_hugging_face
 from pipeloom.cli.flags import SOURCE, Words, read_words
 from pipeloom.cli.reference import Command, Options_, options_of
-from pipeloom.config import RunConfig, find_problems, in_order
+from pipeloom.config import ModelConfig, RunConfig, find_problems, in_order
 from pipeloom.config.file import read_run_file, without_stale_sizes
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.describe import completed
 from pipeloom.runs.run_folder import CONFIG
 from pipeloom.workload.dtypes import dtype_of
+from pipeloom.workload.layout import ONE_RANK
 
 PREDICTIONS = (
     *("model", "layout", "schedule", "machine", "data.seq_len", "data.tokenizer", "data.bpe_vocab_size"),
@@ -31,6 +35,8 @@ EVALUATION = (
     "training.stall_timeout_s",
 )
 """The same for a trained model that is evaluated."""
+_MOST_TOKENS = 2048
+"""Default length of sequences of a Hugging Face model that takes longer ones: messages and memory grow with it."""
 TRAINING = ("model", "data", "layout", "schedule", "optimizer", "training", "checkpoint", "output")
 """The same for a run that is trained, which happens on the machine where it is started."""
 
@@ -78,8 +84,13 @@ def parse_words(
         nonlocal file, source, read, is_read, of_file
         run_file = _file_of_run(path)
         if run_file is None and command.needs_run:
-            is_read = False
-            return [f"RUN must be the folder of a run, with {CONFIG} and checkpoints, found {path}"]
+            try:
+                file = pretrained_run(path, file)
+            except UserError as error:
+                is_read = False
+                return [str(error)]
+            source = source_of(path, words)
+            return []
         read = run_file or path
         try:
             file, of_file = read_run_file(read, file)
@@ -103,6 +114,41 @@ def parse_words(
     own = {name: value for name, value in own.items() if "." not in name and name in command.options.__annotations__}
     options = command.options(**{item.name: getattr(config, item.name) for item in fields(RunConfig)}, **own)
     return Parsed(options, read, frozenset(found.values))
+
+
+def pretrained_run(folder: Path, known: RunConfig) -> RunConfig:
+    """A run whose weights are those of a Hugging Face folder, on one rank, with sequences as long as the model takes.
+
+    Raises:
+        UserError: the path is none, or its model is not supported.
+    """
+    if not is_hugging_face(folder):
+        raise UserError(
+            f"RUN must be the folder of a run, with {CONFIG} and checkpoints, or of Hugging Face, with {CONFIG_JSON} "
+            f"and safetensors, found {folder}"
+        )
+    length = read_model(str(folder)).most_tokens
+    return replace(
+        known,
+        model=ModelConfig(file=folder),
+        data=replace(known.data, seq_len=min(length or _MOST_TOKENS, _MOST_TOKENS)),
+        layout=ONE_RANK,
+        checkpoint=replace(known.checkpoint, init=folder),
+    )
+
+
+def starts_from_folder(config: RunConfig) -> bool:
+    """Whether the weights of a run are those of a Hugging Face folder."""
+    init = config.checkpoint.init
+    return init is not None and is_hugging_face(init)
+
+
+def tokenizer_problems(config: RunConfig) -> list[str]:
+    """The problem of a Hugging Face folder that is used as it is, without a tokenizer."""
+    if not starts_from_folder(config) or config.data.tokenizer is not None:
+        return []
+    which = f"to one, to a folder with one, or to bytes, since {config.checkpoint.init} has no {TOKENIZER}"
+    return [f"data.tokenizer must be set {which}"]
 
 
 def _file_of_run(path: Path) -> Path | None:

@@ -15,6 +15,7 @@ from pipeloom.cost.hardware import with_bandwidth
 from pipeloom.errors import UserError
 from pipeloom.planner.run_step import predict_step
 from pipeloom.predict.describe import described_problems, why_training_may_differ
+from pipeloom.predict.need import copy_bytes
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
 from pipeloom.runs.run_folder import CONFIG, SUMMARY
 from pipeloom.schedule import Level
@@ -59,7 +60,7 @@ COMMAND = Command(
         "pipeloom simulate run.toml --inter-bandwidth 2": "what if the network were twice as fast",
         "pipeloom simulate --model.preset llama-3-8b --layout.pp 8": "without a run file",
     },
-    settings=PREDICTIONS,
+    settings=(*PREDICTIONS, "checkpoint.background"),
     brief=("model", "data.seq_len", "layout", "schedule", "machine"),
 )
 
@@ -141,6 +142,7 @@ def _print(
     # What other programs do is not what ``pipeloom train`` runs.
     may_differ = why_training_may_differ(options, dtype_of(step.run.precision) if step.software.has_lanes else None)
     tree |= {"has_default_dtype": options.training.dtype is None, "may_differ": may_differ}
+    tree["checkpoint_copy_bytes"] = copy_bytes(options, step.run, step.software)
     tree["own_step_time_s"] = None if own is None else own.prediction.step_time_s
     if options.json:
         print(json.dumps(tree if plan is None else tree | swap_plan_to_json(plan)))
@@ -180,8 +182,10 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
     ``step_time_s``); ``communication`` (for each rank and lane ``actions``, ``busy_s``, ``hidden_s``,
     ``exposed_s``; empty for programs whose exchanges block); ``memory`` (for each pipeline rank ``total_bytes`` and
     what it is made of), ``device_memory_bytes``, ``fullest_rank``, ``fits``, ``help`` (a setting that lowers the
-    fullest rank -> its bytes then). With ``--memory-over-time`` also ``memory_over_time``: for each rank
-    ``peak_bytes``, ``peak_s``, ``peak_parts`` and ``points``, (seconds, bytes held from then on).
+    fullest rank -> its bytes then), ``checkpoint_copy_bytes`` (for each pipeline rank the host memory of a process for
+    a checkpoint that a thread writes, which ``memory`` does not contain). With ``--memory-over-time`` also
+    ``memory_over_time``: for each rank ``peak_bytes``, ``peak_s``, ``peak_parts`` and ``points``, (seconds, bytes held
+    from then on).
 
     ``places`` has for each pipeline rank the ``kind`` of its nodes, ``first_node``, ``last_node`` and
     ``device_memory_bytes``. Where nodes are not alike, the ``device_memory_bytes`` of the whole, and the bytes of

@@ -75,6 +75,12 @@ def print_step(step: SimulatedStep, tree: Mapping[str, Any], *, with_lanes: bool
         "fragm.: of the allocator",
         style="dim",
     )
+    if any(tree["checkpoint_copy_bytes"]):
+        console.print(
+            "copy: in host memory, while a thread writes a checkpoint; not in the total, since training waits where it "
+            "has no room",
+            style="dim",
+        )
     if step.run.pp > _MOST_RANKS:
         console.print("of many pipeline ranks some are shown, the fullest among them; --json has all")
     if not tree["fits"]:
@@ -149,6 +155,8 @@ def _tables(step: SimulatedStep, tree: Mapping[str, Any], with_lanes: bool) -> I
     are_alike = len(set(limits)) == 1
     if not are_alike:
         columns["of"] = [f"{limit / size:,.5g}" for limit in limits]
+    if any(copies := tree["checkpoint_copy_bytes"]):
+        columns["copy"] = _texts(copies, size)
     too_full = [rank for rank in shown if totals[rank] > limits[rank]]
     title = f"Peak memory of each device ({gb}{f' of {limits[0] / size:,.5g}' if are_alike else ''})"
     yield title, _by_rank(columns, shown, too_full)

@@ -60,7 +60,7 @@ def run(words: list[str]) -> int:
     problems += [one for one in find_problems(RunConfig(data=config)) if one.startswith("data.")]
     if problems:
         raise ConfigError(problems, SOURCE)
-    from pipeloom.data.text import tokenize_text
+    from pipeloom.data.prepared import tokenize_text
 
     written = tokenize_text(config, options.output, options.workers, is_quiet=options.quiet)
     name = options.output if options.tokenizer != "bytes" else "bytes"

@@ -114,15 +114,15 @@ class PackedWindows(TokenWindows):
         counts: npt.NDArray[np.bool_] | None = None,
         by_document: bool = False,
     ) -> None:
-        super().__init__(tokens, seq_len, seed)
+        super().__init__(tokens, seq_len, seed, filler=filler)
         self.num_windows = packed.num_windows
         self.num_used = int(packed.sizes.sum())
-        self._pack, self._filler, self._size, self._counts = packed, filler, seq_len + 1, counts
+        self._pack, self._fills, self._size, self._counts = packed, filler, seq_len + 1, counts
         self._by_document = by_document
 
     def read(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
         """The windows with these numbers in reading order: int64 [numbers, seq_len + 1]; ``~token`` is no target."""
-        rows = np.full((len(numbers), self._size), ~self._filler, np.int64)
+        rows = np.full((len(numbers), self._size), ~self._fills, np.int64)
         for row, number in zip(rows, numbers, strict=True):
             window, at, begins = self._row(number), 0, list[int]()
             for part in range(self._pack.windows[window], self._pack.windows[window + 1]):

@@ -25,13 +25,15 @@ class TokenWindows:
     index, so the whole state of the reader is one integer.
 
     Args:
-        tokens: the stream, [tokens]; may be a memory-mapped file. Tokens after the last full window are not used.
+        tokens: the stream, [tokens]; may be a memory-mapped file.
         seq_len: input tokens of a window, which has one more, the last target.
         seed: determines the order. None: the order of the text.
         begins: places in the stream where documents begin, rising, if windows mark them; such a token is no target.
+        filler: the token that fills the last window; it is no target. None: tokens after the last full window are not
+            used.
 
     Raises:
-        UserError: there is no full window.
+        UserError: there is no window.
     """
 
     def __init__(
@@ -41,14 +43,19 @@ class TokenWindows:
         seed: int | None = None,
         *,
         begins: npt.NDArray[np.int64] | None = None,
+        filler: int | None = None,
     ) -> None:
         size = seq_len + 1
-        if len(tokens) < size:
-            raise UserError(f"data.seq_len {seq_len} needs at least {size} tokens, found {len(tokens)}")
+        least = size if filler is None else 2
+        if len(tokens) < least:
+            raise UserError(f"data.seq_len {seq_len} needs at least {least} tokens, found {len(tokens)}")
         self.tokens = tokens
-        self.num_windows = len(tokens) // size
+        num_full = len(tokens) // size
         # Still a view of the memory-mapped file: only the rows of a batch are read.
-        self._windows = tokens[: self.num_windows * size].reshape(self.num_windows, size)
+        self._windows = tokens[: num_full * size].reshape(num_full, size)
+        self._rest, self._filler = tokens[num_full * size :], filler
+        # A single token has none before it that would predict it.
+        self.num_windows = num_full + (filler is not None and len(self._rest) > 1)
         self._seed = seed
         self._begins = begins
         self._first = 0
@@ -71,13 +78,23 @@ class TokenWindows:
     def read(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
         """The windows with these numbers in reading order, counted over all epochs: int64 [numbers, seq_len + 1]."""
         places = [self._row(number) for number in numbers]
-        rows = np.asarray(self._windows[places], dtype=np.int64)
+        rows = self._rows(places)
         if self._begins is not None:
             size = rows.shape[1]
             for row, place in zip(rows, places, strict=True):
                 first, behind = np.searchsorted(self._begins, (place * size, (place + 1) * size))
-                mark_begins(row, self._begins[first:behind] - place * size)
+                begins = self._begins[first:behind] - place * size
+                # What fills the window up is a document of its own, as in packed windows.
+                mark_begins(row, np.append(begins, len(self._rest)) if place == len(self._windows) else begins)
         return rows
+
+    def _rows(self, places: Sequence[int]) -> npt.NDArray[np.int64]:
+        if len(self._windows) not in places:
+            return np.asarray(self._windows[places], dtype=np.int64)
+        assert self._filler is not None
+        rest = self._rest.astype(np.int64)
+        last = np.append(rest, np.full(self._windows.shape[1] - len(rest), ~self._filler, np.int64))
+        return np.stack([last if place == len(self._windows) else self._windows[place] for place in places])
 
     def resumed(self, num_read: int, _stored: Sequence[Mapping[str, Any]] = (), _text: str = "") -> "TokenWindows":
         """The same windows; batch 0 begins behind those that were read, in batches of any size."""

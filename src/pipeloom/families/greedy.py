@@ -113,8 +113,8 @@ class Task:
         )
 
 
-Candidate = tuple[str, TimedRows]
-"""How rows were made, for reports, and the rows."""
+Candidate = tuple["Way", TimedRows]
+"""How rows were made, and the rows."""
 
 
 @dataclass(frozen=True)
@@ -134,50 +134,61 @@ class Found:
     origin: str
 
 
-def best_schedule(task: Task, aim: Aim = "step", tries: int = TRIES) -> Found:
+def best_schedule(task: Task, aim: Aim = "step", tries: int = TRIES, ways: Sequence["Way"] = ()) -> Found:
     """Search for the fastest schedule; deterministic, and not always optimal.
 
     Args:
         task: seconds, memory and sizes.
         aim: what to minimize.
         tries: changes that each run of the local search tries; 0 skips the local search.
+        ways: the only ways to make candidates, as of ``best_ways``; empty, or if none of them fits, for all.
     """
-    unit_s = float(task.clock.seconds.max())
-
-    def seconds(timed: TimedRows) -> tuple[float, ...]:
-        times = _times(task, timed)
-        return tuple(round(each_s / unit_s, 6) for each_s in (times if aim == "step" else times[::-1]))
 
     def shortest(timed: TimedRows) -> float:
-        return seconds(timed)[0]
+        return _merit(task, aim, timed)[0]
 
-    def merit(candidate: Candidate) -> tuple[float, ...]:
-        return (*seconds(candidate[1]), _kept(task, candidate[1]))
-
-    starts = sorted(_candidates(task), key=merit)
-    origin, timed = starts[0]
-    if tries and shortest(timed) > _least_s(task, aim) / unit_s * (1 + 1e-6):
+    made = [(way, timed) for way in ways if (timed := way.rows(task)) is not None] or _candidates(task)
+    starts = sorted(made, key=lambda each: _merit(task, aim, each[1]))
+    way, timed = starts[0]
+    origin = str(way)
+    if tries and shortest(timed) > _least_s(task, aim) / _unit_s(task) * (1 + 1e-6):
         changed = [(f"{name}, changed", better) for name, better in _changed(task, starts, shortest, tries)]
-        origin, timed = min([starts[0], *changed], key=merit)
+        origin, timed = min([(origin, timed), *changed], key=lambda each: _merit(task, aim, each[1]))
     step_s, rank_s = _times(task, timed)
-    made = Schedule(timed.rows, task.placement, task.num_microbatches)
-    return Found(replace(made, max_stage_inputs=made.peak_stage_inputs), step_s, rank_s, origin)
+    rows = Schedule(timed.rows, task.placement, task.num_microbatches)
+    return Found(replace(rows, max_stage_inputs=rows.peak_stage_inputs), step_s, rank_s, origin)
+
+
+def _unit_s(task: Task) -> float:
+    return float(task.clock.seconds.max())
+
+
+def _merit(task: Task, aim: Aim, timed: TimedRows) -> tuple[float, ...]:
+    """What candidates are compared by, less is better: rounded times, the aim's first, then memory."""
+    times, unit_s = _times(task, timed), _unit_s(task)
+    ordered = times if aim == "step" else times[::-1]
+    return (*(round(each_s / unit_s, 6) for each_s in ordered), _kept(task, timed))
+
+
+def _distinct(starts: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates without those whose rows are equal to an earlier one's."""
+    different: dict[tuple[bytes, ...], Candidate] = {}
+    for start in starts:
+        different.setdefault(tuple(b"".join(array.tobytes() for array in row.arrays) for row in start[1].rows), start)
+    return list(different.values())
 
 
 def _changed(
     task: Task, starts: Sequence[Candidate], merit: Callable[[TimedRows], float], tries: int
-) -> Iterator[Candidate]:
+) -> Iterator[tuple[str, TimedRows]]:
     """What the local search makes of the first few distinct candidates."""
-    different: dict[tuple[bytes, ...], Candidate] = {}
-    for start in starts:
-        different.setdefault(tuple(b"".join(array.tobytes() for array in row.arrays) for row in start[1].rows), start)
     clocks = [task.clock.with_patience(patience, pulls=False) for patience in _PATIENCE]
     problem = SearchProblem(task.placement, task.budgets, clocks, merit)
     num_actions = 2 * task.placement.num_stages * task.num_microbatches
-    best = list(different.values())[:_RUNS]
+    best = _distinct(starts)[:_RUNS]
     for seed in range(_RUNS):
-        name, timed = best[seed % len(best)]
-        yield name, local_search(problem, timed, min(tries, _MOST_ACTIONS // num_actions), seed)
+        way, timed = best[seed % len(best)]
+        yield str(way), local_search(problem, timed, min(tries, _MOST_ACTIONS // num_actions), seed)
 
 
 def _least_s(task: Task, aim: Aim) -> float:
@@ -208,41 +219,101 @@ def _times(task: Task, timed: TimedRows) -> tuple[float, float]:
     return max(ends), max(end - begin for begin, end in zip(begins, ends, strict=True))
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a candidate is made: by list scheduling with a priority rule, or from the order of a family.
+
+    Attributes:
+        rule: priorities (``clocked.list_schedule``); empty for the order of a family.
+        family: name of the family; empty for list scheduling.
+        patience: an idle rank runs a weight gradient if it would be idle for at least this fraction of it.
+        keeps_room: whether a forward leaves memory for an input of each later stage of its rank.
+        pulls: whether an idle rank runs the next forward of its first stage out of turn.
+        is_whole: whether a micro-batch is taken to keep all of its memory until its weight gradient.
+    """
+
+    rule: tuple[int, ...] = ()
+    family: str = ""
+    patience: float = 0.0
+    keeps_room: bool = True
+    pulls: bool = False
+    is_whole: bool = False
+
+    def __str__(self) -> str:
+        """For reports."""
+        if self.rule:
+            return f"priorities {self.rule}, patience {self.patience:g}"
+        return f"{self.family}, patience {self.patience:g}{', ahead' * self.pulls}{', whole' * self.is_whole}"
+
+    def rows(self, task: Task) -> TimedRows | None:
+        """Rows for a task; ``None`` where a rank runs out of memory, or the family does not support the sizes."""
+        if self.rule:
+            return _listed(task, self.rule, self.patience, keeps_room=self.keeps_room)
+        orders = _order(self.family, task.placement, task.num_microbatches)
+        if orders is None:
+            return None
+        clock = (task.clock.keeping_all() if self.is_whole else task.clock).with_patience(
+            self.patience, pulls=self.pulls
+        )
+        try:
+            return insert_weight_gradients(orders, task.placement, task.budgets, clock)
+        except ScheduleError:
+            return None  # it does not fit
+
+
+def best_ways(task: Task, most: int, aim: Aim = "rank") -> tuple[Way, ...]:
+    """The ``most`` ways that make the best distinct candidates of a task, the best first.
+
+    For ``best_schedule`` of a larger task of the same proportions: which priority rule is best depends on the ratios of
+    the seconds, much less on the numbers of ranks and micro-batches.
+    """
+    found = sorted(
+        ((_merit(task, aim, timed), way, timed) for way, timed in _candidates(task)), key=lambda each: each[0]
+    )
+    return tuple(way for way, _ in _distinct([(way, timed) for _, way, timed in found])[:most])
+
+
 def _candidates(task: Task) -> Iterator[Candidate]:
+    for way in _ways(task):
+        timed = way.rows(task)
+        if timed is not None:
+            yield way, timed
+
+
+def _ways(task: Task) -> Iterator[Way]:
     is_looped = task.placement.num_stages > task.placement.num_ranks
     among = range(3) if is_looped else range(1)
     for rule in product(range(3), among, among, among):
         for patience, keeps_room in product(_PATIENCE, (True, False) if is_looped else (True,)):
-            timed = _listed(task, rule, patience, keeps_room=keeps_room)
-            if timed is not None:
-                yield f"priorities {rule}, patience {patience:g}", timed
-    whole = task.clock.keeping_all()
-    for name, orders in _orders(task.placement, task.num_microbatches):
+            yield Way(rule=rule, patience=patience, keeps_room=keeps_room)
+    has_whole = task.clock.keeping_all() is not task.clock
+    for name in _families(task.placement, task.num_microbatches):
         for patience, pulls in product(_PATIENCE, (False, True) if is_looped else (False,)):
-            for clock in (task.clock,) if whole is task.clock else (task.clock, whole):
-                try:
-                    timed = insert_weight_gradients(
-                        orders, task.placement, task.budgets, clock.with_patience(patience, pulls=pulls)
-                    )
-                except ScheduleError:
-                    continue  # it does not fit
-                yield f"{name}, patience {patience:g}{', ahead' * pulls}{', whole' * (clock is whole)}", timed
+            for is_whole in (False, True) if has_whole else (False,):
+                yield Way(family=name, patience=patience, pulls=pulls, is_whole=is_whole)
 
 
 @lru_cache(maxsize=64)
-def _orders(placement: Placement, num_microbatches: int) -> tuple[tuple[str, tuple[Row, ...]], ...]:
-    """The orders of forwards and input gradients of every family that runs on the placement, each order once."""
-    pp = placement.num_ranks
-    loops = placement.num_stages // pp
-    placements = [name for name, make in PLACEMENTS.items() if make(pp, loops) == placement]
+def _families(placement: Placement, num_microbatches: int) -> tuple[str, ...]:
+    """The families that run on the placement, of those with equal orders the first."""
     found: dict[tuple[Row, ...], str] = {}
     for name in [name for name, known in FAMILIES.items() if known.has_backward and not known.is_found]:
-        for where in placements:
-            choice = Choice(family=name, pp=pp, loops=loops, num_microbatches=num_microbatches, placement=where)
-            if not choice.problems():
-                found.setdefault(tuple(map(without_weight_gradients, choice.make().rows)), name)
-                break
-    return tuple((name, orders) for orders, name in found.items())
+        orders = _order(name, placement, num_microbatches)
+        if orders is not None:
+            found.setdefault(orders, name)
+    return tuple(found.values())
+
+
+@lru_cache(maxsize=256)
+def _order(name: str, placement: Placement, num_microbatches: int) -> tuple[Row, ...] | None:
+    """A family's order of forwards and input gradients; ``None`` if it does not support the sizes."""
+    pp = placement.num_ranks
+    loops = placement.num_stages // pp
+    for where in [where for where, make in PLACEMENTS.items() if make(pp, loops) == placement]:
+        choice = Choice(family=name, pp=pp, loops=loops, num_microbatches=num_microbatches, placement=where)
+        if not choice.problems():
+            return tuple(map(without_weight_gradients, choice.make().rows))
+    return None
 
 
 def _listed(task: Task, rule: Sequence[int], patience: float, *, keeps_room: bool) -> TimedRows | None:

@@ -17,6 +17,7 @@ from pipeloom.workload.dtypes import precision_of
 from pipeloom.workload.run import Run
 
 _TOKEN_BYTES = 8
+_WIDE_BYTES = 4
 _PROCESS_BYTES = 8e6
 """Bytes of an idle process: the pages that a forked interpreter does not share."""
 # The smallest tokenizer: 256 bytes and end of text.
@@ -67,6 +68,28 @@ def need_by_pipeline_rank(config: RunConfig, *, verifies: bool = False, trains: 
     return tuple(
         Need({**state[rank], "activations": activations[rank], "logits": logits * (rank == head)}, host)
         for rank in range(layout.pp)
+    )
+
+
+def copy_bytes(config: RunConfig, run: Run, software: Software) -> tuple[float, ...]:
+    """For each pipeline rank the host memory of a process for the copy that a thread writes as a checkpoint.
+
+    The ranks that hold the same elements write a share each; of tensor-parallel ranks, the first one, which also
+    writes what all of them hold. It is no part of what a run needs: without room for it, training waits.
+
+    Args:
+        config: determines whether checkpoints are written beside steps.
+        run: model and layout.
+        software: with the optimizer's state.
+    """
+    checkpoint = config.checkpoint
+    if not checkpoint.background or (checkpoint.every is None and not checkpoint.every_s) or not software.has_lanes:
+        return (0.0,) * run.pp
+    whole, trained = rank_parameters(run, software), trained_rank_parameters(run, software)
+    # Weights as the optimizer has them, in single precision, and its state.
+    wide = _WIDE_BYTES + config.optimizer.rule.state_bytes
+    return tuple(
+        (own * wide + (held - own) * run.element_bytes) / run.dp for held, own in zip(whole, trained, strict=True)
     )
 
 

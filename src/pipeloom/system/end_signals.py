@@ -18,6 +18,12 @@ def not_ignored() -> list[signal.Signals]:
     return [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
+def ignore_stops() -> None:
+    """Ignore the signals of ``STOPS`` for the rest of the process, which ends."""
+    for number in STOPS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @contextmanager
 def raised_signals() -> Iterator[None]:
     """Context in which each signal of ``STOPS`` raises ``Interrupted`` in the main thread."""

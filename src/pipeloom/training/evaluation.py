@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from math import exp
@@ -13,16 +13,15 @@ import numpy as np
 import numpy.typing as npt
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
-from pipeloom.checkpoint.checkpoint_choice import choose_checkpoint
 from pipeloom.config import RunConfig
-from pipeloom.data.text import Data
+from pipeloom.data.text import Data, Whole
 from pipeloom.data.windows import Windows
 from pipeloom.execute.processes.world import World, is_first
 from pipeloom.terminal.progress import Bar
-from pipeloom.training.checkpoints.checkpoint import Checkpoints
 from pipeloom.training.memory_check import check_memory
 from pipeloom.training.pipeline import Pipeline
-from pipeloom.training.session import check_processes, load_text, run_on_all_ranks
+from pipeloom.training.session import check_processes, load_text, load_whole_text, resolve, run_on_all_ranks
+from pipeloom.training.trained import check_trained, load_trained, with_trained
 
 Counted = tuple[npt.NDArray[np.int64], int]
 """Windows of a whole step, [batch_size, seq_len + 1], and the number of the first ones whose targets count."""
@@ -73,14 +72,14 @@ class Evaluation:
     Attributes:
         loss: mean cross-entropy, nats per token.
         tokens: number of predicted tokens.
-        step: of the checkpoint.
-        checkpoint: its path.
+        step: of the checkpoint; ``None`` for a Hugging Face folder.
+        checkpoint: path of the weights.
         text: description of the text.
     """
 
     loss: float
     tokens: int
-    step: int
+    step: int | None
     checkpoint: str
     text: str
 
@@ -93,11 +92,11 @@ class Evaluation:
 def evaluate_run(
     config: RunConfig, run: Path, *, is_whole: bool = False, num_batches: int | None = None
 ) -> Evaluation | None:
-    """Evaluate the newest undamaged checkpoint of a run. Starts the processes of a run and waits for them.
+    """Evaluate a trained model. Starts the processes of a run and waits for them.
 
     Args:
         config: without problems; layout and text may differ from those of the run.
-        run: run folder, or a checkpoint.
+        run: run folder for its newest undamaged checkpoint, a checkpoint, or a Hugging Face folder.
         is_whole: whether training and validation part of the text are evaluated, or only the latter.
         num_batches: evaluate the first batches only; ``None`` for every window once.
 
@@ -110,22 +109,18 @@ def evaluate_run(
     """
     check_processes(config)
     check_memory(config, trains=False)
-    choice = choose_checkpoint(run)
-    config = replace(config, checkpoint=replace(config.checkpoint, resume=choice.path))
+    config = with_trained(config, run)
+    load = load_whole_text if is_whole else load_text
     if is_first():
-        load_text(config)  # tokenized once, before the processes start; they read the tokens from the cache
-    return run_on_all_ranks(config, partial(_evaluate, is_whole, num_batches))
+        # Tokenized once, before the processes start; they read the tokens from the cache.
+        check_trained(resolve(config, load(config)))
+    return run_on_all_ranks(config, partial(_evaluate, num_batches), load=load)
 
 
-def _evaluate(
-    is_whole: bool, num_batches: int | None, config: RunConfig, world: World, data: Data
-) -> Evaluation | None:
-    assert config.checkpoint.resume is not None
+def _evaluate(num_batches: int | None, config: RunConfig, world: World, data: Data | Whole) -> Evaluation | None:
     pipeline = Pipeline(config, world, trains=False)
-    weights = Checkpoints(config, world, pipeline, None, config.checkpoint.resume, tokenizer=data.tokenizer)
-    info = weights.restore(config.checkpoint.resume)
-    # One stream: training and validation part alone could lose the end of a window each.
-    text = data.whole if is_whole else data.validation
+    weights = load_trained(config, world, pipeline, data.tokenizer)
+    text = data.windows if isinstance(data, Whole) else data.validation
     size = config.layout.batch_size
     total = -(-text.num_windows // size)
     total = total if num_batches is None else min(total, num_batches)
@@ -135,7 +130,7 @@ def _evaluate(
     pipeline.close()
     if world.rank > 0:
         return None
-    return Evaluation(found.loss, found.tokens, info.step, str(config.checkpoint.resume), data.description)
+    return Evaluation(found.loss, found.tokens, weights.step, str(weights.path), data.description)
 
 
 def _shown(batches: Iterable[Counted], bar: Bar) -> Iterator[Counted]:

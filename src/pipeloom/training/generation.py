@@ -11,7 +11,7 @@ Letters of shapes are those of ``model.transformer``.
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeloom.checkpoint.checkpoint_choice import choose_checkpoint
 from pipeloom.config import RunConfig
 from pipeloom.config.adapted import NO_CACHE
 from pipeloom.data.tokenizer import Tokenizer
@@ -29,10 +28,10 @@ from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.stage import Continued
 from pipeloom.model import KeyValueCache
 from pipeloom.model.documents import Documents
-from pipeloom.training.checkpoints.checkpoint import Checkpoints
 from pipeloom.training.memory_check import check_memory
 from pipeloom.training.pipeline import Pipeline
-from pipeloom.training.session import Tokens, check_processes, load_tokens, run_on_all_ranks
+from pipeloom.training.session import Tokens, check_processes, load_tokens, resolve, run_on_all_ranks
+from pipeloom.training.trained import check_trained, load_trained, with_trained
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """Decoding returns it for the first bytes of a character."""
@@ -97,7 +96,7 @@ class Generated(NamedTuple):
         prompt_s: seconds of the steps that ran prompts, with the first new token of each.
         token_s: seconds of all further steps.
         checkpoint: path of the weights.
-        step: of the checkpoint.
+        step: of the checkpoint; ``None`` for a Hugging Face folder.
     """
 
     texts: tuple[Text, ...]
@@ -105,7 +104,7 @@ class Generated(NamedTuple):
     prompt_s: float
     token_s: float
     checkpoint: str
-    step: int
+    step: int | None
 
     @property
     def tokens_per_s(self) -> float:
@@ -115,11 +114,11 @@ class Generated(NamedTuple):
 
 
 def generate(config: RunConfig, run: Path, request: Request, *, streams: bool = False) -> Generated | None:
-    """Continue prompts with the newest undamaged checkpoint of a run. Starts the processes of a run and waits for them.
+    """Continue prompts with a trained model. Starts the processes of a run and waits for them.
 
     Args:
         config: without problems, of one replica.
-        run: run folder, or a checkpoint.
+        run: run folder for its newest undamaged checkpoint, a checkpoint, or a Hugging Face folder.
         request: prompts, length, and how tokens are drawn.
         streams: whether rank 0 writes each text to standard output as it grows; one prompt only.
 
@@ -135,10 +134,11 @@ def generate(config: RunConfig, run: Path, request: Request, *, streams: bool = 
         raise UserError(NO_CACHE)
     check_processes(config)
     check_memory(config, trains=False)
-    choice = choose_checkpoint(run)
-    config = replace(config, checkpoint=replace(config.checkpoint, resume=choice.path))
-    check_lengths(config, load_tokens(config).tokenizer, request)
-    return run_on_all_ranks(config, partial(_generate, request, streams), load=load_tokens)
+    config = with_trained(config, run)
+    loaded = load_tokens(config)
+    prompts = encoded(config, loaded.tokenizer, request)
+    check_trained(resolve(config, loaded))
+    return run_on_all_ranks(config, partial(_generate, request, prompts, streams=streams), load=load_tokens)
 
 
 def longest(config: RunConfig) -> int:
@@ -148,15 +148,15 @@ def longest(config: RunConfig) -> int:
     return config.data.seq_len - max(0, config.layout.tp - 2)
 
 
-def check_lengths(config: RunConfig, tokenizer: Tokenizer, request: Request) -> None:
-    """Refuse prompts that leave no room for the largest number of new tokens.
+def encoded(config: RunConfig, tokenizer: Tokenizer, request: Request) -> list[list[int]]:
+    """The tokens of each prompt.
 
     Raises:
-        UserError: lists all of them.
+        UserError: lists all prompts that leave no room for the largest number of new tokens.
     """
     most, more, problems = longest(config), request.max_tokens, list[str]()
-    for number, prompt in enumerate(request.prompts, 1):
-        length = len(_encode(tokenizer, prompt))
+    found = [[*tokenizer.begin_of_text, *tokenizer.encode(one.encode()).tolist()] for one in request.prompts]
+    for number, length in enumerate(map(len, found), 1):
         if length + more > most:
             problems.append(f"prompt {number} has {length} tokens, which with {more} more are {length + more}")
     if problems:
@@ -165,23 +165,18 @@ def check_lengths(config: RunConfig, tokenizer: Tokenizer, request: Request) -> 
             + "\nshorten the prompts, or use a smaller --max-tokens; a model with rotary positions takes a larger "
             "--data.seq-len"
         )
+    return found
 
 
-def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    return [*tokenizer.begin_of_text, *tokenizer.encode(prompt.encode()).tolist()]
-
-
-def _generate(request: Request, streams: bool, config: RunConfig, world: World, loaded: Tokens) -> Generated | None:
-    path, tokenizer = config.checkpoint.resume, loaded.tokenizer
-    assert path is not None
+def _generate(
+    request: Request, prompts: Sequence[list[int]], config: RunConfig, world: World, loaded: Tokens, *, streams: bool
+) -> Generated | None:
+    tokenizer = loaded.tokenizer
     pipeline = Pipeline(config, world, trains=False)
-    info = Checkpoints(config, world, pipeline, None, path, tokenizer=tokenizer).restore(path)
+    weights = load_trained(config, world, pipeline, tokenizer)
     decoder = Decoder(pipeline, world, tokenizer, config, request)
     stream = _Stream(tokenizer, request.prompts[0]) if streams and world.rank == 0 else None
-    sequences = [
-        _Sequence.of(_encode(tokenizer, prompt), request.sampling.seed + number)
-        for number, prompt in enumerate(request.prompts)
-    ]
+    sequences = [_Sequence.of(tokens, request.sampling.seed + number) for number, tokens in enumerate(prompts)]
     size = request.num_together
     for first in range(0, len(sequences), size):
         decoder.run(sequences[first : first + size], stream)
@@ -195,7 +190,7 @@ def _generate(request: Request, streams: bool, config: RunConfig, world: World, 
         for prompt, one in zip(request.prompts, sequences, strict=True)
     )
     num_prompt_tokens = sum(len(one.prompt) for one in sequences)
-    return Generated(texts, num_prompt_tokens, decoder.prompt_s, decoder.token_s, str(path), info.step)
+    return Generated(texts, num_prompt_tokens, decoder.prompt_s, decoder.token_s, str(weights.path), weights.step)
 
 
 @dataclass

@@ -14,7 +14,8 @@ from pipeloom.checkpoint.checkpoint_folder import find_checkpoint, is_hugging_fa
 from pipeloom.config import RunConfig, with_demo_hyperparameters
 from pipeloom.config.problems import vocabulary_problems
 from pipeloom.cost.partition import default_partition, fastest_partition
-from pipeloom.data.text import Data, given_tokenizer, load_data
+from pipeloom.data.prepared import given_tokenizer
+from pipeloom.data.text import Data, Whole, load_data, load_whole
 from pipeloom.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_from
 from pipeloom.errors import UserError
 from pipeloom.execute.processes.workers import run_workers
@@ -34,6 +35,9 @@ class Tokens(NamedTuple):
     tokenizer: Tokenizer
 
 
+Loaded = Data | Whole | Tokens
+"""What a job reads."""
+
 _LAUNCHED_PATIENCE_S = 1800.0
 """Under a launcher, ranks may wait this long for another host that tokenizes its text."""
 
@@ -42,7 +46,7 @@ _RANK_0_PATIENCE_S = 1800.0
 
 
 def run_on_all_ranks(
-    config: RunConfig, job: Job, patience_s: float = 30.0, load: Callable[[RunConfig], Data | Tokens] | None = None
+    config: RunConfig, job: Job, patience_s: float = 30.0, load: Callable[[RunConfig], Loaded] | None = None
 ) -> Any:
     """Run ``job`` on every rank.
 
@@ -118,6 +122,11 @@ def load_text(config: RunConfig) -> Data:
     return load_data(config.data, config.training.seed, _stored_tokenizer(config))
 
 
+def load_whole_text(config: RunConfig) -> Whole:
+    """All tokens of a text, otherwise as ``load_text``."""
+    return load_whole(config.data, _stored_tokenizer(config))
+
+
 def _stored_tokenizer(config: RunConfig) -> dict[str, str] | None:
     start = config.checkpoint.start
     return None if start is None or is_hugging_face(start) else read_tokenizer(find_checkpoint(start))
@@ -136,20 +145,22 @@ def resolve_early(config: RunConfig) -> RunConfig | None:
 
 
 def load_tokens(config: RunConfig) -> Tokens:
-    """The tokenizer of the checkpoint that a configuration resumes from, without its text.
+    """The tokenizer of the weights that a configuration starts from, without a text.
 
     Raises:
-        UserError: it cannot be read, or the checkpoint has none.
+        UserError: it cannot be read, or there is none.
     """
-    path = config.checkpoint.resume
+    path = config.checkpoint.start
     assert path is not None
+    if is_hugging_face(path):
+        return Tokens(given_tokenizer(config.data, None) or ByteTokenizer())
     stored = read_tokenizer(path)
     if stored is None:
         raise UserError(f"the checkpoint {path} has no tokenizer; it is of an older version")
-    return Tokens(tokenizer_from(stored))
+    return Tokens(given_tokenizer(config.data, stored) or tokenizer_from(stored))
 
 
-def resolve(config: RunConfig, data: Data | Tokens) -> RunConfig:
+def resolve(config: RunConfig, data: Loaded) -> RunConfig:
     """Fill in all derived settings: sizes of the model, partition, group size, dtype.
 
     Raises:
@@ -195,12 +206,12 @@ def _work_forked(
     num_ranks: int,
     *,
     timeout_s: float,
-    load: Callable[[RunConfig], Data | Tokens],
+    load: Callable[[RunConfig], Loaded],
 ) -> Any:
     return _work(config, job, join_forked(rendezvous, rank, num_ranks, config.training.device, timeout_s), load)
 
 
-def _work(config: RunConfig, job: Job, world: World, load: Callable[[RunConfig], Data | Tokens]) -> Any:
+def _work(config: RunConfig, job: Job, world: World, load: Callable[[RunConfig], Loaded]) -> Any:
     # One rank chooses the checkpoint: others could find another newest one, and would hash its files once more.
     init, resume = world.from_first((config.checkpoint.init, config.checkpoint.resume))
     config = replace(config, checkpoint=replace(config.checkpoint, init=init, resume=resume))

@@ -229,3 +229,7 @@ class Layout:
             for pipeline in range(self.pp)
             for tensor in range(self.tp)
         ]
+
+
+ONE_RANK = Layout(pp=1, loops=1, num_microbatches=1, microbatch_size=1)
+"""One stage, and a batch of one sequence."""

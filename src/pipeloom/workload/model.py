@@ -173,6 +173,16 @@ class ModelConfig:
             attention_factor=self.rope_attention_factor or usual,
         )
 
+    @property
+    def _turns_and_factor(self) -> dict[str, float | None]:
+        """The optional settings of scaled rotary positions; ``None`` for defaults."""
+        own = {name: getattr(self, f"rope_{name}") for name in ("slow_turns", "fast_turns", "attention_factor")}
+        usual = None if self.rope_factor is None else replace(self, **{f"rope_{name}": None for name in own}).scaling
+        return {
+            f"rope_{name}": None if usual is not None and value == getattr(usual, name) else value
+            for name, value in own.items()
+        }
+
     def resolve(self, vocab_size: int) -> "ModelConfig":
         """The same model with every derived size filled in.
 
@@ -193,7 +203,7 @@ class ModelConfig:
 
     @property
     def canonical(self) -> "ModelConfig":
-        """The same model, without values of attention that are defaults, so that equal models compare equal."""
+        """The same model, without values of attention and positions that are defaults: equal models compare equal."""
         family, layers, window = MODELS[self.family], set(self.known_full_attention_layers), self.window
         if layers.issuperset(range(self.num_layers)):
             window = None
@@ -202,6 +212,7 @@ class ModelConfig:
         is_plain = self.query_pre_attn_scalar == self.known_head_size
         return replace(
             self,
+            **self._turns_and_factor,
             window=window,
             full_attention_layers=None if is_usual else tuple(sorted(layers)),
             rope_local_theta=self.rope_local_theta if has_base else None,

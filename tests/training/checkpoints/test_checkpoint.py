@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from whole_matrices import NAME
 
+from pipeloom.catalog import load_software
 from pipeloom.checkpoint.checkpoint_folder import (
     FOLDER,
     INFO,
@@ -35,10 +36,14 @@ from pipeloom.checkpoint.checkpoint_folder import (
     read_info,
 )
 from pipeloom.config import CheckpointConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainingConfig
+from pipeloom.config.file import read_run_file
+from pipeloom.cost.software import with_optimizer
 from pipeloom.data.text import TokenWindows, load_data
 from pipeloom.errors import RunError, UserError, WorkerError
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
+from pipeloom.predict.describe import described_run
+from pipeloom.predict.need import copy_bytes
 from pipeloom.runs.run_folder import RunFolder
 from pipeloom.system.host_memory import Available
 from pipeloom.training.background import Background
@@ -154,6 +159,34 @@ def test_a_run_goes_on_under_another_layout(chains, kind):
     assert {old for old, _ in rest} == {new for _, new in rest} == {*whole}
     for folder in rest.values():
         assert losses(folder) == pytest.approx(last(expected), rel=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied", "frozen", "narrow"])
+def test_the_copy_of_a_checkpoint_is_predicted_for_the_rank_that_writes_most(chains, kind):
+    for name, folder in chains[kind][0].items():
+        config, _ = read_run_file(folder / "config.toml")
+        layout, is_narrow = config.layout, kind == "narrow"
+        run = described_run(config, "bf16" if is_narrow else "fp32")
+        predicted = copy_bytes(config, run, with_optimizer(load_software("pipeloom"), config.optimizer.rule))
+        found = written(folder)
+        numbers = 4 if is_narrow else 8  # float64 is twice as wide as what is predicted
+        most = [0.0] * layout.pp
+        for rank in range(layout.num_ranks):
+            place = layout.coordinates(rank).pipeline
+            most[place] = max(most[place], found[f"__{rank}_0.distcp"] * 4 / numbers)
+        assert predicted == pytest.approx(most, rel=0.1), name
+        if layout.tp == 1:
+            assert sum(predicted) * layout.dp == pytest.approx(sum(found.values()) * 4 / numbers), name
+
+
+def written(run):
+    """Bytes of tensors in each file of a checkpoint."""
+    metadata, found = FileSystemReader(middle(run)).read_metadata(), Counter()
+    for index, stored in metadata.storage_data.items():
+        whole = metadata.state_dict_metadata[index.fqn]
+        (chunk,) = [one for one in whole.chunks if one.offsets == index.offset]
+        found[stored.relative_path] += prod(chunk.sizes) * whole.properties.dtype.itemsize
+    return found
 
 
 def test_a_tied_matrix_is_one_tensor_wherever_the_head_is(chains):

@@ -1,0 +1,325 @@
+"""The tokens of a source: in a folder of its own, in the cache, or written into one of them.
+
+The cache has one folder for each corpus and tokenizer. Its name is a hash of the names, sizes and modification times of
+the corpus's files, so a later run reads no text. The cache may be deleted at any time.
+"""
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, TOKENIZER_CONFIG
+from pipeloom.config import DataConfig
+from pipeloom.config.tokenizer_files import tokenizer_files
+from pipeloom.data.corpus import Source, list_sources
+from pipeloom.data.entry import (
+    RENEW,
+    Corpus,
+    Summary,
+    is_entry,
+    read_summary,
+    sample,
+    stored_files,
+    write_entry,
+    write_indexed_entry,
+)
+from pipeloom.data.indexed import is_indexed
+from pipeloom.data.records import has_records
+from pipeloom.data.tokenizer import (
+    ByteTokenizer,
+    LibraryTokenizer,
+    Tokenizer,
+    require_library,
+    sha256_of,
+    tokenizer_from,
+)
+from pipeloom.errors import UserError
+from pipeloom.terminal.words import count
+
+_FORMAT = 8
+"""Part of the cache key; increment it when the same text and settings give other tokens or other files."""
+_BPE_SAMPLE_BYTES = 8_000_000
+_LEAST_TOKENS = 2
+"""A token, and one that it predicts."""
+Check = Callable[[Summary, DataConfig], None]
+"""Raises a ``UserError`` if the tokens of a text are too few."""
+
+
+def _list(config: DataConfig) -> list[Source]:
+    sources = list_sources(config.path)
+    if not sources:
+        raise UserError(
+            f"the corpus must have a file that is not hidden, found none in {where(config)}; set data.path to a file "
+            "of text or of records, or a folder of them"
+        )
+    if config.field != DataConfig.field and not any(has_records(source.path) for source in sources):
+        records = "files of records (.jsonl, .parquet, .arrow)"
+        raise UserError(f"data.field has no effect without {records}, found none in {where(config)}; leave it out")
+    return sources
+
+
+def entry_of(config: DataConfig, given: Tokenizer | None, check: Check) -> tuple[Path, Summary]:
+    """The folder of a source's tokens, written if it is missing.
+
+    Args:
+        config: of one source.
+        given: its tokenizer; ``None``: bytes, or byte-pair encoding that is trained on the source.
+        check: of the tokens that are written.
+
+    Raises:
+        UserError: as ``load_data``.
+    """
+    path = config.path
+    # Once: reading hashes the tokenizer.
+    summary = None if path is None else read_summary(path)
+    if path is not None and (is_indexed(path) or summary is not None):
+        _refuse_unused(config, path)
+    # Of a stranger's folder no other file is read than its own.
+    if path is not None and summary is not None and not summary.file:
+        return path, _checked(path, summary, given)
+    if path is not None and is_entry(path):
+        what = "damaged" if summary is None else f"elsewhere, in {summary.file}"
+        raise UserError(f"data.path {path} is a folder of tokens, which are {what}; {RENEW}")
+    if path is not None and is_indexed(path):
+        return _indexed(config, path, given)
+    return _find_or_write(config, _list(config), given, check)
+
+
+def _refuse_unused(config: DataConfig, path: Path) -> None:
+    """Refuse settings that change how text becomes tokens, for tokens that are there."""
+    names = ["field"] if is_indexed(path) else ["field", "validation_fraction"]
+    for name in names:
+        if getattr(config, name) != getattr(DataConfig, name):
+            raise UserError(f"data.{name} has no effect on {path}, which has tokens already; leave it out")
+
+
+def _checked(path: Path, summary: Summary, given: Tokenizer | None) -> Summary:
+    """Refuse a folder of tokens of another tokenizer."""
+    own = tokenizer_from(stored_files(path))
+    used = given or ByteTokenizer()
+    facts = [(one.end_of_text, one.vocab_size, one.files()[TOKENIZER]) for one in (own, used)]
+    if facts[0] != facts[1] or own.vocab_size != summary.vocab_size:
+        name = "bytes" if isinstance(own, ByteTokenizer) else path
+        raise UserError(f"{path} has tokens of another tokenizer than data.tokenizer; set data.tokenizer to {name}")
+    return summary
+
+
+def _indexed(config: DataConfig, path: Path, given: Tokenizer | None) -> tuple[Path, Summary]:
+    if config.tokenizer == "bpe":
+        raise UserError(
+            f"data.tokenizer bpe is trained on text, found tokens in {path}; set it to the one that made them"
+        )
+    tokenizer = given or ByteTokenizer()
+    folder = _cache(config) / _key(config, list_sources(path.with_suffix(".bin")), tokenizer)
+    summary = read_summary(folder)
+    if summary is None:
+        with _writing(config):
+            summary = write_indexed_entry(folder, path, config.validation_fraction, tokenizer)
+    return folder, summary
+
+
+def _find_or_write(
+    config: DataConfig, sources: Sequence[Source], given: Tokenizer | None, check: Check
+) -> tuple[Path, Summary]:
+    """The cache entry of a corpus and a tokenizer, written if missing."""
+    cache = _cache(config)
+    folder = cache / _key(config, sources, given if config.tokenizer_kind == "file" else None)
+    summary = read_summary(folder)
+    # With a given tokenizer, the entry of the corpus is used if it has the same tokenizer, as in a run resumed here.
+    if given is not None and (summary is None or summary.tokenizer_sha256 != _sha256(given)):
+        folder = cache / _key(config, sources, given)
+        summary = read_summary(folder)
+    if summary is not None:
+        return folder, summary
+    with _writing(config):
+        return folder, write_entry(folder, _corpus_of(config, sources, given, check))
+
+
+def tokenize_text(config: DataConfig, folder: Path, num_workers: int | None, *, is_quiet: bool) -> str:
+    """Tokenize a text into a folder that ``data.path`` takes; goes on where a stopped process ended.
+
+    Args:
+        config: the text and its tokenizer.
+        folder: made when it is complete.
+        num_workers: processes. None: one for a small text, else one for each core.
+        is_quiet: whether no progress is shown.
+
+    Returns:
+        What was written, in a line.
+
+    Raises:
+        UserError: as :func:`load_data`; or the folder exists.
+        RunError: a process was killed.
+    """
+    if folder.exists():
+        raise UserError(f"{folder} already exists; choose another folder, or remove it")
+    if config.tokenizer_kind != "bytes":
+        require_library(config.tokenizer_kind)
+    if config.path is not None and (is_indexed(config.path) or is_entry(config.path)):
+        raise UserError(f"data.path {config.path} has tokens already; it needs no tokenizing")
+    sources, given = _list(config), given_tokenizer(config, None)
+    corpus = replace(_corpus_of(config, sources, given, _check_folder), key=_key(config, sources, given))
+    with _writing(config, folder):
+        summary = write_entry(folder, corpus, num_workers, has_bar=not is_quiet)
+    return f"{where(config)}: {sizes_of(summary)} ({config.known_tokenizer}, vocabulary of {summary.vocab_size:,})"
+
+
+def _corpus_of(config: DataConfig, sources: Sequence[Source], given: Tokenizer | None, check: Check) -> Corpus:
+    """What an entry is made of; byte-pair encoding is trained when it is needed."""
+
+    def make() -> Tokenizer:
+        if given is not None or config.known_tokenizer == "bytes":
+            return given or ByteTokenizer()
+        return LibraryTokenizer.train(sample(corpus), config.bpe_vocab_size)
+
+    corpus = Corpus(sources, config.field, config.validation_fraction, make, lambda found: check(found, config))
+    return corpus
+
+
+def _cache(config: DataConfig) -> Path:
+    # As the XDG base directory specification says, an empty variable counts as unset.
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return config.cache or home / "pipeloom"
+
+
+@contextmanager
+def _writing(config: DataConfig, folder: Path | None = None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        other = "set data.cache to another folder" if folder is None else "choose another folder"
+        raise UserError(
+            f"the {'cache ' if folder is None else ''}folder must be writable and have room, found "
+            f"{error.strerror or error} at {folder or _cache(config)}; {other}"
+        ) from error
+
+
+def given_tokenizer(config: DataConfig, stored: Mapping[str, str] | None) -> Tokenizer | None:
+    """The tokenizer of a checkpoint or of a file; ``None`` for another.
+
+    Args:
+        config: of the run.
+        stored: the files of the tokenizer of the checkpoint that the run starts from.
+
+    Raises:
+        UserError: both are given and differ, or one cannot be read.
+    """
+    kind, path = config.tokenizer_kind, config.tokenizer
+    if stored is None:
+        return _tokenizer_of(path) if isinstance(path, Path) else None
+    found = "file" if TOKENIZER_CONFIG in stored else "bytes" if stored == ByteTokenizer().files() else "bpe"
+    if found != kind:
+        has, wanted = ("one from a file", "that file") if found == "file" else (found, found)
+        raise UserError(
+            f"data.tokenizer is {config.known_tokenizer}, the checkpoint has {has}; set data.tokenizer to {wanted}"
+        )
+    # The file may be gone, such as on another host; the checkpoint has it.
+    if isinstance(path, Path) and path.exists() and tokenizer_files(path) != stored:
+        raise UserError(
+            f"data.tokenizer is {path}, the checkpoint has another one; set data.tokenizer as in the run that wrote it"
+        )
+    tokenizer = tokenizer_from(stored)
+    if found == "bpe" and tokenizer.vocab_size > config.bpe_vocab_size:
+        raise UserError(
+            f"data.bpe_vocab_size is {config.bpe_vocab_size}, the checkpoint's tokenizer has {tokenizer.vocab_size} "
+            f"tokens; set data.bpe_vocab_size to {tokenizer.vocab_size}"
+        )
+    return tokenizer
+
+
+def _tokenizer_of(path: Path) -> Tokenizer:
+    files = tokenizer_files(path)
+    try:
+        return tokenizer_from(files)
+    except UserError as error:
+        raise UserError(f"data.tokenizer {path}: {error}") from None
+
+
+def _sha256(tokenizer: Tokenizer) -> str:
+    return sha256_of(tokenizer.files())
+
+
+def _key(config: DataConfig, sources: Sequence[Source], given: Tokenizer | None) -> str:
+    """Name of a cache entry: a hash of the corpus's files and of all settings that change the tokens."""
+    facts: dict[str, Any] = {
+        "format": _FORMAT,
+        "tokenizer": config.tokenizer_kind,
+        "vocab_size": config.bpe_vocab_size if config.tokenizer == "bpe" else None,
+        "validation_fraction": config.validation_fraction,
+        "field": config.field,
+        # Times and sizes instead of contents, so that a start need not read the whole corpus.
+        "files": [(str(source.path.resolve()), source.num_bytes, source.mtime_ns) for source in sources],
+    }
+    if given is not None:
+        facts["given"] = _sha256(given)
+    return f"{config.tokenizer_kind}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}"
+
+
+def shared_tokenizer(config: DataConfig) -> Tokenizer:
+    """Byte-pair encoding trained on all sources, in the shares of their weights; from the cache if it has it."""
+    corpora = {part: _list(part) for _, part in config.parts}
+    facts = [(weight, _key(part, corpora[part], None)) for weight, part in config.parts]
+    file = _cache(config) / f"bpe-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}.{TOKENIZER}"
+    with suppress(OSError, UserError):
+        return tokenizer_from({TOKENIZER: file.read_text(encoding="utf-8")})
+    total, texts = sum(weight for weight, _ in config.parts), list[bytes]()
+    for weight, part in config.parts:
+        texts += sample(
+            _corpus_of(part, corpora[part], None, check_split), max(1, round(weight / total * _BPE_SAMPLE_BYTES))
+        )
+    tokenizer = LibraryTokenizer.train(texts, config.bpe_vocab_size)
+    with _writing(config):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draft = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")
+        draft.write_text(tokenizer.files()[TOKENIZER], encoding="utf-8")
+        draft.replace(file)
+    return tokenizer
+
+
+def _check_folder(summary: Summary, config: DataConfig) -> None:
+    """Refuse a corpus of which no run could make a window; a run with any length of sequences may read the folder."""
+    if min(summary.train_tokens, summary.validation_tokens) < _LEAST_TOKENS:
+        raise UserError(
+            f"a text must have at least {_LEAST_TOKENS} tokens each for training and validation, found "
+            f"{summary.train_tokens} and {summary.validation_tokens} in {where(config)}; give more text, or raise "
+            "--validation-fraction where validation has too few"
+        )
+
+
+def check_whole(summary: Summary, config: DataConfig) -> None:
+    """Refuse a corpus that has no token to predict."""
+    total = summary.train_tokens + summary.validation_tokens
+    if total < _LEAST_TOKENS:
+        raise UserError(f"a text must have at least {_LEAST_TOKENS} tokens, found {total} in {where(config)}")
+
+
+def check_split(summary: Summary, config: DataConfig) -> None:
+    """Refuse a corpus without a full window for training and one for validation."""
+    need = config.seq_len + 1
+    if min(summary.train_tokens, summary.validation_tokens) < need:
+        raise UserError(
+            f"data.seq_len {config.seq_len} needs at least {need} tokens each for training and validation, found "
+            f"{summary.train_tokens} and {summary.validation_tokens} in {where(config)}; give more text (data.path), "
+            "lower data.seq_len or change data.validation_fraction"
+        )
+
+
+def where(config: DataConfig) -> str:
+    """The text of a configuration in a message."""
+    return "Python's standard library" if config.path is None else str(config.path)
+
+
+def sizes_of(summary: Summary) -> str:
+    """Documents and tokens of an entry in a message."""
+    skipped = f" ({summary.num_skipped:,} skipped: not UTF-8 text, or empty)" if summary.num_skipped else ""
+    targets = "" if summary.train_targets is None else f" ({summary.train_targets:,} of answers)"
+    return (
+        f"{count(summary.num_documents, 'document')}{skipped}, {summary.num_bytes / 1e6:.3g} MB, "
+        f"{summary.train_tokens:,} training{targets} and {summary.validation_tokens:,} validation tokens"
+    )
