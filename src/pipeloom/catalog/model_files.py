@@ -265,7 +265,8 @@ def _model(file: ConfigJson, seq_len: int | None) -> ModelFile:
     settings = rope_settings(file)
     theta, own = settings.pop("rope_theta"), settings | {"query_pre_attn_scalar": scalar}
     longest = file.table.get("max_position_embeddings")  # of no effect on the function, so of any type
-    return ModelFile(shape, eps, theta, own, file.name, longest if isinstance(longest, int) and longest > 0 else None)
+    most = longest if isinstance(longest, int) and longest > 0 else None
+    return ModelFile(shape, eps, theta, own, file.name, most_tokens=most)
 
 
 def _scores(file: ConfigJson) -> tuple[float | None, float, float]:
