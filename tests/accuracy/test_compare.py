@@ -26,6 +26,7 @@ CLUSTER = load_cluster("dgx-a100")
         ("my own runs", "plain", "general"),
         ("llm-foundry-2030", "flash2", "fsdp"),
         ("dgxc-30.01-nemo", "flash2", "megatron-core"),
+        ("megatron-lm-ci-2026-gb200", "flash2", "megatron-core"),
         ("bigscience-2022-a100", "fused-softmax", "megatron-deepspeed"),
     ],
 )
