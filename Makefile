@@ -1,6 +1,6 @@
 # make demo     train a small language model, breadth-first over 4 processes, and draw its timeline
 # make test     check and test everything
-# make test-all  the same with more draws of some checks (4 minutes more)
+# make test-all  the same with more draws of some checks
 # make docs     the site with all pages, in site/: open site/index.html (the first time it installs the generator)
 # make dist     the wheel and the source archive, in dist/, both tested in empty environments
 # make docs-commands   every command of README, docs and examples executed, with few steps (about 6 minutes)
@@ -42,9 +42,9 @@ TRAINING    := pipeloom.training.trainer, pipeloom.training.export, torch._dynam
 BIN         := $(VENV)/bin
 PIP         := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile $(PIP_ARGS) -c $(CONSTRAINTS)
 STAMP       := $(VENV)/.installed
-LOADED      := numba llvmlite numpy pydantic pydantic_core rich
+LOADED      := numba llvmlite numpy pydantic pydantic_core rich _pytest xdist execnet hypothesis scipy huggingface_hub tokenizers
 
-.PHONY: demo test docs dist docs-commands plan-demo predict reproduce schedules plan-speed bench-network bench-overhead \
+.PHONY: demo test test-all docs dist docs-commands plan-demo predict reproduce schedules plan-speed bench-network bench-overhead \
         bench-balance bench-checkpoints bench-tokenize bench-loading bench-generate playground-pictures playground-speed tune adapted signals \
         launch-schemas speed check format clean
 

@@ -122,6 +122,7 @@ def test_a_step_equals_the_single_process_and_holds_the_bytes_that_are_predicted
     assert seen & {"offloaded", "evicted"}
 
 
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.timeout(120)
-def test_a_step_with_frozen_layers_equals_the_single_process_and_holds_the_bytes_that_are_predicted():
-    assert {assert_step(config) for config in frozen_runs(24)} == {"kept"}
+def test_a_step_with_frozen_layers_equals_the_single_process_and_holds_the_bytes_that_are_predicted(half):
+    assert {assert_step(config) for config in frozen_runs(24)[half::2]} == {"kept"}
