@@ -68,6 +68,30 @@ def _complexity(step: SimulatedStep) -> tuple[bool, int, int, int, bool]:
     return strategy_of(step) != "none", run.pp, run.num_stages, run.tp, set(run.recompute_kinds) != {"none"}
 
 
+def on_one_stage(
+    searching: Search, question: Question, steps: Sequence[SimulatedStep], bar: ErrorBar, deadline: float
+) -> Iterator[str]:
+    """A tie without a pipeline and with one stage, where the table lists one whose weights are gathered in stages.
+
+    The table has one layout of each group, the fastest, so it hides slower ones that differ in their stages alone.
+    """
+    number = simplest_tie(steps, bar)
+    shown = steps[number].run
+    if shown.pp > 1 or shown.loops == 1 or not question.limits.allows(loops=1) or is_over(deadline):
+        return
+    limits = Limits(pp=(1,), tp=(shown.tp,), loops=(1,), strategies=("none",))
+    plain = searching.best(1, limits, deadline=deadline).best
+    if plain is None or not is_tie(steps[0], plain, bar):
+        return
+    tp = f"{plain.run.tp}+sp" if plain.run.sequence_parallel else f"{plain.run.tp}"
+    sharded = "nothing" if plain.run.shard == "none" or plain.run.dp == 1 else plain.run.shard
+    yield (
+        f"A layout simpler than row {number + 1} is a tie with row 1, too: tp {tp}, pp 1, dp {plain.run.dp}, "
+        f"loops 1, micro-batches of {plain.run.micro_batch}, {sharded} sharded; a step takes "
+        f"{_relative(steps[0], plain):.1%} longer than with row 1."
+    )
+
+
 def on_plain(
     searching: Search, question: Question, best: SimulatedStep, bar: ErrorBar, deadline: float
 ) -> Iterator[str]:
