@@ -1,5 +1,6 @@
 # make demo     train a small language model, breadth-first over 4 processes, and draw its timeline
 # make test     check and test everything
+# make test-all  the same with more draws of some checks (4 minutes more)
 # make docs     the site with all pages, in site/: open site/index.html (the first time it installs the generator)
 # make dist     the wheel and the source archive, in dist/, both tested in empty environments
 # make docs-commands   every command of README, docs and examples executed, with few steps (about 6 minutes)
@@ -51,6 +52,9 @@ demo: $(STAMP)
 
 test: check
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-all: check
+	$(BIN)/python -m pytest -n 2 --dist worksteal --all $(ARGS)
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -b html -W --keep-going -q -d $(VENV)/doctrees docs site

@@ -18,6 +18,20 @@ for _number, _handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signa
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--all``: tests marked ``long``, too."""
+    parser.addoption("--all", action="store_true", help="also the tests marked long: more draws of the same checks")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked ``long``, so that the tests of every commit stay within minutes."""
+    if config.getoption("--all"):
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    config.hook.pytest_deselected(items=long)
+    items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
 @pytest.fixture(autouse=True)
 def _not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests start their own processes, whatever started pytest."""

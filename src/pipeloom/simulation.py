@@ -13,7 +13,8 @@ from pipeloom.errors import UserError
 from pipeloom.schedule import Action, Schedule
 from pipeloom.schedule.clock import example, occurring, seconds_of_all
 from pipeloom.schedule.compiled import kernel
-from pipeloom.schedule.facts import Facts, Graph, Seconds
+from pipeloom.schedule.facts import Facts, Graph, Seconds, followers_of
+from pipeloom.schedule.kernels.types import Ints
 from pipeloom.schedule.kernels.walk import walk, walk_sharing
 from pipeloom.schedule.kinds import COMPUTE_KINDS, KINDS, STAGE_SWAP_KINDS
 from pipeloom.schedule.lanes import HOST_LANE
@@ -44,7 +45,8 @@ class Host:
     Attributes:
         launch_s: action -> seconds of the launch; the same for all micro-batches. The action starts after its launch.
         run_ahead: most compute actions of a rank that are launched and have not ended; at the limit the host waits.
-            ``None`` for no limit.
+            ``None`` for no limit. 1 where the thread that launches also computes, as on a CPU.
+        resource_of: rank -> the shared resource that its launches use; ``None`` for none. Only with ``Sharing``.
 
     Raises:
         UserError: ``run_ahead`` is below 1.
@@ -52,6 +54,7 @@ class Host:
 
     launch_s: Callable[[Action], float]
     run_ahead: int | None = None
+    resource_of: Callable[[int], Hashable | None] | None = None
 
     def __post_init__(self) -> None:
         """Check ``run_ahead``."""
@@ -84,8 +87,8 @@ def simulate(schedule: Schedule, costs: ActionCosts, sharing: Sharing | None = N
         action, in the same order.
 
     Raises:
-        UserError: both ``sharing`` and ``host`` are given, costs have another number of stages, or an action takes less
-            than 0 seconds.
+        UserError: costs have another number of stages, an action takes less than 0 seconds, or launches use shared
+            resources that ``sharing`` does not describe.
     """
     if isinstance(costs, StageCosts):
         costs.check(schedule.num_stages)
@@ -93,16 +96,18 @@ def simulate(schedule: Schedule, costs: ActionCosts, sharing: Sharing | None = N
     seconds = seconds_of_all(facts, costs.seconds, ignores_microbatch=costs.ignores_microbatch)
     _price_stage_swaps(facts, costs, seconds)
     _refuse_negative(facts, seconds)
-    if sharing is not None and host is not None:
-        raise UserError("expected shared resources or a host's launches, found both: simulate them one after the other")
+    if host is not None and host.resource_of is not None and sharing is None:
+        raise UserError("expected sharing with the capacity of what launches use (host.resource_of), found none")
     row, rank, lane = facts.row, facts.ranks, facts.lane
+    waits, count = graph.waits, len(facts.lanes)
     if host is not None:
-        starts, ends = _times_launched(graph, seconds, host)
-        row, rank, lane = row + row, np.tile(rank, 2), np.concatenate([lane, rank + np.int32(len(facts.lanes))])
-    elif sharing is not None:
-        starts, ends = _times_sharing(graph, seconds, sharing)
+        waits, seconds = _with_launches(graph, seconds, host)
+        row, rank, lane = row + row, np.tile(rank, 2), np.concatenate([lane, rank + np.int32(count)])
+        count += schedule.num_ranks
+    if sharing is not None:
+        starts, ends = _times_sharing(facts, waits, seconds, sharing, host)
     else:
-        starts, ends = graph.times(seconds)
+        starts, ends = kernel(walk, len(seconds))(waits, lane, count, seconds)
     every = [*(lane for _, lane in facts.lanes), *([HOST_LANE] * schedule.num_ranks)]
     lanes = tuple(dict.fromkeys(every))
     place = {lane: number for number, lane in enumerate(lanes)}
@@ -129,8 +134,8 @@ def _price_stage_swaps(facts: Facts, costs: ActionCosts, seconds: Seconds) -> No
                 seconds[first + slot] = costs.move_s(int(row.stage[slot]), content)
 
 
-def _times_launched(graph: Graph, seconds: Seconds, host: Host) -> tuple[Seconds, Seconds]:
-    """Starts and ends of the actions, then of their launches.
+def _with_launches(graph: Graph, seconds: Seconds, host: Host) -> tuple[Ints, Seconds]:
+    """Waits and seconds of the actions, then of their launches.
 
     Launches are nodes of the graph: each waits for the launch before it in the row and for the compute action
     ``run_ahead`` places before; the action waits for its launch.
@@ -143,10 +148,8 @@ def _times_launched(graph: Graph, seconds: Seconds, host: Host) -> tuple[Seconds
     waits[size:, 0] = np.where(nodes > first[facts.ranks], nodes + size - 1, -1)
     if host.run_ahead is not None:
         waits[size:, 1] = _throttled_by(facts, host.run_ahead)
-    lane = np.concatenate([facts.lane, facts.ranks + np.int32(len(facts.lanes))])
     # Launches behind the actions, so that the first half of the times is that of the actions.
-    both = np.concatenate([seconds, seconds_of_all(facts, host.launch_s)])
-    return kernel(walk, 2 * size)(waits, lane, len(facts.lanes) + facts.placement.num_ranks, both)
+    return waits, np.concatenate([seconds, seconds_of_all(facts, host.launch_s)])
 
 
 def _throttled_by(facts: Facts, run_ahead: int) -> NDArray[np.int64]:
@@ -158,9 +161,10 @@ def _throttled_by(facts: Facts, run_ahead: int) -> NDArray[np.int64]:
     return computes[np.where(own >= run_ahead, num_before - run_ahead, -1)]
 
 
-def _times_sharing(graph: Graph, seconds: Seconds, sharing: Sharing) -> tuple[Seconds, Seconds]:
-    """Starts and ends with shared resources."""
-    facts = graph.facts
+def _times_sharing(
+    facts: Facts, waits: Ints, seconds: Seconds, sharing: Sharing, host: Host | None
+) -> tuple[Seconds, Seconds]:
+    """Starts and ends with shared resources, of the actions and, with ``host``, of their launches."""
     kind, stage = facts.columns[:2]
     # Resource 0 has no limit: for actions that share nothing.
     resources: dict[Hashable, int] = {None: 0}
@@ -168,8 +172,12 @@ def _times_sharing(graph: Graph, seconds: Seconds, sharing: Sharing) -> tuple[Se
     for code, place in np.argwhere(occurring(facts).any(axis=2)).tolist():
         resource = sharing.resource_of(example(code, place, 0), int(facts.owner[place]))
         table[code, place] = resources.setdefault(resource, len(resources))
+    used = table[kind, stage]
+    if host is not None:
+        names = [host.resource_of(rank) if host.resource_of else None for rank in range(facts.placement.num_ranks)]
+        by_rank = np.array([resources.setdefault(name, len(resources)) for name in names], np.int32)
+        used = np.concatenate([used, by_rank[facts.ranks]])
     capacity = [np.inf if name is None else sharing.capacity[name] for name in resources]
-    begin, followers = graph.followers
-    num_open = (graph.waits >= 0).sum(axis=1)
-    walk = kernel(walk_sharing, graph.num_nodes)
-    return walk(num_open, begin, followers, table[kind, stage], np.array(capacity, np.float64), seconds)
+    begin, followers = followers_of(waits)
+    walk = kernel(walk_sharing, len(seconds))
+    return walk((waits >= 0).sum(axis=1), begin, followers, used, np.array(capacity, np.float64), seconds)

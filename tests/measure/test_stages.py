@@ -16,9 +16,11 @@ from pipeloom.families import make_schedule
 from pipeloom.measure.rehearsal import Times
 from pipeloom.measure.slices import with_slices
 from pipeloom.measure.stages import Profile, most_held
+from pipeloom.passes import lower
 from pipeloom.passes.moves import Moves, add_moves
 from pipeloom.schedule import Action, Kind
 from pipeloom.schedule.kinds import MOVE_KINDS
+from pipeloom.schedule.lanes import HOST_LANE
 from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.training.pipeline import Pipeline, training_schedule
 from pipeloom.training.session import resolve
@@ -131,3 +133,16 @@ def test_everything_that_a_rank_does_takes_time_before_the_first_step(profiles, 
             assert set(part.weight_s).isdisjoint(profile.costs.weight_s)  # measured of each slice
     sent = {Kind.SEND_F, Kind.SEND_B, Kind.SEND_TIED, Kind.SEND_TIED_GRAD}  # the receive carries the time
     assert {str(span.action) for span in spans if span.end_s == span.start_s and span.action.kind not in sent} == set()
+    assert profile.receive_s > 0
+    assert profile.send_s > 0
+
+
+def test_posting_a_message_takes_the_time_of_the_thread_that_computes():
+    schedule = lower(make_schedule("gpipe", pp=2, num_microbatches=1))
+    profile = Profile(StageCosts((1.0, 1.0), (1.0, 1.0)), ("host", "host"), {"host": 2.0})
+    trace = simulate_profile(schedule, replace(profile, send_s=0.5, receive_s=0.25))
+    starts = {str(span.action): span.start_s for rank in (0, 1) for span in trace.compute(rank)}
+    # Both ranks first post a receive. Then 0F0 until 1.25, its send until 1.75, 1F0 and 1B0, the send until 4.25.
+    assert starts == {"0F0": 0.25, "1F0": 1.75, "1B0": 2.75, "0B0": 4.25}
+    assert HOST_LANE not in trace.lanes(0)  # a measured trace has no such lane either
+    assert simulate_profile(schedule, profile).end_s == 4

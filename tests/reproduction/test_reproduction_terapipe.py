@@ -68,10 +68,12 @@ def test_the_fit_is_that_of_the_page():
         assert found == pytest.approx(float(row["fitted_s"]), rel=2e-3)
 
 
-def test_a_setting_is_simulated_again():
+@pytest.mark.parametrize(
+    "ways", [("wait", "in tiles"), pytest.param(("lanes", "smooth"), marks=pytest.mark.long)], ids=" ".join
+)
+def test_a_setting_is_simulated_again(ways):
     """The quickest of them."""
-    assert terapipe.setting_row("175B (10)", "wait", "in tiles") in SETTINGS
-    assert terapipe.setting_row("175B (10)", "lanes", "smooth") in SETTINGS
+    assert terapipe.setting_row("175B (10)", *ways) in SETTINGS
 
 
 def test_an_ablation_is_simulated_again():

@@ -139,6 +139,8 @@ def answers():
             yield name, schedule, simulate(schedule, costs, host=Host(lambda _: 0.125, 3))
             sharing = Sharing(lambda action, rank: rank % 2 if action.kind in ("F", "B") else None, {0: 1, 1: 2})
             yield name, schedule, simulate(schedule, costs, sharing)
+            posting = Host(lambda _: 0.125, 1, lambda rank: rank % 2)
+            yield name, schedule, simulate(schedule, costs, sharing, posting)
             sharded = add_reduce_grad(add_unshard(add_tied(schedule), 2, 1), 1)
             yield name, sharded, simulate(sharded, Costs(1.0, 2.0, 0.25, 0.5, 1.5))
     for text in (SHARDED, SPLIT, SWAPPED, TIED, RESIDENT):

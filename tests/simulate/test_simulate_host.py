@@ -12,7 +12,7 @@ from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import parse_schedule
 from pipeloom.schedule.lanes import HOST_LANE
-from pipeloom.simulation import Host, Sharing, simulate
+from pipeloom.simulation import Host, simulate
 from pipeloom.trace import from_chrome, to_chrome
 
 
@@ -79,9 +79,3 @@ def test_a_trace_with_launches_goes_to_a_file_and_back():
 def test_a_host_that_may_launch_nothing_is_refused():
     with pytest.raises(UserError, match="run_ahead must be at least 1, found 0"):
         Host(lambda _: 1, run_ahead=0)
-
-
-def test_shared_resources_and_a_host_are_not_simulated_together():
-    schedule = parse_schedule("0F0 0B0")
-    with pytest.raises(UserError, match="found both"):
-        simulate(schedule, Costs(1, 1), Sharing(lambda *_: None, {}), Host(lambda _: 1))

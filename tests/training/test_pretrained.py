@@ -32,6 +32,8 @@ from pipeloom.training.session import resolve
 from pipeloom.training.trainer import Trainer
 from pipeloom.workload.layout import Layout
 
+SHARES = 3
+
 
 def config_of(folder, pretrained, layout, placement=None):
     config = small_run(
@@ -66,7 +68,9 @@ def folders(tmp_path_factory):
     return models, {name: save(model, folder / name) for name, model in models.items()}
 
 
-def test_logits_are_those_of_transformers_under_every_layout(folders, tmp_path):
+@pytest.mark.parametrize("share", [0, *(pytest.param(share, marks=pytest.mark.long) for share in range(1, SHARES))])
+def test_logits_are_those_of_transformers_under_every_layout(folders, tmp_path, share):
+    """A share has every layout, and every family under some of them; the shares together have all pairs."""
     models, paths = folders
     tokens = torch.randint(VOCAB, (1, SEQ_LEN), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), wide():
@@ -74,9 +78,9 @@ def test_logits_are_those_of_transformers_under_every_layout(folders, tmp_path):
     for size in (1, 2, 4):
         runs = [
             (name, config_of(tmp_path, path, layout, PLACEMENTS.get(key)))
-            for key, layout in LAYOUTS.items()
-            if layout.num_ranks == size
-            for name, path in paths.items()
+            for place, (key, layout) in enumerate(LAYOUTS.items())
+            for number, (name, path) in enumerate(paths.items())
+            if layout.num_ranks == size and (place + number) % SHARES == share
         ]
         load_data(runs[0][1].data, 0)
         by_rank = run_workers(partial(logits, [config for _, config in runs], tokens), size)
@@ -149,6 +153,27 @@ def test_an_index_with_files_elsewhere_is_refused(folder, tmp_path, capsys):
 def test_an_index_that_is_none_is_refused(folder, tmp_path, capsys, text):
     (folder / "model.safetensors.index.json").write_text(text)
     assert f"cannot read {folder / 'model.safetensors.index.json'}: " in refusal(tmp_path, folder, capsys)
+
+
+def test_an_index_that_does_not_list_the_tensors_of_its_files_is_refused(folder, tmp_path, capsys):
+    names = sorted(load_file(folder / "model.safetensors"))
+    places = dict.fromkeys([*names[1:], "model.more.weight"], "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    said = refusal(tmp_path, folder, capsys)
+    assert "the files lack model.more.weight in model.safetensors" in said
+    assert f"it does not list {names[0]} in model.safetensors" in said
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_weights_that_are_no_numbers_are_refused_by_name(folders, tmp_path, value):
+    folder = shutil.copytree(folders[1]["llama"], tmp_path / "wrong")
+    config = resolved(config_of(tmp_path, folder, LAYOUTS["one rank"]))
+    rewrite(folder, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][3].fill_(value))
+    weights = PretrainedWeights(folder, config)
+    name, values = "layers.1.feed_forward.up.weight", torch.zeros(1, 16, dtype=torch.float64)
+    weights.read(name, Box((2, 0), (1, 16)), values)
+    with pytest.raises(OSError, match=r"model\.layers\.1\.mlp\.up_proj\.weight of .* has values that are NaN or"):
+        weights.read(name, Box((3, 0), (1, 16)), values)
 
 
 def test_a_truncated_file_is_refused(folder, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Runs stages outside a step, to time them or to compile them."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -183,6 +184,20 @@ def warm_up(rehearsal: Rehearsal) -> None:
         rehearsal.in_turns(partial(run, rehearsal.clock), [first, others])
 
 
+class Turn(NamedTuple):
+    """Seconds of a run with messages around it, on the thread that computes.
+
+    Attributes:
+        run_s: of the run, with the slowdown by the threads that move messages.
+        receive_s: CPU seconds of the thread to post a receive; 0 without neighbors.
+        send_s: the same of a send.
+    """
+
+    run_s: float
+    receive_s: float
+    send_s: float
+
+
 class Exchange:
     """Messages between this rank and its neighbors in the pipeline.
 
@@ -216,22 +231,25 @@ class Exchange:
         for transfer in transfers:
             finish(transfer, self._world.timeout.total_seconds())
 
-    def around(self, run: Callable[[], object], count: int) -> list[float]:
-        """Time ``count`` runs, each with one message from and one to each neighbor, as in the steady phase of 1F1B.
-
-        Returns:
-            Seconds of each run, including the time to post messages, and the slowdown by the threads that move them.
-        """
-        times: list[float] = []
+    def around(self, run: Callable[[], object], count: int) -> list[Turn]:
+        """Time ``count`` runs, each with one message from and one to each neighbor, as in the steady phase of 1F1B."""
+        turns: list[Turn] = []
         under_way: list[UnderWay] = []
+        num_peers, device = max(1, len(self.peers)), self._world.device
         for _ in range(count):
-            begin = now(self._world.device)
+            # CPU time: waiting for a core is simulated, so it must not be in the cost.
+            posting = [time.thread_time()]
             posted = [self.receive(peer) for peer in self.peers]
+            posting.append(time.thread_time())
+            begin = now(device)
             run()
+            run_s = now(device) - begin
+            posting.append(time.thread_time())
             posted += [self.send(peer) for peer in self.peers]
-            times.append(now(self._world.device) - begin)
+            posting.append(time.thread_time())
+            turns.append(Turn(run_s, (posting[1] - posting[0]) / num_peers, (posting[3] - posting[2]) / num_peers))
             # One run later: in a step a message is under way while the next micro-batch computes.
             self.finish(*under_way)
             under_way = posted
         self.finish(*under_way)
-        return times
+        return turns

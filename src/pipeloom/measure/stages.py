@@ -1,6 +1,7 @@
 """Profiles the stages of a run: seconds of each stage, alone and while all ranks compute."""
 
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +14,7 @@ from pipeloom.cost.slices import SliceCosts
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.transport import Transport, UnderWay, finish
 from pipeloom.execute.processes.world import World
-from pipeloom.measure.rehearsal import Exchange, Rehearsal, Times
+from pipeloom.measure.rehearsal import Exchange, Rehearsal, Times, Turn
 from pipeloom.measure.stopwatch import now
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import OUT_OF
@@ -29,18 +30,22 @@ class Profile:
     """Measured costs of a run.
 
     Attributes:
-        costs: seconds of each stage, computing alone; of a transfer, while all other ranks compute; of each stage's
-            collectives, while all ranks compute.
+        costs: seconds of each stage, computing alone; of a transfer from the end of its posting, while all ranks but
+            the receiving one compute; of each stage's collectives, while all ranks compute.
         host_by_rank: host name of each pipeline rank.
         capacity_by_host: by host name, the number of ranks of one pipeline that the host could serve at full speed:
             below their number if ranks share cores, caches or memory, also with other replicas.
         slices: for each token slice its seconds in each stage; empty without token slices.
+        receive_s: to post a receive, on the thread that computes; 0 where the device computes.
+        send_s: to post a send, in the same way.
     """
 
     costs: StageCosts
     host_by_rank: tuple[str, ...]
     capacity_by_host: dict[str, float]
     slices: tuple[StageCosts, ...] = ()
+    receive_s: float = 0.0
+    send_s: float = 0.0
 
     @property
     def action_costs(self) -> ActionCosts:
@@ -65,8 +70,10 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
 
     1. its weights are all-gathered;
     2. one tensor-parallel group after the other is timed alone, with as many micro-batches in flight as in a step;
-    3. the first two ranks exchange tensors while the others compute (only for the first stage);
-    4. all ranks compute and exchange messages at once, which shows how much they slow each other down;
+    3. the second rank sends tensors to the first one, which waits for them, while it computes as all others do (only
+       for the first stage);
+    4. all ranks compute and exchange messages at once, which shows how much they slow each other down, and how long the
+       computing thread takes to post a message;
     5. the stage's collectives are timed while all ranks compute.
 
     Args:
@@ -81,22 +88,27 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
     exchange = Exchange(world, transport, rehearsal.outputs[0], layout)
     collective_s: dict[int, tuple[float, float]] = {}
     alone: dict[int, Times] = {}
-    transfer_s = expected = found = 0.0
+    shares_clock = _share_clock(world)
+    transfers: list[float] = []
+    turns: list[Turn] = []
+    expected = 0.0
     for index, stage in rehearsal.visits():
         run = partial(rehearsal.run_of(stage), rehearsal.clock)
         one, alone[index] = rehearsal.in_turns(partial(_time_alone, run, most_held(rehearsal.schedule, index)))
         load = _Load(world, run, sum(one))
         if len(alone) == 1:  # messages have the same shape at every stage boundary
             takes_part = exchange.place <= 1 and layout.coordinates(world.rank).data == 0
-            transfer_s = _time_transfer(exchange, load, takes_part=takes_part) if exchange.peers else 0.0
+            time_transfers = _time_one_way if shares_clock else _time_there_and_back
+            transfers = time_transfers(exchange, load, takes_part=takes_part) if exchange.peers else []
         # Ranks that share cores slow each other down by a factor of up to their number; half of it is assumed.
         count = max(1, load.num_runs(_CROWD_S / len(rehearsal.stages) / max(1, world.size / 2)))
         world.wait_for_all()
-        times = exchange.around(run, count)
+        turns += exchange.around(run, count)
         collective_s[index] = _time_collectives(rehearsal, clock, index, load)
-        expected += len(times) * load.run_s
-        found += sum(times)
-    part = _Part(socket.gethostname(), alone, found / expected, transfer_s, collective_s)
+        expected += count * load.run_s
+    slowdown = sum(turn.run_s for turn in turns) / expected
+    posts = median(turn.receive_s for turn in turns), median(turn.send_s for turn in turns)
+    part = _Part(socket.gethostname(), alone, slowdown, transfers, posts, collective_s)
     parts: list[_Part] | None = world.gather(part)
     return None if parts is None else _joined(parts, layout.pipelines()[0], world.device.type == "cuda")
 
@@ -109,14 +121,16 @@ class _Part:
         host: its name.
         alone: times by stage, computing alone.
         slowdown: factor by which stages are slower while all ranks compute.
-        transfer_s: seconds of a message.
+        transfers: as ``_time_one_way`` returns them.
+        posts: seconds to post a receive and a send.
         collective_s: by stage, seconds of weight gather and gradient reduction.
     """
 
     host: str
     alone: dict[int, Times]
     slowdown: float
-    transfer_s: float
+    transfers: list[float]
+    posts: tuple[float, float]
     collective_s: dict[int, tuple[float, float]]
 
 
@@ -133,8 +147,20 @@ def _joined(parts: Sequence[_Part], pipeline: Sequence[int], has_own_device: boo
         # n ranks with a mean slowdown s do the work of n / s ranks.
         served = num_ranks if has_own_device else min(num_ranks, num_ranks * num_ranks / sum(slowdowns))
         capacity[host] = served * hosts.count(host) / num_ranks  # this pipeline's share among the replicas
-    around = StageCosts((), (), own[0].transfer_s, unshard_s, reduce_s)
-    return Profile(timed(around, times), tuple(hosts), capacity)
+    around = StageCosts((), (), _transfer_s(own), unshard_s, reduce_s)
+    # Only on a CPU does the thread that posts messages also compute.
+    has_posts = len(own) > 1 and not has_own_device
+    receive_s, send_s = map(mean, zip(*(part.posts for part in own), strict=True)) if has_posts else (0.0, 0.0)
+    return Profile(timed(around, times), tuple(hosts), capacity, receive_s=receive_s, send_s=send_s)
+
+
+def _transfer_s(own: Sequence[_Part]) -> float:
+    """Mean seconds of a message between the first two ranks; 0 in a pipeline of one rank."""
+    if len(own) < 2:
+        return 0.0
+    # Without the first ones, which warm up connections and caches. A message may arrive before its posting has ended.
+    both = list(zip(own[0].transfers, own[1].transfers, strict=True))[len(own[0].transfers) // 4 :]
+    return mean(max(0.0, arrived_s - sent_s) for arrived_s, sent_s in both)
 
 
 def _time_alone(run: Callable[..., Times], held: int) -> tuple[Times, Times]:
@@ -163,24 +189,58 @@ class _Load:
         return round(total_s / run_s)
 
 
-def _time_transfer(exchange: Exchange, load: _Load, *, takes_part: bool) -> float:
-    """Seconds of one message between the first two ranks: half of a round trip, while all other ranks compute.
+def _share_clock(world: World) -> bool:
+    """Whether all ranks are processes on the CPUs of one host, so that their clocks are one. Collective."""
+    hosts = world.gather(socket.gethostname())
+    return world.device.type == "cpu" and bool(world.from_first(hosts is not None and len(set(hosts)) == 1))
 
-    0 on other ranks. On busy cores a message is received late, so the time on an idle host would be too short.
+
+def _time_one_way(exchange: Exchange, load: _Load, *, takes_part: bool) -> list[float]:
+    """Time messages from the second rank, which computes on, to the first one, which only waits for them.
+
+    As an exposed message of a step: its sender's core, and those of other ranks, are busy with compute.
+
+    Returns:
+        On the first rank when each message has arrived, on the second one when its posting has ended, in seconds of the
+        host's clock; on other ranks an empty list.
+    """
+    count = max(_MESSAGES // 2, load.num_runs(_CROWD_S / 2))  # the same on all ranks
+    marks: list[float] = []
+    under_way: list[UnderWay] = []
+    for _ in range(count):
+        if takes_part and exchange.place == 0:
+            exchange.finish(exchange.receive(1))
+            marks.append(time.perf_counter())
+            continue
+        load.run()
+        if takes_part:
+            exchange.finish(*under_way)
+            under_way = [exchange.send(0)]
+            marks.append(time.perf_counter())
+    if under_way:
+        load.run()  # beside the last message
+        exchange.finish(*under_way)
+    return marks
+
+
+def _time_there_and_back(exchange: Exchange, load: _Load, *, takes_part: bool) -> list[float]:
+    """Time messages between the first two ranks: half of a round trip, while all other ranks compute.
+
+    Returns:
+        Seconds of each message on the first rank, zeros on the second one, an empty list elsewhere.
     """
     num_runs = max(1, load.num_runs(_CROWD_S / 2))  # the same on all ranks, since tensor-parallel ranks run together
     if not takes_part:
         for _ in range(num_runs):
             load.run()
-        return 0.0
+        return []
     times: list[float] = []
     for _ in range(_MESSAGES):
         begin = now(load.world.device)
         for act in (exchange.send, exchange.receive) if exchange.place == 0 else (exchange.receive, exchange.send):
             exchange.finish(act(1 - exchange.place))
         times.append((now(load.world.device) - begin) / 2)
-    # Without the first ones, which warm up connections and caches.
-    return mean(times[_MESSAGES // 4 :])
+    return times if exchange.place == 0 else [0.0] * _MESSAGES
 
 
 def _time_collectives(rehearsal: Rehearsal, clock: Clock, stage: int, load: _Load) -> tuple[float, float]:

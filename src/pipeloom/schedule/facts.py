@@ -248,6 +248,15 @@ class Facts:
         return Graph(self)
 
 
+def followers_of(waits: Ints) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """``Graph.followers`` of a table of waits: [nodes, w], negative for none."""
+    waiting, column = np.nonzero(waits >= 0)
+    needed = waits[waiting, column]
+    order = np.argsort(needed, kind="stable")
+    begin = np.searchsorted(needed[order], np.arange(len(waits) + 1))
+    return begin, waiting[order]
+
+
 class Graph:
     """The dependency graph: which nodes must end before a node starts (see the module's docstring).
 
@@ -289,11 +298,7 @@ class Graph:
     @cached_property
     def followers(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """The nodes that wait for each node: those of node ``n`` are ``nodes[begin[n] : begin[n + 1]]``."""
-        waiting, column = np.nonzero(self.waits >= 0)
-        needed = self.waits[waiting, column]
-        order = np.argsort(needed, kind="stable")
-        begin = np.searchsorted(needed[order], np.arange(self.num_nodes + 1))
-        return begin, waiting[order]
+        return followers_of(self.waits)
 
     def times(self, seconds: Seconds) -> tuple[Seconds, Seconds]:
         """Starts and ends if every node starts when all that it waits for has ended; -1 on or behind a cycle."""

@@ -34,7 +34,7 @@ from pipeloom.system.files import MOST_RECORD_BYTES, parse_json, read_text
 from pipeloom.terminal.words import count
 from pipeloom.training.checkpoints.boxes import Box
 from pipeloom.training.checkpoints.contents import check_start, parameter_shapes
-from pipeloom.training.checkpoints.planner import differences
+from pipeloom.training.checkpoints.planner import differences, listed
 from pipeloom.workload.dtypes import Dtype
 from pipeloom.workload.model import model_settings, other_settings
 
@@ -130,12 +130,16 @@ class PretrainedWeights:
             values: takes the elements, in the shape of the box.
 
         Raises:
-            OSError: a file cannot be read, or has two matrices where the model has one.
+            OSError: a file cannot be read, or has two matrices where the model has one, or NaN or infinite values.
         """
         place = self._places[name]
         for part, own in _blocks(box, values):
             found = self._elements(place.tensor, place, part)
             own.copy_(found)
+            # Before the first step, whose loss would be NaN without naming a cause.
+            if not own.isfinite().all():
+                stored = self._stored[place.tensor]
+                raise OSError(f"{place.tensor} of {stored.file} has values that are NaN or infinite")
             twin = self._twin if name == TIED_NAME else None
             if twin is not None and not torch.equal(self._elements(twin, place, part), found):
                 raise OSError(
@@ -251,11 +255,13 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a folder's safetensors files by name.
 
     Raises:
-        UserError: there are none, or a file cannot be read or is missing.
+        UserError: there are none, a file cannot be read or is missing, or has other tensors than the index says.
     """
     index, single = folder / WEIGHTS_INDEX, folder / WEIGHTS
+    places: set[tuple[str, str]] | None = None
     if index.is_file():
-        files = _indexed_files(index)
+        places = _index_entries(index)
+        files = [index.with_name(name) for name in sorted({name for _, name in places})]
     elif single.is_file():
         files = [single]
     else:
@@ -263,27 +269,38 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         hint = f", only {', '.join(pickles)}: pickles, which can run code; convert them" if pickles else ""
         raise UserError(f"expected {WEIGHTS} or {WEIGHTS_INDEX} in {folder}, found neither{hint}")
     found: dict[str, StoredTensor] = {}
+    entries = set[tuple[str, str]]()
     for file in files:
         try:
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  not a mapping
                     one = opened.get_slice(name)
                     found[name] = StoredTensor(file, tuple(one.get_shape()), one.get_dtype())
+                    entries.add((name, file.name))
         except (SafetensorError, OSError) as error:
             raise UserError(f"cannot read the weights {file}: {reason_of(error)}") from None
+    if places is not None and places != entries:
+        # A loader that follows the index would leave out what it does not list.
+        sorts = {"the files lack": places - entries, "it does not list": entries - places}
+        problems = [
+            f"{sort} {listed([f'{name} in {file}' for name, file in sorted(wrong)])}"
+            for sort, wrong in sorts.items()
+            if wrong
+        ]
+        raise UserError("\n  - ".join([f"{index} does not list the tensors of its files:", *problems]))
     return found
 
 
-def _indexed_files(index: Path) -> list[Path]:
-    """The files that an index names, all in its folder."""
+def _index_entries(index: Path) -> set[tuple[str, str]]:
+    """The tensors that an index lists, each with its file, which is in the folder of the index."""
     text = read_text(index)
     try:
         tree = parse_json(text)
     except UserError as error:
         raise UserError(f"cannot read {index}: {error}") from None
     places = tree.get("weight_map") if isinstance(tree, dict) else None
-    names = set(map(str, places.values())) if isinstance(places, dict) else set()
+    entries = {(str(name), str(file)) for name, file in places.items()} if isinstance(places, dict) else set()
     # A name with a folder in it could be any file of the host.
-    if not names or any(Path(name).name != name or not name.endswith(_ENDING) for name in names):
+    if not entries or any(Path(name).name != name or not name.endswith(_ENDING) for _, name in entries):
         raise UserError(f"cannot read {index}: expected a weight_map from tensors to *{_ENDING} files of its folder")
-    return [index.with_name(name) for name in sorted(names)]
+    return entries

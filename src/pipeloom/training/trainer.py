@@ -23,10 +23,10 @@ from pipeloom.runs import run_folder
 from pipeloom.runs.run_folder import RunFolder
 from pipeloom.runs.traced_step import median_step, traced_candidates
 from pipeloom.schedule import Action, Schedule
-from pipeloom.schedule.kinds import COMPUTE_KINDS
-from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
+from pipeloom.schedule.kinds import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS, TIED_RECEIVE_KINDS, TIED_SEND_KINDS
+from pipeloom.schedule.lanes import FROM_HOST_LANE, HOST_LANE, TO_HOST_LANE
 from pipeloom.schedule.stage_swaps import defers_updates
-from pipeloom.simulation import Sharing, simulate
+from pipeloom.simulation import Host, Sharing, simulate
 from pipeloom.terminal.words import count, seconds
 from pipeloom.trace import Trace, merge, to_chrome
 from pipeloom.training.checkpoints.checkpoint import Checkpoints
@@ -451,9 +451,22 @@ def _bubble_fraction(trace: Trace | None) -> float | None:
 
 
 def simulate_profile(schedule: Schedule, profile: Profile) -> Trace:
-    """Simulate a schedule with profiled costs; ranks of one host slow each other down as measured."""
+    """Simulate a schedule with profiled costs; ranks of one host slow each other down as measured.
+
+    On a CPU the thread that computes also posts the messages, for which it uses the cores, too. The trace has no
+    launches, as that of a measured step.
+    """
 
     def host(action: Action, rank: int) -> Hashable | None:
         return profile.host_by_rank[rank] if action.kind in COMPUTE_KINDS else None
 
-    return simulate(schedule, profile.action_costs, Sharing(host, profile.capacity_by_host))
+    def post_s(action: Action) -> float:
+        if action.kind in RECEIVE_KINDS | TIED_RECEIVE_KINDS:
+            return profile.receive_s
+        return profile.send_s if action.kind in SEND_KINDS | TIED_SEND_KINDS else 0.0
+
+    sharing = Sharing(host, profile.capacity_by_host)
+    posting = Host(post_s, run_ahead=1, resource_of=lambda rank: profile.host_by_rank[rank])
+    is_posted = profile.receive_s > 0 or profile.send_s > 0
+    trace = simulate(schedule, profile.action_costs, sharing, posting if is_posted else None)
+    return Trace(trace.spans.take(~trace.spans.on(HOST_LANE.name)), trace.num_ranks)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -317,25 +317,32 @@ class Checkpoints:
     def _held(self, *, is_shared_out: bool) -> dict[str, Elements]:
         """This rank's elements by key; with ``is_shared_out``, only its share of those that other ranks hold too."""
         found: dict[str, Elements] = {}
-        parallel, alone = self._data_parallel, (0, 1)
-        share = parallel.copy_share if is_shared_out else alone
-        for weights in parallel.weights.values():
-            for prefix, held, begin in self._buffers(weights) if weights.order.size else ():
-                values = held if self._store is None else self._store.at_rest(held)
-                own = _share_of(weights.begin, weights.shard.numel(), share)
-                found |= self._elements(weights.order, (prefix, values, begin), own, is_shared_out=is_shared_out)
-            if (frozen := weights.frozen) is not None:
-                # Without full sharding every replica holds all of them.
-                among = parallel.copy_share if frozen.is_sharded else parallel.replica_share
-                own = _share_of(frozen.begin, frozen.shard.numel(), among if is_shared_out else alone)
-                values = frozen.shard if self._store is None else self._store.at_rest(frozen.shard)
-                buffer = MODEL, values, frozen.begin
-                found |= self._elements(frozen.order, buffer, own, is_shared_out=is_shared_out)
-            if share[0] == 0:
+        for weights in self._data_parallel.weights.values():
+            for segment in self._segments(weights):
+                own = _share_of(segment.begin, segment.size, segment.among if is_shared_out else (0, 1))
+                for prefix, held, begin in segment.buffers:
+                    buffer = prefix, self._at_rest(held), begin
+                    found |= self._elements(segment.order, buffer, own, is_shared_out=is_shared_out)
+            if not is_shared_out or self._data_parallel.copy_share[0] == 0:
                 for key, held in self._of_matrices(weights):
-                    values, shape = held if self._store is None else self._store.at_rest(held), tuple(held.shape)
-                    found[key] = Elements(values.view(-1), shape, (0,) * len(shape), shape, 0)
+                    shape = tuple(held.shape)
+                    found[key] = Elements(self._at_rest(held).view(-1), shape, (0,) * len(shape), shape, 0)
         return found
+
+    def _at_rest(self, held: Tensor) -> Tensor:
+        return held if self._store is None else self._store.at_rest(held)
+
+    def _segments(self, weights: StageWeights) -> Iterator["_Segment"]:
+        """The trained and the frozen parameters of a stage, as far as it has some."""
+        parallel = self._data_parallel
+        if weights.order.size:
+            buffers = list(self._buffers(weights))
+            yield _Segment(weights.order, weights.begin, weights.shard.numel(), parallel.copy_share, buffers)
+        if (frozen := weights.frozen) is not None:
+            # Without full sharding every replica holds all of them.
+            among = parallel.copy_share if frozen.is_sharded else parallel.replica_share
+            buffers = [(MODEL, frozen.shard, frozen.begin)]
+            yield _Segment(frozen.order, frozen.begin, frozen.shard.numel(), among, buffers)
 
     def _elements(
         self, order: FlatOrder, buffer: tuple[str, Tensor, int], own: range, *, is_shared_out: bool
@@ -375,6 +382,23 @@ class Checkpoints:
             if part.name is not None:
                 for name in self._config.optimizer.rule.state_shapes(part.name, tuple(part.parameter.shape)):
                     yield state_prefix(name) + part.name, self._optimizer.state[part.parameter][name]
+
+
+class _Segment(NamedTuple):
+    """What a rank holds of some parameters of a stage.
+
+    Attributes:
+        order: of the parameters in the segment's flat buffer.
+        begin, size: of the rank's shard in it.
+        among: index of this rank among those that hold the same shard, and their number.
+        buffers: flat tensors of the shard: prefix of their keys, tensor, index of its first element.
+    """
+
+    order: FlatOrder
+    begin: int
+    size: int
+    among: tuple[int, int]
+    buffers: list[tuple[str, Tensor, int]]
 
 
 def _share_of(begin: int, size: int, share: tuple[int, int]) -> range:

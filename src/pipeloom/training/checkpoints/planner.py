@@ -113,7 +113,7 @@ def differences(expected: Shapes, stored: Shapes) -> list[str]:
         "nothing here has the name of": sorted(stored.keys() - expected.keys()),
         "it has another shape for": shapes,
     }
-    return [f"{sort} {_listed(names)}" for sort, names in sorts.items() if names]
+    return [f"{sort} {listed(names)}" for sort, names in sorts.items() if names]
 
 
 def stored_shapes(metadata: Metadata) -> Shapes:
@@ -128,6 +128,7 @@ def _as_shape(shape: tuple[int, ...] | None) -> str:
     return "no tensor" if shape is None else str(list(shape))
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Names in a message; of many the first ones."""
     more = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
