@@ -225,5 +225,5 @@ def _explain(plan: Plan, searching: Search, best: SimulatedStep, count: int, dea
         plan.rivals.clear()
         plan.rivals.extend(rivals(searching, question, best, deadline))
     plan.changes.extend(changes(question, best, deadline))
-    plan.advice.extend(on_one_stage(searching, question, plan.steps, plan.error_bar, deadline))
+    plan.advice.extend(on_one_stage(searching, plan.steps, plan.error_bar, deadline))
     plan.advice.extend(advice(question, best, plan.rivals, plan.changes, bar=plan.error_bar, deadline=deadline))
