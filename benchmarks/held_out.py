@@ -1,17 +1,19 @@
-"""How good predictions are on rows that no calibration has seen: the table of docs/accuracy.md, computed anew.
+"""How good predictions are on rows that no calibration has seen: the tables of docs/accuracy.md, computed anew.
 
-    python benchmarks/held_out.py TABLE.csv [PART ...] [--write]
+    python benchmarks/held_out.py [TABLE.csv ...] [PART ...] [--write]
 
-Each line fits a program, from general values, on some rows of a table of measurements, as ``pipeloom validate --fit``
-does, and predicts others. A PART keeps the lines whose name contains it. Some minutes for all of them. ``--write``
-writes the error bars of the catalog (``pipeloom.catalog.accuracy``): for each program those of all its lines together,
-and for each device those of the general values on all of its rows.
+First the errors of the programs as shipped. Then each line fits a program, from general values, on some rows, as
+``pipeloom validate --fit`` does, and predicts others: by model, by number of devices, by sequence length. The last
+lines leave out all rows of a program, or of a device: they are predicted by the general program, with efficiencies that
+are fitted on the others. Two baselines are fitted on the same rows. Without a table, the published measurements beside
+the checkout. A PART keeps the lines whose program's name contains it. Some minutes for all of them. ``--write`` writes
+the error bars of the catalog (``pipeloom.catalog.accuracy``).
 """
 
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from itertools import combinations
 from pathlib import Path
@@ -23,10 +25,27 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from pipeloom.accuracy.compare import Outcome, cluster_of, compare, measure, program_of, rankings
+from pipeloom.accuracy.baselines import constant_mfu, log_linear, mean_error
+from pipeloom.accuracy.compare import Outcome, compare, measure, rankings
+from pipeloom.accuracy.disturbed import disturbed
 from pipeloom.accuracy.fit import first_guess, fit
+from pipeloom.accuracy.programs import DEFAULT_SOFTWARE, cluster_of, program_of
 from pipeloom.accuracy.rows import Group, Row, read_rows
+from pipeloom.catalog import CLUSTERS, load_software
+from pipeloom.cost.placed import Placed
+from pipeloom.cost.software import Software
 
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+TABLES = (SHARED / "measured.csv", SHARED / "modern.csv")
+MOST_FITTED = 40
+"""Rows of a fit, evenly spaced in the table, so that it takes seconds."""
+MOST_EACH = 6
+"""Rows of each program in a fit of general efficiencies."""
+GENERAL_NAMES = (
+    *("matmul", "kernel", "memory", "batched_matmul", "flash1", "flash2", "accumulation_bytes", "launch"),
+    *("tensor_bus", "data_bus", "collective_s"),
+)
+"""Efficiencies that all programs share enough for a fit."""
 ACCURACY = Path(__file__).parents[1] / "src" / "pipeloom" / "catalog" / "accuracy.toml"
 
 T = TypeVar("T")
@@ -50,48 +69,49 @@ class Split:
     is_held_out: Choice
 
 
-def _models(program: str, first: str, second: str) -> Iterator[Split]:
-    for one, other in ((first, second), (second, first)):
-        yield Split(program, one, other, _is_model(one), _is_model(other))
-
-
-def _is_model(name: str) -> Choice:
-    return lambda row: row.run.shape.name == name
-
-
 def _otherwise(program: str, fitted: str, held_out: str, choice: Choice) -> Split:
     return Split(program, fitted, held_out, choice, lambda row: not choice(row))
 
 
-def splits() -> list[Split]:
-    """Every line of the table: by model where a set has two, otherwise by what another model would change."""
-    found = [*_models("zero-bubble", "gpt-1.5b", "gpt-6.2b"), *_models("vtrain-multi", "gpt-3.6b", "gpt-18.4b")]
-    for program in ("scaling-2023a", "scaling-2023b"):
-        found += [
-            _otherwise(program, "2,048 tokens", "8,192 tokens", lambda row: row.run.seq == 2048),
-            _otherwise(program, "8,192 tokens", "2,048 tokens", lambda row: row.run.seq == 8192),
-            _otherwise(program, "micro-batch 1", "above", lambda row: row.run.micro_batch == 1),
-            _otherwise(program, "micro-batch above 1", "1", lambda row: row.run.micro_batch > 1),
-            _otherwise(program, "tp 1 and 2", "tp 4 and 8", lambda row: row.run.tp <= 2),
-        ]
-    found += [
-        _otherwise("megatron-2021", "all but 18B and 22B", "18B and 22B", lambda row: row.run.shape.hidden < 6144),
-        _nanotron("8 devices", "16 devices", 0, 8, 16),
-        _nanotron("up to 16 devices", "32 devices", 0, 16, 32),
-        _nanotron("up to 16 devices", "64 devices", 0, 16, 64),
-        _otherwise("vtrain-single", "hidden size 2,048", "1,024", lambda row: row.run.shape.hidden == 2048),
-    ]
+def splits(rows: Sequence[Row]) -> list[Split]:
+    """Every line of the table: by model where a program has several, else by sequence length; and by devices."""
+    found: list[Split] = []
+    for program in sorted({program_of(row)[0] for row in rows} - {DEFAULT_SOFTWARE}):
+        own = [row for row in rows if program_of(row)[0] == program and row.is_ok and row.step_time_s is not None]
+        if own:
+            found += _split_by(program, "model", own, lambda row: row.run.shape.name) or _split_by(
+                program, "tokens", own, lambda row: row.run.seq
+            )
+            found += _by_devices(program, own)
     return found
 
 
-def _nanotron(fitted: str, held_out: str, above: int, most: int, tested: int) -> Split:
-    return Split(
-        "nanotron",
-        fitted,
-        held_out,
-        lambda row: above < row.run.num_devices <= most,
-        lambda row: row.run.num_devices == tested,
-    )
+def _split_by(program: str, what: str, rows: Sequence[Row], key: Callable[[Row], Any]) -> list[Split]:
+    """Two halves of the values of a key, each fitted once; none with a single value."""
+    values = sorted({key(row) for row in rows})
+    halves = [set(values[number::2]) for number in (0, 1)]
+    if len(values) < 2:
+        return []
+    names = [
+        f"{what} {'/'.join(map(str, sorted(half)))}" if len(half) < 3 else f"{len(half)} {what}s" for half in halves
+    ]
+    return [
+        Split(program, names[one], names[1 - one], _is_in(key, halves[one]), _is_in(key, halves[1 - one]))
+        for one in (0, 1)
+    ]
+
+
+def _is_in(key: Callable[[Row], Any], values: set[Any]) -> Choice:
+    return lambda row: key(row) in values
+
+
+def _by_devices(program: str, rows: Sequence[Row]) -> list[Split]:
+    """Fitted on fewer devices than half of the rows have, predicted on more."""
+    counts = sorted(row.run.num_devices for row in rows)
+    limit = counts[(len(counts) - 1) // 2]
+    if limit == counts[-1]:
+        return []
+    return [_otherwise(program, f"up to {limit} devices", "more", lambda row: row.run.num_devices <= limit)]
 
 
 @dataclass(frozen=True)
@@ -103,6 +123,7 @@ class Held:
         device: of the rows.
         num_fitted: rows that were fitted.
         before, after: predictions of the held-out rows with general values, and with those that were fitted.
+        mfu_error, regression_error: mean errors of the baselines, fitted on the same rows.
     """
 
     split: Split
@@ -110,31 +131,98 @@ class Held:
     num_fitted: int
     before: tuple[Outcome, ...]
     after: tuple[Outcome, ...]
+    mfu_error: float = 0.0
+    regression_error: float = 0.0
 
 
-def held_out(split: Split, rows: list[Row]) -> Held:
+def held_out(split: Split, rows: Sequence[Row]) -> Held:
     """Fit one part of a split and predict the other."""
     own = [row for row in rows if program_of(row)[0] == split.program]
-    fitted = [row for row in own if split.is_fitted(row) and row.is_ok and row.step_time_s is not None]
-    if split.program == "vtrain-single":
-        fitted = fitted[::5]
-    tested = [row for row in own if split.is_held_out(row)]
+    measured = [row for row in own if split.is_fitted(row) and row.is_ok and row.step_time_s is not None]
+    fitted, tested = thinned(measured, MOST_FITTED), [row for row in own if split.is_held_out(row)]
     start = first_guess(program_of(fitted[0])[1])
-    cluster = cluster_of(fitted[0], start)
-    result = fit(fitted, cluster, start)
-    before, after = (compare(tested, cluster, program).outcomes for program in (start, result.software))
-    return Held(split, cluster.device.name, len(fitted), before, after)
+    result = fit(fitted, cluster_of(fitted[0], start), start, (), _placed)
+    return _held(split, fitted, tested, start, replace(result.software, cluster=start.cluster))
+
+
+def thinned(rows: Sequence[T], most: int) -> list[T]:
+    """At most ``most`` rows, evenly spaced."""
+    return [rows[number * len(rows) // most] for number in range(most)] if len(rows) > most else list(rows)
+
+
+def _placed(row: Row, program: Software) -> Placed:
+    return Placed(row.run, cluster_of(row, program), program)
+
+
+def _held(split: Split, fitted: Sequence[Row], tested: Sequence[Row], start: Software, end: Software) -> Held:
+    before, after = (predicted(tested, program) for program in (start, end))
+    timed = [outcome.row for outcome in after if outcome.error is not None]
+    baselines = [constant_mfu(fitted, _peak), log_linear(fitted)]
+    return Held(split, tested[0].device, len(fitted), before, after, *(mean_error(timed, each) for each in baselines))
+
+
+def predicted(rows: Iterable[Row], program: Software) -> tuple[Outcome, ...]:
+    """Predictions with a program, each row on its own cluster."""
+    return compare(rows, None, program).outcomes
+
+
+def _peak(row: Row) -> float:
+    return cluster_of(row, program_of(row)[1]).device.peak_flops_per_s[row.run.precision]
+
+
+def left_out(name: str, is_out: Choice, rows: Sequence[Row]) -> Held | None:
+    """The general program, fitted on rows of every program but those that are left out; ``None`` without any."""
+    parts: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if not is_out(row) and row.is_ok and row.step_time_s is not None:
+            parts[program_of(row)[0]].append(row)
+    fitted = [row for part in parts.values() for row in thinned(part, MOST_EACH)]
+    tested = [row for row in rows if is_out(row)]
+    facts = {program: load_software(program) for program in parts}
+    start = first_guess(load_software(DEFAULT_SOFTWARE))
+    split = Split(DEFAULT_SOFTWARE, "all others", name, lambda row: not is_out(row), is_out)
+    if not fitted or not tested:
+        return None
+
+    def placed(row: Row, program: Software) -> Placed:
+        own = facts[program_of(row)[0]]
+        return Placed(row.run, cluster_of(row, own), replace(own, efficiency=program.efficiency))
+
+    result = fit(fitted, cluster_of(fitted[0], start), start, GENERAL_NAMES, placed)
+    return _held(split, fitted, tested, start, replace(result.software, cluster=start.cluster))
+
+
+def left_out_lines(rows: Sequence[Row], parts: Sequence[str] = ()) -> Iterator[Held]:
+    """A line for each program that is left out, and for each device."""
+    names = sorted({program_of(row)[0] for row in rows})
+    devices = sorted({row.device for row in rows})
+    choices = [(name, _is_in(lambda row: program_of(row)[0], {name})) for name in names]
+    choices += [(device, _is_in(lambda row: row.device, {device})) for device in devices]
+    for name, is_out in choices:
+        if not parts or any(part in name for part in parts):
+            held = left_out(name, is_out, rows)
+            if held is not None and _timed(held.after):
+                yield held
 
 
 def cells(held: Held) -> list[str]:
     """A line of the table."""
+    odd = disturbed(outcome.row for outcome in held.after)
     before, after = measure(held.before), measure(held.after)
-    shares = (before.mean_abs_error, after.mean_abs_error, after.bias)
+    quiet = measure([outcome for outcome in held.after if id(outcome.row) not in odd])
+    shares = (before.mean_abs_error, after.mean_abs_error, quiet.mean_abs_error, after.bias)
     ranks = "-" if after.rank_correlation is None else f"{after.rank_correlation:.3f}"
-    regret = "-" if after.mean_top1_regret is None else f"{after.mean_top1_regret:.1%}"
+    regrets = ["-" if share is None else f"{share:.1%}" for share in (quiet.mean_top1_regret, quiet.mean_top3_regret)]
     split = held.split
     counts = [str(held.num_fitted), split.held_out, str(after.timed_rows)]
-    return [split.program, split.fitted, *counts, *(f"{share or 0:.1%}" for share in shares), ranks, regret]
+    simple = [f"{share:.0%}" for share in (held.mfu_error, held.regression_error)]
+    return [split.program, split.fitted, *counts, *(f"{share or 0:.1%}" for share in shares), ranks, *regrets, *simple]
+
+
+COLUMNS = (
+    *("program", "fitted on", "rows", "predicted", "rows", "unfitted", "error", "undisturbed", "bias", "ranks"),
+    *("regret", "of 3", "constant MFU", "regression"),
+)
 
 
 class Pair(NamedTuple):
@@ -227,7 +315,7 @@ def programs(answers: Sequence[Held]) -> list[dict[str, Any]]:
         entries.append(
             {
                 "program": name,
-                "device": own[0].device,
+                "device": CLUSTERS[load_software(name).cluster].device.name,
                 "predictions": sum(len(_timed(part)) for part in parts),
                 "splits": [f"{held.split.fitted} -> {held.split.held_out}" for held in own],
                 **errors_of(parts, regrets),
@@ -236,13 +324,20 @@ def programs(answers: Sequence[Held]) -> list[dict[str, Any]]:
     return entries
 
 
-def general(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """For each device the errors of the general values on all rows; every program counts as much as another."""
+def general(rows: Sequence[Row], answers: Sequence[Held] = ()) -> list[dict[str, Any]]:
+    """For each device the errors of the general program on all rows; every program counts as much as another.
+
+    Args:
+        rows: the table.
+        answers: of ``left_out``, for every program; one that is missing is predicted without a fit.
+    """
     found: dict[str, dict[str, list[Outcome]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        name, program = program_of(row)
-        start = first_guess(program)
-        found[row.device][name] += compare([row], cluster_of(row, start), start).outcomes
+    by_name = {held.split.held_out: held.after for held in answers}
+    for name in sorted({program_of(row)[0] for row in rows}):
+        own = [row for row in rows if program_of(row)[0] == name]
+        start = first_guess(program_of(own[0])[1])
+        for outcome in by_name.get(name) or predicted(own, start):
+            found[outcome.row.device][name].append(outcome)
     entries = []
     for device, parts in sorted(found.items()):
         means = {
@@ -251,17 +346,16 @@ def general(rows: Sequence[Row]) -> list[dict[str, Any]]:
             if (error := measure(part).mean_abs_error) is not None
         }
         regrets = [ranking.regret for part in parts.values() for ranking in rankings(part)]
-        entries.append(
-            {"device": device, **errors_of(list(parts.values()), regrets, is_weighted=True), "mean_abs_error_of": means}
-        )
+        timed = [part for part in parts.values() if _timed(part)]
+        entries.append({"device": device, **errors_of(timed, regrets, is_weighted=True), "mean_abs_error_of": means})
     return entries
 
 
 HEAD = """\
 # Errors of predictions, as fractions of the measured step time, for `planner/error_bar.py`. Written by the command
 # below, not by hand. [[program]]: held-out rows, which the fit that predicted them did not use, of all splits together;
-# [[general]]: the general efficiencies, which are not fitted, on all rows of a device, with equal weight for every
-# program.
+# [[general]]: the general program on all rows of a device, fitted without the program of the row, with equal weight for
+# every program.
 
 """
 
@@ -274,30 +368,55 @@ def write(table: Path, rows: Sequence[Row], answers: Sequence[Held], file: Path 
         "rows": len(rows),
         "date": str(date.today()),
     }
-    values = {"provenance": provenance, "program": programs(answers), "general": general(rows)}
+    calibrated = [held for held in answers if held.split.program != DEFAULT_SOFTWARE]
+    others = [held for held in answers if held.split.program == DEFAULT_SOFTWARE]
+    values = {"provenance": provenance, "program": programs(calibrated), "general": general(rows, others)}
     file.write_text(HEAD + tomli_w.dumps(values), encoding="utf-8")
 
 
 def main(words: list[str]) -> None:
     """Compute and print the selected lines."""
-    table, parts = Path(words[0]), [word for word in words[1:] if word != "--write"]
+    tables = [Path(word) for word in words if word.endswith(".csv")] or list(TABLES)
+    parts = [word for word in words if not word.endswith(".csv") and word != "--write"]
     if parts and "--write" in words:
         sys.exit("--write needs every line: leave out " + ", ".join(parts))
-    rows = read_rows(table)
-    chosen = [split for split in splits() if not parts or any(part in split.program for part in parts)]
-    console = Console(width=150)
+    rows = [row for table in tables for row in read_rows(table)]
+    console = Console(width=200)
+    print_shipped(console, rows)
     answers = []
-    for split in chosen:
-        answers.append(held_out(split, rows))
-        error = measure(answers[-1].after).mean_abs_error or 0
-        console.print(f"{split.program}: {split.fitted} -> {split.held_out}: {error:.1%}")
-    lines = Table("program", "fitted on", "rows", "predicted", "rows", "unfitted", "error", "bias", "ranks", "regret")
+    for split in splits(rows):
+        if not parts or any(part in split.program for part in parts):
+            answers.append(held_out(split, rows))
+            console.print(f"{split.program}: {split.fitted} -> {split.held_out}: {_mean(answers[-1]):.1%}")
+    for held in left_out_lines(rows, parts):
+        answers.append(held)
+        console.print(f"general, without {held.split.held_out}: {_mean(held):.1%}")
+    lines = Table(*COLUMNS)
     for held in answers:
         lines.add_row(*cells(held))
     console.print(lines)
     if "--write" in words:
-        write(table, rows, answers)
+        write(Path(" and ".join(table.name for table in tables)), rows, answers)
         console.print(f"written to {ACCURACY}")
+
+
+def print_shipped(console: Console, rows: Sequence[Row]) -> None:
+    """The errors of the programs as shipped, by set, and without disturbed runs."""
+    answer = compare(rows)
+    lines = Table("as shipped", "timed", "error", "undisturbed", "bias", "regret", "of 3")
+    quiet = answer.undisturbed.by_set
+    for name, part in {"all": measure(answer.outcomes), **answer.by_set}.items():
+        if "/" not in name and part.timed_rows:
+            less = measure(answer.undisturbed.outcomes) if name == "all" else quiet[name]
+            shares = (part.mean_abs_error, less.mean_abs_error, part.bias, less.mean_top1_regret, less.mean_top3_regret)
+            lines.add_row(name, str(part.timed_rows), *("-" if share is None else f"{share:.1%}" for share in shares))
+    console.print(lines)
+    for reason, number in answer.skipped.items():
+        console.print(f"{number} rows not predicted: {reason}")
+
+
+def _mean(held: Held) -> float:
+    return measure(held.after).mean_abs_error or 0.0
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.accuracy.compare import cluster_of, compare, measure, program_of
+from pipeloom.accuracy.compare import compare, measure
+from pipeloom.accuracy.programs import cluster_of, program_of
 from pipeloom.accuracy.rows import read_rows
 from pipeloom.catalog import load_cluster
 from pipeloom.errors import UserError
@@ -21,8 +22,11 @@ CLUSTER = load_cluster("dgx-a100")
         ("layouts-2311.05610-main", "flash1", "scaling-2023a"),
         ("vtrain-multi-node", "fused-softmax", "vtrain-multi"),
         ("nanotron-ultrascale", "flash2", "nanotron"),
-        ("my own runs", "flash2", "megatron-2021"),
-        ("my own runs", "plain", "megatron-2021"),
+        ("my own runs", "flash2", "general"),
+        ("my own runs", "plain", "general"),
+        ("llm-foundry-2030", "flash2", "fsdp"),
+        ("dgxc-30.01-nemo", "flash2", "megatron-core"),
+        ("bigscience-2022-a100", "fused-softmax", "megatron-deepspeed"),
     ],
 )
 def test_the_set_and_the_kernel_choose_the_program(set_name, attention, program):
@@ -31,11 +35,14 @@ def test_the_set_and_the_kernel_choose_the_program(set_name, attention, program)
 
 
 @pytest.mark.parametrize(
-    ("device", "program"),
-    [("a100-sxm-80gb", "megatron-2021"), ("h100-sxm-80gb", "nanotron"), ("v100-sxm-32gb", "megatron-2021")],
+    ("device", "cluster"),
+    [("a100-sxm-80gb", "dgx-a100"), ("h100-sxm-80gb", "dgx-h100"), ("gb200-nvl72", "gb200-nvl72")],
 )
-def test_an_unknown_set_gets_a_program_that_was_calibrated_on_its_device(device, program):
-    assert program_of(replace(ROW, set_name="my own runs", device=device))[0] == program
+def test_an_unknown_set_gets_the_general_program_and_its_device_with_the_ordinary_network(device, cluster):
+    row = replace(ROW, set_name="my own runs", device=device)
+    name, program = program_of(row)
+    assert name == "general"
+    assert cluster_of(row, program).name == cluster
 
 
 def test_the_device_chooses_the_cluster_and_the_program_decides_between_two():

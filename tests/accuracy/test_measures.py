@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.accuracy.compare import Outcome, measure, rank_correlation, rankings, top1_regret
+from pipeloom.accuracy.compare import Outcome, measure, rank_correlation, rankings, top_regret
 from pipeloom.accuracy.rows import read_rows
 
 ROW = read_rows(Path(__file__).parents[2] / "examples" / "measured.csv")[0]
@@ -33,8 +33,10 @@ def test_regret_is_what_the_layout_ranked_first_cost_more_than_the_best():
 
 
 def test_the_regret_of_seconds_is_that_of_the_first_of_them():
-    assert top1_regret([10, 8, 12], [5, 6, 7]) == pytest.approx(0.25)
-    assert top1_regret([8], [3]) == 0
+    assert top_regret([10, 8, 12], [5, 6, 7]) == pytest.approx(0.25)
+    assert top_regret([8], [3]) == 0
+    assert top_regret([10, 8, 12, 9], [5, 6, 7, 4], 3) == 0
+    assert top_regret([10, 8, 12, 9], [5, 7, 6, 4], 3) == pytest.approx(0.125)
 
 
 @pytest.mark.parametrize(

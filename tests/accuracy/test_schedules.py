@@ -73,7 +73,7 @@ def test_a_schedule_that_no_family_makes_is_refused():
 
 
 def test_an_observed_drain_counts_only_where_it_was_observed():
-    slow = replace(PROGRAM, extra_drain_slots=7.0, drain_seq=2048)
+    slow = replace(PROGRAM, extra_drain_slots=7.0, drain_seq=2048, drain_models=(RUN.shape.name,))
     run = replace(RUN, pp=2)
     plain, more = (predict(run, "1f1b", program) for program in (PROGRAM, slow))
     slot_s = max(f + b for f, b in zip(plain.costs.forward_s, plain.costs.backward_s, strict=True))
@@ -81,6 +81,8 @@ def test_an_observed_drain_counts_only_where_it_was_observed():
     longer = replace(run, seq=4096)
     assert predict(longer, "1f1b", slow).pipeline_s == predict(longer, "1f1b").pipeline_s
     assert predict(RUN, software=slow).pipeline_s == predict(RUN).pipeline_s
+    other = replace(run, shape=replace(run.shape, name="another"))
+    assert predict(other, "1f1b", slow).pipeline_s == predict(other, "1f1b").pipeline_s
 
 
 def test_steps_that_follow_each_other_without_waiting_overlap():

@@ -103,11 +103,41 @@ def test_dropout_of_scores_reads_and_writes_them_in_the_precision_of_the_run_and
 
 def test_gradients_are_added_once_for_each_micro_batch_and_parameter():
     lean = replace(PROGRAM, efficiency=replace(PROGRAM.efficiency, accumulation_bytes=0.0))
-    with_, without = (Pieces(RUN, A100, program).layer_backward().memory_s for program in (PROGRAM, lean))
+    with_, without = (Pieces(RUN, A100, program).layer_backward().device_s for program in (PROGRAM, lean))
     moved = PROGRAM.efficiency.accumulation_bytes * RUN.shape.layer_matrix_parameters
     assert with_ - without == pytest.approx(A100.device.memory_s(moved, PROGRAM.efficiency.memory))
     halved = Pieces(replace(RUN, tp=2), A100, PROGRAM).accumulation_s(1e9)
     assert halved == pytest.approx(Pieces(RUN, A100, PROGRAM).accumulation_s(1e9) / 2)
+
+
+def test_a_product_that_adds_to_the_gradient_takes_the_longer_of_its_compute_and_its_bytes():
+    fused = replace(PROGRAM, fuses_accumulation=True)
+    both_s, one_s, lean_s = (
+        Pieces(RUN, A100, program).layer_weight_s()
+        for program in (PROGRAM, fused, replace(fused, efficiency=replace(fused.efficiency, accumulation_bytes=0.0)))
+    )
+    assert lean_s == one_s < both_s
+    slow = replace(fused, efficiency=replace(fused.efficiency, accumulation_bytes=1e6))
+    moved = 1e6 * RUN.shape.layer_matrix_parameters
+    assert Pieces(RUN, A100, slow).layer_weight_s() == pytest.approx(
+        A100.device.memory_s(moved, slow.efficiency.memory)
+    )
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_exchanges_of_column_parallel_matrices_hide_behind_their_products(sequence_parallel):
+    run, overlapping = replace(RUN, tp=4, sequence_parallel=sequence_parallel), replace(PROGRAM, overlaps_columns=True)
+    exposed, hidden = (Pieces(run, A100, program).layer_backward().tensor_s for program in (PROGRAM, overlapping))
+    # With sequence parallelism the row-parallel matrices still gather first.
+    assert hidden < exposed
+    assert (hidden > 0) == sequence_parallel
+
+
+def test_heads_that_matrix_units_do_not_take_have_slower_batched_products():
+    plain = replace(RUN, attention="plain")
+    odd = replace(plain, shape=replace(plain.shape, hidden=150 * plain.shape.heads))
+    even = replace(plain, shape=replace(plain.shape, hidden=152 * plain.shape.heads))
+    assert Pieces(odd, A100, PROGRAM).attention_s()[0] > 1.3 * Pieces(even, A100, PROGRAM).attention_s()[0]
 
 
 def test_a_split_backward_has_the_products_of_the_weights_in_its_second_half():

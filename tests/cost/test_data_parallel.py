@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.cost.exchanges import gather_s, reduce_s
+from pipeloom.cost.collectives import gather_s, layer_collectives_s, reduce_s
+from pipeloom.cost.exchanges import step_terms
 from pipeloom.cost.hardware import Group
+from pipeloom.cost.placed import Placed
 from pipeloom.workload.run import Run
 
 A100 = load_cluster("dgx-a100")
@@ -41,3 +43,43 @@ def test_with_hybrid_sharding_gathers_stay_in_a_copy_and_shards_are_reduced_betw
     assert reduce_s(hybrid, A100, OURS, 1e9) == pytest.approx(
         A100.collective_s("reduce_scatter", 4e9, inner, BUS) + A100.collective_s("all_reduce", 4e9 / 8, outer, BUS)
     )
+
+
+def test_gathers_and_reductions_of_layers_hide_behind_compute_or_determine_it():
+    program = replace(load_software("fsdp"), efficiency=OURS.efficiency)
+    run = replace(RUN, micro_batch=4, global_batch=64)
+    plain = Placed(run, A100, replace(program, gathers_layers=False)).costs
+    hidden = Placed(run, A100, program).costs
+    slow = replace(A100, name="slow", inter=replace(A100.inter, bytes_per_s=1e9))
+    exposed = Placed(run, slow, program).costs
+    assert hidden == plain
+    gather_s_, both_s = layer_collectives_s(RUN, slow, program)
+    held = RUN.shape.layer_matrix_parameters
+    assert gather_s_ == gather_s(RUN, slow, program, held)
+    assert both_s == gather_s_ + reduce_s(RUN, slow, program, held)
+    assert exposed.forward_s[0] > 40 * gather_s_ > plain.forward_s[0]
+    assert layer_collectives_s(replace(RUN, shard="optimizer"), slow, program) == (0, 0)
+    # What is gathered layer by layer is not gathered once more after the pipeline.
+    assert step_terms(Placed(RUN, slow, program), 0.0).reduce_s == 0
+
+
+def test_every_bucket_of_a_reduction_has_its_latency():
+    run = replace(RUN, shard="none", dp=64)
+    whole, cut = (reduce_s(run, A100, replace(OURS, bucket_parameters=size), 1e9) for size in (0, 1e7))
+    assert cut > whole
+    assert cut - whole == pytest.approx(99 * A100.collective_s("all_reduce", 0.0, Group.strided(64, 1, 8)))
+
+
+def test_reductions_overlap_with_the_last_backward_and_gathers_with_the_next_forward():
+    run = replace(RUN, shard="optimizer")
+    terms = {
+        share: step_terms(Placed(run, A100, replace(OURS, has_reduction_lane=False, **share_of(share))), 0.1).reduce_s
+        for share in ("overlap", "gather_overlap", "replica_overlap", "none")
+    }
+    assert terms["none"] - terms["overlap"] == pytest.approx(0.1)
+    assert terms["none"] - terms["gather_overlap"] == pytest.approx(0.05)
+    assert terms["none"] == terms["replica_overlap"]
+
+
+def share_of(name):
+    return {} if name == "none" else {name: 1.0}

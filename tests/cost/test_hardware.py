@@ -62,8 +62,19 @@ def test_a_group_over_nodes_gets_its_share_of_the_network():
 
 
 def test_measured_curves_replace_the_links():
-    assert NANOTRON.bus_bytes_per_s("all_reduce", Group.strided(32, 1, 8)) == pytest.approx(160e9)
+    by_curve = replace(NANOTRON, bus_message_bytes=0.0)
+    assert by_curve.bus_bytes_per_s("all_reduce", Group.strided(32, 1, 8)) == pytest.approx(160e9)
     assert NANOTRON.bus_bytes_per_s("all_gather", Group.strided(8, 1, 8)) == pytest.approx(250e9)
+
+
+@pytest.mark.parametrize("nodes", [2, 8, 64])
+def test_a_small_measured_message_takes_its_time_and_a_large_one_the_bandwidth_of_the_links(nodes):
+    group = Group.strided(8 * nodes, 1, 8)
+    moved = bus_bytes("all_gather", 256e6, 8 * nodes)
+    measured_s = moved / dict(NANOTRON.bus_curves["all_gather"])[nodes]
+    assert NANOTRON.collective_s("all_gather", 256e6, group) == pytest.approx(measured_s)
+    # What is left at a thousand times the size is the time at the bandwidth of a node's network.
+    assert NANOTRON.collective_s("all_gather", 256e9, group) == pytest.approx(1000 * moved / 400e9, rel=0.05)
 
 
 def test_a_precision_may_have_its_own_curve():

@@ -75,8 +75,9 @@ def test_the_catalog_has_every_calibrated_program():
     known = load_accuracy()
     calibrated = [load_software(name) for name in names("software") if load_software(name).sets]
     expected = {(program.name, load_cluster(program.cluster).device.name) for program in calibrated}
-    assert set(known.by_program) == expected
-    assert set(known.by_device) == {device for _, device in expected} == set(known.general_of)
+    # A program without held-out rows has the error of the general program.
+    assert set(known.by_program) <= expected
+    assert set(known.by_device) == set(known.general_of) >= {device for _, device in known.by_program}
     for errors in [*known.by_program.values(), *known.by_device.values()]:
         assert 0 < errors.mean_abs_error <= errors.p90_abs_error < 1
         assert abs(errors.bias) <= errors.mean_abs_error

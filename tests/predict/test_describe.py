@@ -160,9 +160,7 @@ def test_all_problems_of_the_machine_are_reported_at_once(tmp_path):
     config = RunConfig(machine=MachineConfig(cluster=str(cluster), software="megatron"))
     problems = machine_problems(config)
     assert any(problem.startswith(f"{cluster}: devices_per_node must be") for problem in problems)
-    assert any(
-        problem.startswith("there is no software 'megatron': did you mean 'megatron-2021'?") for problem in problems
-    )
+    assert any(problem.startswith("there is no software 'megatron': did you mean 'megatron-") for problem in problems)
     with pytest.raises(ConfigError, match="devices_per_node"):
         describe(config)
 

@@ -21,7 +21,6 @@ LAYOUTS = {
     "pipeline": {"pp": 2},
     "tensor ranks": {"pp": 2, "tp": 2, "sequence_parallel": True},
     "full sharding": {"pp": 2, "dp": 2, "shard": "full"},
-    "gradient sharding": {"pp": 2, "dp": 2, "shard": "gradients"},
 }
 WINDOWS = {"family": "gemma3", "window": 5}
 CASES = {

@@ -3,21 +3,22 @@
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeloom.accuracy.disturbed import disturbed
+from pipeloom.accuracy.programs import known_cluster, program_of
 from pipeloom.accuracy.rows import Group, Row, read_table
 from pipeloom.accuracy.schedules import FAMILY_OF, predict
-from pipeloom.catalog import CLUSTERS, load_software, names
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
-from pipeloom.errors import ConfigError, UserError
+from pipeloom.errors import ConfigError
 from pipeloom.families import Choice
 from pipeloom.recipe import Recipe, build
 from pipeloom.simulation import simulate
@@ -65,6 +66,7 @@ class Measures:
         rank_correlation: mean of Spearman's over the groups of at least three layouts, weighted by their rows.
         mean_top1_regret: mean over the groups of the measured step time of the layout predicted fastest / that of the
             fastest - 1.
+        mean_top3_regret: the same of the fastest measured of the three that are predicted fastest.
         oom_first: number of groups in which a layout that ran out of memory was predicted to fit and to be faster than
             all measured ones.
         oom_agreement: share of the rows for which "fits" or "out of memory" was predicted correctly.
@@ -80,6 +82,7 @@ class Measures:
     groups: int
     rank_correlation: float | None
     mean_top1_regret: float | None
+    mean_top3_regret: float | None
     oom_first: int
     oom_agreement: float | None
     memory_mean_abs_error: float | None
@@ -110,6 +113,7 @@ def measure(outcomes: Sequence[Outcome]) -> Measures:
         if correlations.size
         else None,
         mean_top1_regret=float(np.mean([ranking.regret for ranking in ranked])) if ranked else None,
+        mean_top3_regret=float(np.mean([ranking.regret_of_three for ranking in ranked])) if ranked else None,
         oom_first=sum(ranking.is_first_oom for ranking in ranked),
         oom_agreement=float(np.mean(agree)) if agree else None,
         memory_mean_abs_error=float(np.abs(memory).mean()) if memory.size else None,
@@ -125,6 +129,7 @@ class Ranking:
         layouts: number of layouts with a measured step time, at least two.
         first, fastest: the one predicted fastest, and the one measured fastest.
         regret: measured step time of ``first`` / that of ``fastest`` - 1.
+        regret_of_three: the same of the fastest measured of the three that are predicted fastest.
         rank_correlation: Spearman's; ``None`` for less than three layouts, or if all values are equal.
         is_first_oom: whether a layout that ran out of memory was predicted to fit and to be faster than ``first``.
     """
@@ -134,6 +139,7 @@ class Ranking:
     first: Row
     fastest: Row
     regret: float
+    regret_of_three: float
     rank_correlation: float | None
     is_first_oom: bool
 
@@ -143,6 +149,7 @@ class Ranking:
             **self.group._asdict(),
             "layouts": self.layouts,
             "regret": self.regret,
+            "regret_of_three": self.regret_of_three,
             "rank_correlation": self.rank_correlation,
             "is_first_oom": self.is_first_oom,
         }
@@ -170,22 +177,24 @@ def _ranking(group: Group, outcomes: Sequence[Outcome]) -> Ranking | None:
         layouts=len(timed),
         first=timed[first].row,
         fastest=timed[measured.index(min(measured))].row,
-        regret=top1_regret(measured, predicted),
+        regret=top_regret(measured, predicted),
+        regret_of_three=top_regret(measured, predicted, 3),
         # The correlation of two layouts is 1 or -1, which means little.
         rank_correlation=rank_correlation(np.array(measured), np.array(predicted)) if len(timed) > 2 else None,
         is_first_oom=any(o.fits and not o.row.is_ok and o.step_time_s < predicted[first] for o in outcomes),
     )
 
 
-def top1_regret(measured: Sequence[float], predicted: Sequence[float]) -> float:
-    """Measured seconds of the one predicted fastest / those of the fastest - 1.
+def top_regret(measured: Sequence[float], predicted: Sequence[float], most: int = 1) -> float:
+    """Measured seconds of the fastest of those predicted fastest / those of the fastest of all - 1.
 
     Args:
         measured: seconds, at least one.
         predicted: seconds, in the same order.
+        most: number of those predicted fastest.
     """
-    first = min(range(len(predicted)), key=predicted.__getitem__)
-    return measured[first] / min(measured) - 1
+    first = sorted(range(len(predicted)), key=predicted.__getitem__)[:most]
+    return min(measured[each] for each in first) / min(measured) - 1
 
 
 def rank_correlation(first: NDArray[np.float64], second: NDArray[np.float64]) -> float | None:
@@ -201,65 +210,6 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     # Equal values get the mean of their ranks.
     equal = (values[:, None] == values[None, :]).sum(axis=1)
     return below + (equal + 1) / 2
-
-
-DEFAULT_SOFTWARE = "megatron-2021"
-"""The program of rows whose set no program names, unless another program was calibrated on the row's device."""
-
-
-@lru_cache(maxsize=1)
-def _programs() -> tuple[tuple[str, Software], ...]:
-    return tuple((name, load_software(name)) for name in names("software"))
-
-
-def _clusters() -> Iterable[Cluster]:
-    return CLUSTERS.values()
-
-
-def program_of(row: Row) -> tuple[str, Software]:
-    """Name and value of the program that names the row's set (``Software.sets``).
-
-    If none does: ``DEFAULT_SOFTWARE`` if it was calibrated on the row's device; else the first program with the row's
-    attention kernel that was; else ``DEFAULT_SOFTWARE``.
-    """
-    named = [(name, software) for name, software in _programs() if _is_for(software, row.run.attention)]
-    for name, software in named:
-        if any(row.set_name.startswith(begin) for begin in software.sets):
-            return name, software
-    default = dict(_programs())[DEFAULT_SOFTWARE]
-    for name, software in ((DEFAULT_SOFTWARE, default), *named):
-        if _device_of(software) == row.device:
-            return name, software
-    return DEFAULT_SOFTWARE, default
-
-
-def _is_for(software: Software, attention: str) -> bool:
-    return not software.attentions or attention in software.attentions
-
-
-def _device_of(software: Software) -> str:
-    """Name of the device that a program was calibrated on; empty if its cluster is not in the catalog."""
-    return next((cluster.device.name for cluster in _clusters() if cluster.name == software.cluster), "")
-
-
-def _known_cluster(row: Row, software: Software) -> Cluster | None:
-    """The program's cluster if it has the row's device, else the first that does; ``None`` if none does."""
-    # A stable sort: after the program's cluster, the others stay in the order of the catalog.
-    own_first = sorted(_clusters(), key=lambda cluster: cluster.name != software.cluster)
-    return next((cluster for cluster in own_first if cluster.device.name == row.device), None)
-
-
-def cluster_of(row: Row, software: Software) -> Cluster:
-    """The program's cluster if it has the row's device, else the first that does.
-
-    Raises:
-        UserError: no cluster has the device.
-    """
-    cluster = _known_cluster(row, software)
-    if cluster is None:
-        devices = ", ".join(sorted({known.device.name for known in _clusters()}))
-        raise UserError(f"no cluster of the catalog has the device '{row.device}'; known: {devices}; or give --cluster")
-    return cluster
 
 
 @dataclass(frozen=True)
@@ -284,10 +234,29 @@ class Comparison:
             parts[f"{row.set_name}/{row.run.shape.name}"].append(outcome)
         return {name: measure(part) for name, part in sorted(parts.items())}
 
+    @cached_property
+    def undisturbed(self) -> "Comparison":
+        """Without disturbed runs (``pipeloom.accuracy.disturbed``)."""
+        odd = disturbed(outcome.row for outcome in self.outcomes)
+        return Comparison(tuple(outcome for outcome in self.outcomes if id(outcome.row) not in odd), self.skipped)
+
+    @property
+    def num_disturbed(self) -> int:
+        """Number of disturbed runs."""
+        return len(self.outcomes) - len(self.undisturbed.outcomes)
+
     def to_json(self) -> dict[str, Any]:
-        """``summary``: statistics of all rows; ``sets``: by set; ``groups``: rankings; ``skipped``."""
+        """``summary``: statistics of all rows; ``sets``: by set; ``groups``: rankings; ``skipped``.
+
+        ``undisturbed`` is the summary without disturbed runs, and ``undisturbed_sets`` has the sets that lose rows.
+        """
+        whole, quiet = self.by_set, self.undisturbed.by_set
         return {
             "summary": measure(self.outcomes).to_json(),
+            "undisturbed": measure(self.undisturbed.outcomes).to_json(),
+            "undisturbed_sets": {
+                name: part.to_json() for name, part in quiet.items() if "/" not in name and part.rows < whole[name].rows
+            },
             "sets": {name: part.to_json() for name, part in self.by_set.items()},
             "groups": [ranking.to_json() for ranking in rankings(self.outcomes)],
             "skipped": self.skipped,
@@ -306,7 +275,7 @@ def compare(rows: Iterable[Row], cluster: Cluster | None = None, software: Softw
     skipped: dict[str, int] = defaultdict(int)
     for row in rows:
         program = software or program_of(row)[1]
-        machine = cluster or _known_cluster(row, program)
+        machine = cluster or known_cluster(row, program)
         reason = _reason_to_skip(row, machine)
         if machine is not None and reason is None:
             try:

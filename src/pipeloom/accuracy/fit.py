@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeloom.accuracy.disturbed import disturbed
 from pipeloom.accuracy.rows import Row
 from pipeloom.accuracy.schedules import predict
 from pipeloom.cost.hardware import Cluster
@@ -25,8 +26,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "kernel": (0.2, 5.0),
     "memory": (0.3, 1.0),
     "batched_matmul": (0.1, 0.9),
-    "flash1": (0.1, 0.6),
-    "flash2": (0.2, 0.75),
+    "flash1": (0.05, 0.6),
+    "flash2": (0.1, 0.75),
     "softmax_bytes": (8.0, 60.0),
     "norm_bytes": (10.0, 80.0),
     "loss_bytes": (4.0, 80.0),
@@ -89,34 +90,33 @@ def first_guess(software: Software) -> Software:
     return replace(software, efficiency=Efficiency(drag_s=DRAG_S if software.efficiency.drag_s > 0 else 0.0))
 
 
-def fit(rows: Sequence[Row], cluster: Cluster, start: Software, names: Sequence[str] = ()) -> Fit:
+def fit(
+    rows: Sequence[Row],
+    cluster: Cluster,
+    start: Software,
+    names: Sequence[str] = (),
+    placed: Callable[[Row, Software], Placed] | None = None,
+) -> Fit:
     """Fit efficiencies to the measured step times of ``rows``.
 
     Least squares of log(predicted / measured) with a soft L1 loss, in the logarithms of the parameters, within
-    ``RANGES``.
+    ``RANGES``. Disturbed runs are left out.
 
     Args:
         rows: of one machine and program.
         cluster: the machine.
         start: the program with the starting values.
         names: of the efficiencies to fit; empty for all that influence a row.
+        placed: row and program -> where it ran, for rows of several machines; ``None`` for ``cluster``.
 
     Raises:
         UserError: no row is measured, a name is unknown, or SciPy is not installed.
     """
-    timed = [(row, row.step_time_s) for row in rows if row.is_ok and row.step_time_s is not None]
-    if not timed:
-        raise UserError("there is nothing to fit: no row has the status ok and a step_time_s")
-    unknown = [name for name in names if name not in RANGES]
-    if unknown:
-        raise UserError(f"cannot fit {', '.join(unknown)}; known: {', '.join(RANGES)}")
-    try:
-        optimize: Any = importlib.import_module("scipy.optimize")
-    except ImportError as error:
-        raise UserError("--fit needs SciPy: pip install scipy") from error
+    timed, optimize = _checked(rows, names)
 
     def errors(program: Software) -> "NDArray[np.float64]":
-        steps = (predict(Placed(row.run, cluster, program), row.schedule).prediction for row, _ in timed)
+        where = placed or (lambda row, program: Placed(row.run, cluster, program))
+        steps = (predict(where(row, program), row.schedule).prediction for row, _ in timed)
         return np.log([step.step_time_s / measured for step, (_, measured) in zip(steps, timed, strict=True)])
 
     before = errors(start)
@@ -145,8 +145,24 @@ def fit(rows: Sequence[Row], cluster: Cluster, start: Software, names: Sequence[
     )
     program = replace(at(answer.x), cluster=cluster.name)
     starts = {name: float(value) for name, value in zip(chosen, np.exp(first), strict=True)}
-    fitted = tuple(row for row in rows if row.is_ok and row.step_time_s is not None)
+    fitted = tuple(row for row, _ in timed)
     return Fit(program, cluster, fitted, starts, _mean(before), _mean(errors(program)))
+
+
+def _checked(rows: Sequence[Row], names: Sequence[str]) -> tuple[list[tuple[Row, float]], Any]:
+    """The undisturbed measured rows with their seconds, and SciPy's module."""
+    odd = disturbed(rows)
+    timed = [(row, row.step_time_s) for row in rows if row.is_ok and row.step_time_s is not None and id(row) not in odd]
+    if not timed:
+        raise UserError("there is nothing to fit: no row has the status ok and a step_time_s")
+    unknown = [name for name in names if name not in RANGES]
+    if unknown:
+        raise UserError(f"cannot fit {', '.join(unknown)}; known: {', '.join(RANGES)}")
+    try:
+        optimize: Any = importlib.import_module("scipy.optimize")
+    except ImportError as error:
+        raise UserError("--fit needs SciPy: pip install scipy") from error
+    return timed, optimize
 
 
 def _mean(errors: "NDArray[np.float64]") -> float:

@@ -100,7 +100,8 @@ def _cluster(reader: Reader) -> Cluster:
         devices_per_node=reader.integer("devices_per_node"),
         intra=_link(reader.table("intra")),
         inter=_link(reader.table("inter")),
-        bus_curves=_bus(reader.table("bus", is_optional=True)),
+        bus_curves=_bus(bus := reader.table("bus", is_optional=True)),
+        bus_message_bytes=bus.number("message_bytes", 0.0) if bus.names() else 0.0,
         collective_curves=_collectives(reader.tables("collectives")),
         # 0 is an unknown price, since a default must be a number here.
         price_per_device_hour=reader.number("price_per_device_hour", 0.0) or None,
@@ -177,6 +178,7 @@ def _device(reader: Reader) -> Device:
             key: reader.curve("matmul_gflop", key, x_scale=_GIGA, y_most=1.0, within=own) for key in own.names()
         },
         num_multiprocessors=int(reader.number("num_multiprocessors", 0)),
+        early_kernels=reader.fraction("early_kernels", 1.0),
     )
 
 
@@ -291,7 +293,8 @@ def _parts(cluster: Cluster, more: _Lines, comments: Notes, prefix: str) -> Iter
             tables[name] = _in_units(link, _LINK)
     if cluster.bus_curves:
         nodes = next(iter(cluster.bus_curves.values()))
-        tables["bus"] = {"nodes": [x for x, _ in nodes], **_rates(cluster.bus_curves.items())}
+        size = {"message_bytes": cluster.bus_message_bytes} if cluster.bus_message_bytes else {}
+        tables["bus"] = {"nodes": [x for x, _ in nodes], **size, **_rates(cluster.bus_curves.items())}
     for name, lines in tables.items():
         yield _table(f"{prefix}{name}", lines, comments)
     for (ranks, sizes), curves in _by_ranks(cluster).items():
@@ -321,6 +324,8 @@ def _device_lines(device: Device) -> _Lines:
     }
     if device.num_multiprocessors:
         lines["num_multiprocessors"] = device.num_multiprocessors
+    if device.early_kernels != 1:
+        lines["early_kernels"] = device.early_kernels
     if device.matmul_curves:
         curves = device.matmul_curves.items()
         lines["matmul_fraction_of"] = {key: [fraction for _, fraction in curve] for key, curve in curves}

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pipeloom.accuracy.compare import Comparison, cluster_of, compare, compare_stage_times, program_of, rankings
+from pipeloom.accuracy.compare import Comparison, compare, compare_stage_times, rankings
+from pipeloom.accuracy.programs import cluster_of, program_of
 from pipeloom.accuracy.rows import Row, read_rows
 from pipeloom.catalog import load_cluster, load_software, source_of
 from pipeloom.cli.flags import SOURCE, or_note, read_flags
@@ -161,14 +162,22 @@ _COLUMNS: Columns = {
     "bias": ("bias", _share),
     "rank_correlation": ("ranks", "{:.3f}".format),
     "mean_top1_regret": ("regret", _share),
+    "mean_top3_regret": ("of 3", _share),
     "oom_agreement": ("oom", _share),
     "memory_mean_abs_error": ("memory", _share),
 }
 
 
 def _print_table(tree: dict[str, Any]) -> None:
-    whole = tree["summary"]
-    print_table(wide_console(), table_of({"all": whole, **tree["sets"]}, _COLUMNS))
+    whole, quiet = tree["summary"], tree["undisturbed"]
+    lines = {"all": whole}
+    if num_disturbed := whole["rows"] - quiet["rows"]:
+        lines["undisturbed"] = quiet
+    for name, part in tree["sets"].items():
+        lines[name] = part
+        if name in tree["undisturbed_sets"]:
+            lines[f"{name}, undisturbed"] = tree["undisturbed_sets"][name]
+    print_table(wide_console(), table_of(lines, _COLUMNS))
     oom = "; in {} a layout that ran out of memory was ranked before it".format(whole["oom_first"])
     print("# mean, median, p90: |predicted / measured - 1| of the step time; regret: how much slower, as measured, the")
     print("# layout ranked first is than the fastest, mean over groups of one set, model, sequence length, number of")
@@ -176,6 +185,9 @@ def _print_table(tree: dict[str, Any]) -> None:
         "# devices, batch, precision and kernels "
         f"({count(whole['groups'], 'group')}{oom if whole['oom_first'] else ''})"
     )
+    print("# of 3: the same for the fastest of the three that are ranked first")
+    if num_disturbed:
+        print(f"# undisturbed: without {count(num_disturbed, 'run')} that disagrees with its neighbors in the table")
     for reason, number in tree["skipped"].items():
         print(f"# {count(number, 'row')} not predicted: {reason}")
 

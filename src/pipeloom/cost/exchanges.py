@@ -8,8 +8,9 @@ copy first, and each shard then between the copies.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeloom.cost.collectives import gather_s, reduce_s, sum_replicated_s
 from pipeloom.cost.costs import StageCosts
-from pipeloom.cost.hardware import Cluster, Collective, Group
+from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
 from pipeloom.cost.stages import (
@@ -20,58 +21,6 @@ from pipeloom.cost.stages import (
     trained_replicated,
 )
 from pipeloom.workload.run import Run
-
-
-def reduce_s(run: Run, cluster: Cluster, software: Software, parameters: float) -> float:
-    """Seconds of the data-parallel reduction of gradients.
-
-    Args:
-        run: model and layout.
-        cluster: the rank's part of it (``Placed.parts``).
-        software: the training program.
-        parameters: number of parameters on one device, of a stage or of all stages of its rank.
-    """
-    use, message = software.efficiency.data_bus, parameters * software.gradient_bytes
-    inner = _shard_group(run, cluster)
-    kind: Collective = "all_reduce" if run.shard == "none" or software.reduces_whole else "reduce_scatter"
-    seconds = cluster.collective_s(kind, message, inner, use)
-    # Between the copies each rank reduces its shard only.
-    if run.replicate > 1:
-        outer = Group.strided(run.replicate, run.tp * run.shard_size, cluster.devices_per_node)
-        seconds += cluster.collective_s("all_reduce", message / run.shard_size, outer, use)
-    return seconds
-
-
-def gather_s(run: Run, cluster: Cluster, software: Software, parameters: float) -> float:
-    """Seconds of all-gathering sharded weights, with the arguments of ``reduce_s``; 0 without sharding."""
-    if run.shard == "none":
-        return 0.0
-    # Programs that gather weights in 16 bits still send 32 bits when they compute in float32.
-    message = parameters * max(software.gather_bytes, run.element_bytes)
-    return cluster.collective_s("all_gather", message, _shard_group(run, cluster), software.efficiency.data_bus)
-
-
-def sum_replicated_s(run: Run, cluster: Cluster, software: Software, parameters: float) -> float:
-    """Seconds of the tensor-parallel reduction of gradients of replicated parameters.
-
-    With sequence parallelism each rank has the gradients of its own tokens; without, all ranks have the same gradients.
-
-    Args:
-        run: model and layout.
-        cluster: the rank's part of it.
-        software: the training program.
-        parameters: number of replicated parameters.
-    """
-    if not run.sequence_parallel:
-        return 0.0
-    group = Group.strided(run.tp, 1, cluster.devices_per_node)
-    message = parameters * software.gradient_bytes
-    return cluster.collective_s("all_reduce", message, group, software.efficiency.tensor_bus)
-
-
-def _shard_group(run: Run, cluster: Cluster) -> Group:
-    # The tensor axis is innermost, so data-parallel neighbors are ``tp`` apart.
-    return Group.strided(run.shard_size, run.tp, cluster.devices_per_node)
 
 
 def stage_collectives_s(placed: Placed) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -136,8 +85,8 @@ def offload_seconds(placed: Placed, input_bytes: Sequence[float]) -> tuple[float
 
 def drain_s(run: Run, software: Software, costs: StageCosts) -> float:
     """Observed seconds of filling and draining a pipeline beyond its schedule's (``Software.extra_drain_slots``)."""
-    # Not observed with longer sequences.
-    if run.pp == 1 or run.seq > software.drain_seq:
+    # An observation, not physics: other models and longer sequences are predicted without it.
+    if run.pp == 1 or run.seq > software.drain_seq or run.shape.name not in software.drain_models:
         return 0.0
     slot_s = max(f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True))
     return software.extra_drain_slots * slot_s
@@ -193,9 +142,19 @@ def step_terms(placed: Placed, backward_s: float) -> StepTerms:
 
 def _exposed_s(run: Run, part: Cluster, software: Software, parameters: float, backward_s: float) -> float:
     """Exposed seconds of a rank's collectives after the pipeline."""
-    whole_s = reduce_s(run, part, software, parameters)
-    # The gather cannot overlap: the weights are updated after the last backward.
-    return whole_s - min(whole_s, software.overlap * backward_s) + gather_s(run, part, software, parameters)
+    if software.gathers_layers and run.shard == "full":
+        return 0.0
+    whole_s, share = reduce_s(run, part, software, parameters), software.overlap
+    if run.shard == "none":
+        share = max(share, software.replica_overlap)
+    # The gather cannot overlap with the backward: the weights are updated after it.
+    gather = gather_s(run, part, software, parameters)
+    hidden_s = software.gather_overlap * backward_s / _BACKWARDS
+    return whole_s - min(whole_s, share * backward_s) + gather - min(gather, hidden_s)
+
+
+_BACKWARDS = 2
+"""Seconds of a backward / those of a forward."""
 
 
 _CLEARED_BYTES = 8

@@ -62,6 +62,7 @@ class Device:
         memory_bytes_per_s: nominal memory bandwidth.
         launch_s: seconds of the host to launch a kernel.
         num_multiprocessors: of a GPU, for tile quantization; 0 for other devices.
+        early_kernels: share of the peak that kernels written for earlier devices (FlashAttention-1) can use.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Device:
     launch_s: float
     matmul_curves: dict[str, Curve] = field(default_factory=dict)
     num_multiprocessors: int = 0
+    early_kernels: float = 1.0
 
     @property
     def is_gpu(self) -> bool:
@@ -253,6 +255,8 @@ class Cluster:
         inter: link between nodes, with the bandwidth of a whole node.
         bus_curves: collective -> (number of nodes, bus bandwidth in bytes/s of a group of all their devices), as from
             nccl-tests. Empty: computed from the links.
+        bus_message_bytes: size of the message of these measurements; what it takes longer than at the links' bandwidth
+            is latency, the same for every size. 0: the bandwidths hold for every size.
         collective_curves: collective -> measurements inside a node over message sizes, for one or more group sizes.
             Empty: computed from ``bus_curves`` or the links.
         host: link between a device and host memory while all devices of the node use theirs; ``None``: none, so that
@@ -270,6 +274,7 @@ class Cluster:
     intra: Link
     inter: Link
     bus_curves: dict[Collective, Curve] = field(default_factory=dict)
+    bus_message_bytes: float = 0.0
     collective_curves: dict[Collective, tuple[CollectiveCurve, ...]] = field(default_factory=dict)
     host: Link | None = None
     price_per_device_hour: float | None = None
@@ -410,7 +415,7 @@ class Cluster:
         curve = self.bus_curves.get(collective)
         if group.num_nodes == 1:
             return curve[0][1] if curve else self.intra.bytes_per_s
-        across = interpolate(curve, group.num_nodes) if curve else self.inter.bytes_per_s
+        across = interpolate(curve, group.num_nodes) if curve and not self.bus_message_bytes else self.inter.bytes_per_s
         return min(self.intra.bytes_per_s, across * share)
 
     def collective_s(
@@ -436,9 +441,18 @@ class Cluster:
             # Measured in wall-clock time while ranks shared cores; costs are seconds of a core (docs/decisions/0018).
             return closest.seconds(collective, message_bytes, group.size) / self.crowding(closest.ranks) / efficiency
         moved = bus_bytes(collective, message_bytes, group.size)
+        if self.bus_message_bytes and group.num_nodes > 1:
+            latency = self._measured_latency_s(collective, group.num_nodes)
+            return latency + moved / (self.bus_bytes_per_s(collective, group) * efficiency)
         # An assumption: over n nodes a ring has n - 1 sequential hops and a tree about log n; the root is in between.
         latency = self.intra.latency_s + self.inter.latency_s * (group.num_nodes - 1) ** 0.5
         return latency + moved / (self.bus_bytes_per_s(collective, group) * efficiency)
+
+    def _measured_latency_s(self, collective: Collective, num_nodes: int) -> float:
+        """Seconds of the measured message on whole nodes beyond those at the links' bandwidth."""
+        moved = bus_bytes(collective, self.bus_message_bytes, num_nodes * self.devices_per_node)
+        most = min(self.intra.bytes_per_s, self.inter.bytes_per_s)
+        return max(0.0, moved / interpolate(self.bus_curves[collective], num_nodes) - moved / most)
 
     def p2p_s(self, message_bytes: float, *, is_inside: bool, sharing: int = 1, efficiency: float = 1.0) -> float:
         """Seconds of one message between two devices, while ``sharing`` of a node's devices send."""

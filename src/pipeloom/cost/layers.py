@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from pipeloom.cost.flops import seen
-from pipeloom.cost.hardware import Cluster, Group
+from pipeloom.cost.hardware import Cluster, Collective, Group
 from pipeloom.cost.software import Software
 from pipeloom.workload.run import Run
 
@@ -44,6 +44,12 @@ EXPONENTIAL = 48.0
 """Time of a score's exponential in a flash kernel, in elements of a head: between 32 (A100) and 64 (H100). Per cycle, a
 multiprocessor computes 16 exponentials, or 2,048 (A100) or 4,096 (H100) operations in its matrix units (arXiv
 2407.08608, section 3)."""
+
+
+ALIGNED, MISALIGNED = 8, 0.25
+"""Matrix units take operands whose rows are multiples of this number of elements of two bytes (NVIDIA, "Matrix
+multiplication background", table 1); other products take slower kernels. The factor is what runs of BLOOM's preparation
+with heads of 150 elements show beside those with 128 and 224."""
 
 
 @dataclass(frozen=True)
@@ -120,13 +126,13 @@ class Pieces:
 
     def layer_backward(self) -> Parts:
         """One layer's backward, including recomputation."""
-        run, forward = self.run, self.layer_forward()
+        forward = self.layer_forward()
         _, (back, back_s) = self._norm_exchanges()
         backward = Parts(
-            sum(sum(self._matmul_backward_s(*size)) for size in self._layer_matmuls()),
+            sum(self._matmul_backward_s(*size)[0] for size in self._layer_matmuls()) + self.layer_weight_s(),
             self._attention_backward_s(),
-            self._memory_s(self._elementwise_backward_bytes()) + self.accumulation_s(run.shape.layer_matrix_parameters),
-            2 * self._tensor_s() + back_s,
+            self._memory_s(self._elementwise_backward_bytes()),
+            self._backward_tensor_s() + back_s,
             2 * forward.num_kernels,
             # Sequence parallelism gathers inputs again for the gradients of the weights: three collectives instead of
             # two (arXiv 2205.05198, section 4.2.2).
@@ -140,8 +146,13 @@ class Pieces:
 
     def layer_weight_s(self) -> float:
         """Seconds of the weight half of a layer's split backward."""
-        products_s = sum(self._matmul_backward_s(*size)[1] for size in self._layer_matmuls())
-        return products_s + self.accumulation_s(self.run.shape.layer_matrix_parameters)
+        return sum(self._weight_s(*size) for size in self._layer_matmuls())
+
+    def _weight_s(self, rows: float, inner: float, columns: float) -> float:
+        """Seconds of the product for a weight gradient, and of adding it to the gradients of earlier micro-batches."""
+        product_s = self._matmul_backward_s(rows, inner, columns)[1]
+        added_s = self._memory_s(self.software.efficiency.accumulation_bytes * inner * columns)
+        return max(product_s, added_s) if self.software.fuses_accumulation else product_s + added_s
 
     def attention_s(self) -> tuple[float, float]:
         """Seconds of the core of one layer's attention, forward and backward, including recomputation."""
@@ -154,8 +165,7 @@ class Pieces:
         run = self.run
         if not run.shape.vocab:
             return 0.0
-        product_s = self._matmul_backward_s(run.tokens, run.shape.hidden, run.shape.vocab / run.tp)[1]
-        return product_s + self.accumulation_s(run.shape.embedding_parameters)
+        return self._weight_s(run.tokens, run.shape.hidden, run.shape.vocab / run.tp)
 
     def accumulation_s(self, parameters: float) -> float:
         """Seconds of adding one micro-batch's gradients of ``parameters`` to the accumulated ones."""
@@ -211,9 +221,15 @@ class Pieces:
         run, forward = self.run, self.head_forward()
         if not run.shape.vocab:
             return forward
-        matmul_s = sum(self._matmul_backward_s(run.tokens, run.shape.hidden, run.shape.vocab / run.tp))
-        memory_s = forward.memory_s + self.accumulation_s(run.shape.embedding_parameters)
-        return Parts(matmul_s, 0.0, memory_s, self._tensor_s(), HEAD_BACKWARD_KERNELS, self._num_collectives())
+        matmul_s = self._matmul_backward_s(run.tokens, run.shape.hidden, run.shape.vocab / run.tp)[0]
+        return Parts(
+            matmul_s + self.head_weight_s(),
+            0.0,
+            forward.memory_s,
+            self._tensor_s(),
+            HEAD_BACKWARD_KERNELS,
+            self._num_collectives(),
+        )
 
     def _layer_matmuls(self) -> list[tuple[float, float, float]]:
         run, shape = self.run, self.run.shape
@@ -350,11 +366,11 @@ class Pieces:
         kernel = self.run.effective_attention
         if kernel in ("plain", "fused-softmax"):
             moved = 2 * self.run.element_bytes * self._scores()
-            products = 2 * device.matmul_s(
-                self._attention_flops() / 2, moved / 2, self.run.precision, use.batched_matmul
-            )
+            rate = use.batched_matmul * (1 if self.run.shape.head_size % ALIGNED == 0 else MISALIGNED)
+            products = 2 * device.matmul_s(self._attention_flops() / 2, moved / 2, self.run.precision, rate)
             return products + self._memory_s(self._scores() * self._score_bytes())
-        rate = device.peak_flops_per_s[self.run.precision] * (use.flash1 if kernel == "flash1" else use.flash2)
+        share = use.flash1 * device.early_kernels if kernel == "flash1" else use.flash2
+        rate = device.peak_flops_per_s[self.run.precision] * share
         size = self.run.shape.head_size
         # A soft cap's tanh is computed by an exponential, too.
         exponential = EXPONENTIAL * (2 if self.run.shape.attn_softcap else 1)
@@ -374,15 +390,39 @@ class Pieces:
 
     def _tensor_s(self) -> float:
         """One all-reduce of the residual stream, or with sequence parallelism an all-gather and a reduce-scatter."""
-        run, use = self.run, self.software.efficiency
+        run = self.run
+        return sum(
+            map(self._exchange_s, ("all_gather", "reduce_scatter") if run.sequence_parallel else ("all_reduce",))
+        )
+
+    def _exchange_s(self, kind: Collective) -> float:
+        """One tensor-parallel collective of the residual stream."""
+        run = self.run
         if run.tp == 1:
             return 0.0
         group = Group.strided(run.tp, 1, self.cluster.devices_per_node)
         message = run.tokens * run.shape.hidden * run.element_bytes
-        if run.sequence_parallel:
-            kinds = ("all_gather", "reduce_scatter")
-            return sum(self.cluster.collective_s(kind, message, group, use.tensor_bus) for kind in kinds)
-        return self.cluster.collective_s("all_reduce", message, group, use.tensor_bus)
+        return self.cluster.collective_s(kind, message, group, self.software.efficiency.tensor_bus)
+
+    def _backward_tensor_s(self) -> float:
+        """Exposed seconds of the collectives of a layer's backward.
+
+        With overlap, the two column-parallel matrices (queries, keys and values; into the MLP) reduce the gradient of
+        their input while they compute that of their weights; with sequence parallelism they also gather their input
+        while they compute the gradient of it (arXiv 2205.05198, section 4.2.2). The row-parallel ones gather first.
+        """
+        if self.run.tp == 1 or not self.software.overlaps_columns:
+            return 2 * self._tensor_s()
+        sizes = self._layer_matmuls()
+        exposed_s = 0.0
+        for size in (sizes[0], sizes[2]):
+            input_s, weight_s = self._matmul_backward_s(*size)[0], self._weight_s(*size)
+            if self.run.sequence_parallel:
+                exposed_s += max(0.0, self._exchange_s("all_gather") - input_s) + self._exchange_s("all_gather")
+                exposed_s += max(0.0, self._exchange_s("reduce_scatter") - weight_s)
+            else:
+                exposed_s += max(0.0, self._exchange_s("all_reduce") - weight_s)
+        return exposed_s
 
     def _norm_exchanges(self) -> tuple[tuple[int, float], tuple[int, float]]:
         """Number and seconds of the tensor-parallel sums of norms of queries and keys, forward and backward."""

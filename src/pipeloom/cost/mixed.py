@@ -218,6 +218,7 @@ def mixed_cluster(name: str, groups: Sequence[NodeGroup], links: Sequence[GroupL
         intra=every.intra,
         inter=every.inter,
         bus_curves=every.bus_curves,
+        bus_message_bytes=every.bus_message_bytes,
         collective_curves=every.collective_curves,
         host=every.host,
         adapters_per_node=every.adapters_per_node,
@@ -241,6 +242,7 @@ def _slowest_cluster(clusters: Sequence[Cluster], links: Sequence[Link]) -> Clus
         intra=_slowest_link([cluster.intra for cluster in clusters]),
         inter=inter,
         bus_curves=_lowest_bus(clusters, inter),
+        bus_message_bytes=min(cluster.bus_message_bytes for cluster in clusters),
         collective_curves=_slowest_curves(clusters),
         host=None if None in hosts else _slowest_link([host for host in hosts if host is not None]),
         adapters_per_node=min(cluster.num_adapters for cluster in clusters),
@@ -268,6 +270,7 @@ def _slowest_device(devices: Sequence[Device]) -> Device:
         launch_s=max(device.launch_s for device in devices),
         matmul_curves={name: _lowest_fractions(devices, name) for name in known},
         num_multiprocessors=slowest.num_multiprocessors,
+        early_kernels=slowest.early_kernels,
     )
 
 

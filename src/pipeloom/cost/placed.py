@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
+from pipeloom.cost.collectives import layer_collectives_s
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.partition import fastest_partition
@@ -246,6 +247,13 @@ def _layers_s(placed: Placed) -> list[tuple[float, float]]:
         alike: [pieces.layer for pieces in placed.of(alike).pieces]
         for alike in {alike for stage in stages for alike, _ in stage}
     }
+    if placed.software.gathers_layers:
+        # A layer's collectives run while the layer before computes.
+        moves = [layer_collectives_s(placed.run, part, placed.software) for part in placed.parts]
+        each_s = {
+            alike: [(max(one, move[0]), max(other, move[1])) for (one, other), move in zip(both, moves, strict=True)]
+            for alike, both in each_s.items()
+        }
     return [
         (
             sum(count * each_s[alike][rank][0] for alike, count in stage),

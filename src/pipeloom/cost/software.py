@@ -73,7 +73,7 @@ FRACTIONS: dict[str, float] = {
 }
 """Efficiencies that are fractions -> upper limit; for ``matmul`` above 1, since the measured curve may be a little
 low."""
-SHARES = ("overlap", "fragmentation")
+SHARES = ("overlap", "replica_overlap", "gather_overlap", "fragmentation")
 """Attributes of ``Software`` that are fractions, 0 to 1."""
 
 
@@ -89,6 +89,16 @@ class Software:
         gradient_bytes: bytes of each gradient in the data-parallel reduction.
         gather_bytes: bytes of each weight in the all-gather after a sharded update.
         overlap: share of the last micro-batch's backward that can overlap with the reduction.
+        replica_overlap: the same share where nothing is sharded (PyTorch's DistributedDataParallel), if it is larger.
+        bucket_parameters: number of parameters whose gradients are reduced in one message where nothing is sharded;
+            0: those of a rank.
+        gather_overlap: share of a micro-batch's forward that can overlap with the gather of updated weights.
+        fuses_accumulation: whether the product of a weight gradient adds to the accumulated gradient, so that it takes
+            the longer of its compute and its bytes, not both.
+        overlaps_columns: whether tensor-parallel exchanges of a column-parallel matrix overlap with its products in the
+            backward.
+        gathers_layers: whether fully sharded weights are gathered layer by layer while the layer before computes, in
+            the forward and the backward of each micro-batch, and gradients are scattered in the same way (FSDP).
         has_reduction_lane: whether data-parallel collectives run on a lane of their own during the pipeline; otherwise
             after it.
         lends_tied: whether the first stage sends a tied matrix to the last one for each step and receives its gradient;
@@ -106,6 +116,7 @@ class Software:
         extra_drain_slots: observed time to fill and drain a pipeline beyond the P - 1 slots of its schedule, in
             micro-batches.
         drain_seq: longest sequences of that observation.
+        drain_models: the models that it was made with; others are predicted without it.
         gathered_layers: with ``full`` sharding and without a reduction lane, number of layers besides embedding and
             head whose weights a device holds gathered: the current and the next one (FSDP, arXiv 2304.11277, section
             3.3.2).
@@ -130,6 +141,7 @@ class Software:
     cluster: str = "dgx-a100"
     sets: tuple[str, ...] = ()
     attentions: tuple[str, ...] = ()
+    drain_models: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
     shards: tuple[Shard, ...] = ()
     strategies: tuple[str, ...] = ()
@@ -138,6 +150,12 @@ class Software:
     gradient_bytes: float = 4
     gather_bytes: float = 2
     overlap: float = 0.0
+    replica_overlap: float = 0.0
+    bucket_parameters: float = 0
+    gather_overlap: float = 0.0
+    fuses_accumulation: bool = False
+    overlaps_columns: bool = False
+    gathers_layers: bool = False
     has_reduction_lane: bool = False
     lends_tied: bool = False
     is_blocking: bool = True

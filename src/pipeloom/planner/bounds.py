@@ -11,7 +11,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.cost.exchanges import gather_s, reduce_s, step_terms
+from pipeloom.cost.collectives import gather_s, reduce_s
+from pipeloom.cost.exchanges import step_terms
 from pipeloom.cost.memory import (
     kept_bytes,
     lent_bytes,
