@@ -81,10 +81,9 @@ def on_one_stage(searching: Search, steps: Sequence[SimulatedStep], bar: ErrorBa
     if plain is None or not is_tie(steps[0], plain, bar):
         return
     tp = f"{plain.run.tp}+sp" if plain.run.sequence_parallel else f"{plain.run.tp}"
-    sharded = "nothing" if plain.run.shard == "none" or plain.run.dp == 1 else plain.run.shard
     yield (
         f"A layout simpler than row {number + 1} is a tie with row 1, too: tp {tp}, pp 1, dp {plain.run.dp}, "
-        f"loops 1, micro-batches of {plain.run.micro_batch}, {sharded} sharded; a step takes "
+        f"loops 1, micro-batches of {plain.run.micro_batch}; a step takes "
         f"{_relative(steps[0], plain):.1%} longer than with row 1."
     )
 
