@@ -15,7 +15,7 @@ from pipeloom.execute.processes.world import join_forked
 from pipeloom.families import make_schedule
 from pipeloom.measure.rehearsal import Times
 from pipeloom.measure.slices import with_slices
-from pipeloom.measure.stages import Profile, most_held
+from pipeloom.measure.stages import Profile, message_s, most_held
 from pipeloom.passes import lower
 from pipeloom.passes.moves import Moves, add_moves
 from pipeloom.schedule import Action, Kind
@@ -123,7 +123,7 @@ def test_everything_that_a_rank_does_takes_time_before_the_first_step(profiles, 
     schedule = training_schedule(config)
     spans = simulate_profile(schedule, profile).spans
     kinds = {span.action.kind for span in spans if span.end_s > span.start_s}
-    assert {Kind.FORWARD, Kind.RECV_F, Kind.RECV_B} <= kinds
+    assert Kind.FORWARD in kinds
     assert (Kind.BACKWARD_INPUT in kinds) == (Kind.BACKWARD_WEIGHT in kinds) == ("split" in name)
     moved = {"evicted": {Kind.EVICT, Kind.LOAD}, "offloaded": {Kind.OFFLOAD, Kind.RELOAD}}.get(name.split()[-1], set())
     assert kinds & set(MOVE_KINDS) == moved
@@ -131,10 +131,17 @@ def test_everything_that_a_rank_does_takes_time_before_the_first_step(profiles, 
         for part in profile.slices:
             assert all(0 < half < both for half, both in zip(part.weight_s, part.backward_s, strict=True))
             assert set(part.weight_s).isdisjoint(profile.costs.weight_s)  # measured of each slice
-    sent = {Kind.SEND_F, Kind.SEND_B, Kind.SEND_TIED, Kind.SEND_TIED_GRAD}  # the receive carries the time
+    # The receive of a tied matrix carries its time. A small message may arrive while it is posted, which takes time.
+    sent = {Kind.SEND_F, Kind.SEND_B, Kind.SEND_TIED, Kind.SEND_TIED_GRAD, Kind.RECV_F, Kind.RECV_B}
     assert {str(span.action) for span in spans if span.end_s == span.start_s and span.action.kind not in sent} == set()
     assert profile.receive_s > 0
     assert profile.send_s > 0
+
+
+def test_a_message_takes_the_time_from_its_posting_to_its_arrival_without_that_of_the_posting():
+    begun = [0.0, 10.0, 20.0, 30.0]
+    assert message_s([9.0, 11.0, 22.0, 33.0], begun, 0.5) == 1.5  # the first one warms up
+    assert message_s([0.25, 10.25, 20.25, 30.25], begun, 0.5) == 0.0  # it arrives while it is posted
 
 
 def test_posting_a_message_takes_the_time_of_the_thread_that_computes():

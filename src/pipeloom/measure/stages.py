@@ -30,8 +30,8 @@ class Profile:
     """Measured costs of a run.
 
     Attributes:
-        costs: seconds of each stage, computing alone; of a transfer from the end of its posting, while all ranks but
-            the receiving one compute; of each stage's collectives, while all ranks compute.
+        costs: seconds of each stage, computing alone; of a transfer without its posting, while all ranks but the
+            receiving one compute; of each stage's collectives, while all ranks compute.
         host_by_rank: host name of each pipeline rank.
         capacity_by_host: by host name, the number of ranks of one pipeline that the host could serve at full speed:
             below their number if ranks share cores, caches or memory, also with other replicas.
@@ -147,20 +147,25 @@ def _joined(parts: Sequence[_Part], pipeline: Sequence[int], has_own_device: boo
         # n ranks with a mean slowdown s do the work of n / s ranks.
         served = num_ranks if has_own_device else min(num_ranks, num_ranks * num_ranks / sum(slowdowns))
         capacity[host] = served * hosts.count(host) / num_ranks  # this pipeline's share among the replicas
-    around = StageCosts((), (), _transfer_s(own), unshard_s, reduce_s)
     # Only on a CPU does the thread that posts messages also compute.
     has_posts = len(own) > 1 and not has_own_device
     receive_s, send_s = map(mean, zip(*(part.posts for part in own), strict=True)) if has_posts else (0.0, 0.0)
+    transfer_s = message_s(own[0].transfers, own[1].transfers, send_s) if len(own) > 1 else 0.0
+    around = StageCosts((), (), transfer_s, unshard_s, reduce_s)
     return Profile(timed(around, times), tuple(hosts), capacity, receive_s=receive_s, send_s=send_s)
 
 
-def _transfer_s(own: Sequence[_Part]) -> float:
-    """Mean seconds of a message between the first two ranks; 0 in a pipeline of one rank."""
-    if len(own) < 2:
-        return 0.0
-    # Without the first ones, which warm up connections and caches. A message may arrive before its posting has ended.
-    both = list(zip(own[0].transfers, own[1].transfers, strict=True))[len(own[0].transfers) // 4 :]
-    return mean(max(0.0, arrived_s - sent_s) for arrived_s, sent_s in both)
+def message_s(arrived_s: Sequence[float], begun_s: Sequence[float], send_s: float) -> float:
+    """Mean seconds of a message without those of posting it, which the simulator adds.
+
+    Args:
+        arrived_s: when the receiving rank had each message.
+        begun_s: when the sending rank began to post it.
+        send_s: CPU seconds of posting.
+    """
+    # Without the first ones, which warm up connections and caches.
+    both = list(zip(arrived_s, begun_s, strict=True))[len(arrived_s) // 4 :]
+    return max(0.0, mean(arrived - begun for arrived, begun in both) - send_s)
 
 
 def _time_alone(run: Callable[..., Times], held: int) -> tuple[Times, Times]:
@@ -201,8 +206,9 @@ def _time_one_way(exchange: Exchange, load: _Load, *, takes_part: bool) -> list[
     As an exposed message of a step: its sender's core, and those of other ranks, are busy with compute.
 
     Returns:
-        On the first rank when each message has arrived, on the second one when its posting has ended, in seconds of the
-        host's clock; on other ranks an empty list.
+        On the first rank when each message has arrived, on the second one when its posting begins, in seconds of the
+        host's clock; on other ranks an empty list. The end of the posting would not do: the system may let the receiver
+        run before the sender's call returns.
     """
     count = max(_MESSAGES // 2, load.num_runs(_CROWD_S / 2))  # the same on all ranks
     marks: list[float] = []
@@ -215,8 +221,8 @@ def _time_one_way(exchange: Exchange, load: _Load, *, takes_part: bool) -> list[
         load.run()
         if takes_part:
             exchange.finish(*under_way)
-            under_way = [exchange.send(0)]
             marks.append(time.perf_counter())
+            under_way = [exchange.send(0)]
     if under_way:
         load.run()  # beside the last message
         exchange.finish(*under_way)
