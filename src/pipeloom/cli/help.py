@@ -46,12 +46,11 @@ def help_page(command: Command[Any], *, is_whole: bool) -> str:
         texts = _described(option, width - flags, is_whole=is_whole)
         lines.append(f"{head:<{flags}}{texts.pop(0)}" if len(head) < flags - 1 else head)
         lines += [" " * flags + text for text in texts]
-    of_run = _OF_RUN if any(option.is_of_run for option in shown) else ""
-    rules = (
-        f"{of_run}{_RULES}"
-        if is_whole
-        else f"[...] is a default. {of_run}--help-all describes all {len(options)} options."
-    )
+    has_run = any(option.is_of_run for option in shown)
+    defaults = "Defaults are in [...], or those of RUN." if has_run else "[...] is a default."
+    rules = f"{defaults} --help-all describes all {len(options)} options."
+    if is_whole:
+        rules = f"{_OF_RUN}{_RULES}" if has_run else _RULES
     return "\n".join([*lines, "", *_wrapped(rules, width)])
 
 
