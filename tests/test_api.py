@@ -178,7 +178,7 @@ def test_a_call_names_all_of_its_wrong_arguments(name):
 
 def test_a_misspelled_a_missing_and_a_wrong_argument_are_one_message():
     unknown = "  - there is no argument 'microbatches'; did you mean 'num_microbatches'? "
-    unknown += "known: num_microbatches, group_size, placement, num_slices, keep"
+    unknown += "known: family, pp, num_microbatches, loops, group_size, placement, num_slices, keep"
     with pytest.raises(CallError) as caught:
         pipeloom.make_schedule("1f1b", pp="4", microbatches=8, loops=True)
     assert str(caught.value).splitlines() == [

@@ -95,7 +95,7 @@ def _name_problems(
     for name in kwargs:
         # What a function takes by any name, it checks itself; but a misspelled argument is also missing.
         if name not in single and (len(single) == len(parameters) or close_names(name, missing)):
-            yield unknown_name("argument", name, left or single)
+            yield unknown_name("argument", name, single, left or None)  # what is given already is not suggested
     yield from (f"the argument '{name}' is missing" for name in missing)
 
 

@@ -67,3 +67,17 @@ def test_families_that_take_one_number_of_loops_alone_take_theirs(loops, capsys)
     assert main(["families", "--pp", "2", "--num-microbatches", "2", "--loops", str(loops), "--json"]) == 0
     found = {line["name"]: line["loops"] for line in json.loads(capsys.readouterr().out)}
     assert (found["breadth-first"], found["zb-v"], found["1f1b"]) == (loops, 2, 1)
+
+
+def test_sizes_that_would_take_minutes_are_refused_with_their_limit(capsys):
+    assert main(["families", "--pp", "3000", "--loops", "400"]) == 2
+    error = capsys.readouterr().err
+    assert "the product of --pp, --num-microbatches and --loops must be at most 100,000, found 9,600,000" in error
+    assert "`pipeloom schedule FAMILY`" in error
+
+
+def test_the_bubble_overhead_has_its_name(capsys):
+    assert main(["families", "--pp", "2", "--num-microbatches", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert " overhead " in shown.splitlines()[1]
+    assert "bubble overhead, which is idle time / ideal time" in " ".join(shown.split())

@@ -221,3 +221,15 @@ def test_a_file_behind_an_unknown_flag_is_no_run_file(tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as refused:
         parse_config(command_of("train"), ["--data.pth", "my.txt"])
     assert refused.value.problems == ("there is no flag --data.pth; did you mean '--data.path'?",)
+
+
+@pytest.mark.parametrize("name", ["evaluate", "generate"])
+def test_settings_of_a_run_have_the_values_of_that_run_in_the_help(name, capsys):
+    said = {"--help": "or those of RUN.", "--help-all": "Settings without a default have the values of RUN"}
+    for flag, sentence in said.items():
+        with pytest.raises(SystemExit):
+            main([name, flag])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert sentence in shown
+        assert "Pipeline-model-parallel size: pipeline ranks [" not in shown
+        assert "--layout.[no-]sequence-parallel" in shown

@@ -177,7 +177,7 @@ def test_people_see_the_figures_of_the_json(capsys, monkeypatch):
     assert re.search(rf"HFU +{found['hfu']:.1%}", shown)
     assert re.search(rf"bubble fraction +{found['bubble_fraction']:.1%}", shown)
     compute_s = sum(account["compute_s"] for account in found["accounts"]) / 8
-    assert re.search(rf"^compute +{compute_s * 1e3:,.0f} ", shown, flags=re.M)
+    assert re.search(rf"^compute\+tp +{compute_s * 1e3:,.0f} ", shown, flags=re.M)
     assert len(re.findall(r"^[0-7] +\d", shown, flags=re.M)) == 8
     assert "does not fit" not in shown
 
@@ -365,3 +365,11 @@ def test_the_copy_of_a_checkpoint_is_shown_beside_the_total(capsys):
     assert main(["simulate", str(RUN), "--checkpoint.no-background"]) == 0
     assert "copy" not in capsys.readouterr().out
     assert set(answer(capsys, RUN, "--machine.software", "megatron-2021")["checkpoint_copy_bytes"]) == {0.0}
+
+
+@pytest.mark.parametrize(("tp", "label"), [("8", "compute+tp "), ("1", "compute ")])
+def test_compute_names_the_tensor_parallel_time_inside_it(capsys, monkeypatch, tp, label):
+    status = 0 if tp == "8" else 1  # whole layers do not fit
+    shown = text(capsys, monkeypatch, GPT_52B, "--layout.tp", tp, status=status)
+    assert any(line.startswith(label) for line in shown.splitlines())
+    assert ("tensor-parallel communication included" in shown) == (tp == "8")

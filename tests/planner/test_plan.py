@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -11,13 +12,16 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.config import find_problems
 from pipeloom.cost.hardware import with_bandwidth, with_memory
 from pipeloom.errors import ConfigError, UserError
+from pipeloom.planner.advice import on_one_stage
 from pipeloom.planner.comparison import causes
+from pipeloom.planner.error_bar import error_bar
 from pipeloom.planner.infeasible import near_devices
+from pipeloom.planner.plan import make_question
 from pipeloom.planner.plan import plan as make_plan
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.run_file import run_config
 from pipeloom.planner.run_step import predict_step
-from pipeloom.planner.search import search
+from pipeloom.planner.search import Search, search
 from pipeloom.planner.space import has_arrangement
 from pipeloom.predict.describe import with_model_sizes
 
@@ -275,3 +279,14 @@ def test_where_the_model_is_too_large_shorter_sequences_are_not_to_blame(ask):
     ).closest
     assert near.sequence_bytes < near.missing_bytes
     assert not any(what.startswith("sequences of") for what, _ in near.ways_out)
+
+
+def test_a_tie_with_one_stage_is_named_where_the_table_hides_it():
+    sizes = {"num_devices": 8, "global_batch": 64, "seq": 8192}
+    question = make_question("llama-3-8b", "dgx-h100", **sizes, pp=(1,), tp=(2,), micro_batch=(1,))
+    searching, bar = Search(question), error_bar(question.cluster, question.software)
+    steps = searching.best(3).steps
+    assert all(step.run.loops > 1 for step in steps)
+    (sentence,) = on_one_stage(searching, steps, bar, inf)
+    assert "tp 2+sp, pp 1, dp 4, loops 1, micro-batches of 1; a step takes" in sentence
+    assert list(on_one_stage(searching, steps, replace(bar, tie=1e-6), inf)) == []

@@ -43,13 +43,16 @@ COMMAND = Command(
 )
 
 
+MOST_ACTIONS = 200_000
+"""Most forwards and backwards of a schedule: making and simulating all of that length takes half a minute of a core."""
 SLICES = 4
 """Token slices of the rows that have some."""
 LEGEND = (
-    "bubble: idle / ideal; own: the same between a rank's own first and last action; memory: most that each rank "
-    f"holds, in {MEMORY_UNIT}; gathers: of sharded weights on the busiest rank, one stage gathered at once; "
-    "messages: tensors that change rank; sent: what they carry, in micro-batches at the border of a stage; moves: "
-    "transfers to a partner or the host and back; moved: what they carry, in units of the memory"
+    "overhead: bubble overhead, which is idle time / ideal time; own: the same between a rank's own first and last "
+    f"action; memory: most that each rank holds, in {MEMORY_UNIT}; gathers: of sharded weights on the busiest rank, "
+    "one stage gathered at once; messages: tensors that change rank; sent: what they carry, in micro-batches at the "
+    "border of a stage; moves: transfers to a partner or the host and back; moved: what they carry, in units of "
+    "the memory"
 )
 
 
@@ -58,6 +61,13 @@ def run(words: list[str]) -> int:
     options, problems = read_flags(COMMAND, words)
     sizes = {"pp": options.pp, "loops": options.loops, "num_microbatches": options.num_microbatches}
     problems += Choice(family="breadth-first", num_slices=SLICES, **sizes).problems()
+    actions = 2 * options.pp * options.num_microbatches * options.loops
+    if actions > MOST_ACTIONS:
+        problems.append(
+            f"the product of --pp, --num-microbatches and --loops must be at most {MOST_ACTIONS // 2:,}, found "
+            f"{actions // 2:,}: each of {len(FAMILIES)} families would be simulated with {actions:,} actions; "
+            "`pipeloom schedule FAMILY` makes a single schedule of any length"
+        )
     if problems:
         raise ConfigError(problems, SOURCE)
     found = list(lines(options.pp, options.num_microbatches, options.loops))
@@ -143,7 +153,7 @@ def _amount(value: float) -> str:
 
 COLUMNS: Columns = {
     "loops": ("loops", str),
-    "bubble_overhead": ("bubble", percent),
+    "bubble_overhead": ("overhead", percent),
     "own_overhead": ("own", percent),
     "memory": ("memory by rank", by_rank),
     **{name: (name, _amount) for name in ("gathers", "messages", "sent", "moves", "moved")},

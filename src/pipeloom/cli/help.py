@@ -46,13 +46,15 @@ def help_page(command: Command[Any], *, is_whole: bool) -> str:
         texts = _described(option, width - flags, is_whole=is_whole)
         lines.append(f"{head:<{flags}}{texts.pop(0)}" if len(head) < flags - 1 else head)
         lines += [" " * flags + text for text in texts]
+    has_run = any(option.is_of_run for option in shown)
+    defaults = "Defaults are in [...], or those of RUN." if has_run else "[...] is a default."
+    rules = f"{defaults} --help-all describes all {len(options)} options."
     if is_whole:
-        lines += ["", *_wrapped(_RULES, width)]
-    else:
-        lines += ["", f"[...] is a default. --help-all describes all {len(options)} options."]
-    return "\n".join(lines)
+        rules = f"{_OF_RUN}{_RULES}" if has_run else _RULES
+    return "\n".join([*lines, "", *_wrapped(rules, width)])
 
 
+_OF_RUN = "Settings without a default have the values of RUN, unless a flag sets them. "
 _RULES = (
     "--flag=VALUE is the same as --flag VALUE. Lists take spaces or commas: --flag 1 2 4, --flag 1,2,4. Write a value "
     "that begins with a dash and is not a number as --flag=-VALUE. None selects a default that is described in words. "

@@ -69,7 +69,9 @@ def print_plan(plan: Plan) -> None:
         console.print(headed("\nWhat would change the answer"))
         print_table(console, _change_table(plan.best, plan.changes))
     console.print(headed("\nExpected error"))
-    for sentence in [*plan.error_bar.sentences, *_on_ties(plan)]:
+    on_speed = plan.error_bar.on_speed(plan.best.tokens_per_s, plan.best.mfu)
+    step_times, *comparisons = plan.error_bar.sentences
+    for sentence in [step_times, *filter(None, [on_speed]), *comparisons, *_on_ties(plan)]:
         console.print(f"- {sentence}")
     if plan.advice:
         console.print(headed("\nAdvice"))
@@ -230,7 +232,10 @@ def layout_cells(step: SimulatedStep) -> dict[str, str]:
         "dp": str(run.dp),
         "micro": f"{run.num_microbatches} x {run.micro_batch}",
         "schedule": _family(step) if has_schedule else "-",
-        "loops": f"{run.loops}{'' if run.placement == 'looped' else '+' + run.placement}" if has_schedule else "-",
+        # Without a pipeline too: the stages whose weights are gathered, or whose gradients are reduced, one by one.
+        "loops": f"{run.loops}{'' if run.placement == 'looped' else '+' + run.placement}"
+        if has_schedule or run.loops > 1
+        else "-",
         "sharded": run.shard if run.dp > 1 and run.shard != "none" else "-",
         "recompute": _recomputed(step),
     }

@@ -5,7 +5,7 @@ import importlib
 import inspect
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -90,6 +90,7 @@ class Option:
         notes: what is written into the type.
         default: its value; ``dataclasses.MISSING`` where one must be given.
         owner: the dataclass that defines it.
+        is_of_run: whether it is a setting of the run that the command needs, which has the value of that run.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Option:
     notes: tuple[Any, ...] = ()
     default: Any = MISSING
     owner: type
+    is_of_run: bool = False
 
     @property
     def is_switch(self) -> bool:
@@ -135,7 +137,7 @@ class Option:
     @property
     def briefly(self) -> str:
         """The same; of a switch that is off the flag that sets it."""
-        return self.flags[0] if self.default is False else self.shown
+        return self.flags[0] if self.default is False and not self.is_of_run else self.shown
 
     @property
     def is_table(self) -> bool:
@@ -193,8 +195,8 @@ class Option:
 
     @property
     def shown_default(self) -> str:
-        """The default as text; empty where a value must be given, or where nothing is set."""
-        if self.default is MISSING:
+        """The default as text; empty where a value must be given, where nothing is set, or where a run has it."""
+        if self.default is MISSING or self.is_of_run:
             return ""
         if self.default is None or self.default == ():
             return _described(self.owner)[self.name.rpartition(".")[2]][1]
@@ -235,6 +237,8 @@ def options_of(command: str | Command[Any]) -> tuple[Option, ...]:
     kept = [one for one in found if not one.group or _is_in(one, known.settings)]
     if known.settings and not known.needs_run:
         kept.insert(0, Option(name=RUN_FIELD, place=RUN_FILE, hint=Path, default=None, owner=_RunFile))
+    if known.needs_run:
+        kept = [replace(one, is_of_run=bool(one.group)) for one in kept]
     return tuple(sorted(kept, key=lambda one: (not one.place, bool(one.group))))
 
 

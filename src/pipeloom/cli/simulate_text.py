@@ -54,6 +54,8 @@ _LANES = {
 }
 _USE = ("busy_s", "hidden_s", "exposed_s")
 _AFTER = {"reduce_s": "data-parallel, after the pipeline", "tied_s": "tied embedding, after the pipeline"}
+_WITH_TENSOR = "compute+tp"
+"""Label of compute on tensor-parallel ranks: their collectives are inside the actions, whose parts no trace shows."""
 _MOST_RANKS = 12
 
 
@@ -75,6 +77,8 @@ def print_step(step: SimulatedStep, tree: Mapping[str, Any], *, with_lanes: bool
         "fragm.: of the allocator",
         style="dim",
     )
+    if step.run.tp > 1:
+        console.print(f"{_WITH_TENSOR}: tensor-parallel communication included", style="dim")
     if any(tree["checkpoint_copy_bytes"]):
         console.print(
             "copy: in host memory, while a thread writes a checkpoint; not in the total, since training waits where it "
@@ -202,7 +206,8 @@ def _account_table(tree: Mapping[str, Any], unit: float) -> Table:
         values = [account[part] for account in tree["accounts"]]
         mean, least, most = sum(values) / len(values), min(values), max(values)
         if most > 0:
-            rows.add_row(label, short(mean / unit), f"{mean / whole:.1%}", *_texts((least, most), unit))
+            title = _WITH_TENSOR if part == "compute_s" and tree["run"]["tp"] > 1 else label
+            rows.add_row(title, short(mean / unit), f"{mean / whole:.1%}", *_texts((least, most), unit))
     step = short(whole / unit)
     rows.add_row("step", step, "100.0%", step, step, end_section=True)
     return rows

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from pipeloom.planner.comparison import ALONE, Change, Rival, causes, is_faster
 from pipeloom.planner.error_bar import ErrorBar
-from pipeloom.planner.question import Limits, Question
+from pipeloom.planner.question import ONE_STAGE, Limits, Question
 from pipeloom.planner.search import Search, is_over, search
 from pipeloom.planner.strategies import STRATEGIES, strategy_of
 from pipeloom.predict.step import SimulatedStep
@@ -66,6 +66,26 @@ def simplest_tie(steps: Sequence[SimulatedStep], bar: ErrorBar) -> int:
 def _complexity(step: SimulatedStep) -> tuple[bool, int, int, int, bool]:
     run = step.run
     return strategy_of(step) != "none", run.pp, run.num_stages, run.tp, set(run.recompute_kinds) != {"none"}
+
+
+def on_one_stage(searching: Search, steps: Sequence[SimulatedStep], bar: ErrorBar, deadline: float) -> Iterator[str]:
+    """A tie without a pipeline and with one stage, where the table lists one whose weights are gathered in stages.
+
+    The table has one layout of each group, the fastest, so it hides slower ones that differ in their stages alone.
+    """
+    number = simplest_tie(steps, bar)
+    shown = steps[number].run
+    if shown.pp > 1 or shown.num_stages == 1 or is_over(deadline):
+        return
+    plain = searching.best(1, replace(ONE_STAGE, tp=(shown.tp,)), deadline=deadline).best
+    if plain is None or not is_tie(steps[0], plain, bar):
+        return
+    tp = f"{plain.run.tp}+sp" if plain.run.sequence_parallel else f"{plain.run.tp}"
+    yield (
+        f"A layout simpler than row {number + 1} is a tie with row 1, too: tp {tp}, pp 1, dp {plain.run.dp}, "
+        f"loops 1, micro-batches of {plain.run.micro_batch}; a step takes "
+        f"{_relative(steps[0], plain):.1%} longer than with row 1."
+    )
 
 
 def on_plain(

@@ -34,6 +34,22 @@ class ErrorBar:
         """Whether the difference of two predicted step times, in seconds, is below ``tie``."""
         return abs(other_s / first_s - 1) < self.tie
 
+    def on_speed(self, tokens_per_s: float, mfu: float) -> str | None:
+        """A sentence with the speed of a layout at the mean error of its step time; ``None`` without measurements.
+
+        Args:
+            tokens_per_s: as predicted.
+            mfu: as predicted, a fraction.
+        """
+        if self.errors is None:
+            return None
+        # The bias is that of predicted / measured step times: a speed is divided by the step time.
+        share = 1 + self.errors.bias
+        return (
+            f"Tokens/s, MFU and prices of the table have no correction for this. With the average error, row 1 has "
+            f"{tokens_per_s * share:,.0f} tokens/s and an MFU of {mfu * share:.1%}."
+        )
+
     @property
     def sentences(self) -> tuple[str, ...]:
         """The error of a step time, the error of a comparison, and the measurements."""

@@ -12,7 +12,7 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software, with_optimizer
 from pipeloom.errors import ConfigError
-from pipeloom.planner.advice import advice, on_plain
+from pipeloom.planner.advice import advice, on_one_stage, on_plain
 from pipeloom.planner.comparison import Change, Rival, changes, is_faster, rivals
 from pipeloom.planner.error_bar import ErrorBar, error_bar
 from pipeloom.planner.frontier import SortKey
@@ -225,4 +225,5 @@ def _explain(plan: Plan, searching: Search, best: SimulatedStep, count: int, dea
         plan.rivals.clear()
         plan.rivals.extend(rivals(searching, question, best, deadline))
     plan.changes.extend(changes(question, best, deadline))
+    plan.advice.extend(on_one_stage(searching, plan.steps, plan.error_bar, deadline))
     plan.advice.extend(advice(question, best, plan.rivals, plan.changes, bar=plan.error_bar, deadline=deadline))

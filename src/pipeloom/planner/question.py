@@ -56,6 +56,10 @@ class Limits:
         return [item.name for item in fields(self) if getattr(self, item.name) is not None]
 
 
+ONE_STAGE = Limits(pp=(1,), loops=(1,), strategies=("none",))
+"""Layouts without a pipeline whose model is a single stage."""
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Question:
     """A model to train, a cluster, and sizes; ``make_question`` makes one from names of the catalog.

@@ -22,7 +22,7 @@ _Text = Callable[[float], str]
 
 CAUSES = {
     "startup_s": ("start-up", "before the rank's first compute action"),
-    "compute_s": ("compute", "the rank computes"),
+    "compute_s": ("compute", "the rank computes, tensor-parallel communication included"),
     "imbalance_s": ("imbalance", "waiting for compute of another rank"),
     "exposed_p2p_s": ("exposed p2p", "waiting for a tensor in transit"),
     "exposed_data_parallel_s": ("exposed data-parallel", "waiting for gathered weights or reduced gradients"),

@@ -61,9 +61,16 @@ def and_finite(limit: str, found: float) -> str:
     return f"{limit} and finite" if found == math.inf else limit
 
 
-def unknown_name(what: str, name: str, known: Collection[str]) -> str:
-    """The message about an unknown name, with similar names and all names; ``what`` is a noun such as ``cluster``."""
-    hint = did_you_mean(name, known)
+def unknown_name(what: str, name: str, known: Collection[str], likely: Collection[str] | None = None) -> str:
+    """The message about an unknown name, with similar names and all names.
+
+    Args:
+        what: a noun, such as ``cluster``.
+        name: the unknown name.
+        known: all names.
+        likely: those of them that may be suggested; ``None``: all.
+    """
+    hint = did_you_mean(name, known if likely is None else likely)
     return f"there is no {what} '{name}'; {hint}{' ' if hint else ''}known: {', '.join(known)}"
 
 
