@@ -42,7 +42,7 @@ TRAINING    := pipeloom.training.trainer, pipeloom.training.export, torch._dynam
 BIN         := $(VENV)/bin
 PIP         := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile $(PIP_ARGS) -c $(CONSTRAINTS)
 STAMP       := $(VENV)/.installed
-LOADED      := numba llvmlite numpy pydantic pydantic_core rich _pytest xdist execnet hypothesis scipy huggingface_hub tokenizers
+LOADED      := numba llvmlite numpy pydantic pydantic_core rich
 
 .PHONY: demo test test-all docs dist docs-commands plan-demo predict reproduce schedules plan-speed bench-network bench-overhead \
         bench-balance bench-checkpoints bench-tokenize bench-loading bench-generate playground-pictures playground-speed tune adapted signals \
@@ -51,11 +51,12 @@ LOADED      := numba llvmlite numpy pydantic pydantic_core rich _pytest xdist ex
 demo: $(STAMP)
 	$(BIN)/pipeloom train $(ARGS)
 
+# The tests start hundreds of processes: without bytecode each would compile transformers and others again.
 test: check
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-all: check
-	$(BIN)/python -m pytest -n 2 --dist worksteal --all $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal --all $(ARGS)
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -b html -W --keep-going -q -d $(VENV)/doctrees docs site
