@@ -32,14 +32,14 @@ MOST_AXIS = {
     "num_microbatches": 38,
     "tp": 40,
     "shard": 34,
-    "recompute": 36,
+    "recompute": 35,
     "dp": 33,
     "sequence_parallel": 28,
     "partition": 25,
     "replicate": 16,
     "recompute_layers": 16,
     "pipeline_order": 12,
-    "token_slices": 12,
+    "token_slices": 11,
     "microbatch_size": 8,
 }
 MOST_NEW_KIND = 8

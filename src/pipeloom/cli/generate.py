@@ -9,7 +9,7 @@ from typing import Annotated
 from pipeloom.cli.reference import Command, Place
 from pipeloom.cli.run_config import parse_words, tokenizer_problems
 from pipeloom.config import CheckpointConfig, RunConfig, ScheduleConfig, find_problems
-from pipeloom.config.adapted import NO_CACHE
+from pipeloom.config.layout_problems import NO_CACHE
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.system.files import read_text
 from pipeloom.terminal.words import count

@@ -6,7 +6,7 @@ here.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import cache
 from importlib.util import find_spec
@@ -20,21 +20,29 @@ from pipeloom.checkpoint.checkpoint_folder import (
     list_checkpoints,
     step_of,
 )
-from pipeloom.config.adapted import adapted_problems
+from pipeloom.config.layout_problems import (
+    Problems,
+    adapted_problems,
+    file_problems,
+    freeze_problems,
+    move_problems,
+    order_problems,
+    place_problems,
+    recompute_problems,
+    slice_problems,
+    stage_problems,
+    swap_problems,
+    tensor_problems,
+)
 from pipeloom.config.run import RunConfig, value_of
 from pipeloom.config.tokenizer_files import num_tokens
 from pipeloom.errors import UserError, reason_of
-from pipeloom.families import FAMILIES
-from pipeloom.schedule import read_schedule
 from pipeloom.system.toolchain import toolchain_problems
-from pipeloom.terminal.words import count, parse_bytes
 from pipeloom.workload.dtypes import TRAINED
 from pipeloom.workload.limits import Limits, limits_of
 from pipeloom.workload.model import head_problems
 from pipeloom.workload.model_families import MODELS
 from pipeloom.workload.optimizers import OPTIMIZERS
-
-Problems = Iterator[str]
 
 
 def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: bool = True) -> list[str]:
@@ -45,10 +53,10 @@ def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: boo
         trains: whether the run is trained on this machine, so that its text, checkpoint and compiler must exist.
         is_model_known: whether the sizes of the model are final; otherwise they are not checked.
     """
-    checks = [_range_problems, _order_problems, _slice_problems]
-    checks += [_model_problems, _stage_problems, _tensor_problems, _recompute_problems] if is_model_known else []
-    checks += [_unused_problems, adapted_problems, _move_problems, _swap_problems, _freeze_problems]
-    checks += [_place_problems, _file_problems, optimizer_problems, _tokenizer_problems, _source_problems]
+    checks = [_range_problems, order_problems, slice_problems]
+    checks += [_model_problems, stage_problems, tensor_problems, recompute_problems] if is_model_known else []
+    checks += [_unused_problems, adapted_problems, move_problems, swap_problems, freeze_problems]
+    checks += [place_problems, file_problems, optimizer_problems, _tokenizer_problems, _source_problems]
     if trains:
         checks += [_text_problems, _checkpoint_problems, _training_problems]
     return [problem for check in checks for problem in check(config)]
@@ -75,7 +83,7 @@ _Need = tuple[str, Callable[[RunConfig], bool]]
 """A condition under which a setting has an effect: in words, and as a function of the run."""
 # Sizes below 1 are reported elsewhere.
 _REPLICAS: _Need = ("layout.dp of at least 2", lambda run: run.layout.dp != 1)
-_PIPELINE: _Need = ("layout.pp of at least 2", lambda run: run.layout.pp != 1)
+_PIPELINE: _Need = ("layout.pp of at least 2", lambda run: run.layout.has_pipeline)
 _SHARD: _Need = ("layout.shard", lambda run: run.layout.shard != "none")
 _SCALED: _Need = ("model.rope_scaling", lambda run: run.model.rope_scaling is not None)
 _BY_TURNS: _Need = ("model.rope_scaling llama3 or yarn", lambda run: run.model.rope_scaling in ("llama3", "yarn"))
@@ -199,174 +207,6 @@ def _model_problems(config: RunConfig) -> Problems:
             )
         if model.rope_scaling == "yarn" and model.known_rope_theta <= 1:
             yield f"model.rope_theta must be above 1 for model.rope_scaling yarn, found {model.known_rope_theta:g}"
-
-
-def _order_problems(config: RunConfig) -> Problems:
-    # Replace the names of sizes in messages about a family by the names of settings.
-    names = {"pp ": "layout.pp ", "loops ": "layout.loops ", "the number of micro-batches ": "layout.num_microbatches "}
-    for problem in config.choice().problems():
-        old = next((one for one in names if problem.startswith(one)), "")
-        yield names.get(old, "") + problem.removeprefix(old)
-    if config.schedule.family == "forward-only":
-        yield "schedule.family forward-only trains nothing; use breadth-first"
-
-
-def _slice_problems(config: RunConfig) -> Problems:
-    layout, num_tokens, wanted = config.layout, config.data.seq_len, config.layout.token_slices
-    if wanted is None or layout.tp < 1:
-        return
-    # The tokens of a slice are divided among the tensor-parallel ranks, so a slice has at least tp tokens.
-    if isinstance(wanted, int) and not 1 <= wanted <= max(1, num_tokens // layout.tp):
-        shared = f" / layout.tp {layout.tp}" if layout.tp > 1 else ""
-        yield f"layout.token_slices must lie between 1 and data.seq_len {num_tokens}{shared}, found {wanted}"
-    elif isinstance(wanted, tuple):
-        found = list(wanted)
-        if not found or min(found) < 1:
-            yield f"layout.token_slices must name lengths of at least one token each, found {found}"
-        if sum(found) != num_tokens:
-            yield f"layout.token_slices must add up to data.seq_len {num_tokens}, found {sum(found)}"
-        if any(length % layout.tp for length in found):
-            yield f"layout.tp must divide each of layout.token_slices, found {layout.tp} and {found}"
-    if config.data.by_document and wanted == "auto":
-        yield (
-            "layout.token_slices auto measures slices without the mask of data.attention document; give a number or "
-            "lengths of slices"
-        )
-    if config.training.compile and wanted != 1:
-        yield "training.compile compiles for sequences of one length, and layout.token_slices cuts them; leave one out"
-
-
-def _stage_problems(config: RunConfig) -> Problems:
-    layout, pieces = config.layout, config.model.num_layers + 2
-    if layout.num_stages > pieces:
-        is_given = config.model.preset is not None or config.model.file is not None
-        yield (
-            f"{count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'loop')} need {layout.num_stages} stages, but "
-            f"{count(config.model.num_layers, 'layer')} with embedding and head make only {pieces} pieces; "
-            f"use {'fewer layout.loops' if layout.pp <= pieces else 'a smaller layout.pp'}"
-            f"{'' if is_given else ' or more model.num_layers'}"
-        )
-    partition = layout.partition
-    if partition is None:
-        return
-    if len(partition) != layout.num_stages:
-        yield f"layout.partition must name {count(layout.num_stages, 'stage')}, found {len(partition)}"
-    if any(size < 1 for size in partition):
-        yield f"layout.partition must give every stage at least one piece, found {partition}"
-    if sum(partition) != pieces:
-        yield f"layout.partition must add up to {pieces} (embedding, layers, head), found {sum(partition)}"
-
-
-def _tensor_problems(config: RunConfig) -> Problems:
-    layout, model, num_tokens = config.layout, config.model, config.data.seq_len
-    # A rank computes whole heads; vocabulary and inner width may be divided unevenly.
-    for name, size in (("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)):
-        if layout.tp > 0 and size is not None and size % layout.tp and model.adapted is None:
-            yield f"layout.tp must divide model.{name}, found {layout.tp} and {size}"
-    if layout.sequence_parallel and layout.tp > 1 and num_tokens % layout.tp:
-        yield f"layout.tp must divide data.seq_len, found {layout.tp} and {num_tokens}"
-
-
-def _recompute_problems(config: RunConfig) -> Problems:
-    by_layer, wanted = config.layout.recompute_layers, config.model.num_layers
-    if by_layer is None:
-        return
-    if config.layout.recompute != "none":
-        yield "layout.recompute and layout.recompute_layers both set what is recomputed; leave one out"
-    if len(by_layer) != wanted:
-        yield f"layout.recompute_layers must name {count(wanted, 'layer')} (model.num_layers), found {len(by_layer)}"
-
-
-def _move_problems(config: RunConfig) -> Problems:
-    schedule = config.schedule
-    if schedule.offload and schedule.activation_budget is None:
-        yield "schedule.offload moves what schedule.activation_budget has no room for; set it"
-    yield from _size_problems("schedule.activation_budget", schedule.activation_budget)
-
-
-def _swap_problems(config: RunConfig) -> Problems:
-    layout, schedule = config.layout, config.schedule
-    if schedule.device_budget is None:
-        return
-    yield from _size_problems("schedule.device_budget", schedule.device_budget)
-    for name, size in (("pp", layout.pp), ("dp", layout.dp), ("tp", layout.tp)):
-        if size > 1:
-            more = " and more layout.loops" if name == "pp" else ""
-            yield (
-                f"schedule.device_budget swaps the whole model through one device, found layout.{name} {size}; "
-                f"use layout.{name} 1{more}, or leave the budget out"
-            )
-    if layout.pp == 1 and layout.loops < 2:
-        yield (
-            "schedule.device_budget needs layout.loops of at least 2, so that there are stages to swap, "
-            f"found {layout.loops}"
-        )
-    others = {
-        "training.compile": config.training.compile,
-        "schedule.offload": schedule.offload,
-        "layout.token_slices": layout.token_slices not in (None, 1),
-    }
-    for name, is_on in others.items():
-        if is_on:
-            yield f"schedule.device_budget does not work with {name}; leave one of them out"
-
-
-def _freeze_problems(config: RunConfig) -> Problems:
-    number, family = config.training.freeze_layers, FAMILIES.get(config.schedule.family)
-    if number is None:
-        return
-    if number > config.model.num_layers:
-        yield f"training.freeze_layers must be at most model.num_layers {config.model.num_layers}, found {number}"
-    if config.model.tied:
-        yield "training.freeze_layers freezes the embedding, which with model.tied is the head's matrix; leave it out"
-    if family is not None and family.splits_backward:
-        yield (
-            f"training.freeze_layers does not work with schedule.family {config.schedule.family}, which splits "
-            "backwards; use breadth-first"
-        )
-    others = {
-        "schedule.device_budget": config.schedule.device_budget is not None,
-        "schedule.balance": config.schedule.balance,
-        "schedule.offload": config.schedule.offload,
-    }
-    for name, is_on in others.items():
-        if is_on:
-            yield f"training.freeze_layers does not work with {name}; leave one of them out"
-
-
-def _size_problems(name: str, text: str | None) -> Problems:
-    try:
-        # An unset size has no problems.
-        parse_bytes("1" if text is None else text)
-    except ValueError as error:
-        yield f"{name}: {error}"
-
-
-def _place_problems(config: RunConfig) -> Problems:
-    layout, order, pp = config.layout, config.layout.pipeline_order, config.layout.pp
-    if layout.replicate is not None and layout.replicate > 0 and layout.dp % layout.replicate:
-        yield f"layout.replicate must divide layout.dp, found {layout.replicate} and {layout.dp}"
-    if order is not None and sorted(order) != list(range(pp)):
-        found = " ".join(map(str, order))
-        yield f"layout.pipeline_order must name each pipeline rank 0..{pp - 1} once, found {found}"
-
-
-def _file_problems(config: RunConfig) -> Problems:
-    """Problems of a schedule file that show before it is compared with the schedule of the run."""
-    file = config.schedule.file
-    if file is None:
-        return
-    if config.layout.token_slices == "auto":
-        yield "schedule.file has a number of token slices, and layout.token_slices auto chooses one; set it"
-    try:
-        given = read_schedule(file)
-    except UserError as error:
-        yield f"schedule.file: {error}"
-        return
-    for key in ("family", "group_size", "keep", "receive_buffers", "prefetch"):
-        name = f"schedule.{key}"
-        if not given.recipe and value_of(config, name) != value_of(_DEFAULTS, name):
-            yield f"{name} has no effect with {file}, which contains no recipe; leave it out"
 
 
 def optimizer_problems(config: RunConfig) -> Problems:

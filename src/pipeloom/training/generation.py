@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.config import RunConfig
-from pipeloom.config.adapted import NO_CACHE
+from pipeloom.config.layout_problems import NO_CACHE
 from pipeloom.data.tokenizer import Tokenizer
 from pipeloom.errors import UserError
 from pipeloom.execute.processes.world import World

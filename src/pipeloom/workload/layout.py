@@ -128,6 +128,11 @@ class Layout:
         return self.pp * self.loops
 
     @property
+    def has_pipeline(self) -> bool:
+        """Whether stages are on several ranks; sizes below 1 are not judged."""
+        return self.pp != 1
+
+    @property
     def num_ranks(self) -> int:
         """Processes of the run, one for each device."""
         return self.pp * self.dp * self.tp

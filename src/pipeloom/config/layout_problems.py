@@ -1,0 +1,219 @@
+"""Problems of a run's layout and schedule, and of what does not work together: one sentence each."""
+
+from collections.abc import Iterator
+
+from pipeloom.config.run import RunConfig, value_of
+from pipeloom.errors import UserError
+from pipeloom.families import FAMILIES
+from pipeloom.schedule import read_schedule
+from pipeloom.terminal.words import count, parse_bytes
+
+Problems = Iterator[str]
+
+NO_CACHE = (
+    "generate caches keys and values, which it cannot do in layers of transformers; export the run with --format hf, "
+    "and generate with transformers"
+)
+
+
+def order_problems(config: RunConfig) -> Problems:
+    """Families that do not exist, or not with this layout."""
+    # Replace the names of sizes in messages about a family by the names of settings.
+    names = {"pp ": "layout.pp ", "loops ": "layout.loops ", "the number of micro-batches ": "layout.num_microbatches "}
+    for problem in config.choice().problems():
+        old = next((one for one in names if problem.startswith(one)), "")
+        yield names.get(old, "") + problem.removeprefix(old)
+    if config.schedule.family == "forward-only":
+        yield "schedule.family forward-only trains nothing; use breadth-first"
+
+
+def slice_problems(config: RunConfig) -> Problems:
+    """Token slices."""
+    layout, num_tokens, wanted = config.layout, config.data.seq_len, config.layout.token_slices
+    if wanted is None or layout.tp < 1:
+        return
+    # The tokens of a slice are divided among the tensor-parallel ranks, so a slice has at least tp tokens.
+    if isinstance(wanted, int) and not 1 <= wanted <= max(1, num_tokens // layout.tp):
+        shared = f" / layout.tp {layout.tp}" if layout.tp > 1 else ""
+        yield f"layout.token_slices must lie between 1 and data.seq_len {num_tokens}{shared}, found {wanted}"
+    elif isinstance(wanted, tuple):
+        found = list(wanted)
+        if not found or min(found) < 1:
+            yield f"layout.token_slices must name lengths of at least one token each, found {found}"
+        if sum(found) != num_tokens:
+            yield f"layout.token_slices must add up to data.seq_len {num_tokens}, found {sum(found)}"
+        if any(length % layout.tp for length in found):
+            yield f"layout.tp must divide each of layout.token_slices, found {layout.tp} and {found}"
+    if config.data.by_document and wanted == "auto":
+        yield (
+            "layout.token_slices auto measures slices without the mask of data.attention document; give a number or "
+            "lengths of slices"
+        )
+    if config.training.compile and wanted != 1:
+        yield "training.compile compiles for sequences of one length, and layout.token_slices cuts them; leave one out"
+
+
+def stage_problems(config: RunConfig) -> Problems:
+    """Stages and the pieces of the model."""
+    layout, pieces = config.layout, config.model.num_layers + 2
+    if layout.num_stages > pieces:
+        is_given = config.model.preset is not None or config.model.file is not None
+        yield (
+            f"{count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'loop')} need {layout.num_stages} stages, but "
+            f"{count(config.model.num_layers, 'layer')} with embedding and head make only {pieces} pieces; "
+            f"use {'fewer layout.loops' if layout.pp <= pieces else 'a smaller layout.pp'}"
+            f"{'' if is_given else ' or more model.num_layers'}"
+        )
+    partition = layout.partition
+    if partition is None:
+        return
+    if len(partition) != layout.num_stages:
+        yield f"layout.partition must name {count(layout.num_stages, 'stage')}, found {len(partition)}"
+    if any(size < 1 for size in partition):
+        yield f"layout.partition must give every stage at least one piece, found {partition}"
+    if sum(partition) != pieces:
+        yield f"layout.partition must add up to {pieces} (embedding, layers, head), found {sum(partition)}"
+
+
+def tensor_problems(config: RunConfig) -> Problems:
+    """What tensor parallelism divides."""
+    layout, model, num_tokens = config.layout, config.model, config.data.seq_len
+    # A rank computes whole heads; vocabulary and inner width may be divided unevenly.
+    for name, size in (("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)):
+        if layout.tp > 0 and size is not None and size % layout.tp and model.adapted is None:
+            yield f"layout.tp must divide model.{name}, found {layout.tp} and {size}"
+    if layout.sequence_parallel and layout.tp > 1 and num_tokens % layout.tp:
+        yield f"layout.tp must divide data.seq_len, found {layout.tp} and {num_tokens}"
+
+
+def recompute_problems(config: RunConfig) -> Problems:
+    """Recomputation by layer."""
+    by_layer, wanted = config.layout.recompute_layers, config.model.num_layers
+    if by_layer is None:
+        return
+    if config.layout.recompute != "none":
+        yield "layout.recompute and layout.recompute_layers both set what is recomputed; leave one out"
+    if len(by_layer) != wanted:
+        yield f"layout.recompute_layers must name {count(wanted, 'layer')} (model.num_layers), found {len(by_layer)}"
+
+
+def move_problems(config: RunConfig) -> Problems:
+    """Activations on the host or on other ranks."""
+    schedule = config.schedule
+    if schedule.offload and schedule.activation_budget is None:
+        yield "schedule.offload moves what schedule.activation_budget has no room for; set it"
+    yield from _size_problems("schedule.activation_budget", schedule.activation_budget)
+
+
+def swap_problems(config: RunConfig) -> Problems:
+    """A model that is larger than its device."""
+    layout, schedule = config.layout, config.schedule
+    if schedule.device_budget is None:
+        return
+    yield from _size_problems("schedule.device_budget", schedule.device_budget)
+    for name, size in (("pp", layout.pp), ("dp", layout.dp), ("tp", layout.tp)):
+        if size > 1:
+            more = " and more layout.loops" if name == "pp" else ""
+            yield (
+                f"schedule.device_budget swaps the whole model through one device, found layout.{name} {size}; "
+                f"use layout.{name} 1{more}, or leave the budget out"
+            )
+    if layout.pp == 1 and layout.loops < 2:
+        yield (
+            "schedule.device_budget needs layout.loops of at least 2, so that there are stages to swap, "
+            f"found {layout.loops}"
+        )
+    others = {
+        "training.compile": config.training.compile,
+        "schedule.offload": schedule.offload,
+        "layout.token_slices": layout.token_slices not in (None, 1),
+    }
+    for name, is_on in others.items():
+        if is_on:
+            yield f"schedule.device_budget does not work with {name}; leave one of them out"
+
+
+def freeze_problems(config: RunConfig) -> Problems:
+    """Frozen layers."""
+    number, family = config.training.freeze_layers, FAMILIES.get(config.schedule.family)
+    if number is None:
+        return
+    if number > config.model.num_layers:
+        yield f"training.freeze_layers must be at most model.num_layers {config.model.num_layers}, found {number}"
+    if config.model.tied:
+        yield "training.freeze_layers freezes the embedding, which with model.tied is the head's matrix; leave it out"
+    if family is not None and family.splits_backward:
+        yield (
+            f"training.freeze_layers does not work with schedule.family {config.schedule.family}, which splits "
+            "backwards; use breadth-first"
+        )
+    others = {
+        "schedule.device_budget": config.schedule.device_budget is not None,
+        "schedule.balance": config.schedule.balance,
+        "schedule.offload": config.schedule.offload,
+    }
+    for name, is_on in others.items():
+        if is_on:
+            yield f"training.freeze_layers does not work with {name}; leave one of them out"
+
+
+def _size_problems(name: str, text: str | None) -> Problems:
+    try:
+        # An unset size has no problems.
+        parse_bytes("1" if text is None else text)
+    except ValueError as error:
+        yield f"{name}: {error}"
+
+
+def place_problems(config: RunConfig) -> Problems:
+    """Copies of the model, and the order of pipeline ranks."""
+    layout, order, pp = config.layout, config.layout.pipeline_order, config.layout.pp
+    if layout.replicate is not None and layout.replicate > 0 and layout.dp % layout.replicate:
+        yield f"layout.replicate must divide layout.dp, found {layout.replicate} and {layout.dp}"
+    if order is not None and sorted(order) != list(range(pp)):
+        found = " ".join(map(str, order))
+        yield f"layout.pipeline_order must name each pipeline rank 0..{pp - 1} once, found {found}"
+
+
+def file_problems(config: RunConfig) -> Problems:
+    """Problems of a schedule file that show before it is compared with the schedule of the run."""
+    file = config.schedule.file
+    if file is None:
+        return
+    if config.layout.token_slices == "auto":
+        yield "schedule.file has a number of token slices, and layout.token_slices auto chooses one; set it"
+    try:
+        given = read_schedule(file)
+    except UserError as error:
+        yield f"schedule.file: {error}"
+        return
+    for key in ("family", "group_size", "keep", "receive_buffers", "prefetch"):
+        name = f"schedule.{key}"
+        if not given.recipe and value_of(config, name) != value_of(RunConfig(), name):
+            yield f"{name} has no effect with {file}, which contains no recipe; leave it out"
+
+
+def adapted_problems(config: RunConfig) -> Problems:
+    """One sentence for each setting that does not work with ``model.adapted``."""
+    layout, schedule, training, data = config.layout, config.schedule, config.training, config.data
+    if config.model.adapted is None:
+        return
+    if config.model.file is None:
+        yield "model.adapted is set by model.file; leave it out"
+    family = FAMILIES.get(schedule.family)
+    refused = {
+        f"layout.tp {layout.tp}": layout.tp > 1,
+        f"layout.token_slices {layout.token_slices}": layout.token_slices not in (None, 1),
+        "layout.recompute selective": "selective" in (layout.recompute, *(layout.recompute_layers or ())),
+        f"schedule.family {schedule.family}": family is not None and family.splits_backward,
+        "schedule.balance": schedule.balance,
+        "schedule.offload": schedule.offload,
+        "schedule.device_budget": schedule.device_budget is not None,
+        "schedule.file": schedule.file is not None,
+        "training.compile": training.compile,
+        f"training.freeze_layers {training.freeze_layers}": training.freeze_layers is not None,
+        "data.attention document": data.by_document,
+    }
+    for name, is_on in refused.items():
+        if is_on:
+            yield f"{name} does not work with a model that classes of transformers compute (model.file); leave it out"
