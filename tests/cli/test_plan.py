@@ -245,7 +245,7 @@ def test_what_others_launch_is_written(model, tmp_path, capsys):
         ),
         ({"families": "zebra"}, ["pipeloom has no family 'zebra'; it has"]),
         ({"families": "gpip"}, ["pipeloom has no family 'gpip'; did you mean 'gpipe'? it has"]),
-        ({"cluster": "dgx-h200"}, ["did you mean 'h200' or 'dgx-h100'?"]),
+        ({"cluster": "dgx-h200"}, ["did you mean 'h200', 'dgx-b200' or 'dgx-h100'?"]),
         ({"devices": 11, "global-batch": 7}, ["no layout divides 11 devices", "instead of 7", "instead of 11"]),
         ({"tp": 3}, ["tp must divide the number of devices, 4, found 3", "limits are set on tp"]),
         ({"best": 0, "budget-s": "nan"}, ["--best must be at least 1", "--budget-s must be above 0, found nan"]),

@@ -232,7 +232,7 @@ def test_all_problems_of_model_machine_and_layout_are_reported_at_once(capsys):
         "layout.num_microbatches must be at least 1, found 0",
         "breadth-first takes no group size",
         "there is no cluster 'dgx'",
-        "there is no software 'megatron': did you mean 'megatron-2021'?",
+        "there is no software 'megatron': did you mean 'megatron-2021', 'megatron-core' or 'megatron-deepspeed'?",
     ):
         assert sentence in message
 
