@@ -130,7 +130,7 @@ train --model.norm-eps -1                                       | norm_eps
 train --model.file missing.json                                 | missing.json
 train --model.file bad.json                                     | bad.json
 train --model.file list.json                                    | list.json
-train --model.file neox.json                                    | gpt_neox
+train --model.file neox.json                                    | training recipe
 train --model.file gemma.json                                   | gemma
 train --model.file bert.json                                    | bert
 train --model.file qwen3.json                                   | qwen3
@@ -186,7 +186,7 @@ train --checkpoint.resume .                                     | checkpoint
 train --checkpoint.final maybe                                  | maybe
 verify --layout.pp 0                                            | layout.pp
 verify missing.toml                                             | missing.toml
-verify --model.file neox.json                                   | gpt_neox
+verify --model.file neox.json                                   | memory
 verify --model.hidden-size 6000000                              | memory
 verify --training.steps 3                                       | has no effect on verify
 export missing out                                              | missing
@@ -233,7 +233,7 @@ simulate --machine.cluster dgx-h200                             | h200
 simulate --machine.cluster nowhere                              | nowhere
 simulate --machine.software nothing                             | nothing
 simulate --machine.cluster broken.toml                          | broken.toml
-simulate --model.file neox.json                                 | gpt_neox
+simulate --model.file neox.json                                 | have no formulas
 simulate --model.file window.json                               | sliding_window
 simulate --layout.pp 0                                          | layout.pp
 simulate --layout.pp 100000000 --model.num-layers 100000000     | memory

@@ -69,7 +69,7 @@ MODELS: list[Row] = [
     (_FILE, {_CONFIG: half}, "llama/config.json"),
     (_FILE, {_CONFIG: b"\xff\xfe{"}, "llama/config.json"),
     (_FILE, {_CONFIG: "[" * 100_000}, "llama/config.json"),
-    (_FILE, {_CONFIG: keys(model_type="phi3")}, 'model_type must be one of; found "phi3"'),
+    (_FILE, {_CONFIG: keys(model_type="phi99")}, 'model_type must be one of; found "phi99"'),
     (_FILE, {_CONFIG: keys(clip_qkv=8.0)}, "clip_qkv is not a supported key of llama"),
     (_FILE, {_CONFIG: keys(architectures=["LlamaForSequenceClassification"])}, "LlamaForCausalLM"),
     (_FILE, {_CONFIG: keys(attention_dropout=0.1)}, "attention_dropout must be 0"),

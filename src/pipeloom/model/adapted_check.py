@@ -9,7 +9,7 @@ from torch import Tensor
 from pipeloom.catalog.adapted import adapted_config
 from pipeloom.errors import UserError, type_and_text
 from pipeloom.model.adapted import AdaptedStage
-from pipeloom.model.adapted_outline import outline_of, small_model
+from pipeloom.model.adapted_outline import num_parameters, outline_of, small_model
 
 _TOLERANCE = 1e-9
 """Largest difference between logits of a model and of its pieces in float64, relative to the largest logit."""
@@ -27,6 +27,7 @@ def check_adapted(text: str) -> str | None:
     """
     what = f"the model type {adapted_config(text).model_type} of transformers"
     try:
+        num_parameters(text)  # that there is such a model, and not only a small one
         if outline_of(text).tied != bool(getattr(adapted_config(text), "tie_word_embeddings", False)):
             return f"{what} does not tie its weights as tie_word_embeddings of its config.json"
         small, model = small_model(text)

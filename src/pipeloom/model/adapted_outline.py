@@ -113,6 +113,13 @@ def _called(model: Any, outer: dict[str, nn.Module], layers: nn.ModuleList) -> t
     return order, returned
 
 
+@lru_cache(maxsize=16)
+def num_parameters(text: str) -> int:
+    """Parameters of a model; a tied matrix counts once."""
+    with torch.device("meta"):
+        return whole_model(adapted_config(text)).num_parameters()
+
+
 def whole_model(config: Any) -> Any:
     """A model of a configuration of transformers, with its initial weights."""
     from transformers import AutoModelForCausalLM

@@ -9,6 +9,7 @@ import torch
 from pipeloom.config import RunConfig
 from pipeloom.errors import HostError
 from pipeloom.execute.processes.world import is_first, is_launched
+from pipeloom.model.adapted_outline import num_parameters
 from pipeloom.predict.need import Parts, need_by_pipeline_rank, reference_bytes
 from pipeloom.system.host_memory import Available, address_space, available_memory
 from pipeloom.terminal.words import count, format_bytes
@@ -43,7 +44,8 @@ def check_memory(config: RunConfig, *, verifies: bool = False, trains: bool = Tr
     if os.environ.get("LOCAL_RANK", "0") != "0" and is_launched():
         return
     if config.model.adapted is not None:
-        return  # its bytes have no closed forms
+        _check_adapted(config, config.model.adapted, verifies=verifies, trains=trains)
+        return
     needs, processes = need_by_pipeline_rank(config, verifies=verifies, trains=trains), processes_here(config)
     on_cpu = config.training.device == "cpu"
     by_rank = {rank: needs[rank].host | (needs[rank].device if on_cpu else {}) for rank in processes}
@@ -64,6 +66,23 @@ def check_memory(config: RunConfig, *, verifies: bool = False, trains: bool = Tr
         _refuse_beyond(
             needs[fullest].device, Available(min(whole, default=inf), "there"), f"a device of pipeline rank {fullest}"
         )
+
+
+def _check_adapted(config: RunConfig, text: str, *, verifies: bool, trains: bool) -> None:
+    """As ``check_memory``, for layers without closed forms: one copy of the state, of which each rank has a share."""
+    if config.training.device != "cpu":
+        return
+    here = processes_here(config).total() / config.layout.num_ranks
+    number = num_parameters(text)
+    size = number * getattr(torch, config.training.known_dtype).itemsize
+    parts = {"weights": size * here}
+    if trains:
+        parts["gradients"] = size * here
+    if trains and not verifies:
+        parts["the optimizer's state"] = number * config.optimizer.rule.state_bytes * here
+    if verifies and is_first():
+        parts["the reference's weights and gradients"] = 2 * size
+    _refuse_beyond(parts, available_memory(), f"{count(processes_here(config).total(), 'process')} of this run")
 
 
 def processes_here(config: RunConfig) -> Counter[int]:
