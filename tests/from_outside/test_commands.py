@@ -108,7 +108,8 @@ def test_a_time_limit_in_the_middle_of_a_command_ends_it_and_the_next_one_gets_i
     before = signal.signal(signal.SIGALRM, give_up)
     # pytest-timeout uses this timer, too. Again after a second: Python drops an error in a callback of its collector.
     left_s, _ = signal.setitimer(signal.ITIMER_REAL, 0.3, 1.0)
-    started = Command(["plan", "--model", "gpt-1t", "--cluster", "dgx-a100", "--devices", "4096"], imported=())
+    question = "--model gpt-1t --cluster dgx-a100 --devices 4096 --global-batch 4096 --seq 2048"  # searched for seconds
+    started = Command(["plan", *question.split()], imported=())
     with pytest.raises(TimeoutError):
         started.wait()
     signal.setitimer(signal.ITIMER_REAL, left_s)
