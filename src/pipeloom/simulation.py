@@ -105,7 +105,7 @@ def simulate(schedule: Schedule, costs: ActionCosts, sharing: Sharing | None = N
         row, rank, lane = row + row, np.tile(rank, 2), np.concatenate([lane, rank + np.int32(count)])
         count += schedule.num_ranks
     if sharing is not None:
-        starts, ends = _times_sharing(facts, waits, seconds, sharing, host)
+        starts, ends = _times_sharing(graph, waits, seconds, sharing, host)
     else:
         starts, ends = kernel(walk, len(seconds))(waits, lane, count, seconds)
     every = [*(lane for _, lane in facts.lanes), *([HOST_LANE] * schedule.num_ranks)]
@@ -162,9 +162,10 @@ def _throttled_by(facts: Facts, run_ahead: int) -> NDArray[np.int64]:
 
 
 def _times_sharing(
-    facts: Facts, waits: Ints, seconds: Seconds, sharing: Sharing, host: Host | None
+    graph: Graph, waits: Ints, seconds: Seconds, sharing: Sharing, host: Host | None
 ) -> tuple[Seconds, Seconds]:
     """Starts and ends with shared resources, of the actions and, with ``host``, of their launches."""
+    facts = graph.facts
     kind, stage = facts.columns[:2]
     # Resource 0 has no limit: for actions that share nothing.
     resources: dict[Hashable, int] = {None: 0}
@@ -178,6 +179,7 @@ def _times_sharing(
         by_rank = np.array([resources.setdefault(name, len(resources)) for name in names], np.int32)
         used = np.concatenate([used, by_rank[facts.ranks]])
     capacity = [np.inf if name is None else sharing.capacity[name] for name in resources]
-    begin, followers = followers_of(waits)
+    # The graph keeps its followers for the next simulation; launches are nodes of this one alone.
+    begin, followers = graph.followers if host is None else followers_of(waits)
     walk = kernel(walk_sharing, len(seconds))
     return walk((waits >= 0).sum(axis=1), begin, followers, used, np.array(capacity, np.float64), seconds)

@@ -257,7 +257,7 @@ class Comparison:
             "undisturbed_sets": {
                 name: part.to_json() for name, part in quiet.items() if "/" not in name and part.rows < whole[name].rows
             },
-            "sets": {name: part.to_json() for name, part in self.by_set.items()},
+            "sets": {name: part.to_json() for name, part in whole.items()},
             "groups": [ranking.to_json() for ranking in rankings(self.outcomes)],
             "skipped": self.skipped,
         }

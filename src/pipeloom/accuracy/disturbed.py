@@ -25,6 +25,8 @@ LEAST_RESIDUAL = 0.10
 """Residuals of the logarithm below this are no disturbance."""
 LEAST_SIGMAS = 4.0
 """The same, in robust standard deviations (1.4826 times the median absolute residual)."""
+LEAST_DEVIATIONS = 3.0
+"""The same, in standard deviations of what the others imply: at the edge of the layouts they imply little."""
 MOST_SHARE = 0.2
 """At most this share of a part is disturbed; beyond it there is no rule that others disagree with."""
 _LENGTHS = (0.5, 1.0, 2.0, 4.0)
@@ -33,8 +35,6 @@ _SMOOTH = (0.01, 0.1)
 """Variances of the smooth rest that are tried, in squared logarithms of the time."""
 _TREND = 10.0
 """Variance of the coefficients of the trend."""
-LEAST_DEVIATIONS = 3.0
-"""The same, in standard deviations of what the others imply: at the edge of the layouts they imply little."""
 
 
 def disturbed(rows: Iterable[Row]) -> frozenset[int]:

@@ -48,7 +48,7 @@ def known_cluster(row: Row, software: Software) -> Cluster | None:
 
 
 def cluster_of(row: Row, software: Software) -> Cluster:
-    """The program's cluster if it has the row's device, else the first that does.
+    """As ``known_cluster``.
 
     Raises:
         UserError: no cluster has the device.

@@ -58,7 +58,7 @@ def sum_replicated_s(run: Run, cluster: Cluster, software: Software, parameters:
 
 
 def _shard_group(run: Run, cluster: Cluster) -> Group:
-    # The tensor axis is innermost, so data-parallel neighbors are ``tp`` apart.
+    # Tensor-parallel ranks are adjacent, so consecutive data-parallel ranks have a stride of ``tp``.
     return Group.strided(run.shard_size, run.tp, cluster.devices_per_node)
 
 

@@ -129,7 +129,7 @@ class Pieces:
         forward = self.layer_forward()
         _, (back, back_s) = self._norm_exchanges()
         backward = Parts(
-            sum(self._matmul_backward_s(*size)[0] for size in self._layer_matmuls()) + self.layer_weight_s(),
+            sum(self._input_s(*size) for size in self._layer_matmuls()) + self.layer_weight_s(),
             self._attention_backward_s(),
             self._memory_s(self._elementwise_backward_bytes()),
             self._backward_tensor_s() + back_s,
@@ -150,8 +150,8 @@ class Pieces:
 
     def _weight_s(self, rows: float, inner: float, columns: float) -> float:
         """Seconds of the product for a weight gradient, and of adding it to the gradients of earlier micro-batches."""
-        product_s = self._matmul_backward_s(rows, inner, columns)[1]
-        added_s = self._memory_s(self.software.efficiency.accumulation_bytes * inner * columns)
+        product_s = self._matmul_s(inner, rows, columns)
+        added_s = self.accumulation_s(inner * columns * self.run.tp)
         return max(product_s, added_s) if self.software.fuses_accumulation else product_s + added_s
 
     def attention_s(self) -> tuple[float, float]:
@@ -221,7 +221,7 @@ class Pieces:
         run, forward = self.run, self.head_forward()
         if not run.shape.vocab:
             return forward
-        matmul_s = self._matmul_backward_s(run.tokens, run.shape.hidden, run.shape.vocab / run.tp)[0]
+        matmul_s = self._input_s(run.tokens, run.shape.hidden, run.shape.vocab / run.tp)
         return Parts(
             matmul_s + self.head_weight_s(),
             0.0,
@@ -248,9 +248,9 @@ class Pieces:
         seconds = device.matmul_s(2 * rows * inner * columns, moved, self.run.precision, use.matmul * filling)
         return seconds + device.kernel_s * (use.kernel - 1)
 
-    def _matmul_backward_s(self, rows: float, inner: float, columns: float) -> tuple[float, float]:
-        """Seconds of the products for the input gradient and for the weight gradient."""
-        return self._matmul_s(rows, columns, inner), self._matmul_s(inner, rows, columns)
+    def _input_s(self, rows: float, inner: float, columns: float) -> float:
+        """Seconds of the product for an input gradient; ``_weight_s`` has that for the weight gradient."""
+        return self._matmul_s(rows, columns, inner)
 
     def _memory_s(self, moved_bytes: float) -> float:
         return self.cluster.device.memory_s(moved_bytes, self.software.efficiency.memory)
@@ -416,9 +416,10 @@ class Pieces:
         sizes = self._layer_matmuls()
         exposed_s = 0.0
         for size in (sizes[0], sizes[2]):
-            input_s, weight_s = self._matmul_backward_s(*size)[0], self._weight_s(*size)
+            input_s, weight_s = self._input_s(*size), self._weight_s(*size)
             if self.run.sequence_parallel:
-                exposed_s += max(0.0, self._exchange_s("all_gather") - input_s) + self._exchange_s("all_gather")
+                gather_s = self._exchange_s("all_gather")
+                exposed_s += max(0.0, gather_s - input_s) + gather_s
                 exposed_s += max(0.0, self._exchange_s("reduce_scatter") - weight_s)
             else:
                 exposed_s += max(0.0, self._exchange_s("all_reduce") - weight_s)

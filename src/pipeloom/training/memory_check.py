@@ -72,7 +72,8 @@ def _check_adapted(config: RunConfig, text: str, *, verifies: bool, trains: bool
     """As ``check_memory``, for layers without closed forms: one copy of the state, of which each rank has a share."""
     if config.training.device != "cpu":
         return
-    here = processes_here(config).total() / config.layout.num_ranks
+    processes = processes_here(config).total()
+    here = processes / config.layout.num_ranks
     number = num_parameters(text)
     size = number * getattr(torch, config.training.known_dtype).itemsize
     parts = {"weights": size * here}
@@ -82,7 +83,7 @@ def _check_adapted(config: RunConfig, text: str, *, verifies: bool, trains: bool
         parts["the optimizer's state"] = number * config.optimizer.rule.state_bytes * here
     if verifies and is_first():
         parts["the reference's weights and gradients"] = 2 * size
-    _refuse_beyond(parts, available_memory(), f"{count(processes_here(config).total(), 'process')} of this run")
+    _refuse_beyond(parts, available_memory(), f"{count(processes, 'process')} of this run")
 
 
 def processes_here(config: RunConfig) -> Counter[int]:
