@@ -48,21 +48,21 @@ multiprocessor computes 16 exponentials, or 2,048 (A100) or 4,096 (H100) operati
 
 
 WRITTEN_SCORE = 48.0
-"""Time to write and read a score, in elements of a head, for the batched products of plain kernels: one product writes it
-and the other reads it, 4 bytes beside 4 operations for each element of a head, at the general rates of an A100 (97e12
-operations and 2.04e12 bytes a second)."""
+"""Time to write and read a score, in elements of a head, for the batched products of plain kernels: one product writes
+it and the other reads it, 4 bytes beside 4 operations for each element of a head, at the general rates of an A100
+(97e12 operations and 2.04e12 bytes a second)."""
 RANDOM_NUMBERS = 2.0
 """Time of dropout of scores / the time to move its bytes, since each element takes a random number of several rounds of
-integer operations. The multiple is what steps of two models of arXiv 2401.10241 show, which differ in the scores for each
-matrix product; without it their shared rates of memory and products contradict each other."""
+integer operations. The multiple is what steps of two models of arXiv 2401.10241 show, which differ in the scores for
+each matrix product; without it their shared rates of memory and products contradict each other."""
 
 ALIGNED, MISALIGNED = 8, 0.25
 """Matrix units take operands whose rows are multiples of this number of elements of two bytes (NVIDIA, "Matrix
 multiplication background", table 1); other products take slower kernels. The factor is what runs of BLOOM's preparation
 with heads of 150 elements show beside those with 128 and 224."""
 ALIGNED_RATES = {ALIGNED: 1.0, 4: 0.5, 2: 0.38, 1: 0.31}
-"""Largest power of two that divides the sizes of a product -> share of the rate. Below 8 they are what vTrain's profiled
-products with a vocabulary of 50,257, 12,564 and 6,282 show beside those with 25,128."""
+"""Largest power of two that divides the sizes of a product -> share of the rate. Below 8 they are what vTrain's
+profiled products with a vocabulary of 50,257, 12,564 and 6,282 show beside those with 25,128."""
 
 
 @dataclass(frozen=True)
