@@ -10,7 +10,7 @@ from pipeloom.model.adapted import adapted_stage, piece_parameters
 from pipeloom.model.adapted_check import check_adapted
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "gemma", "cohere"])
+@pytest.mark.parametrize("kind", ["gpt_neox", "gemma", "cohere", "mixtral"])
 def test_pieces_have_the_gradients_of_the_whole_model(kind):
     assert largest_difference(kind) < 1e-9
 

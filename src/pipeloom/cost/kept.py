@@ -7,8 +7,7 @@ a sequence, n in a micro-batch, t tensor-parallel ranks, m = n / t with sequence
 
     each of two blocks   the input of its matrices, e H n
     each norm            its input e H m; LayerNorm a mean and a deviation for each token, 2 e' m, on CPUs 2 e m;
-                         RMSNorm in one kernel, or with 1 + weight, the deviation, e' m; in several, instead of its
-                         input, the input and the normalized value in single precision, 2 e' H m + e' m
+                         RMSNorm the deviation, e' m
     attention            queries, keys, values and output e (2 Q + 2 G) n / t; a sum for each row of scores, 4 a n / t,
                          unless its core is recomputed; on CPUs, for a token slice that is not the first, a mask e s S,
                          where S is the number of tokens up to the slice's end, unless a window or a soft cap takes
@@ -16,7 +15,7 @@ a sequence, n in a micro-batch, t tensor-parallel ranks, m = n / t with sequence
     norms of queries     input and deviation as above, for (Q + G) n / t elements, and for (a + k) n / t heads, k of
     and keys             them key heads, or for 2 n norms of all heads; no output
     GELU, SwiGLU         input and output 2 e F n / t; gate, up, activated gate and product 4 e F n / t
-    rotary positions     cosines and sines of a sequence, e' s Q / a, once per stage, if no layer is fully recomputed;
+    rotary positions     cosines and sines of a sequence, 2 e' s Q / a, once per stage, if no layer is fully recomputed;
                          twice, with that condition each, where layers with a window have their own
     embedding            indices of learned positions 8 s; with several tensor-parallel ranks 9 n: which tokens are in
                          the rank's part of the vocabulary
@@ -67,11 +66,6 @@ class Kept:
         """The largest share of ``whole`` rows on a tensor-parallel rank."""
         return -(-whole // self.run.tp)
 
-    @property
-    def _has_fused_norm(self) -> bool:
-        """Whether an RMSNorm keeps what one kernel keeps; those with 1 + weight do so on every device."""
-        return self.run.fused_norm or self.run.shape.kind.zero_centered_norms
-
     def _norm(self) -> int:
         """What a norm of the residual stream keeps itself."""
         shape, size, tokens = self.run.shape, self.run.element_bytes, self._residual_tokens
@@ -79,9 +73,7 @@ class Kept:
             # PyTorch's CPU kernel stores mean and deviation in the type of its input.
             deviation = self._wide if self.run.fused_norm else size
             return (size * shape.hidden + 2 * deviation) * tokens
-        if self._has_fused_norm:
-            return (size * shape.hidden + self._wide) * tokens
-        return (2 * self._wide * shape.hidden + self._wide) * tokens
+        return (size * shape.hidden + self._wide) * tokens
 
     def _block_input(self) -> int:
         """The input of matrices that read the residual stream."""
@@ -96,7 +88,7 @@ class Kept:
         is_width = shape.kind.qk_norm == "width"
         deviations = 2 if is_width else self._share(shape.heads) + self._share(shape.kv_heads)
         # Over several ranks the norm of all heads is several kernels, with an exchange between them.
-        is_fused = self._has_fused_norm and not (is_width and self.run.tp > 1)
+        is_fused = not (is_width and self.run.tp > 1)
         return (self.run.element_bytes if is_fused else 2 * self._wide) * widths + self._wide * deviations
 
     def layer(self, kind: Recompute) -> int:
@@ -120,7 +112,7 @@ class Kept:
             is_local = shape.kind.rope_local_theta is not None and one.shape.window is not None
             tables.setdefault(is_local, set()).add(one.recompute)
         kept = [recompute for recompute in tables.values() if "full" not in recompute]
-        return len(kept) * self._wide * self._num_positions * shape.head_size if shape.kind.is_rotary else 0
+        return len(kept) * 2 * self._wide * self._num_positions * shape.head_size if shape.kind.is_rotary else 0
 
     def embedding(self) -> int:
         """Bytes of the embedding; its input, the tokens, belongs to the batch."""
@@ -159,18 +151,6 @@ class Kept:
         run = self.run
         has_mask = run.by_document and not run.fused_norm and self._is_fused(begin)
         return run.element_bytes * run.tokens * (begin + run.seq) if has_mask else 0
-
-    def without_input_gradient(self) -> int:
-        """Bytes that the first trained piece keeps less, since its input has no gradient."""
-        run, layer = self.run, self.run.frozen_pieces - 1
-        if layer < run.shape.layers:
-            kind = run.recompute if run.recompute_layers is None else run.recompute_layers[layer]
-            if kind == "full" or run.shape.kind.norms_follow:
-                return 0
-        # A norm in several kernels keeps its input in single precision, and the deviation, for the gradient of that
-        # input alone.
-        is_cut = not (run.shape.kind.norms_have_biases or self._has_fused_norm)
-        return self._wide * (run.shape.hidden + 1) * self._residual_tokens if is_cut else 0
 
     def stage_input(self) -> int:
         """Bytes of a stage's input: a tensor-parallel rank's share of the tokens."""

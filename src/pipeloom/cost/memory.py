@@ -162,8 +162,6 @@ def stage_kept_bytes(run: Run, software: Software) -> list[float]:
         kept[number] += own.positions([alike for alike, count in stage if count])
     kept[0] += 0 if run.frozen_pieces else own.embedding()
     kept[stage_layers(run, software)[1]] += own.head_norm()
-    if run.frozen_pieces:
-        kept[num_frozen_stages(run, software)] -= own.without_input_gradient()
     return kept
 
 

@@ -78,7 +78,7 @@ class AdaptedStage(nn.Module):
     ) -> None:
         super().__init__()
         with _meta_parameters():
-            model = whole_model(adapted_config(text))
+            model = whole_model(adapted_config(text), dtype)
         layers = _layers(model, outline)
         count = len(layers)
         self.has_embedding, self.has_head = 0 in pieces, count + 1 in pieces

@@ -49,7 +49,7 @@ def small_model(text: str) -> tuple[str, Any]:
                 continue
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(0)
-                model = whole_model(adapted_config(small)).double()
+                model = whole_model(adapted_config(small), torch.float64).double()
                 for parameter in model.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.05)
         except Exception as error:
@@ -120,9 +120,11 @@ def num_parameters(text: str) -> int:
         return whole_model(adapted_config(text)).num_parameters()
 
 
-def whole_model(config: Any) -> Any:
-    """A model of a configuration of transformers, with its initial weights."""
+def whole_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """A model of a configuration of transformers, with its initial weights in float32, for computing in ``dtype``."""
     from transformers import AutoModelForCausalLM
 
+    # PyTorch has no grouped products in float64, with which transformers computes the experts of a layer at once.
+    kernels = {"experts_implementation": "eager"} if dtype is torch.float64 else {}
     with own_logger():
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **kernels)

@@ -65,10 +65,12 @@ class Attention(nn.Module):
         """
         x_BTH = self._parallel.enter(x)
         query_BTQ, key_BTG, value_BTG = project(x_BTH, self.query, self.key, self.value)
-        query_BNTD, key_BKTD = self._heads(query_BTQ, self.query_norm), self._heads(key_BTG, self.key_norm)
-        value_BKTD = self._heads(value_BTG)
+        query_BTND, key_BTKD = self._heads(query_BTQ, self.query_norm), self._heads(key_BTG, self.key_norm)
         if rotary is not None:
-            query_BNTD, key_BKTD = rotary.turn(query_BNTD), rotary.turn(key_BKTD)
+            query_BTND, key_BTKD = rotary.turn(query_BTND), rotary.turn(key_BTKD)
+        # Views: attention's output then has their order in memory, [B, T, N, D], which the projection takes as it is.
+        query_BNTD, key_BKTD = query_BTND.transpose(1, 2), key_BTKD.transpose(1, 2)
+        value_BKTD = self._heads(value_BTG).transpose(1, 2)
         if earlier is not None:
             key_BKTD, value_BKTD = earlier.extend(key_BKTD, value_BKTD)
         mixed_BNTD = run_part(
@@ -81,12 +83,11 @@ class Attention(nn.Module):
             scale=self._scale,
             softcap=self._softcap,
         )
-        # A view: attention's output is [B, T, N, D] in memory, as its inputs are (see Rotary.turn).
         return self.output(mixed_BNTD.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor, norm: HeadNorm | WidthNorm | None = None) -> Tensor:
-        """[B, T, heads x D] to [B, heads, T, D], normed."""
+        """[B, T, heads x D] to [B, T, heads, D], normed."""
         if isinstance(norm, WidthNorm):
             x = norm(x)
         x_BTND = x.unflatten(-1, (-1, self.head_size))
-        return (norm(x_BTND) if isinstance(norm, HeadNorm) else x_BTND).transpose(1, 2)
+        return norm(x_BTND) if isinstance(norm, HeadNorm) else x_BTND

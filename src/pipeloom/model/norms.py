@@ -12,36 +12,41 @@ from pipeloom.workload.model import ModelConfig
 from pipeloom.workload.model_families import MODELS
 
 
-class ZeroCenteredNorm(nn.RMSNorm):
-    """RMSNorm that multiplies by 1 + weight, in single precision at least."""
+class RmsNorm(nn.RMSNorm):
+    """RMSNorm of the last dim, in single precision at least; ``is_zero_centered``: multiplies by 1 + weight."""
+
+    def __init__(self, size: int, eps: float, *, is_zero_centered: bool = False) -> None:
+        super().__init__(size, eps=eps)
+        self._eps, self._is_zero_centered = eps, is_zero_centered
 
     def forward(self, x: Tensor) -> Tensor:
         """Norm the last dim."""
-        return zero_centered_norm(x, self.weight, self.eps or 0.0)
+        return self.normed(x, self.weight)
+
+    def normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Norm the last dim, with a weight."""
+        return rms_norm(x, weight, self._eps, is_zero_centered=self._is_zero_centered)
 
 
-class HeadNorm(nn.RMSNorm):
+class HeadNorm(RmsNorm):
     """RMSNorm of each head of queries or keys; all heads share the weight."""
 
     def __init__(self, head_size: int, config: ModelConfig, parallel: TensorParallel) -> None:
-        super().__init__(head_size, eps=config.known_norm_eps)
+        zero_centered = MODELS[config.family].zero_centered_norms
+        super().__init__(head_size, config.known_norm_eps, is_zero_centered=zero_centered)
         self._parallel = parallel
-        self._is_zero_centered = MODELS[config.family].zero_centered_norms
 
     def forward(self, x: Tensor) -> Tensor:
         """Norm the last dim."""
-        weight = self._parallel.shared(self.weight)
-        if self._is_zero_centered:
-            return zero_centered_norm(x, weight, self.eps or 0.0)
-        return functional.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return self.normed(x, self._parallel.shared(self.weight))
 
 
-class WidthNorm(Split, nn.RMSNorm):
+class WidthNorm(Split, RmsNorm):
     """RMSNorm of all queries, or all keys, of a token together; ``width`` counts the elements of all ranks."""
 
     def __init__(self, width: int, eps: float, parallel: TensorParallel) -> None:
         own = parallel.share(width)
-        super().__init__(len(own), eps=eps)
+        super().__init__(len(own), eps)
         self.splits = {"weight": (0, width, own.start)}
         self._parallel, self._width = parallel, width
 
@@ -49,17 +54,18 @@ class WidthNorm(Split, nn.RMSNorm):
         """Norm the last dim, of which a rank has its share."""
         if self._parallel.size == 1:
             return super().forward(x)
-        # The same steps as PyTorch's, in single precision at least.
+        # An exchange between the steps: they cannot be one function.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = self._parallel.total(wide.square().sum(-1, keepdim=True)) / self._width
-        return (wide * (squares + (self.eps or 0.0)).rsqrt() * self.weight).to(x.dtype)
+        return (wide * (squares + self._eps).rsqrt() * self.weight).to(x.dtype)
 
 
 def residual_norm(config: ModelConfig) -> nn.Module:
     """The family's norm of the residual stream."""
     family = MODELS[config.family]
-    plain = nn.LayerNorm if family.norms_have_biases else nn.RMSNorm
-    return (ZeroCenteredNorm if family.zero_centered_norms else plain)(config.hidden_size, eps=config.known_norm_eps)
+    if family.norms_have_biases:
+        return nn.LayerNorm(config.hidden_size, eps=config.known_norm_eps)
+    return RmsNorm(config.hidden_size, config.known_norm_eps, is_zero_centered=family.zero_centered_norms)
 
 
 def qk_norm(config: ModelConfig, width: int, parallel: TensorParallel) -> HeadNorm | WidthNorm | None:
@@ -72,27 +78,39 @@ def qk_norm(config: ModelConfig, width: int, parallel: TensorParallel) -> HeadNo
     return WidthNorm(width, config.known_norm_eps, parallel)
 
 
-def zero_centered_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of the last dim times 1 + weight, which bfloat16 could not hold: it has eight significant bits."""
-    return _ZeroCenteredNorm.apply(x, weight, eps)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_zero_centered: bool = False) -> Tensor:
+    """RMSNorm of the last dim (arXiv 1910.07467) times ``weight``, in single precision at least.
+
+    ``is_zero_centered``: times 1 + weight, which bfloat16 could not hold: it has eight significant bits.
+    """
+    # On GPUs PyTorch has this norm as one kernel, on CPUs as several, which keep two more tensors of the size of x.
+    if x.is_cuda and not is_zero_centered:
+        return functional.rms_norm(x, weight.shape, weight, eps)
+    return _RmsNorm.apply(x, weight, eps, is_zero_centered)
 
 
-class _ZeroCenteredNorm(torch.autograd.Function):
+class _RmsNorm(torch.autograd.Function):
     """Saves its input and one number for each token, as a fused norm does."""
 
     @staticmethod
     def forward(*args: Any, **_: Any) -> Any:
-        ctx, x, weight, eps = args
+        ctx, x, weight, eps, is_zero_centered = args
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         factor = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
         ctx.save_for_backward(x, weight, factor)
-        return (wide * factor * (1 + weight.to(wide.dtype))).to(x.dtype)
+        ctx.is_zero_centered = is_zero_centered
+        return (wide * factor * _factors(weight, wide, is_zero_centered)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *args: Any) -> Any:
         x, weight, factor = ctx.saved_tensors
         normed, gradient = x.to(factor.dtype) * factor, args[0].to(factor.dtype)
-        weight_gradient = (gradient * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        gradient = gradient * (1 + weight.to(factor.dtype))
-        gradient = factor * (gradient - normed * (gradient * normed).mean(-1, keepdim=True))
-        return gradient.to(x.dtype), weight_gradient, None
+        product = gradient * normed
+        factors = _factors(weight, normed, ctx.is_zero_centered)
+        mean = (product @ factors).unsqueeze(-1)
+        wanted = torch.addcmul(gradient * factors, normed, mean, value=-1 / x.shape[-1]) * factor
+        return wanted.to(x.dtype), product.flatten(0, -2).sum(0).to(weight.dtype), None, None
+
+
+def _factors(weight: Tensor, wide: Tensor, is_zero_centered: bool) -> Tensor:
+    return weight.to(wide.dtype) + 1 if is_zero_centered else weight.to(wide.dtype)

@@ -6,7 +6,7 @@ Letters of shapes are those of ``model.transformer``.
 # ruff: noqa: N803, N806 (upper-case letters in names are shapes)
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +15,11 @@ from pipeloom.workload.model import RopeScaling
 
 
 class Rotary(NamedTuple):
-    """Cosine and sine of every position's rotary angles.
+    """Cosine and sine of every position's rotary angles, for both dims of each pair.
 
     Attributes:
-        cos: cosines, [T, R], or [B, 1, T, R] for positions that differ between sequences; float32 or wider.
-        sin: sines, the same shape and type.
+        cos: cosines, [T, 1, D], or [B, T, 1, D] for positions that differ between sequences; float32 or wider.
+        sin: sines, the same shape and type; negative in the first R dims.
     """
 
     cos: Tensor
@@ -50,32 +50,43 @@ class Rotary(NamedTuple):
         frequencies_R = theta**-exponents_R
         if scaling is not None:
             frequencies_R = _scaled(frequencies_R, head_size, theta, scaling)
-        angles = positions[..., None].to(wide) * frequencies_R
-        if positions.ndim > 1:
-            angles = angles.unsqueeze(1)  # the same for all heads
-        if scaling is None:
-            return cls(angles.cos(), angles.sin())
-        return cls(angles.cos() * scaling.attention_factor, angles.sin() * scaling.attention_factor)
+        angles = positions[..., None, None].to(wide) * frequencies_R
+        factor = 1.0 if scaling is None else scaling.attention_factor
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        return cls(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
 
-    def turn(self, x_BNTD: Tensor) -> Tensor:
+    def turn(self, x_BTND: Tensor) -> Tensor:
         """Turn each head's pairs (dims r and r + R) by the angles of their positions.
 
         The product of a turned query and a turned key depends on the distance of their positions only.
 
         Args:
-            x_BNTD: queries or keys, any number of heads.
+            x_BTND: queries or keys, any number of heads.
 
         Returns:
             The same shape and type; computed in the table's type.
         """
-        # Dims r and r + R, as in Hugging Face's llama, not neighbors as in the paper (arXiv 2104.09864, section 3.2.2):
-        # the same function with rows in another order, and halves are two views.
-        left_BNTR, right_BNTR = x_BNTD.chunk(2, dim=-1)
-        turned_left_BNTR = left_BNTR * self.cos - right_BNTR * self.sin
-        turned_right_BNTR = right_BNTR * self.cos + left_BNTR * self.sin
-        # [B, T, N, D] in memory: attention's output then has that order too, and its projection takes a view.
-        turned_BTND = torch.cat([turned_left_BNTR.transpose(1, 2), turned_right_BNTR.transpose(1, 2)], dim=-1)
-        return turned_BTND.transpose(1, 2).to(x_BNTD.dtype)
+        return _Turn.apply(x_BTND, self.cos, self.sin)
+
+
+class _Turn(torch.autograd.Function):
+    """Turns pairs, and the gradient back by the same angles: three operators each, where autograd needs eight.
+
+    Dims r and r + R, as in Hugging Face's llama, not neighbors as in the paper (arXiv 2104.09864, section 3.2.2): the
+    same function with rows in another order, and ``roll`` exchanges the dims of all pairs at once.
+    """
+
+    @staticmethod
+    def forward(*args: Any, **_: Any) -> Any:
+        ctx, x, cos, sin = args
+        ctx.save_for_backward(cos, sin)
+        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *args: Any) -> Any:
+        (gradient,), (cos, sin) = args, ctx.saved_tensors
+        back = torch.addcmul(gradient * cos, gradient.roll(gradient.shape[-1] // 2, -1), sin, value=-1)
+        return back.to(gradient.dtype), None, None
 
 
 def _scaled(frequencies_R: Tensor, head_size: int, theta: float, scaling: RopeScaling) -> Tensor:

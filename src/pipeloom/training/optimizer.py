@@ -69,9 +69,16 @@ def begin_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig, parts
         if part.name is not None:
             shapes = config.rule.state_shapes(part.name, shape)
         optimizer.state[part.parameter] = {
-            "step": torch.zeros((), dtype=torch.get_default_dtype()),
+            "step": _no_steps(optimizer, part.parameter),
             **{name: part.parameter.new_zeros(shape) for name, shape in shapes.items()},
         }
+
+
+def _no_steps(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
+    """The count of steps at the begin. A fused kernel reads it on its device; others read it on the host."""
+    if optimizer.defaults.get("fused"):
+        return torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return torch.zeros((), dtype=torch.get_default_dtype())
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

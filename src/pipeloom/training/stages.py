@@ -221,10 +221,9 @@ class _Norm(torch.autograd.Function):
 
 
 class _Kernels(TorchFunctionMode):
-    """Replaces operations that meta tensors decompose (attention, RMS norm) by fused ones, so that they save the same.
+    """Replaces operations that meta tensors decompose (attention, LayerNorm) by fused ones, so that they save the same.
 
-    Attention is fused on every device, and saves one number per row of scores; LayerNorm is fused too, and RMSNorm on
-    GPUs.
+    Attention saves one number per row of scores. RMSNorm saves what the kernel of GPUs saves on every device.
 
     Args:
         is_gpu: whether the kernels are those of GPUs, or of CPUs.
@@ -246,14 +245,10 @@ class _Kernels(TorchFunctionMode):
                 mask = None if self._is_gpu else args[0].new_empty(mask.shape)
             # This kernel supports grouped queries.
             return _ATTENTION(*args, is_causal=kwargs["is_causal"], attn_mask=mask)[0]
-        if func is functional.rms_norm and self._is_gpu:
-            return _Norm.apply(args[0], _for_each_token(args[0], 1, master_dtype(args[0].dtype)), kwargs["weight"])
         if func is functional.layer_norm:
             # On CPUs mean and deviation have the dtype of the input, on GPUs float32 or wider.
             dtype = master_dtype(args[0].dtype) if self._is_gpu else args[0].dtype
-            return _Norm.apply(args[0], _for_each_token(args[0], 2, dtype), kwargs["weight"], kwargs["bias"])
+            return _Norm.apply(
+                args[0], args[0].new_empty((*args[0].shape[:-1], 2), dtype=dtype), kwargs["weight"], kwargs["bias"]
+            )
         return func(*args, **kwargs)
-
-
-def _for_each_token(tensor: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    return tensor.new_empty((*tensor.shape[:-1], count), dtype=dtype)
