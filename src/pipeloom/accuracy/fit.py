@@ -117,22 +117,34 @@ def fit(
     def residuals(logs: "NDArray[np.float64]") -> "NDArray[np.float64]":
         return np.concatenate([errors(at(logs)) / NOISE, (logs - center) / widths])
 
-    answer: Any = optimize.least_squares(
+    found, variances = _least(optimize, residuals, first, (lowest, highest), len(timed))
+    program = replace(at(found), cluster=cluster.name)
+    starts, spreads = (
+        {name: float(one) for name, one in zip(chosen, each, strict=True)} for each in (np.exp(first), variances)
+    )
+    fitted = tuple(row for row, _ in timed)
+    return Fit(program, cluster, fitted, starts, spreads, _mean(before), _mean(errors(program)))
+
+
+def _least(
+    optimize: Any,
+    residuals: Callable[["NDArray[np.float64]"], "NDArray[np.float64]"],
+    first: "NDArray[np.float64]",
+    bounds: tuple["NDArray[np.float64]", "NDArray[np.float64]"],
+    num_rows: int,
+) -> tuple["NDArray[np.float64]", "NDArray[np.float64]"]:
+    """Arguments of the smallest loss, and their variances."""
+    answer = optimize.least_squares(
         residuals,
         first,
-        bounds=(lowest, highest),
-        loss=partial(_losses, num_rows=len(timed)),
+        bounds=bounds,
+        loss=partial(_losses, num_rows=num_rows),
         diff_step=1e-3,
         ftol=1e-5,
         max_nfev=40,
     )
-    program = replace(at(answer.x), cluster=cluster.name)
-    starts = {name: float(value) for name, value in zip(chosen, np.exp(first), strict=True)}
-    fitted = tuple(row for row, _ in timed)
-    # SciPy scales the derivatives by the loss.
-    curvature = answer.jac.T @ answer.jac
-    variances = dict(zip(chosen, np.diag(np.linalg.inv(curvature)).tolist(), strict=True))
-    return Fit(program, cluster, fitted, starts, variances, _mean(before), _mean(errors(program)))
+    # SciPy scales the derivatives by the loss, and the prior makes the curvature regular.
+    return answer.x, np.diag(np.linalg.inv(answer.jac.T @ answer.jac))
 
 
 def estimates(result: Fit) -> dict[str, Estimate]:
