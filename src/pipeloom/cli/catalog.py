@@ -29,7 +29,7 @@ class Options:
     """
 
     kind: Annotated[Literal["clusters", "models", "programs", "all"], Place("KIND")] = "all"
-    """Entries to list: clusters, models or programs. all: everything."""
+    """Entries to list. all: everything."""
     name: Annotated[str | None, Place("NAME")] = None
     """Entry to print, in any case."""
     json: Common[bool] = False
