@@ -21,4 +21,6 @@ def general_curve(peak_flops_per_s: Mapping[str, float]) -> Curve:
         peak_flops_per_s: precision -> peak; that of 16 bits sets the sizes, or the highest.
     """
     peak = peak_flops_per_s.get("bf16") or peak_flops_per_s.get("fp16") or max(peak_flops_per_s.values(), default=1.0)
-    return tuple((seconds * peak, fraction) for seconds, fraction in zip(_SECONDS_AT_PEAK, _FRACTIONS, strict=True))
+    # In GFLOP with six digits, as files are written, so that a written cluster is read as the same one.
+    sizes = [float(f"{seconds * peak / 1e9:.6g}") * 1e9 for seconds in _SECONDS_AT_PEAK]
+    return tuple(zip(sizes, _FRACTIONS, strict=True))
