@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pipeloom.families import FAMILIES
-from pipeloom.planner.comparison import ALONE, NO_PIPELINE, Change, Rival, causes, is_faster, without_pipeline
+from pipeloom.planner.comparison import ALONE, NO_PIPELINE, Change, Rival, causes, is_faster, num_axes, without_pipeline
 from pipeloom.planner.error_bar import ErrorBar
 from pipeloom.planner.question import ONE_STAGE, Limits, Question
 from pipeloom.planner.search import Search, is_over, search
@@ -70,10 +70,9 @@ def in_order(steps: Sequence[SimulatedStep], bar: ErrorBar) -> list[SimulatedSte
 
 def _complexity(step: SimulatedStep) -> tuple[bool, int, int, bool, int, int, bool]:
     run, is_piped = step.run, step.run.pp > 1
-    num_axes = sum(size > 1 for size in (run.tp, run.pp, run.dp))
     splits = is_piped and FAMILIES[step.knobs.choice.family].splits_backward
     recomputes = set(run.recompute_kinds) != {"none"}
-    return strategy_of(step) != "none", num_axes, run.pp, splits, run.num_stages, run.tp, recomputes
+    return strategy_of(step) != "none", num_axes(run), run.pp, splits, run.num_stages, run.tp, recomputes
 
 
 def on_one_stage(searching: Search, steps: Sequence[SimulatedStep], bar: ErrorBar, deadline: float) -> Iterator[str]:

@@ -82,6 +82,11 @@ def without_pipeline(run: Run) -> str:
     return alone if run.dp == 1 else "FSDP" if run.shard == "full" else "DP"
 
 
+def num_axes(run: Run) -> int:
+    """How many of the tensor, pipeline and data axis have several ranks."""
+    return sum(size > 1 for size in (run.tp, run.pp, run.dp))
+
+
 @dataclass(frozen=True)
 class Rival:
     """The best layout of another kind.
