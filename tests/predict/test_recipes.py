@@ -88,6 +88,7 @@ def test_exports_have_the_figures_of_the_recipe_and_its_source(tmp_path, capsys)
         "--training.dtype",
         "bfloat16",
     ]
+    words += ["--schedule.family", "depth-first"]
     assert main([*words, "--to", "megatron", "torchtitan", "--out", str(tmp_path)]) == 0
     assert "arXiv 2302.13971" in capsys.readouterr().out
     script = (tmp_path / "megatron.sh").read_text()
