@@ -62,7 +62,7 @@ class Device:
         memory_bytes_per_s: nominal memory bandwidth.
         launch_s: seconds of the host to launch a kernel.
         num_multiprocessors: of a GPU, for tile quantization; 0 for other devices.
-        early_kernels: share of the peak that kernels written for earlier devices (FlashAttention-1) can use.
+        early_kernels: share of the peak that kernels written for earlier devices (FlashAttention-1 and 2) can use.
     """
 
     name: str
