@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeloom.accuracy.baselines import constant_mfu, log_linear, mean_error
-from pipeloom.accuracy.compare import Outcome, compare, measure, rankings
+from pipeloom.accuracy.compare import Comparison, Outcome, compare, measure, rankings
 from pipeloom.accuracy.disturbed import disturbed
 from pipeloom.accuracy.fit import first_guess, fit
 from pipeloom.accuracy.programs import DEFAULT_SOFTWARE, cluster_of, program_of
@@ -400,14 +400,24 @@ def main(words: list[str]) -> None:
         console.print(f"written to {ACCURACY}")
 
 
+ALL, STEPS = "all", "all that ran"
+
+
+def without_composed(answer: Comparison) -> Comparison:
+    """Without rows that a simulator composed (``Software.is_composed``): steps that ran."""
+    ran = (outcome for outcome in answer.outcomes if not program_of(outcome.row)[1].is_composed)
+    return replace(answer, outcomes=tuple(ran))
+
+
 def print_shipped(console: Console, rows: Sequence[Row]) -> None:
     """The errors of the programs as shipped, by set, and without disturbed runs."""
     answer = compare(rows)
     lines = Table("as shipped", "timed", "error", "undisturbed", "bias", "regret", "of 3")
-    quiet = answer.undisturbed.by_set
-    for name, part in {"all": measure(answer.outcomes), **answer.by_set}.items():
+    wholes = {ALL: answer, STEPS: without_composed(answer)}
+    quiet = answer.undisturbed.by_set | {name: measure(part.undisturbed.outcomes) for name, part in wholes.items()}
+    for name, part in ({name: measure(part.outcomes) for name, part in wholes.items()} | answer.by_set).items():
         if "/" not in name and part.timed_rows:
-            less = measure(answer.undisturbed.outcomes) if name == "all" else quiet[name]
+            less = quiet[name]
             shares = (part.mean_abs_error, less.mean_abs_error, part.bias, less.mean_top1_regret, less.mean_top3_regret)
             lines.add_row(name, str(part.timed_rows), *("-" if share is None else f"{share:.1%}" for share in shares))
     console.print(lines)

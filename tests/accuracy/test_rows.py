@@ -89,3 +89,9 @@ def test_a_row_may_tell_only_that_it_ran(tmp_path):
     assert row.is_ok
     assert row.step_time_s is None
     assert row.memory_bytes is None
+
+
+def test_a_set_whose_tables_have_another_vocabulary_than_its_runs_gets_that_of_its_runs(tmp_path):
+    first = read_rows(changed(tmp_path, set="zero-bubble-2401.10241", vocab="50257"))[0]
+    assert first.run.shape.vocab == 32_000
+    assert read_rows(changed(tmp_path, vocab="50257"))[0].run.shape.vocab == 50_257

@@ -56,7 +56,8 @@ def test_more_devices_or_less_recomputation_are_faster_and_memory_says_what_fits
 
 def test_a_zero_bubble_schedule_lies_between_1f1b_and_no_bubble():
     times = [predict(replace(RUN, pp=4), name).pipeline_s for name in ("1f1b", "zb-1p", "zb-2p")]
-    assert times == sorted(times, reverse=True)
+    assert times[1] < times[0]
+    assert times[2] <= times[1] * (1 + 1e-9)
 
 
 def test_few_micro_batches_of_a_zero_bubble_schedule_take_the_way_there_and_back():

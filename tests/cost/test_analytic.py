@@ -182,3 +182,35 @@ def test_one_replica_reduces_nothing_and_sharding_gathers():
         step_terms(Placed(replace(many, shard="optimizer"), A100, PROGRAM), 0.0).reduce_s
         > step_terms(Placed(many, A100, PROGRAM), 0.0).reduce_s
     )
+
+
+def test_a_score_costs_time_besides_its_products_so_small_heads_take_more_for_each_operation():
+    def core_s(heads):
+        plain = replace(RUN, attention="fused-softmax", micro_batch=4)
+        return Pieces(replace(plain, shape=replace(plain.shape, heads=heads)), A100, PROGRAM)
+
+    wide, narrow = core_s(16), core_s(32)
+    rates = [
+        pieces._core_forward_s() - pieces._memory_s(pieces._scores() * pieces._score_bytes())
+        for pieces in (wide, narrow)
+    ]
+    assert rates[1] > 1.1 * rates[0]
+
+
+def test_a_vocabulary_that_matrix_units_do_not_take_is_slow_unless_it_is_padded():
+    odd = replace(RUN, shape=replace(RUN.shape, vocab=50257))
+    padded, plain = (Pieces(odd, A100, replace(PROGRAM, pads_vocabulary=pads)) for pads in (True, False))
+    assert plain.head_forward().matmul_s > 2 * padded.head_forward().matmul_s
+    even = replace(odd, shape=replace(odd.shape, vocab=50264))
+    assert Pieces(even, A100, PROGRAM).head_forward().matmul_s == padded.head_forward().matmul_s
+
+
+def test_composed_times_have_no_recomputation_and_exchanges_that_the_host_never_hides():
+    run, composed = replace(RUN, tp=4, recompute="full"), replace(PROGRAM, is_composed=True)
+    again = Pieces(run, A100, composed).layer_backward()
+    assert again == Pieces(replace(run, recompute="none"), A100, PROGRAM).layer_backward()
+    slow = replace(A100, device=replace(A100.device, launch_s=1e-3))
+    hidden, added = (Pieces(run, slow, program).seconds(again) for program in (PROGRAM, composed))
+    kernels_s = again.num_kernels * composed.efficiency.launch * 1e-3
+    assert added == pytest.approx(kernels_s + again.tensor_s)
+    assert hidden < added

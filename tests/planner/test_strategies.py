@@ -68,6 +68,20 @@ def test_the_search_finds_the_strategy_that_is_fastest(deep, strategy):
     assert best.prediction.fits
 
 
+@pytest.mark.parametrize("strategy", ["balance", "keep", "offload"])
+def test_strategies_leave_the_headroom_free(deep, strategy):
+    limits, changes = CASES[strategy]
+    cluster = changes["cluster"]
+    larger = replace(cluster, device=replace(cluster.device, memory_bytes=cluster.device.memory_bytes / 0.8))
+    limits |= {"strategies": (strategy,)}
+    step, with_headroom = (
+        search(deep(limits, cluster=one, headroom=headroom), 1).best for one, headroom in ((cluster, 0), (larger, 0.2))
+    )
+    assert strategy_of(with_headroom) == strategy
+    assert with_headroom.prediction.memory.total_bytes <= 1.0001 * cluster.device.memory_bytes
+    assert with_headroom.prediction.step_time_s == pytest.approx(step.prediction.step_time_s, rel=1e-3)
+
+
 @pytest.mark.parametrize("strategy", CASES)
 def test_the_run_of_a_strategy_simulates_the_same(deep, strategy):
     limits, changes = CASES[strategy]

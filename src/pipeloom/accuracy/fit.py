@@ -32,7 +32,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "norm_bytes": (10.0, 80.0),
     "loss_bytes": (4.0, 80.0),
     "accumulation_bytes": (1.0, 24.0),
-    "launch": (0.2, 6.0),
+    "launch": (0.2, 16.0),
     "tensor_bus": (0.2, 1.0),
     "data_bus": (0.02, 1.0),
     "p2p": (0.02, 1.0),

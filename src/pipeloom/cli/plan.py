@@ -16,7 +16,7 @@ from pipeloom.config.problems import model_problems, optimizer_problems
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.comparison import causes
 from pipeloom.planner.plan import Plan, make_question, plan
-from pipeloom.planner.question import Limits, Question, limit_problems
+from pipeloom.planner.question import HEADROOM, Limits, Question, limit_problems
 from pipeloom.planner.run_file import run_config
 from pipeloom.planner.strategies import with_strategies
 from pipeloom.predict.describe import load_or_note, with_model_sizes
@@ -25,7 +25,17 @@ from pipeloom.runs.run_folder import SCHEDULE
 from pipeloom.system.files import write_text
 from pipeloom.workload.dtypes import Dtype, dtype_of
 from pipeloom.workload.layout import Recompute, Shard
-from pipeloom.workload.limits import ClusterName, Common, Count, FamilyName, ModelName, Names, Positive, ProgramName
+from pipeloom.workload.limits import (
+    ClusterName,
+    Common,
+    Count,
+    FamilyName,
+    Headroom,
+    ModelName,
+    Names,
+    Positive,
+    ProgramName,
+)
 from pipeloom.workload.model import shape_of
 from pipeloom.workload.run import Attention
 
@@ -61,6 +71,9 @@ class Options:
     """Attention kernel. None: flash2."""
     fused_norm: bool | None = None
     """Norms are one kernel. None: on."""
+    headroom: Headroom = HEADROOM
+    """Fraction of the memory of every device that layouts leave free. The default is the mean error of predicted
+    memory; it also has to cover a fragmented allocator and buffers of the network."""
     tp: Common[tuple[int, ...]] = ()
     """Tensor-model-parallel sizes to search. None: all."""
     pp: Common[tuple[int, ...]] = ()
@@ -277,6 +290,7 @@ def _request(options: Options, found: Words, words: list[str]) -> Request:
         attention=options.attention or (machine.attention if machine is not None else "flash2"),
         fused_norm=_first(options.fused_norm, machine.fused_norm if machine is not None else True),
         optimizer=config.optimizer.rule if config is not None else None,
+        headroom=options.headroom,
         **limits,
     )
     return Request(options, question, model_name, cluster_name, software_name, config)
@@ -328,6 +342,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "seq": question.seq,
             "dtype": dtype_of(question.precision),
             "has_default_dtype": question.has_default_dtype,
+            "headroom": question.headroom,
             "limits": asdict(question.limits),
         },
         "counts": {**asdict(counts), "excluded": dict(counts.excluded)},

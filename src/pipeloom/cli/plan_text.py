@@ -53,6 +53,7 @@ def print_plan(plan: Plan) -> None:
     sizes = {kind.device.memory_bytes for kind, _ in _kinds(plan.question)}
     room = " or ".join(short(size / unit) for size in sorted(sizes))
     title = f"The {count(len(plan.steps), 'best layout')}, the best one of each kind; a device has {room} {name}"
+    title += _kept_free(plan.question)
     console.print(headed(f"\n{title}"))
     print_table(wide_console(), _best_table(plan))
     is_priced = any(step.dollars_per_billion_tokens is not None for step in plan.steps)
@@ -125,6 +126,10 @@ def _print_question(console: Console, plan: Plan) -> None:
         console.print(f"  {counts.tried} layouts were also tried with strategies (memory, token slices)")
     for cause, number in counts.excluded.most_common():
         console.print(f"  left out: {count(number, 'combination')} of axes, since {cause}")
+
+
+def _kept_free(question: Question) -> str:
+    return f", {question.headroom:.0%} of it kept free" if question.headroom else ""
 
 
 def _on_ties(plan: Plan) -> Iterator[str]:
@@ -334,6 +339,10 @@ def _for_sequences(plan: Plan, near: Closest) -> str:
     )
 
 
+def _less_headroom(question: Question) -> str:
+    return f" (a device less its headroom of {question.headroom:.0%})" if question.headroom else ""
+
+
 def _print_nothing(console: Console, plan: Plan) -> None:
     near = plan.closest
     if near is None and plan.open_bound_s is None:
@@ -353,7 +362,8 @@ def _print_nothing(console: Console, plan: Plan) -> None:
         f": the layout that needs least (tp {run.tp}, pp {run.pp}, dp {run.dp}, micro-batches of {run.micro_batch}, "
         f"{stages}{_SHARDED[near.leaf.sharding.levels[-1]]} sharded, "
         f"{_RECOMPUTED[near.leaf.cut.arrangement.recomputed]} recomputed) needs "
-        f"{short(near.least_bytes / unit)} {name} of {short((near.least_bytes - near.missing_bytes) / unit)}: "
+        f"{short(near.least_bytes / unit)} {name} of {short((near.least_bytes - near.missing_bytes) / unit)}"
+        f"{_less_headroom(question)}: "
         + (
             f"{short(near.missing_bytes / unit)} {name} are missing on the fullest device{_for_sequences(plan, near)}"
             if near.missing_bytes > 0

@@ -19,6 +19,7 @@ With a vocabulary of 0 there is no embedding and no head.
 
 from collections import Counter
 from dataclasses import dataclass
+from math import ceil, floor, gcd
 from statistics import fmean
 
 from pipeloom.cost.flops import seen
@@ -46,10 +47,22 @@ multiprocessor computes 16 exponentials, or 2,048 (A100) or 4,096 (H100) operati
 2407.08608, section 3)."""
 
 
+WRITTEN_SCORE = 48.0
+"""Time to write and read a score, in elements of a head, for the batched products of plain kernels: one product writes
+it and the other reads it, 4 bytes beside 4 operations for each element of a head, at the general rates of an A100
+(97e12 operations and 2.04e12 bytes a second)."""
+RANDOM_NUMBERS = 2.0
+"""Time of dropout of scores / the time to move its bytes, since each element takes a random number of several rounds of
+integer operations. The multiple is what steps of two models of arXiv 2401.10241 show, which differ in the scores for
+each matrix product; without it their shared rates of memory and products contradict each other."""
+
 ALIGNED, MISALIGNED = 8, 0.25
 """Matrix units take operands whose rows are multiples of this number of elements of two bytes (NVIDIA, "Matrix
 multiplication background", table 1); other products take slower kernels. The factor is what runs of BLOOM's preparation
 with heads of 150 elements show beside those with 128 and 224."""
+ALIGNED_RATES = {ALIGNED: 1.0, 4: 0.5, 2: 0.38, 1: 0.31}
+"""Largest power of two that divides the sizes of a product -> share of the rate. Below 8 they are what vTrain's
+profiled products with a vocabulary of 50,257, 12,564 and 6,282 show beside those with 25,128."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +123,8 @@ class Pieces:
         use = self.software.efficiency
         kernels_s = parts.num_kernels * self.cluster.device.launch_s * use.launch
         each_s = use.collective_s + (use.drag_s * self.run.tp if self.is_dragged else 0.0)
+        if self.software.is_composed:  # the host launched the profiled kernels, not the exchanges
+            return max(parts.device_s - parts.tensor_s, kernels_s) + parts.tensor_s
         return max(parts.device_s, kernels_s + parts.num_collectives * each_s)
 
     def layer_forward(self) -> Parts:
@@ -138,7 +153,7 @@ class Pieces:
             # two (arXiv 2205.05198, section 4.2.2).
             2 * self._num_collectives() * (1.5 if self.run.sequence_parallel else 1) + back,
         )
-        if self.run.recompute == "full":
+        if self.run.recompute == "full" and not self.software.is_composed:
             return backward + forward
         if self.run.recompute == "selective":
             return backward + Parts(attention_s=forward.attention_s, num_kernels=SELECTIVE_KERNELS)
@@ -165,7 +180,7 @@ class Pieces:
         run = self.run
         if not run.shape.vocab:
             return 0.0
-        return self._weight_s(run.tokens, run.shape.hidden, run.shape.vocab / run.tp)
+        return self._weight_s(run.tokens, run.shape.hidden, self._vocabulary)
 
     def accumulation_s(self, parameters: float) -> float:
         """Seconds of adding one micro-batch's gradients of ``parameters`` to the accumulated ones."""
@@ -195,7 +210,7 @@ class Pieces:
 
     def head_forward(self) -> Parts:
         """Final norm, logits, and the loss in single precision."""
-        run, vocab = self.run, self.run.shape.vocab / self.run.tp
+        run, vocab = self.run, self._vocabulary
         if not vocab:
             return Parts()
         is_gathered = self.software.gathers_logits and run.tp > 1
@@ -216,12 +231,18 @@ class Pieces:
             num_kernels=HEAD_KERNELS,
         )
 
+    @property
+    def _vocabulary(self) -> float:
+        """Rows of the vocabulary on a tensor-parallel rank, with padding."""
+        share = self.run.shape.vocab / self.run.tp
+        return ceil(share / ALIGNED) * ALIGNED if self.software.pads_vocabulary else floor(share)
+
     def head_backward(self) -> Parts:
         """Two products, the gradient of the loss, and the sum over ranks of the gradient of the head's input."""
         run, forward = self.run, self.head_forward()
         if not run.shape.vocab:
             return forward
-        matmul_s = self._input_s(run.tokens, run.shape.hidden, run.shape.vocab / run.tp)
+        matmul_s = self._input_s(run.tokens, run.shape.hidden, self._vocabulary)
         return Parts(
             matmul_s + self.head_weight_s(),
             0.0,
@@ -245,6 +266,8 @@ class Pieces:
         device, use, size = self.cluster.device, self.software.efficiency, self.run.element_bytes
         moved = size * (rows * inner + inner * columns + rows * columns)
         filling = device.filling(rows, columns)
+        if device.is_gpu and columns == int(columns) and inner == int(inner):
+            filling *= ALIGNED_RATES[gcd(int(rows), int(inner), int(columns), ALIGNED)]
         seconds = device.matmul_s(2 * rows * inner * columns, moved, self.run.precision, use.matmul * filling)
         return seconds + device.kernel_s * (use.kernel - 1)
 
@@ -324,7 +347,7 @@ class Pieces:
         """Bytes moved per score in the forward: softmax, and dropout with its mask."""
         use, size = self.software.efficiency, self.run.element_bytes
         softmax = use.softmax_bytes if self.run.effective_attention == "plain" else 2.0 * size
-        return softmax + (2.0 * size + 1.0 if self.software.dropout else 0.0)
+        return softmax + (RANDOM_NUMBERS * (2.0 * size + 1.0) if self.software.dropout else 0.0)
 
     def _has_mask(self, window: int | None) -> bool:
         """Whether documents have a mask in layers with this window: on CPUs, if the kernel is not that of windows.
@@ -367,6 +390,9 @@ class Pieces:
         if kernel in ("plain", "fused-softmax"):
             moved = 2 * self.run.element_bytes * self._scores()
             rate = use.batched_matmul * (1 if self.run.shape.head_size % ALIGNED == 0 else MISALIGNED)
+            size = self.run.shape.head_size
+            # As for flash kernels below, calibrated rates are for heads of size 128.
+            rate *= (size / (size + WRITTEN_SCORE)) / (128 / (128 + WRITTEN_SCORE))
             products = 2 * device.matmul_s(self._attention_flops() / 2, moved / 2, self.run.precision, rate)
             return products + self._memory_s(self._scores() * self._score_bytes())
         share = use.flash1 * device.early_kernels if kernel == "flash1" else use.flash2

@@ -117,6 +117,9 @@ class Software:
             micro-batches.
         drain_seq: longest sequences of that observation.
         drain_models: the models that it was made with; others are predicted without it.
+        pads_vocabulary: whether the rows of the vocabulary matrix are padded, so that its products are aligned.
+        is_composed: whether its step times are a simulator's sums of profiled layers, without recomputation, and of
+            tabulated all-reduces, which the host's launches therefore never hide.
         gathered_layers: with ``full`` sharding and without a reduction lane, number of layers besides embedding and
             head whose weights a device holds gathered: the current and the next one (FSDP, arXiv 2304.11277, section
             3.3.2).
@@ -166,6 +169,8 @@ class Software:
     overlaps_steps: bool = False
     extra_drain_slots: float = 0
     drain_seq: float = 0
+    pads_vocabulary: bool = True
+    is_composed: bool = False
     gathered_layers: int = 2
     weight_state_bytes: float = 4
     optimizer_state_bytes: float = 12

@@ -48,9 +48,11 @@ class Bounds(OfPlaced):
     Attributes:
         placed: a run with its stages; its sharding is ignored.
         splits: whether schedules split backwards; then no other rank waits for weight gradients.
+        headroom: fraction of the memory of every device that stays free.
     """
 
     splits: bool = False
+    headroom: float = 0.0
 
     @property
     def least_step_s(self) -> float:
@@ -74,8 +76,8 @@ class Bounds(OfPlaced):
 
     @cached_property
     def capacity_bytes(self) -> Floats:
-        """For each rank the memory of one device."""
-        return np.array(self.placed.device_bytes)
+        """For each rank the memory of one device without the headroom."""
+        return np.array(self.placed.device_bytes) * (1 - self.headroom)
 
     def missing_bytes(self, held_bytes: Floats) -> float:
         """The most bytes that a rank's device lacks; negative if all fit."""

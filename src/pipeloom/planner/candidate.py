@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
+import numpy as np
+
 from pipeloom.cost.memory import kept_bytes
 from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.stages import stage_layers
@@ -16,7 +18,7 @@ from pipeloom.families import Choice
 from pipeloom.planner.bounds import Sharded
 from pipeloom.planner.space import Leaf
 from pipeloom.predict.memory import Room, memory_with_room
-from pipeloom.predict.step import SimulatedStep, compute_schedule, graph_without_messages, simulate_step
+from pipeloom.predict.step import Prediction, SimulatedStep, compute_schedule, graph_without_messages, simulate_step
 from pipeloom.recipe import Knobs
 from pipeloom.schedule.peaks import Peaks
 from pipeloom.workload.layout import Recompute, Shard
@@ -68,7 +70,9 @@ class Candidate(OfPlaced):
 
     @property
     def free_bytes(self) -> list[float]:
-        """For each rank the free bytes of a device, before activations move; negative if bytes are missing."""
+        """For each rank the free bytes of a device besides the headroom, before activations move; negative if bytes are
+        missing.
+        """
         knobs, choice, loops = self.knobs, self.knobs.choice, self.run.loops
         rows = compute_schedule(choice) if choice.keep is not None or choice.num_slices > 1 else peaks_of(choice)
         room = Room(
@@ -84,6 +88,11 @@ class Candidate(OfPlaced):
     def fits(self) -> bool:
         """Whether it fits every device, before activations move."""
         return min(self.free_bytes) >= 0
+
+    def has_room_for(self, prediction: Prediction) -> bool:
+        """Whether a predicted step of it fits every device and leaves the headroom free."""
+        held = np.array([memory.total_bytes for memory in prediction.memory_by_rank])
+        return self.leaf.cut.memory.missing_bytes(held) <= 0
 
 
 @lru_cache(maxsize=32)

@@ -99,7 +99,11 @@ def ways_out(question: Question, near: Closest) -> Iterator[tuple[str, Simulated
         near: the layout that lacks the least memory.
     """
     alike = _like(question, near.leaf)
-    for find in (_with_more_devices, partial(_with_shorter_sequences, alike=alike)):
+    for find in (
+        partial(_without_headroom, near=near),
+        _with_more_devices,
+        partial(_with_shorter_sequences, alike=alike),
+    ):
         found = find(question)
         if found is not None:
             yield found
@@ -120,6 +124,14 @@ def _held_bytes(leaf: Leaf) -> Floats:
     """For each rank a lower bound of the bytes that a device holds."""
     (level,) = leaf.sharding.levels
     return leaf.cut.memory.sharded(level, leaf.sharding.replicate).held_bytes(leaf.stage_inputs)
+
+
+def _without_headroom(question: Question, near: Closest) -> tuple[str, SimulatedStep] | None:
+    room = near.least_bytes - near.missing_bytes
+    if question.headroom == 0 or near.least_bytes > room / (1 - question.headroom):
+        return None
+    step = search(replace(question, headroom=0.0), 1).best
+    return None if step is None else ("no headroom (--headroom 0)", step)
 
 
 def _with_more_devices(question: Question) -> tuple[str, SimulatedStep] | None:

@@ -17,7 +17,7 @@ from pipeloom.planner.comparison import Change, Rival, changes, is_faster, rival
 from pipeloom.planner.error_bar import ErrorBar, error_bar
 from pipeloom.planner.frontier import SortKey
 from pipeloom.planner.infeasible import Closest, closest, no_layout, ways_out
-from pipeloom.planner.question import Limits, Question
+from pipeloom.planner.question import HEADROOM, Limits, Question
 from pipeloom.planner.search import Counts, Progress, Search, SearchResult
 from pipeloom.planner.strategies import STRATEGIES, with_strategies
 from pipeloom.predict.describe import asked_precision, load_or_note
@@ -26,7 +26,7 @@ from pipeloom.system.stopping import Reason, Stop
 from pipeloom.terminal.words import count as count_of
 from pipeloom.terminal.words import seconds, unknown_name
 from pipeloom.workload.dtypes import Dtype
-from pipeloom.workload.limits import Count, Positive
+from pipeloom.workload.limits import Count, Headroom, Positive
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.optimizers import Optimizer
 from pipeloom.workload.run import Attention
@@ -86,6 +86,7 @@ def make_question(
     attention: Attention = "flash2",
     fused_norm: bool = True,
     optimizer: Optimizer | None = None,
+    headroom: Headroom = HEADROOM,
     **limits: Sequence[Any],
 ) -> Question:
     """Make a question for ``plan``: which layout trains a model fastest on a cluster?
@@ -106,6 +107,7 @@ def make_question(
         attention: the attention kernel.
         fused_norm: whether norms are one kernel.
         optimizer: of the training; ``None``: AdamW.
+        headroom: fraction of the memory of every device that layouts leave free.
         limits: values to search, by the attributes of ``Limits``, such as ``pp=(4, 8)``; by default all.
 
     Raises:
@@ -127,6 +129,7 @@ def make_question(
         precision=asked_precision(dtype, machine, num_devices),
         attention=attention,
         fused_norm=fused_norm,
+        headroom=headroom,
         limits=Limits(**{name: tuple(among) for name, among in limits.items()}),
         has_default_dtype=dtype is None,
     )

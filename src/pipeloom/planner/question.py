@@ -15,6 +15,7 @@ from pipeloom.predict.describe import dtype_problem
 from pipeloom.terminal.words import count, did_you_mean
 from pipeloom.workload.dtypes import Precision, dtype_of
 from pipeloom.workload.layout import Recompute, Shard
+from pipeloom.workload.limits import Headroom, limits_of
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.run import Attention, Run
 
@@ -80,6 +81,7 @@ class Question:
         precision: of weights and activations in matrix products.
         attention: the attention kernel.
         fused_norm: whether norms are one kernel.
+        headroom: fraction of the memory of every device that layouts leave free.
         limits: of the search.
         has_default_dtype: whether the precision is the default of the devices.
     """
@@ -93,6 +95,7 @@ class Question:
     precision: Precision = "bf16"
     attention: Attention = "flash2"
     fused_norm: bool = True
+    headroom: float = 0.0
     limits: Limits = field(default_factory=Limits)
     has_default_dtype: bool = False
 
@@ -122,6 +125,8 @@ class Question:
         sizes = {"devices": self.num_devices, "the global batch": self.global_batch, "seq": self.seq}
         found = [f"{name} must be at least 1, found {value}" for name, value in sizes.items() if value < 1]
         found += [f"{name} must be at most {MOST:,}, found {value}" for name, value in sizes.items() if value > MOST]
+        if (refusal := _HEADROOM.refusal(self.headroom)) is not None:
+            found.append(f"headroom {refusal}")
         lack = self.cluster.lack(self.num_devices)
         if lack is not None:
             found.append(lack)
@@ -196,6 +201,10 @@ class Question:
         )
 
 
+HEADROOM = 0.08
+"""Default headroom of plans: the mean error of predicted memory (docs/accuracy.md, all rows with measured memory). It
+also has to cover what a run may need later: an allocator that fragments, buffers of the network."""
+(_HEADROOM,) = limits_of(Headroom)
 MOST = 10**9
 """Largest number of devices, sequences of a batch and tokens of a sequence."""
 LEVELS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")

@@ -90,7 +90,7 @@ class Arrangement(OfPlaced):
         shard = self.question.shards[-1] if run.dp > 1 else "none"
         least = state_bytes(run, held, software, shard).total_bytes + kept + software.reserve_bytes
         # The largest device: a bound holds for every partition.
-        return least - max(self.placed.device_bytes)
+        return least - max(self.placed.device_bytes) * (1 - self.question.headroom)
 
     @cached_property
     def count(self) -> int:
@@ -262,10 +262,11 @@ class Cut(OfPlaced):
 
     def bounds(self, run: Run) -> Bounds:
         """Bounds of a run with these stages, cached by the question."""
-        splits, known = self.arrangement.splits, self.arrangement.question.bounds
+        splits, question = self.arrangement.splits, self.arrangement.question
+        known = question.bounds
         key = run, self.cluster, splits
         if key not in known:
-            known[key] = Bounds(self.placed.of(run), splits)
+            known[key] = Bounds(self.placed.of(run), splits, question.headroom)
         return known[key]
 
     @cached_property

@@ -49,6 +49,8 @@ Positive = Annotated[float, Limits(above=0)]
 """A number above 0."""
 Fraction = Annotated[float, Limits(least=0, most=1)]
 """A number from 0 to 1."""
+Headroom = Annotated[float, Limits(least=0, most=0.9)]
+"""A fraction of the memory that stays free; at 1 there would be no memory to use."""
 
 
 _Value = TypeVar("_Value")

@@ -164,7 +164,7 @@ def _step_s(chosen: Candidate) -> float:
         prediction = chosen.simulate().prediction
     except UserError:  # the moves do not free enough memory
         return float("inf")
-    return prediction.step_time_s if prediction.fits else float("inf")
+    return prediction.step_time_s if chosen.has_room_for(prediction) else float("inf")
 
 
 def _activation_room(chosen: Candidate) -> list[float]:

@@ -40,7 +40,7 @@ def _build(leaf: Leaf) -> Candidate | None:
         return None
     sliced = [_with_slices(whole, number) for number in _numbers(leaf)]
     steps = [(one.simulate().prediction, one) for one in sliced]
-    fitting = [(prediction.step_time_s, one) for prediction, one in steps if prediction.fits]
+    fitting = [(prediction.step_time_s, one) for prediction, one in steps if one.has_room_for(prediction)]
     # Of equal times the fewest slices, which come first.
     return min(fitting, key=lambda one: one[0])[1] if fitting else None
 
@@ -59,8 +59,9 @@ def _with_programmed_lengths(chosen: Candidate) -> Iterator[SimulatedStep]:
     # One slice is the whole sequence, which is simulated already.
     if len(lengths) < 2 or 2 * run.num_stages * run.num_microbatches * len(lengths) > MOST_ACTIONS:
         return
-    step = _with_slices(chosen.of(replace(run, slices=lengths)), len(lengths)).simulate()
-    if step.prediction.fits:
+    sliced = _with_slices(chosen.of(replace(run, slices=lengths)), len(lengths))
+    step = sliced.simulate()
+    if sliced.has_room_for(step.prediction):
         yield step
 
 

@@ -92,12 +92,12 @@ def _build(leaf: Leaf) -> Candidate | None:
         except UserError:  # a piece of the model is larger
             return None
         prediction = chosen.simulate().prediction
-        if prediction.fits:
+        if chosen.has_room_for(prediction):
             return chosen
         memory = prediction.memory
         used = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
         # The partition may use less than the budget, so the excess is subtracted from what it uses.
-        budget = min(budget, used) - (memory.total_bytes - prediction.device_bytes[0])
+        budget = min(budget, used) - (memory.total_bytes - float(leaf.cut.memory.capacity_bytes[0]))
     return None
 
 
