@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from pipeloom.catalog.reading import Reader, read_toml
+from pipeloom.catalog.bases import read_based
+from pipeloom.catalog.reading import Reader
 from pipeloom.workload.model import MOST_LAYERS, ModelShape, head_problems
 from pipeloom.workload.model_families import MODELS, ModelFamily
 
@@ -34,7 +35,7 @@ def read_toml_model(name_or_path: str) -> TomlModel:
     Raises:
         UserError: there is no such name or file, or the file is wrong; has all problems.
     """
-    table, source = read_toml("models", name_or_path)
+    table, source = read_based("models", name_or_path)
     reader = Reader(table, source)
     family = reader.text("family", among=tuple(MODELS))
     kind, layers = MODELS[family], reader.integer("layers", most=MOST_LAYERS)

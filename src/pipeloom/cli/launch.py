@@ -47,7 +47,7 @@ COMMAND = Command(
         "pipeloom launch run.toml --out start --to slurm": "for Slurm only",
         "pipeloom launch run.toml --out start --to kubeflow --image own/pipeloom:1": "for Kubernetes",
     },
-    settings=(*TRAINING, "machine"),
+    settings=(*TRAINING, *(f"machine.{name}" for name in ("cluster", "software", "attention", "fused_norm"))),
     brief=("layout", "training.steps", "output", "machine"),
 )
 

@@ -1,9 +1,10 @@
 """The sections of a run's configuration. The string below a field is its help text, which explains ``None`` as well."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pipeloom.config.tokenizer_files import num_tokens
 from pipeloom.terminal.words import parse_bytes
@@ -347,6 +348,10 @@ class CheckpointConfig:
         return self.init if self.resume is None else self.resume
 
 
+WHAT_IFS = ("inter_bandwidth", "intra_bandwidth", "memory", "peak", "memory_bandwidth")
+"""Settings of ``machine`` that change figures of the cluster."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MachineConfig:
     """Cluster and program of predictions and plans; train does not read this section."""
@@ -361,3 +366,22 @@ class MachineConfig:
     FlashAttention."""
     fused_norm: bool = True
     """Whether a norm is one kernel."""
+    inter_bandwidth: str | None = None
+    """What if the bandwidth between nodes were another: a factor such as 2x, or GB/s of a node. None: as it is."""
+    intra_bandwidth: str | None = None
+    """The same for the bandwidth inside a node: a factor, or GB/s of a device. None: as it is."""
+    memory: str | None = None
+    """The same for the memory of a device: a factor, or GB. None: as it is."""
+    peak: str | None = None
+    """The same for the peak of a device in every precision: a factor, or TFLOP/s of 16 bits. None: as it is."""
+    memory_bandwidth: str | None = None
+    """The same for the memory bandwidth of a device: a factor, or GB/s. None: as it is."""
+
+    @property
+    def what_if(self) -> dict[str, str]:
+        """Changes of the cluster that are set, by name (``pipeloom.cost.what_if``)."""
+        return {name: text for name in WHAT_IFS if (text := getattr(self, name)) is not None}
+
+    def with_changes(self, changes: Mapping[str, str | None]) -> "MachineConfig":
+        """The section with other changes of the cluster."""
+        return replace(self, **cast("Any", dict(changes)))
