@@ -7,8 +7,8 @@ from pipeloom.catalog.reading import find_name, read_toml
 from pipeloom.config.paths import expand_home, names_file
 from pipeloom.errors import UserError
 
-_OWN = ("name", "source")
-"""Keys that a file does not take from its base: they identify the base."""
+_OWN = ("name", "source", "recipe")
+"""Keys that a file does not take from its base: they identify the base, or say how that model was trained."""
 _MEASURED = {
     "device": ("pieces", "update"),
     "intra": ("collectives", "bus"),

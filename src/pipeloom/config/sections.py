@@ -183,8 +183,8 @@ class OptimizerConfig:
     """Peak learning rate. None: 3e-3; no default for a model from model.preset or model.file."""
     lr_warmup_steps: CountOrNone | None = None
     """Steps of linear learning-rate warm-up. None: 10; no default for a model from model.preset or model.file."""
-    lr_min_fraction: Fraction = 0.1
-    """Learning rate at the end of the cosine decay, as a share of lr."""
+    lr_min_fraction: Fraction | None = None
+    """Learning rate at the end of the cosine decay, as a share of lr. None: 0.1."""
     betas: tuple[float, float] | None = None
     """Decay rates of the first and second moment; adamw. None: 0.9 0.95."""
     eps: Positive | None = None
@@ -195,8 +195,8 @@ class OptimizerConfig:
     """Weight decay of matrices: decoupled with adamw, added to the gradient with sgd. None: 0.1."""
     settings: tuple[str, ...] = ()
     """Settings of a plug-in's update rule that have no key here, each as name=number."""
-    clip_grad_norm: Annotated[float, Limits(above=0, most=math.inf)] = 1.0
-    """Gradient clipping by the norm of the whole model; inf for none."""
+    clip_grad_norm: Annotated[float, Limits(above=0, most=math.inf)] | None = None
+    """Gradient clipping by the norm of the whole model; inf for none. None: 1."""
 
     @property
     def rule(self) -> Optimizer:
@@ -225,9 +225,19 @@ class OptimizerConfig:
         return 10 if self.lr_warmup_steps is None else self.lr_warmup_steps
 
     @property
+    def known_lr_min_fraction(self) -> float:
+        """``lr_min_fraction``, or its default."""
+        return 0.1 if self.lr_min_fraction is None else self.lr_min_fraction
+
+    @property
+    def known_clip_grad_norm(self) -> float:
+        """``clip_grad_norm``, or its default."""
+        return 1.0 if self.clip_grad_norm is None else self.clip_grad_norm
+
+    @property
     def clips(self) -> bool:
         """Whether an update needs the norm of the whole model's gradient."""
-        return self.clip_grad_norm < math.inf
+        return self.known_clip_grad_norm < math.inf
 
 
 @dataclass(frozen=True, kw_only=True)

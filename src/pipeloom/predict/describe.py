@@ -17,6 +17,7 @@ from pipeloom.cost.software import Software, with_optimizer
 from pipeloom.cost.stages import layers_of_pieces
 from pipeloom.cost.what_if import changed, what_if_problems, without_effect
 from pipeloom.errors import ConfigError, UserError
+from pipeloom.predict.recipes import with_recipe
 from pipeloom.predict.stage_swaps import with_alike_stages
 from pipeloom.workload.dtypes import Dtype, Precision, precision_of
 from pipeloom.workload.model import NO_FORMULAS, shape_of
@@ -58,7 +59,7 @@ def completed(config: _Config, judge: Callable[..., list[str]]) -> tuple[_Config
         config: of a run.
         judge: returns the problems of a configuration; called with ``is_model_known``.
     """
-    config, problems = with_model_sizes(with_pretrained(config))
+    config, problems = with_model_sizes(with_pretrained(with_recipe(config)))
     return config, [*problems, *judge(config, is_model_known=not problems)]
 
 
