@@ -109,3 +109,16 @@ def test_rows_with_only_memory_or_only_a_status_are_measured_by_what_they_have()
     assert part.memory_mean_abs_error is not None
     assert part.oom_agreement == 1
     assert measure(compare([memory, status]).outcomes[1:]).memory_mean_abs_error is None
+
+
+def test_a_program_whose_first_rank_writes_the_memory_is_compared_with_the_first_stage():
+    # With one micro-batch the last stage, which has the logits, is fuller than the first.
+    run = replace(ROW.run, dp=1, tp=1, pp=2, micro_batch=4, global_batch=4, attention="flash2", precision="bf16")
+    row = replace(ROW, set_name="nanotron-x", run=run, schedule="1f1b", device="h100-sxm-80gb")
+    program = program_of(row)[1]
+    first, fullest = (
+        compare([row], None, replace(program, reports_first=is_first)).outcomes[0] for is_first in (True, False)
+    )
+    assert compare([row]).outcomes[0] == first
+    assert first.memory_bytes < fullest.memory_bytes
+    assert first.step_time_s == fullest.step_time_s

@@ -132,6 +132,8 @@ class Software:
         gathers_logits: whether every tensor-parallel rank computes the loss over the whole vocabulary.
         logit_bytes: bytes per logit at the peak of the loss.
         reserve_bytes: CUDA context, communicators and workspaces.
+        reports_first: whether its measurements have the memory of the first pipeline stage's devices, not of the
+            fullest.
         fragmentation: fragmentation of the allocator as a fraction of activations and logits.
         efficiency: calibrated efficiencies.
         cluster: name of the cluster that it was calibrated on.
@@ -182,6 +184,7 @@ class Software:
     gathers_logits: bool = False
     logit_bytes: float = 10
     reserve_bytes: float = 1.5e9
+    reports_first: bool = False
     fragmentation: float = 0.05
     efficiency: Efficiency = Efficiency()
 
