@@ -81,7 +81,7 @@ def test_every_problem_is_reported_at_once(capsys):
         "found 'x'",
         "0.333333 x 64 = 21.3333",
         "the critical batch must be at least 1 sequence and finite, found 0.5",
-        "the token budget must be at least 1 and finite, found -1",
+        "--tokens must be an amount above 0 such as 1T, 300B or 3e11, found '-1'",
         "--seq must be at least 1, found 0",
     ):
         assert text in message
@@ -102,3 +102,20 @@ def test_every_problem_is_reported_at_once(capsys):
 def test_one_mistake_is_one_clear_message(capsys, words, message):
     assert main([*ASKED, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_goal_chooses_over_methods_batches_and_cluster_sizes(capsys):
+    assert main([*ASKED, "--tokens", "10B", "--deadline", "1d", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tokens"], found["goal"]["objective"]) == (1e10, "cost")
+    best = found["points"][found["goal"]["point"]]
+    assert best["dollars"] == min(one["dollars"] for one in found["points"] if one["seconds"] <= 86400)
+    assert main([*ASKED, "--tokens", "10B", "--max-dollars", "0.1", "--deadline", "2w"]) == 1
+    assert "nothing is within 14 days and for at most $0.1: the fastest takes" in capsys.readouterr().out
+
+
+def test_wrong_amounts_of_goals_are_one_message(capsys):
+    assert main([*ASKED, "--tokens", "10Q", "--deadline", "30", "--max-dollars", "-1k"]) == 2
+    told = capsys.readouterr().err
+    assert "--tokens must be an amount above 0 such as 1T, 300B or 3e11, found '10Q'" in told
+    assert "--deadline must be an amount above 0 such as 30d, 12h or 6w, found '30'" in told

@@ -2,8 +2,10 @@
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +21,7 @@ from pipeloom.cli.what_if import WhatIf
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
+from pipeloom.planner.goals import AMOUNTS, TIMES, Goal, Objective, amount
 from pipeloom.planner.question import Question
 from pipeloom.planner.tradeoff import (
     DEVICE_COUNTS,
@@ -60,8 +63,14 @@ class Options(WhatIf):
     """Cluster: a name of the catalog, or a file. --devices sets its size."""
     seq: int
     """Sequence length, in tokens."""
-    tokens: Common[float | None] = None
-    """Tokens of the training run with small batches. None: 20 per parameter (arXiv 2203.15556)."""
+    tokens: Common[str | None] = None
+    """Tokens of the training run with small batches, such as 1T or 3e11. None: 20 per parameter (arXiv 2203.15556)."""
+    deadline: Common[str | None] = None
+    """Goal: longest training, such as 30d, 12h or 6w. None: no limit."""
+    max_dollars: Common[str | None] = None
+    """Goal: highest price of the training, such as 200k or 1.5M. None: no limit."""
+    objective: Common[Objective | None] = None
+    """What is least within these limits. None: time where only --max-dollars is given, else cost."""
     critical_batch: Common[float | None] = None
     """Critical batch size B_crit in sequences. Training takes twice the tokens with such a batch. None: by the fit of
     arXiv 2001.08361."""
@@ -105,6 +114,7 @@ COMMAND = Command(
 def run(words: list[str]) -> int:
     """Parse the arguments, search, print."""
     options, problems = read_flags(COMMAND, words)
+    goal = _goal(options, problems)
     inputs = inputs_of(options, problems)
     columns = (TextColumn("searches {task.completed}/{task.total}"), BarColumn(bar_width=24), TimeElapsedColumn())
     total = len(inputs.methods) * len(inputs.batches_per_device)
@@ -118,12 +128,54 @@ def run(words: list[str]) -> int:
     if options.plot is not None:
         _draw(curves, options.plot)
     if options.json:
-        print(json.dumps(to_json(curves)))
+        print(json.dumps(to_json(curves, goal)))
     else:
         print_curves(curves, has_default_batch=options.critical_batch is options.critical_batch_tokens is None)
         if options.plot is not None:
             print(f"picture   {options.plot}")
-    return 0
+        if goal is not None:
+            print_choice(goal, curves.points, options.cluster)
+    return 0 if goal is None or goal.best(curves.points) is not None else 1
+
+
+def _goal(options: Options, problems: list[str]) -> Goal | None:
+    """The goal of the options; ``None`` without one."""
+    if options.deadline is options.max_dollars is options.objective is None:
+        return None
+    deadline = _amount("--deadline", options.deadline, TIMES, "30d, 12h or 6w", problems)
+    dollars = _amount("--max-dollars", options.max_dollars, AMOUNTS, "200000, 200k or 1.5M", problems)
+    is_for_time = options.deadline is None and options.max_dollars is not None
+    objective = options.objective or ("time" if is_for_time else "cost")
+    return Goal(deadline_s=deadline or inf, max_dollars=dollars or inf, objective=objective)
+
+
+def _amount(flag: str, text: str | None, units: Mapping[str, float], such: str, problems: list[str]) -> float | None:
+    """The amount of a flag; ``None`` without it, or with a problem."""
+    found = None if text is None else amount(text, units)
+    if text is not None and found is None:
+        problems.append(f"{flag} must be an amount above 0 such as {such}, found '{text}'")
+    return found
+
+
+def print_choice(goal: Goal, points: Sequence[Point], cluster: str) -> None:
+    """Print the best point within the limits of a goal, or what comes closest to each of them."""
+    best, word = goal.best(points), {"time": "fastest", "cost": "cheapest"}[goal.objective]
+    limits = [f"within {_days(goal.deadline_s / 86400)} days"] if goal.deadline_s < inf else []
+    limits += [f"for at most {_dollars(goal.max_dollars)}"] if goal.max_dollars < inf else []
+    what = " ".join([f"the {word} training", *limits])
+    if best is None:
+        fast, cheap = min(points, key=lambda one: one.seconds), min(points, key=lambda one: one.dollars)
+        print(
+            f"\ngoal      nothing is {' and '.join(limits)}: the fastest takes {_days(fast.days)} days for "
+            f"{_dollars(fast.dollars)}, the cheapest costs {_dollars(cheap.dollars)} in {_days(cheap.days)} days; "
+            "other sizes: --devices"
+        )
+        return
+    print(
+        f"\ngoal      {what}: {best.num_devices:,} devices of {cluster}, {best.method}, {_layout(best)}, batch "
+        f"{best.run.global_batch:,}: {_days(best.days)} days, {_dollars(best.dollars)}; no margin for the error of "
+        "predictions is in it"
+    )
 
 
 def inputs_of(options: Options, problems: list[str]) -> Tradeoff:
@@ -214,7 +266,7 @@ def _training(
         batch = options.critical_batch_tokens / seq
     if batch is None:
         batch = default_critical_batch(shape, seq) if shape is not None else 1.0
-    tokens = options.tokens
+    tokens = _amount("--tokens", options.tokens, AMOUNTS, "1T, 300B or 3e11", problems)
     if tokens is None:
         tokens = float(_TOKENS_PER_PARAMETER * shape.parameters) if shape is not None else 1.0
     price = options.price
@@ -358,14 +410,15 @@ def _marks(points: list[Point]) -> list[tuple[float, float, str]]:
     return [(point.dollars, point.days, f"{point.num_devices:,}") for point in points]
 
 
-def to_json(curves: Curves) -> dict[str, Any]:
+def to_json(curves: Curves, goal: Goal | None = None) -> dict[str, Any]:
     """What ``--json`` prints, in SI units but for dollars and days.
 
     Keys: ``model``, ``cluster``, ``seq``, ``dtype``, ``tokens``, ``critical_batch`` (sequences),
     ``price_per_device_hour``, ``reference_devices``, ``methods`` (method -> program), ``points`` (every method, cluster
     size and batch that fits; ``run`` is the layout), ``best`` (for each cluster size the numbers of the best point, and
     of each method's), ``front`` (numbers of the points of the Pareto front, the fastest first), ``missing`` (method and
-    batch per device that fit nowhere on the reference).
+    batch per device that fit nowhere on the reference), ``goal`` (``deadline_s``, ``max_dollars``, ``objective``, and
+    ``point``, the number of the best one or null; null without a goal).
     """
     inputs = curves.inputs
     # By identity: equal points of two methods are two points.
@@ -397,4 +450,11 @@ def to_json(curves: Curves) -> dict[str, Any]:
         ],
         "front": [numbers[id(point)] for point in curves.front],
         "missing": [{"method": method, "batch_per_device": float(batch)} for method, batch in curves.missing],
+        "goal": goal
+        and {
+            "deadline_s": goal.deadline_s if goal.deadline_s < inf else None,
+            "max_dollars": goal.max_dollars if goal.max_dollars < inf else None,
+            "objective": goal.objective,
+            "point": number_of(goal.best(curves.points)),
+        },
     }

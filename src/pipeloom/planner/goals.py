@@ -1,0 +1,51 @@
+"""What a training must not exceed, and what of it should be least: the choice among the points of a tradeoff."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import Literal
+
+from pipeloom.planner.tradeoff import Point
+
+Objective = Literal["time", "cost"]
+AMOUNTS: Mapping[str, float] = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+"""Letters behind an amount -> factor."""
+TIMES: Mapping[str, float] = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+"""Letters behind a time -> seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """A goal of a training.
+
+    Attributes:
+        deadline_s: most seconds of the training.
+        max_dollars: most dollars of it.
+        objective: what is least among the points within both limits.
+    """
+
+    deadline_s: float = inf
+    max_dollars: float = inf
+    objective: Objective = "cost"
+
+    def best(self, points: Iterable[Point]) -> Point | None:
+        """The best point within the limits; of equal ones the first. ``None`` without one."""
+        within = [one for one in points if one.seconds <= self.deadline_s and one.dollars <= self.max_dollars]
+        return min(within, key=self._costs, default=None)
+
+    def _costs(self, point: Point) -> tuple[float, float]:
+        both = (point.dollars, point.seconds)
+        return both if self.objective == "cost" else both[::-1]
+
+
+def amount(text: str, units: Mapping[str, float]) -> float | None:
+    """A number above 0 with a letter of ``units``, such as ``1.5T``; ``None`` for any other text."""
+    found = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)([A-Za-z]?)", text.strip())
+    if found is None or found[2] not in units:
+        return None
+    try:
+        value = float(found[1]) * units[found[2]]
+    except ValueError:  # such as 1.2.3
+        return None
+    return value if value > 0 and isfinite(value) else None
