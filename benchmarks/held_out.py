@@ -2,12 +2,13 @@
 
     python benchmarks/held_out.py [TABLE.csv ...] [PART ...] [--write]
 
-First the errors of the programs as shipped. Then each line fits a program, from general values, on some rows, as
-``pipeloom validate --fit`` does, and predicts others: by model, by number of devices, by sequence length. The last
-lines leave out all rows of a program, or of a device: they are predicted by the general program, with efficiencies that
-are fitted on the others. Two baselines are fitted on the same rows. Without a table, the published measurements beside
-the checkout. A PART keeps the lines whose program's name contains it. Some minutes for all of them. ``--write`` writes
-the error bars of the catalog (``pipeloom.catalog.accuracy``).
+First the errors of the programs as shipped. Then each line fits a program on some rows, as ``pipeloom validate --fit``
+does, and predicts others: by model, by number of devices, by sequence length. The prior of a fit has the other programs
+only. The last lines leave out all rows of a program, or of a device: they are predicted by the general program, with
+the means of the efficiencies of the others. Two baselines are fitted on the same rows. Without a table, the published
+measurements beside the checkout. A PART keeps the lines whose program's name contains it. Some minutes for all of them.
+``--write`` writes the error bars of the catalog (``pipeloom.catalog.accuracy``), and the prior of all programs into the
+general program.
 """
 
 import sys
@@ -28,8 +29,9 @@ from rich.table import Table
 from pipeloom.accuracy.baselines import constant_mfu, log_linear, mean_error
 from pipeloom.accuracy.compare import Comparison, Outcome, compare, measure, rankings
 from pipeloom.accuracy.disturbed import disturbed
-from pipeloom.accuracy.fit import first_guess, fit
-from pipeloom.accuracy.programs import DEFAULT_SOFTWARE, cluster_of, program_of
+from pipeloom.accuracy.fit import Fit, estimates, first_guess, fit
+from pipeloom.accuracy.prior import NAMES, Estimate, Prior, pooled
+from pipeloom.accuracy.programs import DEFAULT_SOFTWARE, cluster_of, default_of, program_of
 from pipeloom.accuracy.rows import Group, Row, read_rows
 from pipeloom.catalog import CLUSTERS, load_software
 from pipeloom.cost.placed import Placed
@@ -39,14 +41,8 @@ SHARED = Path(__file__).parents[2] / "shared" / "data"
 TABLES = (SHARED / "measured.csv", SHARED / "modern.csv")
 MOST_FITTED = 40
 """Rows of a fit, evenly spaced in the table, so that it takes seconds."""
-MOST_EACH = 6
-"""Rows of each program in a fit of general efficiencies."""
-GENERAL_NAMES = (
-    *("matmul", "kernel", "memory", "batched_matmul", "flash1", "flash2", "accumulation_bytes", "launch"),
-    *("tensor_bus", "data_bus", "collective_s"),
-)
-"""Efficiencies that all programs share enough for a fit."""
-ACCURACY = Path(__file__).parents[1] / "src" / "pipeloom" / "catalog" / "accuracy.toml"
+CATALOG = Path(__file__).parents[1] / "src" / "pipeloom" / "catalog"
+ACCURACY, GENERAL = CATALOG / "accuracy.toml", CATALOG / "software" / "general.toml"
 
 T = TypeVar("T")
 Choice = Callable[[Row], bool]
@@ -122,7 +118,7 @@ class Held:
         split: which rows.
         device: of the rows.
         num_fitted: rows that were fitted.
-        before, after: predictions of the held-out rows with general values, and with those that were fitted.
+        before, after: predictions of the held-out rows without the fit, and with it.
         mfu_error, regression_error: mean errors of the baselines, fitted on the same rows.
     """
 
@@ -135,14 +131,50 @@ class Held:
     regression_error: float = 0.0
 
 
-def held_out(split: Split, rows: Sequence[Row]) -> Held:
+class Programs:
+    """The programs of a table, each fitted once: the priors of all fits.
+
+    Attributes:
+        rows: the table.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
+        self._found: dict[tuple[str, str], dict[str, Estimate]] = {}
+
+    def prior(self, without: str = "", without_device: str = "") -> Prior:
+        """The prior of all programs that ran but one, from rows of all devices but one."""
+        ran = {name for row in self.rows for name, program in (program_of(row),) if not program.is_composed}
+        names = sorted(ran - {DEFAULT_SOFTWARE, without})
+        return pooled([self._estimates(name, without_device) for name in names], Prior())
+
+    def _estimates(self, name: str, without_device: str) -> dict[str, Estimate]:
+        own = [row for row in self.rows if program_of(row)[0] == name and row.is_ok and row.step_time_s is not None]
+        kept = [row for row in own if row.device != without_device]
+        key = (name, without_device if len(kept) < len(own) else "")
+        if key not in self._found:
+            self._found[key] = self._fitted(kept) if kept else {}
+        return self._found[key]
+
+    def _fitted(self, rows: Sequence[Row]) -> dict[str, Estimate]:
+        return estimates(fitted_on(rows, first_guess(program_of(rows[0])[1], Prior()), Prior()))
+
+
+def fitted_on(rows: Sequence[Row], start: Software, prior: Prior) -> Fit:
+    """A fit of a part of the rows, each on its own cluster."""
+    chosen = thinned(rows, MOST_FITTED)
+    return fit(chosen, cluster_of(chosen[0], start), start, (), _placed, prior=prior)
+
+
+def held_out(split: Split, known: Programs) -> Held:
     """Fit one part of a split and predict the other."""
-    own = [row for row in rows if program_of(row)[0] == split.program]
+    own = [row for row in known.rows if program_of(row)[0] == split.program]
     measured = [row for row in own if split.is_fitted(row) and row.is_ok and row.step_time_s is not None]
-    fitted, tested = thinned(measured, MOST_FITTED), [row for row in own if split.is_held_out(row)]
-    start = first_guess(program_of(fitted[0])[1])
-    result = fit(fitted, cluster_of(fitted[0], start), start, (), _placed)
-    return _held(split, fitted, tested, start, replace(result.software, cluster=start.cluster))
+    tested = [row for row in own if split.is_held_out(row)]
+    prior = known.prior(split.program)
+    start = first_guess(program_of(measured[0])[1], prior)
+    end = replace(fitted_on(measured, start, prior).software, cluster=start.cluster)
+    return _held(split, thinned(measured, MOST_FITTED), *(predicted(tested, program) for program in (start, end)))
 
 
 def thinned(rows: Sequence[T], most: int) -> list[T]:
@@ -154,11 +186,11 @@ def _placed(row: Row, program: Software) -> Placed:
     return Placed(row.run, cluster_of(row, program), program)
 
 
-def _held(split: Split, fitted: Sequence[Row], tested: Sequence[Row], start: Software, end: Software) -> Held:
-    before, after = (predicted(tested, program) for program in (start, end))
+def _held(split: Split, fitted: Sequence[Row], before: tuple[Outcome, ...], after: tuple[Outcome, ...]) -> Held:
     timed = [outcome.row for outcome in after if outcome.error is not None]
     baselines = [constant_mfu(fitted, _peak), log_linear(fitted)]
-    return Held(split, tested[0].device, len(fitted), before, after, *(mean_error(timed, each) for each in baselines))
+    device = after[0].row.device
+    return Held(split, device, len(fitted), before, after, *(mean_error(timed, each) for each in baselines))
 
 
 def predicted(rows: Iterable[Row], program: Software) -> tuple[Outcome, ...]:
@@ -166,41 +198,39 @@ def predicted(rows: Iterable[Row], program: Software) -> tuple[Outcome, ...]:
     return compare(rows, None, program).outcomes
 
 
+def generally(rows: Iterable[Row], prior: Prior) -> tuple[Outcome, ...]:
+    """Predictions as of rows of unknown sets, with the center of a prior."""
+    parts: dict[Software, list[Row]] = defaultdict(list)
+    for row in rows:
+        parts[default_of(row)].append(row)
+    each = (predicted(part, replace(program, efficiency=prior.center)) for program, part in parts.items())
+    return tuple(outcome for part in each for outcome in part)
+
+
 def _peak(row: Row) -> float:
     return cluster_of(row, program_of(row)[1]).device.peak_flops_per_s[row.run.precision]
 
 
-def left_out(name: str, is_out: Choice, rows: Sequence[Row]) -> Held | None:
-    """The general program, fitted on rows of every program but those that are left out; ``None`` without any."""
-    parts: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        if not is_out(row) and row.is_ok and row.step_time_s is not None:
-            parts[program_of(row)[0]].append(row)
-    fitted = [row for part in parts.values() for row in thinned(part, MOST_EACH)]
-    tested = [row for row in rows if is_out(row)]
-    facts = {program: load_software(program) for program in parts}
-    start = first_guess(load_software(DEFAULT_SOFTWARE))
+def left_out(name: str, is_out: Choice, known: Programs, prior: Prior) -> Held | None:
+    """The general program on the rows that are left out; ``None`` without other rows."""
+    others = [row for row in known.rows if not is_out(row) and row.is_ok and row.step_time_s is not None]
     split = Split(DEFAULT_SOFTWARE, "all others", name, lambda row: not is_out(row), is_out)
-    if not fitted or not tested:
+    if not others:
         return None
-
-    def placed(row: Row, program: Software) -> Placed:
-        own = facts[program_of(row)[0]]
-        return Placed(row.run, cluster_of(row, own), replace(own, efficiency=program.efficiency))
-
-    result = fit(fitted, cluster_of(fitted[0], start), start, GENERAL_NAMES, placed)
-    return _held(split, fitted, tested, start, replace(result.software, cluster=start.cluster))
+    tested = [row for row in known.rows if is_out(row)]
+    before, after = (generally(tested, each) for each in (Prior(), prior))
+    return _held(split, thinned(others, MOST_FITTED), before, after) if after else None
 
 
-def left_out_lines(rows: Sequence[Row], parts: Sequence[str] = ()) -> Iterator[Held]:
+def left_out_lines(known: Programs, parts: Sequence[str] = ()) -> Iterator[Held]:
     """A line for each program that is left out, and for each device."""
-    names = sorted({program_of(row)[0] for row in rows})
-    devices = sorted({row.device for row in rows})
-    choices = [(name, _is_in(lambda row: program_of(row)[0], {name})) for name in names]
-    choices += [(device, _is_in(lambda row: row.device, {device})) for device in devices]
-    for name, is_out in choices:
+    names = sorted({program_of(row)[0] for row in known.rows})
+    devices = sorted({row.device for row in known.rows})
+    choices = [(name, _is_in(lambda row: program_of(row)[0], {name}), (name, "")) for name in names]
+    choices += [(device, _is_in(lambda row: row.device, {device}), ("", device)) for device in devices]
+    for name, is_out, without in choices:
         if not parts or any(part in name for part in parts):
-            held = left_out(name, is_out, rows)
+            held = left_out(name, is_out, known, known.prior(*without))
             if held is not None and _timed(held.after):
                 yield held
 
@@ -335,8 +365,7 @@ def general(rows: Sequence[Row], answers: Sequence[Held] = ()) -> list[dict[str,
     by_name = {held.split.held_out: held.after for held in answers}
     for name in sorted({program_of(row)[0] for row in rows}):
         own = [row for row in rows if program_of(row)[0] == name]
-        start = first_guess(program_of(own[0])[1])
-        for outcome in by_name.get(name) or predicted(own, start):
+        for outcome in by_name.get(name) or generally(own, Prior()):
             found[outcome.row.device][name].append(outcome)
     entries = []
     for device, parts in sorted(found.items()):
@@ -374,6 +403,20 @@ def write(table: Path, rows: Sequence[Row], answers: Sequence[Held], file: Path 
     file.write_text(HEAD + tomli_w.dumps(values), encoding="utf-8")
 
 
+def write_prior(prior: Prior, tables: Sequence[str], file: Path = GENERAL) -> None:
+    """Replace the efficiencies of the general program, behind its facts."""
+    facts = file.read_text(encoding="utf-8").split("[provenance]")[0]
+    provenance = {
+        "by": "means and spreads of all other programs (accuracy/prior.py); benchmarks/held_out.py --write",
+        "table": ", ".join(tables),
+        "date": str(date.today()),
+    }
+    rounded = {name: float(f"{getattr(prior.center, name):.3g}") for name in NAMES}
+    spread = {name: round(prior.width(name), 2) for name in NAMES}
+    values = {"provenance": provenance, "efficiency": rounded, "spread": spread}
+    file.write_text(facts + tomli_w.dumps(values), encoding="utf-8")
+
+
 def main(words: list[str]) -> None:
     """Compute and print the selected lines."""
     tables = [Path(word) for word in words if word.endswith(".csv")] or list(TABLES)
@@ -383,12 +426,12 @@ def main(words: list[str]) -> None:
     rows = [row for table in tables for row in read_rows(table)]
     console = Console(width=200)
     print_shipped(console, rows)
-    answers = []
+    answers, known = [], Programs(rows)
     for split in splits(rows):
         if not parts or any(part in split.program for part in parts):
-            answers.append(held_out(split, rows))
+            answers.append(held_out(split, known))
             console.print(f"{split.program}: {split.fitted} -> {split.held_out}: {_mean(answers[-1]):.1%}")
-    for held in left_out_lines(rows, parts):
+    for held in left_out_lines(known, parts):
         answers.append(held)
         console.print(f"general, without {held.split.held_out}: {_mean(held):.1%}")
     lines = Table(*COLUMNS)
@@ -397,7 +440,8 @@ def main(words: list[str]) -> None:
     console.print(lines)
     if "--write" in words:
         write(Path(" and ".join(table.name for table in tables)), rows, answers)
-        console.print(f"written to {ACCURACY}")
+        write_prior(known.prior(), [table.name for table in tables])
+        console.print(f"written to {ACCURACY} and {GENERAL}")
 
 
 ALL, STEPS = "all", "all that ran"

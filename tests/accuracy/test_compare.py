@@ -8,7 +8,7 @@ import pytest
 from pipeloom.accuracy.compare import compare, measure
 from pipeloom.accuracy.programs import cluster_of, program_of
 from pipeloom.accuracy.rows import read_rows
-from pipeloom.catalog import load_cluster
+from pipeloom.catalog import load_cluster, load_software
 from pipeloom.errors import UserError
 
 ROW = read_rows(Path(__file__).parents[2] / "examples" / "measured.csv")[0]
@@ -26,7 +26,7 @@ CLUSTER = load_cluster("dgx-a100")
         ("my own runs", "plain", "general"),
         ("llm-foundry-2030", "flash2", "fsdp"),
         ("dgxc-30.01-nemo", "flash2", "megatron-core"),
-        ("megatron-lm-ci-2026-gb200", "flash2", "megatron-core"),
+        ("megatron-lm-ci-2026-gb200", "flash2", "megatron-deterministic"),
         ("bigscience-2022-a100", "fused-softmax", "megatron-deepspeed"),
     ],
 )
@@ -44,6 +44,18 @@ def test_an_unknown_set_gets_the_general_program_and_its_device_with_the_ordinar
     name, program = program_of(row)
     assert name == "general"
     assert cluster_of(row, program).name == cluster
+
+
+def test_an_unknown_set_with_the_kernel_of_megatron_2021_has_its_facts_and_general_efficiencies():
+    early, late = (
+        program_of(replace(ROW, set_name="my own runs", run=replace(ROW.run, attention=attention)))
+        for attention in ("fused-softmax", "flash2")
+    )
+    assert early[0] == late[0] == "general"
+    assert early[1].efficiency == late[1].efficiency
+    facts = load_software("megatron-2021")
+    kept = {"name": "general", "cluster": late[1].cluster, "efficiency": late[1].efficiency}
+    assert early[1] == replace(facts, **kept) != late[1]
 
 
 def test_the_device_chooses_the_cluster_and_the_program_decides_between_two():
@@ -97,3 +109,16 @@ def test_rows_with_only_memory_or_only_a_status_are_measured_by_what_they_have()
     assert part.memory_mean_abs_error is not None
     assert part.oom_agreement == 1
     assert measure(compare([memory, status]).outcomes[1:]).memory_mean_abs_error is None
+
+
+def test_a_program_whose_first_rank_writes_the_memory_is_compared_with_the_first_stage():
+    # With one micro-batch the last stage, which has the logits, is fuller than the first.
+    run = replace(ROW.run, dp=1, tp=1, pp=2, micro_batch=4, global_batch=4, attention="flash2", precision="bf16")
+    row = replace(ROW, set_name="nanotron-x", run=run, schedule="1f1b", device="h100-sxm-80gb")
+    program = program_of(row)[1]
+    first, fullest = (
+        compare([row], None, replace(program, reports_first=is_first)).outcomes[0] for is_first in (True, False)
+    )
+    assert compare([row]).outcomes[0] == first
+    assert first.memory_bytes < fullest.memory_bytes
+    assert first.step_time_s == fullest.step_time_s

@@ -312,3 +312,18 @@ def test_sequences_that_fit_nowhere_are_named_with_a_length_that_would(model, ca
     assert "grow with the length of the sequences (micro-batches of 1 sequence of 100,000,000 tokens)" in out
     assert re.search(r"- with sequences of [\d,]+ tokens it fits", out)
     assert "choose a smaller model" not in out
+
+
+def test_a_changed_cluster_is_planned_and_written(tmp_path, capsys):
+    words = ["plan", "--model", "gpt-6.6b", "--cluster", "dgx-a100", "--devices", "16", "--global-batch", "64"]
+    words += ["--seq", "1024", "--no-explain", "--json", "--pp", "2", "--tp", "8", "--families", "1f1b"]
+    change = ["--machine.inter-bandwidth", "0.1x"]
+    assert main([*words, *change, "--out", str(tmp_path / "slow")]) == 0
+    slow = json.loads(capsys.readouterr().out)
+    assert slow["question"]["cluster"] == "dgx-a100, inter bandwidth x 0.1"
+    assert main(["simulate", str(tmp_path / "slow" / "run.toml"), "--json"]) == 0
+    step = json.loads(capsys.readouterr().out)
+    assert step["step_time_s"] == pytest.approx(slow["layouts"][0]["step_time_s"])
+    assert step["own_step_time_s"] < step["step_time_s"]
+    assert main([*words, "--machine.inter-bandwidth", "fast"]) == 2
+    assert "machine.inter_bandwidth must be a factor" in capsys.readouterr().err

@@ -337,24 +337,29 @@ def test_a_swap_plan_without_need_is_reported_as_such(capsys, monkeypatch):
     assert "the whole model fits the budget: without one it trains faster" in text(capsys, monkeypatch, *words)
 
 
+FASTER = "--machine.inter-bandwidth"
+
+
 def test_another_bandwidth_changes_what_depends_on_it_and_is_compared_with_the_clusters_own(capsys, monkeypatch):
-    own, fast, slow = (answer(capsys, GPT_52B, "--inter-bandwidth", factor) for factor in ("1", "2", "0.5"))
+    own, fast, slow = (answer(capsys, GPT_52B, *change) for change in ((), (FASTER, "2x"), (FASTER, "0.5x")))
     assert fast["step_time_s"] < own["step_time_s"] < slow["step_time_s"]
     assert (own["own_step_time_s"], fast["own_step_time_s"]) == (None, own["step_time_s"])
-    assert fast["cluster"] == "dgx-1-v100, bandwidth between nodes x 2"
+    assert fast["cluster"] == "dgx-1-v100, inter bandwidth x 2"
     assert [one["compute_s"] for one in fast["accounts"]] == [one["compute_s"] for one in own["accounts"]]
     # The tensor axis is inside a node, and its exchanges are compute.
-    inside = answer(capsys, GPT_52B, "--intra-bandwidth", "2")
+    inside = answer(capsys, GPT_52B, "--machine.intra-bandwidth", "2x")
     assert inside["accounts"][0]["compute_s"] < own["accounts"][0]["compute_s"]
-    out = text(capsys, monkeypatch, GPT_52B, "--inter-bandwidth", "0.5")
+    out = text(capsys, monkeypatch, GPT_52B, FASTER, "0.5x")
     assert re.search(r"a step, \+\d\.\d% of 1,880 ms on dgx-1-v100 as it is\n", out)
 
 
 def test_a_bandwidth_that_no_message_uses_or_that_cannot_be_is_refused(capsys):
-    assert "the 4 devices of the run are in one node of laptop" in refusal(capsys, RUN, "--inter-bandwidth", "2")
-    both = refusal(capsys, RUN, "--inter-bandwidth", "0", "--intra-bandwidth", "nan")
-    assert "--inter-bandwidth must be above 0, found 0" in both
-    assert "--intra-bandwidth must be above 0, found nan" in both
+    assert "the 4 devices of the run are in one node of laptop" in refusal(capsys, RUN, FASTER, "2x")
+    both = refusal(capsys, RUN, FASTER, "0", "--machine.intra-bandwidth", "nan")
+    wanted = "must be a factor such as 2x or 0.5x, or a number above 0 in GB/s, found"
+    assert f"machine.inter_bandwidth {wanted} '0'" in both
+    assert f"machine.intra_bandwidth {wanted} 'nan'" in both
+    assert "use --machine.inter-bandwidth 2x" in refusal(capsys, RUN, "--inter-bandwidth", "2")
 
 
 def test_the_copy_of_a_checkpoint_is_shown_beside_the_total(capsys):

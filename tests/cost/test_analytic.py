@@ -133,11 +133,46 @@ def test_exchanges_of_column_parallel_matrices_hide_behind_their_products(sequen
     assert (hidden > 0) == sequence_parallel
 
 
-def test_heads_that_matrix_units_do_not_take_have_slower_batched_products():
-    plain = replace(RUN, attention="plain")
-    odd = replace(plain, shape=replace(plain.shape, hidden=150 * plain.shape.heads))
-    even = replace(plain, shape=replace(plain.shape, hidden=152 * plain.shape.heads))
-    assert Pieces(odd, A100, PROGRAM).attention_s()[0] > 1.3 * Pieces(even, A100, PROGRAM).attention_s()[0]
+def test_exchanges_in_pieces_hide_behind_the_products_of_other_pieces():
+    run = replace(RUN, tp=4, sequence_parallel=True, micro_batch=4)
+    columns = replace(PROGRAM, overlaps_columns=True)
+    pieces = replace(columns, overlaps_pieces=True)
+    before, after = (Pieces(run, A100, program) for program in (columns, pieces))
+    assert after.layer_forward().tensor_s < before.layer_forward().tensor_s
+    assert after.layer_backward().tensor_s < before.layer_backward().tensor_s
+    alone = replace(run, sequence_parallel=False)
+    assert Pieces(alone, A100, pieces).layer_forward() == Pieces(alone, A100, columns).layer_forward()
+
+
+def test_a_link_slower_than_the_products_leaves_the_rest_of_an_exchange_exposed():
+    run = replace(RUN, tp=4, sequence_parallel=True)
+    pieces = replace(PROGRAM, overlaps_columns=True, overlaps_pieces=True)
+    slow, slower = (
+        Pieces(run, replace(A100, intra=replace(A100.intra, bytes_per_s=rate), bus_curves={}), pieces)
+        for rate in (1e9, 5e8)
+    )
+    # Four exchanges of a quarter less than the tensor; what the products hide is the same for both.
+    added_s = slower.layer_forward().tensor_s - slow.layer_forward().tensor_s
+    moved = 4 * 3 / 4 * run.tokens * run.shape.hidden * run.element_bytes
+    assert added_s == pytest.approx(moved / 1e9 / pieces.efficiency.tensor_bus, rel=1e-6)
+
+
+@pytest.mark.parametrize("kernel", ["flash1", "flash2"])
+def test_flash_kernels_reach_the_share_of_the_peak_that_kernels_of_earlier_devices_can_use(kernel):
+    h100 = load_cluster("dgx-h100")
+    flash = replace(RUN, attention=kernel, seq=65536)
+    able = replace(h100, device=replace(h100.device, early_kernels=1.0))
+    early_s, own_s = (Pieces(flash, cluster, PROGRAM).attention_s()[0] for cluster in (h100, able))
+    assert own_s / early_s == pytest.approx(h100.device.early_kernels, rel=1e-2)
+
+
+@pytest.mark.parametrize(("size", "share"), [(152, 1.0), (148, 0.5), (150, 0.25), (151, 0.125)])
+def test_heads_whose_rows_are_not_aligned_are_loaded_in_narrower_pieces(size, share):
+    plain = replace(RUN, attention="plain", seq=16384)
+    sized = [replace(plain, shape=replace(plain.shape, hidden=each * plain.shape.heads)) for each in (size, 160)]
+    program = replace(PROGRAM, efficiency=replace(PROGRAM.efficiency, softmax_bytes=1e-6, batched_matmul=0.01))
+    odd, even = (Pieces(run, A100, program).attention_s()[0] / run.shape.head_size for run in sized)
+    assert even / odd == pytest.approx(share, rel=0.05)
 
 
 def test_a_split_backward_has_the_products_of_the_weights_in_its_second_half():

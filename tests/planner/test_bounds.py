@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.costs import StageCosts
-from pipeloom.cost.hardware import with_memory
 from pipeloom.cost.placed import Placed
+from pipeloom.cost.what_if import with_memory
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.passes import lower
 from pipeloom.planner.bounds import Bounds

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.config import find_problems
-from pipeloom.cost.hardware import with_bandwidth, with_memory
+from pipeloom.cost.what_if import with_bandwidth, with_memory
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.advice import on_one_stage
 from pipeloom.planner.comparison import causes

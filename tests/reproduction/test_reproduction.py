@@ -198,9 +198,9 @@ def test_breadth_first_is_ahead_of_megatron_on_every_cluster_and_less_so_by_the_
                 for is_simulated in (True, False)
             }
             for critical in cost_time.CRITICAL:
-                assert min(gains[critical, True].values()) > 0.19
-                assert max(gains[critical, True].values()) < 0.32
-                assert 0.04 < gains[critical, False][4096] < 0.165
+                assert min(gains[critical, True].values()) > 0.22
+                assert max(gains[critical, True].values()) < 0.325
+                assert 0.06 < gains[critical, False][4096] < 0.18
             for devices in cost_time.SIZES:
                 assert abs(gains["recalled", True][devices] - gains["fit", True][devices]) < 0.05
 
@@ -221,9 +221,9 @@ def test_without_recomputation_1f1b_passes_depth_first_and_never_breadth_first()
         for size, of_size in tables.kept_mfu(DATA["kept"], "gpt-52b").items()
     }
     passes = [size for size, mfu in found.items() if mfu["1F1B"] > mfu.get("depth-first", 1)]
-    assert passes == [size for size in found if size >= 2]
+    assert passes == [size for size in found if size >= 1.5]
     assert [size for size, mfu in found.items() if mfu["1F1B"] > mfu.get("breadth-first", 0)] == []
-    assert [size for size, mfu in found.items() if max(mfu, key=mfu.get) == "no pipeline"] == [3, 4, 6, 8]
+    assert [size for size, mfu in found.items() if max(mfu, key=mfu.get) == "no pipeline"] == [4, 6, 8]
     again = {
         row["batch_per_device"]: row["recompute"]
         for row in DATA["kept"]

@@ -87,7 +87,6 @@ def seconds(row, *names):
 EVEN_ANYWAY = {
     ("13B (5)", "wait", "in tiles"): "512 512 512 512",
     ("13B (5)", "lanes", "in tiles"): "512 512 512 512",
-    ("175B (9)", "lanes", "in tiles"): " ".join(["64"] * 32),
 }
 """Where the program's slices are even."""
 
@@ -110,7 +109,7 @@ def test_chosen_slices_beat_whole_sequences_and_even_ones():
             assert lengths[0] > lengths[-1]
             assert best_s < even_s
         if row["products"] == "smooth":
-            assert 1.005 < even_s / best_s < 1.016
+            assert 1.004 < even_s / best_s < 1.016
 
 
 def test_steps_are_as_long_as_published_within_what_the_page_says():
@@ -118,21 +117,21 @@ def test_steps_are_as_long_as_published_within_what_the_page_says():
     for row in SETTINGS:
         if row["messages"] == "wait":
             whole_s, best_s, without_s, with_s = seconds(row, "whole", "program", "published_without", "published_with")
-            assert 1.0 < whole_s / without_s < 1.185
-            assert 0.89 < best_s / with_s < 1.27
+            assert 0.945 < whole_s / without_s < 1.155
+            assert 0.85 < best_s / with_s < 1.16
             assert whole_s / best_s == pytest.approx(without_s / with_s, rel=0.21)
 
 
 def test_smooth_products_explain_the_papers_175b_and_tiles_do_not():
     points = {row["slices"]: row for row in CURVE if row["setting"] == "175B (9)"}
     for row in points.values():
-        assert float(row["smooth_s"]) == pytest.approx(float(row["published_s"]), rel=0.141)
+        assert float(row["smooth_s"]) == pytest.approx(float(row["published_s"]), rel=0.05)
     leads = {
         name: float(points["16"][f"{name}_s"]) / float(points["the paper's"][f"{name}_s"]) - 1
         for name in ("published", "smooth", "in tiles")
     }
     assert leads["published"] == pytest.approx(0.045, abs=0.001)
-    assert leads["smooth"] == pytest.approx(0.041, abs=0.001)
+    assert leads["smooth"] == pytest.approx(0.034, abs=0.001)
     assert leads["in tiles"] < 0.001
 
 

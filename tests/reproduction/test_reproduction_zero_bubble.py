@@ -162,7 +162,7 @@ def test_with_few_micro_batches_the_profiled_seconds_are_right():
 def test_what_is_within_three_percent():
     assert fmean(sizes(OWN, "alike")) > 0.065
     assert fmean(sizes(OWN, "paced")) < 0.015
-    assert max(sizes(OWN, "modelled")) < 0.03
+    assert max(sizes(OWN, "modelled")) < 0.047
     assert fmean(sizes(STEPS, "modelled")) < 0.02
 
 
@@ -173,26 +173,25 @@ def test_which_orders_are_wrong_beyond_what_was_published():
         for first, second in zero_bubble.swapped(members, "modelled")
         if float(second["measured_s"]) / float(first["measured_s"]) > 1.007
     ]
-    assert wrong == [("gpt-1.5b", "8", "zb-1p", "interleaved"), ("gpt-6.2b", "16", "zb-2p", "zb-v")]
+    assert wrong == [("gpt-1.5b", "8", "zb-1p", "interleaved")]
     for reading in ("middle", "mean", "paced"):
-        (pair,) = [
-            pair for members in zero_bubble.groups(OWN).values() for pair in zero_bubble.swapped(members, reading)
-        ]
-        assert [row["schedule"] for row in pair] == ["interleaved", "zb-1p"]
-        assert {row["micro_batches"] for row in pair} == {"24"}
+        groups = zero_bubble.groups(OWN).values()
+        assert [pair for members in groups for pair in zero_bubble.swapped(members, reading)] == []
 
 
-def test_the_gain_of_larger_micro_batches_is_put_too_high():
+def test_the_gain_of_larger_micro_batches_is_put_one_percent_too_high():
     for schedule in ("1f1b", "zb-1p"):
         small, large = step(schedule, 64, "gpt-6.2b", "3"), step(schedule, 64, "gpt-6.2b", "6")
         measured, modelled = (2 * float(small[name]) / float(large[name]) - 1 for name in ("measured_s", "modelled_s"))
         assert 0.008 < measured < 0.017
-        assert 0.038 < modelled < 0.047
+        assert 0.021 < modelled < 0.024
 
 
-def test_memory_within_five_percent_but_of_four():
+def test_memory_within_five_percent_but_of_six():
     off = [row for row in STEPS if abs(float(row["modelled_gb"]) / float(row["measured_gb"]) - 1) > 0.05]
     assert [(row["model"], row["schedule"], row["micro_batches"]) for row in off] == [
+        ("gpt-1.5b", "zb-2p", "24"),
+        ("gpt-1.5b", "zb-2p", "32"),
         ("gpt-1.5b", "zb-2p", "64"),
         ("gpt-6.2b", "zb-2p", "96"),
         ("gpt-1.5b", "zb-2p", "8"),

@@ -31,7 +31,8 @@ class Outcome:
     Attributes:
         row: the measurement.
         step_time_s: predicted step time.
-        memory_bytes: predicted memory of the fullest device.
+        memory_bytes: predicted memory of the device that was measured: the fullest one, or one of the first stage
+            (``Software.reports_first``).
         fits: whether the prediction fits the devices.
     """
 
@@ -283,7 +284,8 @@ def compare(rows: Iterable[Row], cluster: Cluster | None = None, software: Softw
             except ConfigError:  # the family does not support the sizes, such as 1f1b with loops
                 reason = f"no family makes the schedule '{row.schedule}' in this size"
             else:
-                outcomes.append(Outcome(row, answer.step_time_s, answer.memory.total_bytes, answer.fits))
+                memory = answer.memory_by_rank[0] if program.reports_first else answer.memory
+                outcomes.append(Outcome(row, answer.step_time_s, memory.total_bytes, answer.fits))
         if reason is not None:
             skipped[reason] += 1
     return Comparison(tuple(outcomes), dict(skipped))

@@ -4,53 +4,28 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipeloom.accuracy.disturbed import disturbed
+from pipeloom.accuracy.prior import RANGES, Estimate, Prior
 from pipeloom.accuracy.rows import Row
 from pipeloom.accuracy.schedules import predict
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.placed import Placed
-from pipeloom.cost.software import FRACTIONS, Efficiency, Software
+from pipeloom.cost.software import Efficiency, Software
 from pipeloom.errors import UserError
 from pipeloom.system.files import write_text
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-RANGES: dict[str, tuple[float, float]] = {
-    "matmul": (0.5, FRACTIONS["matmul"]),
-    "kernel": (0.2, 5.0),
-    "memory": (0.3, 1.0),
-    "batched_matmul": (0.1, 0.9),
-    "flash1": (0.05, 0.6),
-    "flash2": (0.1, 0.75),
-    "softmax_bytes": (8.0, 60.0),
-    "norm_bytes": (10.0, 80.0),
-    "loss_bytes": (4.0, 80.0),
-    "accumulation_bytes": (1.0, 24.0),
-    "launch": (0.2, 16.0),
-    "tensor_bus": (0.2, 1.0),
-    "data_bus": (0.02, 1.0),
-    "p2p": (0.02, 1.0),
-    "collective_s": (1e-6, 1e-3),
-    "drag_s": (1e-7, 3e-3),
-    "exchange_s": (1e-6, 3e-3),
-    "microbatch_s": (1e-6, 1e-2),
-    "step_s": (1e-4, 1.0),
-    "optimizer_bytes": (20.0, 400.0),
-}
-"""Bounds of the fit: what is physically plausible."""
-
-SCALE = 0.02
-"""Relative error above which the loss is linear instead of squared (soft L1), so that outliers do not dominate."""
-
-PULL = 0.2
-"""Regularization: a parameter that differs from its starting value by a factor e costs as much as this relative error.
-Chosen by the errors on held-out rows of every program (docs/accuracy.md)."""
+NOISE = 0.04
+"""Relative error that one row has for reasons of its own: groups that measured the same layouts differ by 2 to 6 %.
+Above it the loss is linear instead of squared (soft L1), so that outliers do not dominate."""
 
 DRAG_S = 1e-4
 """Starting value of ``drag_s`` in programs that have it; by default a program has none."""
@@ -65,6 +40,7 @@ class Fit:
         cluster: the machine.
         rows: the rows of the fit.
         starts: fitted efficiency -> starting value.
+        variances: fitted efficiency -> variance of its logarithm, given rows and prior.
         error_before, error_after: mean of |predicted / measured - 1| on these rows.
     """
 
@@ -72,6 +48,7 @@ class Fit:
     cluster: Cluster
     rows: tuple[Row, ...]
     starts: dict[str, float]
+    variances: dict[str, float]
     error_before: float
     error_after: float
 
@@ -85,9 +62,10 @@ class Fit:
         )
 
 
-def first_guess(software: Software) -> Software:
-    """The program with default efficiencies, so that a calibration does not depend on an earlier one."""
-    return replace(software, efficiency=Efficiency(drag_s=DRAG_S if software.efficiency.drag_s > 0 else 0.0))
+def first_guess(software: Software, prior: Prior) -> Software:
+    """The program with the efficiencies of other programs, so that a calibration does not depend on an earlier one."""
+    drag_s = DRAG_S if software.efficiency.drag_s > 0 else 0.0
+    return replace(software, efficiency=replace(prior.center, drag_s=drag_s))
 
 
 def fit(
@@ -96,11 +74,15 @@ def fit(
     start: Software,
     names: Sequence[str] = (),
     placed: Callable[[Row, Software], Placed] | None = None,
+    *,
+    prior: Prior,
 ) -> Fit:
-    """Fit efficiencies to the measured step times of ``rows``.
+    """Fit efficiencies to the measured step times of ``rows``: their most probable values, given the rows and a prior.
 
-    Least squares of log(predicted / measured) with a soft L1 loss, in the logarithms of the parameters, within
-    ``RANGES``. Disturbed runs are left out.
+    The logarithm of each efficiency has a normal distribution around its starting value, as wide as other programs
+    differ in it (``Prior``). The logarithm of predicted / measured has the width ``NOISE``, with a soft L1 loss. So
+    what the rows do not determine keeps its starting value, and few rows change it little. Within ``RANGES``; disturbed
+    runs are left out.
 
     Args:
         rows: of one machine and program.
@@ -108,6 +90,7 @@ def fit(
         start: the program with the starting values.
         names: of the efficiencies to fit; empty for all that influence a row.
         placed: row and program -> where it ran, for rows of several machines; ``None`` for ``cluster``.
+        prior: how far efficiencies of programs differ.
 
     Raises:
         UserError: no row is measured, a name is unknown, or SciPy is not installed.
@@ -123,30 +106,59 @@ def fit(
     chosen = list(names) or [name for name in RANGES if _matters(name, start, errors, before)]
     # In logarithms: efficiencies are factors, so half and double are equally far away.
     lowest, highest = np.log(np.array([RANGES[name] for name in chosen])).T
-    first = np.clip(np.log([getattr(start.efficiency, name) for name in chosen]), lowest + 1e-6, highest - 1e-6)
+    center = np.log([getattr(start.efficiency, name) for name in chosen])
+    first = np.clip(center, lowest + 1e-6, highest - 1e-6)
+    widths = np.array([prior.width(name) for name in chosen])
 
     def at(logs: "NDArray[np.float64]") -> Software:
         values = {name: float(value) for name, value in zip(chosen, np.exp(logs), strict=True)}
         return replace(start, efficiency=replace(start.efficiency, **values))
 
     def residuals(logs: "NDArray[np.float64]") -> "NDArray[np.float64]":
-        # An additional residual for each parameter pulls it towards its start unless rows determine it.
-        return np.concatenate([errors(at(logs)), PULL * (logs - first)])
+        return np.concatenate([errors(at(logs)) / NOISE, (logs - center) / widths])
 
-    answer: Any = optimize.least_squares(
+    found, variances = _least(optimize, residuals, first, (lowest, highest), len(timed))
+    program = replace(at(found), cluster=cluster.name)
+    starts, spreads = (
+        {name: float(one) for name, one in zip(chosen, each, strict=True)} for each in (np.exp(first), variances)
+    )
+    fitted = tuple(row for row, _ in timed)
+    return Fit(program, cluster, fitted, starts, spreads, _mean(before), _mean(errors(program)))
+
+
+def _least(
+    optimize: Any,
+    residuals: Callable[["NDArray[np.float64]"], "NDArray[np.float64]"],
+    first: "NDArray[np.float64]",
+    bounds: tuple["NDArray[np.float64]", "NDArray[np.float64]"],
+    num_rows: int,
+) -> tuple["NDArray[np.float64]", "NDArray[np.float64]"]:
+    """Arguments of the smallest loss, and their variances."""
+    answer = optimize.least_squares(
         residuals,
         first,
-        bounds=(lowest, highest),
-        loss="soft_l1",
-        f_scale=SCALE,
+        bounds=bounds,
+        loss=partial(_losses, num_rows=num_rows),
         diff_step=1e-3,
         ftol=1e-5,
         max_nfev=40,
     )
-    program = replace(at(answer.x), cluster=cluster.name)
-    starts = {name: float(value) for name, value in zip(chosen, np.exp(first), strict=True)}
-    fitted = tuple(row for row, _ in timed)
-    return Fit(program, cluster, fitted, starts, _mean(before), _mean(errors(program)))
+    # SciPy scales the derivatives by the loss, and the prior makes the curvature regular.
+    return answer.x, np.diag(np.linalg.inv(answer.jac.T @ answer.jac))
+
+
+def estimates(result: Fit) -> dict[str, Estimate]:
+    """The fitted efficiencies with their uncertainties, for ``pooled``."""
+    values = result.software.efficiency
+    return {name: Estimate(getattr(values, name), variance) for name, variance in result.variances.items()}
+
+
+def _losses(squares: "NDArray[np.float64]", num_rows: int) -> "NDArray[np.float64]":
+    """Loss and its first two derivatives: soft L1 for rows, squares for the prior behind them."""
+    losses = np.stack([squares, np.ones_like(squares), np.zeros_like(squares)])
+    above = 1 + squares[:num_rows]
+    losses[:, :num_rows] = 2 * (np.sqrt(above) - 1), above**-0.5, -0.5 * above**-1.5
+    return losses
 
 
 def _checked(rows: Sequence[Row], names: Sequence[str]) -> tuple[list[tuple[Row, float]], Any]:

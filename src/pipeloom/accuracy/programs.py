@@ -1,6 +1,7 @@
 """The program and the cluster of a row of a table of measurements."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 
 from pipeloom.accuracy.rows import Row
@@ -11,6 +12,9 @@ from pipeloom.errors import UserError
 
 DEFAULT_SOFTWARE = "general"
 """The program of rows whose set no program names."""
+EARLY_FACTS, EARLY_ATTENTION = "megatron-2021", "fused-softmax"
+"""The facts of unknown programs with this attention kernel: it is Megatron's own, from before flash kernels and before
+exchanges that overlap with products."""
 ORDINARY = {"a100-sxm-80gb": "dgx-a100", "h100-sxm-80gb": "dgx-h100"}
 """Device of several clusters -> the one with the ordinary network, for rows of unknown sets."""
 
@@ -25,11 +29,20 @@ def _clusters() -> Iterable[Cluster]:
 
 
 def program_of(row: Row) -> tuple[str, Software]:
-    """Name and value of the program that names the row's set (``Software.sets``); else ``DEFAULT_SOFTWARE``."""
+    """Name and value of the program that names the row's set (``Software.sets``); else ``default_of``."""
     for name, software in _programs():
         if _is_for(software, row.run.attention) and any(row.set_name.startswith(begin) for begin in software.sets):
             return name, software
-    return DEFAULT_SOFTWARE, dict(_programs())[DEFAULT_SOFTWARE]
+    return DEFAULT_SOFTWARE, default_of(row)
+
+
+def default_of(row: Row) -> Software:
+    """The program of a row whose set no program names: general efficiencies, and the facts of the row's time."""
+    programs = dict(_programs())
+    usual = programs[DEFAULT_SOFTWARE]
+    if row.run.attention != EARLY_ATTENTION:
+        return usual
+    return replace(programs[EARLY_FACTS], name=usual.name, cluster=usual.cluster, efficiency=usual.efficiency)
 
 
 def _is_for(software: Software, attention: str) -> bool:

@@ -2,7 +2,7 @@
 
 from pipeloom.catalog.cluster_files import CLUSTERS, cluster_to_toml, load_cluster
 from pipeloom.catalog.model_files import ModelFile, load_model, read_model
-from pipeloom.catalog.program_files import load_software
+from pipeloom.catalog.program_files import load_software, load_spread
 from pipeloom.catalog.reading import find_name, names, source_of
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "load_cluster",
     "load_model",
     "load_software",
+    "load_spread",
     "names",
     "read_model",
     "source_of",

@@ -13,6 +13,8 @@ from textwrap import wrap
 from typing import Any, cast, get_args
 
 from pipeloom.calls import checked
+from pipeloom.catalog.bases import read_based
+from pipeloom.catalog.general_device import KERNEL_US, LAUNCH_US, general_curve
 from pipeloom.catalog.reading import Reader, names, read_toml
 from pipeloom.config.paths import expand_home, names_file
 from pipeloom.cost.hardware import (
@@ -38,12 +40,8 @@ from pipeloom.workload.run import Run
 _TERA, _GIGA, _MICRO, _NANO = 1e12, 1e9, 1e-6, 1e-9
 
 # For each table of a file: key -> (attribute, factor from the file's unit to the SI unit).
-_DEVICE = {
-    "memory_gb": ("memory_bytes", _GIGA),
-    "memory_gb_per_s": ("memory_bytes_per_s", _GIGA),
-    "launch_us": ("launch_s", _MICRO),
-    "kernel_us": ("kernel_s", _MICRO),
-}
+_MEMORY = {"memory_gb": ("memory_bytes", _GIGA), "memory_gb_per_s": ("memory_bytes_per_s", _GIGA)}
+_DEVICE = {**_MEMORY, "launch_us": ("launch_s", _MICRO), "kernel_us": ("kernel_s", _MICRO)}
 _LINK = {"latency_us": ("latency_s", _MICRO), "gb_per_s": ("bytes_per_s", _GIGA)}
 _UPDATE = {"fixed_us": ("fixed_s", _MICRO), "parameter_ns": ("parameter_s", _NANO)}
 _COUNTS = ("adapters_per_node", "cores_per_node")
@@ -79,7 +77,7 @@ def load_cluster(name_or_path: str) -> Cluster:
 
 
 def _read_cluster(name_or_path: str) -> Cluster:
-    table, source = read_toml("clusters", name_or_path, tuple(CLUSTERS))
+    table, source = read_based("clusters", name_or_path, tuple(CLUSTERS))
     reader = Reader(table, source)
     if "groups" in table:
         return _mixed(reader, Path(source).parent)
@@ -169,11 +167,17 @@ def _group_link(reader: Reader, known: Sequence[str]) -> GroupLink:
 def _device(reader: Reader) -> Device:
     peaks = reader.table("peak_tflop_per_s")
     own = reader.table("matmul_fraction_of", is_optional=True)
+    by_precision = {key: peaks.number(key, scale=_TERA) for key in peaks.names()}
+    is_measured = {"matmul_gflop", "matmul_fraction", "matmul_fraction_of"} & set(reader.names())
     return Device(
         name=reader.text("name"),
-        peak_flops_per_s={key: peaks.number(key, scale=_TERA) for key in peaks.names()},
-        matmul_curve=reader.curve("matmul_gflop", "matmul_fraction", x_scale=_GIGA, y_most=1.0),
-        **reader.numbers_of(_DEVICE),
+        peak_flops_per_s=by_precision,
+        matmul_curve=reader.curve("matmul_gflop", "matmul_fraction", x_scale=_GIGA, y_most=1.0)
+        if is_measured
+        else general_curve(by_precision),
+        **reader.numbers_of(_MEMORY),
+        launch_s=reader.number("launch_us", LAUNCH_US, scale=_MICRO),
+        kernel_s=reader.number("kernel_us", KERNEL_US, scale=_MICRO),
         matmul_curves={
             key: reader.curve("matmul_gflop", key, x_scale=_GIGA, y_most=1.0, within=own) for key in own.names()
         },

@@ -17,6 +17,7 @@ from pipeloom.catalog.config_rope import rope_keys, rope_settings
 from pipeloom.catalog.config_windows import window_keys, windows
 from pipeloom.catalog.model_toml import read_toml_model
 from pipeloom.catalog.reading import Reader, find_name
+from pipeloom.catalog.training_recipes import TrainingRecipe
 from pipeloom.errors import UserError
 from pipeloom.system.files import parse_json, read_text
 from pipeloom.workload.model import MOST_LAYERS, ModelConfig, ModelShape, head_problems, model_of
@@ -37,6 +38,7 @@ class ModelFile:
         model_type: key of ``ARCHITECTURES``; ``None`` for a file of the catalog's format.
         adapted: the settings of a model that classes of transformers compute, in place of all others.
         most_tokens: of a sequence, as the file says; ``None`` if it has none.
+        recipe: how the model was trained; ``None`` if the file does not say it.
     """
 
     shape: ModelShape
@@ -46,6 +48,7 @@ class ModelFile:
     model_type: str | None = None
     adapted: ModelConfig | None = None
     most_tokens: int | None = None
+    recipe: TrainingRecipe | None = None
 
     def over(self, model: ModelConfig) -> ModelConfig:
         """The settings of a model, overridden by those of the file."""
@@ -81,7 +84,7 @@ def read_model(name_or_path: str, seq_len: int | None = None, *, adapts: bool = 
         return _read_config_json(path / CONFIG_JSON, seq_len, adapts=adapts)
     if path.suffix == ".json":
         return _read_config_json(path, seq_len, adapts=adapts)
-    return ModelFile(*read_toml_model(name_or_path))
+    return ModelFile(**read_toml_model(name_or_path)._asdict())
 
 
 def _is_folder(path: Path) -> bool:

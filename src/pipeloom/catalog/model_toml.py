@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from pipeloom.catalog.reading import Reader, read_toml
+from pipeloom.catalog.bases import read_based
+from pipeloom.catalog.reading import Reader
+from pipeloom.catalog.training_recipes import TrainingRecipe, read_recipe
 from pipeloom.workload.model import MOST_LAYERS, ModelShape, head_problems
 from pipeloom.workload.model_families import MODELS, ModelFamily
 
@@ -23,6 +25,7 @@ class TomlModel(NamedTuple):
     norm_eps: float | None
     rope_theta: float | None
     settings: dict[str, Any]
+    recipe: TrainingRecipe | None
 
 
 def read_toml_model(name_or_path: str) -> TomlModel:
@@ -34,7 +37,7 @@ def read_toml_model(name_or_path: str) -> TomlModel:
     Raises:
         UserError: there is no such name or file, or the file is wrong; has all problems.
     """
-    table, source = read_toml("models", name_or_path)
+    table, source = read_based("models", name_or_path)
     reader = Reader(table, source)
     family = reader.text("family", among=tuple(MODELS))
     kind, layers = MODELS[family], reader.integer("layers", most=MOST_LAYERS)
@@ -64,8 +67,9 @@ def read_toml_model(name_or_path: str) -> TomlModel:
     settings |= _positions(reader, table, kind)
     norm_eps = reader.positive("norm_eps") if "norm_eps" in table else None
     rope_theta = reader.positive("rope_theta") if "rope_theta" in table and kind.is_rotary else None
+    recipe = read_recipe(reader.table("recipe")) if "recipe" in table else None
     reader.check({"source"})
-    return TomlModel(shape, norm_eps, rope_theta, settings)
+    return TomlModel(shape, norm_eps, rope_theta, settings, recipe)
 
 
 def _windows(

@@ -40,8 +40,25 @@ def load_software(name_or_path: str) -> Software:
         **plain,
     )
     calibrated.check()
-    reader.check({"source", "provenance"})
+    reader.check({"source", "provenance", "spread"})
     return software
+
+
+def load_spread(name_or_path: str) -> dict[str, float]:
+    """How far the efficiencies of programs differ: efficiency -> standard deviation of its logarithm.
+
+    Args:
+        name_or_path: as for ``load_software``; empty for a file without a table ``spread``.
+
+    Raises:
+        UserError: there is no such name or file, or the table is wrong.
+    """
+    table, source = read_toml("software", name_or_path)
+    reader = Reader(table, source).table("spread", is_optional=True)
+    known = {item.name for item in fields(Efficiency)}
+    found = {name: reader.number(name) for name in reader.names() if name in known}
+    reader.check()
+    return found
 
 
 def _efficiency(reader: Reader, key: str) -> float:

@@ -26,6 +26,13 @@ def find_name(folder: str, name: str) -> str | None:
     return name if name in known else same_name(name, known)
 
 
+def text_of(folder: str, name: str) -> str | None:
+    """The text of a data file of the catalog; ``None`` if ``folder`` has no such name."""
+    if name not in names(folder):
+        return None
+    return files("pipeloom.catalog").joinpath(folder, f"{name}.toml").read_text(encoding="utf-8")
+
+
 def read_toml(folder: str, name_or_path: str, known: Collection[str] = ()) -> tuple[dict[str, Any], str]:
     """A data file's table, and its source: the name in the catalog, or the path.
 

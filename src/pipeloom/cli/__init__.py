@@ -35,6 +35,7 @@ GROUPS = {
     },
     "machine": {
         "profile": "measure this machine and write it as a cluster file",
+        "catalog": "list and print clusters, models and training programs with their sources",
     },
 }
 """Commands by purpose, with a description; ``pipeloom.cli.NAME.run(arguments)`` runs them."""

@@ -2,6 +2,7 @@
 
 import shutil
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,6 +15,7 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.export import HandedOver, hand_over
 from pipeloom.export.job import Site, training_problems
 from pipeloom.predict.describe import described_problems, with_model_sizes
+from pipeloom.predict.recipes import recipe_notes
 from pipeloom.workload.limits import Common
 
 
@@ -47,7 +49,7 @@ COMMAND = Command(
         "pipeloom launch run.toml --out start --to slurm": "for Slurm only",
         "pipeloom launch run.toml --out start --to kubeflow --image own/pipeloom:1": "for Kubernetes",
     },
-    settings=(*TRAINING, "machine"),
+    settings=(*TRAINING, *(f"machine.{name}" for name in ("cluster", "software", "attention", "fused_norm"))),
     brief=("layout", "training.steps", "output", "machine"),
 )
 
@@ -77,6 +79,8 @@ def print_run(config: RunConfig, cluster: Cluster, file: Path) -> None:
         _print_item("to set", f"{name}: {what}")
     if usual is not None:
         _print_item("defaults", usual)
+    for sentence in recipe_notes(config):
+        _print_item("recipe", sentence)
     if missing:
         _print_item("", "What is to set has a line `# SET` in the file; flags of `pipeloom train` do as well.")
     num_ranks = config.layout.num_ranks
@@ -113,13 +117,19 @@ def print_handed_over(done: HandedOver) -> None:
         print("\nto set, as variables of the environment; without them nothing starts")
         for name, what in needs.items():
             _print_item(name, what, 28)
-    if done.usual is not None:
-        print("\ndefaults")
-        _print_item("", done.usual)
+    for head, sentences in (("defaults", [done.usual] if done.usual is not None else []), ("recipe", done.recipe)):
+        _print_part(head, sentences)
     for refused in done.refused:
         print(f"\n{refused.target.name}: {refused.target.program} cannot express this run")
         for reason in refused.reasons:
             _print_item("reason", reason)
+
+
+def _print_part(head: str, sentences: Sequence[str]) -> None:
+    if sentences:
+        print(f"\n{head}")
+    for sentence in sentences:
+        _print_item("", sentence)
 
 
 def _print_item(head: str, text: str, size: int = 10) -> None:

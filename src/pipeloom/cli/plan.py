@@ -1,6 +1,7 @@
 """``pipeloom plan``: which layout to use, and why."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,6 +11,7 @@ from pipeloom.catalog.cluster_files import cluster_to_toml
 from pipeloom.cli.flags import SOURCE, Words, or_note, read_words
 from pipeloom.cli.reference import Command, Output, Place
 from pipeloom.cli.run_config import source_of
+from pipeloom.cli.what_if import WhatIf
 from pipeloom.config import RunConfig, in_order
 from pipeloom.config.file import format_run, read_run_file
 from pipeloom.config.problems import model_problems, optimizer_problems
@@ -19,7 +21,7 @@ from pipeloom.planner.plan import Plan, make_question, plan
 from pipeloom.planner.question import HEADROOM, Limits, Question, limit_problems
 from pipeloom.planner.run_file import run_config
 from pipeloom.planner.strategies import with_strategies
-from pipeloom.predict.describe import load_or_note, with_model_sizes
+from pipeloom.predict.describe import changed_cluster, load_or_note, with_model_sizes
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.runs.run_folder import SCHEDULE
 from pipeloom.system.files import write_text
@@ -43,7 +45,7 @@ RUN_FILE = "run.toml"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(WhatIf):
     """Options of ``pipeloom plan``.
 
     Prints the fastest layouts, their step time by cause, the best layouts of other kinds, what would change the answer,
@@ -136,6 +138,7 @@ class Request:
         cluster: name or file.
         software: name or file.
         config: of the run file, if one was given.
+        what_if: changes of the cluster, of which the question has the result.
     """
 
     options: Options
@@ -144,6 +147,7 @@ class Request:
     cluster: str
     software: str
     config: RunConfig | None
+    what_if: Mapping[str, str]
 
 
 def run(words: list[str]) -> int:
@@ -177,7 +181,10 @@ def run(words: list[str]) -> int:
 
 
 def _write(options: Options, request: Request, best: SimulatedStep) -> None:
-    config = run_config(best, request.model, _cluster_file(options, request, best), request.software)
+    cluster = _cluster_file(options, request, best)
+    config = run_config(best, request.model, cluster, request.software)
+    if cluster == request.cluster:  # a file that was written has the changes
+        config = replace(config, machine=config.machine.with_changes(request.what_if))
     if request.config is not None:
         config = _over(request.config, config, has_model=options.model is not None)
     folder = options.out or options.export
@@ -271,6 +278,11 @@ def _request(options: Options, found: Words, words: list[str]) -> Request:
         shape = shape_of(config.model.resolve(config.data.vocab_size))
     cluster = load_or_note(load_cluster, cluster_name, problems) if cluster_name else None
     software = load_or_note(load_software, software_name, problems)
+    what_if = {} if machine is None else machine.what_if
+    what_if = {**what_if, **options.what_if}
+    num_devices = options.devices or (config.layout.num_ranks if config is not None else 1)
+    if cluster is not None:
+        cluster = changed_cluster(cluster, what_if, num_devices, problems)
     limits = _limits(options)
     if problems or shape is None or cluster is None or software is None:
         if software is not None:
@@ -293,7 +305,7 @@ def _request(options: Options, found: Words, words: list[str]) -> Request:
         headroom=options.headroom,
         **limits,
     )
-    return Request(options, question, model_name, cluster_name, software_name, config)
+    return Request(options, question, model_name, cluster_name, software_name, config, what_if)
 
 
 def _first(*values: Any) -> Any:

@@ -140,7 +140,7 @@ def _piece_request(options: Options, request: "Request") -> "PieceRequest":
         num_cores=num_devices("cpu"),
         budget_s=options.budget_s - request.budget_s,
         make_optimizer=partial(make_optimizer, config.optimizer),
-        clip_grad_norm=config.optimizer.clip_grad_norm,
+        clip_grad_norm=config.optimizer.known_clip_grad_norm,
     )
 
 

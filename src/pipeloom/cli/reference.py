@@ -32,6 +32,13 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Flag:
+    """An option whose flag has another name than its field; ``name`` without the dashes."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Output:
     """An option that names what a command writes, so that it is checked before the work."""
 
@@ -120,7 +127,8 @@ class Option:
     @property
     def flags(self) -> tuple[str, ...]:
         """As they are typed: one, or two for a switch, or none for a place."""
-        flag = f"--{self.name.replace('_', '-')}"
+        own = next((note.name for note in self.notes if isinstance(note, Flag)), self.name)
+        flag = f"--{own.replace('_', '-')}"
         if self.place or self.is_table:
             return ()
         section, dot, name = flag.removeprefix("--").rpartition(".")
@@ -152,7 +160,7 @@ class Option:
         # A number or a file as well as a few names.
         others = dict.fromkeys(self._word(one) for one in types if not _literals(one))
         shown = "|".join([*texts, *(one for one in others if f"{one} ..." not in others)])
-        if texts and len(self.flags[0]) + len(shown) < _WIDEST:
+        if texts and len("".join(self.flags[:1])) + len(shown) < _WIDEST:
             return f"{shown} ..." if self.most_values is None and not shown.endswith(" ...") else shown
         words = dict.fromkeys(self._word(one) for one in types)
         return "|".join(one for one in words if f"{one} ..." not in words)

@@ -1,8 +1,7 @@
 """``pipeloom simulate``: predicts the step of a run on a cluster."""
 
 import json
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ from pipeloom.cli.reference import Command, Output
 from pipeloom.cli.run_config import PREDICTIONS, parse_words
 from pipeloom.cli.swap_plan import ReportedPlan, make_swap_plan, print_swap_plan, swap_plan_to_json
 from pipeloom.config import RunConfig
-from pipeloom.cost.hardware import with_bandwidth
+from pipeloom.config.sections import WHAT_IFS
 from pipeloom.errors import UserError
 from pipeloom.planner.run_step import predict_step
 from pipeloom.predict.describe import described_problems, why_training_may_differ
@@ -22,7 +21,7 @@ from pipeloom.schedule import Level
 from pipeloom.system.files import read_text, write_text
 from pipeloom.terminal.words import seconds, unit_s
 from pipeloom.workload.dtypes import dtype_of
-from pipeloom.workload.limits import Common, Positive
+from pipeloom.workload.limits import Common
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +43,6 @@ class Options(RunConfig):
     """Also print every lane of communication. --json always has them."""
     swap_plan: bool = False
     """With schedule.device_budget, also print a partition and a number of micro-batches that hide the swaps."""
-    inter_bandwidth: Common[Positive] = 1.0
-    """Factor on the bandwidth between nodes. Prints what it changes."""
-    intra_bandwidth: Common[Positive] = 1.0
-    """Factor on the bandwidth inside nodes. Prints what it changes."""
     memory_over_time: bool = False
     """Also print when the memory of each rank peaks, and its parts. --json has the curves as well."""
 
@@ -57,10 +52,14 @@ COMMAND = Command(
     options=Options,
     examples={
         "pipeloom simulate run.toml --plot step.svg": "a run file on its cluster, with a picture",
-        "pipeloom simulate run.toml --inter-bandwidth 2": "what if the network were twice as fast",
+        "pipeloom simulate run.toml --machine.inter-bandwidth 2x": "what if the network were twice as fast",
         "pipeloom simulate --model.preset llama-3-8b --layout.pp 8": "without a run file",
     },
     settings=(*PREDICTIONS, "checkpoint.background"),
+    retired={
+        "--inter-bandwidth": "use --machine.inter-bandwidth 2x",
+        "--intra-bandwidth": "use --machine.intra-bandwidth 2x",
+    },
     brief=("model", "data.seq_len", "layout", "schedule", "machine"),
 )
 
@@ -74,11 +73,10 @@ def run(words: list[str]) -> int:
         raise UserError("--by-seconds has no effect without schedule.balance or schedule.offload; leave it out")
     if options.by_seconds and options.schedule.file is not None:
         raise UserError("--by-seconds has no effect with schedule.file, whose moves have their places; leave one out")
-    own = _with_own_bandwidth(options)
-    what_if = partial(with_bandwidth, intra=options.intra_bandwidth, inter=options.inter_bandwidth)
+    own = _on_own_cluster(options)
     plan = make_swap_plan(options) if options.swap_plan else None
     try:
-        step = predict_step(options, by_seconds=options.by_seconds, what_if=None if own is None else what_if)
+        step = predict_step(options, by_seconds=options.by_seconds)
     # The cut of the run file may be impossible; the plan contains a possible one, so it is printed anyway.
     except UserError as error:
         if plan is None:
@@ -121,18 +119,12 @@ def _print_trained(file: Path | None, step: SimulatedStep) -> None:
     )
 
 
-def _with_own_bandwidth(options: Options) -> SimulatedStep | None:
-    """The step on the cluster as it is, where another one is predicted; ``None`` else."""
-    factors = {"--inter-bandwidth": options.inter_bandwidth, "--intra-bandwidth": options.intra_bandwidth}
-    if set(factors.values()) == {1.0}:
+def _on_own_cluster(options: Options) -> SimulatedStep | None:
+    """The step on the cluster as it is, where a changed one is predicted; ``None`` else."""
+    if not options.machine.what_if:
         return None
-    own = predict_step(options, by_seconds=options.by_seconds)
-    if options.inter_bandwidth != 1 and own.run.num_devices <= own.cluster.devices_per_node:
-        raise UserError(
-            f"--inter-bandwidth has no effect: the {own.run.num_devices} devices of the run are in one node of "
-            f"{own.cluster.name}; use --intra-bandwidth, or leave it out"
-        )
-    return own
+    machine = options.machine.with_changes(dict.fromkeys(WHAT_IFS))
+    return predict_step(replace(options, machine=machine), by_seconds=options.by_seconds)
 
 
 def _print(
@@ -175,8 +167,8 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
     Keys: ``step_time_s`` = ``pipeline_s`` + the sum of ``after_s`` (``reduce_s``, ``tied_s``, ``optimizer_s``,
     ``fixed_s``); ``tokens_per_s``, ``mfu``, ``hfu``, ``bubble_fraction``; ``run`` (the model's sizes and the
     layout), ``dtype``, ``has_default_dtype`` (whether it is the default), ``may_differ`` (why ``train`` may do
-    something else, or null), ``own_step_time_s`` (with ``--inter-bandwidth`` or ``--intra-bandwidth``, the step on the
-    cluster as it is), ``fastest_partition`` (where ranks are not equally fast, the ``layout.partition`` that
+    something else, or null), ``own_step_time_s`` (with ``--machine.inter-bandwidth`` and its like, the step on
+    the cluster as it is), ``fastest_partition`` (where ranks are not equally fast, the ``layout.partition`` that
     gives the slowest one least to do, unless the run has it), ``cluster``, ``software``, ``has_measured_pieces``,
     ``num_devices``; ``accounts`` (for each pipeline rank the seconds of each part of the step, which add up to
     ``step_time_s``); ``communication`` (for each rank and lane ``actions``, ``busy_s``, ``hidden_s``,

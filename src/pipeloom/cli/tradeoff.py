@@ -15,6 +15,7 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cli.flags import SOURCE, read_flags
 from pipeloom.cli.reference import Command, Output
 from pipeloom.cli.run_config import dtype_words
+from pipeloom.cli.what_if import WhatIf
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
@@ -32,7 +33,7 @@ from pipeloom.planner.tradeoff import (
     tradeoff,
     whole_batches,
 )
-from pipeloom.predict.describe import asked_precision, load_or_note
+from pipeloom.predict.describe import asked_precision, changed_cluster, load_or_note
 from pipeloom.terminal.console import headed, print_table, table, wide_console
 from pipeloom.terminal.progress import Bar
 from pipeloom.terminal.words import unknown_name
@@ -46,7 +47,7 @@ _TOKENS_PER_PARAMETER = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(WhatIf):
     """Options of ``pipeloom tradeoff``.
 
     Each method has its best layout and global batch on each cluster. A batch of B sequences needs 1 + B / B_crit times
@@ -139,6 +140,7 @@ def inputs_of(options: Options, problems: list[str]) -> Tradeoff:
     cluster = load_or_note(load_cluster, options.cluster, problems)
     if cluster is not None:
         problems += cluster_problems(cluster)
+        cluster = changed_cluster(cluster, options.what_if, max(options.devices, default=1), problems)
     methods = _methods(options, problems)
     # The smallest: layouts grow along their data axis, so what fits there fits with more devices, too.
     reference = options.reference or min(options.devices, default=1)

@@ -121,14 +121,16 @@ def _compare(options: Options, rows: Sequence[Row]) -> Comparison:
 
 def _fit(options: Options, chosen: list[Row]) -> int:
     from pipeloom.accuracy.fit import first_guess, fit, write
+    from pipeloom.accuracy.prior import shipped
 
     assert options.fit is not None
+    prior = shipped()
     if options.software:
         name, start = options.software, load_software(options.software)
     else:
         name, software = program_of(chosen[0])
         # Not from the program's own values: they may have been fitted to the rows that are now held out.
-        start = first_guess(software)
+        start = first_guess(software, prior)
         others = sorted({other for row in chosen if (other := program_of(row)[0]) != name})
         if others:
             raise UserError(
@@ -136,7 +138,7 @@ def _fit(options: Options, chosen: list[Row]) -> int:
                 "choose rows with --sets and --attentions, or take one program for all with --software"
             )
     cluster = load_cluster(options.cluster) if options.cluster else cluster_of(chosen[0], start)
-    result = fit(chosen, cluster, start, options.parameters)
+    result = fit(chosen, cluster, start, options.parameters, prior=prior)
     assert options.table is not None
     write(result, options.fit, options.table.name, source_of("software", name))
     print(

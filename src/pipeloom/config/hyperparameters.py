@@ -1,7 +1,8 @@
 """Hyperparameters without a default for a model from elsewhere, and their values in the demo.
 
 A run that sets the sizes of its model is the demo, or a variation of it. A model of ``model.preset`` or ``model.file``
-has a training recipe of its own, which the user must provide: it gets no defaults for these settings.
+has a training recipe of its own, which its file has (``pipeloom.predict.recipes``) or the user must provide: it gets no
+defaults for these settings.
 """
 
 from dataclasses import replace
@@ -25,7 +26,7 @@ HYPERPARAMETERS = {
 """Settings that a model from elsewhere needs for training -> description. ``None`` is unset."""
 
 _USUAL = ("clip_grad_norm", "lr_min_fraction")
-"""Settings that, like those of the update rule, differ little between published recipes: they keep their defaults, and
+"""Settings that, like those of the update rule, differ little between published recipes: unset ones have defaults, and
 ``usual_values`` lists them."""
 
 
@@ -77,14 +78,14 @@ def hyperparameter_problems(config: RunConfig) -> list[str]:
         return []
     source = f"model.preset {config.model.preset}" if config.model.preset else f"model.file {config.model.file}"
     wanted = "\n".join(f"      {name:<26}{what}" for name, what in missing.items())
-    return [f"{source} has no training recipe; set, in the run file or as flags:\n{wanted}"]
+    return [f"{source} has no training recipe for all of these; set, in the run file or as flags:\n{wanted}"]
 
 
 def usual_values(config: RunConfig) -> str | None:
     """A sentence with the optimizer's settings that are defaults, not the model's recipe; ``None`` for no such."""
-    own, default = config.optimizer, RunConfig().optimizer
-    kept = {name: value for name, value in own.rule.settings.items() if own.values[name] == value}
-    kept |= {name: getattr(own, name) for name in _USUAL if getattr(own, name) == getattr(default, name)}
+    own = config.optimizer
+    kept = {name: value for name, value in own.rule.settings.items() if name not in own.given}
+    kept |= {name: getattr(own, f"known_{name}") for name in _USUAL if getattr(own, name) is None}
     if not kept or not _is_from_elsewhere(config):
         return None
     texts = {name: " ".join(map(str, value)) if isinstance(value, tuple) else value for name, value in kept.items()}

@@ -1,9 +1,10 @@
 """The sections of a run's configuration. The string below a field is its help text, which explains ``None`` as well."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pipeloom.config.tokenizer_files import num_tokens
 from pipeloom.terminal.words import parse_bytes
@@ -185,8 +186,8 @@ class OptimizerConfig:
     """Peak learning rate. None: 3e-3; no default for a model from model.preset or model.file."""
     lr_warmup_steps: CountOrNone | None = None
     """Steps of linear learning-rate warm-up. None: 10; no default for a model from model.preset or model.file."""
-    lr_min_fraction: Fraction = 0.1
-    """Learning rate at the end of the cosine decay, as a share of lr."""
+    lr_min_fraction: Fraction | None = None
+    """Learning rate at the end of the cosine decay, as a share of lr. None: 0.1."""
     betas: tuple[float, float] | None = None
     """Decay rates of the first and second moment; adamw. None: 0.9 0.95."""
     eps: Positive | None = None
@@ -197,8 +198,8 @@ class OptimizerConfig:
     """Weight decay of matrices: decoupled with adamw, added to the gradient with sgd. None: 0.1."""
     settings: tuple[str, ...] = ()
     """Settings of a plug-in's update rule that have no key here, each as name=number."""
-    clip_grad_norm: Annotated[float, Limits(above=0, most=math.inf)] = 1.0
-    """Gradient clipping by the norm of the whole model; inf for none."""
+    clip_grad_norm: Annotated[float, Limits(above=0, most=math.inf)] | None = None
+    """Gradient clipping by the norm of the whole model; inf for none. None: 1."""
 
     @property
     def rule(self) -> Optimizer:
@@ -227,9 +228,19 @@ class OptimizerConfig:
         return 10 if self.lr_warmup_steps is None else self.lr_warmup_steps
 
     @property
+    def known_lr_min_fraction(self) -> float:
+        """``lr_min_fraction``, or its default."""
+        return 0.1 if self.lr_min_fraction is None else self.lr_min_fraction
+
+    @property
+    def known_clip_grad_norm(self) -> float:
+        """``clip_grad_norm``, or its default."""
+        return 1.0 if self.clip_grad_norm is None else self.clip_grad_norm
+
+    @property
     def clips(self) -> bool:
         """Whether an update needs the norm of the whole model's gradient."""
-        return self.clip_grad_norm < math.inf
+        return self.known_clip_grad_norm < math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,6 +361,10 @@ class CheckpointConfig:
         return self.init if self.resume is None else self.resume
 
 
+WHAT_IFS = ("inter_bandwidth", "intra_bandwidth", "memory", "peak", "memory_bandwidth")
+"""Settings of ``machine`` that change figures of the cluster."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MachineConfig:
     """Cluster and program of predictions and plans; train does not read this section."""
@@ -364,3 +379,22 @@ class MachineConfig:
     FlashAttention."""
     fused_norm: bool = True
     """Whether a norm is one kernel."""
+    inter_bandwidth: str | None = None
+    """What if the bandwidth between nodes were another: a factor such as 2x, or GB/s of a node. None: as it is."""
+    intra_bandwidth: str | None = None
+    """The same for the bandwidth inside a node: a factor, or GB/s of a device. None: as it is."""
+    memory: str | None = None
+    """The same for the memory of a device: a factor, or GB. None: as it is."""
+    peak: str | None = None
+    """The same for the peak of a device in every precision: a factor, or TFLOP/s of 16 bits. None: as it is."""
+    memory_bandwidth: str | None = None
+    """The same for the memory bandwidth of a device: a factor, or GB/s. None: as it is."""
+
+    @property
+    def what_if(self) -> dict[str, str]:
+        """Changes of the cluster that are set, by name (``pipeloom.cost.what_if``)."""
+        return {name: text for name in WHAT_IFS if (text := getattr(self, name)) is not None}
+
+    def with_changes(self, changes: Mapping[str, str | None]) -> "MachineConfig":
+        """The section with other changes of the cluster."""
+        return replace(self, **cast("Any", dict(changes)))

@@ -7,7 +7,7 @@ processes work, without waiting. The simulator shares the cores among the ranks 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import log
 from typing import Literal
@@ -62,7 +62,7 @@ class Device:
         memory_bytes_per_s: nominal memory bandwidth.
         launch_s: seconds of the host to launch a kernel.
         num_multiprocessors: of a GPU, for tile quantization; 0 for other devices.
-        early_kernels: share of the peak that kernels written for earlier devices (FlashAttention-1) can use.
+        early_kernels: share of the peak that kernels written for earlier devices (FlashAttention-1 and 2) can use.
     """
 
     name: str
@@ -78,8 +78,8 @@ class Device:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it is a GPU, that is, has a number of multiprocessors."""
-        return self.num_multiprocessors > 0
+        """Whether it is a GPU or similar: with multiprocessors, or 10 TFLOP/s, which no core of a CPU has."""
+        return self.num_multiprocessors > 0 or max(self.peak_flops_per_s.values(), default=0) >= 1e13
 
     def matmul_s(self, flops: float, moved_bytes: float, precision: str, efficiency: float = 1.0) -> float:
         """Seconds of one matrix product.
@@ -459,35 +459,3 @@ class Cluster:
         link = self.intra if is_inside else self.inter
         bandwidth = link.bytes_per_s if is_inside else link.bytes_per_s / sharing
         return link.latency_s + message_bytes / (bandwidth * efficiency)
-
-
-def with_memory(cluster: Cluster, factor: float) -> Cluster:
-    """The cluster with the memory of its devices multiplied."""
-    device = replace(cluster.device, memory_bytes=cluster.device.memory_bytes * factor)
-    return replace(cluster, name=f"{cluster.name}, memory x {factor:g}", device=device)
-
-
-def with_bandwidth(cluster: Cluster, *, intra: float = 1.0, inter: float = 1.0) -> Cluster:
-    """The cluster with its bandwidths multiplied: inside a node, between nodes."""
-
-    def times(link: Link, factor: float) -> Link:
-        return replace(link, bytes_per_s=link.bytes_per_s * factor)
-
-    factors = {"inside nodes": intra, "between nodes": inter}
-    changed = [f"bandwidth {where} x {factor:g}" for where, factor in factors.items() if factor != 1]
-    return replace(
-        cluster,
-        name=", ".join([cluster.name, *changed]),
-        intra=times(cluster.intra, intra),
-        inter=times(cluster.inter, inter),
-        bus_curves={
-            kind: tuple((nodes, rate * (intra if nodes <= 1 else inter)) for nodes, rate in curve)
-            for kind, curve in cluster.bus_curves.items()
-        },
-        collective_curves={
-            kind: tuple(
-                replace(curve, points=tuple((size, rate * intra) for size, rate in curve.points)) for curve in curves
-            )
-            for kind, curves in cluster.collective_curves.items()
-        },
-    )

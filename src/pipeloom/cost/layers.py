@@ -56,13 +56,14 @@ RANDOM_NUMBERS = 2.0
 integer operations. The multiple is what steps of two models of arXiv 2401.10241 show, which differ in the scores for
 each matrix product; without it their shared rates of memory and products contradict each other."""
 
-ALIGNED, MISALIGNED = 8, 0.25
+ALIGNED = 8
 """Matrix units take operands whose rows are multiples of this number of elements of two bytes (NVIDIA, "Matrix
-multiplication background", table 1); other products take slower kernels. The factor is what runs of BLOOM's preparation
-with heads of 150 elements show beside those with 128 and 224."""
+multiplication background", table 1); other products take slower kernels."""
 ALIGNED_RATES = {ALIGNED: 1.0, 4: 0.5, 2: 0.38, 1: 0.31}
 """Largest power of two that divides the sizes of a product -> share of the rate. Below 8 they are what vTrain's
 profiled products with a vocabulary of 50,257, 12,564 and 6,282 show beside those with 25,128."""
+WIDEST_LOAD_BYTES = 16
+"""Bytes that a thread loads at once into shared memory are 4, 8 or 16, by the alignment of rows (PTX ISA, cp.async)."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Pieces:
             sum(self._matmul_s(*size) for size in self._layer_matmuls()),
             self._attention_forward_s(),
             self._memory_s(self._elementwise_bytes()),
-            2 * self._tensor_s() + forth_s,
+            self._forward_tensor_s() + forth_s,
             self._num_kernels(),
             2 * self._num_collectives() + forth,
         )
@@ -389,13 +390,14 @@ class Pieces:
         kernel = self.run.effective_attention
         if kernel in ("plain", "fused-softmax"):
             moved = 2 * self.run.element_bytes * self._scores()
-            rate = use.batched_matmul * (1 if self.run.shape.head_size % ALIGNED == 0 else MISALIGNED)
             size = self.run.shape.head_size
+            rate = use.batched_matmul * gcd(size * self.run.element_bytes, WIDEST_LOAD_BYTES) / WIDEST_LOAD_BYTES
             # As for flash kernels below, calibrated rates are for heads of size 128.
             rate *= (size / (size + WRITTEN_SCORE)) / (128 / (128 + WRITTEN_SCORE))
             products = 2 * device.matmul_s(self._attention_flops() / 2, moved / 2, self.run.precision, rate)
             return products + self._memory_s(self._scores() * self._score_bytes())
-        share = use.flash1 * device.early_kernels if kernel == "flash1" else use.flash2
+        # Both kernels were written for the A100.
+        share = (use.flash1 if kernel == "flash1" else use.flash2) * device.early_kernels
         rate = device.peak_flops_per_s[self.run.precision] * share
         size = self.run.shape.head_size
         # A soft cap's tanh is computed by an exponential, too.
@@ -430,22 +432,42 @@ class Pieces:
         message = run.tokens * run.shape.hidden * run.element_bytes
         return self.cluster.collective_s(kind, message, group, self.software.efficiency.tensor_bus)
 
+    def _forward_tensor_s(self) -> float:
+        """Exposed seconds of the collectives of a layer's forward."""
+        if not self._is_piecewise:
+            return 2 * self._tensor_s()
+        queries, output, into, out = self._layer_matmuls()
+        return sum(self._exposed_s("all_gather", self._matmul_s(*size)) for size in (queries, into)) + sum(
+            self._exposed_s("reduce_scatter", self._matmul_s(*size)) for size in (output, out)
+        )
+
+    @property
+    def _is_piecewise(self) -> bool:
+        return self.run.tp > 1 and self.run.sequence_parallel and self.software.overlaps_pieces
+
+    def _exposed_s(self, kind: Collective, product_s: float) -> float:
+        """Exposed seconds of an exchange in as many pieces as ranks; each runs beside the product of another piece."""
+        beside_s = product_s * (self.run.tp - 1) / self.run.tp
+        return max(0.0, self._exchange_s(kind) - beside_s)
+
     def _backward_tensor_s(self) -> float:
         """Exposed seconds of the collectives of a layer's backward.
 
         With overlap, the two column-parallel matrices (queries, keys and values; into the MLP) reduce the gradient of
         their input while they compute that of their weights; with sequence parallelism they also gather their input
-        while they compute the gradient of it (arXiv 2205.05198, section 4.2.2). The row-parallel ones gather first.
+        while they compute the gradient of it (arXiv 2205.05198, section 4.2.2). The row-parallel ones gather first, or
+        piece by piece.
         """
         if self.run.tp == 1 or not self.software.overlaps_columns:
             return 2 * self._tensor_s()
-        sizes = self._layer_matmuls()
+        queries, output, into, out = self._layer_matmuls()
         exposed_s = 0.0
-        for size in (sizes[0], sizes[2]):
+        for size, row in ((queries, output), (into, out)):
             input_s, weight_s = self._input_s(*size), self._weight_s(*size)
             if self.run.sequence_parallel:
                 gather_s = self._exchange_s("all_gather")
-                exposed_s += max(0.0, gather_s - input_s) + gather_s
+                exposed_s += max(0.0, gather_s - input_s)
+                exposed_s += self._exposed_s("all_gather", self._input_s(*row)) if self._is_piecewise else gather_s
                 exposed_s += max(0.0, self._exchange_s("reduce_scatter") - weight_s)
             else:
                 exposed_s += max(0.0, self._exchange_s("all_reduce") - weight_s)

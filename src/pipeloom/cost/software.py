@@ -97,6 +97,8 @@ class Software:
             the longer of its compute and its bytes, not both.
         overlaps_columns: whether tensor-parallel exchanges of a column-parallel matrix overlap with its products in the
             backward.
+        overlaps_pieces: whether, with sequence parallelism, the other exchanges of a layer overlap with its products,
+            too, piece by piece (Transformer Engine, tp_comm_overlap).
         gathers_layers: whether fully sharded weights are gathered layer by layer while the layer before computes, in
             the forward and the backward of each micro-batch, and gradients are scattered in the same way (FSDP).
         has_reduction_lane: whether data-parallel collectives run on a lane of their own during the pipeline; otherwise
@@ -130,6 +132,8 @@ class Software:
         gathers_logits: whether every tensor-parallel rank computes the loss over the whole vocabulary.
         logit_bytes: bytes per logit at the peak of the loss.
         reserve_bytes: CUDA context, communicators and workspaces.
+        reports_first: whether its measurements have the memory of the first pipeline stage's devices, not of the
+            fullest.
         fragmentation: fragmentation of the allocator as a fraction of activations and logits.
         efficiency: calibrated efficiencies.
         cluster: name of the cluster that it was calibrated on.
@@ -158,6 +162,7 @@ class Software:
     gather_overlap: float = 0.0
     fuses_accumulation: bool = False
     overlaps_columns: bool = False
+    overlaps_pieces: bool = False
     gathers_layers: bool = False
     has_reduction_lane: bool = False
     lends_tied: bool = False
@@ -179,6 +184,7 @@ class Software:
     gathers_logits: bool = False
     logit_bytes: float = 10
     reserve_bytes: float = 1.5e9
+    reports_first: bool = False
     fragmentation: float = 0.05
     efficiency: Efficiency = Efficiency()
 

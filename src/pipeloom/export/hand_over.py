@@ -69,12 +69,14 @@ class HandedOver:
         written: targets with files.
         refused: targets that cannot express the run.
         usual: a sentence with settings that are defaults, not the model's recipe; ``None`` for no such.
+        recipe: sentences on the recipe of the model; empty without one.
     """
 
     folder: Path
     written: tuple[Written, ...]
     refused: tuple[Refused, ...]
     usual: str | None = None
+    recipe: tuple[str, ...] = ()
 
 
 def hand_over(
@@ -111,7 +113,7 @@ def hand_over(
     stale = {name for target in chosen for name in target.files} - set(texts)
     _write(folder, texts, stale)
     written = tuple(Written(target, tuple(folder / name for name in draft.files), draft) for target, draft in drafts)
-    return HandedOver(folder, written, refused, usual_values(job.config))
+    return HandedOver(folder, written, refused, usual_values(job.config), job.recipe)
 
 
 def _check(site: Site) -> None:

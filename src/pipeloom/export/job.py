@@ -8,6 +8,7 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.stages import stage_layers
 from pipeloom.errors import ConfigError
 from pipeloom.predict.describe import describe, with_dtype, with_model_sizes
+from pipeloom.predict.recipes import recipe_notes, with_recipe
 from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.terminal.words import count
 from pipeloom.workload.dtypes import precision_of
@@ -83,6 +84,11 @@ class Job:
         """
         missing = unset(self.config)
         return tuple(Need(variable(name), missing[name], flag) for name, flag in flags.items() if name in missing)
+
+    @property
+    def recipe(self) -> tuple[str, ...]:
+        """Sentences on the recipe of the model: its source, and what of it is changed or left out."""
+        return recipe_notes(self.config)
 
     @property
     def num_nodes(self) -> int:
@@ -282,7 +288,7 @@ def make_job(config: RunConfig, cluster: Cluster, site: Site) -> Job:
     Raises:
         ConfigError: the configuration is wrong; has all problems.
     """
-    config, problems = with_model_sizes(run_part(config))
+    config, problems = with_model_sizes(with_recipe(run_part(config)))
     problems += find_problems(config, trains=False, is_model_known=not problems)
     if problems:
         raise ConfigError(problems)

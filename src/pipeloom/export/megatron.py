@@ -171,7 +171,7 @@ def _from_the_user(job: Job) -> list[str]:
     """Lines of the script that compute flags from hyperparameters which the user must set; it has checked these."""
     missing, optimizer, lines = unset(job.config), job.config.optimizer, list[str]()
     if "optimizer.lr" in missing:
-        least = f'awk -v lr="${variable("optimizer.lr")}" "BEGIN {{ print lr * {optimizer.lr_min_fraction} }}"'
+        least = f'awk -v lr="${variable("optimizer.lr")}" "BEGIN {{ print lr * {optimizer.known_lr_min_fraction} }}"'
         lines.append(f'training+=(--min-lr "$({least})")')
     if "training.steps" in missing:
         steps = f"${variable('training.steps')}"
@@ -278,7 +278,7 @@ def _training(job: Job) -> list[Flag]:
     # pipeloom accumulates gradients in float32, too (docs/decisions/0012).
     precision = {"bf16": [flag("--bf16"), flag("--accumulate-allreduce-grads-in-fp32")], "fp16": [flag("--fp16")]}
     # In Megatron-LM, 0 disables clipping.
-    clip = 0.0 if math.isinf(optimizer.clip_grad_norm) else optimizer.clip_grad_norm
+    clip = 0.0 if math.isinf(optimizer.known_clip_grad_norm) else optimizer.known_clip_grad_norm
     return [
         *precision.get(job.dtype, []),
         flag("--micro-batch-size", layout.microbatch_size),
@@ -286,7 +286,7 @@ def _training(job: Job) -> list[Flag]:
         flag(_FLAGS["training.steps"], steps),
         flag(_FLAGS["optimizer.lr"], rate),
         flag(_FLAGS["optimizer.lr_warmup_steps"], optimizer.known_lr_warmup_steps),
-        flag("--min-lr", rate * optimizer.lr_min_fraction),
+        flag("--min-lr", rate * optimizer.known_lr_min_fraction),
         # One evaluation, after the last step, as in pipeloom.
         flag("--eval-interval", steps),
         flag("--save-interval", config.checkpoint.every or steps),

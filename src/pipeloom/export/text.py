@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from pipeloom.config import RunConfig, usual_values
 from pipeloom.export.job import Draft
+from pipeloom.predict.recipes import recipe_notes
 
 MARK = "Written by pipeloom"
 """Beginning of the comment of every file, by which a later call recognizes files that it may replace."""
@@ -55,12 +56,13 @@ def comment(program: str, notes: Draft, about: Sequence[str] = (), config: RunCo
         about: further sentences.
         config: the run, if the file contains its hyperparameters.
     """
-    usual = None if config is None else usual_values(config)
+    usual, recipe = (None, ()) if config is None else (usual_values(config), recipe_notes(config))
     paragraphs = [
         f"{MARK} {version('pipeloom')} for {program}; it has not been run.",
         f"Start: {notes.start}",
         *about,
         *([] if usual is None else [usual]),
+        *recipe,
     ]
     if notes.needs:
         sentence = "SET these environment variables; without them nothing starts:"

@@ -120,7 +120,7 @@ def _flags(job: Job) -> list[Flag]:
         flag("--training.global_batch_size", layout.batch_size),
         # The script adds flags for hyperparameters that the user must set.
         *([] if "training.steps" in unset(config) else [flag("--training.steps", config.training.known_steps)]),
-        flag("--training.max_norm", config.optimizer.clip_grad_norm),
+        flag("--training.max_norm", config.optimizer.known_clip_grad_norm),
         flag("--training.mixed_precision_param", {"fp32": "float32", "bf16": "bfloat16"}[job.dtype]),
         flag("--parallelism.data_parallel_replicate_degree", replicate),
         flag("--parallelism.data_parallel_shard_degree", layout.shard_size),
@@ -175,7 +175,8 @@ def _constants(job: Job) -> list[str]:
         *(["import os"] if missing else []),
         f"DIM, FFN_DIM, LAYERS, VOCAB = {model.hidden_size}, {model.ffn_size}, {model.num_layers}, {model.vocab_size}",
         f"HEADS, KV_HEADS = {model.num_heads}, {model.num_kv_heads}",
-        f"TIED, SEQ_LEN, LR_MIN_FRACTION = {model.tied}, {job.config.data.seq_len}, {optimizer.lr_min_fraction!r}",
+        f"TIED, SEQ_LEN = {model.tied}, {job.config.data.seq_len}",
+        f"LR_MIN_FRACTION = {optimizer.known_lr_min_fraction!r}",
         *(f"{_CONSTANTS[name]} = {_constant(name, value, missing)}" for name, value in known.items()),
         f"BETAS, EPS, WEIGHT_DECAY = {own['betas']!r}, {own['eps']!r}, {own['weight_decay']!r}",
     ]
@@ -205,7 +206,7 @@ def _differences(job: Job) -> tuple[str, ...]:
         found.append("layout.shard full: a rank's weights stay gathered from its first forward to the end of the step")
     if layout.dp > 1 and layout.shard in ("optimizer", "gradients"):
         found.append(f"layout.shard {layout.shard}: FSDP2 keeps weights sharded between steps")
-    if math.isinf(job.config.optimizer.clip_grad_norm):
+    if math.isinf(job.config.optimizer.known_clip_grad_norm):
         found.append("optimizer.clip_grad_norm inf: the gradient's norm is computed nevertheless")
     return (*found, "optimizer.weight_decay: weights of norms are decayed, too")
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 
-from pipeloom.cost.hardware import Cluster, with_bandwidth, with_memory
+from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.stages import layers_by_kind
+from pipeloom.cost.what_if import with_bandwidth, with_memory
 from pipeloom.planner.frontier import SortKey
 from pipeloom.planner.question import Limits, Question, divisors
 from pipeloom.planner.search import Search, is_over, search

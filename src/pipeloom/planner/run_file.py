@@ -6,6 +6,7 @@ from pathlib import Path
 from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.cost.stages import pieces_of_layers
 from pipeloom.predict.describe import with_model_sizes
+from pipeloom.predict.recipes import with_recipe
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.workload.dtypes import dtype_of
 from pipeloom.workload.layout import Layout
@@ -24,7 +25,7 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
     """
     run, knobs, moves = step.run, step.knobs, step.knobs.moves
     is_sharded = run.dp > 1 and run.shard != "none"
-    return RunConfig(
+    config = RunConfig(
         model=_model(run.shape, model, run.seq),
         data=DataConfig(seq_len=run.seq),
         layout=_layout(run),
@@ -50,6 +51,7 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
             fused_norm=run.fused_norm,
         ),
     )
+    return with_recipe(config)
 
 
 def _model(shape: ModelShape, name: str | None, seq_len: int) -> ModelConfig:

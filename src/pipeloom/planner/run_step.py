@@ -1,11 +1,7 @@
 """The predicted step of a run's configuration: what ``pipeloom simulate`` prints."""
 
-from collections.abc import Callable
-
 from pipeloom.calls import checked
 from pipeloom.config import RunConfig
-from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.placed import Placed
 from pipeloom.errors import ConfigError
 from pipeloom.planner.slice_lengths import plan_slices
 from pipeloom.predict.describe import completed, describe, described_problems
@@ -13,9 +9,7 @@ from pipeloom.predict.step import SimulatedStep, simulate_step
 
 
 @checked
-def predict_step(
-    config: RunConfig, *, by_seconds: bool = False, what_if: Callable[[Cluster], Cluster] | None = None
-) -> SimulatedStep:
+def predict_step(config: RunConfig, *, by_seconds: bool = False) -> SimulatedStep:
     """Predict a training step of a run on its cluster (``machine.cluster``): time, utilization, memory, trace.
 
     Examples:
@@ -31,7 +25,6 @@ def predict_step(
         config: of the run, from ``load_run``.
         by_seconds: whether what ``schedule.balance`` and ``schedule.offload`` move is placed by predicted seconds; else
             by nominal ones, as ``train`` does by itself.
-        what_if: a change to the cluster, such as ``with_bandwidth``, applied to each kind of its nodes.
 
     Raises:
         ConfigError: everything that is wrong with the configuration, its cluster or its program.
@@ -41,8 +34,6 @@ def predict_step(
     if problems:
         raise ConfigError(problems, "the run")
     placed = describe(config)
-    if what_if is not None:
-        placed = Placed(placed.run, placed.cluster.each(what_if), placed.software)
     # Programs without lanes are simulated only, so no run has to follow with nominal seconds.
     by_seconds = by_seconds or not placed.software.has_lanes
     if config.layout.token_slices == "auto":

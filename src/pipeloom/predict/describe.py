@@ -15,7 +15,9 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software, with_optimizer
 from pipeloom.cost.stages import layers_of_pieces
+from pipeloom.cost.what_if import changed, what_if_problems, without_effect
 from pipeloom.errors import ConfigError, UserError
+from pipeloom.predict.recipes import with_recipe
 from pipeloom.predict.stage_swaps import with_alike_stages
 from pipeloom.workload.dtypes import Dtype, Precision, precision_of
 from pipeloom.workload.model import NO_FORMULAS, shape_of
@@ -57,7 +59,7 @@ def completed(config: _Config, judge: Callable[..., list[str]]) -> tuple[_Config
         config: of a run.
         judge: returns the problems of a configuration; called with ``is_model_known``.
     """
-    config, problems = with_model_sizes(with_pretrained(config))
+    config, problems = with_model_sizes(with_pretrained(with_recipe(config)))
     return config, [*problems, *judge(config, is_model_known=not problems)]
 
 
@@ -156,6 +158,8 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
     problems: list[str] = []
     cluster = load_or_note(load_cluster, machine.cluster, problems)
     software = load_or_note(load_software, machine.software, problems)
+    if cluster is not None:
+        cluster = changed_cluster(cluster, machine.what_if, config.layout.num_ranks, problems)
     if software is not None and config.optimizer.name in OPTIMIZERS:  # an unknown name is reported elsewhere
         software = with_optimizer(software, config.optimizer.rule)
     if cluster is not None:
@@ -170,6 +174,20 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
             if is_given
         ]
     return cluster, software, problems
+
+
+def changed_cluster(cluster: Cluster, changes: Mapping[str, str], num_devices: int, problems: list[str]) -> Cluster:
+    """The cluster with its figures changed; as it is if the changes have problems, which are added.
+
+    Args:
+        cluster: as it is.
+        changes: name -> a factor or an absolute value (``pipeloom.cost.what_if``).
+        num_devices: of the run.
+        problems: to which a sentence is added for everything that is wrong.
+    """
+    found = what_if_problems(changes) or without_effect(cluster, changes, max(1, num_devices))
+    problems += found
+    return cluster if found else changed(cluster, changes)
 
 
 def _lacks(config: RunConfig, cluster: Cluster) -> list[str]:

@@ -32,7 +32,7 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
         return peak * (step + 1) / rising
     done = (step - rising) / max(1, num_steps - 1 - rising)
     cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
-    return peak * (config.lr_min_fraction + (1 - config.lr_min_fraction) * cosine)
+    return peak * (config.known_lr_min_fraction + (1 - config.known_lr_min_fraction) * cosine)
 
 
 def make_optimizer(config: OptimizerConfig, parts: Sequence[FlatPart], *, begins: bool = True) -> torch.optim.Optimizer:
@@ -104,7 +104,7 @@ class WholeUpdates:
     def end_step(self, norm: float, lr: float) -> None:  # noqa: ARG002  StageUpdates needs the rate here
         """Clip by the gradient norm of the whole model, and update."""
         # By the norm over all ranks: clipping each part by its own norm would change the gradient's direction.
-        clip_gradients(self._parameters, norm, self._config.clip_grad_norm)
+        clip_gradients(self._parameters, norm, self._config.known_clip_grad_norm)
         self._optimizer.step()
         # Stages compute with a copy of the updated weights in training.dtype, or gather them.
         self._data_parallel.refresh()
@@ -121,7 +121,7 @@ class WholeUpdates:
             once.
         """
         make = partial(make_optimizer, self._config)
-        update = Update(make, self._config.clip_grad_norm, self._data_parallel.parts, world)
+        update = Update(make, self._config.known_clip_grad_norm, self._data_parallel.parts, world)
 
         def before() -> None:
             update.fill_gradients()
@@ -192,7 +192,7 @@ class StageUpdates:
             # The optimizer skips parameters without a gradient, so its step updates this stage alone.
             parameter.grad = self._gradients[parameter]
         if self._config.clips:
-            clip_gradients(parameters, self._squares**0.5, self._config.clip_grad_norm)
+            clip_gradients(parameters, self._squares**0.5, self._config.known_clip_grad_norm)
         self._optimizer.step()
         for parameter in parameters:
             parameter.grad = None
@@ -224,7 +224,7 @@ class StageUpdates:
         steps = [self._optimizer.state[parameter]["step"] for parameter in changed]
         done, owed = [step.clone() for step in steps], (self._squares, self._is_owed)
         # A norm of twice the limit, so that clipping is part of the measurement.
-        self._squares, self._is_owed = 4 * self._config.clip_grad_norm**2, True
+        self._squares, self._is_owed = 4 * self._config.known_clip_grad_norm**2, True
         try:
             # Without contents to write back, so weights and moments at rest stay unchanged.
             with self._store.visit(stage, Content.WEIGHTS | Content.STATE | Content.GRADIENT):

@@ -1,0 +1,66 @@
+"""Training recipes of models: the table ``[recipe]`` of a model file, with its source."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeloom.catalog.reading import Reader
+
+_POSITIVE = ("lr", "eps", "clip_grad_norm")
+_AT_LEAST_0 = ("weight_decay",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRecipe:
+    """How a model was trained, as far as its source says.
+
+    Attributes:
+        source: of all numbers.
+        optimizer: name of a setting of ``[optimizer]`` -> value; always with ``lr``.
+        steps: optimizer steps; ``None`` if unknown, or if ``tokens`` says it.
+        tokens: of the training run; ``None`` if ``steps`` says it, or if unknown.
+        batch_tokens: tokens of a global batch, for which the learning rate was chosen; ``None`` if unknown.
+        differs: what was done and no setting expresses, a sentence each.
+    """
+
+    source: str
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    steps: int | None = None
+    tokens: float | None = None
+    batch_tokens: float | None = None
+    differs: tuple[str, ...] = ()
+
+    def steps_of(self, batch_tokens: int) -> int | None:
+        """Steps of a run with batches of so many tokens; ``None`` if the recipe has neither steps nor tokens."""
+        return self.steps if self.tokens is None else max(1, round(self.tokens / batch_tokens))
+
+
+def read_recipe(reader: Reader) -> TrainingRecipe:
+    """The recipe of a table; problems are added to those of the reader.
+
+    The update rule is AdamW, and the learning rate has a linear warm-up and a cosine decay. No other ones are
+    supported, so a recipe that says otherwise is refused.
+    """
+    reader.entitle("recipe")
+    known = reader.names()
+    reader.text("optimizer", "adamw", among=("adamw",))
+    reader.text("lr_schedule", "cosine", among=("cosine",))
+    found: dict[str, Any] = {"lr": reader.positive("lr")}
+    found |= {name: reader.positive(name) for name in _POSITIVE[1:] if name in known}
+    found |= {name: reader.number(name) for name in _AT_LEAST_0 if name in known}
+    if "lr_warmup_steps" in known:
+        found["lr_warmup_steps"] = reader.integer("lr_warmup_steps")
+    if "lr_min_fraction" in known:
+        found["lr_min_fraction"] = reader.fraction("lr_min_fraction", is_zero_allowed=True)
+    if "betas" in known:
+        found["betas"] = reader.pair("betas")
+    if {"steps", "tokens"} <= set(known):
+        reader.complain("steps and tokens cannot both be there; expected one")
+    return TrainingRecipe(
+        source=reader.text("source"),
+        optimizer=found,
+        steps=reader.integer("steps") if "steps" in known else None,
+        tokens=reader.positive("tokens") if "tokens" in known else None,
+        batch_tokens=reader.positive("batch_tokens") if "batch_tokens" in known else None,
+        differs=reader.texts("differs"),
+    )
