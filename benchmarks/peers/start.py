@@ -38,7 +38,7 @@ def write_start(size: Size, folder: Path) -> dict[str, Any]:
         "microbatch_size": size.microbatch_size,
         "rates": [learning_rate(config.optimizer, step, size.steps) for step in range(size.steps)],
         "adamw": config.optimizer.values,
-        "clip": config.optimizer.clip_grad_norm,
+        "clip": config.optimizer.known_clip_grad_norm,
     }
     torch.save(start, folder / START)
     return start
