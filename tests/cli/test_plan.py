@@ -48,11 +48,36 @@ def test_the_answer_for_people(model, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(words(model)) == 0
     out = capsys.readouterr().out
-    headings = ("best layouts", "Why row 1 is first", "What would change the answer", "Expected error")
+    headings = ("best layouts", "is the fastest", "What would change the answer", "Expected error")
     assert all(part in out for part in (*headings, "so the error is unknown", "MFU"))
     assert "$/1e9" not in out  # nobody publishes a price for these machines
     pasted = out[out.index("\n  pipeloom plan ") :].replace("\\\n", "")
     assert shlex.split(pasted) == ["pipeloom", *words(model), "--out", "planned"]
+
+
+def test_in_100_columns_the_table_has_sharding_memory_and_price(model, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main([*words(model, cluster="dgx-a100", dtype="bfloat16"), "--no-explain"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (header,) = (line for line in lines if " micro " in line and " schedule " in line)
+    assert all(f" {title}" in header for title in ("sharded", "recomp", "MFU", "GB", "$/1e9", "bubble", "exposed"))
+    assert max(map(len, lines[: lines.index(header) + 11])) <= 100
+    assert any(" DP " in line or " FSDP " in line for line in lines)
+
+
+def test_equivalent_layouts_are_listed_first_and_the_simplest_is_written(model, tmp_path, capsys):
+    asked = [*words(model, cluster="dgx-a100", dtype="bfloat16"), "--no-explain", "--json"]
+    assert main([*asked, "--out", str(tmp_path / "planned")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    step_s = [layout["step_time_s"] for layout in told["layouts"]]
+    ties = [layout["is_equivalent"] for layout in told["layouts"]]
+    assert ties == sorted(ties, reverse=True)
+    assert ties == [seconds / min(step_s) - 1 < told["error_bar"]["tie"] for seconds in step_s]
+    assert told["layouts"][0]["pp"] == min(one["pp"] for one, tie in zip(told["layouts"], ties, strict=True) if tie)
+    config, _ = read_run_file(tmp_path / "planned" / "run.toml")
+    assert (config.layout.pp, config.layout.tp, config.layout.dp) == tuple(
+        told["layouts"][0][name] for name in ("pp", "tp", "dp")
+    )
 
 
 @pytest.mark.parametrize("strategies", [("none",), ("none", "slices")])

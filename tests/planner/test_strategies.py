@@ -73,7 +73,7 @@ def test_strategies_leave_the_headroom_free(deep, strategy):
     limits, changes = CASES[strategy]
     cluster = changes["cluster"]
     larger = replace(cluster, device=replace(cluster.device, memory_bytes=cluster.device.memory_bytes / 0.8))
-    limits |= {"strategies": (strategy,)}
+    limits = limits | {"strategies": (strategy,)}  # the dictionary belongs to all tests
     step, with_headroom = (
         search(deep(limits, cluster=one, headroom=headroom), 1).best for one, headroom in ((cluster, 0), (larger, 0.2))
     )

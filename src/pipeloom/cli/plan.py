@@ -169,7 +169,7 @@ def run(words: list[str]) -> int:
     if options.row > len(answer.steps) > 0:
         raise UserError(f"--row must be at most {len(answer.steps)}, the rows of the table, found {options.row}")
     if answer.best is not None:
-        _write(options, request, answer.steps[options.row - 1])
+        _write(options, request, answer.rows[options.row - 1])
         if not options.json and options.out is None and options.export is None:
             print_next(words)
     elif not options.json and (options.out or options.export):
@@ -361,7 +361,9 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "is_proved": plan.open_bound_s is None,
         "open_bound_s": plan.open_bound_s,
         "stopped": plan.stopped,
-        "layouts": [step_to_json(step) for step in plan.steps],
+        "layouts": [
+            {**step_to_json(step), "is_equivalent": row < plan.num_equivalent} for row, step in enumerate(plan.rows)
+        ],
         "rivals": [{"kind": one.kind, "layout": _or_null(one.step), "more_s": one.more_s} for one in plan.rivals],
         "changes": [{"what": one.what, "speed": one.speed, "layout": _or_null(one.step)} for one in plan.changes],
         "error_bar": plan.error_bar.to_json(),

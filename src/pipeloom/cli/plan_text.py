@@ -1,7 +1,7 @@
 """Text output of ``pipeloom plan``."""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import floor, log10
 
 from rich.console import Console
@@ -9,8 +9,7 @@ from rich.table import Table
 
 from pipeloom.cli.run_config import dtype_words
 from pipeloom.cost.hardware import Cluster
-from pipeloom.planner.advice import is_tie, simplest_tie
-from pipeloom.planner.comparison import CAUSES, Change, Rival, causes, main_cause
+from pipeloom.planner.comparison import CAUSES, Change, Rival, causes, main_cause, without_pipeline
 from pipeloom.planner.infeasible import MOST_DOUBLINGS, Closest
 from pipeloom.planner.plan import Plan
 from pipeloom.planner.question import Question
@@ -27,6 +26,7 @@ _SHARDED = {
     "gradients": "optimizer state and gradients",
     "full": "optimizer state, gradients and weights",
 }
+_SHORT_SHARDED = {"optimizer": "optim", "gradients": "grads"}
 _RECOMPUTED = {"none": "nothing", "selective": "attention", "some": "all layers", "full": "all layers"}
 _BAD = "bold red"
 PRICE = "$/1e9"
@@ -35,8 +35,9 @@ _WIDTH = 120
 _DIGITS = 4
 """Digits of the step time of the best layout in the table of differences; all rows have as many decimals."""
 _KEY = (
-    "tp +sp: with sequence parallelism. micro: micro-batches of each data-parallel rank x sequences in each. loops: "
-    "stages of each pipeline rank, +v: in V placement. recompute: layers. bubble: ranks wait for other ranks. exposed: "
+    "tp +sp: with sequence parallelism. micro: micro-batches of each data-parallel rank x sequences in each. schedule: "
+    "DP (data parallelism) and FSDP have no pipeline. loops: stages of each pipeline rank, +v: in V placement. "
+    "sharded: optim, grads, full (--shards). recomp: recomputed layers. bubble: ranks wait for other ranks. exposed: "
     "ranks wait for communication."
 )
 
@@ -55,24 +56,29 @@ def print_plan(plan: Plan) -> None:
     title = f"The {count(len(plan.steps), 'best layout')}, the best one of each kind; a device has {room} {name}"
     title += _kept_free(plan.question)
     console.print(headed(f"\n{title}"))
+    console.print(_on_order(plan))
     print_table(wide_console(), _best_table(plan))
     is_priced = any(step.dollars_per_billion_tokens is not None for step in plan.steps)
     console.print(_KEY + (f" {PRICE}: dollars for 1e9 tokens." if is_priced else ""))
-    _print_layout(console, plan.best)
+    _print_layout(console, plan.rows[0])
+    fastest = _fastest_row(plan)
     if plan.rivals:
         name = unit_s(plan.best.prediction.step_time_s)[1]
         console.print(
-            headed("\nWhy row 1 is first", f": the best layout of each other kind takes more {name}, by cause")
+            headed(
+                f"\nWhy row {fastest} is the fastest",
+                f": the best layout of each other kind takes more {name}, by cause",
+            )
         )
-        print_table(console, _rival_table(plan.best, plan.rivals))
+        print_table(console, _rival_table(plan.best, plan.rivals, fastest))
         console.print("compute+tp: with tensor-parallel communication. p2p, dp: exposed communication of these axes.")
     if plan.changes:
         console.print(headed("\nWhat would change the answer"))
-        print_table(console, _change_table(plan.best, plan.changes))
+        print_table(console, _change_table(plan.best, plan.changes, fastest))
     console.print(headed("\nExpected error"))
-    on_speed = plan.error_bar.on_speed(plan.best.tokens_per_s, plan.best.mfu)
+    on_speed = plan.error_bar.on_speed(plan.rows[0].tokens_per_s, plan.rows[0].mfu)
     step_times, *comparisons = plan.error_bar.sentences
-    for sentence in [step_times, *filter(None, [on_speed]), *comparisons, *_on_ties(plan)]:
+    for sentence in [step_times, *filter(None, [on_speed]), *comparisons]:
         console.print(f"- {sentence}")
     if plan.advice:
         console.print(headed("\nAdvice"))
@@ -132,16 +138,23 @@ def _kept_free(question: Question) -> str:
     return f", {question.headroom:.0%} of it kept free" if question.headroom else ""
 
 
-def _on_ties(plan: Plan) -> Iterator[str]:
-    """Rows between which the predictions do not decide, and the simplest of them."""
-    bar, steps = plan.error_bar, plan.steps
-    ties = sum(is_tie(steps[0], step, bar) for step in steps)
-    if len(steps) > 1 and ties == 1:
-        yield f"Row 1 is faster than every other row by more than {bar.tie:.1%}."
-    elif ties > 1:
-        simplest, rows = simplest_tie(steps, bar) + 1, "rows 1 and 2" if ties == 2 else f"rows 1 to {ties}"
-        advice = "" if simplest == 1 else " Measure it before you choose row 1."
-        yield f"So {rows} tie, and row {simplest} is the simplest of them.{advice}"
+def _fastest_row(plan: Plan) -> int:
+    """Number of the row with the shortest predicted step, from 1."""
+    return [step is plan.best for step in plan.rows].index(True) + 1
+
+
+def _on_order(plan: Plan) -> str:
+    """Which rows the predictions do not distinguish, and how the rows are sorted."""
+    bar, ties, fastest = plan.error_bar.tie, plan.num_equivalent, _fastest_row(plan)
+    if len(plan.steps) == 1:
+        return f"By prediction; two layouts are compared with an error of {bar:.1%}."
+    if ties == 1:
+        return f"Row 1 is faster than every other row by more than the error of a comparison, {bar:.1%}."
+    rows = "Rows 1 and 2" if ties == 2 else f"Rows 1 to {ties}"
+    return (
+        f"{rows} (~) are equivalent: within {bar:.1%}, the error of a comparison. The simplest is first; by prediction "
+        f"row {fastest} is the fastest."
+    )
 
 
 def _devices(question: Question) -> str:
@@ -171,6 +184,7 @@ def _print_layout(console: Console, best: SimulatedStep) -> None:
     if run.loops > 1 and layout_cells(best)["schedule"] == "-":
         parts.append(f"gradients accumulated in the order of {_family(best)}")
     parts += _strategies(best)
+    parts.append(f"{best.tokens_per_s:,.0f} tokens/s")
     if run.placement != "looped":
         parts.append(f"stages placed as a {run.placement}")
     console.print(f"row 1: {', '.join(parts)}")
@@ -204,28 +218,38 @@ def _best_table(plan: Plan) -> Table:
     unit, name = unit_s(plan.steps[0].prediction.step_time_s)
     memory, bytes_name = unit_bytes(plan.question.cluster.device.memory_bytes)
     rows: list[dict[str, str]] = []
-    for step in plan.steps:
+    for step in plan.rows:
         whole_s, cause_s, run = step.prediction.step_time_s, causes(step), step.run
         exposed_s = cause_s["exposed_p2p_s"] + cause_s["exposed_data_parallel_s"]
         dollars = step.dollars_per_billion_tokens
         rows.append(
             {
-                **layout_cells(step),
+                **_short_cells(step),
                 f"step {name}": short(whole_s / unit),
-                "tokens/s": f"{step.tokens_per_s:,.0f}",
                 "MFU": f"{step.mfu:.1%}",
                 bytes_name: short(step.prediction.memory.total_bytes / memory),
+                PRICE: "-" if dollars is None else f"{dollars:,.0f}",
                 "bubble": "-" if run.pp == 1 else f"{cause_s['bubble_s'] / whole_s:.1%}",
                 "exposed": f"{exposed_s / whole_s:.1%}",
-                PRICE: "-" if dollars is None else f"{dollars:,.0f}",
             }
         )
     # Columns without any value would take width from the others.
     columns = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
     found = table("", columns)
     for number, row in enumerate(rows, start=1):
-        found.add_row(str(number), *(row[name] for name in columns))
+        found.add_row(f"{number}{'~' if 1 < plan.num_equivalent >= number else ''}", *(row[name] for name in columns))
     return found
+
+
+def _short_cells(step: SimulatedStep) -> dict[str, str]:
+    """``layout_cells`` in few characters, so that the table fits 100 columns."""
+    cells, run = layout_cells(step), step.run
+    if cells["schedule"] == "-":
+        cells["schedule"] = without_pipeline(run)
+    cells["micro"] = cells["micro"].replace(" ", "")
+    cells["sharded"] = _SHORT_SHARDED.get(cells["sharded"], cells["sharded"])
+    cells["recomp"] = cells.pop("recompute").replace(" of ", "/").replace("attention", "attn")
+    return cells
 
 
 def layout_cells(step: SimulatedStep) -> dict[str, str]:
@@ -290,16 +314,16 @@ def _settings(step: SimulatedStep, best: SimulatedStep | None = None) -> str:
 
 
 _SHORT_CAUSES = {"recompute_s": "recompute", "exposed_p2p_s": "p2p", "exposed_data_parallel_s": "dp"}
-_DIFFERS = "differs from row 1 in"
 
 
-def _rival_table(best: SimulatedStep, rivals: Sequence[Rival]) -> Table:
+def _rival_table(best: SimulatedStep, rivals: Sequence[Rival], row: int) -> Table:
     """Additional time of each rival by cause, and its layout."""
+    differs = f"differs from row {row} in"
     unit, _ = unit_s(best.prediction.step_time_s)
     digits = max(0, _DIGITS - 1 - floor(log10(best.prediction.step_time_s / unit)))
     # Causes that are 0 in every row are left out.
     shown = [name for name in CAUSES if any(abs(rival.more_s.get(name, 0.0)) >= unit / 2 for rival in rivals)]
-    rows = table("", ["step", *(_SHORT_CAUSES.get(name, CAUSES[name]) for name in shown), _DIFFERS], texts=[_DIFFERS])
+    rows = table("", ["step", *(_SHORT_CAUSES.get(name, CAUSES[name]) for name in shown), differs], texts=[differs])
     for rival in rivals:
         if rival.step is None:
             rows.add_row(rival.kind, "none fits", *[""] * len(shown), "")
@@ -315,8 +339,9 @@ def _signed(value: float, digits: int) -> str:
     return f"{rounded:+,.{digits}f}" if rounded else "0"
 
 
-def _change_table(best: SimulatedStep, changes: Sequence[Change]) -> Table:
-    rows = table("", ["tokens/s", "mainly", _DIFFERS], texts=["mainly", _DIFFERS])
+def _change_table(best: SimulatedStep, changes: Sequence[Change], row: int) -> Table:
+    differs = f"differs from row {row} in"
+    rows = table("", ["tokens/s", "mainly", differs], texts=["mainly", differs])
     for change in changes:
         if change.step is None:
             rows.add_row(change.what, "", "", "nothing fits")

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from pipeloom.planner.comparison import ALONE, Change, Rival, causes, is_faster
+from pipeloom.families import FAMILIES
+from pipeloom.planner.comparison import ALONE, NO_PIPELINE, Change, Rival, causes, is_faster, num_axes, without_pipeline
 from pipeloom.planner.error_bar import ErrorBar
 from pipeloom.planner.question import ONE_STAGE, Limits, Question
 from pipeloom.planner.search import Search, is_over, search
@@ -53,19 +54,25 @@ def is_tie(best: SimulatedStep, other: SimulatedStep, bar: ErrorBar) -> bool:
     return bar.is_tie(best.prediction.step_time_s, other.prediction.step_time_s)
 
 
-def simplest_tie(steps: Sequence[SimulatedStep], bar: ErrorBar) -> int:
-    """Index of the simplest layout among those that tie with the first.
+def in_order(steps: Sequence[SimulatedStep], bar: ErrorBar) -> list[SimulatedStep]:
+    """Layouts in the order in which to choose: those that tie with the fastest, the simplest first, then the others.
 
-    The criteria are, in this order: no strategy, fewest pipeline ranks, fewest stages, smallest tensor axis, no
-    recomputation, shortest step.
+    The criteria of simplicity are, in this order: no strategy, fewest axes, fewest pipeline ranks, whole backwards
+    (more programs have such schedules), fewest stages, smallest tensor axis, no recomputation, shortest step.
+
+    Args:
+        steps: the fastest first.
+        bar: which decides what ties.
     """
-    ties = [number for number, step in enumerate(steps) if is_tie(steps[0], step, bar)]
-    return min(ties, key=lambda number: (_complexity(steps[number]), number))
+    ties = [step for step in steps if is_tie(steps[0], step, bar)]
+    return [*sorted(ties, key=_complexity), *(step for step in steps if not is_tie(steps[0], step, bar))]
 
 
-def _complexity(step: SimulatedStep) -> tuple[bool, int, int, int, bool]:
-    run = step.run
-    return strategy_of(step) != "none", run.pp, run.num_stages, run.tp, set(run.recompute_kinds) != {"none"}
+def _complexity(step: SimulatedStep) -> tuple[bool, int, int, bool, int, int, bool]:
+    run, is_piped = step.run, step.run.pp > 1
+    splits = is_piped and FAMILIES[step.knobs.choice.family].splits_backward
+    recomputes = set(run.recompute_kinds) != {"none"}
+    return strategy_of(step) != "none", num_axes(run), run.pp, splits, run.num_stages, run.tp, recomputes
 
 
 def on_one_stage(searching: Search, steps: Sequence[SimulatedStep], bar: ErrorBar, deadline: float) -> Iterator[str]:
@@ -73,8 +80,7 @@ def on_one_stage(searching: Search, steps: Sequence[SimulatedStep], bar: ErrorBa
 
     The table has one layout of each group, the fastest, so it hides slower ones that differ in their stages alone.
     """
-    number = simplest_tie(steps, bar)
-    shown = steps[number].run
+    shown = in_order(steps, bar)[0].run
     if shown.pp > 1 or shown.num_stages == 1 or is_over(deadline):
         return
     plain = searching.best(1, replace(ONE_STAGE, tp=(shown.tp,)), deadline=deadline).best
@@ -82,9 +88,9 @@ def on_one_stage(searching: Search, steps: Sequence[SimulatedStep], bar: ErrorBa
         return
     tp = f"{plain.run.tp}+sp" if plain.run.sequence_parallel else f"{plain.run.tp}"
     yield (
-        f"A layout simpler than row {number + 1} is a tie with row 1, too: tp {tp}, pp 1, dp {plain.run.dp}, "
+        f"A layout simpler than row 1 is equivalent, too: tp {tp}, pp 1, dp {plain.run.dp}, "
         f"loops 1, micro-batches of {plain.run.micro_batch}; a step takes "
-        f"{_relative(steps[0], plain):.1%} longer than with row 1."
+        f"{_relative(steps[0], plain):.1%} longer than with the fastest."
     )
 
 
@@ -119,13 +125,13 @@ def _on_pipelines(best: SimulatedStep, rivals: Sequence[Rival], bar: ErrorBar) -
         if rival.kind == "a pipeline":
             how = "does not fit" if rival.step is None else f"takes {_difference(best, rival.step, bar)}"
             yield f"Do not use a pipeline: the best layout with one {how}."
-        elif rival.kind == "no pipeline" and rival.step is None:
-            yield "A pipeline is needed: without one nothing fits."
-        elif rival.kind == "no pipeline" and rival.step is not None:
-            verdict = ", so the pipeline pays"
+        elif rival.kind == NO_PIPELINE and rival.step is None:
+            yield "A pipeline is needed: with data parallelism, FSDP and tensor parallelism alone nothing fits."
+        elif rival.kind == NO_PIPELINE and rival.step is not None:
+            verdict, name = ", so the pipeline pays", without_pipeline(rival.step.run)
             if is_tie(best, rival.step, bar):
-                verdict = ". No pipeline is simpler: measure both before you choose"
-            yield f"Without a pipeline a step takes {_difference(best, rival.step, bar)}{verdict}."
+                verdict = f". {name} is simpler: measure both before you choose the pipeline"
+            yield f"With {name} in place of a pipeline a step takes {_difference(best, rival.step, bar)}{verdict}."
 
 
 def _on_bubble(best: SimulatedStep, changes: Sequence[Change]) -> Iterator[str]:

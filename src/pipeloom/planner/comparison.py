@@ -14,6 +14,7 @@ from pipeloom.planner.search import Search, is_over, search
 from pipeloom.planner.strategies import STRATEGIES, strategy_of
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.schedule import Kind
+from pipeloom.workload.run import Run
 
 CAUSES = {
     "compute_s": "compute+tp",
@@ -25,6 +26,8 @@ CAUSES = {
     "host_s": "host",
 }
 """Keys of ``causes`` -> titles. Tensor-parallel collectives count as compute."""
+NO_PIPELINE = "DP or FSDP"
+"""Title of the rival whose model is not divided over a pipeline."""
 _SAME_SPEED = 0.0005
 """Relative difference of two speeds that is printed as 0.0%."""
 
@@ -72,6 +75,17 @@ def _recompute_s(step: SimulatedStep) -> float:
     spans = step.trace.spans
     whole_s = float((spans.end_s - spans.start_s)[spans.row.is_kind(Kind.RECOMPUTE)].sum())
     return (again_s * run.num_microbatches + whole_s) / run.pp
+
+
+def without_pipeline(run: Run) -> str:
+    """What a layout without a pipeline is called: FSDP if weights are sharded, else data parallelism (DP)."""
+    alone = "TP" if run.tp > 1 else "one device"
+    return alone if run.dp == 1 else "FSDP" if run.shard == "full" else "DP"
+
+
+def num_axes(run: Run) -> int:
+    """How many of the tensor, pipeline and data axis have several ranks."""
+    return sum(size > 1 for size in (run.tp, run.pp, run.dp))
 
 
 @dataclass(frozen=True)
@@ -132,7 +146,7 @@ def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Limit
     sizes = divisors(question.num_devices)
     pipelines = tuple(pp for pp in sizes[1:] if limits.allows(pp=pp))
     if run.pp > 1 and limits.allows(pp=1):
-        yield "no pipeline", Limits(pp=(1,))
+        yield NO_PIPELINE, Limits(pp=(1,))
     if run.pp == 1 and pipelines:
         yield "a pipeline", Limits(pp=pipelines)
     if question.num_devices > 1:  # on one device, schedules differ in memory alone

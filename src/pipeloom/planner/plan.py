@@ -12,7 +12,7 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software, with_optimizer
 from pipeloom.errors import ConfigError
-from pipeloom.planner.advice import advice, on_one_stage, on_plain
+from pipeloom.planner.advice import advice, in_order, is_tie, on_one_stage, on_plain
 from pipeloom.planner.comparison import Change, Rival, changes, is_faster, rivals
 from pipeloom.planner.error_bar import ErrorBar, error_bar
 from pipeloom.planner.frontier import SortKey
@@ -71,6 +71,16 @@ class Plan:
     def best(self) -> SimulatedStep | None:
         """The fastest; ``None`` if nothing fits."""
         return self.steps[0] if self.steps else None
+
+    @property
+    def rows(self) -> list[SimulatedStep]:
+        """The layouts in the order in which to choose (``advice.in_order``): of those that tie, the simplest first."""
+        return in_order(self.steps, self.error_bar) if self.steps else []
+
+    @property
+    def num_equivalent(self) -> int:
+        """How many layouts, the first ones of ``rows``, are not slower than the fastest by more than the error bar."""
+        return sum(is_tie(self.steps[0], step, self.error_bar) for step in self.steps)
 
 
 @checked
