@@ -98,6 +98,11 @@ def test_two_families_may_not_share_a_name():
         family("gpipe", is_looped=True)(lambda request: None)
 
 
+def test_no_family_is_called_auto():
+    with pytest.raises(FamilyError, match="auto stands for the family that a run's other settings choose"):
+        family("auto", is_looped=True)(lambda request: None)
+
+
 def test_everything_wrong_with_how_a_family_is_registered_is_in_one_message():
     with pytest.raises(FamilyError) as caught:
         family("own", is_looped=True, placement="loped")(lambda request: None)

@@ -96,7 +96,7 @@ def run(words: list[str]) -> int:
         from pipeloom.plotting.draw import plot_timeline
 
         unit, name = unit_s(step.trace.end_s - step.trace.start_s)
-        title = f"{options.schedule.title}, simulated"
+        title = f"{options.title}, simulated"
         plot_timeline(step.trace, [options.plot], title=title, unit=name, scale=1 / unit, is_whole=False)
     _print(options, step, plan, own, file)
     return 0 if step.prediction.fits else 1

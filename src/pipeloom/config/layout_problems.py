@@ -23,7 +23,7 @@ def order_problems(config: RunConfig) -> Problems:
     for problem in config.choice().problems():
         old = next((one for one in names if problem.startswith(one)), "")
         yield names.get(old, "") + problem.removeprefix(old)
-    if config.schedule.family == "forward-only":
+    if config.family == "forward-only":
         yield "schedule.family forward-only trains nothing; use breadth-first"
 
 
@@ -135,7 +135,7 @@ def swap_problems(config: RunConfig) -> Problems:
 
 def freeze_problems(config: RunConfig) -> Problems:
     """Frozen layers."""
-    number, family = config.training.freeze_layers, FAMILIES.get(config.schedule.family)
+    number, family = config.training.freeze_layers, FAMILIES.get(config.family)
     if number is None:
         return
     if number > config.model.num_layers:
@@ -144,7 +144,7 @@ def freeze_problems(config: RunConfig) -> Problems:
         yield "training.freeze_layers freezes the embedding, which with model.tied is the head's matrix; leave it out"
     if family is not None and family.splits_backward:
         yield (
-            f"training.freeze_layers does not work with schedule.family {config.schedule.family}, which splits "
+            f"training.freeze_layers does not work with schedule.family {config.family}, which splits "
             "backwards; use breadth-first"
         )
     others = {
@@ -200,12 +200,12 @@ def adapted_problems(config: RunConfig) -> Problems:
         return
     if config.model.file is None:
         yield "model.adapted is set by model.file; leave it out"
-    family = FAMILIES.get(schedule.family)
+    family = FAMILIES.get(config.family)
     refused = {
         f"layout.tp {layout.tp}": layout.tp > 1,
         f"layout.token_slices {layout.token_slices}": layout.token_slices not in (None, 1),
         "layout.recompute selective": "selective" in (layout.recompute, *(layout.recompute_layers or ())),
-        f"schedule.family {schedule.family}": family is not None and family.splits_backward,
+        f"schedule.family {config.family}": family is not None and family.splits_backward,
         "schedule.balance": schedule.balance,
         "schedule.offload": schedule.offload,
         "schedule.device_budget": schedule.device_budget is not None,

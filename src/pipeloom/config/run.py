@@ -13,7 +13,7 @@ from pipeloom.config.sections import (
     ScheduleConfig,
     TrainingConfig,
 )
-from pipeloom.families import Choice
+from pipeloom.families import AUTO, Choice
 from pipeloom.passes import Moves
 from pipeloom.recipe import Knobs, Recipe, run_recipe, shared_state
 from pipeloom.schedule import read_schedule
@@ -61,10 +61,41 @@ class RunConfig:
         changed = (f"{name}={value!r}" for name, value in own.items() if value != value_of(default, name))
         return f"RunConfig({', '.join(changed)})"
 
+    @property
+    def family(self) -> str:
+        """Family of the run's schedule: ``schedule.family``, or ``automatic_family``."""
+        named = self.schedule.family
+        return self.automatic_family if named == AUTO else named
+
+    @property
+    def automatic_family(self) -> str:
+        """The family that ``auto`` stands for; depends on other settings only.
+
+        With a pipeline, breadth-first. Without one all orders take the same compute, and depth-first holds least: a
+        micro-batch goes back right after its forward. There, too, breadth-first is used where each visit of a stage
+        takes a transfer, since it visits a stage once for all micro-batches.
+        """
+        return "breadth-first" if self.layout.has_pipeline or self._visits_cost() else "depth-first"
+
+    def _visits_cost(self) -> bool:
+        """Whether a rank without a pipeline gathers, reduces or swaps in a stage at each visit."""
+        layout, buffers = self.layout, self.schedule.gradient_buffers
+        if layout.loops < 2:
+            return False
+        reduces = layout.shard in ("gradients", "full") and buffers is not None and buffers < layout.loops
+        gathers = layout.shard == "full" and layout.num_microbatches > 1
+        return self.schedule.device_budget is not None or (layout.dp > 1 and (gathers or reduces))
+
+    @property
+    def title(self) -> str:
+        """Name of the schedule in titles: the family, or the name of the file."""
+        file = self.schedule.file
+        return self.family if file is None else file.name
+
     def choice(self) -> Choice:
         """Family and sizes of the run's schedule."""
         return Choice(
-            family=self.schedule.family,
+            family=self.family,
             pp=self.layout.pp,
             num_microbatches=self.layout.num_microbatches,
             loops=self.layout.loops,

@@ -110,8 +110,10 @@ class DataConfig:
 class ScheduleConfig:
     """Order of the actions on each pipeline rank, recomputation, and moves of activations and stages."""
 
-    family: Common[FamilyName] = "breadth-first"
-    """Family of pipeline schedules. `pipeloom families` compares them."""
+    family: Common[FamilyName | Literal["auto"]] = "auto"
+    """Family of pipeline schedules. `pipeloom families` compares them. auto: breadth-first. Without a pipeline
+    (layout.pp 1), auto is depth-first, where a backward follows each forward, except for several layout.loops with
+    device_budget, layout.shard full or few gradient_buffers, where each visit of a stage takes a transfer."""
     group_size: int | None = None
     """Micro-batches that a rank runs on one virtual stage before the next; hybrid only. None: pp / slices, rounded
     up."""
@@ -149,11 +151,6 @@ class ScheduleConfig:
     file: Path | None = None
     """Schedule file to execute unchanged; simulate, plan and every run write one. It must match the other settings.
     None: the schedule is made from the settings."""
-
-    @property
-    def title(self) -> str:
-        """Name of the schedule in titles: the family, or the name of the file."""
-        return self.family if self.file is None else self.file.name
 
     @property
     def budget_bytes(self) -> int | None:

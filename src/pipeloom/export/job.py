@@ -135,7 +135,7 @@ class Job:
         microbatches = [action.microbatch or 0 for action in self.order[0]]
         if len(self.order) > 1 or microbatches == sorted(microbatches):
             return []
-        what = f"layout.pp 1 with schedule.family {self.config.schedule.family}: without a pipeline {program}"
+        what = f"layout.pp 1 with schedule.family {self.config.family}: without a pipeline {program}"
         return [f"{what} runs each micro-batch forward and back before the next; use depth-first"]
 
     def order_problems(self, program: str) -> list[str]:

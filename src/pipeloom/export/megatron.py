@@ -52,7 +52,7 @@ def _group_size(job: Job) -> int:
     """Number of micro-batches that a rank runs on one of its stages before the next."""
     layout, schedule = job.config.layout, job.config.schedule
     # Megatron-LM's closest order is one group of all micro-batches (docs/decisions/0017).
-    if schedule.family == "breadth-first":
+    if job.config.family == "breadth-first":
         return layout.num_microbatches
     return schedule.group_size or layout.pp
 
@@ -61,7 +61,7 @@ def _order_problems(job: Job) -> list[str]:
     layout, schedule, choice = job.config.layout, job.config.schedule, job.config.choice()
     if layout.pp == 1:
         return job.accumulation_problems("Megatron-LM")
-    what, placement = f"schedule.family {schedule.family}", choice.placement_name
+    what, placement = f"schedule.family {choice.family}", choice.placement_name
     instead = f"use {_ITS_FAMILIES[layout.loops > 1]}"
     splits = any(action.kind is Kind.BACKWARD_INPUT for row in job.order for action in row)
     found: list[str] = []
@@ -74,7 +74,7 @@ def _order_problems(job: Job) -> list[str]:
     # The own placement of a family that is refused is no further reason.
     if layout.loops > 1 and placement != "looped" and (schedule.placement is not None or not splits):
         found.append(f"schedule.placement {placement}: Megatron-LM has looped placement only; use looped")
-    if found or _is_same_order(job) or (schedule.family == "breadth-first" and layout.loops > 1):
+    if found or _is_same_order(job) or (choice.family == "breadth-first" and layout.loops > 1):
         return found
     if layout.loops == 1:
         return [f"{what} with layout.loops 1: Megatron-LM runs one stage on each rank as 1F1B; {instead}"]

@@ -46,7 +46,7 @@ def _make(job: Job) -> Draft:
     )
     constants = [
         comment(PROGRAM, notes),
-        f'"""The order of {job.config.schedule.family} on {layout.pp} pipeline ranks, for PyTorch\'s runtime."""\n',
+        f'"""The order of {job.config.family} on {layout.pp} pipeline ranks, for PyTorch\'s runtime."""\n',
         "from pathlib import Path\n",
         f"NUM_MICROBATCHES = {layout.num_microbatches}",
         f'"""Of each data-parallel replica; each of {layout.microbatch_size} sequences."""',

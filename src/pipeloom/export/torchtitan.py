@@ -105,7 +105,7 @@ def _make(job: Job) -> Draft:
 
 
 def _reads_csv(job: Job) -> bool:
-    return job.config.layout.pp > 1 and job.config.schedule.family not in _OWN_SCHEDULES
+    return job.config.layout.pp > 1 and job.config.family not in _OWN_SCHEDULES
 
 
 def _flags(job: Job) -> list[Flag]:
@@ -143,9 +143,9 @@ def _drops_weights(job: Job) -> bool:
 
 
 def _pipeline_flags(job: Job) -> list[Flag]:
-    layout, schedule = job.config.layout, job.config.schedule
+    layout = job.config.layout
     placement = job.config.choice().placement_name if layout.loops > 1 else "looped"
-    name = _MAPPED_AS[placement] if _reads_csv(job) else _OWN_SCHEDULES[schedule.family]
+    name = _MAPPED_AS[placement] if _reads_csv(job) else _OWN_SCHEDULES[job.config.family]
     return [
         flag("--training.disable_cuda_graphs"),  # on by default, and not supported with a pipeline
         flag("--parallelism.pipeline_parallel_degree", layout.pp),

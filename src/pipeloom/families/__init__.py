@@ -8,6 +8,7 @@ from importlib import import_module
 
 from pipeloom.families.check_rows import Rows
 from pipeloom.families.family import (
+    AUTO,
     FAMILIES,
     Choice,
     Family,
@@ -24,6 +25,7 @@ for _module in pkgutil.iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
+    "AUTO",
     "FAMILIES",
     "Choice",
     "Family",

@@ -124,12 +124,14 @@ class Family:
         """Register a rule under the name.
 
         Raises:
-            FamilyError: the name is taken, the docstring is missing, or there is no such placement.
+            FamilyError: the name is taken or is ``auto``, the docstring is missing, or there is no such placement.
         """
         summary = (rule.__doc__ or "").strip()
         problems: list[str] = []
         if self.name in FAMILIES:
             problems.append(f"another one of that name is in {place_of(FAMILIES[self.name].rule)}")
+        if self.name == AUTO:
+            problems.append(f"{AUTO} stands for the family that a run's other settings choose; use another name")
         if not summary:
             problems.append("its rule has no docstring, whose first line is its summary")
         if self.placement is not None and self.placement not in PLACEMENTS:
@@ -144,6 +146,8 @@ family = Family
 """The decorator of a rule."""
 FAMILIES: Registry[Family] = Registry("schedule", "pipeloom.families", Family)
 """Every family by name."""
+AUTO = "auto"
+"""In place of a name: the family that follows from the other settings of a run."""
 _ACTION_BYTES = 150
 """Memory for each action while its schedule is made and verified: 173 to 185 bytes in steps of two million."""
 _ALWAYS_THERE = 2**28

@@ -38,7 +38,7 @@ def page_contents(run: Run) -> dict[str, Any]:
     Raises:
         UserError: a trace does not belong to the run's schedule.
     """
-    traces, layout, order = run.traces, run.config.layout, run.config.schedule.title
+    traces, layout, order = run.traces, run.config.layout, run.config.title
     step = traced_step(run)
     contents = {
         "title": f"{order}: {count(layout.pp, 'rank')} x {count(layout.loops, 'loop')}, "

@@ -135,7 +135,7 @@ def verify_gradients(config: RunConfig, *, num_batches: Count = 2, quiet: bool =
         if not quiet:
             layout, placement = config.layout, config.choice().placement_name
             print(  # noqa: T201  start message
-                f"{config.schedule.title} ({placement}) over {count(layout.pp, 'pipeline rank')} x "
+                f"{config.title} ({placement}) over {count(layout.pp, 'pipeline rank')} x "
                 f"{count(layout.loops, 'stage')}{layout.other_axes}; {count(layout.num_microbatches, 'micro-batch')}, "
                 f"{config.training.known_dtype}, {count(num_batches, 'batch')}",
                 flush=True,

@@ -209,7 +209,7 @@ def _draw(config: RunConfig, folder: Path, result: RunResult) -> None:
         f"{count(layout.num_microbatches, 'micro-batch')}{_cut(config)}{_passes(config)}"
     )
     step = result.summary.traced_step
-    panels = {f"{config.schedule.title}, measured in step {step}: {what}": result.measured}
+    panels = {f"{config.title}, measured in step {step}: {what}": result.measured}
     if result.predicted is not None:
         panels["predicted before the first step, from profiled stages"] = result.predicted
     plot_timelines(panels, [folder / f"{TIMELINE}.{ending}" for ending in ("png", "svg")], unit="ms", scale=1e3)
@@ -223,7 +223,7 @@ def _announce(config: RunConfig, say: _Say) -> None:
     layout, schedule, training = config.layout, config.schedule, config.training
     default = "" if training.dtype else f" (the default on {'GPUs' if training.device == 'cuda' else 'CPUs'})"
     lines = {
-        "pipeline": f"{schedule.title}: {count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'stage')} each, "
+        "pipeline": f"{config.title}: {count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'stage')} each, "
         f"{config.choice().placement_name}{_passes(config)}{layout.other_axes}",
         "batch": f"{count(layout.num_microbatches, 'micro-batch')} of {count(layout.microbatch_size, 'sequence')} of "
         f"{count(config.data.seq_len, 'token')}{_cut(config)}",

@@ -185,8 +185,10 @@ def _resolve(config: RunConfig, needed: int) -> RunConfig:
         partition = layout.partition or default_partition(
             model, config.data.seq_len, config.choice().placed(), recompute, config.training.frozen_pieces
         )
-    is_grouped = FAMILIES[schedule.family].is_grouped
-    group_size = schedule.group_size or config.choice().known_group_size
+    if schedule.file is None:  # whose order has no family where it was written by hand
+        schedule = replace(schedule, family=config.family)
+    if FAMILIES[config.family].is_grouped:
+        schedule = replace(schedule, group_size=schedule.group_size or config.choice().known_group_size)
     return replace(
         config,
         model=model,
@@ -194,7 +196,7 @@ def _resolve(config: RunConfig, needed: int) -> RunConfig:
         data=replace(config.data, bpe_vocab_size=needed) if config.data.tokenizer == "bpe" else config.data,
         training=replace(config.training, dtype=config.training.known_dtype),
         layout=replace(layout, partition=partition),
-        schedule=replace(schedule, group_size=group_size) if is_grouped else schedule,
+        schedule=schedule,
     )
 
 
