@@ -11,6 +11,7 @@
 # make plan-speed  how fast the planner answers, from the shell and on one core (2 minutes)
 # make bench-network   beside PyTorch's pipelining over slow networks between hosts (as root; 12 minutes)
 # make bench-overhead  beside PyTorch's pipelining with next to no compute (2 minutes)
+# make bench-peers  beside a plain loop, transformers, DDP, FSDP2, PyTorch's pipelining with real compute (6 minutes)
 # make bench-balance  what moving activations saves and costs, with emulated compute (1 minute)
 # make bench-checkpoints  steps beside a checkpoint to a disk of 20 MB/s, and without (1 minute)
 # make bench-tokenize  memory and speed of tokenizing 5 GB of text (ARGS="--gb 1" for less; some minutes for each GB)
@@ -45,7 +46,7 @@ STAMP       := $(VENV)/.installed
 LOADED      := numba llvmlite numpy pydantic pydantic_core rich
 
 .PHONY: demo test test-all docs dist docs-commands plan-demo predict reproduce schedules plan-speed bench-network bench-overhead \
-        bench-balance bench-checkpoints bench-tokenize bench-loading bench-generate playground-pictures playground-speed tune adapted signals \
+        bench-peers bench-balance bench-checkpoints bench-tokenize bench-loading bench-generate playground-pictures playground-speed tune adapted signals \
         launch-schemas speed check format clean
 
 demo: $(STAMP)
@@ -119,6 +120,9 @@ bench-network: $(STAMP)
 
 bench-overhead: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
+
+bench-peers: $(STAMP)
+	$(BIN)/python benchmarks/beside_peers.py $(ARGS)
 
 bench-balance: $(STAMP)
 	$(BIN)/python benchmarks/balance.py $(ARGS)
