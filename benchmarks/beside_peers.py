@@ -7,6 +7,8 @@ started afresh in each round, one after the other.
 """
 
 import argparse
+import signal
+import sys
 import tempfile
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -39,6 +41,7 @@ def measure(row: Row, size: Size, start: Path, rounds: int, console: Console) ->
                     measured.rounds.setdefault(program, []).append(launch(row, program, size, start))
                 except RuntimeError as error:
                     console.print(f"ERROR: {error}", markup=False)
+                    measured.failed = True
         measured.rounds = {program: found for program, found in measured.rounds.items() if found}
     return measured
 
@@ -53,10 +56,18 @@ def versions() -> dict[str, str]:
     return {"transformers": version("transformers") if find_spec("transformers") else "missing"}
 
 
-def main() -> None:
-    """Run every row, print and write what came of it."""
+def chosen_rows(words: list[str]) -> list[Row]:
+    """The rows with these names; a word that is no name selects all rows whose names contain it."""
+    names = {row.name for row in ROWS}
+    return [row for row in ROWS if any(word == row.name if word in names else word in row.name for word in words)]
+
+
+def main() -> int:
+    """Run every row, print and write what came of it; 1 if a program failed, or had other losses than pipeloom."""
+    # An end by a signal has to end the processes and the network of a row, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--rows", nargs="+", default=[""], help="parts of the names of the rows to run")
+    options.add_argument("--rows", nargs="+", default=[""], help="names of the rows to run, or parts of them")
     options.add_argument("--size", nargs="+", choices=[size.name for size in SIZES], default=["small"])
     options.add_argument("--rounds", type=int, default=2, help="how often each program is started")
     options.add_argument("--folder", type=Path, default=Path("outputs/peers"))
@@ -66,14 +77,15 @@ def main() -> None:
     for size in [one for one in SIZES if one.name in chosen.size]:
         with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
             write_start(size, Path(folder))
-            for row in [one for one in ROWS if any(part in one.name for part in chosen.rows)]:
+            for row in chosen_rows(chosen.rows):
                 one = measure(row, size, Path(folder), chosen.rounds, console)
+                found.append(one)
                 if one.rounds:
-                    found.append(one)
                     write(found, chosen.folder / "peers.csv")
     show(found, console)
     console.print(f"Written to {chosen.folder}: peers.csv")
+    return int(any(one.failed or any(map(one.is_error, one.rounds)) for one in found))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -27,12 +27,14 @@ class Measured:
         size: of the model.
         rounds: of each program, in the order in which they ran.
         load: of the machine.
+        failed: whether a program ended early.
     """
 
     row: Row
     size: Size
     load: Load
     rounds: dict[Program, list[Launched]] = field(default_factory=dict)
+    failed: bool = False
 
     def median_s(self, program: Program) -> float:
         """Of all steps that count."""

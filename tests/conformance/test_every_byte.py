@@ -24,8 +24,9 @@ CHUNKS = 8
 """Parts of the runs that are drawn: a step of all ranks of each run takes half a second."""
 ALWAYS = 2
 """Parts that are compared at every commit."""
-ROUNDING = {"float32": 1e-5, "bfloat16": 0.1}
-"""Largest relative difference of a gradient: ten and three times what these runs have."""
+ROUNDING = {"float32": 1e-5, "bfloat16": 0.15}
+"""Largest relative difference of a gradient: ten times what these runs have, and half more. The norms of keys have few
+elements, whose sums cancel in bfloat16."""
 
 
 def counted(ranks, results, config):
