@@ -13,7 +13,7 @@ from pipeloom.config import find_problems
 from pipeloom.cost.what_if import with_bandwidth, with_memory
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.advice import on_one_stage
-from pipeloom.planner.comparison import causes
+from pipeloom.planner.comparison import FAR, causes
 from pipeloom.planner.error_bar import error_bar
 from pipeloom.planner.infeasible import near_devices
 from pipeloom.planner.plan import make_question
@@ -47,10 +47,17 @@ def test_rivals_are_the_best_of_their_kind_and_say_what_they_cost_more(ask):
         "all layers recomputed": {"recompute": ("full",)},
         "gpipe": {"families": ("gpipe",), "pp": (2, 4)},
         "1f1b": {"families": ("1f1b",), "pp": (2, 4)},
+        "breadth-first": {"families": ("breadth-first",), "pp": (2, 4)},
     }
+    far = FAR * plan.best.prediction.step_time_s
     for kind, limit in limits.items():
-        alone = search(question.limited(**limit), 1).best
-        assert kinds[kind].step.prediction.step_time_s == alone.prediction.step_time_s
+        alone = search(question.limited(**limit), 1).best.prediction.step_time_s
+        rival = kinds[kind]
+        # A schedule whose best layout is far slower has a bound in place of a layout.
+        is_far = kind != "all layers recomputed" and alone > far
+        assert rival.least_s == (far if is_far else None)
+        assert (rival.step is None) if is_far else (rival.step.prediction.step_time_s == alone)
+    assert {kinds[kind].least_s for kind in limits} == {None, far}
     for rival in plan.rivals:
         if rival.step is not None:
             more_s = rival.step.prediction.step_time_s - plan.best.prediction.step_time_s

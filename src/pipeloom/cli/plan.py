@@ -364,7 +364,10 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "layouts": [
             {**step_to_json(step), "is_equivalent": row < plan.num_equivalent} for row, step in enumerate(plan.rows)
         ],
-        "rivals": [{"kind": one.kind, "layout": _or_null(one.step), "more_s": one.more_s} for one in plan.rivals],
+        "rivals": [
+            {"kind": one.kind, "layout": _or_null(one.step), "more_s": one.more_s, "least_s": one.least_s}
+            for one in plan.rivals
+        ],
         "changes": [{"what": one.what, "speed": one.speed, "layout": _or_null(one.step)} for one in plan.changes],
         "error_bar": plan.error_bar.to_json(),
         "advice": plan.advice,

@@ -326,7 +326,9 @@ def _rival_table(best: SimulatedStep, rivals: Sequence[Rival], row: int) -> Tabl
     rows = table("", ["step", *(_SHORT_CAUSES.get(name, CAUSES[name]) for name in shown), differs], texts=[differs])
     for rival in rivals:
         if rival.step is None:
-            rows.add_row(rival.kind, "none fits", *[""] * len(shown), "")
+            far = None if rival.least_s is None else rival.least_s - best.prediction.step_time_s
+            words = "none fits" if far is None else f"> {_signed(far / unit, digits)}"
+            rows.add_row(rival.kind, words, *[""] * len(shown), "")
             continue
         more_s = [rival.step.prediction.step_time_s - best.prediction.step_time_s]
         more_s += [rival.more_s[name] for name in shown]

@@ -153,13 +153,16 @@ def frozen_bytes(run: Run, parameters: float) -> float:
 def stage_kept_bytes(run: Run, software: Software) -> list[float]:
     """For each stage the bytes that it keeps of one micro-batch for its backward, without the loss."""
     stages, own = layers_by_kind(run, software, trained=True), Kept(run)
-    each = {alike: kept_bytes(alike, software) for alike in {alike for stage in stages for alike, _ in stage}}
-    kept = [sum(count * each[alike] for alike, count in stage) for stage in stages]
+    # By identity: there are few kinds, and the hash of a run takes longer than everything else here.
+    kinds = {id(alike): alike for stage in stages for alike, _ in stage}
+    each = {key: kept_bytes(alike, software) for key, alike in kinds.items()}
+    kept = [sum(count * each[id(alike)] for alike, count in stage) for stage in stages]
     if not software.has_lanes:
         kept[0] += stage_input_bytes(run)
         return kept
-    for number, stage in enumerate(stages):
-        kept[number] += own.positions([alike for alike, count in stage if count])
+    present = [tuple(id(alike) for alike, count in stage if count) for stage in stages]
+    positions = {keys: own.positions([kinds[key] for key in keys]) for keys in set(present)}
+    kept = [held + positions[keys] for held, keys in zip(kept, present, strict=True)]
     kept[0] += 0 if run.frozen_pieces else own.embedding()
     kept[stage_layers(run, software)[1]] += own.head_norm()
     return kept
@@ -193,7 +196,8 @@ def stage_pending_bytes(run: Run, software: Software) -> list[float]:
     if not software.has_lanes:
         each = layer_pending_bytes(run)
         return [each * count for count in counts]
-    pending = [float(own.pending_layer() * count) for count in counts]
+    each = own.pending_layer()
+    pending = [float(each * count) for count in counts]
     pending[0] += own.pending_embedding()
     pending[head] += own.pending_head()
     return pending

@@ -103,12 +103,13 @@ class Placed:
             return (self._kinds[0].device.memory_bytes,) * self.run.pp
         return tuple(part.device.memory_bytes for part in self.parts)
 
-    @property
+    @cached_property
     def pieces(self) -> tuple[PieceSeconds, ...]:
         """For each pipeline rank the seconds of the model's pieces, if all layers recompute ``run.recompute``."""
-        of_part = {part: piece_seconds(self.run, part, self.software) for part in self._kinds}
-        if len(of_part) == 1:
-            return tuple(of_part.values()) * self.run.pp
+        kinds = self._kinds
+        if len(kinds) == 1:
+            return (piece_seconds(self.run, kinds[0], self.software),) * self.run.pp
+        of_part = {part: piece_seconds(self.run, part, self.software) for part in kinds}
         return tuple(of_part[part] for part in self.parts)
 
     @property
@@ -130,7 +131,7 @@ class Placed:
         fastest_s = min(layer_s)
         return tuple(seconds / fastest_s for seconds in layer_s)
 
-    @property
+    @cached_property
     def recompute_s(self) -> tuple[float, ...]:
         """For each pipeline rank the additional seconds of a layer's backward with full recomputation.
 
@@ -187,8 +188,9 @@ class Placed:
         run, software, owner = self.run, self.software, self.placement.rank_by_stage
         counts, head = stage_layers(run, software)
         counts = [count - frozen for count, frozen in zip(counts, frozen_layers(run, software), strict=True)]
-        has_backward = [stage >= num_frozen_stages(run, software) for stage in range(run.num_stages)]
-        pieces = [self.pieces[rank] for rank in owner]
+        first_trained, of_rank = num_frozen_stages(run, software), self.pieces
+        has_backward = [stage >= first_trained for stage in range(run.num_stages)]
+        pieces = [of_rank[rank] for rank in owner]
         layers_s, boundary_s = _layers_s(self), _boundary_s(self)
         around_s = (0.0, *boundary_s, 0.0)
         sides = []
@@ -243,21 +245,20 @@ def _layers_s(placed: Placed) -> list[tuple[float, float]]:
     """For each stage the seconds of its layers, forward and backward, each by what it recomputes and sees."""
     stages = layers_by_kind(placed.run, placed.software)
     trained = layers_by_kind(placed.run, placed.software, trained=True)
-    each_s = {
-        alike: [pieces.layer for pieces in placed.of(alike).pieces]
-        for alike in {alike for stage in stages for alike, _ in stage}
-    }
+    # By identity: the hash of a run takes long, and equal runs that are two objects are seldom.
+    kinds = {id(alike): alike for each in (*stages, *trained) for alike, _ in each}
+    each_s = {key: [pieces.layer for pieces in placed.of(alike).pieces] for key, alike in kinds.items()}
     if placed.software.gathers_layers:
         # A layer's collectives run while the layer before computes.
         moves = [layer_collectives_s(placed.run, part, placed.software) for part in placed.parts]
         each_s = {
-            alike: [(max(one, move[0]), max(other, move[1])) for (one, other), move in zip(both, moves, strict=True)]
-            for alike, both in each_s.items()
+            key: [(max(one, move[0]), max(other, move[1])) for (one, other), move in zip(both, moves, strict=True)]
+            for key, both in each_s.items()
         }
     return [
         (
-            sum(count * each_s[alike][rank][0] for alike, count in stage),
-            sum(count * each_s[alike][rank][1] for alike, count in going_back),
+            sum(count * each_s[id(alike)][rank][0] for alike, count in stage),
+            sum(count * each_s[id(alike)][rank][1] for alike, count in going_back),
         )
         for stage, going_back, rank in zip(stages, trained, placed.placement.rank_by_stage, strict=True)
     ]

@@ -153,8 +153,9 @@ def trained_parameters(run: Run, software: Software) -> tuple[float, ...]:
         return stage_parameters(run, software)
     assert software.has_lanes, f"{software.name} freezes nothing"
     layer, embedding = _split_parameters(run)
+    each = layer + _replicated_in_layer(run)
     # The rest is frozen: layers, and the embedding on the first stage.
-    frozen = [count * (layer + _replicated_in_layer(run)) for count in frozen_layers(run, software)]
+    frozen = [count * each for count in frozen_layers(run, software)]
     frozen[0] += embedding + _positions(run)
     whole = stage_parameters(run, software)
     return tuple(float(held - less) for held, less in zip(whole, frozen, strict=True))
@@ -203,8 +204,8 @@ def replicated_parameters(run: Run, software: Software) -> tuple[int, ...]:
 
     Norms, also those of heads; biases of row-parallel matrices, and learned positions.
     """
-    counts, head = stage_layers(run, software)
-    held = [count * _replicated_in_layer(run) for count in counts]
+    (counts, head), each = stage_layers(run, software), _replicated_in_layer(run)
+    held = [count * each for count in counts]
     held[0] += _positions(run)
     held[head] += run.shape.kind.norm_vectors * run.shape.hidden
     return tuple(held)

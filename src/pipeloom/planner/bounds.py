@@ -71,8 +71,13 @@ class Bounds(OfPlaced):
 
     def recomputing_s(self, layers: Floats) -> float:
         """Lower bound of the pipeline in seconds, given the recomputed layers of each rank, without collectives."""
-        each_s = np.array(self.placed.recompute_s)
-        return float((self.work[0].end_s() + layers * each_s * self.run.num_microbatches).max())
+        ends_s, each_s = self._recomputing
+        return float((ends_s + layers * each_s).max())
+
+    @cached_property
+    def _recomputing(self) -> tuple[Floats, Floats]:
+        """For each rank the end of its work, and the seconds of a step for each layer that it recomputes."""
+        return self.work[0].end_s(), np.array(self.placed.recompute_s) * self.run.num_microbatches
 
     @cached_property
     def capacity_bytes(self) -> Floats:
@@ -325,21 +330,29 @@ class Sharded(OfPlaced):
         Args:
             in_flight: [rank, number of its stage] stage inputs that it holds at once.
         """
-        run, software, stages = self.run, self.software, self.bounds.stages
-        full, layers = replace(run, recompute="full"), np.array(stage_layers(run, software)[0])
-        each = (kept_bytes(run, software) - kept_bytes(full, software)) * (1 + software.fragmentation)
-        more = working_bytes(full, software) * (1 + software.fragmentation)
+        layers, each, more = self._layer_bytes
         held = self.held_bytes(in_flight)
         room = self.bounds.capacity_bytes
         missing = np.where(held > room, (held + more - room) / each, 0.0)
+        if not missing.any():
+            return missing
         # Stages with the most inputs first: a layer there saves the most, so these are the fewest layers.
         order = np.argsort(-in_flight, axis=1, kind="stable")
         inputs = np.maximum(np.take_along_axis(in_flight, order, axis=1), 1e-9)
-        counts = np.take_along_axis(layers[stages], order, axis=1)
+        counts = np.take_along_axis(layers, order, axis=1)
         saved_before = np.cumsum(inputs * counts, axis=1) - inputs * counts
         # A whole number must not become the next one by rounding.
         wanted = np.ceil((missing[:, None] - saved_before) / inputs - 1e-9)
         return np.clip(wanted, 0, counts).sum(axis=1)
+
+    @cached_property
+    def _layer_bytes(self) -> tuple[NDArray[np.int64], float, float]:
+        """[rank, number of its stage] layers; the bytes that a recomputed layer saves, and those it needs once."""
+        run, software = self.run, self.software
+        full, layers = replace(run, recompute="full"), np.array(stage_layers(run, software)[0])
+        lost = 1 + software.fragmentation
+        each = (kept_bytes(run, software) - kept_bytes(full, software)) * lost
+        return layers[self.bounds.stages], each, working_bytes(full, software) * lost
 
     @property
     def _has_collectives(self) -> bool:

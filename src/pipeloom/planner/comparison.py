@@ -1,8 +1,9 @@
 """Comparisons of a plan: where the time goes, the best of other kinds of layouts, and answers to changed questions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from statistics import fmean
 
 from pipeloom.cost.hardware import Cluster
@@ -26,6 +27,8 @@ CAUSES = {
     "host_s": "host",
 }
 """Keys of ``causes`` -> titles. Tensor-parallel collectives count as compute."""
+FAR = 1.25
+"""Other schedules whose steps take more than this times that of the best layout are not searched further."""
 NO_PIPELINE = "DP or FSDP"
 """Title of the rival whose model is not divided over a pipeline."""
 _SAME_SPEED = 0.0005
@@ -94,13 +97,15 @@ class Rival:
 
     Attributes:
         kind: how it differs.
-        step: its step; ``None`` if no such layout fits.
+        step: its step; ``None`` if no such layout fits, or none within ``least_s``.
         more_s: cause -> its seconds minus those of the best layout.
+        least_s: all its layouts that fit take longer than this; ``None`` if the fastest was searched.
     """
 
     kind: str
     step: SimulatedStep | None
     more_s: dict[str, float]
+    least_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,11 @@ def rivals(searching: Search, question: Question, best: SimulatedStep, deadline:
 
     for kind, limits in _kinds(question, best):
         if searching.has(limits) and not is_over(deadline):
-            yield against(kind, searching.best(1, limits, deadline=deadline).best)
+            # The proof that a schedule is far slower takes longer than the answer; how much slower matters to nobody.
+            within_s = FAR * best.prediction.step_time_s if limits.families is not None else inf
+            found = searching.best(1, limits, deadline=deadline, within_s=within_s)
+            is_far = found.best is None and found.has_slower and found.open_bound_s is None
+            yield Rival(kind, None, {}, within_s) if is_far else against(kind, found.best)
     for kind, other in _alone(question, best):
         if not is_over(deadline):
             yield against(kind, search(other, 1, deadline=deadline).best)
@@ -179,8 +188,13 @@ def _alone(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Quest
 
 
 def changes(question: Question, best: SimulatedStep, deadline: float) -> Iterator[Change]:
-    """The best layouts of changed questions, as far as they are proved before the deadline."""
-    for what, other in _changed(question, best):
+    """The best layouts of changed questions near the best one, as far as they are proved before the deadline.
+
+    Near: tensor axis, pipeline axis and micro-batch are at most one divisor away. A change moves the answer little, and
+    a search of everything for each change takes several times as long as the answer itself.
+    """
+    for what, changed in _changed(question, best):
+        other = replace(changed, limits=_near(changed, best))
         if is_over(deadline):
             return
         found = search(other, 1, deadline=deadline)
@@ -188,6 +202,24 @@ def changes(question: Question, best: SimulatedStep, deadline: float) -> Iterato
         if found.counts.layouts and found.open_bound_s is None:
             step = found.best
             yield Change(what, step, 0.0 if step is None else step.tokens_per_s / best.tokens_per_s)
+
+
+def _near(question: Question, best: SimulatedStep) -> Limits:
+    """The limits of a question, without layouts that are far from the best one."""
+    run, limits = best.run, question.limits
+
+    def around(name: str, sizes: Sequence[int], size: int) -> tuple[int, ...]:
+        allowed = [one for one in sizes if limits.allows(**{name: one})]
+        below, above = ([one for one in allowed if one < size], [one for one in allowed if one > size])
+        return (*below[-1:], *(one for one in allowed if one == size), *above[:1])
+
+    devices, batch = divisors(question.num_devices), divisors(question.global_batch)
+    return replace(
+        limits,
+        tp=around("tp", devices, run.tp),
+        pp=around("pp", devices, run.pp),
+        micro_batch=around("micro_batch", batch, run.micro_batch),
+    )
 
 
 def _changed(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Question]]:

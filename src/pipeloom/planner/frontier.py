@@ -74,15 +74,16 @@ class Frontier:
         count: layouts of the answer.
         limits: that they satisfy.
         is_urgent: whether an early answer is worth more than few simulations.
+        within_s: longest step of the answer.
 
     Attributes:
         is_urgent: as given.
         queue: heap of the open nodes that may satisfy the limits.
         deferred: open nodes that cannot satisfy them or cannot improve their group, for later queries.
-        cutoff_s: upper bound; slower layouts are not in the answer. Infinite until there are ``count`` incumbents.
+        cutoff_s: upper bound; slower layouts are not in the answer. ``within_s`` until there are ``count`` incumbents.
     """
 
-    def __init__(self, count: int, limits: Limits, *, is_urgent: bool = False) -> None:
+    def __init__(self, count: int, limits: Limits, *, is_urgent: bool = False, within_s: float = inf) -> None:
         self._count, self._limits = count, limits
         # A layout that does not fit as it is may fit with any strategy: that is decided when the strategy is applied.
         self._plain_limits = replace(limits, strategies=None)
@@ -91,7 +92,7 @@ class Frontier:
         self.is_urgent = is_urgent
         self.queue: list[OpenNode] = []
         self.deferred: list[OpenNode] = []
-        self.cutoff_s = inf
+        self.cutoff_s = within_s
 
     def push(self, entry: OpenNode) -> None:
         """Add an open node to the queue, or to ``deferred`` if the limits exclude it."""
@@ -108,7 +109,7 @@ class Frontier:
             candidate: the layout.
             step: is kept for ``step_of`` while the layout is in the answer.
         """
-        if not admits(self._limits, candidate):
+        if key.step_s > self.cutoff_s or not admits(self._limits, candidate):
             return
         group = GroupKey.of(candidate.leaf)
         if group in self._incumbents and key >= self._incumbents[group][0]:
@@ -118,7 +119,7 @@ class Frontier:
             # Groups that fell out of the answer remain incumbents, so the cutoff is not the slowest of all.
             slowest_s = nsmallest(self._count, (key.step_s for key, _ in self._incumbents.values()))[-1]
             # A step time that is equal but for rounding may still win by its memory.
-            self.cutoff_s = slowest_s * (1 + SAME)
+            self.cutoff_s = min(self.cutoff_s, slowest_s * (1 + SAME))
         if step is not None:
             self._steps[group] = candidate, step
             # A step holds the times of all its actions, so only those of the answer are kept.

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heappop
+from heapq import heappop, heappush
 from math import inf
 
 from pipeloom.planner.candidate import Candidate, complete, repartitioned
@@ -60,11 +60,13 @@ class SearchResult:
         counts: statistics of the search.
         open_bound_s: lower bound of the step times of open layouts when the time was up; ``None`` if the search was
             complete.
+        has_slower: whether layouts above the cutoff were left open.
     """
 
     steps: tuple[SimulatedStep, ...]
     counts: Counts
     open_bound_s: float | None = None
+    has_slower: bool = False
 
     @property
     def best(self) -> SimulatedStep | None:
@@ -162,7 +164,9 @@ class Search:
         """Whether limits allow any layout, feasible or not."""
         return any(admits(limits, one) for one in self._arrangements)
 
-    def best(self, count: int = 1, limits: Limits | None = None, *, deadline: float = inf) -> SearchResult:
+    def best(
+        self, count: int = 1, limits: Limits | None = None, *, deadline: float = inf, within_s: float = inf
+    ) -> SearchResult:
         """The best layout of each group; layouts without a strategy if those of the limits lead to none.
 
         The first call enumerates the arrangements, which may take seconds.
@@ -171,6 +175,7 @@ class Search:
             count: number of layouts.
             limits: of the layouts; ``None`` for no more than those of the question.
             deadline: on ``time.monotonic``, at which the search returns the best so far; infinite: no limit.
+            within_s: longest step of the answer; the proof ends there.
         """
         begin, limits = time.monotonic(), limits or Limits()
         left_s, is_first = deadline - begin, not self._is_enumerated
@@ -179,7 +184,8 @@ class Search:
         # Plain layouts are searched even without "none", since strategies start from those that do not fit.
         has_plain = names is None or "none" in names
         is_urgent = deadline < inf
-        frontier = self._frontier(count, replace(limits, strategies=names if has_plain else None), is_urgent=is_urgent)
+        plain = replace(limits, strategies=names if has_plain else None)
+        frontier = self._frontier(count, plain, is_urgent=is_urgent, within_s=within_s)
         self._current = frontier
         if is_first and self._prunes and (is_urgent or self._counts.layouts > MANY):
             self._dive(frontier, begin + (FINDING + DIVING) * left_s)
@@ -193,7 +199,7 @@ class Search:
         self._counts.seconds += time.monotonic() - begin
         self._count_pruned(frontier, open_bound_s)
         steps = sorted((_refined(one, frontier.step_of(one)) for one in frontier.best), key=SortKey.of)
-        return SearchResult(tuple(steps), self._counts, open_bound_s)
+        return SearchResult(tuple(steps), self._counts, open_bound_s, has_slower=bool(frontier.queue))
 
     def so_far(self) -> SearchResult:
         """The best layouts of a search that was interrupted inside ``best``, without further simulations."""
@@ -238,9 +244,9 @@ class Search:
         self._simulated.append((key, candidate))
         frontier.offer(key, candidate, step)
 
-    def _frontier(self, count: int, limits: Limits, *, is_urgent: bool = False) -> Frontier:
+    def _frontier(self, count: int, limits: Limits, *, is_urgent: bool = False, within_s: float = inf) -> Frontier:
         """A frontier with everything simulated so far as incumbents."""
-        frontier = Frontier(count, limits, is_urgent=is_urgent)
+        frontier = Frontier(count, limits, is_urgent=is_urgent, within_s=within_s)
         for key, candidate in self._simulated:
             frontier.offer(key, candidate)
         return frontier
@@ -255,7 +261,7 @@ class Search:
             # An interrupt may come while the entry is in no queue; ``so_far`` counts it as open.
             self._expanding = [entry]
             if is_over(deadline) or (self._prunes and entry.bound_s > frontier.cutoff_s):
-                frontier.deferred.append(entry)
+                heappush(frontier.queue, entry)
                 # The queue is in the order of bounds: if the first is too slow, so is the rest.
                 open_bound_s = entry.bound_s if entry.bound_s <= frontier.cutoff_s else None
                 break
@@ -272,23 +278,28 @@ class Search:
         node = entry.node
         if isinstance(node, Arrangement):
             for cut in node.cuts:
-                if self._prunes and cut.missing_bytes > 0:
-                    self._counts.too_large += cut.count
-                else:
-                    frontier.push(self._numbered(cut.bound_s, cut))
+                frontier.push(self._numbered(cut.bound_s, cut))
         elif isinstance(node, Cut):
+            # Memory is bounded where time does not decide: most cuts and leaves are never taken from the queue.
+            if self._prunes and node.missing_bytes > 0:
+                self._counts.too_large += node.count
+                return
             for leaf in node.leaves():
-                fitting = leaf.without_large_levels() if self._prunes else leaf
-                if fitting is None:
-                    self._drop(leaf)
-                else:
-                    frontier.push(self._numbered(fitting.bound_s, fitting))
+                frontier.push(self._numbered(max(entry.bound_s, leaf.quick_bound_s), leaf))
         elif isinstance(node, Leaf):
+            if self._prunes and not node.has_close_bound:
+                fitting = node.without_large_levels()
+                if fitting is None:
+                    self._drop(node)
+                    return
+                # A bound never falls below that of its parent, or the queue's first would not bound the rest.
+                closer_s = max(entry.bound_s, fitting.bound_s)
+                frontier.push(self._numbered(closer_s, replace(fitting, has_close_bound=True)))
+                return
             candidate = complete(node)
             if candidate is None:
                 self._drop(node)
             else:
-                # A bound never falls below that of its parent, or the queue's first would not bound the rest.
                 frontier.push(self._numbered(max(entry.bound_s, candidate.bound_s), candidate))
         else:
             self._bound_or_simulate(frontier, entry.bound_s, node)

@@ -9,7 +9,7 @@ Each has a lower bound of the step time and the number of leaves below it.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import ceil, gcd
 from typing import Literal, NamedTuple
@@ -311,12 +311,14 @@ class Leaf:
         sharding: allowed levels, and copies.
         choice: the schedule.
         strategy: name of its strategy; ``none`` for a plain layout.
+        has_close_bound: whether its bound in the frontier counts what follows from memory.
     """
 
     cut: Cut
     sharding: Sharding
     choice: Choice
     strategy: str = "none"
+    has_close_bound: bool = field(default=False, compare=False)
 
     @property
     def count(self) -> int:
@@ -338,8 +340,17 @@ class Leaf:
         for number, shard in enumerate(self.sharding.levels):
             held = memory.sharded(shard, self.sharding.replicate).held_bytes(self.stage_inputs)
             if memory.missing_bytes(held) <= 0:
-                return replace(self, sharding=self.sharding._replace(levels=self.sharding.levels[number:]))
+                return (
+                    self
+                    if number == 0
+                    else replace(self, sharding=self.sharding._replace(levels=self.sharding.levels[number:]))
+                )
         return None
+
+    @property
+    def quick_bound_s(self) -> float:
+        """Lower bound of the step time in seconds, equal for all schedules of the stages."""
+        return self.cut.time.sharded(self.sharding.levels[0], self.sharding.replicate).step_s
 
     @property
     def bound_s(self) -> float:
