@@ -18,8 +18,14 @@ from pipeloom.workload.run import Run
 RUN = Run(shape=load_model("llama-3-8b"), seq=4096, pp=4, tp=8, global_batch=8)
 MASKED = replace(RUN, by_document=True)
 GPUS, SOFTWARE = load_cluster("dgx-a100"), load_software("pipeloom")
-# The same numbers, of devices without multiprocessors.
-CLUSTER = replace(GPUS, device=replace(GPUS.device, num_multiprocessors=0))
+# A hundredth of a GPU, which is as fast as a CPU: no multiprocessors, and peaks below 10 TFLOP/s.
+CPU = replace(
+    GPUS.device,
+    num_multiprocessors=0,
+    peak_flops_per_s={name: peak / 100 for name, peak in GPUS.device.peak_flops_per_s.items()},
+    memory_bytes_per_s=GPUS.device.memory_bytes_per_s / 100,
+)
+CLUSTER = replace(GPUS, device=CPU)
 DOCUMENTS = DataConfig(attention="document")
 
 
