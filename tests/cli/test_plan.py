@@ -145,7 +145,7 @@ def test_the_answer_for_programs(model, capsys):
     assert first["tp"] * first["pp"] * first["dp"] == 4
     assert sum(first["causes_s"].values()) == pytest.approx(first["step_time_s"])
     assert told["counts"]["layouts"] == sum(told["counts"][name] for name in ("too_large", "too_slow", "simulated"))
-    assert {"kind", "layout", "more_s"} == set(told["rivals"][0])
+    assert {"kind", "layout", "more_s", "least_s"} == set(told["rivals"][0])
     assert {change["what"] for change in told["changes"]} >= {"10 % more memory", "half the batch"}
     assert told["error_bar"]["rests_on"]
 

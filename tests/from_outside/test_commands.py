@@ -35,11 +35,13 @@ def test_a_model_of_others_keeps_its_function_and_another_function_is_refused(fo
 def test_a_planned_run_says_what_is_to_be_set_and_does_not_start_without(folder):
     done, _ = run_command(*PLAN, "--devices", "8", "--global-batch", "32", "--out", "planned", folder=folder)
     assert done.returncode == 0, done.stderr
-    assert "optimizer.lr: peak learning rate" in done.stdout
+    assert "optimizer.lr_warmup_steps: steps over which the learning rate rises" in done.stdout
+    assert "optimizer.lr: from arXiv 2407.21783" in " ".join(done.stdout.split())
     refused, written = run_command("train", "planned/run.toml", folder=folder)
     assert refused.returncode == 2
-    for name in ("data.path", "data.tokenizer", "optimizer.lr", "optimizer.lr_warmup_steps", "training.steps"):
+    for name in ("data.path", "data.tokenizer", "optimizer.lr_warmup_steps", "training.steps"):
         assert name in refused.stderr
+    assert "optimizer.lr " not in refused.stderr  # the recipe of the model has it
     assert written == []
 
 

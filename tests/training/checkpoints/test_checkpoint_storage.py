@@ -1,6 +1,7 @@
 """Descriptions of checkpoints: a stranger's runs no code, and what torch writes is read."""
 
 import copyreg
+import io
 import os
 import pickle
 from pathlib import Path
@@ -8,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, metadata
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from pipeloom.errors import UserError
+from pipeloom.training.checkpoints import storage
 from pipeloom.training.checkpoints.storage import CheckpointReader, CheckpointWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -41,7 +43,7 @@ def hostile(mark: Path):
     yield Calls(exec, f"open({str(mark)!r}, 'w')"), r"builtins\.exec"
     yield Metadata({}, storage_data={}, planner_data=[Calls(os.system, command)]), r"posix\.system"
     reach = b"cbuiltins\ngetattr\n(cbuiltins\n__import__\n(Vos\ntRVsystem\ntR(V" + command.encode() + b"\ntR."
-    yield reach, r"builtins\.getattr"
+    yield reach, r"builtins\.__import__"
     yield first, r"copyreg\._reconstructor"
     yield Calls(torch.load, str(mark)), r"torch\.serialization\.load"
     # a name with a dot would reach any attribute of a module on the list: filesystem imports os
@@ -66,6 +68,17 @@ def test_no_pickle_runs_code_and_each_is_refused_by_name(tmp_path):
     with pytest.raises(AttributeError):
         FileSystemReader(tmp_path).read_metadata()
     assert mark.exists()  # the pickle does run where nothing stops it
+
+
+def test_a_member_of_an_enumeration_is_read_in_the_form_of_python_3_11_0(tmp_path):
+    kinds = metadata._MEM_FORMAT_ENCODING
+    # getattr(class, name), as Python 3.11.0 to 3.11.3 pickle it.
+    written = pickle.dumps(Calls(getattr, kinds, "TORCH_CONTIGUOUS_FORMAT"))
+    assert storage._Unpickler(io.BytesIO(written)).load() is kinds.TORCH_CONTIGUOUS_FORMAT
+    for of, name in ((kinds, "__class__"), (kinds, "mro"), (Metadata, "__init__"), (torch.Size, "numel")):
+        write(tmp_path, Calls(getattr, of, name))
+        with pytest.raises(UserError, match="expected a memory format in .metadata, found the attribute"):
+            CheckpointReader(tmp_path).read_metadata()
 
 
 def test_an_extension_code_is_a_name_like_any_other(tmp_path):

@@ -76,6 +76,9 @@ class _Unpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _layout
+        # Python 3.11.0 to 3.11.3 pickle a member of an enumeration as getattr(class, name).
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         # Python 3.13 moved the classes to pathlib._local, and a pickle has the module's name.
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
             return _PATHS[name]
@@ -93,6 +96,14 @@ def _layout(name: str) -> torch.layout:
     if name != "torch.strided":
         raise UserError(f"expected tensors of layout torch.strided, found {name!r}")
     return torch.strided
+
+
+def _member(of: Any, name: str) -> Any:
+    """A member of the only enumeration of a checkpoint, in place of ``getattr``, which would give access to all."""
+    formats = metadata._MEM_FORMAT_ENCODING  # noqa: SLF001
+    if of is not formats or name not in formats.__members__:
+        raise UserError(f"expected a memory format in {METADATA}, found the attribute {name!r} of {of!r}")
+    return formats[name]
 
 
 def _read_metadata(folder: Path) -> Metadata:
