@@ -11,7 +11,7 @@
 # make plan-speed  how fast the planner answers, from the shell and on one core (2 minutes)
 # make bench-network   beside PyTorch's pipelining over slow networks between hosts (as root; 12 minutes)
 # make bench-overhead  beside PyTorch's pipelining with next to no compute (2 minutes)
-# make bench-peers  beside a plain loop, transformers, DDP, FSDP2, PyTorch's pipelining with real compute (6 minutes)
+# make bench-peers  beside a plain loop, transformers, DDP, FSDP2, PyTorch's pipelining with real compute (some minutes)
 # make bench-balance  what moving activations saves and costs, with emulated compute (1 minute)
 # make bench-checkpoints  steps beside a checkpoint to a disk of 20 MB/s, and without (1 minute)
 # make bench-tokenize  memory and speed of tokenizing 5 GB of text (ARGS="--gb 1" for less; some minutes for each GB)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
-from peers.plain import PlainLlama
+from peers.plain import PlainLlama, plain_names
+from pipeloom.catalog.weight_files import LLAMA_WEIGHTS
 
 Start = dict[str, Any]
 """As ``peers.start.write_start`` describes."""
@@ -94,7 +95,10 @@ class Transformers(Loop):
             attn_implementation="sdpa",
         )
         found = LlamaForCausalLM(config)
-        found.load_state_dict({_transformers_name(name): weight for name, weight in self.start["weights"].items()})
+        names = plain_names(model)
+        weights = {names[own]: weight for own, weight in self.start["weights"].items()}
+        tensors = LLAMA_WEIGHTS.of_model(list(weights), model.num_layers)
+        found.load_state_dict({tensor.name: weights[tensor.parameters[0]] for tensor in tensors})
         return found.train()
 
     def logits(self, tokens: Tensor) -> Tensor:
@@ -226,20 +230,6 @@ def plain(start: Start) -> PlainLlama:
     return model
 
 
-def _transformers_name(name: str) -> str:
-    ends = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
-    if not name.startswith("layers."):
-        return ends.get(name, "lm_head.weight")
-    _, number, part, _ = name.split(".")
-    renamed = {
-        "attention_norm": "input_layernorm",
-        "feed_forward_norm": "post_attention_layernorm",
-        **{one: f"mlp.{one}_proj" for one in ("gate", "up", "down")},
-        **{one: f"self_attn.{one[0]}_proj" for one in ("query", "key", "value", "output")},
-    }
-    return f"model.layers.{number}.{renamed[part]}.weight"
-
-
 PROGRAMS: dict[str, Callable[[Start, argparse.Namespace], Loop]] = {
     "plain": Loop,
     "transformers": Transformers,
@@ -253,7 +243,6 @@ def adamw(parameters: Iterable[nn.Parameter], settings: dict[str, Any]) -> torch
     """Fused AdamW; vectors do not decay."""
     every, others = list(parameters), dict(settings)
     decay = others.pop("weight_decay", 0.0)
-    others.pop("foreach", None)
     groups = [
         {"params": [one for one in every if one.ndim > 1], "weight_decay": decay},
         {"params": [one for one in every if one.ndim < 2], "weight_decay": 0.0},

@@ -125,8 +125,8 @@ def test_a_narrow_prior_outweighs_few_rows_and_many_rows_outweigh_it():
 
 def test_the_prior_is_the_mean_of_the_programs_and_as_wide_as_they_differ():
     alike = [{"matmul": Estimate(0.7, 0.0001)}] * 8
-    apart = [{"matmul": Estimate(value, 0.0001)} for value in (0.6, 0.9) * 4]
-    same, different = (pooled(programs, PRIOR) for programs in (alike, apart))
+    unlike = [{"matmul": Estimate(value, 0.0001)} for value in (0.6, 0.9) * 4]
+    same, different = (pooled(programs, PRIOR) for programs in (alike, unlike))
     assert same.center.matmul == pytest.approx(0.72, abs=0.01)  # the first prior counts as one program
     assert same.width("matmul") < PRIOR.width("matmul")
     assert different.width("matmul") > 1.5 * same.width("matmul")

@@ -39,8 +39,8 @@ def model(tmp_path):
 
 
 def words(model, **changes):
-    told = {"cluster": "dgx-1-v100", "devices": 4, "global-batch": 8, "seq": 512, "dtype": "float16"} | changes
-    flags = [str(part) for name, value in told.items() for part in (f"--{name}", value)]
+    given = {"cluster": "dgx-1-v100", "devices": 4, "global-batch": 8, "seq": 512, "dtype": "float16"} | changes
+    flags = [str(part) for name, value in given.items() for part in (f"--{name}", value)]
     return ["plan", "--model", model, *flags]
 
 
@@ -66,28 +66,28 @@ def test_in_100_columns_the_table_has_sharding_memory_and_price(model, capsys, m
 
 
 def test_equivalent_layouts_are_listed_first_and_the_simplest_is_written(model, tmp_path, capsys):
-    asked = [*words(model, cluster="dgx-a100", dtype="bfloat16"), "--no-explain", "--json"]
-    assert main([*asked, "--out", str(tmp_path / "planned")]) == 0
-    told = json.loads(capsys.readouterr().out)
-    step_s = [layout["step_time_s"] for layout in told["layouts"]]
-    ties = [layout["is_equivalent"] for layout in told["layouts"]]
+    command = [*words(model, cluster="dgx-a100", dtype="bfloat16"), "--no-explain", "--json"]
+    assert main([*command, "--out", str(tmp_path / "planned")]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    step_s = [layout["step_time_s"] for layout in answer["layouts"]]
+    ties = [layout["is_equivalent"] for layout in answer["layouts"]]
     assert ties == sorted(ties, reverse=True)
-    assert ties == [seconds / min(step_s) - 1 < told["error_bar"]["tie"] for seconds in step_s]
-    assert told["layouts"][0]["pp"] == min(one["pp"] for one, tie in zip(told["layouts"], ties, strict=True) if tie)
+    assert ties == [seconds / min(step_s) - 1 < answer["error_bar"]["tie"] for seconds in step_s]
+    assert answer["layouts"][0]["pp"] == min(one["pp"] for one, tie in zip(answer["layouts"], ties, strict=True) if tie)
     config, _ = read_run_file(tmp_path / "planned" / "run.toml")
     assert (config.layout.pp, config.layout.tp, config.layout.dp) == tuple(
-        told["layouts"][0][name] for name in ("pp", "tp", "dp")
+        answer["layouts"][0][name] for name in ("pp", "tp", "dp")
     )
 
 
 @pytest.mark.parametrize("strategies", [("none",), ("none", "slices")])
 def test_strategies_may_be_limited(model, capsys, strategies):
-    asked = [*words(model, seq=8192, **{"global-batch": 2}), "--pp", "4", "--no-explain", "--json"]
-    assert main([*asked, "--strategies", *strategies]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["question"]["limits"]["strategies"] == list(strategies)
-    assert (told["counts"]["tried"] > 0) == (strategies != ("none",))
-    first = told["layouts"][0]
+    command = [*words(model, seq=8192, **{"global-batch": 2}), "--pp", "4", "--no-explain", "--json"]
+    assert main([*command, "--strategies", *strategies]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["question"]["limits"]["strategies"] == list(strategies)
+    assert (answer["counts"]["tried"] > 0) == (strategies != ("none",))
+    first = answer["layouts"][0]
     assert (first["token_slices"] is not None) == (strategies != ("none",))
     assert (first["keep"], first["balance"], first["offload"]) == (None, False, False)
 
@@ -111,23 +111,23 @@ def test_another_row_may_be_written(model, capsys, tmp_path):
 
 def test_the_price_of_tokens(model, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    asked = [*words(model, cluster="dgx-a100"), "--no-explain"]
-    assert main([*asked, "--json"]) == 0
+    command = [*words(model, cluster="dgx-a100"), "--no-explain"]
+    assert main([*command, "--json"]) == 0
     first = json.loads(capsys.readouterr().out)["layouts"][0]
     dollars = 4 * load_cluster("dgx-a100").price_per_device_hour * 1e9 / first["tokens_per_s"] / 3600
     assert first["dollars_per_billion_tokens"] == pytest.approx(dollars)
-    assert main(asked) == 0
+    assert main(command) == 0
     assert "$/1e9" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("columns", [80, 100, 120])
 def test_a_narrow_terminal_gets_every_column_and_figure_of_a_wide_one(model, capsys, monkeypatch, columns):
-    asked = [*words(model, cluster="dgx-a100"), "--families", "1f1b", "gpipe", "--strategies", "none"]
+    command = [*words(model, cluster="dgx-a100"), "--families", "1f1b", "gpipe", "--strategies", "none"]
     monkeypatch.setenv("COLUMNS", "400")
-    assert main(asked) == 0
+    assert main(command) == 0
     wide = capsys.readouterr().out
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert main(asked) == 0
+    assert main(command) == 0
     narrow = capsys.readouterr().out
     assert all(len(line) <= columns for line in narrow.splitlines() if model not in line)
     assert "…" not in narrow
@@ -139,15 +139,15 @@ def test_a_narrow_terminal_gets_every_column_and_figure_of_a_wide_one(model, cap
 
 def test_the_answer_for_programs(model, capsys):
     assert main([*words(model), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["is_proved"]
-    first = told["layouts"][0]
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["is_proved"]
+    first = answer["layouts"][0]
     assert first["tp"] * first["pp"] * first["dp"] == 4
     assert sum(first["causes_s"].values()) == pytest.approx(first["step_time_s"])
-    assert told["counts"]["layouts"] == sum(told["counts"][name] for name in ("too_large", "too_slow", "simulated"))
-    assert {"kind", "layout", "more_s", "least_s"} == set(told["rivals"][0])
-    assert {change["what"] for change in told["changes"]} >= {"10 % more memory", "half the batch"}
-    assert told["error_bar"]["rests_on"]
+    assert answer["counts"]["layouts"] == sum(answer["counts"][name] for name in ("too_large", "too_slow", "simulated"))
+    assert {"kind", "layout", "more_s", "least_s"} == set(answer["rivals"][0])
+    assert {change["what"] for change in answer["changes"]} >= {"10 % more memory", "half the batch"}
+    assert answer["error_bar"]["rests_on"]
 
 
 def test_limits_are_kept(model, capsys):
@@ -227,13 +227,13 @@ def test_a_run_file_with_a_model_of_its_own_keeps_its_recipe(tmp_path, capsys):
 
 def test_a_run_on_several_nodes_is_not_started_by_train(model, tmp_path, capsys):
     out = tmp_path / "planned"
-    asked = [
+    command = [
         *words(model, devices=16, cluster="dgx-a100", dtype="bfloat16", **{"global-batch": 16}),
         "--families",
         "1f1b",
         "--no-explain",
     ]
-    assert main([*asked, "--strategies", "none", "--out", str(out)]) == 0
+    assert main([*command, "--strategies", "none", "--out", str(out)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"start pipeloom launch {out / 'run.toml'} --out FOLDER" in said
     assert "16 processes on 2 nodes of dgx-a100" in said
@@ -331,8 +331,8 @@ def test_without_a_terminal_progress_is_lines(capsys):
 
 
 def test_sequences_that_fit_nowhere_are_named_with_a_length_that_would(model, capsys):
-    asked = words(model, seq=100_000_000, devices=1, **{"global-batch": 1, "software": "megatron-2021"})
-    assert main([*asked, "--no-explain"]) == 1
+    command = words(model, seq=100_000_000, devices=1, **{"global-batch": 1, "software": "megatron-2021"})
+    assert main([*command, "--no-explain"]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "grow with the length of the sequences (micro-batches of 1 sequence of 100,000,000 tokens)" in out
     assert re.search(r"- with sequences of [\d,]+ tokens it fits", out)

@@ -116,6 +116,6 @@ def test_a_goal_chooses_over_methods_batches_and_cluster_sizes(capsys):
 
 def test_wrong_amounts_of_goals_are_one_message(capsys):
     assert main([*ASKED, "--tokens", "10Q", "--deadline", "30", "--max-dollars", "-1k"]) == 2
-    told = capsys.readouterr().err
-    assert "--tokens must be an amount above 0 such as 1T, 300B or 3e11, found '10Q'" in told
-    assert "--deadline must be an amount above 0 such as 30d, 12h or 6w, found '30'" in told
+    printed = capsys.readouterr().err
+    assert "--tokens must be an amount above 0 such as 1T, 300B or 3e11, found '10Q'" in printed
+    assert "--deadline must be an amount above 0 such as 30d, 12h or 6w, found '30'" in printed

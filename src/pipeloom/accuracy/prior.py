@@ -38,7 +38,7 @@ BETWEEN_BOUNDS = 6.0
 """Standard deviations between the bounds of an efficiency, before any program has been fitted: nearly all programs are
 inside."""
 WIDEST = log(2)
-"""Most of that; the bounds of seconds are orders of magnitude apart."""
+"""Largest standard deviation before any program has been fitted: the bounds of seconds span orders of magnitude."""
 OWN_WEIGHT = 1.0
 """Number of programs that the first general values and widths count as."""
 

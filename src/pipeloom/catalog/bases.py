@@ -46,7 +46,7 @@ def _read(folder: str, named: str, known: tuple[str, ...], seen: tuple[str, ...]
     if not isinstance(base, str):
         raise UserError(f"{source}: base must be a name of the catalog or a file, found {base!r}")
     if "groups" in table:
-        raise UserError(f"{source}: base cannot stand beside groups; a group has its own cluster")
+        raise UserError(f"{source}: a file with groups cannot have a base; each group has its own cluster")
     if names_file(base):
         base = str(Path(source).parent / expand_home(Path(base)))
     below, _ = _read(folder, base, known, (*seen, place))

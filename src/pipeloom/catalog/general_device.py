@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from pipeloom.cost.hardware import Curve
+from pipeloom.cost.hardware import Curve, usual_peak
 
 LAUNCH_US, KERNEL_US = 6.0, 4.0
 """Launch of a kernel by the host, and its fixed cost: the values of every GPU of the catalog."""
@@ -20,7 +20,6 @@ def general_curve(peak_flops_per_s: Mapping[str, float]) -> Curve:
     Args:
         peak_flops_per_s: precision -> peak; that of 16 bits sets the sizes, or the highest.
     """
-    peak = peak_flops_per_s.get("bf16") or peak_flops_per_s.get("fp16") or max(peak_flops_per_s.values(), default=1.0)
     # In GFLOP with six digits, as files are written, so that a written cluster is read as the same one.
-    sizes = [float(f"{seconds * peak / 1e9:.6g}") * 1e9 for seconds in _SECONDS_AT_PEAK]
+    sizes = [float(f"{seconds * usual_peak(peak_flops_per_s) / 1e9:.6g}") * 1e9 for seconds in _SECONDS_AT_PEAK]
     return tuple(zip(sizes, _FRACTIONS, strict=True))

@@ -1,13 +1,11 @@
 """Training recipes of models: the table ``[recipe]`` of a model file, with its source."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pipeloom.catalog.reading import Reader
-
-_POSITIVE = ("lr", "eps", "clip_grad_norm")
-_AT_LEAST_0 = ("weight_decay",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +43,15 @@ def read_recipe(reader: Reader) -> TrainingRecipe:
     known = reader.names()
     reader.text("optimizer", "adamw", among=("adamw",))
     reader.text("lr_schedule", "cosine", among=("cosine",))
-    found: dict[str, Any] = {"lr": reader.positive("lr")}
-    found |= {name: reader.positive(name) for name in _POSITIVE[1:] if name in known}
-    found |= {name: reader.number(name) for name in _AT_LEAST_0 if name in known}
-    if "lr_warmup_steps" in known:
-        found["lr_warmup_steps"] = reader.integer("lr_warmup_steps")
-    if "lr_min_fraction" in known:
-        found["lr_min_fraction"] = reader.fraction("lr_min_fraction", is_zero_allowed=True)
-    if "betas" in known:
-        found["betas"] = reader.pair("betas")
+    others: dict[str, Callable[[str], Any]] = {
+        "eps": reader.positive,
+        "clip_grad_norm": reader.positive,
+        "weight_decay": reader.number,
+        "lr_warmup_steps": reader.integer,
+        "lr_min_fraction": partial(reader.fraction, is_zero_allowed=True),
+        "betas": reader.pair,
+    }
+    found = {"lr": reader.positive("lr")} | {name: read(name) for name, read in others.items() if name in known}
     if {"steps", "tokens"} <= set(known):
         reader.complain("steps and tokens cannot both be there; expected one")
     return TrainingRecipe(

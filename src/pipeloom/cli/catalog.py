@@ -9,7 +9,7 @@ from pipeloom.catalog import CLUSTERS, cluster_to_toml, load_cluster, load_model
 from pipeloom.catalog.reading import text_of
 from pipeloom.cli.flags import SOURCE, read_flags
 from pipeloom.cli.reference import Command, Place
-from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.hardware import Cluster, usual_peak
 from pipeloom.errors import ConfigError
 from pipeloom.terminal.console import Columns, headed, print_table, table_of, wide_console
 from pipeloom.terminal.guard import printable
@@ -59,11 +59,10 @@ class _Kind(NamedTuple):
 
 def _of_cluster(cluster: Cluster) -> dict[str, Any]:
     device = cluster.device
-    peaks = device.peak_flops_per_s
     return {
         "device": device.name,
         "devices_per_node": cluster.devices_per_node,
-        "peak_flops_per_s": peaks.get("bf16") or peaks.get("fp16") or max(peaks.values()),
+        "peak_flops_per_s": usual_peak(device.peak_flops_per_s),
         "memory_bytes": device.memory_bytes,
         "memory_bytes_per_s": device.memory_bytes_per_s,
         "intra_bytes_per_s": cluster.intra.bytes_per_s,

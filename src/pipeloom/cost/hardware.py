@@ -6,7 +6,7 @@ If a host has fewer cores than processes, measured seconds are seconds of a core
 processes work, without waiting. The simulator shares the cores among the ranks (``pipeloom.predict.places``).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import log
@@ -45,6 +45,11 @@ def interpolate(curve: Curve, x: float) -> float:
         if x <= x1:
             return y0 + (y1 - y0) * log(x / x0) / log(x1 / x0)
     return curve[-1][1]
+
+
+def usual_peak(peak_flops_per_s: Mapping[str, float]) -> float:
+    """The peak of 16 bits among peaks by precision; without one the highest, and 1 without any."""
+    return peak_flops_per_s.get("bf16") or peak_flops_per_s.get("fp16") or max(peak_flops_per_s.values(), default=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

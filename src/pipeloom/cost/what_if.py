@@ -1,30 +1,21 @@
 """A cluster with one of its figures changed: for questions of the kind "what if the network were twice as fast"."""
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import isfinite
 
-from pipeloom.cost.hardware import Cluster, Link
+from pipeloom.cost.hardware import Cluster, Link, usual_peak
 from pipeloom.cost.mixed import MixedCluster
-
-_AMOUNT = re.compile(r"(?P<number>[0-9.]+(e[+-]?[0-9]+)?) ?(?P<factor>x?)", re.IGNORECASE)
+from pipeloom.terminal.words import leading_number
 
 INTER, INTRA, MEMORY = "inter_bandwidth", "intra_bandwidth", "memory"
 PEAK, MEMORY_BANDWIDTH = "peak", "memory_bandwidth"
-
-
-def _usual_peak(cluster: Cluster) -> float:
-    """The peak of 16 bits; without one the highest."""
-    peaks = cluster.device.peak_flops_per_s
-    return peaks.get("bf16") or peaks.get("fp16") or max(peaks.values())
 
 
 _FIGURES: dict[str, tuple[str, float, Callable[[Cluster], float]]] = {
     INTER: ("GB/s", 1e9, lambda cluster: cluster.inter.bytes_per_s),
     INTRA: ("GB/s", 1e9, lambda cluster: cluster.intra.bytes_per_s),
     MEMORY: ("GB", 1e9, lambda cluster: cluster.device.memory_bytes),
-    PEAK: ("TFLOP/s", 1e12, _usual_peak),
+    PEAK: ("TFLOP/s", 1e12, lambda cluster: usual_peak(cluster.device.peak_flops_per_s)),
     MEMORY_BANDWIDTH: ("GB/s", 1e9, lambda cluster: cluster.device.memory_bytes_per_s),
 }
 """Name of a change -> unit of an absolute value, that unit in SI units, the figure of a cluster."""
@@ -46,12 +37,9 @@ def what_if_problems(changes: Mapping[str, str]) -> list[str]:
 
 def _amount(text: str) -> tuple[float, bool] | None:
     """The number of a change, and whether it is a factor; ``None`` if the text is neither."""
-    found = _AMOUNT.fullmatch(text.strip())
-    try:
-        number = float(found["number"]) if found else 0.0
-    except ValueError:  # such as 1.2.3
-        return None
-    return (number, bool(found["factor"])) if found and number > 0 and isfinite(number) else None
+    number, behind = leading_number(text.strip().lower()) or (0.0, "")
+    behind = behind.removeprefix(" ")
+    return (number, bool(behind)) if number > 0 and behind in ("", "x") else None
 
 
 def without_effect(cluster: Cluster, changes: Mapping[str, str], num_devices: int) -> list[str]:

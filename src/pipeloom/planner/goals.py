@@ -1,12 +1,12 @@
 """What a training must not exceed, and what of it should be least: the choice among the points of a tradeoff."""
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Literal
 
 from pipeloom.planner.tradeoff import Point
+from pipeloom.terminal.words import leading_number
 
 Objective = Literal["time", "cost"]
 AMOUNTS: Mapping[str, float] = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -41,11 +41,6 @@ class Goal:
 
 def amount(text: str, units: Mapping[str, float]) -> float | None:
     """A number above 0 with a letter of ``units``, such as ``1.5T``; ``None`` for any other text."""
-    found = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)([A-Za-z]?)", text.strip())
-    if found is None or found[2] not in units:
-        return None
-    try:
-        value = float(found[1]) * units[found[2]]
-    except ValueError:  # such as 1.2.3
-        return None
+    number, letter = leading_number(text.strip()) or (0.0, "")
+    value = number * units.get(letter, 0.0)
     return value if value > 0 and isfinite(value) else None

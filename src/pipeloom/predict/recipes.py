@@ -12,7 +12,7 @@ from pipeloom.errors import UserError
 _Config = TypeVar("_Config", bound=RunConfig)
 
 
-def recipe_of(config: RunConfig) -> TrainingRecipe | None:
+def _recipe_of(config: RunConfig) -> TrainingRecipe | None:
     """The recipe in the file of a run's model; ``None`` without one."""
     model = config.model
     if (model.preset is None) == (model.file is None):
@@ -28,7 +28,7 @@ def with_recipe(config: _Config) -> _Config:
 
     A run that sets ``optimizer.lr``, or an update rule other than AdamW, has a recipe of its own and stays as it is.
     """
-    recipe, own = recipe_of(config), config.optimizer
+    recipe, own = _recipe_of(config), config.optimizer
     if recipe is None or own.lr is not None or own.name != "adamw":
         return config
     unset: dict[str, Any] = {name: value for name, value in recipe.optimizer.items() if getattr(own, name) is None}
@@ -42,7 +42,7 @@ def recipe_notes(config: RunConfig) -> tuple[str, ...]:
     Args:
         config: with the recipe, or without, in which case there are no sentences.
     """
-    recipe, own = recipe_of(config), config.optimizer
+    recipe, own = _recipe_of(config), config.optimizer
     if recipe is None or any(getattr(own, name) != value for name, value in recipe.optimizer.items()):
         return ()
     return tuple(_notes(recipe, config))

@@ -109,6 +109,16 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * units[match[2].lower()])
 
 
+def leading_number(text: str) -> tuple[float, str] | None:
+    """The finite number of at least 0 that a text begins with, and the text behind it; ``None`` without one."""
+    found = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)(.*)", text)
+    try:
+        number = float(found[1]) if found else math.inf
+    except ValueError:  # such as 1.2.3
+        return None
+    return (number, found[2]) if found and math.isfinite(number) else None
+
+
 def format_bytes(size: float, *, rounds_up: bool = False) -> str:
     """A number of bytes in decimal units: ``64 MB``, ``1.5 GB`` (10^9 bytes), ``512 bytes``.
 
