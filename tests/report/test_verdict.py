@@ -30,14 +30,15 @@ def test_a_part_beyond_the_spread_is_a_cause_with_its_seconds_and_a_command(tmp_
     run = run_of(tmp_path)
     verdict = verdict_of(run)
     assert verdict.headline == (
-        "measured 70.0 ms a step (median), 8 of 10 steps 69.0 ms to 71.0 ms; predicted 45.0 ms, 0.64 of the measured "
-        "step: slower than predicted by 56%"
+        "measured 70.0 ms a step (median), 8 of 10 steps 69.0 ms to 71.0 ms; predicted 45.0 ms, 0.64 times the "
+        "measured step: slower than predicted"
     )
     part, text = verdict.causes[0]
     assert part == "compute"
     assert text.startswith("48.0 ms, predicted 24.0 ms: ")
     assert f"`pipeloom train {tmp_path / 'config.toml'}`" in text
     assert verdict.note == ""
+    assert verdict.lines[-1].startswith("where step 3 went: compute 69%; ")
     assert page_contents(run)["verdict"]["causes"][0] == ("compute", text)
 
 
@@ -69,4 +70,5 @@ def test_a_rank_that_is_slower_than_the_others_is_a_straggler(tmp_path):
     parts = dict(found.causes)
     assert parts["compute of rank 1, a straggler"].startswith("50.0 ms, predicted 40.0 ms")
     assert not [part for part in parts if "rank 0" in part or "rank 2" in part]
-    assert parts["bubble"].startswith("6.67 ms, predicted 0")
+    assert "waiting for other ranks 9%" in found.shares
+    assert parts["waiting for other ranks"].startswith("6.67 ms, predicted 0")

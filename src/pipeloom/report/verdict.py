@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 import numpy as np
@@ -16,13 +16,17 @@ from pipeloom.terminal.words import seconds
 
 _FEWEST = 5
 """Steps after the first one without which the spread of the steps is not estimated."""
+_WAITING = "waiting for other ranks"
+"""Name of the bubble without communication and host."""
 _PARTS = {
     "compute": ("compute_s",),
-    "bubble": ("startup_s", "imbalance_s", "drain_s"),
+    _WAITING: ("startup_s", "imbalance_s", "drain_s"),
     "exposed communication": ("exposed_p2p_s", "exposed_data_parallel_s"),
     "host": ("host_s",),
 }
 """Name -> parts of the bubble account."""
+_OUTSIDE = "batch, loss and weight update"
+"""Name of what is outside the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +37,19 @@ class Verdict:
         headline: measured and predicted step, their ratio, and the spread of the steps.
         causes: (name, its seconds and the next command) of each part that differs by more than the spread.
         note: why there are no causes; empty if there are some.
+        shares: the shares of the parts of the traced step, as measured; empty if it has no trace.
     """
 
     headline: str
     causes: tuple[tuple[str, str], ...]
     note: str
+    shares: str = ""
 
     @property
     def lines(self) -> list[str]:
         """All of it, for a terminal."""
-        return [self.headline, *(f"{name}: {text}" for name, text in self.causes), *filter(None, [self.note])]
+        causes = (f"{name}: {text}" for name, text in self.causes)
+        return [self.headline, *causes, *filter(None, [self.note, self.shares])]
 
 
 def step_verdict(run: Run, accounts: Mapping[str, Sequence[BubbleAccount]]) -> Verdict | None:
@@ -58,6 +65,11 @@ def step_verdict(run: Run, accounts: Mapping[str, Sequence[BubbleAccount]]) -> V
     typical_s = median_step_time_s(run)
     if typical_s is None:
         return None
+    return replace(_compared(run, accounts, typical_s), shares=_shares(run, accounts.get("measured", ())))
+
+
+def _compared(run: Run, accounts: Mapping[str, Sequence[BubbleAccount]], typical_s: float) -> Verdict:
+    """The verdict without the shares, of a run whose median step took ``typical_s``."""
     begun = steps_before(run) or 0
     # The first step of a process allocates and connects.
     times = {line["step"]: line["step_time_s"] for line in run.metrics if line["step"] > begun + 1}
@@ -83,13 +95,25 @@ def _beside(run: Run, typical_s: float, noise_s: float | None = None) -> str:
     predicted_s = (run.summary or {}).get("predicted_step_time_s")
     if predicted_s is None:
         return "; no predicted step"
-    text = f"; predicted {seconds(predicted_s)}, {predicted_s / typical_s:.2f} of the measured step"
+    text = f"; predicted {seconds(predicted_s)}, {predicted_s / typical_s:.2f} times the measured step"
     if noise_s is None:
         return text
     if abs(typical_s - predicted_s) <= noise_s:
         return f"{text}: within the spread of the steps"
-    how = "slower" if typical_s > predicted_s else "faster"
-    return f"{text}: {how} than predicted by {abs(typical_s / predicted_s - 1):.0%}"
+    return f"{text}: {'slower' if typical_s > predicted_s else 'faster'} than predicted"
+
+
+def _shares(run: Run, accounts: Sequence[BubbleAccount]) -> str:
+    """Where the traced step went, the largest part first, as means over the ranks; empty without its accounts."""
+    step = traced_step(run)
+    step_s = next((line["step_time_s"] for line in run.metrics if line["step"] == step), None)
+    if not accounts or step_s is None:
+        return ""
+    found = {part: fmean(sum(getattr(one, key) for key in keys) for one in accounts) for part, keys in _PARTS.items()}
+    found[_OUTSIDE] = step_s - fmean(one.compute_s + one.idle_s for one in accounts)
+    ordered = sorted(found.items(), key=lambda item: -item[1])
+    parts = [f"{part} {took_s / step_s:.0%}" for part, took_s in ordered if took_s / step_s >= 0.005]
+    return f"where step {step} went: {'; '.join(parts)}"
 
 
 def _causes(
@@ -104,7 +128,7 @@ def _causes(
     whole = [fmean(one.compute_s + one.idle_s for one in accounts[name]) for name in names]
     predicted_s = (run.summary or {}).get("predicted_step_time_s")
     if predicted_s is not None:
-        found["batch, loss and weight update"] = (step_s - whole[0], predicted_s - whole[1])
+        found[_OUTSIDE] = (step_s - whole[0], predicted_s - whole[1])
     computed = [one.compute_s for one in accounts["measured"]]
     more = [here - one.compute_s for here, one in zip(computed, accounts["predicted"], strict=True)]
     for rank, own in enumerate(more):
@@ -123,10 +147,13 @@ def _advice(run: Run, part: str, *, is_slower: bool) -> str:
     """What to run next."""
     config, layout = shlex.quote(str(run.folder / CONFIG)), run.config.layout
     if not is_slower:
-        return f"less than profiled before the first step; `pipeloom train {config}` profiles again"
-    if part == "bubble":
+        return (
+            "less than predicted from the profile before the first step, as if other work had slowed that; "
+            f"`pipeloom train {config}` profiles again"
+        )
+    if part == _WAITING:
         more = f"--layout.num-microbatches {2 * layout.num_microbatches}"
-        return f"ranks wait for each other; `pipeloom simulate {config} {more}` predicts it with more micro-batches"
+        return f"`pipeloom simulate {config} {more}` predicts it with more micro-batches"
     if part == "exposed communication":
         return (
             "a slower or a shared link; `pipeloom profile` measures it, and "
