@@ -82,6 +82,12 @@ def test_hovering_an_action_shows_both_times(show, tmp_path):
     assert "predicted starts at 0.000 ms, takes 1.000 ms" in tip
 
 
+def test_a_window_of_1200_pixels_shows_the_whole_width(page, show, tmp_path):
+    show(write_run(tmp_path / "run"))
+    page.look(width=1200, height=900, mode="light")
+    assert page.run("document.documentElement.scrollWidth") <= 1200
+
+
 @pytest.mark.parametrize("what", ["bare", "diverged", "one step"])
 def test_runs_that_lack_something_are_shown_too(show, tmp_path, what):
     options = {
