@@ -120,6 +120,21 @@ def test_the_price_of_tokens(model, capsys, monkeypatch):
     assert "$/1e9" in capsys.readouterr().out
 
 
+def test_the_days_and_the_price_of_a_training_are_those_of_the_first_row(model, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    command = [*words(model, cluster="dgx-a100"), "--no-explain", "--tokens", "300B"]
+    assert main([*command, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    first, training = answer["layouts"][0], answer["training"]
+    assert training["tokens"] == 3e11
+    assert training["days"] == pytest.approx(3e11 / first["tokens_per_s"] / 86400)
+    assert training["dollars"] == pytest.approx(300 * first["dollars_per_billion_tokens"])
+    assert main(command) == 0
+    assert f"3e+11 tokens with row 1: {training['days']:.3g} days, $" in capsys.readouterr().out
+    assert main([*command[:-1], "none"]) == 2
+    assert "--tokens must be an amount above 0 such as 1T, 300B or 3e11, found 'none'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("columns", [80, 100, 120])
 def test_a_narrow_terminal_gets_every_column_and_figure_of_a_wide_one(model, capsys, monkeypatch, columns):
     command = [*words(model, cluster="dgx-a100"), "--families", "1f1b", "gpipe", "--strategies", "none"]

@@ -17,6 +17,7 @@ from pipeloom.config.file import format_run, read_run_file
 from pipeloom.config.problems import model_problems, optimizer_problems
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.comparison import causes
+from pipeloom.planner.goals import AMOUNTS, amount_or_note, training_of
 from pipeloom.planner.plan import Plan, make_question, plan
 from pipeloom.planner.question import HEADROOM, Limits, Question, limit_problems
 from pipeloom.planner.run_file import run_config
@@ -64,6 +65,8 @@ class Options(WhatIf):
     """Global batch size, in sequences."""
     seq: Common[Count | None] = None
     """Sequence length, in tokens."""
+    tokens: Common[str | None] = None
+    """Tokens of the training, such as 1T or 3e11: print how long it takes, and its price."""
     software: Common[ProgramName | None] = None
     """Training program: a name of the catalog, or a file. None: pipeloom."""
     dtype: Common[Dtype | None] = None
@@ -139,6 +142,7 @@ class Request:
         software: name or file.
         config: of the run file, if one was given.
         what_if: changes of the cluster, of which the question has the result.
+        tokens: of the training, if they were given.
     """
 
     options: Options
@@ -148,6 +152,7 @@ class Request:
     software: str
     config: RunConfig | None
     what_if: Mapping[str, str]
+    tokens: float | None
 
 
 def run(words: list[str]) -> int:
@@ -163,9 +168,9 @@ def run(words: list[str]) -> int:
             request.question, options.best, budget_s=options.budget_s, explains=options.explain, progress=progress.show
         )
     if options.json:
-        print(json.dumps(to_json(answer)))
+        print(json.dumps(to_json(answer, request.tokens)))
     else:
-        print_plan(answer)
+        print_plan(answer, request.tokens)
     if options.row > len(answer.steps) > 0:
         raise UserError(f"--row must be at most {len(answer.steps)}, the rows of the table, found {options.row}")
     if answer.best is not None:
@@ -251,6 +256,7 @@ def parse_request(words: list[str]) -> Request:
 
 def _request(options: Options, found: Words, words: list[str]) -> Request:
     problems = found.problems
+    tokens = amount_or_note("--tokens", options.tokens, AMOUNTS, "1T, 300B or 3e11", problems)
     if options.out is not None and options.out.suffix == ".toml":
         problems.append(f"--out takes a folder, to which {RUN_FILE} and {SCHEDULE} go, found {options.out}")
     if options.row > 1 and options.out is None and options.export is None:
@@ -305,7 +311,7 @@ def _request(options: Options, found: Words, words: list[str]) -> Request:
         headroom=options.headroom,
         **limits,
     )
-    return Request(options, question, model_name, cluster_name, software_name, config, what_if)
+    return Request(options, question, model_name, cluster_name, software_name, config, what_if, tokens)
 
 
 def _first(*values: Any) -> Any:
@@ -340,8 +346,8 @@ def _limits(options: Options) -> dict[str, tuple[Any, ...]]:
     return {name: among for name, among in values.items() if among}
 
 
-def to_json(plan: Plan) -> dict[str, Any]:
-    """Output of ``--json``, in SI units; docs/plan.md lists the keys."""
+def to_json(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
+    """Output of ``--json``, in SI units; docs/plan.md lists the keys. ``tokens`` are those of the training."""
     question, counts = plan.question, plan.counts
     near = plan.closest
     return {
@@ -369,6 +375,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             for one in plan.rivals
         ],
         "changes": [{"what": one.what, "speed": one.speed, "layout": _or_null(one.step)} for one in plan.changes],
+        "training": None if tokens is None else _training_to_json(plan, tokens),
         "error_bar": plan.error_bar.to_json(),
         "advice": plan.advice,
         "closest": near
@@ -377,6 +384,12 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "ways_out": [{"what": what, "layout": step_to_json(step)} for what, step in near.ways_out],
         },
     }
+
+
+def _training_to_json(plan: Plan, tokens: float) -> dict[str, float | None]:
+    """How long a training takes with the first row, and its price."""
+    days, dollars = (None, None) if plan.best is None else training_of(plan.rows[0], tokens)
+    return {"tokens": tokens, "days": days, "dollars": dollars}
 
 
 def _or_null(step: SimulatedStep | None) -> dict[str, Any] | None:

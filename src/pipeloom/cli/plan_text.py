@@ -10,6 +10,7 @@ from rich.table import Table
 from pipeloom.cli.run_config import dtype_words
 from pipeloom.cost.hardware import Cluster
 from pipeloom.planner.comparison import CAUSES, Change, Rival, causes, main_cause, without_pipeline
+from pipeloom.planner.goals import training_of
 from pipeloom.planner.infeasible import MOST_DOUBLINGS, Closest
 from pipeloom.planner.plan import Plan
 from pipeloom.planner.question import Question
@@ -18,7 +19,7 @@ from pipeloom.predict.places import describe_places
 from pipeloom.predict.stage_swaps import swapped_amounts
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.console import headed, print_table, table, wide_console
-from pipeloom.terminal.words import amount, count, format_bytes, seconds, short, unit_bytes, unit_s
+from pipeloom.terminal.words import amount, count, format_bytes, in_days, in_dollars, seconds, short, unit_bytes, unit_s
 
 _SHARDED = {
     "none": "nothing",
@@ -42,8 +43,8 @@ _KEY = (
 )
 
 
-def print_plan(plan: Plan) -> None:
-    """Print the answer."""
+def print_plan(plan: Plan, tokens: float | None = None) -> None:
+    """Print the answer, and how long ``tokens`` of training take."""
     console = wide_console(_WIDTH)
     _print_question(console, plan)
     if plan.best is None:
@@ -61,6 +62,8 @@ def print_plan(plan: Plan) -> None:
     is_priced = any(step.dollars_per_billion_tokens is not None for step in plan.steps)
     console.print(_KEY + (f" {PRICE}: dollars for 1e9 tokens." if is_priced else ""))
     _print_layout(console, plan.rows[0])
+    if tokens is not None:
+        _print_training(console, plan.rows[0], tokens)
     fastest = _fastest_row(plan)
     if plan.rivals:
         name = unit_s(plan.best.prediction.step_time_s)[1]
@@ -190,6 +193,13 @@ def _print_layout(console: Console, best: SimulatedStep) -> None:
     console.print(f"row 1: {', '.join(parts)}")
     if len(best.cluster.kinds(run.num_devices)) > 1:
         console.print(f"pipeline ranks {'; '.join(describe_places(best.places))}")
+
+
+def _print_training(console: Console, best: SimulatedStep, tokens: float) -> None:
+    """Print the days and the price of a number of tokens with the first row."""
+    days, dollars = training_of(best, tokens)
+    price = "the cluster's file has no price" if dollars is None else in_dollars(dollars)
+    console.print(f"{tokens:.4g} tokens with row 1: {in_days(days)} days, {price}; no margin for the expected error")
 
 
 def _strategies(best: SimulatedStep) -> list[str]:

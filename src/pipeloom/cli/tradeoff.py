@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from math import inf
@@ -21,7 +21,7 @@ from pipeloom.cli.what_if import WhatIf
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.planner.goals import AMOUNTS, TIMES, Goal, Objective, amount
+from pipeloom.planner.goals import AMOUNTS, TIMES, Goal, Objective, amount_or_note
 from pipeloom.planner.question import Question
 from pipeloom.planner.tradeoff import (
     DEVICE_COUNTS,
@@ -39,7 +39,7 @@ from pipeloom.planner.tradeoff import (
 from pipeloom.predict.describe import asked_precision, changed_cluster, load_or_note
 from pipeloom.terminal.console import headed, print_table, table, wide_console
 from pipeloom.terminal.progress import Bar
-from pipeloom.terminal.words import unknown_name
+from pipeloom.terminal.words import in_days, in_dollars, unknown_name
 from pipeloom.workload.dtypes import Dtype, dtype_of
 from pipeloom.workload.limits import ClusterName, Common, ModelName, Names
 from pipeloom.workload.model import ModelShape
@@ -142,38 +142,30 @@ def _goal(options: Options, problems: list[str]) -> Goal | None:
     """The goal of the options; ``None`` without one."""
     if options.deadline is options.max_dollars is options.objective is None:
         return None
-    deadline = _amount("--deadline", options.deadline, TIMES, "30d, 12h or 6w", problems)
-    dollars = _amount("--max-dollars", options.max_dollars, AMOUNTS, "200000, 200k or 1.5M", problems)
+    deadline = amount_or_note("--deadline", options.deadline, TIMES, "30d, 12h or 6w", problems)
+    dollars = amount_or_note("--max-dollars", options.max_dollars, AMOUNTS, "200000, 200k or 1.5M", problems)
     is_for_time = options.deadline is None and options.max_dollars is not None
     objective = options.objective or ("time" if is_for_time else "cost")
     return Goal(deadline_s=deadline or inf, max_dollars=dollars or inf, objective=objective)
 
 
-def _amount(flag: str, text: str | None, units: Mapping[str, float], such: str, problems: list[str]) -> float | None:
-    """The amount of a flag; ``None`` without it, or with a problem."""
-    found = None if text is None else amount(text, units)
-    if text is not None and found is None:
-        problems.append(f"{flag} must be an amount above 0 such as {such}, found '{text}'")
-    return found
-
-
 def print_choice(goal: Goal, points: Sequence[Point], cluster: str) -> None:
     """Print the best point within the limits of a goal, or what comes closest to each of them."""
     best, word = goal.best(points), {"time": "fastest", "cost": "cheapest"}[goal.objective]
-    limits = [f"within {_days(goal.deadline_s / 86400)} days"] if goal.deadline_s < inf else []
-    limits += [f"for at most {_dollars(goal.max_dollars)}"] if goal.max_dollars < inf else []
+    limits = [f"within {in_days(goal.deadline_s / 86400)} days"] if goal.deadline_s < inf else []
+    limits += [f"for at most {in_dollars(goal.max_dollars)}"] if goal.max_dollars < inf else []
     what = " ".join([f"the {word} training", *limits])
     if best is None:
         fast, cheap = min(points, key=lambda one: one.seconds), min(points, key=lambda one: one.dollars)
         print(
-            f"\ngoal      nothing is {' and '.join(limits)}: the fastest takes {_days(fast.days)} days for "
-            f"{_dollars(fast.dollars)}, the cheapest costs {_dollars(cheap.dollars)} in {_days(cheap.days)} days; "
-            "other sizes: --devices"
+            f"\ngoal      nothing is {' and '.join(limits)}: the fastest takes {in_days(fast.days)} days for "
+            f"{in_dollars(fast.dollars)}, the cheapest costs {in_dollars(cheap.dollars)} in {in_days(cheap.days)} "
+            "days; other sizes: --devices"
         )
         return
     print(
         f"\ngoal      {what}: {best.num_devices:,} devices of {cluster}, {best.method}, {_layout(best)}, batch "
-        f"{best.run.global_batch:,}: {_days(best.days)} days, {_dollars(best.dollars)}; no margin for the error of "
+        f"{best.run.global_batch:,}: {in_days(best.days)} days, {in_dollars(best.dollars)}; no margin for the error of "
         "predictions is in it"
     )
 
@@ -266,7 +258,7 @@ def _training(
         batch = options.critical_batch_tokens / seq
     if batch is None:
         batch = default_critical_batch(shape, seq) if shape is not None else 1.0
-    tokens = _amount("--tokens", options.tokens, AMOUNTS, "1T, 300B or 3e11", problems)
+    tokens = amount_or_note("--tokens", options.tokens, AMOUNTS, "1T, 300B or 3e11", problems)
     if tokens is None:
         tokens = float(_TOKENS_PER_PARAMETER * shape.parameters) if shape is not None else 1.0
     price = options.price
@@ -311,7 +303,7 @@ def _print_headline(console: Console, curves: Curves, *, has_default_batch: bool
     lines = {
         "model": f"{question.shape.name}, sequences of {question.seq:,} tokens, "
         + dtype_words(question.precision, is_default=question.has_default_dtype),
-        "cluster": f"{question.cluster.name} at {_dollars(training.price_per_device_hour)} per device-hour",
+        "cluster": f"{question.cluster.name} at {in_dollars(training.price_per_device_hour)} per device-hour",
         "program": trained or by_method,
         "tokens": f"{training.tokens:.4g} with small batches, times 1 + B / B_crit",
         "B_crit": f"{training.critical_batch:,.0f} sequences{source}",
@@ -338,8 +330,8 @@ def _best_table(curves: Curves) -> Table:
                 f"{point.run.global_batch:,}",
                 f"{point.mfu:.1%}",
                 "-" if point.reference_mfu is None else f"{point.reference_mfu:.1%}",
-                _days(point.days),
-                _dollars(point.dollars),
+                in_days(point.days),
+                in_dollars(point.dollars),
             )
     return rows
 
@@ -349,7 +341,7 @@ def _method_table(curves: Curves) -> Table:
     rows = table("devices", methods)
     for count in curves.inputs.device_counts:
         found = (curves.best(count, method) for method in methods)
-        cells = ("-" if point is None else f"{_days(point.days)} {_dollars(point.dollars)}" for point in found)
+        cells = ("-" if point is None else f"{in_days(point.days)} {in_dollars(point.dollars)}" for point in found)
         rows.add_row(f"{count:,}", *cells)
     return rows
 
@@ -361,17 +353,6 @@ def _layout(point: Point) -> str:
     again = "" if recompute == "none" else f" +{recompute}"
     shard = "" if run.shard == "none" else f" {run.shard}"
     return f"{run.tp}/{run.pp}/{run.dp} {run.loops} {run.num_microbatches}x{run.micro_batch}{shard}{again}"
-
-
-def _days(value: float) -> str:
-    """With three digits."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _dollars(value: float) -> str:
-    """Three digits, in thousands or millions where it is as much."""
-    scale, letter = next(pair for pair in ((1e6, "M"), (1e3, "k"), (0.0, "")) if value >= pair[0])
-    return f"${value / (scale or 1):.3g}{letter}"
 
 
 def _print_notes(console: Console, curves: Curves) -> None:

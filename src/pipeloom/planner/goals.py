@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Literal
 
-from pipeloom.planner.tradeoff import Point
+from pipeloom.planner.tradeoff import DAY_S, Point
+from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.words import leading_number
 
 Objective = Literal["time", "cost"]
@@ -44,3 +45,19 @@ def amount(text: str, units: Mapping[str, float]) -> float | None:
     number, letter = leading_number(text.strip()) or (0.0, "")
     value = number * units.get(letter, 0.0)
     return value if value > 0 and isfinite(value) else None
+
+
+def training_of(step: SimulatedStep, tokens: float) -> tuple[float, float | None]:
+    """Days of a training of so many tokens with the steps of a layout, and its dollars; ``None`` without a price."""
+    each = step.dollars_per_billion_tokens
+    return tokens / step.tokens_per_s / DAY_S, None if each is None else each * tokens / 1e9
+
+
+def amount_or_note(
+    flag: str, text: str | None, units: Mapping[str, float], such: str, problems: list[str]
+) -> float | None:
+    """The amount of a flag; ``None`` without it, or with a problem."""
+    found = None if text is None else amount(text, units)
+    if text is not None and found is None:
+        problems.append(f"{flag} must be an amount above 0 such as {such}, found '{text}'")
+    return found

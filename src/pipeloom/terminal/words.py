@@ -174,3 +174,14 @@ def ms(value_s: float) -> str:
 def percent(share: float) -> str:
     """A fraction in percent, such as ``12.3 %``."""
     return f"{share * 100:.1f} %"
+
+
+def in_days(value: float) -> str:
+    """With three digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def in_dollars(value: float) -> str:
+    """Three digits, in thousands or millions where it is as much."""
+    scale, letter = next(pair for pair in ((1e6, "M"), (1e3, "k"), (0.0, "")) if value >= pair[0])
+    return f"${value / (scale or 1):.3g}{letter}"
