@@ -422,6 +422,13 @@ def test_loops_are_for_the_schedule_that_takes_them_and_their_lack_is_noted(caps
     assert "1f1b runs one stage on each rank" in refusal(capsys, "1f1b", "--loops", "4", *words[:3], "gpipe")
 
 
+@pytest.mark.parametrize(("first", "beside"), [("1f1b", "breadth-first"), ("breadth-first", "1f1b")])
+def test_the_legend_of_two_schedules_has_the_stages_of_the_one_with_several(capsys, tmp_path, first, beside):
+    file = tmp_path / "both.svg"
+    schedule(capsys, first, "--loops", "4", "--plot", str(file), "--beside", beside)
+    assert ">stages 12 to 15<" in file.read_text()
+
+
 def test_a_schedule_beside_another_that_cannot_be_drawn_is_refused(capsys):
     err = refusal(capsys, "--beside", "hybrd")
     assert "--beside has no effect without --plot" in err

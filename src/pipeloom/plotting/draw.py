@@ -375,7 +375,9 @@ def _add_legend(figure: "Figure", panels: Sequence[_Panel]) -> None:
 
     # Messages have no boxes, nor do actions on other lanes that take no time.
     shown = [Trace(spans, 0) for panel in panels for spans in panel.shown]
-    entries = [(text, fill_of(name)) for name, text in legend_names(shown)] + legend_tones(panels[0].trace)
+    # The panel with the most tones: beside a schedule of one stage on each rank, the other one has them all.
+    tones = max((legend_tones(panel.trace) for panel in panels), key=len)
+    entries = [(text, fill_of(name)) for name, text in legend_names(shown)] + tones
     handles = [Patch(facecolor=fill.fill, label=text) for text, fill in entries]
     if handles:
         # As many columns as fit: matplotlib's layout reserves the height of a legend, but does not limit its width.
