@@ -10,6 +10,7 @@ from pipeloom.cli.reference import Command, Output
 from pipeloom.cli.run_config import PREDICTIONS, parse_words
 from pipeloom.cli.swap_plan import ReportedPlan, make_swap_plan, print_swap_plan, swap_plan_to_json
 from pipeloom.config import RunConfig
+from pipeloom.config.file import read_run_file
 from pipeloom.config.sections import WHAT_IFS
 from pipeloom.errors import UserError
 from pipeloom.planner.run_step import predict_step
@@ -102,7 +103,11 @@ def run(words: list[str]) -> int:
     return 0 if step.prediction.fits else 1
 
 
-def _print_trained(file: Path | None, step: SimulatedStep) -> None:
+_OF_STEP = ("model", "data", "layout", "schedule", "training")
+"""Sections of a run that the time of its step follows from."""
+
+
+def _print_trained(file: Path | None, step: SimulatedStep, options: Options) -> None:
     """Print what a finished run, whose run file is simulated, took itself, and how to predict with that."""
     if file is None or file.name != CONFIG or not (file.parent / SUMMARY).is_file():
         return
@@ -111,9 +116,12 @@ def _print_trained(file: Path | None, step: SimulatedStep) -> None:
         measured, predicted = (seconds(summary[name]) for name in ("step_time_s", "predicted_step_time_s"))
     except (ValueError, KeyError, TypeError):  # damaged, or without steps or a prediction
         return
+    own = read_run_file(file)[0]
+    changed = [name for name in _OF_STEP if getattr(options, name) != getattr(own, name)]
+    before = f", before flags changed its {' and '.join(changed)}," if changed else ""
     source = "measured pieces" if step.has_measured_pieces else "closed forms"
     print(
-        f"\nthe run in {file.parent} took {measured} a step, and its profiled stages predicted {predicted};\n"
+        f"\nthe run in {file.parent}{before} took {measured} a step, and its profiled stages predicted {predicted};\n"
         f"the step above is from {source} of machine.cluster {step.cluster.name}; for this machine:\n"
         "`pipeloom profile --output here.toml`, then add --machine.cluster ./here.toml"
     )
@@ -158,7 +166,7 @@ def _print(
     for what, file in (("picture", options.plot), ("trace", options.trace), ("schedule", options.schedule_out)):
         if file is not None:
             print(f"{what:<18}{file}")
-    _print_trained(run_file, step)
+    _print_trained(run_file, step, options)
 
 
 def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]:
