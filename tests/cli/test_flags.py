@@ -94,7 +94,7 @@ BAD = {
     "--rate fast": "--rate must be a number, found 'fast'",
     "--pair 1": "--pair must be 2 values, each a number, found '1'",
     "--many 1 x": "--many must be one value or more, each a whole number or auto, found '1 x'",
-    "--names": "--names must be one value or more, each one word, found nothing",
+    "--names": "--names must be one value or more, each a text that is not empty, found nothing",
     "--file=": "--file must be a path, found ''",
     "word --rate 1 2": "expected no word '2' after --rate, which takes one value",
     "--plot picture.xyz": "--plot: cannot draw to picture.xyz: expected a file ending in one of .png, .svg, .pdf",

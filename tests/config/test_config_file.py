@@ -157,6 +157,14 @@ def test_a_file_that_is_not_there_is_the_users_error(tmp_path):
         read_run_file(tmp_path / "missing.toml")
 
 
+def test_a_folder_in_place_of_a_file_is_refused_with_a_file_in_it(tmp_path):
+    with pytest.raises(UserError, match="expected a run file, found a folder without one"):
+        read_run_file(tmp_path)
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(UserError, match="found a folder; did you mean '.*config.toml'"):
+        read_run_file(tmp_path)
+
+
 def test_a_file_that_is_not_toml_is_refused_with_the_line(tmp_path):
     with pytest.raises(UserError, match="is not TOML: .*line 2"):
         read(tmp_path, "[model]\nnum_layers = \n")

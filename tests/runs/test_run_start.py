@@ -50,7 +50,7 @@ def finished(tmp_path):
 )
 def test_a_folder_with_a_run_or_its_weights_is_not_written_over(tmp_path, file):
     (tmp_path / file).write_text("mine")
-    refused = pytest.raises(UserError, match="contains a run already; choose another --output.folder")
+    refused = pytest.raises(UserError, match="another --output.folder, move it away, or add --checkpoint.resume")
     with refused, take_run_folder(config_of(tmp_path)):
         pass
     assert [path.name for path in tmp_path.iterdir()] == [file]

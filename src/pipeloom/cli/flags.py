@@ -283,7 +283,7 @@ _READ: dict[Any, tuple[str, Callable[[str], Any]]] = {
     float: ("a number", float),
     NoneType: ("None", {"None": None}.__getitem__),
     Path: ("a path", _path),
-    str: ("one word", str),
+    str: ("a text that is not empty", str),
 }
 """Type of a value -> how messages call it, and what reads it."""
 

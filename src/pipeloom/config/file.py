@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from pipeloom.config import RunConfig, to_dict, unset, usual_values
 from pipeloom.config.paths import table_of, with_absolute_paths
+from pipeloom.errors import UserError
 from pipeloom.system.files import parse_toml, read_text
 from pipeloom.terminal.words import did_you_mean, has_line_break
 
@@ -33,6 +34,12 @@ def read_run_file(path: Path, default: RunConfig | None = None) -> tuple[RunConf
     Raises:
         UserError: the file cannot be read, or is not TOML.
     """
+    if path.is_dir():
+        files = sorted(path.glob("*.toml"))
+        raise UserError(
+            f"cannot read the configuration {path}: expected a run file, found a folder"
+            + (f"; did you mean '{files[0]}'?" if files else " without one")
+        )
     config, problems = parse_run(parse_toml(read_text(path, "the configuration"), path), default)
     return with_absolute_paths(config, path.parent), problems
 

@@ -5,6 +5,7 @@ contains only drafts.
 """
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,7 +55,10 @@ def take_run_folder(config: RunConfig) -> Iterator[FolderLock]:
         resume = config.checkpoint.resume
         # After locking: another run may have begun here while this one waited.
         if has_run and not (resume is not None and goes_on_in(resume, path)):
-            raise UserError(f"{path} contains a run already; choose another --output.folder, or move it away")
+            raise UserError(
+                f"{path} contains a run already; choose another --output.folder, move it away, or add "
+                f"--checkpoint.resume {shlex.quote(str(path))} to go on with it"
+            )
         _remove_drafts(path)
         yield lock
     finally:
