@@ -82,10 +82,11 @@ def test_hovering_an_action_shows_both_times(show, tmp_path):
     assert "predicted starts at 0.000 ms, takes 1.000 ms" in tip
 
 
-def test_a_window_of_1200_pixels_shows_the_whole_width(page, show, tmp_path):
+def test_a_window_of_1000_pixels_shows_the_whole_legend_of_causes(page, show, tmp_path):
     show(write_run(tmp_path / "run"))
-    page.look(width=1200, height=900, mode="light")
-    assert page.run("document.documentElement.scrollWidth") <= 1200
+    page.look(width=1000, height=900, mode="light")
+    right = "Math.max(...[...document.querySelectorAll('.causes dd')].map((one) => one.getBoundingClientRect().right))"
+    assert page.run(right) <= 1000
 
 
 @pytest.mark.parametrize("what", ["bare", "diverged", "one step"])
