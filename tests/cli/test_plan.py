@@ -55,6 +55,28 @@ def test_the_answer_for_people(model, capsys, monkeypatch):
     assert shlex.split(pasted) == ["pipeloom", *words(model), "--out", "planned"]
 
 
+def test_for_any_program_the_table_has_the_best_layout_of_each(capsys):
+    llama = ["plan", "--model", "llama-13b", "--cluster", "dgx-h100", "--devices", "8", "--global-batch", "8"]
+    given = [*llama, "--seq", "2048", "--micro-batch", "1", "--for"]
+    assert main([*given, "any"]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split()[0] for line in out.splitlines() if line.startswith(("pipeloom ", "megatron ", "torchtitan "))]
+    assert rows == ["pipeloom", "megatron", "torchtitan"]
+    assert "measured steps of megatron-core" in out
+    assert "measured steps of fsdp" in out
+    assert main([*given, "any", "--out", "planned"]) == 2
+    assert "--out writes the layout of one program" in capsys.readouterr().err
+    assert main([*given, "megatron", "--software", "fsdp"]) == 2
+    assert "both name the program" in capsys.readouterr().err
+
+
+def test_for_any_program_one_that_cannot_train_the_model_is_named(model, capsys):
+    assert main([*words(model), "--for", "any", "--json"]) == 0
+    answers = json.loads(capsys.readouterr().out)["for"]
+    assert answers["megatron"]["layouts"]
+    assert answers["torchtitan"]["refused"][1:] == ["model.family gpt2: the export to torchtitan supports llama only"]
+
+
 def test_in_100_columns_the_table_has_sharding_memory_and_price(model, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     assert main([*words(model, cluster="dgx-a100", dtype="bfloat16"), "--no-explain"]) == 0

@@ -102,10 +102,10 @@ def test_the_model_has_the_sizes_of_the_run(tmp_path):
 REFUSED = {
     "tied": ({"model": {"tied": True}}, "model.tied"),
     "gpt2": ({"model": {"family": "gpt2", "num_kv_heads": 4}}, "model.family gpt2"),
-    "float64": ({"training": {"dtype": "float64"}}, "weights and activations in fp64"),
+    "float64": ({"training": {"dtype": "float64"}}, "training.dtype float64"),
     "fp16": (
         {"training": {"dtype": "float16"}, "machine": {"cluster": "dgx-1-v100"}},
-        "weights and activations in fp16",
+        "training.dtype float16",
     ),
     "selective": ({"layout": {"recompute": "selective"}}, "layout.recompute selective"),
     "mixture": ({"layout": {"recompute_layers": ["full"] * 5 + ["none"] * 5}}, "layout.recompute_layers"),

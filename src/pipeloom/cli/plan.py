@@ -1,7 +1,7 @@
 """``pipeloom plan``: which layout to use, and why."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.catalog.cluster_files import cluster_to_toml
 from pipeloom.cli.flags import SOURCE, Words, or_note, read_words
-from pipeloom.cli.reference import Command, Output, Place
+from pipeloom.cli.reference import Command, Flag, Output, Place
 from pipeloom.cli.run_config import source_of
 from pipeloom.cli.what_if import WhatIf
 from pipeloom.config import RunConfig, in_order
@@ -18,15 +18,17 @@ from pipeloom.config.problems import model_problems, optimizer_problems
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.comparison import causes
 from pipeloom.planner.goals import AMOUNTS, amount_or_note, training_of
+from pipeloom.planner.launch import Wanted, launch_problems
 from pipeloom.planner.plan import Plan, make_question, plan
 from pipeloom.planner.question import HEADROOM, Limits, Question, limit_problems
 from pipeloom.planner.run_file import run_config
 from pipeloom.planner.strategies import with_strategies
-from pipeloom.predict.describe import changed_cluster, load_or_note, with_model_sizes
+from pipeloom.predict.describe import asked_precision, changed_cluster, load_or_note, with_model_sizes
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.runs.run_folder import SCHEDULE
 from pipeloom.system.files import write_text
-from pipeloom.workload.dtypes import Dtype, dtype_of
+from pipeloom.workload.dtypes import Dtype, Precision, dtype_of
+from pipeloom.workload.launchers import LAUNCHERS, PIPELOOM, LauncherName
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.limits import (
     ClusterName,
@@ -39,7 +41,7 @@ from pipeloom.workload.limits import (
     Positive,
     ProgramName,
 )
-from pipeloom.workload.model import shape_of
+from pipeloom.workload.model import ModelShape, shape_of
 from pipeloom.workload.run import Attention
 
 RUN_FILE = "run.toml"
@@ -67,7 +69,10 @@ class Options(WhatIf):
     """Sequence length, in tokens."""
     tokens: Common[str | None] = None
     """Tokens of the training, such as 1T or 3e11: print how long it takes, and its price."""
-    software: Common[ProgramName | None] = None
+    launcher: Annotated[Common[LauncherName | Literal["any"] | None], Flag("for")] = None
+    """Search what this program can run, at its measured speed. any: the best layout for each. None: pipeloom, or
+    --software."""
+    software: ProgramName | None = None
     """Training program: a name of the catalog, or a file. None: pipeloom."""
     dtype: Common[Dtype | None] = None
     """Data type of weights and activations. None: that of the run file; else on GPUs bfloat16, or float16 where they
@@ -157,8 +162,13 @@ class Request:
 
 def run(words: list[str]) -> int:
     """Parse the arguments, plan, print the answer; returns 1 if nothing fits, 130 after Ctrl-C."""
-    request = parse_request(words)
-    options = request.options
+    found = read_words(COMMAND, words)
+    options = Options(**found.values)
+    if options.launcher == "any":
+        from pipeloom.cli.plan_programs import run_each
+
+        return run_each(options, requests_of(options, found, words))
+    request = _request(options, found, words)
     from pipeloom.cli.plan_progress import PlanProgress
     from pipeloom.cli.plan_text import print_next, print_plan
 
@@ -210,7 +220,8 @@ def _write(options: Options, request: Request, best: SimulatedStep) -> None:
         from pipeloom.cli.launch import print_handed_over
         from pipeloom.export import hand_over
 
-        done = hand_over(config, best.cluster, options.export)
+        launcher = request.question.launcher
+        done = hand_over(config, best.cluster, options.export, () if launcher.is_own else (launcher.name,))
         if not options.json:
             print()
             print_handed_over(done)
@@ -254,17 +265,22 @@ def parse_request(words: list[str]) -> Request:
     return _request(Options(**found.values), found, words)
 
 
+def _flag_problems(options: Options) -> Iterator[str]:
+    """Flags that do not go together."""
+    if options.out is not None and options.out.suffix == ".toml":
+        yield f"--out takes a folder, to which {RUN_FILE} and {SCHEDULE} go, found {options.out}"
+    if options.row > 1 and options.out is None and options.export is None:
+        yield f"--row {options.row} has no effect without --out or --export; give one of them or leave it out"
+    if options.row > options.best:
+        yield f"--row must be at most --best {options.best}, found {options.row}"
+    if options.launcher is not None and options.software is not None:
+        yield f"--for {options.launcher} and --software both name the program; leave one of them out"
+
+
 def _request(options: Options, found: Words, words: list[str]) -> Request:
     problems = found.problems
     tokens = amount_or_note("--tokens", options.tokens, AMOUNTS, "1T, 300B or 3e11", problems)
-    if options.out is not None and options.out.suffix == ".toml":
-        problems.append(f"--out takes a folder, to which {RUN_FILE} and {SCHEDULE} go, found {options.out}")
-    if options.row > 1 and options.out is None and options.export is None:
-        problems.append(
-            f"--row {options.row} has no effect without --out or --export; give one of them or leave it out"
-        )
-    if options.row > options.best:
-        problems.append(f"--row must be at most --best {options.best}, found {options.row}")
+    problems += _flag_problems(options)
     path = options.config
     config = None if path is None else or_note(lambda: _read(path, options.seq, problems), problems)
     missing = [
@@ -277,7 +293,9 @@ def _request(options: Options, found: Words, words: list[str]) -> Request:
     machine = config.machine if config is not None else None
     model_name = options.model or (_model_name(config) if config is not None else None)
     cluster_name = options.cluster or (machine.cluster if machine is not None else "")
-    software_name = options.software or (machine.software if machine is not None else "pipeloom")
+    launcher = PIPELOOM if options.launcher in (None, "any") else LAUNCHERS[options.launcher]
+    own = launcher.software if machine is None or options.launcher is not None else machine.software
+    software_name = options.software or own
     seq = options.seq or (config.data.seq_len if config is not None else None)
     shape = load_or_note(lambda name: load_model(name, seq), model_name, problems) if model_name else None
     if shape is None and config is not None and model_name is None and not problems:
@@ -286,13 +304,17 @@ def _request(options: Options, found: Words, words: list[str]) -> Request:
     software = load_or_note(load_software, software_name, problems)
     what_if = {} if machine is None else machine.what_if
     what_if = {**what_if, **options.what_if}
+    dtype = options.dtype or (config.training.dtype if config is not None else None)
     num_devices = options.devices or (config.layout.num_ranks if config is not None else 1)
     if cluster is not None:
         cluster = changed_cluster(cluster, what_if, num_devices, problems)
     limits = _limits(options)
+    if shape is not None and cluster is not None:
+        wanted = _wanted(options, config, model_name or shape, seq or 1, asked_precision(dtype, cluster, num_devices))
+        problems += launch_problems(launcher, wanted, cluster, num_devices)
     if problems or shape is None or cluster is None or software is None:
         if software is not None:
-            problems += limit_problems(Limits(**limits), with_strategies(software))
+            problems += limit_problems(Limits(**limits), with_strategies(software), launcher)
         source = SOURCE if path is None or config is None else source_of(path, words)
         # A run file and its model may have the same problem.
         raise ConfigError(list(dict.fromkeys(problems)), source)
@@ -303,8 +325,9 @@ def _request(options: Options, found: Words, words: list[str]) -> Request:
         num_devices=_first(options.devices, layout and layout.num_ranks),
         global_batch=_first(options.global_batch, layout and layout.batch_size),
         seq=_first(options.seq, known and known.seq_len),
-        software=software,
-        dtype=options.dtype or (config.training.dtype if config is not None else None),
+        software=software if launcher.is_own else None,
+        launcher=launcher.name,
+        dtype=dtype,
         attention=options.attention or (machine.attention if machine is not None else "flash2"),
         fused_norm=_first(options.fused_norm, machine.fused_norm if machine is not None else True),
         optimizer=config.optimizer.rule if config is not None else None,
@@ -312,6 +335,48 @@ def _request(options: Options, found: Words, words: list[str]) -> Request:
         **limits,
     )
     return Request(options, question, model_name, cluster_name, software_name, config, what_if, tokens)
+
+
+def _wanted(
+    options: Options, config: RunConfig | None, model: str | ModelShape, seq: int, precision: Precision
+) -> Wanted:
+    """What a program has to run, by the flags and the run file."""
+    if config is None:
+        return Wanted(model=model, seq=seq, precision=precision, attention=options.attention or "flash2")
+    own = config.model.resolve(config.data.vocab_size)
+    return Wanted(
+        model=own if isinstance(model, ModelShape) else model,
+        seq=seq,
+        precision=precision,
+        attention=options.attention or config.machine.attention,
+        optimizer=config.optimizer.name,
+        by_document=config.data.by_document,
+    )
+
+
+def requests_of(options: Options, found: Words, words: list[str]) -> dict[LauncherName, Request | ConfigError]:
+    """The request for each program; where it cannot run such a training, the error with the reasons.
+
+    Raises:
+        ConfigError: no program can.
+    """
+    for flag, value in {"--out": options.out, "--export": options.export}.items():
+        if value is not None:
+            found.problems.append(f"{flag} writes the layout of one program; use --for with one of {_NAMES}")
+    requests: dict[LauncherName, Request | ConfigError] = {}
+    for name in LAUNCHERS:
+        try:
+            own = replace(found, problems=list(found.problems))
+            requests[name] = _request(replace(options, launcher=name), own, words)
+        except ConfigError as error:
+            requests[name] = error
+    errors = [one for one in requests.values() if isinstance(one, ConfigError)]
+    if len(errors) == len(requests):
+        raise ConfigError(list(dict.fromkeys(problem for one in errors for problem in one.problems)), SOURCE)
+    return requests
+
+
+_NAMES = ", ".join(LAUNCHERS)
 
 
 def _first(*values: Any) -> Any:
@@ -355,6 +420,7 @@ def to_json(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
             "model": asdict(question.shape),
             "cluster": question.cluster.name,
             "software": question.software.name,
+            "launcher": question.launcher.name,
             "num_devices": question.num_devices,
             "global_batch": question.global_batch,
             "seq": question.seq,

@@ -119,7 +119,7 @@ def _print_question(console: Console, plan: Plan) -> None:
         f"{question.shape.name or 'model'}, {amount(question.shape.parameters)} parameters, {question.global_batch:,} "
         f"sequences of {question.seq:,} tokens a step, "
         f"{dtype_words(question.precision, is_default=question.has_default_dtype)}; {question.num_devices:,} x "
-        f"{_devices(question)} ({question.cluster.name}), trained by {question.software.name}"
+        f"{_devices(question)} ({question.cluster.name}), trained by {_program(question)}"
     )
     proof = "; by prediction, none of these is among the best" if plan.best is not None else ""
     if plan.open_bound_s is not None:
@@ -135,6 +135,12 @@ def _print_question(console: Console, plan: Plan) -> None:
         console.print(f"  {counts.tried} layouts were also tried with strategies (memory, token slices)")
     for cause, number in counts.excluded.most_common():
         console.print(f"  left out: {count(number, 'combination')} of axes, since {cause}")
+
+
+def _program(question: Question) -> str:
+    if question.launcher.is_own:
+        return question.software.name
+    return f"{question.launcher.title} (only what it can run, at the measured speed of {question.software.name})"
 
 
 def _kept_free(question: Question) -> str:

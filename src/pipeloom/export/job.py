@@ -8,10 +8,12 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.stages import stage_layers
 from pipeloom.errors import ConfigError
 from pipeloom.predict.describe import describe, with_dtype, with_model_sizes
+from pipeloom.predict.places import node_problems
 from pipeloom.predict.recipes import recipe_notes, with_recipe
 from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.terminal.words import count
 from pipeloom.workload.dtypes import precision_of
+from pipeloom.workload.launchers import optimizer_problems, own_attention_problems
 
 MAX_RESTARTS = 3
 """Restarts of a run that fails; a job that always fails must end eventually."""
@@ -141,19 +143,7 @@ class Job:
     def order_problems(self, program: str) -> list[str]:
         """Settings that only pipeloom supports: borders of documents, recomputation, moves, swaps, order of ranks."""
         schedule, given = self.config.schedule, self.config.recipe().given
-        model, own_scores = self.model, "is not started with scores of its own"
         reasons = {
-            "model.window": (
-                model.window is not None and model.window < self.config.data.seq_len,
-                "is not started with sliding windows",
-            ),
-            "model.query_pre_attn_scalar": (model.query_pre_attn_scalar is not None, own_scores),
-            "model.attn_softcap": (model.attn_softcap is not None, own_scores),
-            "model.logit_softcap": (model.logit_softcap is not None, "is not started with bounds of logits"),
-            "data.attention document": (
-                self.config.data.by_document,
-                "is not started with attention that ends at documents",
-            ),
             "schedule.balance": (schedule.balance, "does not move activations to other ranks"),
             "schedule.offload": (schedule.offload, "does not move activations to the host as the schedule does"),
             "schedule.keep": (schedule.keep is not None, "cannot select micro-batches to recompute"),
@@ -163,7 +153,10 @@ class Job:
                 "numbers pipeline ranks in ascending order",
             ),
         }
-        found = [f"{name}: {program} {why}; leave it out" for name, (is_set, why) in reasons.items() if is_set]
+        found = own_attention_problems(
+            program, self.model, self.config.data.seq_len, by_document=self.config.data.by_document
+        )
+        found += [f"{name}: {program} {why}; leave it out" for name, (is_set, why) in reasons.items() if is_set]
         if given is not None and not given.recipe:
             found.append(
                 f"schedule.file: {program} starts with the schedule of a family, and {schedule.file} has no line "
@@ -179,31 +172,11 @@ class Job:
                 f"machine.software {self.config.machine.software} puts the head into stage {self.head_stage}, and "
                 f"leaves stage {last} empty; name a layout.partition"
             )
-        name = self.config.optimizer.name
-        return (
-            found
-            if name == "adamw"
-            else [*found, f"optimizer.name {name}: the export to {program} supports adamw only; use adamw"]
-        )
+        return [*found, *optimizer_problems(program, self.config.optimizer.name)]
 
     def node_problems(self) -> list[str]:
         """Why one command cannot start the run on every node; empty if it can."""
-        num_ranks, per_node = self.config.layout.num_ranks, self.cluster.devices_per_node
-        lack = self.cluster.lack(num_ranks)
-        if lack is not None:
-            return [lack]
-        sizes = {kind.name: kind.devices_per_node for kind, _ in self.cluster.kinds(num_ranks)}
-        if len(set(sizes.values())) > 1:
-            what = (
-                f"nodes have different numbers of devices ({', '.join(f'{n} in {kind}' for kind, n in sizes.items())})"
-            )
-            way_out = f"describe the larger ones with devices_per_node {per_node}"
-        elif num_ranks > per_node and num_ranks % per_node:
-            what = f"{num_ranks} processes do not fill nodes of {per_node} devices ({self.cluster.name})"
-            way_out = f"use a multiple of {per_node}, or fewer devices of a node"
-        else:
-            return []
-        return [f"{what}, but one command for all nodes starts the same number of processes on each; {way_out}"]
+        return node_problems(self.cluster, self.config.layout.num_ranks)
 
     def restart_differences(self) -> list[str]:
         """That a restart begins anew where nothing is saved before the end; empty otherwise."""

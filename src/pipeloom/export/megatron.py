@@ -12,10 +12,11 @@ from itertools import accumulate, pairwise
 
 from pipeloom.config import unset
 from pipeloom.export.job import Draft, Job, Need, Target, variable
-from pipeloom.export.megatron_order import group_problems, is_megatrons
+from pipeloom.export.megatron_order import is_megatrons
 from pipeloom.export.text import Flag, bash_array, body, comment, flag
 from pipeloom.export.torchrun import about_ranks, script_of, start_of
 from pipeloom.schedule import Kind
+from pipeloom.workload.launchers import MEGATRON, first_layers_recomputed, or_list
 from pipeloom.workload.model_families import MODELS
 
 SCRIPT = "megatron.sh"
@@ -33,8 +34,6 @@ _FLAGS = {
     "training.steps": "--train-iters",
 }
 """Hyperparameter -> flag of Megatron-LM; text and tokenizer are in DATA."""
-_ITS_FAMILIES = {False: "1f1b", True: "breadth-first, depth-first or hybrid"}
-"""Whether a rank has several stages -> families whose order Megatron-LM runs (of ``breadth-first`` the forwards)."""
 
 
 def _problems(job: Job) -> list[str]:
@@ -62,7 +61,8 @@ def _order_problems(job: Job) -> list[str]:
     if layout.pp == 1:
         return job.accumulation_problems("Megatron-LM")
     what, placement = f"schedule.family {choice.family}", choice.placement_name
-    instead = f"use {_ITS_FAMILIES[layout.loops > 1]}"
+    # Of ``breadth-first`` it runs the forwards.
+    instead = f"use {or_list(MEGATRON.families[layout.loops > 1])}"
     splits = any(action.kind is Kind.BACKWARD_INPUT for row in job.order for action in row)
     found: list[str] = []
     if splits:
@@ -70,7 +70,7 @@ def _order_problems(job: Job) -> list[str]:
             f"{what} splits backwards into input and weight gradients; Megatron-LM runs whole backwards; {instead}"
         )
     elif layout.loops > 1:
-        found += group_problems(layout.pp, layout.num_microbatches, _group_size(job))
+        found += MEGATRON.group_problems(layout.pp, layout.num_microbatches, _group_size(job))
     # The own placement of a family that is refused is no further reason.
     if layout.loops > 1 and placement != "looped" and (schedule.placement is not None or not splits):
         found.append(f"schedule.placement {placement}: Megatron-LM has looped placement only; use looped")
@@ -106,12 +106,7 @@ def _shard_problems(job: Job) -> list[str]:
 def _first_layers_recomputed(job: Job) -> int | None:
     """The number of first layers that every stage fully recomputes; ``None`` if the run recomputes others."""
     kinds = job.config.layout.recompute_by_layer(job.model.num_layers)
-    if not set(kinds) <= {"none", "full"}:
-        return None
-    stages = [kinds[begin:end] for begin, end in pairwise(accumulate(job.layers_by_stage, initial=0))]
-    number = max(stage.count("full") for stage in stages)
-    is_first = all(stage == ("full",) * min(number, len(stage)) + ("none",) * (len(stage) - number) for stage in stages)
-    return number if is_first else None
+    return first_layers_recomputed([kinds[b:e] for b, e in pairwise(accumulate(job.layers_by_stage, initial=0))])
 
 
 def _layer_problems(job: Job) -> list[str]:
@@ -122,14 +117,7 @@ def _layer_problems(job: Job) -> list[str]:
             "layout.recompute_layers: Megatron-LM recomputes all layers, or fully the same number of first layers of "
             "every stage"
         )
-    if job.dtype == "fp64":
-        found.append("training.dtype float64: Megatron-LM trains in fp32, bf16 or fp16")
-    if job.model.family not in ("llama", "gpt2"):
-        found.append(f"model.family {job.model.family}: the export to Megatron-LM supports llama and gpt2 only")
-    if job.model.rope_scaling is not None:
-        found.append("model.rope_scaling: the export to Megatron-LM supports plain rotary positions only")
-    if not job.model.known_rope_theta.is_integer() and MODELS[job.model.family].is_rotary:
-        found.append(f"model.rope_theta {job.model.rope_theta}: Megatron-LM takes a whole number")
+    found += MEGATRON.model_problems(job.model, job.dtype)
     rising, steps = config.optimizer.known_lr_warmup_steps, config.training.known_steps
     if rising >= steps and not {"optimizer.lr_warmup_steps", "training.steps"} & set(unset(config)):
         found.append(f"optimizer.lr_warmup_steps {rising}: Megatron-LM requires fewer than training.steps {steps}")

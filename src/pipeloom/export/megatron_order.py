@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 
 from pipeloom.schedule import Action, Kind
-from pipeloom.terminal.words import count
 
 
 def order_of_rank(rank: int, pp: int, loops: int, num_microbatches: int, group_size: int) -> Iterator[Action]:
@@ -33,21 +32,3 @@ def is_megatrons(rows: Sequence[Sequence[Action]], loops: int, num_microbatches:
         list(row) == list(order_of_rank(rank, len(rows), loops, num_microbatches, group_size))
         for rank, row in enumerate(rows)
     )
-
-
-def group_problems(pp: int, num_microbatches: int, group_size: int) -> list[str]:
-    """Why Megatron-LM would refuse a group size, by its two rules."""
-    found: list[str] = []
-    if num_microbatches < pp:
-        found.append(
-            f"layout.num_microbatches {num_microbatches} is below layout.pp {pp}, but Megatron-LM's interleaved "
-            "schedule needs groups of at least layout.pp"
-        )
-    left = num_microbatches % group_size
-    if 0 < left < pp <= num_microbatches:
-        found.append(
-            f"layout.num_microbatches {num_microbatches} in groups of {group_size} leaves {left}, but Megatron-LM's "
-            f"last group needs at least layout.pp {pp}; use a multiple of {group_size}, or schedule.family hybrid with "
-            f"another group_size than {count(group_size, 'micro-batch')}"
-        )
-    return found

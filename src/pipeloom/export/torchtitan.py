@@ -12,8 +12,9 @@ from pipeloom.config import unset
 from pipeloom.export.job import Draft, Job, Need, Target, variable
 from pipeloom.export.text import Flag, bash_array, body, comment, flag
 from pipeloom.export.torch_csv import format_torch_csv
-from pipeloom.export.torch_schedule import differences_of_runtime, left_out_of_runtime, tied_problems
+from pipeloom.export.torch_schedule import differences_of_runtime, is_tied_apart, left_out_of_runtime
 from pipeloom.export.torchrun import about_ranks, script_of, start_of
+from pipeloom.workload.launchers import TORCHTITAN
 
 SCRIPT, CONFIG, CSV = "torchtitan.sh", "torchtitan_run.py", "torchtitan_schedule.csv"
 PROGRAM = "torchtitan 0.3.0"
@@ -39,8 +40,9 @@ def _problems(job: Job) -> list[str]:
     # Without its slices, the run would have other problems.
     if job.whole_problems():
         return job.whole_problems()
-    found = [*job.start_problems("torchtitan"), *job.order_problems("torchtitan"), *tied_problems(job, "torchtitan")]
-    found += _model_problems(job)
+    found = [*job.start_problems("torchtitan"), *job.order_problems("torchtitan")]
+    tied = TORCHTITAN.tied_problem(is_apart=is_tied_apart(job))
+    found += [*filter(None, [tied]), *_model_problems(job)]
     layout, placement = job.config.layout, job.config.choice().placement_name
     if layout.pp > 1 and layout.loops > 1 and not (placement == "looped" or (placement == "v" and layout.loops == 2)):
         found.append(
@@ -51,27 +53,13 @@ def _problems(job: Job) -> list[str]:
 
 
 def _model_problems(job: Job) -> list[str]:
-    config = job.config
-    found: list[str] = []
-    if job.model.family != "llama":
-        found.append(
-            f"model.family {job.model.family}: the export to torchtitan supports models with RMSNorm, rotary positions "
-            "and SwiGLU only; use llama"
-        )
-    if job.model.rope_scaling is not None:
-        found.append("model.rope_scaling: the export to torchtitan supports plain rotary positions only")
-    if job.model.known_head_size * job.model.num_heads != job.model.hidden_size:
-        found.append(
-            f"model.head_size {job.model.head_size}: torchtitan's heads have model.hidden_size / model.num_heads"
-        )
-    if job.dtype not in ("fp32", "bf16"):
-        found.append(f"weights and activations in {job.dtype}: torchtitan trains in bf16 or fp32")
-    kinds = set(config.layout.recompute_by_layer(job.model.num_layers))
-    if len(kinds) > 1:
+    found = TORCHTITAN.model_problems(job.model, job.dtype)
+    kinds = set(job.config.layout.recompute_by_layer(job.model.num_layers))
+    if len(kinds) > 1 and not TORCHTITAN.recomputes_some:
         found.append(
             "layout.recompute_layers: torchtitan recomputes all layers alike; use layout.recompute none or full"
         )
-    elif "selective" in kinds:
+    elif kinds - set(TORCHTITAN.recompute):
         found.append(
             "layout.recompute selective: torchtitan's selective mode also recomputes every second matrix product, with "
             "other times and memory; use none or full"

@@ -21,6 +21,7 @@ from pipeloom.predict.memory import Room, memory_with_room
 from pipeloom.predict.step import Prediction, SimulatedStep, compute_schedule, graph_without_messages, simulate_step
 from pipeloom.recipe import Knobs
 from pipeloom.schedule.peaks import Peaks
+from pipeloom.workload.launchers import with_first_layers
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.run import Run
 
@@ -177,11 +178,21 @@ def _recomputing(plain: Candidate, free: Sequence[float]) -> Candidate | None:
         ]
         if any(number > most for number, most in zip(recomputed, layers, strict=True)):
             return None
-        candidate = plain.of(replace(plain.run, recompute_layers=_spread(owner, counts, recomputed)))
+        kinds = _spread(owner, counts, recomputed)
+        if not plain.leaf.cut.arrangement.question.launcher.is_own:
+            kinds = _first_of_every_stage(kinds, counts)
+        candidate = plain.of(replace(plain.run, recompute_layers=kinds))
         free = candidate.free_bytes
         if min(free) >= 0:
             return candidate
     return None
+
+
+def _first_of_every_stage(kinds: Sequence[Recompute], counts: Sequence[int]) -> tuple[Recompute, ...]:
+    """At least these layers, as the same number of first layers of every stage, which other programs can recompute."""
+    ends = list(accumulate(counts))
+    stages = with_first_layers([kinds[end - size : end] for end, size in zip(ends, counts, strict=True)])
+    return tuple(kind for stage in stages for kind in stage)
 
 
 def repartitioned(candidate: Candidate) -> Candidate | None:

@@ -19,11 +19,13 @@ class ErrorBar:
         rests_on: the measurements, in words.
         tie: relative difference of two predicted step times below which they do not decide which layout is faster:
             ``Errors.pair_error``, or without measurements the largest one of another device.
+        efficiencies: a sentence with those of a program that was not calibrated on the device; ``None`` for others.
     """
 
     errors: Errors | None
     rests_on: str
     tie: float
+    efficiencies: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """``rests_on``, ``tie``, and the fields of ``errors``, each ``None`` without measurements."""
@@ -58,13 +60,14 @@ class ErrorBar:
             return (
                 f"{self.rests_on}.",
                 f"Layouts whose step times differ by less than {self.tie:.1%} are taken as a tie.",
+                *filter(None, [self.efficiencies]),
             )
         sign = "short" if errors.bias < 0 else "long"
         step = (
             f"Step times: the average error is {errors.mean_abs_error:.1%}, 90% of them are within "
             f"{errors.p90_abs_error:.1%} (on average {abs(errors.bias):.1%} too {sign}): {self.rests_on}."
         )
-        return step, self._on_pairs(errors)
+        return (step, self._on_pairs(errors), *filter(None, [self.efficiencies]))
 
     def _on_pairs(self, errors: Errors) -> str:
         shares = ((errors.order_below, "differed by less"), (errors.order_above, "differed by more"))
@@ -112,8 +115,9 @@ def error_bar(cluster: Cluster, software: Software, accuracy: Accuracy | None = 
             f"{general.rows:,} measured steps of {count(len(means), 'other program')} on {device}{spread}, "
             f"predicted with general efficiencies, since {software.name} has not been calibrated there ({source})",
             _tie(general),
+            _efficiencies(software, cluster),
         )
-    return _unmeasured(device, known, source)
+    return _unmeasured(device, known, source, _efficiencies(software, cluster))
 
 
 def _tie(errors: Errors) -> float:
@@ -125,7 +129,19 @@ def _is_of_catalog(software: Software) -> bool:
     return software.name in names("software") and load_software(software.name).efficiency == software.efficiency
 
 
-def _unmeasured(device: str, known: Accuracy, source: str) -> ErrorBar:
+def _efficiencies(software: Software, cluster: Cluster) -> str | None:
+    """The efficiencies of a program without a calibration, beside the mean of programs that were measured on GPUs."""
+    own, mean = software.efficiency, load_software("general").efficiency
+    if own == mean or not cluster.device.is_gpu:
+        return None
+    return (
+        f"Efficiencies of {software.name} are not measured on this device: {own.matmul:.0%} of the curve of "
+        f"matrix products, {own.flash2:.0%} of the peak in attention, {own.data_bus:.0%} of the links in data-parallel "
+        f"collectives. Measured programs reach {mean.matmul:.0%}, {mean.flash2:.0%} and {mean.data_bus:.0%} on average."
+    )
+
+
+def _unmeasured(device: str, known: Accuracy, source: str, efficiencies: str | None) -> ErrorBar:
     error, program, where = max(
         (error, program, where) for where, errors in known.general_of.items() for program, error in errors.items()
     )
@@ -133,4 +149,4 @@ def _unmeasured(device: str, known: Accuracy, source: str) -> ErrorBar:
         f"No prediction for {device} was compared with a measured step, so the error is unknown. General efficiencies "
         f"were {error:.1%} off on average in the worst case measured ({program} on {where}: {source})"
     )
-    return ErrorBar(None, text, max(_tie(errors) for errors in known.by_device.values()))
+    return ErrorBar(None, text, max(_tie(errors) for errors in known.by_device.values()), efficiencies)

@@ -17,6 +17,7 @@ from pipeloom.planner.comparison import Change, Rival, changes, is_faster, rival
 from pipeloom.planner.error_bar import ErrorBar, error_bar
 from pipeloom.planner.frontier import SortKey
 from pipeloom.planner.infeasible import Closest, closest, no_layout, ways_out
+from pipeloom.planner.launch import Wanted, launch_problems
 from pipeloom.planner.question import HEADROOM, Limits, Question
 from pipeloom.planner.search import Counts, Progress, Search, SearchResult
 from pipeloom.planner.strategies import STRATEGIES, with_strategies
@@ -26,6 +27,7 @@ from pipeloom.system.stopping import Reason, Stop
 from pipeloom.terminal.words import count as count_of
 from pipeloom.terminal.words import seconds, unknown_name
 from pipeloom.workload.dtypes import Dtype
+from pipeloom.workload.launchers import LAUNCHERS, LauncherName
 from pipeloom.workload.limits import Count, Headroom, Positive
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.optimizers import Optimizer
@@ -91,7 +93,8 @@ def make_question(
     num_devices: int,
     global_batch: int,
     seq: int,
-    software: str | Software = "pipeloom",
+    software: str | Software | None = None,
+    launcher: LauncherName = "pipeloom",
     dtype: Dtype | None = None,
     attention: Attention = "flash2",
     fused_norm: bool = True,
@@ -112,7 +115,8 @@ def make_question(
         num_devices: world size; a layout uses all devices.
         global_batch: global batch size in sequences.
         seq: sequence length in tokens.
-        software: the training program: a name of the catalog, a file, or a program.
+        software: the training program: a name of the catalog, a file, or a program. ``None``: that of ``launcher``.
+        launcher: the program that can start every layout; with another one than pipeloom, its rules limit the search.
         dtype: of weights and activations; ``None``: bfloat16 on GPUs, or float16 if they lack it, float32 on CPUs.
         attention: the attention kernel.
         fused_norm: whether norms are one kernel.
@@ -124,10 +128,18 @@ def make_question(
         ConfigError: everything that is wrong.
     """
     problems = _limit_problems(limits)
+    starts = LAUNCHERS[launcher]
+    if software is not None and not starts.is_own:
+        problems.append(f"software and launcher {launcher} both name the program; leave one of them out")
+    software = software or starts.software
     shape = load_or_note(lambda name: load_model(name, seq), model, problems) if isinstance(model, str) else model
     machine = load_or_note(load_cluster, cluster, problems) if isinstance(cluster, str) else cluster
     program = load_or_note(load_software, software, problems) if isinstance(software, str) else software
     if problems or shape is None or machine is None or program is None:
+        raise ConfigError(problems, "the question")
+    precision = asked_precision(dtype, machine, num_devices)
+    wanted = Wanted(model=model, seq=seq, precision=precision, attention=attention)
+    if problems := launch_problems(starts, wanted, machine, num_devices):
         raise ConfigError(problems, "the question")
     return Question(
         shape=shape,
@@ -136,12 +148,13 @@ def make_question(
         num_devices=num_devices,
         global_batch=global_batch,
         seq=seq,
-        precision=asked_precision(dtype, machine, num_devices),
+        precision=precision,
         attention=attention,
         fused_norm=fused_norm,
         headroom=headroom,
         limits=Limits(**{name: tuple(among) for name, among in limits.items()}),
         has_default_dtype=dtype is None,
+        launcher=starts,
     )
 
 

@@ -14,6 +14,7 @@ from pipeloom.planner.bounds import Bounds
 from pipeloom.predict.describe import dtype_problem
 from pipeloom.terminal.words import count, did_you_mean
 from pipeloom.workload.dtypes import Precision, dtype_of
+from pipeloom.workload.launchers import PIPELOOM, Launcher
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.limits import Headroom, limits_of
 from pipeloom.workload.model import ModelShape
@@ -84,6 +85,7 @@ class Question:
         headroom: fraction of the memory of every device that layouts leave free.
         limits: of the search.
         has_default_dtype: whether the precision is the default of the devices.
+        launcher: the program that can start every layout; pipeloom starts those of any training program.
     """
 
     shape: ModelShape
@@ -98,6 +100,7 @@ class Question:
     headroom: float = 0.0
     limits: Limits = field(default_factory=Limits)
     has_default_dtype: bool = False
+    launcher: Launcher = PIPELOOM
 
     def __repr__(self) -> str:
         """Model, cluster and sizes."""
@@ -133,7 +136,7 @@ class Question:
         elif not self.clusters:
             device = self.cluster.device
             found.append(f"the dtype {dtype_problem(dtype_of(self.precision), device.name, device.peak_flops_per_s)}")
-        return found + limit_problems(self.limits, self.software)
+        return found + limit_problems(self.limits, self.software, self.launcher)
 
     @cached_property
     def families(self) -> tuple[str, ...]:
@@ -165,7 +168,8 @@ class Question:
         """Kinds of recomputation to search; selective by default only if the attention kernel stores the scores."""
         keeps_scores = self.attention in ("plain", "fused-softmax")
         usual: tuple[Recompute, ...] = ("none", "selective", "full") if keeps_scores else ("none", "full")
-        return self.limits.recompute or usual
+        runs = self.launcher.recompute
+        return self.limits.recompute or tuple(kind for kind in usual if not runs or kind in runs)
 
     @cached_property
     def clusters(self) -> tuple[Cluster, ...]:
@@ -235,10 +239,18 @@ def axes(num_devices: int, tps: Iterable[int]) -> list[tuple[int, int, int]]:
     ]
 
 
-def limit_problems(limits: Limits, software: Software) -> list[str]:
+def limit_problems(limits: Limits, software: Software, launcher: Launcher = PIPELOOM) -> list[str]:
     """A sentence for each limit that the training program does not have."""
-    return [
-        f"{software.name} has no {what} '{name}'; {_hint(name, has)}it has {', '.join(has)}"
+    runs, title = launcher.recompute, software.name
+    if not launcher.is_own:
+        title = f"{launcher.title} (priced as {software.name})"
+    own = [
+        f"{launcher.title} has no recomputation '{name}'; it has {', '.join(runs)}"
+        for name in limits.recompute or ()
+        if runs and name not in runs
+    ]
+    return own + [
+        f"{title} has no {what} '{name}'; {_hint(name, has)}it has {', '.join(has)}"
         for what, wanted, has in (
             ("family", limits.families, _families_of(software)),
             ("sharding level", limits.shards, software.shards or LEVELS),

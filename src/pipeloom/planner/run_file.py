@@ -58,10 +58,18 @@ def _model(shape: ModelShape, name: str | None, seq_len: int) -> ModelConfig:
     """All sizes, or the name with the settings that its file has (``pipeloom.config.unset`` lists the others)."""
     if name is None:
         return model_of(shape, ModelConfig())
-    path = Path(name)
-    named = ModelConfig(file=path) if path.suffix in (".toml", ".json") else ModelConfig(preset=name)
-    known = with_model_sizes(RunConfig(model=named, data=DataConfig(seq_len=seq_len)))[0].model
+    named, known = _named(name), named_model(name, seq_len)
     return replace(named, family=known.family, norm_eps=known.norm_eps, rope_theta=known.rope_theta)
+
+
+def _named(name: str) -> ModelConfig:
+    path = Path(name)
+    return ModelConfig(file=path) if path.suffix in (".toml", ".json") else ModelConfig(preset=name)
+
+
+def named_model(name: str, seq_len: int) -> ModelConfig:
+    """The settings of a model of the catalog or of a file, for sequences of so many tokens."""
+    return with_model_sizes(RunConfig(model=_named(name), data=DataConfig(seq_len=seq_len)))[0].model
 
 
 def _layout(run: Run) -> Layout:

@@ -106,6 +106,8 @@ class Arrangement(OfPlaced):
             self.run.shape.layers, self.run.pp, self.question.limits.loops, is_balanced=is_balanced
         )
         allowed = allowed if is_balanced else tuple(loops for loops in allowed if self._divides(loops))
+        launcher, microbatches = self.question.launcher, self.run.num_microbatches
+        allowed = tuple(loops for loops in allowed if launcher.has_order(self.run.pp, loops, microbatches))
         found = [(loops, "looped") for loops in allowed]
         # Families in V placement have two stages on each rank.
         return found + ([(2, "v")] if 2 in allowed and self.run.pp > 1 and is_balanced else [])
@@ -132,7 +134,8 @@ class Arrangement(OfPlaced):
 
     def choices(self, loops: int, placement: str) -> tuple[Choice, ...]:
         """Schedules of such stages."""
-        names = self.question.families_by_split[self.splits]
+        launcher, found = self.question.launcher, self.question.families_by_split[self.splits]
+        names = tuple(name for name in found if launcher.has_family(name, self.run.pp, loops))
         return _choices(names, self.run.pp, loops, placement, self.run.num_microbatches)
 
     def shardings(self) -> list["Sharding"]:
@@ -418,6 +421,8 @@ def why_not(question: Question, tp: int, pp: int, dp: int) -> str | None:
         return "the tokens of a sequence do not divide by the tensor axis"
     if pp > shape.layers + (2 if question.software.partition == "balanced" else 0):
         return "the pipeline has more ranks than there are layers"
+    if pp > 1 and shape.tied and not question.launcher.ties_stages:
+        return f"{question.launcher.title} shares no matrix between two stages"
     if question.global_batch % dp:
         return "the batch does not divide by the data axis"
     return None
@@ -431,5 +436,5 @@ def _arrangements_of(question: Question, cluster: Cluster, run: Run) -> Iterator
             placed = Placed(split, cluster, question.software)
             for kind in question.recompute:
                 yield Arrangement(placed.of(replace(split, recompute=kind)), question, kind)
-            if {"none", "full"} <= set(question.recompute):
+            if {"none", "full"} <= set(question.recompute) and question.launcher.recomputes_some:
                 yield Arrangement(placed, question, "some")

@@ -135,3 +135,20 @@ def _is_wide(run: Run, part: Cluster) -> bool:
     """Whether collectives of a rank leave its nodes."""
     stride, size = run.dp * run.tp, part.devices_per_node
     return Group.strided(run.shard_size, run.tp, size).num_nodes > 1 or (stride > size > 1 and run.replicate > 1)
+
+
+def node_problems(cluster: Cluster, num_ranks: int) -> list[str]:
+    """Why one command cannot start so many ranks on every node of a cluster; empty if it can."""
+    lack, per_node = cluster.lack(num_ranks), cluster.devices_per_node
+    if lack is not None:
+        return [lack]
+    sizes = {kind.name: kind.devices_per_node for kind, _ in cluster.kinds(num_ranks)}
+    if len(set(sizes.values())) > 1:
+        what = f"nodes have different numbers of devices ({', '.join(f'{n} in {kind}' for kind, n in sizes.items())})"
+        way_out = f"describe the larger ones with devices_per_node {per_node}"
+    elif num_ranks > per_node and num_ranks % per_node:
+        what = f"{num_ranks} processes do not fill nodes of {per_node} devices ({cluster.name})"
+        way_out = f"use a multiple of {per_node}, or fewer devices of a node"
+    else:
+        return []
+    return [f"{what}, but one command for all nodes starts the same number of processes on each; {way_out}"]

@@ -1,0 +1,55 @@
+"""Whether another program can train a question's model on its cluster, before layouts are searched."""
+
+from dataclasses import dataclass
+
+from pipeloom.cost.hardware import Cluster
+from pipeloom.planner.run_file import named_model
+from pipeloom.predict.places import node_problems
+from pipeloom.workload.dtypes import Precision
+from pipeloom.workload.launchers import Launcher, optimizer_problems, own_attention_problems
+from pipeloom.workload.model import ModelConfig, ModelShape, model_of
+from pipeloom.workload.run import Attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a program has to run, whatever the layout.
+
+    Attributes:
+        model: a name or a file; or its settings; or its sizes alone.
+        seq: sequence length in tokens.
+        precision: of weights and activations.
+        attention: the attention kernel.
+        optimizer: name of the update rule.
+        by_document: whether attention ends at the borders of documents.
+    """
+
+    model: str | ModelConfig | ModelShape
+    seq: int
+    precision: Precision
+    attention: Attention = "flash2"
+    optimizer: str = "adamw"
+    by_document: bool = False
+
+    @property
+    def config(self) -> ModelConfig:
+        """The settings of the model."""
+        if isinstance(self.model, str):
+            return named_model(self.model, self.seq)
+        return model_of(self.model, ModelConfig()) if isinstance(self.model, ModelShape) else self.model
+
+
+def launch_problems(launcher: Launcher, wanted: Wanted, cluster: Cluster, num_devices: int) -> list[str]:
+    """Why a program cannot train so on so many devices, a sentence each; the exports refuse for the same reasons."""
+    if launcher.is_own:
+        return []
+    title, model = launcher.title, wanted.config
+    found = [
+        *launcher.model_problems(model, wanted.precision),
+        *own_attention_problems(title, model, wanted.seq, by_document=wanted.by_document),
+        *optimizer_problems(title, wanted.optimizer),
+        *node_problems(cluster, num_devices),
+    ]
+    if wanted.attention != "flash2" and not launcher.takes_attention:
+        found.append(f"attention {wanted.attention}: {title} chooses its kernel itself; use flash2")
+    return found

@@ -1,0 +1,216 @@
+"""What other programs run: rules by which the exports refuse a run, and within which the planner searches.
+
+Names and rules are those of Megatron-LM with Megatron Core 0.16 and of torchtitan 0.3.0.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeloom.terminal.words import count
+from pipeloom.workload.dtypes import dtype_of
+from pipeloom.workload.layout import Recompute
+from pipeloom.workload.model import ModelConfig
+from pipeloom.workload.model_families import MODELS
+
+LauncherName = Literal["pipeloom", "megatron", "torchtitan"]
+Grouping = Callable[[int, int, int], list[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """A program that can start a planned run.
+
+    Attributes:
+        name: on the command line.
+        title: in sentences.
+        software: of the catalog, with its calibrated efficiencies.
+        model_families: keys of ``MODELS``; empty for all.
+        precisions: data types of weights and activations; empty for all.
+        families: of pipelines, with one stage on each rank and with several; empty for all.
+        recompute: kinds of recomputation; empty for all.
+        recomputes_some: whether the same number of first layers of every stage can be recomputed, and no others.
+        is_own: whether it is this program, which runs everything.
+        ties_stages: whether the first and the last stage can share a matrix.
+        has_whole_theta: whether the base of rotary positions is a whole number.
+        has_head_size: whether heads may have another size than ``hidden / heads``.
+        takes_attention: whether a run chooses the attention kernel.
+        groups: why it does not interleave so many micro-batches over so many ranks in groups of a size.
+    """
+
+    name: LauncherName
+    title: str
+    software: str
+    model_families: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    families: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    recompute: tuple[Recompute, ...] = ()
+    recomputes_some: bool = True
+    is_own: bool = False
+    ties_stages: bool = True
+    has_whole_theta: bool = False
+    has_head_size: bool = True
+    takes_attention: bool = False
+    groups: Grouping | None = None
+
+    def model_problems(self, model: ModelConfig, precision: str) -> list[str]:
+        """Why it does not train a model, a sentence each; without ``own_attention_problems``.
+
+        Args:
+            model: resolved.
+            precision: of weights and activations: fp32, bf16, fp16 or fp64.
+        """
+        return [] if self.is_own else [*self._precision_problems(precision), *self._size_problems(model)]
+
+    def _precision_problems(self, precision: str) -> Iterator[str]:
+        if self.precisions and precision not in self.precisions:
+            name = "float64" if precision == "fp64" else dtype_of(precision)
+            yield f"training.dtype {name}: {self.title} trains in {or_list(self.precisions)}"
+
+    def _size_problems(self, model: ModelConfig) -> Iterator[str]:
+        if model.family not in self.model_families:
+            yield f"model.family {model.family}: the export to {self.title} supports {_and(self.model_families)} only"
+        if model.rope_scaling is not None:
+            yield f"model.rope_scaling: the export to {self.title} supports plain rotary positions only"
+        has_angles = MODELS[model.family].is_rotary
+        if self.has_whole_theta and has_angles and not model.known_rope_theta.is_integer():
+            yield f"model.rope_theta {model.rope_theta}: {self.title} takes a whole number"
+        if not self.has_head_size and model.known_head_size * model.num_heads != model.hidden_size:
+            yield f"model.head_size {model.head_size}: {self.title}'s heads have model.hidden_size / model.num_heads"
+
+    def tied_problem(self, *, is_apart: bool) -> str | None:
+        """Why embedding and head cannot be tied; ``None`` if they can.
+
+        Args:
+            is_apart: whether they are on two pipeline ranks.
+        """
+        if not is_apart or self.ties_stages:
+            return None
+        return tied_apart(self.title)
+
+    def group_problems(self, pp: int, num_microbatches: int, group_size: int) -> list[str]:
+        """Why it does not run interleaved stages in groups of so many micro-batches, a sentence each."""
+        return [] if self.groups is None else self.groups(pp, num_microbatches, group_size)
+
+    def has_family(self, family: str, pp: int, loops: int) -> bool:
+        """Whether it may run the order of a family with so many ranks and stages on each."""
+        known = self.families[loops > 1]
+        return pp == 1 or not known or family in known
+
+    def has_order(self, pp: int, loops: int, num_microbatches: int) -> bool:
+        """Whether a plan may have such stages.
+
+        Groups of interleaved stages are whole: this program distributes the rest of a division, others do not.
+        """
+        if self.is_own or loops == 1:
+            return True
+        return pp > 1 and num_microbatches % pp == 0 and not self.group_problems(pp, num_microbatches, pp)
+
+
+def tied_apart(program: str) -> str:
+    """That a program has no matrix which two pipeline ranks share."""
+    return f"model.tied: {program} does not support a matrix that the first and the last stage share"
+
+
+def optimizer_problems(program: str, optimizer: str) -> list[str]:
+    """That a program is started with AdamW alone, for another update rule."""
+    found = f"optimizer.name {optimizer}: the export to {program} supports adamw only; use adamw"
+    return [] if optimizer == "adamw" else [found]
+
+
+def own_attention_problems(program: str, model: ModelConfig, seq: int, *, by_document: bool = False) -> list[str]:
+    """Settings of attention and logits with which no other program is started, a sentence each.
+
+    Args:
+        program: in the sentences.
+        model: resolved.
+        seq: sequence length in tokens.
+        by_document: whether attention ends at the borders of documents.
+    """
+    own_scores = "is not started with scores of its own"
+    reasons = {
+        "model.window": (model.window is not None and model.window < seq, "is not started with sliding windows"),
+        "model.query_pre_attn_scalar": (model.query_pre_attn_scalar is not None, own_scores),
+        "model.attn_softcap": (model.attn_softcap is not None, own_scores),
+        "model.logit_softcap": (model.logit_softcap is not None, "is not started with bounds of logits"),
+        "data.attention document": (by_document, "is not started with attention that ends at documents"),
+    }
+    return [f"{name}: {program} {why}; leave it out" for name, (is_set, why) in reasons.items() if is_set]
+
+
+def first_layers_recomputed(kinds_by_stage: Sequence[Sequence[Recompute]]) -> int | None:
+    """The number of first layers that every stage fully recomputes; ``None`` if the run recomputes others.
+
+    Args:
+        kinds_by_stage: recomputation of each layer of each stage.
+    """
+    if not {kind for stage in kinds_by_stage for kind in stage} <= {"none", "full"}:
+        return None
+    number = max(list(stage).count("full") for stage in kinds_by_stage)
+    is_first = all(list(stage) == _first(number, len(stage)) for stage in kinds_by_stage)
+    return number if is_first else None
+
+
+def with_first_layers(kinds_by_stage: Sequence[Sequence[Recompute]]) -> list[list[Recompute]]:
+    """At least these layers recomputed, as the same number of first layers of every stage."""
+    number = max(list(stage).count("full") for stage in kinds_by_stage)
+    return [_first(number, len(stage)) for stage in kinds_by_stage]
+
+
+def _first(number: int, size: int) -> list[Recompute]:
+    return ["full" if layer < number else "none" for layer in range(size)]
+
+
+def _megatron_groups(pp: int, num_microbatches: int, group_size: int) -> list[str]:
+    """Why Megatron-LM would refuse a group size, by its two rules."""
+    found: list[str] = []
+    if num_microbatches < pp:
+        found.append(
+            f"layout.num_microbatches {num_microbatches} is below layout.pp {pp}, but Megatron-LM's interleaved "
+            "schedule needs groups of at least layout.pp"
+        )
+    left = num_microbatches % group_size
+    if 0 < left < pp <= num_microbatches:
+        found.append(
+            f"layout.num_microbatches {num_microbatches} in groups of {group_size} leaves {left}, but Megatron-LM's "
+            f"last group needs at least layout.pp {pp}; use a multiple of {group_size}, or schedule.family hybrid with "
+            f"another group_size than {count(group_size, 'micro-batch')}"
+        )
+    return found
+
+
+def or_list(names: Collection[str]) -> str:
+    """Names as a list with ``or`` before the last one."""
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _and(names: Collection[str]) -> str:
+    return " and ".join(names)
+
+
+PIPELOOM = Launcher(name="pipeloom", title="pipeloom", software="pipeloom", is_own=True, takes_attention=True)
+MEGATRON = Launcher(
+    name="megatron",
+    title="Megatron-LM",
+    software="megatron-core",
+    model_families=("llama", "gpt2"),
+    precisions=("fp32", "bf16", "fp16"),
+    families=(("1f1b",), ("breadth-first", "depth-first", "hybrid")),
+    recompute=("none", "selective", "full"),
+    has_whole_theta=True,
+    groups=_megatron_groups,
+)
+TORCHTITAN = Launcher(
+    name="torchtitan",
+    title="torchtitan",
+    software="fsdp",
+    model_families=("llama",),
+    precisions=("fp32", "bf16"),
+    recompute=("none", "full"),
+    recomputes_some=False,
+    ties_stages=False,
+    has_head_size=False,
+)
+LAUNCHERS: dict[LauncherName, Launcher] = {one.name: one for one in (PIPELOOM, MEGATRON, TORCHTITAN)}
+"""Programs that can start a planned run, by name."""

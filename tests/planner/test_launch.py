@@ -1,0 +1,76 @@
+"""Plans for other programs: every layout of the answer is one that the program's export accepts."""
+
+import pytest
+
+from pipeloom import make_question, plan
+from pipeloom.catalog import load_model
+from pipeloom.errors import ConfigError
+from pipeloom.export.hand_over import TARGETS
+from pipeloom.export.job import Site, make_job
+from pipeloom.planner.run_file import run_config
+from pipeloom.workload.launchers import LAUNCHERS, first_layers_recomputed, with_first_layers
+
+QUESTIONS = {
+    "wide": ("llama-13b", "dgx-h100", 16, 64, 2048, {}),
+    "pipeline": ("llama-13b", "dgx-a100", 16, 24, 4096, {"pp": (2, 4, 8), "micro_batch": (1,)}),
+    "odd": ("llama-3-8b", "dgx-h100", 24, 42, 8192, {}),
+    # Memory for some layers only.
+    "short of memory": ("llama-13b", "a100-40gb", 16, 32, 4096, {"tp": (2, 4), "micro_batch": (1, 2)}),
+}
+
+
+def asked(name, launcher):
+    model, cluster, devices, batch, seq, limits = QUESTIONS[name]
+    sizes = {"num_devices": devices, "global_batch": batch, "seq": seq}
+    return make_question(model, cluster, launcher=launcher, **sizes, **limits)
+
+
+@pytest.mark.parametrize("launcher", ["megatron", "torchtitan"])
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_the_export_of_a_program_accepts_every_layout_of_a_plan_for_it(name, launcher):
+    answer = plan(asked(name, launcher), 6, explains=False)
+    model, cluster = QUESTIONS[name][:2]
+    assert answer.best is not None
+    for step in answer.steps:
+        job = make_job(run_config(step, model, cluster, LAUNCHERS[launcher].software), step.cluster, Site())
+        assert not TARGETS[launcher].problems(job)
+        assert step.software.name == LAUNCHERS[launcher].software
+        assert step.run.loops == 1 or step.run.pp > 1
+
+
+def test_without_the_rules_of_the_program_its_export_refuses_some_layouts():
+    # As the test above would be without rules: the same question, priced alike.
+    software = LAUNCHERS["megatron"].software
+    model, cluster, devices, batch, seq, limits = QUESTIONS["pipeline"]
+    sizes = {"num_devices": devices, "global_batch": batch, "seq": seq}
+    free = plan(make_question(model, cluster, software=software, **sizes, **limits), 12, explains=False)
+    jobs = [make_job(run_config(step, model, cluster, software), step.cluster, Site()) for step in free.steps]
+    assert any(TARGETS["megatron"].problems(job) for job in jobs)
+
+
+def test_a_model_that_a_program_cannot_train_is_refused_before_the_search():
+    sizes = {"num_devices": 8, "global_batch": 8, "seq": 2048}
+    with pytest.raises(ConfigError, match="model.family gpt2: the export to torchtitan supports llama only"):
+        make_question("gpt-6.6b", "dgx-a100", launcher="torchtitan", **sizes)
+    with pytest.raises(ConfigError, match="both name the program"):
+        make_question("llama-13b", "dgx-a100", launcher="torchtitan", software="fsdp", **sizes)
+    with pytest.raises(ConfigError, match="do not fill nodes of 8"):
+        make_question("llama-13b", "dgx-a100", launcher="megatron", **(sizes | {"num_devices": 12, "global_batch": 12}))
+
+
+def test_a_limit_that_the_program_does_not_have_is_refused_with_its_name():
+    sizes = {"num_devices": 8, "global_batch": 8, "seq": 2048}
+    limits = {"recompute": ("selective",), "families": ("zb-h1",)}
+    with pytest.raises(ConfigError) as refused:
+        make_question(load_model("llama-13b"), "dgx-a100", launcher="torchtitan", **sizes, **limits)
+    assert [problem.split(";")[0] for problem in refused.value.problems] == [
+        "torchtitan has no recomputation 'selective'",
+        "torchtitan (priced as fsdp) has no family 'zb-h1'",
+    ]
+
+
+def test_layers_to_recompute_become_the_first_ones_of_every_stage():
+    stages = [["full", "full", "none"], ["none", "none"], ["full"]]
+    assert with_first_layers(stages) == [["full", "full", "none"], ["full", "full"], ["full"]]
+    assert first_layers_recomputed(with_first_layers(stages)) == 2
+    assert first_layers_recomputed(stages) is None
