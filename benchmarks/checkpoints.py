@@ -38,7 +38,7 @@ _FIRST = 5
 """Number of first steps that are not counted."""
 _AHEAD_S = 0.01
 """Time by which a writer may be ahead of the disk. A checkpoint has thousands of small writes; a sleep after each takes
-three times the processor time of the writing itself, which a disk does not."""
+twice the processor time of the writing itself, which a disk does not."""
 
 
 class SlowFile:
