@@ -59,7 +59,7 @@ def _model_problems(job: Job) -> list[str]:
         found.append(
             "layout.recompute_layers: torchtitan recomputes all layers alike; use layout.recompute none or full"
         )
-    elif kinds - set(TORCHTITAN.recompute):
+    elif kinds - set(TORCHTITAN.recomputations):
         found.append(
             "layout.recompute selective: torchtitan's selective mode also recomputes every second matrix product, with "
             "other times and memory; use none or full"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from pipeloom.cost.hardware import Cluster
+from pipeloom.errors import ConfigError
 from pipeloom.planner.run_file import named_model
 from pipeloom.predict.places import node_problems
 from pipeloom.workload.dtypes import Precision
@@ -11,7 +12,7 @@ from pipeloom.workload.model import ModelConfig, ModelShape, model_of
 from pipeloom.workload.run import Attention
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Wanted:
     """What a program has to run, whatever the layout.
 
@@ -53,3 +54,13 @@ def launch_problems(launcher: Launcher, wanted: Wanted, cluster: Cluster, num_de
     if wanted.attention != "flash2" and not launcher.takes_attention:
         found.append(f"attention {wanted.attention}: {title} chooses its kernel itself; use flash2")
     return found
+
+
+def check_launch(launcher: Launcher, wanted: Wanted, cluster: Cluster, num_devices: int) -> None:
+    """Refuse what a program cannot train.
+
+    Raises:
+        ConfigError: has all of ``launch_problems``.
+    """
+    if problems := launch_problems(launcher, wanted, cluster, num_devices):
+        raise ConfigError(problems, "the question")

@@ -17,7 +17,7 @@ from pipeloom.planner.comparison import Change, Rival, changes, is_faster, rival
 from pipeloom.planner.error_bar import ErrorBar, error_bar
 from pipeloom.planner.frontier import SortKey
 from pipeloom.planner.infeasible import Closest, closest, no_layout, ways_out
-from pipeloom.planner.launch import Wanted, launch_problems
+from pipeloom.planner.launch import Wanted, check_launch
 from pipeloom.planner.question import HEADROOM, Limits, Question
 from pipeloom.planner.search import Counts, Progress, Search, SearchResult
 from pipeloom.planner.strategies import STRATEGIES, with_strategies
@@ -27,7 +27,7 @@ from pipeloom.system.stopping import Reason, Stop
 from pipeloom.terminal.words import count as count_of
 from pipeloom.terminal.words import seconds, unknown_name
 from pipeloom.workload.dtypes import Dtype
-from pipeloom.workload.launchers import LAUNCHERS, LauncherName
+from pipeloom.workload.launchers import LAUNCHERS, Launcher, LauncherName
 from pipeloom.workload.limits import Count, Headroom, Positive
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.optimizers import Optimizer
@@ -118,8 +118,7 @@ def make_question(
         software: the training program: a name of the catalog, a file, or a program. ``None``: that of ``launcher``.
         launcher: the program that can start every layout; with another one than pipeloom, its rules limit the search.
         dtype: of weights and activations; ``None``: bfloat16 on GPUs, or float16 if they lack it, float32 on CPUs.
-        attention: the attention kernel.
-        fused_norm: whether norms are one kernel.
+        attention, fused_norm: the attention kernel, and whether norms are one kernel.
         optimizer: of the training; ``None``: AdamW.
         headroom: fraction of the memory of every device that layouts leave free.
         limits: values to search, by the attributes of ``Limits``, such as ``pp=(4, 8)``; by default all.
@@ -127,20 +126,11 @@ def make_question(
     Raises:
         ConfigError: everything that is wrong.
     """
-    problems = _limit_problems(limits)
     starts = LAUNCHERS[launcher]
-    if software is not None and not starts.is_own:
-        problems.append(f"software and launcher {launcher} both name the program; leave one of them out")
-    software = software or starts.software
-    shape = load_or_note(lambda name: load_model(name, seq), model, problems) if isinstance(model, str) else model
-    machine = load_or_note(load_cluster, cluster, problems) if isinstance(cluster, str) else cluster
-    program = load_or_note(load_software, software, problems) if isinstance(software, str) else software
-    if problems or shape is None or machine is None or program is None:
-        raise ConfigError(problems, "the question")
+    problems = _limit_problems(limits, software, starts)
+    shape, machine, program = _loaded(model, cluster, software or starts.software, seq, problems)
     precision = asked_precision(dtype, machine, num_devices)
-    wanted = Wanted(model=model, seq=seq, precision=precision, attention=attention)
-    if problems := launch_problems(starts, wanted, machine, num_devices):
-        raise ConfigError(problems, "the question")
+    check_launch(starts, Wanted(model, seq, precision, attention), machine, num_devices)
     return Question(
         shape=shape,
         cluster=machine,
@@ -158,11 +148,24 @@ def make_question(
     )
 
 
-def _limit_problems(limits: Mapping[str, object]) -> list[str]:
-    """A sentence for each name that limits nothing, and for each value that is not a sequence of its choices."""
+def _loaded(
+    model: str | ModelShape, cluster: str | Cluster, software: str | Software, seq: int, problems: list[str]
+) -> tuple[ModelShape, Cluster, Software]:
+    shape = load_or_note(lambda name: load_model(name, seq), model, problems) if isinstance(model, str) else model
+    machine = load_or_note(load_cluster, cluster, problems) if isinstance(cluster, str) else cluster
+    program = load_or_note(load_software, software, problems) if isinstance(software, str) else software
+    if problems or shape is None or machine is None or program is None:
+        raise ConfigError(problems, "the question")
+    return shape, machine, program
+
+
+def _limit_problems(limits: Mapping[str, object], software: str | Software | None, launcher: Launcher) -> list[str]:
+    """A sentence for two programs, each name that limits nothing, each value that is not a sequence of choices."""
     hints = get_type_hints(Limits)
     arguments = [name for name in signature(make_question).parameters if name != "limits"]
-    problems: list[str] = []
+    problems = list[str]()
+    if software is not None and not launcher.is_own:
+        problems.append(f"software and launcher {launcher.name} both name the program; leave one of them out")
     for name, among in limits.items():
         if name not in hints:
             problems.append(unknown_name("argument", name, [*arguments, *hints]))

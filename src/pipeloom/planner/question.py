@@ -168,7 +168,7 @@ class Question:
         """Kinds of recomputation to search; selective by default only if the attention kernel stores the scores."""
         keeps_scores = self.attention in ("plain", "fused-softmax")
         usual: tuple[Recompute, ...] = ("none", "selective", "full") if keeps_scores else ("none", "full")
-        runs = self.launcher.recompute
+        runs = self.launcher.recomputations
         return self.limits.recompute or tuple(kind for kind in usual if not runs or kind in runs)
 
     @cached_property
@@ -241,7 +241,7 @@ def axes(num_devices: int, tps: Iterable[int]) -> list[tuple[int, int, int]]:
 
 def limit_problems(limits: Limits, software: Software, launcher: Launcher = PIPELOOM) -> list[str]:
     """A sentence for each limit that the training program does not have."""
-    runs, title = launcher.recompute, software.name
+    runs, title = launcher.recomputations, software.name
     if not launcher.is_own:
         title = f"{launcher.title} (priced as {software.name})"
     own = [

@@ -28,7 +28,7 @@ class Launcher:
         model_families: keys of ``MODELS``; empty for all.
         precisions: data types of weights and activations; empty for all.
         families: of pipelines, with one stage on each rank and with several; empty for all.
-        recompute: kinds of recomputation; empty for all.
+        recomputations: kinds of recomputation; empty for all.
         recomputes_some: whether the same number of first layers of every stage can be recomputed, and no others.
         is_own: whether it is this program, which runs everything.
         ties_stages: whether the first and the last stage can share a matrix.
@@ -44,7 +44,7 @@ class Launcher:
     model_families: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
     families: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    recompute: tuple[Recompute, ...] = ()
+    recomputations: tuple[Recompute, ...] = ()
     recomputes_some: bool = True
     is_own: bool = False
     ties_stages: bool = True
@@ -88,23 +88,23 @@ class Launcher:
             return None
         return tied_apart(self.title)
 
-    def group_problems(self, pp: int, num_microbatches: int, group_size: int) -> list[str]:
+    def group_problems(self, ranks: int, microbatches: int, group_size: int) -> list[str]:
         """Why it does not run interleaved stages in groups of so many micro-batches, a sentence each."""
-        return [] if self.groups is None else self.groups(pp, num_microbatches, group_size)
+        return [] if self.groups is None else self.groups(ranks, microbatches, group_size)
 
-    def has_family(self, family: str, pp: int, loops: int) -> bool:
+    def has_family(self, family: str, ranks: int, stages: int) -> bool:
         """Whether it may run the order of a family with so many ranks and stages on each."""
-        known = self.families[loops > 1]
-        return pp == 1 or not known or family in known
+        known = self.families[stages > 1]
+        return ranks == 1 or not known or family in known
 
-    def has_order(self, pp: int, loops: int, num_microbatches: int) -> bool:
+    def has_order(self, ranks: int, stages: int, microbatches: int) -> bool:
         """Whether a plan may have such stages.
 
         Groups of interleaved stages are whole: this program distributes the rest of a division, others do not.
         """
-        if self.is_own or loops == 1:
+        if self.is_own or stages == 1:
             return True
-        return pp > 1 and num_microbatches % pp == 0 and not self.group_problems(pp, num_microbatches, pp)
+        return ranks > 1 and microbatches % ranks == 0 and not self.group_problems(ranks, microbatches, ranks)
 
 
 def tied_apart(program: str) -> str:
@@ -161,20 +161,20 @@ def _first(number: int, size: int) -> list[Recompute]:
     return ["full" if layer < number else "none" for layer in range(size)]
 
 
-def _megatron_groups(pp: int, num_microbatches: int, group_size: int) -> list[str]:
+def _megatron_groups(ranks: int, microbatches: int, group_size: int) -> list[str]:
     """Why Megatron-LM would refuse a group size, by its two rules."""
     found: list[str] = []
-    if num_microbatches < pp:
+    if microbatches < ranks:
         found.append(
-            f"layout.num_microbatches {num_microbatches} is below layout.pp {pp}, but Megatron-LM's interleaved "
+            f"layout.num_microbatches {microbatches} is below layout.pp {ranks}, but Megatron-LM's interleaved "
             "schedule needs groups of at least layout.pp"
         )
-    left = num_microbatches % group_size
-    if 0 < left < pp <= num_microbatches:
+    left = microbatches % group_size
+    if 0 < left < ranks <= microbatches:
         found.append(
-            f"layout.num_microbatches {num_microbatches} in groups of {group_size} leaves {left}, but Megatron-LM's "
-            f"last group needs at least layout.pp {pp}; use a multiple of {group_size}, or schedule.family hybrid with "
-            f"another group_size than {count(group_size, 'micro-batch')}"
+            f"layout.num_microbatches {microbatches} in groups of {group_size} leaves {left}, but Megatron-LM's "
+            f"last group needs at least layout.pp {ranks}; use a multiple of {group_size}, or schedule.family hybrid "
+            f"with another group_size than {count(group_size, 'micro-batch')}"
         )
     return found
 
@@ -197,7 +197,7 @@ MEGATRON = Launcher(
     model_families=("llama", "gpt2"),
     precisions=("fp32", "bf16", "fp16"),
     families=(("1f1b",), ("breadth-first", "depth-first", "hybrid")),
-    recompute=("none", "selective", "full"),
+    recomputations=("none", "selective", "full"),
     has_whole_theta=True,
     groups=_megatron_groups,
 )
@@ -207,7 +207,7 @@ TORCHTITAN = Launcher(
     software="fsdp",
     model_families=("llama",),
     precisions=("fp32", "bf16"),
-    recompute=("none", "full"),
+    recomputations=("none", "full"),
     recomputes_some=False,
     ties_stages=False,
     has_head_size=False,
