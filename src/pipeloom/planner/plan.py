@@ -27,7 +27,7 @@ from pipeloom.system.stopping import Reason, Stop
 from pipeloom.terminal.words import count as count_of
 from pipeloom.terminal.words import seconds, unknown_name
 from pipeloom.workload.dtypes import Dtype
-from pipeloom.workload.launchers import LAUNCHERS, Launcher, LauncherName
+from pipeloom.workload.launchers import LAUNCHERS, LauncherName
 from pipeloom.workload.limits import Count, Headroom, Positive
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.optimizers import Optimizer
@@ -118,7 +118,8 @@ def make_question(
         software: the training program: a name of the catalog, a file, or a program. ``None``: that of ``launcher``.
         launcher: the program that can start every layout; with another one than pipeloom, its rules limit the search.
         dtype: of weights and activations; ``None``: bfloat16 on GPUs, or float16 if they lack it, float32 on CPUs.
-        attention, fused_norm: the attention kernel, and whether norms are one kernel.
+        attention: the attention kernel.
+        fused_norm: whether norms are one kernel.
         optimizer: of the training; ``None``: AdamW.
         headroom: fraction of the memory of every device that layouts leave free.
         limits: values to search, by the attributes of ``Limits``, such as ``pp=(4, 8)``; by default all.
@@ -126,8 +127,7 @@ def make_question(
     Raises:
         ConfigError: everything that is wrong.
     """
-    starts = LAUNCHERS[launcher]
-    problems = _limit_problems(limits, software, starts)
+    starts, problems = LAUNCHERS[launcher], _limit_problems(limits, software, launcher)
     shape, machine, program = _loaded(model, cluster, software or starts.software, seq, problems)
     precision = asked_precision(dtype, machine, num_devices)
     check_launch(starts, Wanted(model, seq, precision, attention), machine, num_devices)
@@ -159,13 +159,13 @@ def _loaded(
     return shape, machine, program
 
 
-def _limit_problems(limits: Mapping[str, object], software: str | Software | None, launcher: Launcher) -> list[str]:
+def _limit_problems(limits: Mapping[str, object], software: str | Software | None, launcher: LauncherName) -> list[str]:
     """A sentence for two programs, each name that limits nothing, each value that is not a sequence of choices."""
     hints = get_type_hints(Limits)
     arguments = [name for name in signature(make_question).parameters if name != "limits"]
     problems = list[str]()
-    if software is not None and not launcher.is_own:
-        problems.append(f"software and launcher {launcher.name} both name the program; leave one of them out")
+    if software is not None and not LAUNCHERS[launcher].is_own:
+        problems.append(f"software and launcher {launcher} both name the program; leave one of them out")
     for name, among in limits.items():
         if name not in hints:
             problems.append(unknown_name("argument", name, [*arguments, *hints]))
