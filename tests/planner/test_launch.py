@@ -1,9 +1,11 @@
 """Plans for other programs: every layout of the answer is one that the program's export accepts."""
 
+from dataclasses import replace
+
 import pytest
 
 from pipeloom import make_question, plan
-from pipeloom.catalog import load_model
+from pipeloom.catalog import load_cluster, load_model
 from pipeloom.errors import ConfigError
 from pipeloom.export.hand_over import TARGETS
 from pipeloom.export.job import Site, make_job
@@ -74,3 +76,18 @@ def test_layers_to_recompute_become_the_first_ones_of_every_stage():
     assert with_first_layers(stages) == [["full", "full", "none"], ["full", "full"], ["full"]]
     assert first_layers_recomputed(with_first_layers(stages)) == 2
     assert first_layers_recomputed(stages) is None
+
+
+def test_a_predicted_mfu_above_95_percent_is_named_with_the_settings_that_make_it():
+    cluster = load_cluster("dgx-a100")
+    device = cluster.device
+    ideal = replace(device, matmul_curve=((1.0, 1.0),), matmul_curves={}, memory_bytes_per_s=1e15, kernel_s=1e-9)
+    question = make_question(
+        "llama-13b", replace(cluster, device=ideal), num_devices=8, global_batch=64, seq=512, tp=(1,), pp=(1,)
+    )
+    best = replace(question.software.efficiency, matmul=0.98, flash2=0.6)
+    ideal_question = replace(question, software=replace(question.software, efficiency=best))
+    advice = " ".join(plan(ideal_question, 1, explains=False).advice)
+    assert "is above 95%" in advice
+    assert "matmul_fraction of dgx-a100 (up to 1.00) times matmul of pipeloom (0.98)" in advice
+    assert "is above 95%" not in " ".join(plan(question.limited(tp=(2,)), 1, explains=False).advice)

@@ -12,7 +12,7 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software, with_optimizer
 from pipeloom.errors import ConfigError
-from pipeloom.planner.advice import advice, in_order, is_tie, on_one_stage, on_plain
+from pipeloom.planner.advice import advice, in_order, is_tie, on_one_stage, on_plain, on_values
 from pipeloom.planner.comparison import Change, Rival, changes, is_faster, rivals
 from pipeloom.planner.error_bar import ErrorBar, error_bar
 from pipeloom.planner.frontier import SortKey
@@ -236,6 +236,7 @@ def _answer(plan: Plan, searching: Search, count: int, deadline: float, *, expla
         plan.advice.extend(on_plain(searching, question, plan.best, plan.error_bar, deadline))
         if explains:
             _explain(plan, searching, plan.best, count, deadline)
+        plan.advice.extend(on_values(plan.best))
     elif plan.open_bound_s is None:
         plan.advice.extend(filter(None, (one.hint(question) for one in STRATEGIES.values())))
         plan.closest = closest(question)
