@@ -14,7 +14,8 @@ from pipeloom.predict.step import SimulatedStep
 TIGHT = 0.95
 """Fraction of a device's memory above which advice is given, since predictions of memory are not exact."""
 MOST_MFU = 0.95
-"""MFU above which a setting is wrong by all that is known: the best measured products of matrices alone reach less."""
+"""MFU above which a setting is taken for wrong. Chosen, not measured: it leaves 5 % for all that is no product of
+matrices."""
 IDLE = 0.15
 """Bubble fraction above which advice is given."""
 
@@ -162,7 +163,7 @@ def on_values(best: SimulatedStep) -> Iterator[str]:
     device, software = best.cluster.device, best.software
     curve = device.matmul_curves.get(best.run.precision, device.matmul_curve)
     yield (
-        f"The predicted MFU of {best.mfu:.1%} is above {MOST_MFU:.0%}, which no training reaches. It follows from "
+        f"The predicted MFU of {best.mfu:.1%} is above {MOST_MFU:.0%}, which is not plausible. It follows from "
         f"matmul_fraction of {best.cluster.name} (up to {max(part for _, part in curve):.2f}) times matmul of "
         f"{software.name} ({software.efficiency.matmul:.2f}): correct them, or the device's peak_tflop_per_s."
     )
