@@ -84,7 +84,7 @@ train section_as_value.toml                                     | layout; sectio
 train several.toml                                              | layout.pp; layout.loops; training.steps; data.seq_len
 train escape.toml                                               | there is no schedule
 train old_precision.toml                                        | precision
-train .                                                         | Is a directory
+train .                                                         | expected a run file, found a folder
 evaluate .                                                      | RUN must be the folder of a run
 evaluate missing --batches 0 --layout.pp 0                      | RUN must be the folder of a run; --batches must be
 train --layout.pp 0                                             | layout.pp; 1; 0
