@@ -1,8 +1,8 @@
 """Steps beside a checkpoint to a slow disk, and steps without. Run by ``make bench-checkpoints``.
 
 Two ranks train a small model, and a thread of each writes a checkpoint every so many steps, to an emulated disk of
-20 MB/s for both together: the writer sleeps whenever it is ahead of such a disk. The steps that
-begin and end while a checkpoint is written are compared with those of the same run that begin and end while none is.
+20 MB/s for both together: the writer sleeps whenever it is ahead of such a disk. The steps that begin and end while a
+checkpoint is written are compared with those of the same run that begin and end while none is.
 
     python benchmarks/checkpoints.py [--rounds 5] [--every 40] [--rate 20]
 """

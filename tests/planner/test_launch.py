@@ -21,7 +21,7 @@ QUESTIONS = {
 }
 
 
-def asked(name, launcher):
+def question_for(name, launcher):
     model, cluster, devices, batch, seq, limits = QUESTIONS[name]
     sizes = {"num_devices": devices, "global_batch": batch, "seq": seq}
     return make_question(model, cluster, launcher=launcher, **sizes, **limits)
@@ -30,7 +30,7 @@ def asked(name, launcher):
 @pytest.mark.parametrize("launcher", ["megatron", "torchtitan"])
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_the_export_of_a_program_accepts_every_layout_of_a_plan_for_it(name, launcher):
-    answer = plan(asked(name, launcher), 6, explains=False)
+    answer = plan(question_for(name, launcher), 6, explains=False)
     model, cluster = QUESTIONS[name][:2]
     assert answer.best is not None
     for step in answer.steps:

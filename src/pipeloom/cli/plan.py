@@ -255,16 +255,6 @@ def _over(config: RunConfig, planned: RunConfig, *, has_model: bool) -> RunConfi
     )
 
 
-def parse_request(words: list[str]) -> Request:
-    """Read the words behind ``pipeloom plan``, the run file and the catalog.
-
-    Raises:
-        ConfigError: everything that is missing or wrong, in the order of the words.
-    """
-    found = read_words(COMMAND, words)
-    return _request(Options(**found.values), found, words)
-
-
 def _flag_problems(options: Options) -> Iterator[str]:
     """Flags that do not go together."""
     if options.out is not None and options.out.suffix == ".toml":
@@ -278,6 +268,7 @@ def _flag_problems(options: Options) -> Iterator[str]:
 
 
 def _request(options: Options, found: Words, words: list[str]) -> Request:
+    """Read the run file and the catalog; a ``ConfigError`` has everything that is missing or wrong."""
     problems = found.problems
     tokens = amount_or_note("--tokens", options.tokens, AMOUNTS, "1T, 300B or 3e11", problems)
     problems += _flag_problems(options)
@@ -362,7 +353,9 @@ def requests_of(options: Options, found: Words, words: list[str]) -> dict[Launch
     """
     for flag, value in {"--out": options.out, "--export": options.export}.items():
         if value is not None:
-            found.problems.append(f"{flag} writes the layout of one program; use --for with one of {_NAMES}")
+            found.problems.append(
+                f"{flag} writes the layout of one program; use --for with one of {', '.join(LAUNCHERS)}"
+            )
     requests: dict[LauncherName, Request | ConfigError] = {}
     for name in LAUNCHERS:
         try:
@@ -374,9 +367,6 @@ def requests_of(options: Options, found: Words, words: list[str]) -> dict[Launch
     if len(errors) == len(requests):
         raise ConfigError(list(dict.fromkeys(problem for one in errors for problem in one.problems)), SOURCE)
     return requests
-
-
-_NAMES = ", ".join(LAUNCHERS)
 
 
 def _first(*values: Any) -> Any:

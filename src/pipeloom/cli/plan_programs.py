@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from pipeloom.cli.plan_text import figure_cells, layout_cells, table_of_cells
 from pipeloom.errors import ConfigError
 from pipeloom.planner.error_bar import ErrorBar
 from pipeloom.planner.plan import Plan, plan
-from pipeloom.terminal.console import headed, print_table, table, wide_console
-from pipeloom.terminal.words import short, unit_bytes, unit_s
+from pipeloom.terminal.console import headed, print_table, wide_console
+from pipeloom.terminal.words import unit_bytes, unit_s
 from pipeloom.workload.launchers import LAUNCHERS, LauncherName
 
 if TYPE_CHECKING:
@@ -73,30 +74,14 @@ def _print(answers: Answers, tokens: float | None, *, is_json: bool) -> None:
 
 
 def _table(found: Mapping[LauncherName, Plan]) -> Table:
-    from pipeloom.cli.plan_text import layout_cells
-
     plans = list(found.values())
-    least_s = min(one.rows[0].prediction.step_time_s for one in plans)
-    (unit, name), (size, bytes_name) = unit_s(least_s), unit_bytes(plans[0].question.cluster.device.memory_bytes)
-    rows: list[dict[str, str]] = []
-    for one in plans:
-        step = one.rows[0]
-        dollars = step.dollars_per_billion_tokens
-        rows.append(
-            {
-                **layout_cells(step),
-                f"step {name}": short(step.prediction.step_time_s / unit),
-                "error": _error(one.error_bar),
-                "MFU": f"{step.mfu:.1%}",
-                bytes_name: short(step.prediction.memory.total_bytes / size),
-                "$/1e9": "-" if dollars is None else f"{dollars:,.0f}",
-            }
-        )
-    columns = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
-    whole = table("for", columns)
-    for name, row in zip(found, rows, strict=True):
-        whole.add_row(name, *(row[column] for column in columns))
-    return whole
+    unit = unit_s(min(one.rows[0].prediction.step_time_s for one in plans))
+    memory = unit_bytes(plans[0].question.cluster.device.memory_bytes)
+    rows: dict[str, dict[str, str]] = {}
+    for name, one in found.items():
+        step_time, *others = figure_cells(one.rows[0], unit, memory).items()
+        rows[name] = {**layout_cells(one.rows[0]), **dict([step_time, ("error", _error(one.error_bar)), *others])}
+    return table_of_cells("for", rows)
 
 
 def _error(bar: ErrorBar) -> str:

@@ -231,30 +231,57 @@ def _strategies(best: SimulatedStep) -> list[str]:
 
 def _best_table(plan: Plan) -> Table:
     """The table of layouts."""
-    unit, name = unit_s(plan.steps[0].prediction.step_time_s)
-    memory, bytes_name = unit_bytes(plan.question.cluster.device.memory_bytes)
+    time, memory = (
+        unit_s(plan.steps[0].prediction.step_time_s),
+        unit_bytes(plan.question.cluster.device.memory_bytes),
+    )
     rows: list[dict[str, str]] = []
     for step in plan.rows:
         whole_s, cause_s, run = step.prediction.step_time_s, causes(step), step.run
         exposed_s = cause_s["exposed_p2p_s"] + cause_s["exposed_data_parallel_s"]
-        dollars = step.dollars_per_billion_tokens
         rows.append(
             {
                 **_short_cells(step),
-                f"step {name}": short(whole_s / unit),
-                "MFU": f"{step.mfu:.1%}",
-                bytes_name: short(step.prediction.memory.total_bytes / memory),
-                PRICE: "-" if dollars is None else f"{dollars:,.0f}",
+                **figure_cells(step, time, memory),
                 "bubble": "-" if run.pp == 1 else f"{cause_s['bubble_s'] / whole_s:.1%}",
                 "exposed": f"{exposed_s / whole_s:.1%}",
             }
         )
+    return table_of_cells(
+        "",
+        {
+            f"{number}{'~' if 1 < plan.num_equivalent >= number else ''}": row
+            for number, row in enumerate(rows, start=1)
+        },
+    )
+
+
+def table_of_cells(first: str, rows: Mapping[str, Mapping[str, str]]) -> Table:
+    """Name of a row -> title of a column -> cell, as a table; ``first`` is the names' title."""
+    cells = list(rows.values())
     # Columns without any value would take width from the others.
-    columns = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
-    found = table("", columns)
-    for number, row in enumerate(rows, start=1):
-        found.add_row(f"{number}{'~' if 1 < plan.num_equivalent >= number else ''}", *(row[name] for name in columns))
+    columns = [title for title in cells[0] if any(row[title] != "-" for row in cells)]
+    found = table(first, columns)
+    for name, row in rows.items():
+        found.add_row(name, *(row[title] for title in columns))
     return found
+
+
+def figure_cells(step: SimulatedStep, time: tuple[float, str], memory: tuple[float, str]) -> dict[str, str]:
+    """Title of a column -> step time, MFU, memory of the fullest device and price.
+
+    Args:
+        step: of the layout.
+        time: of ``unit_s``.
+        memory: of ``unit_bytes``.
+    """
+    dollars = step.dollars_per_billion_tokens
+    return {
+        f"step {time[1]}": short(step.prediction.step_time_s / time[0]),
+        "MFU": f"{step.mfu:.1%}",
+        memory[1]: short(step.prediction.memory.total_bytes / memory[0]),
+        PRICE: "-" if dollars is None else f"{dollars:,.0f}",
+    }
 
 
 def _short_cells(step: SimulatedStep) -> dict[str, str]:

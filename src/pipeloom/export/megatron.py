@@ -16,7 +16,8 @@ from pipeloom.export.megatron_order import is_megatrons
 from pipeloom.export.text import Flag, bash_array, body, comment, flag
 from pipeloom.export.torchrun import about_ranks, script_of, start_of
 from pipeloom.schedule import Kind
-from pipeloom.workload.launchers import MEGATRON, first_layers_recomputed, or_list
+from pipeloom.terminal.words import or_list
+from pipeloom.workload.launchers import MEGATRON, first_layers_recomputed
 from pipeloom.workload.model_families import MODELS
 
 SCRIPT = "megatron.sh"

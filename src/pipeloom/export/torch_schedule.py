@@ -5,7 +5,6 @@ from dataclasses import replace
 from pipeloom.export.job import Draft, Job, Target
 from pipeloom.export.text import body, comment
 from pipeloom.export.torch_csv import format_torch_csv
-from pipeloom.workload.launchers import tied_apart
 
 CSV, MODULE = "torch_schedule.csv", "torch_schedule.py"
 PROGRAM = "torch.distributed.pipelining of PyTorch 2.13"
@@ -14,16 +13,16 @@ RESIDENT_STAGES = 3
 """Number of a rank's stages that PyTorch's runtime keeps gathered (torch 2.13, ``_add_unshard_reshard``)."""
 
 
-def is_tied_apart(job: Job) -> bool:
-    """Whether embedding and head are one matrix on two pipeline ranks."""
+def tied_problems(job: Job, program: str) -> list[str]:
+    """Why embedding and head cannot be tied; empty if they are not, or are on one rank."""
     owner = job.schedule.placement.rank_by_stage
-    return job.model.tied and owner[0] != owner[-1]
+    if not job.model.tied or owner[0] == owner[-1]:
+        return []
+    return [f"model.tied: {program} does not support a matrix that the first and the last stage share"]
 
 
 def _problems(job: Job) -> list[str]:
-    problems = job.whole_problems()
-    if is_tied_apart(job):
-        problems.append(tied_apart("PyTorch's runtime"))
+    problems = [*job.whole_problems(), *tied_problems(job, "PyTorch's runtime")]
     problems += job.order_problems("PyTorch's runtime")
     if job.config.layout.pp == 1:
         problems.append("layout.pp 1: without a pipeline there is no schedule to export")

@@ -12,7 +12,7 @@ from pipeloom.config import unset
 from pipeloom.export.job import Draft, Job, Need, Target, variable
 from pipeloom.export.text import Flag, bash_array, body, comment, flag
 from pipeloom.export.torch_csv import format_torch_csv
-from pipeloom.export.torch_schedule import differences_of_runtime, is_tied_apart, left_out_of_runtime
+from pipeloom.export.torch_schedule import differences_of_runtime, left_out_of_runtime, tied_problems
 from pipeloom.export.torchrun import about_ranks, script_of, start_of
 from pipeloom.workload.launchers import TORCHTITAN
 
@@ -41,8 +41,8 @@ def _problems(job: Job) -> list[str]:
     if job.whole_problems():
         return job.whole_problems()
     found = [*job.start_problems("torchtitan"), *job.order_problems("torchtitan")]
-    tied = TORCHTITAN.tied_problem(is_apart=is_tied_apart(job))
-    found += [*filter(None, [tied]), *_model_problems(job)]
+    found += [] if TORCHTITAN.ties_stages else tied_problems(job, TORCHTITAN.title)
+    found += _model_problems(job)
     layout, placement = job.config.layout, job.config.choice().placement_name
     if layout.pp > 1 and layout.loops > 1 and not (placement == "looped" or (placement == "v" and layout.loops == 2)):
         found.append(

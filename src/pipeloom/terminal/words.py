@@ -51,9 +51,13 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
 def or_one_of(names: Sequence[str]) -> str:
     """``did you mean 'a', 'b' or 'c'?``; empty without names."""
     close = [f"'{one}'" for one in names]
-    if not close:
-        return ""
-    return f"did you mean {' or '.join([', '.join(close[:-1])] * bool(close[1:]) + close[-1:])}?"
+    return f"did you mean {or_list(close)}?" if close else ""
+
+
+def or_list(names: Collection[str]) -> str:
+    """Names with commas between them, and ``or`` before the last one."""
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def and_finite(limit: str, found: float) -> str:

@@ -3,11 +3,11 @@
 Names and rules are those of Megatron-LM with Megatron Core 0.16 and of torchtitan 0.3.0.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeloom.terminal.words import count
+from pipeloom.terminal.words import count, or_list
 from pipeloom.workload.dtypes import dtype_of
 from pipeloom.workload.layout import Recompute
 from pipeloom.workload.model import ModelConfig
@@ -69,7 +69,8 @@ class Launcher:
 
     def _size_problems(self, model: ModelConfig) -> Iterator[str]:
         if model.family not in self.model_families:
-            yield f"model.family {model.family}: the export to {self.title} supports {_and(self.model_families)} only"
+            known = " and ".join(self.model_families)
+            yield f"model.family {model.family}: the export to {self.title} supports {known} only"
         if model.rope_scaling is not None:
             yield f"model.rope_scaling: the export to {self.title} supports plain rotary positions only"
         has_angles = MODELS[model.family].is_rotary
@@ -77,16 +78,6 @@ class Launcher:
             yield f"model.rope_theta {model.rope_theta}: {self.title} takes a whole number"
         if not self.has_head_size and model.known_head_size * model.num_heads != model.hidden_size:
             yield f"model.head_size {model.head_size}: {self.title}'s heads have model.hidden_size / model.num_heads"
-
-    def tied_problem(self, *, is_apart: bool) -> str | None:
-        """Why embedding and head cannot be tied; ``None`` if they can.
-
-        Args:
-            is_apart: whether they are on two pipeline ranks.
-        """
-        if not is_apart or self.ties_stages:
-            return None
-        return tied_apart(self.title)
 
     def group_problems(self, ranks: int, microbatches: int, group_size: int) -> list[str]:
         """Why it does not run interleaved stages in groups of so many micro-batches, a sentence each."""
@@ -105,11 +96,6 @@ class Launcher:
         if self.is_own or stages == 1:
             return True
         return ranks > 1 and microbatches % ranks == 0 and not self.group_problems(ranks, microbatches, ranks)
-
-
-def tied_apart(program: str) -> str:
-    """That a program has no matrix which two pipeline ranks share."""
-    return f"model.tied: {program} does not support a matrix that the first and the last stage share"
 
 
 def optimizer_problems(program: str, optimizer: str) -> list[str]:
@@ -177,16 +163,6 @@ def _megatron_groups(ranks: int, microbatches: int, group_size: int) -> list[str
             f"with another group_size than {count(group_size, 'micro-batch')}"
         )
     return found
-
-
-def or_list(names: Collection[str]) -> str:
-    """Names as a list with ``or`` before the last one."""
-    *most, last = names
-    return f"{', '.join(most)} or {last}" if most else last
-
-
-def _and(names: Collection[str]) -> str:
-    return " and ".join(names)
 
 
 PIPELOOM = Launcher(name="pipeloom", title="pipeloom", software="pipeloom", is_own=True, takes_attention=True)
