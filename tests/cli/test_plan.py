@@ -58,12 +58,17 @@ def test_the_answer_for_people(model, capsys, monkeypatch):
 def test_for_any_program_the_table_has_the_best_layout_of_each(capsys):
     llama = ["plan", "--model", "llama-13b", "--cluster", "dgx-h100", "--devices", "8", "--global-batch", "8"]
     given = [*llama, "--seq", "2048", "--micro-batch", "1", "--for"]
-    assert main([*given, "any"]) == 0
+    assert main([*given, "any", "--tokens", "1T"]) == 0
     out = capsys.readouterr().out
+    assert out.count("1e+12 tokens with this layout: ") == 3
     rows = [line.split()[0] for line in out.splitlines() if line.startswith(("pipeloom ", "megatron ", "torchtitan "))]
     assert rows == ["pipeloom", "megatron", "torchtitan"]
     assert "measured steps of megatron-core" in out
     assert "measured steps of fsdp" in out
+    assert main([*given, "megatron", "--no-explain"]) == 0
+    out = capsys.readouterr().out
+    assert "Next: write start files of Megatron-LM for row 1." in out
+    assert out.endswith("--export start\n")
     assert main([*given, "any", "--out", "planned"]) == 2
     assert "--out writes the layout of one program" in capsys.readouterr().err
     assert main([*given, "megatron", "--software", "fsdp"]) == 2

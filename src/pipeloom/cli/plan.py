@@ -186,7 +186,7 @@ def run(words: list[str]) -> int:
     if answer.best is not None:
         _write(options, request, answer.rows[options.row - 1])
         if not options.json and options.out is None and options.export is None:
-            print_next(words)
+            print_next(words, request.question.launcher)
     elif not options.json and (options.out or options.export):
         print("\nnothing is written: there is no layout to write")
     if answer.stopped == "interrupt":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from pipeloom.cli.plan_text import figure_cells, layout_cells, table_of_cells
+from pipeloom.cli.plan_text import figure_cells, layout_cells, table_of_cells, training_words
 from pipeloom.errors import ConfigError
 from pipeloom.planner.error_bar import ErrorBar
 from pipeloom.planner.plan import Plan, plan
@@ -68,8 +68,12 @@ def _print(answers: Answers, tokens: float | None, *, is_json: bool) -> None:
         if isinstance(one, ConfigError):
             console.print(f"- {title} cannot run it: {'; '.join(one.problems)}")
             continue
-        for sentence in one.error_bar.sentences[:1] if one.best else ["nothing fits."]:
-            console.print(f"- {title}: {sentence}")
+        if one.best is None:
+            console.print(f"- {title}: nothing fits.")
+            continue
+        console.print(f"- {title}: {one.error_bar.sentences[0]}")
+        if tokens is not None:
+            console.print(f"  {training_words(one.rows[0], tokens, 'this layout')}")
     console.print("\nNext: `--for` with one of the names prints its alternatives, and --export writes its start files.")
 
 

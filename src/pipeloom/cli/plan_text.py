@@ -20,6 +20,7 @@ from pipeloom.predict.stage_swaps import swapped_amounts
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.console import headed, print_table, table, wide_console
 from pipeloom.terminal.words import amount, count, format_bytes, in_days, in_dollars, seconds, short, unit_bytes, unit_s
+from pipeloom.workload.launchers import Launcher
 
 _SHARDED = {
     "none": "nothing",
@@ -63,7 +64,7 @@ def print_plan(plan: Plan, tokens: float | None = None) -> None:
     console.print(_KEY + (f" {PRICE}: dollars for 1e9 tokens." if is_priced else ""))
     _print_layout(console, plan.rows[0])
     if tokens is not None:
-        _print_training(console, plan.rows[0], tokens)
+        console.print(training_words(plan.rows[0], tokens, "row 1"))
     fastest = _fastest_row(plan)
     if plan.rivals:
         name = unit_s(plan.best.prediction.step_time_s)[1]
@@ -92,15 +93,18 @@ def print_plan(plan: Plan, tokens: float | None = None) -> None:
         console.print(f"\n{why} before all other kinds and changes were searched; the search for the best was complete")
 
 
-def print_next(words: Sequence[str]) -> None:
+def print_next(words: Sequence[str], launcher: Launcher) -> None:
     """Print the command that writes a layout of the table; these words behind ``pipeloom plan`` printed the table."""
     console = wide_console(_WIDTH)
-    console.print(
-        "\nNext: write row 1 as a run file and a schedule for `pipeloom train`. --row N takes another row; --export "
-        "start in place of --out planned writes start files for torchrun, Slurm, torchtitan and Megatron-LM."
-    )
+    if launcher.is_own:
+        console.print(
+            "\nNext: write row 1 as a run file and a schedule for `pipeloom train`. --row N takes another row; --export"
+            " start in place of --out planned writes start files for torchrun, Slurm, torchtitan and Megatron-LM."
+        )
+    else:
+        console.print(f"\nNext: write start files of {launcher.title} for row 1. --row N takes another row.")
     parts = ["  pipeloom plan"]  # each flag with its values
-    for word in (*words, "--out", "planned"):
+    for word in (*words, *(("--out", "planned") if launcher.is_own else ("--export", "start"))):
         if word.startswith("--"):
             parts.append("")
         parts[-1] += f" {shlex.quote(word)}"
@@ -201,11 +205,11 @@ def _print_layout(console: Console, best: SimulatedStep) -> None:
         console.print(f"pipeline ranks {'; '.join(describe_places(best.places))}")
 
 
-def _print_training(console: Console, best: SimulatedStep, tokens: float) -> None:
-    """Print the days and the price of a number of tokens with the first row."""
+def training_words(best: SimulatedStep, tokens: float, layout: str) -> str:
+    """The days and the price of a number of tokens with a layout, whose name ``layout`` is."""
     days, dollars = training_of(best, tokens)
     price = "the cluster's file has no price" if dollars is None else in_dollars(dollars)
-    console.print(f"{tokens:.4g} tokens with row 1: {in_days(days)} days, {price}; no margin for the expected error")
+    return f"{tokens:.4g} tokens with {layout}: {in_days(days)} days, {price}; no margin for the expected error"
 
 
 def _strategies(best: SimulatedStep) -> list[str]:
