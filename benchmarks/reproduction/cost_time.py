@@ -64,9 +64,9 @@ class Best(NamedTuple):
 
 
 def training(model: str, critical: str) -> Training:
-    """The training of a model with a critical batch of ``CRITICAL``; no price is known of these devices."""
+    """The training of a model with a critical batch of ``CRITICAL``."""
     tokens = TOKENS_PER_PARAMETER * MODELS[model].parameters
-    return Training(tokens=tokens, critical_batch=CRITICAL[critical][model], price_per_device_hour=1.0)
+    return Training(tokens=tokens, critical_batch=CRITICAL[critical][model])
 
 
 def curve(

@@ -60,7 +60,7 @@ def test_for_any_program_the_table_has_the_best_layout_of_each(capsys):
     given = [*llama, "--seq", "2048", "--micro-batch", "1", "--for"]
     assert main([*given, "any", "--tokens", "1T"]) == 0
     out = capsys.readouterr().out
-    assert out.count("1e+12 tokens with this layout: ") == 3
+    assert "days, price: of 1e+12 tokens" in out
     rows = [line.split()[0] for line in out.splitlines() if line.startswith(("pipeloom ", "megatron ", "torchtitan "))]
     assert rows == ["pipeloom", "megatron", "torchtitan"]
     assert "measured steps of megatron-core" in out
@@ -70,14 +70,14 @@ def test_for_any_program_the_table_has_the_best_layout_of_each(capsys):
     assert "Next: write start files of Megatron-LM for row 1." in out
     assert out.endswith("--export start\n")
     assert main([*given, "any", "--out", "planned"]) == 2
-    assert "--out writes the layout of one program" in capsys.readouterr().err
+    assert "--out writes the layout of one program on one number of devices, found 3" in capsys.readouterr().err
     assert main([*given, "megatron", "--software", "fsdp"]) == 2
     assert "both name the program" in capsys.readouterr().err
 
 
 def test_for_any_program_one_that_cannot_train_the_model_is_named(model, capsys):
     assert main([*words(model), "--for", "any", "--json"]) == 0
-    answers = json.loads(capsys.readouterr().out)["for"]
+    answers = {one["question"]["launcher"]: one for one in json.loads(capsys.readouterr().out)["answers"]}
     assert answers["megatron"]["layouts"]
     assert answers["torchtitan"]["refused"][1:] == ["model.family gpt2: the export to torchtitan supports llama only"]
 
@@ -160,6 +160,75 @@ def test_the_days_and_the_price_of_a_training_are_those_of_the_first_row(model, 
     assert f"3e+11 tokens with row 1: {training['days']:.3g} days, $" in capsys.readouterr().out
     assert main([*command[:-1], "none"]) == 2
     assert "--tokens must be an amount above 0 such as 1T, 300B or 3e11, found 'none'" in capsys.readouterr().err
+
+
+SMALL = ("--no-explain", "--strategies", "none", "--tp", "1")
+
+
+def test_a_goal_chooses_among_numbers_of_devices_and_the_choice_is_written(model, tmp_path, capsys):
+    command = [*words(model, cluster="dgx-a100"), *SMALL, "--devices", "8", "2", "4", "--tokens", "10B"]
+    assert main([*command, "--objective", "time", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    days = {one["question"]["num_devices"]: one["training"]["days"] for one in answer["answers"]}
+    assert list(days) == [2, 4, 8]
+    assert answer["answers"][answer["goal"]["answer"]]["question"]["num_devices"] == min(days, key=days.__getitem__)
+    deadline = f"{24 * (days[4] + days[2]) / 2}h"  # 2 devices are too slow
+    out = tmp_path / "planned"
+    assert main([*command, "--deadline", deadline, "--out", str(out)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "the cheapest training within" in printed
+    dollars = {one["question"]["num_devices"]: one["training"]["dollars"] for one in answer["answers"]}
+    cheapest = min((4, 8), key=dollars.__getitem__)
+    assert read_run_file(out / "run.toml")[0].layout.num_ranks == cheapest
+    assert f"pipeloom on {cheapest} devices, tp 1" in printed
+
+
+def test_a_goal_that_nothing_meets_names_the_nearest_and_writes_nothing(model, tmp_path, capsys):
+    command = [*words(model, cluster="dgx-a100"), *SMALL, "--tokens", "10B", "--deadline", "1h", "--max-dollars", "1"]
+    out = tmp_path / "planned"
+    assert main([*command, "--devices", "2", "4", "--out", str(out)]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "nothing is within 0.0417 days and for at most $1: the fastest training takes" in printed
+    assert "the cheapest takes" in printed
+    assert "nothing is written" in printed
+    assert not out.exists()
+    assert main([*command, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["goal"] == {
+        "deadline_s": 3600.0,
+        "max_dollars": 1.0,
+        "objective": "cost",
+        "is_met": False,
+    }
+    assert main(command) == 1
+    assert "goal: nothing is within" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_size_without_a_layout_is_named_beside_the_others(model, capsys):
+    command = [*words(model, cluster="dgx-a100", **{"global-batch": 8}), *SMALL, "--pp", "1", "--devices", "3", "4"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "pipeloom on 3 devices: no layout divides 3 devices and a batch of 8 sequences" in printed
+    assert "Next: a single --devices prints alternatives and reasons." in printed
+
+
+def test_wrong_goals_are_one_message(model, tmp_path, capsys):
+    command = [*words(model), "--devices", "2", "4", "--out", str(tmp_path / "planned")]
+    assert main([*command, "--row", "2", "--deadline", "x", "--price", "0"]) == 2
+    printed = capsys.readouterr().err
+    for text in (
+        "--deadline must be an amount above 0 such as 30d, 12h or 6w, found 'x'",
+        "--deadline, --max-dollars and --objective need the tokens of the training",
+        "--row 2 is a row of one table, found 2 programs and numbers of devices",
+        "--price: the price of a device-hour must be above 0 and finite, found 0",
+    ):
+        assert text in printed
+    assert main([*command, "--tokens", "1B", "--max-dollars", "3k"]) == 2
+    assert "'dgx-1-v100' has no price_per_device_hour, which the goal needs" in capsys.readouterr().err
+    assert main(command) == 2
+    assert "found 2 of these; name one, or let a goal choose" in capsys.readouterr().err
+    assert main([*words(model), *SMALL, "--tokens", "1B", "--deadline", "9w", "--price", "2", "--json"]) == 0
+    training = json.loads(capsys.readouterr().out)["training"]
+    assert training["dollars"] == pytest.approx(training["days"] * 24 * 4 * 2)
 
 
 @pytest.mark.parametrize("columns", [80, 100, 120])

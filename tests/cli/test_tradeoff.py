@@ -90,8 +90,8 @@ def test_every_problem_is_reported_at_once(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--cluster", "dgx-1-v100"), "the cluster 'dgx-1-v100' has no price_per_device_hour: set one with --price"),
-        (("--dtype", "float32", "--cluster", "dgx-1-v100", "--price", "0"), "price of a device hour must be above 0"),
+        (("--cluster", "dgx-1-v100"), "the cluster 'dgx-1-v100' has no price_per_device_hour: set one in its file"),
+        (("--dtype", "float32", "--cluster", "dgx-1-v100", "--price", "0"), "price of a device-hour must be above 0"),
         (("--software", "pipeloom", "nanotron"), "--software takes one program for all methods, found pipeloom, nano"),
         (("--software", "breadth-first=megatron-2021"), "breadth-first: megatron-2021 has no family 'breadth-first'"),
         (("--critical-batch", "9", "--critical-batch-tokens", "9"), "found both"),
@@ -111,7 +111,7 @@ def test_a_goal_chooses_over_methods_batches_and_cluster_sizes(capsys):
     best = found["points"][found["goal"]["point"]]
     assert best["dollars"] == min(one["dollars"] for one in found["points"] if one["seconds"] <= 86400)
     assert main([*ASKED, "--tokens", "10B", "--max-dollars", "0.1", "--deadline", "2w"]) == 1
-    assert "nothing is within 14 days and for at most $0.1: the fastest takes" in capsys.readouterr().out
+    assert "nothing is within 14 days and for at most $0.1: the fastest training takes" in capsys.readouterr().out
 
 
 def test_wrong_amounts_of_goals_are_one_message(capsys):

@@ -264,7 +264,8 @@ def _value(option: Option, flag: str, texts: list[str]) -> tuple[Any, str]:
         return None, f"{name} must be {_called(option.hint)}, {found}{f'; {close}' if close else ''}"
     # Settings of a run are checked together with those of its file.
     limits = () if option.group else (note for note in option.notes if isinstance(note, Limits))
-    for refusal in (limit.refusal(value) for limit in limits if isinstance(value, int | float)):
+    numbers = [one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, int | float)]
+    for refusal in (limit.refusal(number) for limit in limits for number in numbers):
         if refusal is not None:
             return None, f"{option.place or flag} {refusal}"
     if isinstance(value, str) and any(isinstance(note, Names) and note.or_file for note in option.notes):

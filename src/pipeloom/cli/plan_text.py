@@ -7,10 +7,11 @@ from math import floor, log10
 from rich.console import Console
 from rich.table import Table
 
+from pipeloom.cli.goals import choice_lines, training_words
 from pipeloom.cli.run_config import dtype_words
 from pipeloom.cost.hardware import Cluster
 from pipeloom.planner.comparison import CAUSES, Change, Rival, causes, main_cause, without_pipeline
-from pipeloom.planner.goals import training_of
+from pipeloom.planner.goals import Goal, Training
 from pipeloom.planner.infeasible import MOST_DOUBLINGS, Closest
 from pipeloom.planner.plan import Plan
 from pipeloom.planner.question import Question
@@ -19,7 +20,7 @@ from pipeloom.predict.places import describe_places
 from pipeloom.predict.stage_swaps import swapped_amounts
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.console import headed, print_table, table, wide_console
-from pipeloom.terminal.words import amount, count, format_bytes, in_days, in_dollars, seconds, short, unit_bytes, unit_s
+from pipeloom.terminal.words import amount, count, format_bytes, seconds, short, unit_bytes, unit_s
 from pipeloom.workload.launchers import Launcher
 
 _SHARDED = {
@@ -44,8 +45,8 @@ _KEY = (
 )
 
 
-def print_plan(plan: Plan, tokens: float | None = None) -> None:
-    """Print the answer, and how long ``tokens`` of training take."""
+def print_plan(plan: Plan, training: Training | None = None, goal: Goal | None = None) -> None:
+    """Print the answer, how long a training takes, and whether that is within a goal."""
     console = wide_console(_WIDTH)
     _print_question(console, plan)
     if plan.best is None:
@@ -63,8 +64,12 @@ def print_plan(plan: Plan, tokens: float | None = None) -> None:
     is_priced = any(step.dollars_per_billion_tokens is not None for step in plan.steps)
     console.print(_KEY + (f" {PRICE}: dollars for 1e9 tokens." if is_priced else ""))
     _print_layout(console, plan.rows[0])
-    if tokens is not None:
-        console.print(training_words(plan.rows[0], tokens, "row 1"))
+    if training is not None:
+        cost = training.cost(plan.rows[0])
+        console.print(training_words(training, plan.rows[0].run.global_batch, cost, "row 1"))
+        if goal is not None:
+            lines = choice_lines(goal, [cost], lambda _: "row 1", lambda _: plan.error_bar)
+            console.print(f"goal: {'. '.join(lines)}")
     fastest = _fastest_row(plan)
     if plan.rivals:
         name = unit_s(plan.best.prediction.step_time_s)[1]
@@ -95,16 +100,23 @@ def print_plan(plan: Plan, tokens: float | None = None) -> None:
 
 def print_next(words: Sequence[str], launcher: Launcher) -> None:
     """Print the command that writes a layout of the table; these words behind ``pipeloom plan`` printed the table."""
-    console = wide_console(_WIDTH)
     if launcher.is_own:
-        console.print(
+        text = (
             "\nNext: write row 1 as a run file and a schedule for `pipeloom train`. --row N takes another row; --export"
             " start in place of --out planned writes start files for torchrun, Slurm, torchtitan and Megatron-LM."
         )
+        print_command(text, [*words, "--out", "planned"])
     else:
-        console.print(f"\nNext: write start files of {launcher.title} for row 1. --row N takes another row.")
+        text = f"\nNext: write start files of {launcher.title} for row 1. --row N takes another row."
+        print_command(text, [*words, "--export", "start"])
+
+
+def print_command(text: str, words: Sequence[str]) -> None:
+    """Print a sentence, and ``pipeloom plan`` with these words, in lines that can be pasted."""
+    console = wide_console(_WIDTH)
+    console.print(text)
     parts = ["  pipeloom plan"]  # each flag with its values
-    for word in (*words, *(("--out", "planned") if launcher.is_own else ("--export", "start"))):
+    for word in words:
         if word.startswith("--"):
             parts.append("")
         parts[-1] += f" {shlex.quote(word)}"
@@ -203,13 +215,6 @@ def _print_layout(console: Console, best: SimulatedStep) -> None:
     console.print(f"row 1: {', '.join(parts)}")
     if len(best.cluster.kinds(run.num_devices)) > 1:
         console.print(f"pipeline ranks {'; '.join(describe_places(best.places))}")
-
-
-def training_words(best: SimulatedStep, tokens: float, layout: str) -> str:
-    """The days and the price of a number of tokens with a layout, whose name ``layout`` is."""
-    days, dollars = training_of(best, tokens)
-    price = "the cluster's file has no price" if dollars is None else in_dollars(dollars)
-    return f"{tokens:.4g} tokens with {layout}: {in_days(days)} days, {price}; no margin for the expected error"
 
 
 def _strategies(best: SimulatedStep) -> list[str]:
@@ -349,7 +354,7 @@ _SETTING: Mapping[str, str] = {
 """Title of a column -> its value in a sentence."""
 
 
-def _settings(step: SimulatedStep, best: SimulatedStep | None = None) -> str:
+def settings_words(step: SimulatedStep, best: SimulatedStep | None = None) -> str:
     """The layout in a line; with ``best``, only what differs from that layout."""
     known = dict[str, str]() if best is None else layout_cells(best)
     parts = [
@@ -379,7 +384,7 @@ def _rival_table(best: SimulatedStep, rivals: Sequence[Rival], row: int) -> Tabl
             continue
         more_s = [rival.step.prediction.step_time_s - best.prediction.step_time_s]
         more_s += [rival.more_s[name] for name in shown]
-        rows.add_row(rival.kind, *(_signed(one / unit, digits) for one in more_s), _settings(rival.step, best))
+        rows.add_row(rival.kind, *(_signed(one / unit, digits) for one in more_s), settings_words(rival.step, best))
     return rows
 
 
@@ -397,7 +402,7 @@ def _change_table(best: SimulatedStep, changes: Sequence[Change], row: int) -> T
             continue
         cause = main_cause(best, change.step)
         mainly = "" if cause is None else f"{'less' if change.speed > 1 else 'more'} {CAUSES[cause]}"
-        rows.add_row(change.what, f"{change.speed - 1:+.1%}", mainly, _settings(change.step, best))
+        rows.add_row(change.what, f"{change.speed - 1:+.1%}", mainly, settings_words(change.step, best))
     return rows
 
 
@@ -456,4 +461,4 @@ def _print_nothing(console: Console, plan: Plan) -> None:
     for line in plan.advice:
         console.print(f"- {line}")
     for what, step in near.ways_out:
-        console.print(f"- with {what} it fits: {seconds(step.prediction.step_time_s)} a step ({_settings(step)})")
+        console.print(f"- with {what} it fits: {seconds(step.prediction.step_time_s)} a step ({settings_words(step)})")

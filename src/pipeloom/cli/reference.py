@@ -236,7 +236,7 @@ def command_of(name: str) -> Command[Any]:
 
 
 def options_of(command: str | Command[Any]) -> tuple[Option, ...]:
-    """Every option of a command in the order of its definition: those with a place, its own flags, settings of a run.
+    """Every option of a command: those with a place, its own flags, those of several commands, settings of a run.
 
     Of the settings of a run file there are those that the command reads; the others cannot be set as flags.
     """
@@ -247,7 +247,9 @@ def options_of(command: str | Command[Any]) -> tuple[Option, ...]:
         kept.insert(0, Option(name=RUN_FIELD, place=RUN_FILE, hint=Path, default=None, owner=_RunFile))
     if known.needs_run:
         kept = [replace(one, is_of_run=bool(one.group)) for one in kept]
-    return tuple(sorted(kept, key=lambda one: (not one.place, bool(one.group))))
+    # What several commands share follows what is a command's own.
+    shared = {item.name for base in known.options.__mro__[1:] if is_dataclass(base) for item in fields(base)}
+    return tuple(sorted(kept, key=lambda one: (not one.place, bool(one.group), one.name in shared)))
 
 
 def _is_in(option: Option, settings: tuple[str, ...]) -> bool:

@@ -2,10 +2,8 @@
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,13 +13,14 @@ from rich.table import Table
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cli.flags import SOURCE, read_flags
+from pipeloom.cli.goals import Goals, choice_lines, goal_of, priced, tokens_of
+from pipeloom.cli.plan_json import limits_to_json
 from pipeloom.cli.reference import Command, Output
 from pipeloom.cli.run_config import dtype_words
-from pipeloom.cli.what_if import WhatIf
-from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.planner.goals import AMOUNTS, TIMES, Goal, Objective, amount_or_note
+from pipeloom.planner.error_bar import error_bar
+from pipeloom.planner.goals import Goal, Training
 from pipeloom.planner.question import Question
 from pipeloom.planner.tradeoff import (
     DEVICE_COUNTS,
@@ -29,7 +28,6 @@ from pipeloom.planner.tradeoff import (
     Curves,
     Point,
     Tradeoff,
-    Training,
     cluster_problems,
     default_critical_batch,
     scaling_problems,
@@ -50,7 +48,7 @@ _TOKENS_PER_PARAMETER = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(WhatIf):
+class Options(Goals):
     """Options of ``pipeloom tradeoff``.
 
     Each method has its best layout and global batch on each cluster. A batch of B sequences needs 1 + B / B_crit times
@@ -65,19 +63,11 @@ class Options(WhatIf):
     """Sequence length, in tokens."""
     tokens: Common[str | None] = None
     """Tokens of the training run with small batches, such as 1T or 3e11. None: 20 per parameter (arXiv 2203.15556)."""
-    deadline: Common[str | None] = None
-    """Goal: longest training, such as 30d, 12h or 6w. None: no limit."""
-    max_dollars: Common[str | None] = None
-    """Goal: highest price of the training, such as 200k or 1.5M. None: no limit."""
-    objective: Common[Objective | None] = None
-    """What is least within these limits. None: time where only --max-dollars is given, else cost."""
     critical_batch: Common[float | None] = None
     """Critical batch size B_crit in sequences. Training takes twice the tokens with such a batch. None: by the fit of
     arXiv 2001.08361."""
     critical_batch_tokens: float | None = None
     """Critical batch size B_crit in tokens instead."""
-    price: Common[float | None] = None
-    """Dollars per device-hour. None: that of the cluster's file."""
     devices: Common[tuple[int, ...]] = DEVICE_COUNTS
     """Cluster sizes in devices."""
     reference: int | None = None
@@ -114,7 +104,7 @@ COMMAND = Command(
 def run(words: list[str]) -> int:
     """Parse the arguments, search, print."""
     options, problems = read_flags(COMMAND, words)
-    goal = _goal(options, problems)
+    goal = goal_of(options, problems)
     inputs = inputs_of(options, problems)
     columns = (TextColumn("searches {task.completed}/{task.total}"), BarColumn(bar_width=24), TimeElapsedColumn())
     total = len(inputs.methods) * len(inputs.batches_per_device)
@@ -134,40 +124,8 @@ def run(words: list[str]) -> int:
         if options.plot is not None:
             print(f"picture   {options.plot}")
         if goal is not None:
-            print_choice(goal, curves.points, options.cluster)
+            _print_choice(goal, curves)
     return 0 if goal is None or goal.best(curves.points) is not None else 1
-
-
-def _goal(options: Options, problems: list[str]) -> Goal | None:
-    """The goal of the options; ``None`` without one."""
-    if options.deadline is options.max_dollars is options.objective is None:
-        return None
-    deadline = amount_or_note("--deadline", options.deadline, TIMES, "30d, 12h or 6w", problems)
-    dollars = amount_or_note("--max-dollars", options.max_dollars, AMOUNTS, "200000, 200k or 1.5M", problems)
-    is_for_time = options.deadline is None and options.max_dollars is not None
-    objective = options.objective or ("time" if is_for_time else "cost")
-    return Goal(deadline_s=deadline or inf, max_dollars=dollars or inf, objective=objective)
-
-
-def print_choice(goal: Goal, points: Sequence[Point], cluster: str) -> None:
-    """Print the best point within the limits of a goal, or what comes closest to each of them."""
-    best, word = goal.best(points), {"time": "fastest", "cost": "cheapest"}[goal.objective]
-    limits = [f"within {in_days(goal.deadline_s / 86400)} days"] if goal.deadline_s < inf else []
-    limits += [f"for at most {in_dollars(goal.max_dollars)}"] if goal.max_dollars < inf else []
-    what = " ".join([f"the {word} training", *limits])
-    if best is None:
-        fast, cheap = min(points, key=lambda one: one.seconds), min(points, key=lambda one: one.dollars)
-        print(
-            f"\ngoal      nothing is {' and '.join(limits)}: the fastest takes {in_days(fast.days)} days for "
-            f"{in_dollars(fast.dollars)}, the cheapest costs {in_dollars(cheap.dollars)} in {in_days(cheap.days)} "
-            "days; other sizes: --devices"
-        )
-        return
-    print(
-        f"\ngoal      {what}: {best.num_devices:,} devices of {cluster}, {best.method}, {_layout(best)}, batch "
-        f"{best.run.global_batch:,}: {in_days(best.days)} days, {in_dollars(best.dollars)}; no margin for the error of "
-        "predictions is in it"
-    )
 
 
 def inputs_of(options: Options, problems: list[str]) -> Tradeoff:
@@ -183,6 +141,7 @@ def inputs_of(options: Options, problems: list[str]) -> Tradeoff:
     shape = load_or_note(lambda name: load_model(name, options.seq), options.model, problems)
     cluster = load_or_note(load_cluster, options.cluster, problems)
     if cluster is not None:
+        cluster = priced(cluster, max(options.devices, default=1), options, None, problems)
         problems += cluster_problems(cluster)
         cluster = changed_cluster(cluster, options.what_if, max(options.devices, default=1), problems)
     methods = _methods(options, problems)
@@ -190,7 +149,7 @@ def inputs_of(options: Options, problems: list[str]) -> Tradeoff:
     reference = options.reference or min(options.devices, default=1)
     batches = _batches(options, problems)
     problems += scaling_problems(reference, options.devices, batches or whole_batches(reference))
-    training = _training(options, shape, cluster, problems)
+    training = _training(options, shape, problems)
     if problems or shape is None or cluster is None or training is None:
         raise ConfigError(problems, SOURCE)
     return Tradeoff(
@@ -244,9 +203,7 @@ def _batches(options: Options, problems: list[str]) -> tuple[Fraction, ...]:
     return tuple(sorted(set(found)))
 
 
-def _training(
-    options: Options, shape: ModelShape | None, cluster: Cluster | None, problems: list[str]
-) -> Training | None:
+def _training(options: Options, shape: ModelShape | None, problems: list[str]) -> Training | None:
     """The training run; a value that is missing because of another problem is replaced by a valid one."""
     if options.seq < 1:
         problems.append(f"--seq must be at least 1, found {options.seq}")
@@ -258,19 +215,29 @@ def _training(
         batch = options.critical_batch_tokens / seq
     if batch is None:
         batch = default_critical_batch(shape, seq) if shape is not None else 1.0
-    tokens = amount_or_note("--tokens", options.tokens, AMOUNTS, "1T, 300B or 3e11", problems)
+    tokens = tokens_of(options.tokens, problems)
     if tokens is None:
         tokens = float(_TOKENS_PER_PARAMETER * shape.parameters) if shape is not None else 1.0
-    price = options.price
-    if price is None and cluster is not None and cluster.num_devices is None:
-        price = cluster.price_per_device_hour
-        if price is None:
-            problems.append(f"the cluster '{cluster.name}' has no price_per_device_hour: set one with --price DOLLARS")
     try:
-        return Training(tokens=tokens, critical_batch=batch, price_per_device_hour=1.0 if price is None else price)
+        return Training(tokens=tokens, critical_batch=batch)
     except ConfigError as error:
         problems += error.problems
         return None
+
+
+def _print_choice(goal: Goal, curves: Curves) -> None:
+    """Print the best point within the limits of a goal, or what comes closest to each of them."""
+    inputs = curves.inputs
+    cluster = inputs.question.cluster
+
+    def name(point: Point) -> str:
+        where = f"{point.num_devices:,} devices of {cluster.name}"
+        return f"{where}, {point.method}, {_layout(point)}, batch {point.run.global_batch:,}"
+
+    lines = choice_lines(goal, curves.points, name, lambda point: error_bar(cluster, inputs.methods[point.method]))
+    print()
+    for number, line in enumerate(lines):
+        print(f"{'' if number else 'goal':<10}{line}")
 
 
 def print_curves(curves: Curves, *, has_default_batch: bool) -> None:
@@ -295,7 +262,7 @@ def print_curves(curves: Curves, *, has_default_batch: bool) -> None:
 
 def _print_headline(console: Console, curves: Curves, *, has_default_batch: bool) -> None:
     inputs, training = curves.inputs, curves.inputs.training
-    question = inputs.question
+    question, price = inputs.question, inputs.question.cluster.price_per_device_hour
     source = " (a fit to small models, arXiv 2001.08361)" if has_default_batch else ""
     programs = {software.name for software in inputs.methods.values()}
     trained = programs.pop() if len(programs) == 1 else None
@@ -303,7 +270,7 @@ def _print_headline(console: Console, curves: Curves, *, has_default_batch: bool
     lines = {
         "model": f"{question.shape.name}, sequences of {question.seq:,} tokens, "
         + dtype_words(question.precision, is_default=question.has_default_dtype),
-        "cluster": f"{question.cluster.name} at {in_dollars(training.price_per_device_hour)} per device-hour",
+        "cluster": f"{question.cluster.name} at {in_dollars(price or 0.0)} per device-hour",
         "program": trained or by_method,
         "tokens": f"{training.tokens:.4g} with small batches, times 1 + B / B_crit",
         "B_crit": f"{training.critical_batch:,.0f} sequences{source}",
@@ -415,6 +382,7 @@ def to_json(curves: Curves, goal: Goal | None = None) -> dict[str, Any]:
         "dtype": dtype_of(inputs.question.precision),
         "has_default_dtype": inputs.question.has_default_dtype,
         **asdict(inputs.training),
+        "price_per_device_hour": inputs.question.cluster.price_per_device_hour,
         "reference_devices": inputs.question.num_devices,
         "methods": {method: software.name for method, software in inputs.methods.items()},
         "points": [
@@ -433,9 +401,7 @@ def to_json(curves: Curves, goal: Goal | None = None) -> dict[str, Any]:
         "missing": [{"method": method, "batch_per_device": float(batch)} for method, batch in curves.missing],
         "goal": goal
         and {
-            "deadline_s": goal.deadline_s if goal.deadline_s < inf else None,
-            "max_dollars": goal.max_dollars if goal.max_dollars < inf else None,
-            "objective": goal.objective,
+            **limits_to_json(goal),
             "point": number_of(goal.best(curves.points)),
         },
     }

@@ -1,19 +1,93 @@
-"""What a training must not exceed, and what of it should be least: the choice among the points of a tradeoff."""
+"""What a training takes, what it must not exceed, and what of it should be least: a choice among several answers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
-from pipeloom.planner.tradeoff import DAY_S, Point
+from pipeloom.errors import ConfigError
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.words import leading_number
 
 Objective = Literal["time", "cost"]
+DAY_S = 86_400.0
 AMOUNTS: Mapping[str, float] = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 """Letters behind an amount -> factor."""
-TIMES: Mapping[str, float] = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+TIMES: Mapping[str, float] = {"h": 3600.0, "d": DAY_S, "w": 7 * DAY_S}
 """Letters behind a time -> seconds."""
+
+
+class Costed(Protocol):
+    """Something that has the seconds and the dollars of a whole training."""
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole training."""
+        ...
+
+    @property
+    def dollars(self) -> float | None:
+        """Of the whole training; ``None`` without a price."""
+        ...
+
+
+_Costed = TypeVar("_Costed", bound=Costed)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds and dollars of a whole training; no dollars if a device has no price."""
+
+    seconds: float
+    dollars: float | None
+
+    @property
+    def days(self) -> float:
+        """Of the whole training."""
+        return self.seconds / DAY_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How many tokens a training needs.
+
+    Attributes:
+        tokens: needed with small batches.
+        critical_batch: in sequences; a batch of this size needs twice the tokens (arXiv 1812.06162, section 2.2).
+            ``None``: every batch needs the same tokens, as in a comparison at one batch.
+    """
+
+    tokens: float
+    critical_batch: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values.
+
+        Raises:
+            ConfigError: everything that is wrong.
+        """
+        tokens, batch, found = self.tokens, self.critical_batch, list[str]()
+        if not (isfinite(tokens) and tokens >= 1):
+            found.append(f"the token budget must be at least 1 and finite, found {tokens:g}")
+        if batch is not None and not (isfinite(batch) and batch >= 1):
+            found.append(f"the critical batch must be at least 1 sequence and finite, found {batch:.3g}")
+        if found:
+            raise ConfigError(found, "the training")
+
+    def needed_tokens(self, global_batch: int) -> float:
+        """Tokens with a global batch of B sequences: (1 + B / B_crit) times those of small batches."""
+        return self.tokens * (1 + global_batch / (self.critical_batch or inf))
+
+    def seconds(self, global_batch: int, tokens_per_s: float) -> float:
+        """Seconds of the whole training."""
+        return self.needed_tokens(global_batch) / tokens_per_s
+
+    def cost(self, step: SimulatedStep) -> Cost:
+        """Of the whole training with the steps of a layout."""
+        batch, each = step.run.global_batch, step.dollars_per_billion_tokens
+        return Cost(
+            self.seconds(batch, step.tokens_per_s), None if each is None else each * self.needed_tokens(batch) / 1e9
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,21 +97,33 @@ class Goal:
     Attributes:
         deadline_s: most seconds of the training.
         max_dollars: most dollars of it.
-        objective: what is least among the points within both limits.
+        objective: what is least among the answers within both limits.
     """
 
     deadline_s: float = inf
     max_dollars: float = inf
     objective: Objective = "cost"
 
-    def best(self, points: Iterable[Point]) -> Point | None:
-        """The best point within the limits; of equal ones the first. ``None`` without one."""
-        within = [one for one in points if one.seconds <= self.deadline_s and one.dollars <= self.max_dollars]
-        return min(within, key=self._costs, default=None)
+    @property
+    def needs_price(self) -> bool:
+        """Whether an answer without a price can be neither within the limits nor the least."""
+        return self.objective == "cost" or self.max_dollars < inf
 
-    def _costs(self, point: Point) -> tuple[float, float]:
-        both = (point.dollars, point.seconds)
+    def is_met(self, cost: Costed) -> bool:
+        """Whether a training is within both limits."""
+        return cost.seconds <= self.deadline_s and (self.max_dollars == inf or _dollars(cost) <= self.max_dollars)
+
+    def best(self, among: Iterable[_Costed]) -> _Costed | None:
+        """The best answer within the limits; of equal ones the first. ``None`` without one."""
+        return min(filter(self.is_met, among), key=self._costs, default=None)
+
+    def _costs(self, one: Costed) -> tuple[float, float]:
+        both = (_dollars(one), one.seconds)
         return both if self.objective == "cost" else both[::-1]
+
+
+def _dollars(cost: Costed) -> float:
+    return inf if cost.dollars is None else cost.dollars
 
 
 def amount(text: str, units: Mapping[str, float]) -> float | None:
@@ -45,12 +131,6 @@ def amount(text: str, units: Mapping[str, float]) -> float | None:
     number, letter = leading_number(text.strip()) or (0.0, "")
     value = number * units.get(letter, 0.0)
     return value if value > 0 and isfinite(value) else None
-
-
-def training_of(step: SimulatedStep, tokens: float) -> tuple[float, float | None]:
-    """Days of a training of so many tokens with the steps of a layout, and its dollars; ``None`` without a price."""
-    each = step.dollars_per_billion_tokens
-    return tokens / step.tokens_per_s / DAY_S, None if each is None else each * tokens / 1e9
 
 
 def amount_or_note(

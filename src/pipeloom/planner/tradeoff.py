@@ -9,12 +9,12 @@ the same batch per device, and simulated there. Alternatively, every size is sea
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from math import isfinite
 from typing import Any
 
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError
+from pipeloom.planner.goals import DAY_S, Training
 from pipeloom.planner.question import Question, layout_limits
 from pipeloom.planner.search import Progress, search
 from pipeloom.predict.step import SimulatedStep
@@ -22,7 +22,6 @@ from pipeloom.terminal.words import unknown_name
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.run import Run
 
-DAY_S = 86_400.0
 BATCHES_PER_DEVICE = tuple(Fraction(2) ** power for power in range(-3, 4))
 """Sequences of a batch for each device, 1/8 to 8."""
 DEVICE_COUNTS = tuple(64 * 4**power for power in range(5))
@@ -67,49 +66,6 @@ def default_critical_batch(shape: ModelShape, seq: int) -> float:
     return critical_batch_tokens(shape.layers * shape.layer_matrix_parameters) / seq
 
 
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """Token budget of a training run, and price of a device.
-
-    Attributes:
-        tokens: tokens needed with small batches.
-        critical_batch: in sequences; a batch of this size needs twice the tokens.
-        price_per_device_hour: dollars.
-    """
-
-    tokens: float
-    critical_batch: float
-    price_per_device_hour: float
-
-    def __post_init__(self) -> None:
-        """Refuse impossible values.
-
-        Raises:
-            ConfigError: everything that is wrong.
-        """
-        tokens, batch, price, found = self.tokens, self.critical_batch, self.price_per_device_hour, list[str]()
-        if not (isfinite(tokens) and tokens >= 1):
-            found.append(f"the token budget must be at least 1 and finite, found {tokens:g}")
-        if not (isfinite(batch) and batch >= 1):
-            found.append(f"the critical batch must be at least 1 sequence and finite, found {batch:.3g}")
-        if not (isfinite(price) and price > 0):
-            found.append(f"the price of a device hour must be above 0 and finite, found {price:g}")
-        if found:
-            raise ConfigError(found, "the training")
-
-    def needed_tokens(self, global_batch: int) -> float:
-        """Tokens with a global batch of B sequences, (1 + B / B_crit) times the budget."""
-        return self.tokens * (1 + global_batch / self.critical_batch)
-
-    def seconds(self, global_batch: int, tokens_per_s: float) -> float:
-        """Seconds of the whole training."""
-        return self.needed_tokens(global_batch) / tokens_per_s
-
-    def dollars(self, seconds: float, num_devices: int) -> float:
-        """Price of devices for a time."""
-        return seconds / 3600 * num_devices * self.price_per_device_hour
-
-
 def scaling_problems(reference: int, device_counts: Sequence[int], batches: Sequence[Fraction]) -> list[str]:
     """Problems of cluster sizes and batches per device."""
     found = []
@@ -134,11 +90,15 @@ def scaling_problems(reference: int, device_counts: Sequence[int], batches: Sequ
 
 
 def cluster_problems(cluster: Cluster) -> list[str]:
-    """Problems of a cluster whose size is fixed."""
-    if cluster.num_devices is None:
-        return []
-    size = f"{cluster.num_devices} devices in nodes of several kinds"
-    return [f"the cluster '{cluster.name}' has {size}; a comparison of sizes takes a cluster with nodes of one kind"]
+    """Problems of a cluster whose size is fixed, or that has no price."""
+    if cluster.num_devices is not None:
+        size = f"{cluster.num_devices} devices in nodes of several kinds"
+        return [
+            f"the cluster '{cluster.name}' has {size}; a comparison of sizes takes a cluster with nodes of one kind"
+        ]
+    if cluster.price_per_device_hour is None:
+        return [f"the cluster '{cluster.name}' has no price_per_device_hour: set one in its file, or with --price"]
+    return []
 
 
 def whole_batches(reference: int, batches: Iterable[Fraction] = BATCHES_PER_DEVICE) -> tuple[Fraction, ...]:
@@ -152,7 +112,7 @@ class Tradeoff:
 
     Attributes:
         question: of the reference; its batch is ignored, its limits hold for every method.
-        training: token budget and price.
+        training: token budget and critical batch; the price is that of the cluster.
         methods: method of ``METHODS`` -> program.
         device_counts: cluster sizes, multiples of the reference's devices.
         batches_per_device: sequences; times the reference's devices a whole number.
@@ -358,7 +318,8 @@ def _best_scaled(question: Question, steps: Sequence[SimulatedStep]) -> Simulate
 
 def _point(training: Training, method: str, step: SimulatedStep, reference_mfu: float | None) -> Point:
     run = step.run
-    seconds = training.seconds(run.global_batch, step.tokens_per_s)
+    cost = training.cost(step)
+    assert cost.dollars is not None, "the inputs refuse a cluster without a price"
     return Point(
         method=method,
         program=step.software.name,
@@ -371,6 +332,6 @@ def _point(training: Training, method: str, step: SimulatedStep, reference_mfu: 
         reference_mfu=reference_mfu,
         memory_bytes=step.prediction.memory.total_bytes,
         tokens=training.needed_tokens(run.global_batch),
-        seconds=seconds,
-        dollars=training.dollars(seconds, run.num_devices),
+        seconds=cost.seconds,
+        dollars=cost.dollars,
     )

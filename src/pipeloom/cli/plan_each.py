@@ -1,0 +1,241 @@
+"""``pipeloom plan`` for several programs or numbers of devices: the best layout of each, and the choice of a goal."""
+
+import json
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeloom.cli.goals import choice_lines, cost_cells
+from pipeloom.cli.plan_files import write_layout
+from pipeloom.cli.plan_json import limits_to_json, to_json
+from pipeloom.cli.plan_request import Choice, Request
+from pipeloom.cli.plan_text import figure_cells, layout_cells, print_command, settings_words, table_of_cells
+from pipeloom.errors import UserError
+from pipeloom.planner.error_bar import ErrorBar
+from pipeloom.planner.goals import Cost, Goal
+from pipeloom.planner.plan import Plan, plan
+from pipeloom.predict.step import SimulatedStep
+from pipeloom.terminal.console import headed, print_table, wide_console
+from pipeloom.terminal.words import count, unit_bytes, unit_s
+from pipeloom.workload.launchers import LAUNCHERS
+
+if TYPE_CHECKING:
+    from pipeloom.cli.plan import Options
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The answer for a program and a number of devices.
+
+    Attributes:
+        request: the question; or the reasons why there is none.
+        plan: ``None`` without a question, or without a layout that divides devices and batch.
+        refusal: the reasons.
+    """
+
+    choice: Choice
+    request: Request | None
+    plan: Plan | None = None
+    refusal: Sequence[str] = ()
+
+    @property
+    def step(self) -> SimulatedStep | None:
+        """The first row: of the layouts that tie with the fastest, the simplest."""
+        return self.plan.rows[0] if self.plan is not None and self.plan.best is not None else None
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """A layout with the cost of the training."""
+
+    answer: _Answer
+    plan: Plan
+    step: SimulatedStep
+    seconds: float
+    dollars: float | None
+
+
+def run_each(options: "Options", requests: Mapping[Choice, Request | UserError], words: list[str]) -> int:
+    """Plan for each choice, print the best layout of each and what the goal chooses.
+
+    A time limit is that of the whole answer: each question has an equal share of what is left.
+
+    Returns:
+        1 if nothing fits, or nothing meets the goal; 130 after Ctrl-C.
+    """
+    answers = _answers(options, requests)
+    goal = next(one.goal for one in requests.values() if isinstance(one, Request))
+    offers = _offers(answers)
+    chosen = None if goal is None else goal.best(offers)
+    if options.json:
+        print(json.dumps(_to_json(answers, goal, chosen)))
+    else:
+        _print(answers, offers, goal)
+    is_interrupted = any(one.plan is not None and one.plan.stopped == "interrupt" for one in answers)
+    if chosen is not None and chosen.answer.request is not None and not is_interrupted:
+        write_layout(chosen.answer.request, chosen.step)
+    elif not options.json and (options.out or options.export):
+        print("\nnothing is written: there is no layout to write")
+    if not options.json:
+        _print_next(answers, chosen, words, is_written=options.out is not None or options.export is not None)
+    if is_interrupted:
+        return 130
+    return 0 if (chosen is not None if goal is not None else any(one.step for one in answers)) else 1
+
+
+def _answers(options: "Options", requests: Mapping[Choice, Request | UserError]) -> list[_Answer]:
+    from pipeloom.cli.plan_progress import PlanProgress
+
+    begin, left = time.monotonic(), sum(isinstance(one, Request) for one in requests.values())
+    answers: list[_Answer] = []
+    for choice, request in requests.items():
+        if not isinstance(request, Request):
+            answers.append(_Answer(choice, None, refusal=_reasons(request)))
+            continue
+        budget = options.budget_s and max(0.1, options.budget_s - (time.monotonic() - begin)) / left
+        left -= 1
+        try:
+            with PlanProgress(is_shown=not options.json) as progress:
+                # A table of one row for each question has no reasons.
+                found = plan(request.question, options.best, budget_s=budget, explains=False, progress=progress.show)
+        except UserError as error:
+            answers.append(_Answer(choice, request, refusal=_reasons(error)))
+            continue
+        answers.append(_Answer(choice, request, found))
+        if found.stopped == "interrupt":
+            break
+    return answers
+
+
+def _reasons(error: UserError) -> Sequence[str]:
+    return getattr(error, "problems", None) or [str(error)]
+
+
+def _offers(answers: Sequence[_Answer]) -> list[_Offer]:
+    """Layouts with their costs; none without the tokens of a training."""
+    found = list[_Offer]()
+    for one in answers:
+        if one.plan is not None and one.step is not None and (cost := _cost(one)) is not None:
+            found.append(_Offer(one, one.plan, one.step, cost.seconds, cost.dollars))
+    return found
+
+
+def _cost(one: _Answer) -> Cost | None:
+    training = None if one.request is None else one.request.training
+    return None if training is None or one.step is None else training.cost(one.step)
+
+
+def _print(answers: Sequence[_Answer], offers: Sequence[_Offer], goal: Goal | None) -> None:
+    console = wide_console(120)
+    console.print(headed(f"The best layout for each {_differences(answers)}"))
+    found = [one for one in answers if one.step is not None]
+    if found:
+        print_table(wide_console(), _table(found, *_among(answers)))
+    console.print(
+        "Layouts are row 1 of each plan: of those within the error of a comparison, the simplest. error: mean error of "
+        "comparable step times; ?: none was measured on these devices, of the worst other."
+    )
+    for one in answers:
+        if one.plan is None:
+            console.print(f"- {_name(one.choice)}: {'; '.join(one.refusal)}")
+        elif one.step is None:
+            console.print(f"- {_name(one.choice)}: nothing fits.")
+    for sentence, titles in _errors(found).items():
+        console.print(f"- {' and '.join(titles)}: {sentence}")
+    training = next((one.request.training for one in answers if one.request is not None), None)
+    if training is not None:
+        console.print(f"days, price: of {training.tokens:.4g} tokens, without a margin for the error")
+    if goal is not None and offers:
+        _print_choice(console, offers, goal)
+
+
+def _print_choice(console: Console, offers: Sequence[_Offer], goal: Goal) -> None:
+    def name(offer: _Offer) -> str:
+        return f"{_name(offer.answer.choice)}, {settings_words(offer.step)}"
+
+    console.print(headed("\nGoal"))
+    for line in choice_lines(goal, offers, name, lambda offer: offer.plan.error_bar):
+        console.print(f"- {line}")
+
+
+def _among(answers: Sequence[_Answer]) -> tuple[set[str], set[int]]:
+    """Programs and numbers of devices."""
+    return {one.choice.launcher for one in answers}, {one.choice.num_devices for one in answers}
+
+
+def _differences(answers: Sequence[_Answer]) -> str:
+    """What the questions differ in."""
+    programs, sizes = _among(answers)
+    parts = ["program"] if len(programs) > 1 else []
+    return " and ".join([*parts, *(["number of devices"] if len(sizes) > 1 else [])])
+
+
+def _name(choice: Choice) -> str:
+    return f"{LAUNCHERS[choice.launcher].title} on {count(choice.num_devices, 'device')}"
+
+
+def _errors(found: Sequence[_Answer]) -> dict[str, list[str]]:
+    """The sentence on the error of step times -> titles of the programs for which it holds."""
+    sentences: dict[str, list[str]] = {}
+    for one in found:
+        if one.plan is not None:
+            titles = sentences.setdefault(one.plan.error_bar.sentences[0], [])
+            if (title := LAUNCHERS[one.choice.launcher].title) not in titles:
+                titles.append(title)
+    return sentences
+
+
+def _table(found: Sequence[_Answer], programs: Collection[str], sizes: Collection[int]) -> Table:
+    steps = [one.step for one in found if one.step is not None]
+    unit = unit_s(min(step.prediction.step_time_s for step in steps))
+    memory = unit_bytes(steps[0].cluster.device.memory_bytes)
+    has_programs, has_sizes = len(programs) > 1, len(sizes) > 1
+    rows: dict[str, dict[str, str]] = {}
+    for one in found:
+        if one.step is None or one.plan is None:
+            continue
+        step_time, *others = figure_cells(one.step, unit, memory).items()
+        name = " ".join(
+            [*([one.choice.launcher] if has_programs else []), *([f"{one.choice.num_devices:,}"] if has_sizes else [])]
+        )
+        cost = _cost(one)
+        rows[name] = {
+            **layout_cells(one.step),
+            **dict([step_time, ("error", _error(one.plan.error_bar)), *others]),
+            **({} if cost is None else cost_cells(cost)),
+        }
+    return table_of_cells(", ".join([*(["for"] if has_programs else []), *(["devices"] if has_sizes else [])]), rows)
+
+
+def _error(bar: ErrorBar) -> str:
+    return f"{bar.tie:.0%}?" if bar.errors is None else f"{bar.errors.mean_abs_error:.0%}"
+
+
+def _print_next(answers: Sequence[_Answer], chosen: _Offer | None, words: Sequence[str], *, is_written: bool) -> None:
+    if is_written or all(one.step is None for one in answers):
+        return
+    programs, sizes = _among(answers)
+    if chosen is None:
+        flags = [*(["--for"] if len(programs) > 1 else []), *(["--devices"] if len(sizes) > 1 else [])]
+        wide_console(120).print(f"\nNext: a single {' and a single '.join(flags)} prints alternatives and reasons.")
+        return
+    choice = chosen.answer.choice
+    # Of a flag that is given twice, the last one applies.
+    more = ["--devices", str(choice.num_devices), *(["--for", choice.launcher] if len(programs) > 1 else [])]
+    print_command("\nNext: the choice with its alternatives and reasons.", [*words, *more])
+
+
+def _to_json(answers: Sequence[_Answer], goal: Goal | None, chosen: _Offer | None) -> dict[str, Any]:
+    found = list[dict[str, Any]]()
+    for one in answers:
+        if one.plan is not None and one.request is not None:
+            found.append(to_json(one.plan, one.request.training, goal))
+        else:
+            question = {"launcher": one.choice.launcher, "num_devices": one.choice.num_devices}
+            found.append({"question": question, "refused": list(one.refusal)})
+    best = None if chosen is None else answers.index(chosen.answer)
+    return {"answers": found, "goal": None if goal is None else {**limits_to_json(goal), "answer": best}}

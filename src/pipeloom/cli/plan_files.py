@@ -1,0 +1,76 @@
+"""Files that ``pipeloom plan`` writes: a run file with its schedule, and start files."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from pipeloom.catalog.cluster_files import cluster_to_toml
+from pipeloom.cli.plan_request import RUN_FILE, Request
+from pipeloom.config import RunConfig
+from pipeloom.config.file import format_run
+from pipeloom.planner.run_file import run_config
+from pipeloom.predict.step import SimulatedStep
+from pipeloom.runs.run_folder import SCHEDULE
+from pipeloom.system.files import write_text
+
+
+def write_layout(request: Request, best: SimulatedStep) -> None:
+    """Write a layout to the folders of ``--out`` and ``--export``, if they are given."""
+    options = request.options
+    cluster = _cluster_file(request, best)
+    config = run_config(best, request.model, cluster, request.software)
+    if cluster == request.cluster:  # a file that was written has the changes
+        config = replace(config, machine=config.machine.with_changes(request.what_if))
+    if request.config is not None:
+        config = _over(request.config, config, has_model=options.model is not None)
+    folder = options.out or options.export
+    moves = best.software.has_lanes and best.knobs.moves.is_any
+    if folder is not None and moves:  # places of moves follow from seconds that `pipeloom train` does not have
+        config = replace(config, schedule=replace(config.schedule, file=folder / SCHEDULE))
+    if folder is not None and best.software.has_lanes and (moves or options.out is not None):
+        write_text(folder / SCHEDULE, best.schedule_text, parents=True)
+    if options.out is not None:
+        write_text(options.out / RUN_FILE, format_run(config), parents=True)
+        if not options.json:
+            from pipeloom.cli.launch import print_run
+
+            print_run(config, best.cluster, options.out / RUN_FILE)
+            if best.software.has_lanes:
+                print(f"\nschedule: {options.out / SCHEDULE}; pipeloom train takes it as --schedule.file")
+    if options.export is not None:
+        from pipeloom.cli.launch import print_handed_over
+        from pipeloom.export import hand_over
+
+        launcher = request.question.launcher
+        done = hand_over(config, best.cluster, options.export, () if launcher.is_own else (launcher.name,))
+        if not options.json:
+            print()
+            print_handed_over(done)
+
+
+def _cluster_file(request: Request, best: SimulatedStep) -> str:
+    """Name or file of the cluster; writes a file if the layout has the groups of nodes in another order."""
+    options = request.options
+    if (options.out is None and options.export is None) or best.cluster == request.question.cluster:
+        return request.cluster
+    file = (options.out or options.export or Path()) / "run.cluster.toml"
+    note = (
+        f"{request.cluster} with its groups of nodes in the order that `pipeloom plan` chose, for the ranks in order."
+    )
+    write_text(file, cluster_to_toml(best.cluster, {"": [note]}), parents=True)
+    if not options.json:
+        print(f"\nwritten: {file}, with the groups of nodes in the order that was chosen")
+    return str(file)
+
+
+def _over(config: RunConfig, planned: RunConfig, *, has_model: bool) -> RunConfig:
+    """A run's settings with the planned ones, and with the model of the question if a flag set it."""
+    training = replace(config.training, dtype=planned.training.dtype, device=planned.training.device)
+    return replace(
+        config,
+        layout=planned.layout,
+        schedule=planned.schedule,
+        model=planned.model if has_model else config.model,
+        machine=planned.machine,
+        data=replace(config.data, seq_len=planned.data.seq_len),
+        training=training,
+    )

@@ -1,0 +1,292 @@
+"""The questions of ``pipeloom plan``: one for each program and number of devices that the command line names."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeloom.catalog import load_cluster, load_model, load_software
+from pipeloom.cli.flags import SOURCE, Words, or_note
+from pipeloom.cli.goals import goal_of, priced, tokens_of
+from pipeloom.cli.run_config import source_of
+from pipeloom.config import RunConfig, in_order
+from pipeloom.config.file import read_run_file
+from pipeloom.config.problems import model_problems, optimizer_problems
+from pipeloom.cost.hardware import Cluster
+from pipeloom.errors import ConfigError
+from pipeloom.planner.goals import Goal, Training
+from pipeloom.planner.launch import Wanted, launch_problems
+from pipeloom.planner.plan import make_question
+from pipeloom.planner.question import Limits, Question, limit_problems
+from pipeloom.planner.strategies import with_strategies
+from pipeloom.predict.describe import asked_precision, changed_cluster, load_or_note, with_model_sizes
+from pipeloom.runs.run_folder import SCHEDULE
+from pipeloom.workload.dtypes import Dtype, Precision
+from pipeloom.workload.launchers import LAUNCHERS, LauncherName
+from pipeloom.workload.model import ModelShape, shape_of
+
+if TYPE_CHECKING:
+    from pipeloom.cli.plan import Options
+
+RUN_FILE = "run.toml"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is chosen before a layout: the program and the number of devices."""
+
+    launcher: LauncherName
+    num_devices: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """A command line that is right.
+
+    Attributes:
+        options: of the command.
+        question: the layouts to search.
+        model: the model's name or file; ``None`` if a run file gives its sizes.
+        cluster: name or file.
+        software: name or file.
+        config: of the run file, if one was given.
+        what_if: changes of the cluster, of which the question has the result.
+        training: the tokens, if they were given.
+        goal: of the training, if one was given.
+    """
+
+    options: "Options"
+    question: Question
+    model: str | None
+    cluster: str
+    software: str
+    config: RunConfig | None
+    what_if: Mapping[str, str]
+    training: Training | None
+    goal: Goal | None
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What all questions of a command line share; ``None`` for what is missing or wrong.
+
+    Attributes:
+        options: of the command.
+        source: of problems, in messages.
+        config: of the run file.
+        model: name or file; ``None`` also if a run file gives its sizes.
+        shape: of the model.
+        cluster_name: name or file.
+        cluster: as it is in the catalog or the file.
+        what_if: its changes.
+        seq: sequence length in tokens.
+        training: the tokens.
+        goal: of the training.
+    """
+
+    options: "Options"
+    source: str
+    config: RunConfig | None
+    model: str | None
+    shape: ModelShape | None
+    cluster_name: str
+    cluster: Cluster | None
+    what_if: Mapping[str, str]
+    seq: int | None
+    training: Training | None
+    goal: Goal | None
+
+    @property
+    def dtype(self) -> Dtype | None:
+        """Of weights and activations; ``None`` for the default of the devices."""
+        return self.options.dtype or (self.config.training.dtype if self.config is not None else None)
+
+    @property
+    def choices(self) -> list[Choice]:
+        """Programs and numbers of devices to plan for, ascending."""
+        config = self.config
+        launchers = list(LAUNCHERS) if self.options.launcher == "any" else [self.options.launcher or "pipeloom"]
+        sizes = sorted(set(self.options.devices)) or [config.layout.num_ranks if config is not None else 1]
+        return [Choice(launcher, size) for size in sizes for launcher in launchers]
+
+
+def requests_of(options: "Options", found: Words, words: list[str]) -> dict[Choice, Request | ConfigError]:
+    """The request for each program and number of devices; where one is impossible, the error with the reasons.
+
+    Raises:
+        ConfigError: none is possible; has everything that is missing or wrong.
+    """
+    inputs = _inputs(options, found, words)
+    choices = inputs.choices
+    found.problems += _flag_problems(options, len(choices), inputs)
+    requests: dict[Choice, Request | ConfigError] = {}
+    for choice in choices:
+        try:
+            requests[choice] = _request(inputs, choice, list(found.problems))
+        except ConfigError as error:
+            requests[choice] = error
+    errors = [one for one in requests.values() if isinstance(one, ConfigError)]
+    if len(errors) == len(requests):
+        problems = list(dict.fromkeys(problem for one in errors for problem in one.problems))
+        raise errors[0] if len(errors) == 1 else ConfigError(problems, inputs.source)
+    return requests
+
+
+def _flag_problems(options: "Options", answers: int, inputs: _Inputs) -> Iterator[str]:
+    """Flags that do not go together."""
+    if options.out is not None and options.out.suffix == ".toml":
+        yield f"--out takes a folder, to which {RUN_FILE} and {SCHEDULE} go, found {options.out}"
+    if options.row > 1 and options.out is None and options.export is None:
+        yield f"--row {options.row} has no effect without --out or --export; give one of them or leave it out"
+    if options.row > options.best:
+        yield f"--row must be at most --best {options.best}, found {options.row}"
+    if options.launcher is not None and options.software is not None:
+        yield f"--for {options.launcher} and --software both name the program; leave one of them out"
+    if options.has_goal and options.tokens is None:
+        yield "--deadline, --max-dollars and --objective need the tokens of the training, such as --tokens 1T"
+    if answers == 1:
+        return
+    for flag, value in {"--out": options.out, "--export": options.export}.items():
+        if value is not None and inputs.goal is None:
+            yield (
+                f"{flag} writes the layout of one program on one number of devices, found {answers} of these; name "
+                "one, or let a goal choose (--deadline, --max-dollars or --objective)"
+            )
+    if options.row > 1:
+        yield f"--row {options.row} is a row of one table, found {answers} programs and numbers of devices; name one"
+
+
+def _inputs(options: "Options", found: Words, words: list[str]) -> _Inputs:
+    """Read the run file and the catalog; what is wrong is added to the problems."""
+    problems, path = found.problems, options.config
+    tokens, goal = tokens_of(options.tokens, problems), goal_of(options, problems)
+    config = None if path is None else or_note(lambda: _read(path, options.seq, problems), problems)
+    missing = [
+        f"--{name.replace('_', '-')}"
+        for name in ("model", "cluster", "devices", "global_batch", "seq")
+        if not getattr(options, name) and name not in found.wrong  # a wrong value is a problem already
+    ]
+    if missing and path is None:
+        problems.append(f"expected a run file, or {', '.join(missing)} as well")
+    machine = config.machine if config is not None else None
+    model = options.model or (_model_name(config) if config is not None else None)
+    cluster = options.cluster or (machine.cluster if machine is not None else "")
+    seq = options.seq or (config.data.seq_len if config is not None else None)
+    shape = load_or_note(lambda name: load_model(name, seq), model, problems) if model else None
+    if shape is None and config is not None and model is None and not problems:
+        shape = shape_of(config.model.resolve(config.data.vocab_size))
+    return _Inputs(
+        options=options,
+        source=SOURCE if path is None or config is None else source_of(path, words),
+        config=config,
+        model=model,
+        shape=shape,
+        cluster_name=cluster,
+        cluster=load_or_note(load_cluster, cluster, problems) if cluster else None,
+        what_if={**({} if machine is None else machine.what_if), **options.what_if},
+        seq=seq,
+        training=None if tokens is None else or_note(lambda: Training(tokens=tokens), problems),
+        goal=goal,
+    )
+
+
+def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
+    """The question for a program and a number of devices.
+
+    Raises:
+        ConfigError: these problems, and those of the question.
+    """
+    options, config, launcher = inputs.options, inputs.config, LAUNCHERS[choice.launcher]
+    machine = config.machine if config is not None else None
+    own = launcher.software if machine is None or options.launcher is not None else machine.software
+    software_name = options.software or own
+    software = load_or_note(load_software, software_name, problems)
+    shape, cluster = inputs.shape, inputs.cluster
+    if cluster is not None:
+        cluster = changed_cluster(cluster, inputs.what_if, choice.num_devices, problems)
+        cluster = priced(cluster, choice.num_devices, options, inputs.goal, problems)
+    if shape is not None and cluster is not None:
+        precision = asked_precision(inputs.dtype, cluster, choice.num_devices)
+        wanted = _wanted(options, config, inputs.model or shape, inputs.seq or 1, precision)
+        problems += launch_problems(launcher, wanted, cluster, choice.num_devices)
+    limits = _limits(options)
+    if problems or shape is None or cluster is None or software is None:
+        if software is not None:
+            problems += limit_problems(Limits(**limits), with_strategies(software), launcher)
+        # A run file and its model may have the same problem.
+        raise ConfigError(list(dict.fromkeys(problems)), inputs.source)
+    question = make_question(
+        shape,
+        cluster,
+        num_devices=choice.num_devices,
+        global_batch=_first(options.global_batch, config and config.layout.batch_size),
+        seq=_first(inputs.seq),
+        software=software if launcher.is_own else None,
+        launcher=launcher.name,
+        dtype=inputs.dtype,
+        attention=options.attention or (machine.attention if machine is not None else "flash2"),
+        fused_norm=_first(options.fused_norm, machine.fused_norm if machine is not None else True),
+        optimizer=config.optimizer.rule if config is not None else None,
+        headroom=options.headroom,
+        **limits,
+    )
+    return Request(
+        options,
+        question,
+        inputs.model,
+        inputs.cluster_name,
+        software_name,
+        config,
+        inputs.what_if,
+        inputs.training,
+        inputs.goal,
+    )
+
+
+def _wanted(
+    options: "Options", config: RunConfig | None, model: str | ModelShape, seq: int, precision: Precision
+) -> Wanted:
+    """What a program has to run, by the flags and the run file."""
+    if config is None:
+        return Wanted(model=model, seq=seq, precision=precision, attention=options.attention or "flash2")
+    own = config.model.resolve(config.data.vocab_size)
+    return Wanted(
+        model=own if isinstance(model, ModelShape) else model,
+        seq=seq,
+        precision=precision,
+        attention=options.attention or config.machine.attention,
+        optimizer=config.optimizer.name,
+        by_document=config.data.by_document,
+    )
+
+
+def _first(*values: Any) -> Any:
+    """The first value that is not ``None``."""
+    return next(value for value in values if value is not None)
+
+
+def _read(path: Path, seq: int | None, problems: list[str]) -> RunConfig:
+    """Read the run file, with the sequence length of the question, on which the sizes of some models depend."""
+    config, found = read_run_file(path)
+    if seq is not None:
+        config = replace(config, data=replace(config.data, seq_len=seq))
+    config, unknown = with_model_sizes(config)
+    values = [] if unknown else model_problems(config)
+    if config.training.freeze_layers is not None:
+        values.append(
+            "training.freeze_layers: the search prices layouts that train all weights; leave it out (`pipeloom "
+            "simulate` prices one layout with frozen layers)"
+        )
+    problems += in_order([*found, *unknown, *values, *optimizer_problems(config)])
+    return config
+
+
+def _model_name(config: RunConfig) -> str | None:
+    return config.model.preset or (str(config.model.file) if config.model.file is not None else None)
+
+
+def _limits(options: "Options") -> dict[str, tuple[Any, ...]]:
+    split = {"any": (), "on": (True,), "off": (False,)}[options.sequence_parallel]
+    values = {item.name: getattr(options, item.name) for item in fields(Limits)} | {"sequence_parallel": split}
+    # A flag that is not given is empty and sets no limit.
+    return {name: among for name, among in values.items() if among}
