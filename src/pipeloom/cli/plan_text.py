@@ -4,36 +4,26 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from pipeloom.cli.goals import choice_lines, training_words
-from pipeloom.cli.plan_table import (
+from pipeloom.cli.plan_layouts import (
     PRICE,
     best_table,
     change_table,
-    family_words,
-    layout_cells,
+    closest_words,
+    layout_lines,
     rival_table,
     settings_words,
-    strategy_words,
 )
 from pipeloom.cli.run_config import dtype_words
 from pipeloom.cost.hardware import Cluster
 from pipeloom.planner.goals import Goal, Training
-from pipeloom.planner.infeasible import MOST_DOUBLINGS, Closest
+from pipeloom.planner.infeasible import MOST_DOUBLINGS
 from pipeloom.planner.plan import Plan
 from pipeloom.planner.question import Question
-from pipeloom.predict.places import describe_places
-from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.console import wide_console
 from pipeloom.terminal.sections import WIDTH, Section, print_sections
 from pipeloom.terminal.words import amount, count, seconds, short, unit_bytes, unit_s
 from pipeloom.workload.launchers import Launcher
 
-_SHARDED = {
-    "none": "nothing",
-    "optimizer": "the optimizer's state",
-    "gradients": "optimizer state and gradients",
-    "full": "optimizer state, gradients and weights",
-}
-_RECOMPUTED = {"none": "nothing", "selective": "attention", "some": "all layers", "full": "all layers"}
 _KEY = (
     "tp +sp: with sequence parallelism. micro: micro-batches of each data-parallel rank x sequences in each. schedule: "
     "DP (data parallelism) and FSDP have no pipeline. loops: stages of each pipeline rank, +v: in V placement. "
@@ -87,7 +77,7 @@ def _layouts(plan: Plan, training: Training | None, goal: Goal | None) -> Sectio
     is_priced = any(step.dollars_per_billion_tokens is not None for step in plan.steps)
     key = _KEY + (f" {PRICE}: dollars for 1e9 tokens." if is_priced else "")
     section = Section(title + _kept_free(plan.question), is_wide=True)
-    section.parts += [_on_order(plan), best_table(plan), key, *_layout_lines(plan.rows[0])]
+    section.parts += [_on_order(plan), best_table(plan), key, *layout_lines(plan.rows[0])]
     if training is not None:
         cost = training.cost(plan.rows[0])
         section.parts.append(training_words(training, plan.rows[0].run.global_batch, cost, "row 1"))
@@ -191,47 +181,6 @@ def _kinds(question: Question) -> Sequence[tuple[Cluster, int]]:
     return question.cluster.kinds(question.cluster.num_devices or question.num_devices)
 
 
-def _layout_lines(best: SimulatedStep) -> Iterator[str]:
-    """The settings of the first row that have no column."""
-    run, knobs = best.run, best.knobs
-    parts = [f"{count(run.num_stages, 'stage')}"]
-    if run.layers_by_stage is not None and run.num_stages > 1:
-        least, most = min(run.layers_by_stage), max(run.layers_by_stage)
-        parts.append(f"{count(least, 'layer')} each" if least == most else f"{least} to {most} layers each")
-    if run.shard != "none" and run.dp > 1:
-        parts.append(f"{run.shard} sharded over {run.shard_size} of {run.dp} data-parallel ranks")
-    if run.shard == "full" and run.dp > 1:
-        parts.append(f"{count(knobs.residency, 'stage')} gathered at once")
-    if run.recompute_layers is not None:
-        again = sum(kind == "full" for kind in run.recompute_layers)
-        parts.append(f"{again} of {run.shape.layers} layers recomputed")
-    if run.loops > 1 and layout_cells(best)["schedule"] == "-":
-        parts.append(f"gradients accumulated in the order of {family_words(best)}")
-    parts += strategy_words(best)
-    parts.append(f"{best.tokens_per_s:,.0f} tokens/s")
-    if run.placement != "looped":
-        parts.append(f"stages placed as a {run.placement}")
-    yield f"row 1: {', '.join(parts)}"
-    if len(best.cluster.kinds(run.num_devices)) > 1:
-        yield f"pipeline ranks {'; '.join(describe_places(best.places))}"
-
-
-def _for_sequences(plan: Plan, near: Closest) -> str:
-    """Bytes that grow with the sequence length, if shorter sequences would make the layout fit."""
-    if near.sequence_bytes < near.missing_bytes:
-        return ""
-    unit, name = unit_bytes(plan.question.cluster.device.memory_bytes)
-    micro_batch = count(near.leaf.cut.run.micro_batch, "sequence")
-    return (
-        f"; {short(near.sequence_bytes / unit)} {name} grow with the length of the sequences (micro-batches of "
-        f"{micro_batch} of {plan.question.seq:,} tokens)"
-    )
-
-
-def _less_headroom(question: Question) -> str:
-    return f" (a device less its headroom of {question.headroom:.0%})" if question.headroom else ""
-
-
 def _nothing(plan: Plan) -> Section:
     """Why nothing fits, and what would."""
     near = plan.closest
@@ -244,7 +193,7 @@ def _nothing(plan: Plan) -> Section:
             more = ": raise --budget-s, or limit the search with flags such as --tp and --pp"
             words = ("nothing that fits was found in that time", more)
         return Section(*words, is_bad=True)
-    section = Section("nothing fits", _closest_words(plan, near), is_bad=True)
+    section = Section("nothing fits", closest_words(plan, near), is_bad=True)
     if not near.ways_out and plan.stopped is not None:
         why = "interrupted" if plan.stopped == "interrupt" else "the time was up"
         section.parts.append(f"{why} before more devices and shorter sequences were tried")
@@ -259,22 +208,3 @@ def _nothing(plan: Plan) -> Section:
     ]
     section.parts.append([*plan.advice, *ways])
     return section
-
-
-def _closest_words(plan: Plan, near: Closest) -> str:
-    """The layout that lacks the least memory."""
-    question, run = plan.question, near.leaf.cut.run
-    unit, name = unit_bytes(question.cluster.device.memory_bytes)
-    stages = f"{near.leaf.choice.family}, loops {run.loops}, " if run.pp > 1 else ""
-    lacks = (
-        f"{short(near.missing_bytes / unit)} {name} are missing on the fullest device{_for_sequences(plan, near)}"
-        if near.missing_bytes > 0
-        else "its lower bound fits, but none of its schedules does"
-    )
-    return (
-        f": the layout that needs least (tp {run.tp}, pp {run.pp}, dp {run.dp}, micro-batches of {run.micro_batch}, "
-        f"{stages}{_SHARDED[near.leaf.sharding.levels[-1]]} sharded, "
-        f"{_RECOMPUTED[near.leaf.cut.arrangement.recomputed]} recomputed) needs "
-        f"{short(near.least_bytes / unit)} {name} of {short((near.least_bytes - near.missing_bytes) / unit)}"
-        f"{_less_headroom(question)}: {lacks}"
-    )

@@ -1,18 +1,28 @@
-"""Tables of ``pipeloom plan``: layouts and their figures, and what other layouts and questions would change."""
+"""Layouts in the words and tables of ``pipeloom plan``, with what other layouts and questions would change."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import floor, log10
 
 from rich.table import Table
 
 from pipeloom.planner.comparison import CAUSES, Change, Rival, causes, main_cause, without_pipeline
+from pipeloom.planner.infeasible import Closest
 from pipeloom.planner.plan import Plan
+from pipeloom.planner.question import Question
 from pipeloom.planner.strategies import strategy_of
+from pipeloom.predict.places import describe_places
 from pipeloom.predict.stage_swaps import swapped_amounts
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.console import table
-from pipeloom.terminal.words import format_bytes, short, unit_bytes, unit_s
+from pipeloom.terminal.words import count, format_bytes, short, unit_bytes, unit_s
 
+_SHARDED = {
+    "none": "nothing",
+    "optimizer": "the optimizer's state",
+    "gradients": "optimizer state and gradients",
+    "full": "optimizer state, gradients and weights",
+}
+_RECOMPUTED = {"none": "nothing", "selective": "attention", "some": "all layers", "full": "all layers"}
 _SHORT_SHARDED = {"optimizer": "optim", "gradients": "grads"}
 PRICE = "$/1e9"
 _DIGITS = 4
@@ -207,3 +217,63 @@ def strategy_words(best: SimulatedStep) -> list[str]:
     if run.slices:
         parts.append(f"slices of {', '.join(map(str, run.slices))} tokens")
     return parts
+
+
+def layout_lines(best: SimulatedStep) -> Iterator[str]:
+    """The settings of the first row that have no column."""
+    run, knobs = best.run, best.knobs
+    parts = [f"{count(run.num_stages, 'stage')}"]
+    if run.layers_by_stage is not None and run.num_stages > 1:
+        least, most = min(run.layers_by_stage), max(run.layers_by_stage)
+        parts.append(f"{count(least, 'layer')} each" if least == most else f"{least} to {most} layers each")
+    if run.shard != "none" and run.dp > 1:
+        parts.append(f"{run.shard} sharded over {run.shard_size} of {run.dp} data-parallel ranks")
+    if run.shard == "full" and run.dp > 1:
+        parts.append(f"{count(knobs.residency, 'stage')} gathered at once")
+    if run.recompute_layers is not None:
+        again = sum(kind == "full" for kind in run.recompute_layers)
+        parts.append(f"{again} of {run.shape.layers} layers recomputed")
+    if run.loops > 1 and layout_cells(best)["schedule"] == "-":
+        parts.append(f"gradients accumulated in the order of {family_words(best)}")
+    parts += strategy_words(best)
+    parts.append(f"{best.tokens_per_s:,.0f} tokens/s")
+    if run.placement != "looped":
+        parts.append(f"stages placed as a {run.placement}")
+    yield f"row 1: {', '.join(parts)}"
+    if len(best.cluster.kinds(run.num_devices)) > 1:
+        yield f"pipeline ranks {'; '.join(describe_places(best.places))}"
+
+
+def closest_words(plan: Plan, near: Closest) -> str:
+    """The layout that lacks the least memory."""
+    question, run = plan.question, near.leaf.cut.run
+    unit, name = unit_bytes(question.cluster.device.memory_bytes)
+    stages = f"{near.leaf.choice.family}, loops {run.loops}, " if run.pp > 1 else ""
+    lacks = (
+        f"{short(near.missing_bytes / unit)} {name} are missing on the fullest device{_for_sequences(plan, near)}"
+        if near.missing_bytes > 0
+        else "its lower bound fits, but none of its schedules does"
+    )
+    return (
+        f": the layout that needs least (tp {run.tp}, pp {run.pp}, dp {run.dp}, micro-batches of {run.micro_batch}, "
+        f"{stages}{_SHARDED[near.leaf.sharding.levels[-1]]} sharded, "
+        f"{_RECOMPUTED[near.leaf.cut.arrangement.recomputed]} recomputed) needs "
+        f"{short(near.least_bytes / unit)} {name} of {short((near.least_bytes - near.missing_bytes) / unit)}"
+        f"{_less_headroom(question)}: {lacks}"
+    )
+
+
+def _for_sequences(plan: Plan, near: Closest) -> str:
+    """Bytes that grow with the sequence length, if shorter sequences would make the layout fit."""
+    if near.sequence_bytes < near.missing_bytes:
+        return ""
+    unit, name = unit_bytes(plan.question.cluster.device.memory_bytes)
+    micro_batch = count(near.leaf.cut.run.micro_batch, "sequence")
+    return (
+        f"; {short(near.sequence_bytes / unit)} {name} grow with the length of the sequences (micro-batches of "
+        f"{micro_batch} of {plan.question.seq:,} tokens)"
+    )
+
+
+def _less_headroom(question: Question) -> str:
+    return f" (a device less its headroom of {question.headroom:.0%})" if question.headroom else ""
