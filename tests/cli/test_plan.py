@@ -128,7 +128,7 @@ def test_another_row_may_be_written(model, capsys, tmp_path):
         second[name] for name in ("tp", "pp", "dp", "loops")
     ]
     assert main([*command, "--row", "2"]) == 2
-    assert "--row 2 has no effect without --out or --export" in capsys.readouterr().err
+    assert "--row 2 has no effect without --out, --export or --html" in capsys.readouterr().err
     assert main([*command, "--out", str(tmp_path / "none"), "--best", "1", "--row", "2"]) == 2
     assert "--row must be at most --best 1, found 2" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
@@ -209,6 +209,50 @@ def test_a_size_without_a_layout_is_named_beside_the_others(model, capsys):
     printed = capsys.readouterr().out
     assert "pipeloom on 3 devices: no layout divides 3 devices and a batch of 8 sequences" in printed
     assert "Next: a single --devices prints alternatives and reasons." in printed
+
+
+def page_of(file):
+    page = file.read_text()
+    (text,) = re.findall(r'<script type="application/json" id="contents">(.*?)</script>', page, flags=re.S)
+    assert page.count("<script") == page.count("</script>") == 2
+    return json.loads(text)
+
+
+def test_the_page_of_a_plan_has_what_the_terminal_prints_and_the_step_of_a_row(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    file = tmp_path / "plan.html"
+    command = [*words(model, cluster="dgx-a100"), *SMALL, "--pp", "2", "--tokens", "1B", "--html", str(file)]
+    assert main([*command, "--row", "2"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    contents = page_of(file)
+    assert contents["title"] == "Plan: small on 4 devices of dgx-a100, row 2"
+    parts = [part for section in contents["answer"] + contents["reasons"] for part in section["parts"]]
+    texts = [text for part in parts for text in [part.get("text", ""), *part.get("list", [])]]
+    assert all(" ".join(text.split()) in printed for text in texts)
+    layouts = next(part for part in parts if "MFU" in part.get("heads", []))
+    step_time = layouts["rows"][1][next(n for n, head in enumerate(layouts["heads"]) if head.startswith("step"))]
+    assert dict(contents["facts"])["step time"].startswith(step_time)
+    assert contents["timeline"]["boxes"] > 0
+    assert [panel["name"] for panel in contents["timeline"]["panels"]] == ["predicted"]
+    assert any("Peak memory of each device" in section["head"] for section in contents["reasons"])
+    assert "[layout]" in "".join(contents["config"])
+    monkeypatch.setattr("pipeloom.report.answer.MOST_ACTIONS", 3)
+    assert main(command) == 0
+    contents = page_of(file)
+    assert contents["timeline"] is None
+    assert "more than a page can show" in contents["answer"][-1]["parts"][0]["text"]
+
+
+def test_the_page_of_a_plan_without_an_answer_says_what_would_fit(tmp_path, capsys):
+    file = tmp_path / "none.html"
+    sizes = ("--devices", "1", "--global-batch", "1", "--seq", "512")
+    command = ["plan", "--model", "gpt-6.6b", "--cluster", "dgx-1-v100", *sizes, "--strategies", "none"]
+    assert main([*command, "--html", str(file)]) == 1
+    contents = page_of(file)
+    assert contents["answer"][-1]["head"].startswith("nothing fits: the layout that needs least")
+    assert contents["facts"] == contents["config"] == []
+    assert main([*command, "--html", str(file), "--devices", "1", "2"]) == 2
+    assert "--html shows the answer for one program and number of devices" in capsys.readouterr().err
 
 
 def test_wrong_goals_are_one_message(model, tmp_path, capsys):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pipeloom.cli.flags import read_words
 from pipeloom.cli.goals import Goals
-from pipeloom.cli.plan_files import write_layout
+from pipeloom.cli.plan_files import write_layout, write_page
 from pipeloom.cli.plan_json import to_json
 from pipeloom.cli.plan_request import Request, requests_of
 from pipeloom.cli.reference import Command, Flag, Output, Place
@@ -102,8 +102,10 @@ class Options(Goals):
     """Write a layout to this folder. run.toml is for `pipeloom train`, and schedule.txt has the schedule."""
     export: Annotated[Path | None, Output("folder")] = None
     """Write start files to this folder. They are for torchrun, Slurm, PyTorch, torchtitan and Megatron-LM."""
+    html: Annotated[Path | None, Output("file")] = None
+    """Write the answer as a page to this file. It has the timeline and the memory of a layout."""
     row: Count = 1
-    """With --out or --export: row of the table to write."""
+    """With --out, --export or --html: row of the table to write."""
     json: Common[bool] = False
     """Print JSON for programs. docs/plan.md lists its keys."""
 
@@ -150,6 +152,10 @@ def _run_one(options: Options, request: Request, words: list[str]) -> int:
         print_plan(answer, request.training, request.goal)
     if options.row > len(answer.steps) > 0:
         raise UserError(f"--row must be at most {len(answer.steps)}, the rows of the table, found {options.row}")
+    if options.html is not None:
+        write_page(request, answer, options.html)
+        if not options.json:
+            print(f"\npage: {options.html}")
     if answer.best is not None:
         write_layout(request, answer.rows[options.row - 1])
         if not options.json and options.out is None and options.export is None:

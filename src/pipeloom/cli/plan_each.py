@@ -12,8 +12,9 @@ from rich.table import Table
 from pipeloom.cli.goals import choice_lines, cost_cells
 from pipeloom.cli.plan_files import write_layout
 from pipeloom.cli.plan_json import limits_to_json, to_json
+from pipeloom.cli.plan_layouts import figure_cells, layout_cells, settings_words, table_of_cells
 from pipeloom.cli.plan_request import Choice, Request
-from pipeloom.cli.plan_text import figure_cells, layout_cells, print_command, settings_words, table_of_cells
+from pipeloom.cli.plan_text import print_command
 from pipeloom.errors import UserError
 from pipeloom.planner.error_bar import ErrorBar
 from pipeloom.planner.goals import Cost, Goal

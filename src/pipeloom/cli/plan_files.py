@@ -7,21 +7,19 @@ from pipeloom.catalog.cluster_files import cluster_to_toml
 from pipeloom.cli.plan_request import RUN_FILE, Request
 from pipeloom.config import RunConfig
 from pipeloom.config.file import format_run
+from pipeloom.planner.plan import Plan
 from pipeloom.planner.run_file import run_config
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.runs.run_folder import SCHEDULE
 from pipeloom.system.files import write_text
+from pipeloom.terminal.sections import Section
+from pipeloom.terminal.words import count
 
 
 def write_layout(request: Request, best: SimulatedStep) -> None:
     """Write a layout to the folders of ``--out`` and ``--export``, if they are given."""
     options = request.options
-    cluster = _cluster_file(request, best)
-    config = run_config(best, request.model, cluster, request.software)
-    if cluster == request.cluster:  # a file that was written has the changes
-        config = replace(config, machine=config.machine.with_changes(request.what_if))
-    if request.config is not None:
-        config = _over(request.config, config, has_model=options.model is not None)
+    config = planned_run(request, best, _cluster_file(request, best))
     folder = options.out or options.export
     moves = best.software.has_lanes and best.knobs.moves.is_any
     if folder is not None and moves:  # places of moves follow from seconds that `pipeloom train` does not have
@@ -45,6 +43,42 @@ def write_layout(request: Request, best: SimulatedStep) -> None:
         if not options.json:
             print()
             print_handed_over(done)
+
+
+def planned_run(request: Request, best: SimulatedStep, cluster: str) -> RunConfig:
+    """The run of a layout, on a cluster of that name or file."""
+    config = run_config(best, request.model, cluster, request.software)
+    if cluster == request.cluster:  # a file that was written has the changes
+        config = replace(config, machine=config.machine.with_changes(request.what_if))
+    if request.config is not None:
+        config = _over(request.config, config, has_model=request.options.model is not None)
+    return config
+
+
+def write_page(request: Request, answer: Plan, file: Path) -> None:
+    """Write the answer as a page, with the step of the layout that ``--row`` selects."""
+    from pipeloom.cli.plan_text import plan_sections
+    from pipeloom.cli.simulate_text import memory_table
+    from pipeloom.report.answer import answer_page
+
+    question, number = request.question, request.options.row
+    head, *sections = plan_sections(answer, request.training, request.goal)
+    step = answer.rows[number - 1] if answer.best is not None else None
+    reasons, run_file = sections[1:], ""
+    if step is not None:
+        title, table = memory_table(step)
+        reasons = [Section(title, parts=[table]), *reasons]
+        # Of another order of the nodes there is no file yet.
+        if step.cluster == question.cluster:
+            run_file = format_run(planned_run(request, step, request.cluster))
+    where = count(question.num_devices, "device")
+    title = f"Plan: {question.shape.name or 'a model'} on {where} of {question.cluster.name}"
+    if step is not None:
+        title += f", row {number}"
+    about = str(head.parts[0])
+    above = [Section(parts=head.parts[1:]), *sections[:1]]
+    page = answer_page(title, about, answer=above, step=step, reasons=reasons, run_file=run_file)
+    write_text(file, page, "the page", parents=True)
 
 
 def _cluster_file(request: Request, best: SimulatedStep) -> str:

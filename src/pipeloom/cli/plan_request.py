@@ -136,22 +136,28 @@ def _flag_problems(options: "Options", answers: int, inputs: _Inputs) -> Iterato
     """Flags that do not go together."""
     if options.out is not None and options.out.suffix == ".toml":
         yield f"--out takes a folder, to which {RUN_FILE} and {SCHEDULE} go, found {options.out}"
-    if options.row > 1 and options.out is None and options.export is None:
-        yield f"--row {options.row} has no effect without --out or --export; give one of them or leave it out"
+    if options.row > 1 and options.out is options.export is options.html:
+        yield f"--row {options.row} has no effect without --out, --export or --html; give one of them or leave it out"
     if options.row > options.best:
         yield f"--row must be at most --best {options.best}, found {options.row}"
     if options.launcher is not None and options.software is not None:
         yield f"--for {options.launcher} and --software both name the program; leave one of them out"
     if options.has_goal and options.tokens is None:
         yield "--deadline, --max-dollars and --objective need the tokens of the training, such as --tokens 1T"
-    if answers == 1:
-        return
+    if answers > 1:
+        yield from _problems_of_several(options, answers, has_goal=inputs.goal is not None)
+
+
+def _problems_of_several(options: "Options", answers: int, *, has_goal: bool) -> Iterator[str]:
+    """Flags that need one program and one number of devices."""
     for flag, value in {"--out": options.out, "--export": options.export}.items():
-        if value is not None and inputs.goal is None:
+        if value is not None and not has_goal:
             yield (
                 f"{flag} writes the layout of one program on one number of devices, found {answers} of these; name "
                 "one, or let a goal choose (--deadline, --max-dollars or --objective)"
             )
+    if options.html is not None:
+        yield f"--html shows the answer for one program and number of devices, found {answers} of these; name one"
     if options.row > 1:
         yield f"--row {options.row} is a row of one table, found {answers} programs and numbers of devices; name one"
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -133,10 +134,8 @@ def _print_headline(console: Console, step: SimulatedStep, tree: Mapping[str, An
 
 
 def _tables(step: SimulatedStep, tree: Mapping[str, Any], with_lanes: bool) -> Iterator[tuple[str, Table]]:
-    (time, s), memories = unit_s(tree["step_time_s"]), tree["memory"]
-    # By what is held, not by the devices: small runs on large ones would be columns of 0.00.
-    size, gb = unit_bytes(max(memory["total_bytes"] for memory in memories))
-    shown = _shown_ranks(len(memories), tree["fullest_rank"])
+    (time, s), (size, gb) = unit_s(tree["step_time_s"]), _memory_unit(step)
+    shown = _shown_ranks(step)
     yield f"Where the step goes ({s})", _account_table(tree, time)
     lanes = [
         [label, *_texts((busy, hidden, busy - hidden), time), f"{hidden / busy:.1%}"]
@@ -153,17 +152,7 @@ def _tables(step: SimulatedStep, tree: Mapping[str, Any], with_lanes: bool) -> I
         ]
         title = f"Lanes of communication by rank ({s})"
         yield title, _filled(table("lane", ["actions", "busy", "hidden", "exposed"]), every)
-    limits = [place["device_memory_bytes"] for place in tree["places"]]
-    totals = [memory["total_bytes"] for memory in memories]
-    columns = _parts(memories, _MEMORY, size) | {"total": _texts(totals, size)}
-    are_alike = len(set(limits)) == 1
-    if not are_alike:
-        columns["of"] = [f"{limit / size:,.5g}" for limit in limits]
-    if any(copies := tree["checkpoint_copy_bytes"]):
-        columns["copy"] = _texts(copies, size)
-    too_full = [rank for rank in shown if totals[rank] > limits[rank]]
-    title = f"Peak memory of each device ({gb}{f' of {limits[0] / size:,.5g}' if are_alike else ''})"
-    yield title, _by_rank(columns, shown, too_full)
+    yield memory_table(step, tree["checkpoint_copy_bytes"])
     if curves := tree.get("memory_over_time"):
         columns = {
             "peak": _texts((curve["peak_bytes"] for curve in curves), size),
@@ -171,6 +160,33 @@ def _tables(step: SimulatedStep, tree: Mapping[str, Any], with_lanes: bool) -> I
             **_parts([curve["peak_parts"] for curve in curves], _PEAK, size),
         }
         yield f"Memory over time: the peak ({gb}), when ({s}) and of what", _by_rank(columns, shown)
+
+
+def _memory_unit(step: SimulatedStep) -> tuple[float, str]:
+    # By what is held, not by the devices: small runs on large ones would be columns of 0.00.
+    return unit_bytes(max(memory.total_bytes for memory in step.prediction.memory_by_rank))
+
+
+def memory_table(step: SimulatedStep, copies: Sequence[float] = ()) -> tuple[str, Table]:
+    """Title and table of the peak memory of the ranks, by part.
+
+    Args:
+        step: of the layout.
+        copies: bytes of a checkpoint in host memory, by rank.
+    """
+    prediction, shown, (size, gb) = step.prediction, _shown_ranks(step), _memory_unit(step)
+    limits = [place.device_memory_bytes for place in step.places]
+    totals = [memory.total_bytes for memory in prediction.memory_by_rank]
+    columns = _parts([asdict(memory) for memory in prediction.memory_by_rank], _MEMORY, size)
+    columns["total"] = _texts(totals, size)
+    are_alike = len(set(limits)) == 1
+    if not are_alike:
+        columns["of"] = [f"{limit / size:,.5g}" for limit in limits]
+    if any(copies):
+        columns["copy"] = _texts(copies, size)
+    too_full = [rank for rank in shown if totals[rank] > limits[rank]]
+    title = f"Peak memory of each device ({gb}{f' of {limits[0] / size:,.5g}' if are_alike else ''})"
+    return title, _by_rank(columns, shown, too_full)
 
 
 def _texts(values: Iterable[float], unit: float) -> list[str]:
@@ -224,8 +240,9 @@ def _lanes(step: SimulatedStep, tree: Mapping[str, Any]) -> Iterator[tuple[str, 
         yield label, tree["after_s"][part], 0.0
 
 
-def _shown_ranks(num_ranks: int, fullest: int) -> list[int]:
+def _shown_ranks(step: SimulatedStep) -> list[int]:
     """All of few ranks; of many the first, the last, the fullest and some between."""
+    num_ranks, fullest = len(step.prediction.memory_by_rank), step.prediction.fullest_rank
     if num_ranks <= _MOST_RANKS:
         return list(range(num_ranks))
     spread = {round(i * (num_ranks - 1) / (_MOST_RANKS - 2)) for i in range(_MOST_RANKS - 1)}

@@ -40,6 +40,7 @@ def page_contents(run: Run) -> dict[str, Any]:
     """
     traces, layout, order = run.traces, run.config.layout, run.config.title
     step = traced_step(run)
+    nothing: list[Any] = []
     contents = {
         "title": f"{order}: {count(layout.pp, 'rank')} x {count(layout.num_loops, 'loop')}, "
         f"{count(layout.num_microbatches, 'micro-batch')}{_other_axes(layout)}",
@@ -50,10 +51,11 @@ def page_contents(run: Run) -> dict[str, Any]:
         "headline": _headline(run, traces, step),
         "curves": curves_contents(run),
         "sample": run.sample,
-        # A block for each section of the TOML file, which begins with a bracket.
-        "config": re.split(r"\n\n(?=\[)", run.config_text.strip()),
+        "config": config_blocks(run.config_text),
+        "config_note": "All settings; `pipeloom train config.toml` repeats the run.",
+        "answer": nothing,
+        "reasons": nothing,
     }
-    nothing: list[Any] = []
     if run.schedule is None or not traces:
         empty = {"timeline": None, "bubble": None, "communication": None, "pipelines": nothing, "over_time": nothing}
         return contents | empty
@@ -64,10 +66,15 @@ def page_contents(run: Run) -> dict[str, Any]:
     return contents | {
         "timeline": timeline_contents(traces, titles),
         "bubble": bubble_contents(run.accounts, traces, ms, MILLISECONDS.name),
-        "communication": _communication(traces),
+        "communication": communication_contents(traces),
         "pipelines": _pipelines(run),
         "over_time": over_time_contents(run, run.schedule, traces),
     }
+
+
+def config_blocks(text: str) -> list[str]:
+    """A run file in blocks, one for each section, which begins with a bracket."""
+    return re.split(r"\n\n(?=\[)", text.strip())
 
 
 def verdict_of(run: Run) -> Verdict | None:
@@ -205,7 +212,7 @@ def _bars(accounts: Mapping[str, BubbleAccount], shown: Sequence[str], whole: fl
     return bars
 
 
-def _communication(traces: Mapping[str, Trace]) -> dict[str, Any]:
+def communication_contents(traces: Mapping[str, Trace]) -> dict[str, Any]:
     """A row for each lane: rank, lane, number of actions; then busy, hidden, exposed, hidden share of each trace.
 
     A message counts once, at its receiver. A measured send also lasts while its receiver is not ready, and a simulated
@@ -229,7 +236,8 @@ def _communication(traces: Mapping[str, Trace]) -> dict[str, Any]:
 def _use_cells(uses: Sequence[LaneUse]) -> list[str]:
     """Cells: busy, hidden, exposed, hidden share."""
     busy, hidden = sum(use.busy_s for use in uses), sum(use.hidden_s for use in uses)
-    return [ms(busy), ms(hidden), ms(busy - hidden), percent(hidden / busy) if busy else "-"]
+    # Sums of the same seconds in another order may differ by a rounding error.
+    return [ms(busy), ms(hidden), ms(max(0.0, busy - hidden)), percent(hidden / busy) if busy else "-"]
 
 
 def _pipelines(run: Run) -> list[list[str]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeloom.analysis.memory import inputs_over_time, memory_over_time
+from pipeloom.analysis.memory import MemoryCurve, inputs_over_time, memory_over_time
 from pipeloom.errors import UserError
 from pipeloom.predict.memory import held_bytes
 from pipeloom.predict.sizes import sizes_in_training
@@ -18,7 +18,7 @@ from pipeloom.schedule.ledger import HeldBytes
 from pipeloom.terminal.words import short
 from pipeloom.trace import Trace
 
-MEGA = 1e6
+_MEGA = 1e6
 Steps = Sequence[tuple[float, float]]
 """(seconds from the start of the step, value from then on)."""
 
@@ -29,15 +29,23 @@ def over_time_contents(run: Run, schedule: Schedule, traces: Mapping[str, Trace]
     charts = [chart("Stage inputs held", STAGE_INPUTS, inputs, traces, peak="peak {:g}".format)]
     held = held_bytes_of(run, schedule)
     if held is not None:
-        memory = {
-            name: [
-                [(time_s, size / MEGA) for time_s, size in curve.points]
-                for curve in memory_over_time(schedule, trace, held)
-            ]
-            for name, trace in traces.items()
-        }
-        charts.append(chart("Memory, MB", _MEMORY, memory, traces, peak=lambda most: f"peak {short(most)} MB"))
+        memory = {name: memory_over_time(schedule, trace, held) for name, trace in traces.items()}
+        charts.append(memory_chart(memory, traces))
     return charts
+
+
+def memory_chart(curves: Mapping[str, Sequence[MemoryCurve]], traces: Mapping[str, Trace]) -> dict[str, Any]:
+    """A chart of the memory of each rank by the cost model.
+
+    Args:
+        curves: name of a trace -> bytes of each rank over time.
+        traces: by the same names.
+    """
+    memory = {
+        name: [[(time_s, size / _MEGA) for time_s, size in curve.points] for curve in ranks]
+        for name, ranks in curves.items()
+    }
+    return chart("Memory, MB", _MEMORY, memory, traces, peak=lambda most: f"peak {short(most)} MB")
 
 
 STAGE_INPUTS = (

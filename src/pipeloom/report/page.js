@@ -205,26 +205,42 @@ function sample(text) {
   return section("Sample", "Text from the trained model.", element("pre", { class: "sample" }, text));
 }
 
-function config(parts) {
+// A part of an answer: paragraphs, lists of sentences, and tables.
+function prose({ head, is_bad, parts }) {
+  const nodes = parts.map((part) => {
+    if (part.text !== undefined) return element("p", { class: "prose" }, part.text);
+    if (part.list !== undefined) return element("ul", { class: "prose" }, ...part.list.map((text) => element("li", {}, text)));
+    const kind = (column) => (part.is_text[column] ? "text" : "");
+    const cells = (tag, row) => element("tr", {}, ...row.map((text, column) => element(tag, { class: kind(column) }, text)));
+    const body = element("tbody", {}, ...part.rows.map((row) => cells("td", row)));
+    return element("div", { class: "scroll" }, element("table", {}, element("thead", {}, cells("th", part.heads)), body));
+  });
+  if (head) return section(head[0].toUpperCase() + head.slice(1), "", ...nodes);
+  return element("section", is_bad ? { class: "unfinished" } : {}, ...nodes);
+}
+
+function config(parts, note) {
   const blocks = parts.map((part) => {
     const [first, ...rest] = part.split("\n");
     return element("pre", {}, element("b", {}, first), "\n" + rest.join("\n"));
   });
-  return section("Configuration", "All settings; `pipeloom train config.toml` repeats the run.", element("div", { class: "config" }, ...blocks));
+  return section("Configuration", note, element("div", { class: "config" }, ...blocks));
 }
 
 function build() {
   const contents = JSON.parse(document.getElementById("contents").textContent);
   const page = document.getElementById("page");
   page.replaceChildren(...head(contents));
+  for (const part of contents.answer) page.append(prose(part));
   if (contents.curves.length > 0) page.append(training(contents.curves));
   if (contents.headline.length > 0) page.append(headline(contents.headline));
   const step = contents.timeline === null ? null : timelines(contents.timeline);
   if (step !== null) page.append(step.node, account(contents.bubble), communication(contents.communication));
   if (contents.pipelines.length > 0) page.append(pipelines(contents.pipelines));
   for (const chart of contents.over_time) page.append(overTime(chart));
+  for (const part of contents.reasons) page.append(prose(part));
   if (contents.sample !== null) page.append(sample(contents.sample));
-  page.append(config(contents.config));
+  if (contents.config.length > 0) page.append(config(contents.config, contents.config_note));
   // Last, since a canvas has no width before it is in the page.
   if (step !== null) step.timeline.resize();
   root.dataset.expected = step === null ? 0 : contents.timeline.boxes;
