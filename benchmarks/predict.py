@@ -48,7 +48,7 @@ def main() -> None:
             config = replace(config, output=replace(config.output, folder=Path(folder)))
             summary = run_on_all_ranks(config, partial(_train, Path(folder)))
         predicted, measured = summary.predicted_step_time_s, summary.step_time_s
-        cells = [family, layout.pp, layout.loops, f"{predicted * 1e3:.0f}", f"{measured * 1e3:.0f}"]
+        cells = [family, layout.pp, layout.num_loops, f"{predicted * 1e3:.0f}", f"{measured * 1e3:.0f}"]
         table.add_row(*map(str, cells), f"{predicted / measured:.2f}")
     Console().print(table)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeloom import load_run
 from pipeloom.cli import main, simulate, train
 from pipeloom.cli.run_config import parse_config
 from pipeloom.errors import ConfigError
@@ -35,6 +36,26 @@ def test_a_partition_among_the_flags_is_held_to_what_they_ask_for(tmp_path):
     assert layout(tmp_path, *flags, "4", "4").partition == (4, 4)
     with pytest.raises(ConfigError, match="must name 2 stages, found 3"):
         layout(tmp_path, *flags, "4", "2", "2")
+
+
+@pytest.mark.parametrize(("family", "loops"), [("1f1b", 1), ("gpipe", 1), ("zb-v", 2), ("breadth-first", 2)])
+def test_unset_loops_are_the_only_number_that_the_family_takes(family, loops):
+    words = ["--layout.pp", "2", "--schedule.family", family]
+    config = parse_config(train.COMMAND, words)
+    assert config.layout.num_stages == 2 * loops
+    assert load_run(layout={"pp": 2}, schedule={"family": family}).layout.num_stages == 2 * loops
+
+
+def test_loops_that_the_family_lacks_are_refused_where_they_are_set():
+    with pytest.raises(ConfigError, match="1f1b runs one stage on each rank, found loops 2"):
+        parse_config(train.COMMAND, ["--schedule.family", "1f1b", "--layout.loops", "2"])
+
+
+def test_a_family_of_the_flags_has_its_own_loops_and_leaves_a_files_partition_out(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text("[layout]\npp = 2\npartition = [3, 2, 2, 3]\n", encoding="utf-8")
+    found = parse_config(train.COMMAND, [str(file), "--schedule.family", "1f1b"]).layout
+    assert (found.num_stages, found.partition) == (2, None)
 
 
 def group_size(tmp_path, of_file, *flags):

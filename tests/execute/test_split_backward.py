@@ -35,7 +35,7 @@ LEVELS = {"none": {}, "optimizer": {}, "gradients": {"gradient_buffers": 1}, "fu
 
 
 def split(layout, family, delay, placement="looped"):
-    sizes = {"pp": layout.pp, "loops": layout.loops, "num_microbatches": layout.num_microbatches}
+    sizes = {"pp": layout.pp, "loops": layout.num_loops, "num_microbatches": layout.num_microbatches}
     return split_backward(make_schedule(family, **sizes, placement=placement), delay)
 
 

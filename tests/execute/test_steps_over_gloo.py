@@ -100,7 +100,7 @@ def test_every_step_equals_the_single_process(tmp_path):
     model = ModelConfig(family="gpt2", num_layers=4, hidden_size=10, num_heads=2, ffn_size=14)
     configs = []
     for number, layout in enumerate(LAYOUTS):
-        is_looped = number % 2 == 0 and layout.loops > 1
+        is_looped = number % 2 == 0 and layout.num_loops > 1
         sections = {
             "model": replace(model, tied=number // 2 % 2 == 0),
             "layout": layout if is_looped else replace(layout, loops=1),

@@ -86,7 +86,7 @@ class Cluster:
 
 
 def cluster_of(layout, family="breadth-first", *, gradient_buffers=None, residency=2, prefetch=1, dtype=torch.float64):
-    choice = {"pp": layout.pp, "loops": layout.loops, "num_microbatches": layout.num_microbatches}
+    choice = {"pp": layout.pp, "loops": layout.num_loops, "num_microbatches": layout.num_microbatches}
     added = exchanges(layout.shard, residency=residency, prefetch=prefetch, gradient_buffers=gradient_buffers)
     return Cluster(layout, add_data_parallel(lower(make_schedule(family, **choice)), *added), dtype)
 

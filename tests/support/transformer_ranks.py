@@ -194,14 +194,14 @@ def schedule_of(layout, family, *, tied):
     """A family's schedule with everything that a step over a layout has."""
     if tied:
         return tied_schedule(layout, family)
-    sizes = {"pp": layout.pp, "loops": layout.loops, "num_microbatches": layout.num_microbatches}
+    sizes = {"pp": layout.pp, "loops": layout.num_loops, "num_microbatches": layout.num_microbatches}
     return complete(layout, make_schedule(family, **sizes), tied=False)
 
 
 def tied_schedule(layout, family, placement=None, *, gradient_buffers=None, residency=2, num_microbatches=None):
     """A family's schedule with everything that a tied model's step over a layout has."""
     count = num_microbatches or layout.num_microbatches
-    sizes = {"pp": layout.pp, "loops": layout.loops, "num_microbatches": count, "placement": placement}
+    sizes = {"pp": layout.pp, "loops": layout.num_loops, "num_microbatches": count, "placement": placement}
     return complete(
         layout, make_schedule(family, **sizes), tied=True, gradient_buffers=gradient_buffers, residency=residency
     )

@@ -83,9 +83,9 @@ def without_stale_sizes(config: _Config, file: _Config) -> _Config:
 
     That file contains the partition and the group size of its run, but a checkpoint can be resumed with any layout.
     """
-    new, old = config.layout, file.layout
+    new, old = config.with_known_loops().layout, file.with_known_loops().layout
     if new.num_stages != old.num_stages and new.partition == old.partition:
-        config = replace(config, layout=replace(new, partition=None))
+        config = replace(config, layout=replace(config.layout, partition=None))
     # A group of old.pp micro-batches was the default; the user chose any other size.
     if new.pp != old.pp and config.schedule.group_size == file.schedule.group_size == old.pp:
         config = replace(config, schedule=replace(config.schedule, group_size=None))

@@ -59,8 +59,8 @@ def stage_problems(config: RunConfig) -> Problems:
     if layout.num_stages > pieces:
         is_given = config.model.preset is not None or config.model.file is not None
         yield (
-            f"{count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'loop')} need {layout.num_stages} stages, but "
-            f"{count(config.model.num_layers, 'layer')} with embedding and head make only {pieces} pieces; "
+            f"{count(layout.pp, 'pipeline rank')} x {count(layout.num_loops, 'loop')} need {layout.num_stages} stages, "
+            f"but {count(config.model.num_layers, 'layer')} with embedding and head make only {pieces} pieces; "
             f"use {'fewer layout.loops' if layout.pp <= pieces else 'a smaller layout.pp'}"
             f"{'' if is_given else ' or more model.num_layers'}"
         )
@@ -118,10 +118,10 @@ def swap_problems(config: RunConfig) -> Problems:
                 f"schedule.device_budget swaps the whole model through one device, found layout.{name} {size}; "
                 f"use layout.{name} 1{more}, or leave the budget out"
             )
-    if layout.pp == 1 and layout.loops < 2:
+    if layout.pp == 1 and layout.num_loops < 2:
         yield (
             "schedule.device_budget needs layout.loops of at least 2, so that there are stages to swap, "
-            f"found {layout.loops}"
+            f"found {layout.num_loops}"
         )
     others = {
         "training.compile": config.training.compile,

@@ -1,8 +1,8 @@
 """The configuration of a whole run, and the recipe of its schedule."""
 
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pipeloom.config.sections import (
     CheckpointConfig,
@@ -13,7 +13,7 @@ from pipeloom.config.sections import (
     ScheduleConfig,
     TrainingConfig,
 )
-from pipeloom.families import AUTO, Choice
+from pipeloom.families import AUTO, FAMILIES, Choice
 from pipeloom.passes import Moves
 from pipeloom.recipe import Knobs, Recipe, run_recipe, shared_state
 from pipeloom.schedule import read_schedule
@@ -80,11 +80,19 @@ class RunConfig:
     def _visits_cost(self) -> bool:
         """Whether a rank without a pipeline gathers, reduces or swaps in a stage at each visit."""
         layout, buffers = self.layout, self.schedule.gradient_buffers
-        if layout.loops < 2:
+        if layout.num_loops < 2:
             return False
-        reduces = layout.shard in ("gradients", "full") and buffers is not None and buffers < layout.loops
+        reduces = layout.shard in ("gradients", "full") and buffers is not None and buffers < layout.num_loops
         gathers = layout.shard == "full" and layout.num_microbatches > 1
         return self.schedule.device_budget is not None or (layout.dp > 1 and (gathers or reduces))
+
+    def with_known_loops(self) -> Self:
+        """The same run with a number for ``layout.loops`` where its family takes only one and none is set."""
+        family = FAMILIES.get(self.family)
+        only = None if family is None else family.only_loops
+        if only is None or self.layout.loops is not None:
+            return self
+        return replace(self, layout=replace(self.layout, loops=only))
 
     @property
     def title(self) -> str:
@@ -98,7 +106,7 @@ class RunConfig:
             family=self.family,
             pp=self.layout.pp,
             num_microbatches=self.layout.num_microbatches,
-            loops=self.layout.loops,
+            loops=self.layout.num_loops,
             group_size=self.schedule.group_size,
             placement=self.schedule.placement,
             num_slices=self.layout.num_slices,

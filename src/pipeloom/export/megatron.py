@@ -63,21 +63,21 @@ def _order_problems(job: Job) -> list[str]:
         return job.accumulation_problems("Megatron-LM")
     what, placement = f"schedule.family {choice.family}", choice.placement_name
     # Of ``breadth-first`` it runs the forwards.
-    instead = f"use {or_list(MEGATRON.families[layout.loops > 1])}"
+    instead = f"use {or_list(MEGATRON.families[layout.num_loops > 1])}"
     splits = any(action.kind is Kind.BACKWARD_INPUT for row in job.order for action in row)
     found: list[str] = []
     if splits:
         found.append(
             f"{what} splits backwards into input and weight gradients; Megatron-LM runs whole backwards; {instead}"
         )
-    elif layout.loops > 1:
+    elif layout.num_loops > 1:
         found += MEGATRON.group_problems(layout.pp, layout.num_microbatches, _group_size(job))
     # The own placement of a family that is refused is no further reason.
-    if layout.loops > 1 and placement != "looped" and (schedule.placement is not None or not splits):
+    if layout.num_loops > 1 and placement != "looped" and (schedule.placement is not None or not splits):
         found.append(f"schedule.placement {placement}: Megatron-LM has looped placement only; use looped")
-    if found or _is_same_order(job) or (choice.family == "breadth-first" and layout.loops > 1):
+    if found or _is_same_order(job) or (choice.family == "breadth-first" and layout.num_loops > 1):
         return found
-    if layout.loops == 1:
+    if layout.num_loops == 1:
         return [f"{what} with layout.loops 1: Megatron-LM runs one stage on each rank as 1F1B; {instead}"]
     rest = f"{what}: layout.num_microbatches {layout.num_microbatches} is not a multiple of the group size"
     rest = f"{rest} {_group_size(job)}; Megatron-LM runs the rest as a last group, pipeloom distributes it"
@@ -87,7 +87,7 @@ def _order_problems(job: Job) -> list[str]:
 
 def _is_same_order(job: Job) -> bool:
     layout = job.config.layout
-    return is_megatrons(job.order, layout.loops, layout.num_microbatches, _group_size(job))
+    return is_megatrons(job.order, layout.num_loops, layout.num_microbatches, _group_size(job))
 
 
 def _shard_problems(job: Job) -> list[str]:
@@ -208,9 +208,9 @@ def _parallel(job: Job) -> list[Flag]:
     is_even = len(set(job.layers_by_stage)) == 1
     if layout.pp > 1 and not is_even:
         flags.append(flag("--pipeline-model-parallel-layout", layer_layout(job.layers_by_stage)))
-    elif layout.pp > 1 and layout.loops > 1:
-        flags.append(flag("--num-virtual-stages-per-pipeline-rank", layout.loops))
-    if layout.pp > 1 and layout.loops > 1:
+    elif layout.pp > 1 and layout.num_loops > 1:
+        flags.append(flag("--num-virtual-stages-per-pipeline-rank", layout.num_loops))
+    if layout.pp > 1 and layout.num_loops > 1:
         flags.append(flag("--microbatch-group-size-per-virtual-pipeline-stage", _group_size(job)))
     return [*flags, flag("--sequence-parallel")] if layout.sequence_parallel else flags
 
@@ -307,7 +307,7 @@ def _left_out(job: Job) -> tuple[str, ...]:
 def _differences(job: Job) -> tuple[str, ...]:
     layout = job.config.layout
     found: list[str] = []
-    if layout.pp > 1 and layout.loops > 1 and not _is_same_order(job):
+    if layout.pp > 1 and layout.num_loops > 1 and not _is_same_order(job):
         found.append(
             "order: forwards are those of breadth-first, but backwards of a rank's last stage begin before all "
             f"forwards have ended, as with schedule.family hybrid and group_size {layout.num_microbatches}; gradients "

@@ -74,7 +74,7 @@ def differences_of_runtime(job: Job) -> tuple[str, ...]:
     layout = job.config.layout
     if layout.shard == "none" or layout.dp == 1:
         return ()
-    if layout.loops > RESIDENT_STAGES:
+    if layout.num_loops > RESIDENT_STAGES:
         return (f"the runtime keeps {RESIDENT_STAGES} stages of a rank gathered, and gathers the others again",)
     if layout.shard == "full":
         return (

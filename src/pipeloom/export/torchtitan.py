@@ -44,9 +44,13 @@ def _problems(job: Job) -> list[str]:
     found += [] if TORCHTITAN.ties_stages else tied_problems(job, TORCHTITAN.title)
     found += _model_problems(job)
     layout, placement = job.config.layout, job.config.choice().placement_name
-    if layout.pp > 1 and layout.loops > 1 and not (placement == "looped" or (placement == "v" and layout.loops == 2)):
+    if (
+        layout.pp > 1
+        and layout.num_loops > 1
+        and not (placement == "looped" or (placement == "v" and layout.num_loops == 2))
+    ):
         found.append(
-            f"schedule.placement {placement} with layout.loops {layout.loops}: torchtitan supports looped with any "
+            f"schedule.placement {placement} with layout.loops {layout.num_loops}: torchtitan supports looped with any "
             "layout.loops, and v with 2"
         )
     return [*found, *job.accumulation_problems("torchtitan")]
@@ -132,7 +136,7 @@ def _drops_weights(job: Job) -> bool:
 
 def _pipeline_flags(job: Job) -> list[Flag]:
     layout = job.config.layout
-    placement = job.config.choice().placement_name if layout.loops > 1 else "looped"
+    placement = job.config.choice().placement_name if layout.num_loops > 1 else "looped"
     name = _MAPPED_AS[placement] if _reads_csv(job) else _OWN_SCHEDULES[job.config.family]
     return [
         flag("--training.disable_cuda_graphs"),  # on by default, and not supported with a pipeline

@@ -120,6 +120,11 @@ class Family:
     rule: Rule = _no_rule
     summary: str = ""
 
+    @property
+    def only_loops(self) -> int | None:
+        """The only number of stages for each rank that it takes; ``None`` for any."""
+        return self.loops if self.is_looped else 1
+
     def __call__(self, rule: Rule) -> Rule:
         """Register a rule under the name.
 
@@ -410,7 +415,7 @@ def make_schedule(
 def default_loops(family: str) -> int:
     """Stages on each rank if none are given: the only number that the family takes, else 1."""
     known = FAMILIES.get(family)
-    return (known.loops if known is not None else None) or 1
+    return (known.only_loops if known is not None else None) or 1
 
 
 def forward(stage: int, microbatch: int) -> Action:

@@ -53,13 +53,16 @@ def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
 
 
 def completed(config: _Config, judge: Callable[..., list[str]]) -> tuple[_Config, list[str]]:
-    """The configuration with the sizes of its model and the tokenizer of its weights, and all of its problems.
+    """The configuration with what other settings decide, and all of its problems.
+
+    Decided are the sizes of its model, the tokenizer of its weights, and ``layout.loops`` of a family that takes only
+    one number.
 
     Args:
         config: of a run.
         judge: returns the problems of a configuration; called with ``is_model_known``.
     """
-    config, problems = with_model_sizes(with_pretrained(with_recipe(config)))
+    config, problems = with_model_sizes(with_pretrained(with_recipe(config.with_known_loops())))
     return config, [*problems, *judge(config, is_model_known=not problems)]
 
 
@@ -254,7 +257,7 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
         dp=layout.dp,
         tp=layout.tp,
         pp=layout.pp,
-        loops=layout.loops,
+        loops=layout.num_loops,
         shard=layout.shard,
         micro_batch=layout.microbatch_size,
         global_batch=layout.batch_size,

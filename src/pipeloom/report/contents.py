@@ -42,7 +42,7 @@ def page_contents(run: Run) -> dict[str, Any]:
     step = traced_step(run)
     nothing: list[Any] = []
     contents = {
-        "title": f"{order}: {count(layout.pp, 'rank')} x {count(layout.loops, 'loop')}, "
+        "title": f"{order}: {count(layout.pp, 'rank')} x {count(layout.num_loops, 'loop')}, "
         f"{count(layout.num_microbatches, 'micro-batch')}{_other_axes(layout)}",
         "folder": run.folder.resolve().name,
         "unfinished": unfinished_contents(run),

@@ -136,8 +136,9 @@ def verify_gradients(config: RunConfig, *, num_batches: Count = 2, quiet: bool =
             layout, placement = config.layout, config.choice().placement_name
             print(  # noqa: T201  start message
                 f"{config.title} ({placement}) over {count(layout.pp, 'pipeline rank')} x "
-                f"{count(layout.loops, 'stage')}{layout.other_axes}; {count(layout.num_microbatches, 'micro-batch')}, "
-                f"{config.training.known_dtype}, {count(num_batches, 'batch')}",
+                f"{count(layout.num_loops, 'stage')}{layout.other_axes}; "
+                f"{count(layout.num_microbatches, 'micro-batch')}, {config.training.known_dtype}, "
+                f"{count(num_batches, 'batch')}",
                 flush=True,
             )
         # Tokenized once, before the processes start; they read the tokens from the cache.

@@ -223,7 +223,7 @@ def _announce(config: RunConfig, say: _Say) -> None:
     layout, schedule, training = config.layout, config.schedule, config.training
     default = "" if training.dtype else f" (the default on {'GPUs' if training.device == 'cuda' else 'CPUs'})"
     lines = {
-        "pipeline": f"{config.title}: {count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'stage')} each, "
+        "pipeline": f"{config.title}: {count(layout.pp, 'pipeline rank')} x {count(layout.num_loops, 'stage')} each, "
         f"{config.choice().placement_name}{_passes(config)}{layout.other_axes}",
         "batch": f"{count(layout.num_microbatches, 'micro-batch')} of {count(layout.microbatch_size, 'sequence')} of "
         f"{count(config.data.seq_len, 'token')}{_cut(config)}",

@@ -195,7 +195,7 @@ def _resolve(config: RunConfig, needed: int) -> RunConfig:
         # the size of the tokenizer in use, so that the run folder records it
         data=replace(config.data, bpe_vocab_size=needed) if config.data.tokenizer == "bpe" else config.data,
         training=replace(config.training, dtype=config.training.known_dtype),
-        layout=replace(layout, partition=partition),
+        layout=replace(layout, loops=layout.num_loops, partition=partition),
         schedule=schedule,
     )
 

@@ -46,7 +46,7 @@ def _chosen(config: RunConfig, device: torch.device) -> tuple[int, ...]:
         schedule = lower(replace(choice, num_slices=len(lengths)).make(), config.schedule.receive_buffers)
         return simulate(schedule, SliceCosts(parts[0], tuple(parts))).end_s
 
-    found, _ = judged_slices(table, layout.pp, layout.num_microbatches * layout.loops, step_s)
+    found, _ = judged_slices(table, layout.pp, layout.num_microbatches * layout.num_loops, step_s)
     return found.lengths
 
 

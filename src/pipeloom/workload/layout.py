@@ -84,9 +84,10 @@ class Layout:
 
     pp: Common[int] = 4
     """Pipeline-model-parallel size: pipeline ranks."""
-    loops: Common[int] = 2
+    loops: Common[int | None] = None
     """Virtual stages on each pipeline rank. More loops make the bubble smaller: on a looped placement it is
-    (pp - 1) / (num_microbatches * loops) of the ideal time."""
+    (pp - 1) / (num_microbatches * loops) of the ideal time. None: the only number that schedule.family takes, such as
+    1 for 1f1b, otherwise 2."""
     num_microbatches: Common[int] = 8
     """Micro-batches of a step, per replica. With fewer than pp, ranks are idle while the pipeline fills and drains;
     a little above pp hides the transfers between ranks."""
@@ -123,9 +124,14 @@ class Layout:
     node. None: ascending."""
 
     @property
+    def num_loops(self) -> int:
+        """``loops``, or the default of families that take any number (``RunConfig.with_known_loops``)."""
+        return 2 if self.loops is None else self.loops
+
+    @property
     def num_stages(self) -> int:
         """Stages of the whole pipeline."""
-        return self.pp * self.loops
+        return self.pp * self.num_loops
 
     @property
     def has_pipeline(self) -> bool:
@@ -184,7 +190,7 @@ class Layout:
         """The same stages on the ranks of one replica, which run forwards only."""
         return Layout(
             pp=self.pp,
-            loops=self.loops,
+            loops=self.num_loops,
             tp=self.tp,
             sequence_parallel=self.sequence_parallel,
             partition=self.partition,

@@ -237,7 +237,7 @@ def test_ranks_that_hold_the_same_share_the_writing_out(chains, tmp_path, name, 
     config = config_of(tmp_path, name)
     found = elements_written(find_checkpoint(chains["plain"][0][name]))
     for one, other in alike:
-        assert found[one] == pytest.approx(found[other], abs=3 * config.layout.loops)  # weights and two moments
+        assert found[one] == pytest.approx(found[other], abs=3 * config.layout.num_loops)  # weights and two moments
     shapes = expected_shapes(resolve(config, load_data(config.data, 0)))
     assert sum(found.values()) == sum(map(prod, shapes.values()))
 
