@@ -345,12 +345,13 @@ def test_another_bandwidth_changes_what_depends_on_it_and_is_compared_with_the_c
     assert fast["step_time_s"] < own["step_time_s"] < slow["step_time_s"]
     assert (own["own_step_time_s"], fast["own_step_time_s"]) == (None, own["step_time_s"])
     assert fast["cluster"] == "dgx-1-v100, inter bandwidth x 2"
-    assert [one["compute_s"] for one in fast["accounts"]] == [one["compute_s"] for one in own["accounts"]]
+    compute_s = [[one["compute_s"] for one in of["accounts"]] for of in (fast, own)]
+    assert compute_s[0] == pytest.approx(compute_s[1])
     # The tensor axis is inside a node, and its exchanges are compute.
     inside = answer(capsys, GPT_52B, "--machine.intra-bandwidth", "2x")
     assert inside["accounts"][0]["compute_s"] < own["accounts"][0]["compute_s"]
     out = text(capsys, monkeypatch, GPT_52B, FASTER, "0.5x")
-    assert re.search(r"a step, \+\d\.\d% of 1,880 ms on dgx-1-v100 as it is\n", out)
+    assert re.search(r"a step, \+\d\.\d% of 1,921 ms on dgx-1-v100 as it is\n", out)
 
 
 def test_a_bandwidth_that_no_message_uses_or_that_cannot_be_is_refused(capsys):

@@ -6,11 +6,12 @@ from functools import lru_cache
 
 from pipeloom.accuracy.rows import Row
 from pipeloom.catalog import CLUSTERS, load_software, names
+from pipeloom.catalog.program_files import GENERAL
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 
-DEFAULT_SOFTWARE = "general"
+DEFAULT_SOFTWARE = GENERAL
 """The program of rows whose set no program names."""
 EARLY_FACTS, EARLY_ATTENTION = "megatron-2021", "fused-softmax"
 """The facts of unknown programs with this attention kernel: it is Megatron's own, from before flash kernels and before

@@ -8,9 +8,14 @@ from pipeloom.cost.software import FRACTIONS, SHARES, Division, Efficiency, Soft
 from pipeloom.families import FAMILIES
 from pipeloom.workload.layout import Shard, StrategyName
 
+GENERAL = "general"
+"""The program of the catalog whose efficiencies are the means of those that were calibrated."""
+
 
 def load_software(name_or_path: str) -> Software:
     """A training program by name (``pipeloom/catalog/software``) or from a file.
+
+    A file without efficiencies has those of ``GENERAL``.
 
     Raises:
         UserError: there is no such name or file, or the file is wrong; has all problems.
@@ -29,7 +34,8 @@ def load_software(name_or_path: str) -> Software:
     software = Software(
         name=reader.text("name"),
         partition=cast("Division", reader.text("partition", "even", among=get_args(Division))),
-        efficiency=Efficiency(**values),
+        # What nobody calibrated reaches what measured programs reach on average.
+        efficiency=Efficiency(**values) if "efficiency" in table else load_software(GENERAL).efficiency,
         cluster=reader.text("cluster", default.cluster),
         sets=reader.texts("sets"),
         attentions=reader.texts("attentions"),

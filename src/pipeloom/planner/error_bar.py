@@ -5,6 +5,7 @@ from typing import Any
 
 from pipeloom.catalog import load_software, names
 from pipeloom.catalog.accuracy import Accuracy, Errors, load_accuracy
+from pipeloom.catalog.program_files import GENERAL
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
 from pipeloom.terminal.words import count
@@ -131,7 +132,7 @@ def _is_of_catalog(software: Software) -> bool:
 
 def _efficiencies(software: Software, cluster: Cluster) -> str | None:
     """The efficiencies of a program without a calibration, beside the mean of programs that were measured on GPUs."""
-    own, mean = software.efficiency, load_software("general").efficiency
+    own, mean = software.efficiency, load_software(GENERAL).efficiency
     if own == mean or not cluster.device.is_gpu:
         return None
     return (
