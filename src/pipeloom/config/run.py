@@ -87,10 +87,10 @@ class RunConfig:
         return self.schedule.device_budget is not None or (layout.dp > 1 and (gathers or reduces))
 
     def with_known_loops(self) -> Self:
-        """The same run with a number for ``layout.loops`` where its family takes only one and none is set."""
+        """The same run with a number for ``layout.loops`` where its family takes only one and none is chosen."""
         family = FAMILIES.get(self.family)
         only = None if family is None else family.only_loops
-        if only is None or self.layout.loops is not None:
+        if only is None or self.layout.loops not in (None, AUTO):
             return self
         return replace(self, layout=replace(self.layout, loops=only))
 
