@@ -9,6 +9,8 @@
 # make schedules  the table and the pictures of all families of schedules: docs/schedules/
 # make plan-demo  the planner's ranking of a small model's layouts beside all of them really run (7 minutes)
 # make plan-speed  how fast the planner answers, from the shell and on one core (2 minutes)
+# make recipes  published trainings beside plans for them: docs/recipes.md (1 minute)
+# make random-plans  300 random questions to the planner: budgets, memory, written runs, better clusters (15 minutes)
 # make bench-network   beside PyTorch's pipelining over slow networks between hosts (as root; 12 minutes)
 # make bench-overhead  beside PyTorch's pipelining with next to no compute (2 minutes)
 # make bench-peers  beside a plain loop, transformers, DDP, FSDP2, PyTorch's pipelining with real compute (some minutes)
@@ -45,7 +47,7 @@ PIP         := $(BIN)/python -m pip install -q --disable-pip-version-check --no-
 STAMP       := $(VENV)/.installed
 LOADED      := numba llvmlite numpy pydantic pydantic_core rich
 
-.PHONY: demo test test-all docs dist docs-commands plan-demo predict reproduce schedules plan-speed bench-network bench-overhead \
+.PHONY: demo test test-all docs dist docs-commands plan-demo recipes random-plans predict reproduce schedules plan-speed bench-network bench-overhead \
         bench-peers bench-balance bench-checkpoints bench-tokenize bench-loading bench-generate playground-pictures playground-speed tune adapted signals \
         launch-schemas speed check format clean
 
@@ -114,6 +116,12 @@ $(VENV)/schemas/.installed: $(STAMP)
 
 plan-speed: $(STAMP)
 	$(BIN)/python benchmarks/plan.py
+
+recipes: $(STAMP)
+	$(BIN)/python benchmarks/recipes.py
+
+random-plans: $(STAMP)
+	PYTHONPATH=tests/support $(BIN)/python benchmarks/random_plans.py $(ARGS)
 
 bench-network: $(STAMP)
 	$(BIN)/python benchmarks/network.py $(ARGS)

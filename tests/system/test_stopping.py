@@ -111,3 +111,28 @@ def test_in_another_thread_nothing_is_raised():
     thread.start()
     thread.join()
     assert (len(done), stop.reason) == (1, None)
+
+
+@pytest.mark.parametrize("is_interrupt", [True, False])
+def test_an_exception_that_c_code_replaces_by_its_own_ends_the_work_too(is_interrupt):
+    def work():
+        try:
+            if is_interrupt:
+                signal.raise_signal(signal.SIGINT)
+            forever()
+        except BaseException as error:
+            raise SystemError("returned a result with an exception set") from error
+
+    stop = Stop(time.monotonic() + 0.05)
+    stop.run(work)
+    assert stop.reason == ("interrupt" if is_interrupt else "time")
+
+
+def test_an_error_of_c_code_itself_is_raised():
+    def work():
+        raise SystemError("a defect")
+
+    stop = Stop(time.monotonic() + 5)
+    with pytest.raises(SystemError, match="a defect"):
+        stop.run(work)
+    assert stop.reason is None

@@ -54,8 +54,11 @@ class Stop:
             work()
             # Before the handlers are restored: a signal in between must not raise into the caller.
             self._is_open = False
-        except (TimeUp, KeyboardInterrupt) as end:
+        except (TimeUp, KeyboardInterrupt, SystemError) as error:
             self._is_open = False
+            end = next((one for one in _causes(error) if isinstance(one, TimeUp | KeyboardInterrupt)), None)
+            if end is None:
+                raise
             self.reason = "time" if isinstance(end, TimeUp) else "interrupt"
         finally:
             self._is_open = False
@@ -81,6 +84,14 @@ class Stop:
             _held = kind
         elif self._is_open:
             raise kind
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception and its causes: C code that ignores what a handler raised, such as Numba's, ends in another one."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
 
 
 @contextmanager
