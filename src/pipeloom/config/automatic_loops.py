@@ -1,13 +1,9 @@
 """``layout.loops auto``: which numbers and families a run chooses from, and what it does not work with."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
-from pipeloom.config.run import RunConfig
+from pipeloom.config.run import RunConfig, value_of
 from pipeloom.families import AUTO
-
-_MOST_LOOPS = 8
-"""Each number is profiled before the first step; with more loops, posting messages costs more than the bubble."""
 
 
 def candidates(config: RunConfig) -> Mapping[int, list[RunConfig]]:
@@ -18,27 +14,24 @@ def candidates(config: RunConfig) -> Mapping[int, list[RunConfig]]:
     """
     named = config.schedule.family
     found: dict[int, list[RunConfig]] = {}
-    loops = 1
-    while loops <= _MOST_LOOPS and config.layout.pp * loops <= config.model.num_layers + 2:
-        layout = replace(config.layout, loops=loops)
-        families = [named] if named != AUTO else ["1f1b", "breadth-first"] if loops == 1 else ["breadth-first"]
-        runs = [replace(config, layout=layout, schedule=replace(config.schedule, family=name)) for name in families]
+    for number in config.layout.automatic_loops(config.model.num_layers + 2):
+        families = [named] if named != AUTO else ["1f1b", "breadth-first"] if number == 1 else ["breadth-first"]
+        runs = [config.with_loops(number, name) for name in families]
         if fitting := [run for run in runs if not run.choice().problems()]:
-            found[loops] = fitting
-        loops *= 2
+            found[number] = fitting
     return found
 
 
 def loops_problems(config: RunConfig) -> Iterator[str]:
     """Settings that ``layout.loops auto`` does not work with, one sentence each."""
-    layout, schedule, training = config.layout, config.schedule, config.training
-    if layout.loops != AUTO:
+    schedule, training = config.schedule, config.training
+    if not config.layout.is_automatic:
         return
-    if layout.pp == 1:
+    if not config.layout.has_pipeline:
         yield "layout.loops auto compares pipelines, found layout.pp 1; set a number of layout.loops"
     refused = {
-        "layout.partition": layout.partition is not None,
-        "layout.token_slices": layout.token_slices not in (None, 1),
+        "layout.partition": value_of(config, "layout.partition") is not None,
+        "layout.token_slices": value_of(config, "layout.token_slices") not in (None, 1),
         "schedule.keep": schedule.keep is not None,
         "schedule.balance": schedule.balance,
         "schedule.offload": schedule.offload,

@@ -38,7 +38,6 @@ from pipeloom.config.layout_problems import (
 from pipeloom.config.run import RunConfig, value_of
 from pipeloom.config.tokenizer_files import num_tokens
 from pipeloom.errors import UserError, reason_of
-from pipeloom.families import AUTO
 from pipeloom.system.toolchain import toolchain_problems
 from pipeloom.workload.dtypes import TRAINED
 from pipeloom.workload.limits import Limits, limits_of
@@ -67,7 +66,7 @@ def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: boo
 def decided_problems(config: RunConfig, *, trains: bool = True, is_model_known: bool = True) -> list[str]:
     """As ``find_problems``, for work that does not measure what ``layout.loops auto`` chooses by."""
     found = find_problems(config, trains=trains, is_model_known=is_model_known)
-    if config.layout.loops != AUTO:
+    if not config.layout.is_automatic:
         return found
     only = "layout.loops auto: only `pipeloom train` measures what it chooses by; set a number of layout.loops"
     return [only, *(problem for problem in found if not problem.startswith("layout.loops auto"))]

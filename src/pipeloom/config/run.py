@@ -94,6 +94,16 @@ class RunConfig:
             return self
         return replace(self, layout=replace(self.layout, loops=only))
 
+    def with_loops(self, loops: int, family: str) -> Self:
+        """The same run with a number of stages on each rank, in a family."""
+        return replace(self, layout=replace(self.layout, loops=loops), schedule=replace(self.schedule, family=family))
+
+    def with_loops_of(self, earlier: "RunConfig") -> Self:
+        """The same run as an earlier one chose number and family, where it had as many ranks and no other family."""
+        family = earlier.schedule.family
+        is_alike = earlier.layout.pp == self.layout.pp and self.schedule.family in (AUTO, family)
+        return self.with_loops(earlier.layout.num_loops, family) if is_alike else self
+
     @property
     def title(self) -> str:
         """Name of the schedule in titles: the family, or the name of the file."""

@@ -23,7 +23,6 @@ from pipeloom.config.file import read_run_file
 from pipeloom.data.text import Data
 from pipeloom.errors import ConfigError
 from pipeloom.execute.processes.world import World, is_first, is_launched
-from pipeloom.families import AUTO
 from pipeloom.measure.host import num_devices
 from pipeloom.predict.describe import completed, why_training_may_differ
 from pipeloom.runs.run_folder import CONFIG, TIMELINE, RunFolder
@@ -33,10 +32,10 @@ from pipeloom.system.end_signals import raised_signals
 from pipeloom.terminal.progress import restore_terminal
 from pipeloom.terminal.words import count, format_bytes, passes_of
 from pipeloom.training.adapted import with_adapted_check
+from pipeloom.training.automatic import with_chosen_loops
 from pipeloom.training.checkpoints.contents import check_resumable, new_order
 from pipeloom.training.checkpoints.saving import safe_steps
 from pipeloom.training.export import export_weights
-from pipeloom.training.loops import with_chosen_loops
 from pipeloom.training.memory_check import check_memory
 from pipeloom.training.pipeline import training_schedule
 from pipeloom.training.pretrained import check_init
@@ -141,20 +140,17 @@ def _run_in(path: Path, config: RunConfig, say: _Say, begun_s: float, *, quiet: 
 def _with_earlier_loops(config: RunConfig, checkpoint: Path) -> RunConfig:
     """In place of ``layout.loops auto``, number and family that the checkpoint's run chose for as many ranks."""
     run = run_of(checkpoint)
-    if config.layout.loops != AUTO or run is None or not (run / CONFIG).is_file():
+    if not config.layout.is_automatic or run is None or not (run / CONFIG).is_file():
         return config
     earlier, _ = read_run_file(run / CONFIG)
-    if earlier.layout.pp != config.layout.pp or config.schedule.family not in (AUTO, earlier.schedule.family):
-        return config
-    layout, schedule = replace(config.layout, loops=earlier.layout.loops), config.schedule
-    return replace(config, layout=layout, schedule=replace(schedule, family=earlier.schedule.family))
+    return config.with_loops_of(earlier)
 
 
 def _write_end(config: RunConfig, folder: Path, result: RunResult) -> None:
     """Write plots, exported weights and the report, after all ranks have finished."""
     from pipeloom.report import write_report
 
-    if config.layout.loops == AUTO:
+    if config.layout.is_automatic:
         config, _ = read_run_file(folder / CONFIG)
     _draw(config, folder, result)
     if config.checkpoint.final == "safetensors":
@@ -243,7 +239,7 @@ def _announce(config: RunConfig, say: _Say) -> None:
     layout, schedule, training = config.layout, config.schedule, config.training
     default = "" if training.dtype else f" (the default on {'GPUs' if training.device == 'cuda' else 'CPUs'})"
     stages = f"{count(layout.num_loops, 'stage')} each, {config.choice().placement_name}{_passes(config)}"
-    order, stages = (schedule.family, "stages to be chosen") if layout.loops == AUTO else (config.title, stages)
+    order, stages = (schedule.family, "stages to be chosen") if layout.is_automatic else (config.title, stages)
     lines = {
         "pipeline": f"{order}: {count(layout.pp, 'pipeline rank')} x {stages}{layout.other_axes}",
         "batch": f"{count(layout.num_microbatches, 'micro-batch')} of {count(layout.microbatch_size, 'sequence')} of "

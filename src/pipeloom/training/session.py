@@ -20,7 +20,7 @@ from pipeloom.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_from
 from pipeloom.errors import UserError
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import World, is_launched, join_forked, join_launched, launched_size
-from pipeloom.families import AUTO, FAMILIES
+from pipeloom.families import FAMILIES
 from pipeloom.model.adapted import piece_parameters
 from pipeloom.training.slices import with_known_slices
 from pipeloom.training.stages import piece_bytes
@@ -182,7 +182,7 @@ def _resolve(config: RunConfig, needed: int) -> RunConfig:
         data=replace(config.data, bpe_vocab_size=needed) if config.data.tokenizer == "bpe" else config.data,
         training=replace(config.training, dtype=config.training.known_dtype),
     )
-    if layout.loops == AUTO:  # on which partition and family depend
+    if layout.is_automatic:  # on which partition and family depend
         return config
     recompute = layout.recompute_by_layer(model.num_layers)
     # With a device budget the largest stage decides what fits, so the partition balances bytes instead of seconds.
@@ -220,13 +220,13 @@ def _work_forked(
 
 def _work(config: RunConfig, job: Job, world: World, load: Callable[[RunConfig], Loaded]) -> Any:
     # One rank chooses the checkpoint: others could find another newest one, and would hash its files once more.
-    first = config.checkpoint.init, config.checkpoint.resume, config.layout.loops, config.schedule.family
-    init, resume, loops, family = world.from_first(first)
+    first = config.checkpoint.init, config.checkpoint.resume, config.layout, config.schedule.family
+    init, resume, layout, family = world.from_first(first)
     config = replace(
         config,
         checkpoint=replace(config.checkpoint, init=init, resume=resume),
         # those of the checkpoint's run, in place of auto
-        layout=replace(config.layout, loops=loops),
+        layout=layout,
         schedule=replace(config.schedule, family=family),
     )
     data = load(config)

@@ -132,6 +132,15 @@ class Layout:
         return 2 if self.loops is None else 1
 
     @property
+    def is_automatic(self) -> bool:
+        """Whether ``train`` chooses the number of stages on each rank by measured steps, and has not yet."""
+        return self.loops == "auto"
+
+    def automatic_loops(self, num_pieces: int) -> tuple[int, ...]:
+        """Numbers that ``auto`` compares: powers of two up to 8 for which a model has enough pieces."""
+        return tuple(number for number in (1, 2, 4, 8) if self.pp * number <= num_pieces)
+
+    @property
     def num_stages(self) -> int:
         """Stages of the whole pipeline."""
         return self.pp * self.num_loops

@@ -9,7 +9,6 @@ from pipeloom.config.automatic_loops import candidates
 from pipeloom.data.text import Data
 from pipeloom.errors import HostError
 from pipeloom.execute.processes.world import World
-from pipeloom.families import AUTO
 from pipeloom.measure.stages import Profile
 from pipeloom.training.memory_check import check_memory
 from pipeloom.training.pipeline import Pipeline, training_schedule
@@ -38,7 +37,7 @@ def with_chosen_loops(config: RunConfig, world: World, data: Data, say: Callable
     Raises:
         HostError: no candidate fits the memory.
     """
-    if config.layout.loops != AUTO:
+    if not config.layout.is_automatic:
         return config
     steps: list[tuple[RunConfig, float]] = []
     shared: Profile | None = None

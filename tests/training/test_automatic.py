@@ -7,7 +7,7 @@ from small_run import small_run
 from pipeloom.config import CheckpointConfig, OutputConfig, RunConfig
 from pipeloom.config.automatic_loops import candidates
 from pipeloom.config.file import read_run_file
-from pipeloom.training.loops import described, simplest
+from pipeloom.training.automatic import described, simplest
 from pipeloom.training.run import train
 from pipeloom.workload.layout import Layout
 
