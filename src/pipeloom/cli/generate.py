@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pipeloom.cli.reference import Command, Place
 from pipeloom.cli.run_config import parse_words, tokenizer_problems
-from pipeloom.config import CheckpointConfig, RunConfig, ScheduleConfig, find_problems
+from pipeloom.config import CheckpointConfig, RunConfig, ScheduleConfig, decided_problems
 from pipeloom.config.layout_problems import NO_CACHE
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.system.files import read_text
@@ -80,7 +80,7 @@ def _forwards(config: RunConfig) -> RunConfig:
 
 
 def _problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
-    found = find_problems(_forwards(config), trains=False, is_model_known=is_model_known)
+    found = decided_problems(_forwards(config), trains=False, is_model_known=is_model_known)
     found += [] if config.model.adapted is None else [NO_CACHE]
     return [*found, *tokenizer_problems(config)]
 

@@ -11,7 +11,7 @@ from pipeloom.catalog.model_files import CONFIG_JSON
 from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, is_hugging_face
 from pipeloom.cli.flags import SOURCE, Words, read_words
 from pipeloom.cli.reference import Command, Options_, options_of
-from pipeloom.config import ModelConfig, RunConfig, find_problems, in_order
+from pipeloom.config import ModelConfig, RunConfig, decided_problems, in_order
 from pipeloom.config.file import read_run_file, without_stale_sizes
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.describe import completed
@@ -56,14 +56,14 @@ class Parsed(NamedTuple, Generic[Options_]):
 
 
 def parse_config(
-    command: Command[Options_], words: Sequence[str], judge: Callable[..., list[str]] = find_problems
+    command: Command[Options_], words: Sequence[str], judge: Callable[..., list[str]] = decided_problems
 ) -> Options_:
     """The options of ``parse_words``."""
     return parse_words(command, words, judge).options
 
 
 def parse_words(
-    command: Command[Options_], words: Sequence[str], judge: Callable[..., list[str]] = find_problems
+    command: Command[Options_], words: Sequence[str], judge: Callable[..., list[str]] = decided_problems
 ) -> Parsed[Options_]:
     """Read the run file, if there is one, and the flags over it; take the model's sizes from its source.
 

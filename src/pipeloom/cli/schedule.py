@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TextIO
 
 from pipeloom.cli.flags import SOURCE, or_note, read_flags
 from pipeloom.cli.reference import Command, Output, Place
-from pipeloom.config import find_problems, in_order
+from pipeloom.config import decided_problems, in_order
 from pipeloom.config.file import read_run_file
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.export.torch_csv import format_torch_csv, parse_torch_csv
@@ -148,7 +148,7 @@ def _run_recipe(options: Options, file: Path) -> tuple[Recipe, Sizes]:
     problems += [f"FAMILY {options.family} has no effect with --run; leave one out"] if options.family else []
     config, found = read_run_file(file)
     config, unknown = with_model_sizes(config)
-    problems += in_order([*found, *unknown, *find_problems(config, trains=False, is_model_known=not unknown)])
+    problems += in_order([*found, *unknown, *decided_problems(config, trains=False, is_model_known=not unknown)])
     if problems:
         raise ConfigError(problems, str(file))
     return config.recipe(), sizes_in_training(config)

@@ -8,7 +8,7 @@ from pipeloom.config.hyperparameters import (
     with_demo_hyperparameters,
     with_pretrained,
 )
-from pipeloom.config.problems import find_problems, in_order
+from pipeloom.config.problems import decided_problems, find_problems, in_order
 from pipeloom.config.run import RunConfig, run_part, to_dict
 from pipeloom.config.sections import (
     CheckpointConfig,
@@ -33,6 +33,7 @@ __all__ = [
     "ScheduleConfig",
     "SourceConfig",
     "TrainingConfig",
+    "decided_problems",
     "find_problems",
     "hyperparameter_problems",
     "in_order",

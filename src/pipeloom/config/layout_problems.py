@@ -65,7 +65,7 @@ def stage_problems(config: RunConfig) -> Problems:
             f"{'' if is_given else ' or more model.num_layers'}"
         )
     partition = layout.partition
-    if partition is None:
+    if partition is None or layout.is_automatic:  # which refuses a partition
         return
     if len(partition) != layout.num_stages:
         yield f"layout.partition must name {count(layout.num_stages, 'stage')}, found {len(partition)}"

@@ -20,6 +20,7 @@ from pipeloom.checkpoint.checkpoint_folder import (
     list_checkpoints,
     step_of,
 )
+from pipeloom.config.automatic_loops import loops_problems
 from pipeloom.config.layout_problems import (
     Problems,
     adapted_problems,
@@ -53,13 +54,22 @@ def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: boo
         trains: whether the run is trained on this machine, so that its text, checkpoint and compiler must exist.
         is_model_known: whether the sizes of the model are final; otherwise they are not checked.
     """
-    checks = [_range_problems, order_problems, slice_problems]
+    checks = [_range_problems, order_problems, loops_problems, slice_problems]
     checks += [_model_problems, stage_problems, tensor_problems, recompute_problems] if is_model_known else []
     checks += [_unused_problems, adapted_problems, move_problems, swap_problems, freeze_problems]
     checks += [place_problems, file_problems, optimizer_problems, _tokenizer_problems, _source_problems]
     if trains:
         checks += [_text_problems, _checkpoint_problems, _training_problems]
     return [problem for check in checks for problem in check(config)]
+
+
+def decided_problems(config: RunConfig, *, trains: bool = True, is_model_known: bool = True) -> list[str]:
+    """As ``find_problems``, for work that does not measure what ``layout.loops auto`` chooses by."""
+    found = find_problems(config, trains=trains, is_model_known=is_model_known)
+    if not config.layout.is_automatic:
+        return found
+    only = "layout.loops auto: only `pipeloom train` measures what it chooses by; set a number of layout.loops"
+    return [only, *(problem for problem in found if not problem.startswith("layout.loops auto"))]
 
 
 _DEFAULTS = RunConfig()

@@ -87,12 +87,22 @@ class RunConfig:
         return self.schedule.device_budget is not None or (layout.dp > 1 and (gathers or reduces))
 
     def with_known_loops(self) -> Self:
-        """The same run with a number for ``layout.loops`` where its family takes only one and none is set."""
+        """The same run with a number for ``layout.loops`` where its family takes only one and none is chosen."""
         family = FAMILIES.get(self.family)
         only = None if family is None else family.only_loops
-        if only is None or self.layout.loops is not None:
+        if only is None or self.layout.loops not in (None, AUTO):
             return self
         return replace(self, layout=replace(self.layout, loops=only))
+
+    def with_loops(self, loops: int, family: str) -> Self:
+        """The same run with a number of stages on each rank, in a family."""
+        return replace(self, layout=replace(self.layout, loops=loops), schedule=replace(self.schedule, family=family))
+
+    def with_loops_of(self, earlier: "RunConfig") -> Self:
+        """The same run as an earlier one chose number and family, where it had as many ranks and no other family."""
+        family = earlier.schedule.family
+        is_alike = earlier.layout.pp == self.layout.pp and self.schedule.family in (AUTO, family)
+        return self.with_loops(earlier.layout.num_loops, family) if is_alike else self
 
     @property
     def title(self) -> str:

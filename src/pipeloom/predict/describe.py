@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args
 
 from pipeloom.calls import checked
 from pipeloom.catalog import load_cluster, load_software, read_model
-from pipeloom.config import ModelConfig, RunConfig, find_problems, with_pretrained
+from pipeloom.config import ModelConfig, RunConfig, decided_problems, find_problems, with_pretrained
 from pipeloom.config.file import parse_run, read_run_file, without_stale_sizes
 from pipeloom.config.paths import with_home
 from pipeloom.cost.hardware import Cluster
@@ -69,7 +69,8 @@ def completed(config: _Config, judge: Callable[..., list[str]]) -> tuple[_Config
 def described_problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
     """Problems of a run that is predicted, not trained on this machine."""
     adapted = [] if config.model.adapted is None else [f"model.file {config.model.file}: {NO_FORMULAS}"]
-    return [*find_problems(config, trains=False, is_model_known=is_model_known), *adapted, *machine_problems(config)]
+    found = decided_problems(config, trains=False, is_model_known=is_model_known)
+    return [*found, *adapted, *machine_problems(config)]
 
 
 @checked

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.calls import checked
-from pipeloom.config import RunConfig, find_problems
+from pipeloom.config import RunConfig, decided_problems
 from pipeloom.data.text import Data, load_data
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.execute.processes.world import World, is_first
@@ -120,7 +120,7 @@ def verify_gradients(config: RunConfig, *, num_batches: Count = 2, quiet: bool =
     """
     if config.training.dtype is None:
         config = replace(config, training=replace(config.training, dtype="float64"))
-    config, problems = completed(config, with_adapted_check(find_problems))
+    config, problems = completed(config, with_adapted_check(decided_problems))
     if problems:
         raise ConfigError(problems, "the run")
     # Swapped stages update and drop their gradients within the step.

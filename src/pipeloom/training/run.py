@@ -16,20 +16,23 @@ from pipeloom.checkpoint.checkpoint_folder import (
     is_hugging_face,
     name_of,
     read_info,
+    run_of,
 )
 from pipeloom.config import RunConfig, training_problems
+from pipeloom.config.file import read_run_file
 from pipeloom.data.text import Data
 from pipeloom.errors import ConfigError
 from pipeloom.execute.processes.world import World, is_first, is_launched
 from pipeloom.measure.host import num_devices
 from pipeloom.predict.describe import completed, why_training_may_differ
-from pipeloom.runs.run_folder import TIMELINE, RunFolder
+from pipeloom.runs.run_folder import CONFIG, TIMELINE, RunFolder
 from pipeloom.runs.run_start import draft_start, take_run_folder
 from pipeloom.schedule import Kind
 from pipeloom.system.end_signals import raised_signals
 from pipeloom.terminal.progress import restore_terminal
 from pipeloom.terminal.words import count, format_bytes, passes_of
 from pipeloom.training.adapted import with_adapted_check
+from pipeloom.training.automatic import with_chosen_loops
 from pipeloom.training.checkpoints.contents import check_resumable, new_order
 from pipeloom.training.checkpoints.saving import safe_steps
 from pipeloom.training.export import export_weights
@@ -101,6 +104,7 @@ def _run_in(path: Path, config: RunConfig, say: _Say, begun_s: float, *, quiet: 
     if choice is not None:
         refuse_steps(choice, config.training.known_steps, path)
         config = replace(config, checkpoint=replace(config.checkpoint, resume=choice.path))
+        config = _with_earlier_loops(config, choice.path)
     elif (init := config.checkpoint.init) is not None and not is_hugging_face(init):
         config = replace(config, checkpoint=replace(config.checkpoint, init=choose_checkpoint(init).path))
     # Tokenizing may take an hour, so what can be wrong without the text is checked before.
@@ -133,10 +137,21 @@ def _run_in(path: Path, config: RunConfig, say: _Say, begun_s: float, *, quiet: 
     return result
 
 
+def _with_earlier_loops(config: RunConfig, checkpoint: Path) -> RunConfig:
+    """In place of ``layout.loops auto``, number and family that the checkpoint's run chose for as many ranks."""
+    run = run_of(checkpoint)
+    if not config.layout.is_automatic or run is None or not (run / CONFIG).is_file():
+        return config
+    earlier, _ = read_run_file(run / CONFIG)
+    return config.with_loops_of(earlier)
+
+
 def _write_end(config: RunConfig, folder: Path, result: RunResult) -> None:
     """Write plots, exported weights and the report, after all ranks have finished."""
     from pipeloom.report import write_report
 
+    if config.layout.is_automatic:
+        config, _ = read_run_file(folder / CONFIG)
     _draw(config, folder, result)
     if config.checkpoint.final == "safetensors":
         export_weights(folder / FOLDER / name_of(result.summary.steps), folder)
@@ -216,15 +231,17 @@ def _draw(config: RunConfig, folder: Path, result: RunResult) -> None:
 
 
 def _train(config: RunConfig, world: World, data: Data, *, folder: RunFolder, quiet: bool, begun_s: float) -> RunResult:
+    config = with_chosen_loops(config, world, data, _say_nothing if quiet else _say)
     return Trainer(config, world, data, folder, quiet=quiet, begun_s=begun_s).run()
 
 
 def _announce(config: RunConfig, say: _Say) -> None:
     layout, schedule, training = config.layout, config.schedule, config.training
     default = "" if training.dtype else f" (the default on {'GPUs' if training.device == 'cuda' else 'CPUs'})"
+    stages = f"{count(layout.num_loops, 'stage')} each, {config.choice().placement_name}{_passes(config)}"
+    order, stages = (schedule.family, "stages to be chosen") if layout.is_automatic else (config.title, stages)
     lines = {
-        "pipeline": f"{config.title}: {count(layout.pp, 'pipeline rank')} x {count(layout.num_loops, 'stage')} each, "
-        f"{config.choice().placement_name}{_passes(config)}{layout.other_axes}",
+        "pipeline": f"{order}: {count(layout.pp, 'pipeline rank')} x {stages}{layout.other_axes}",
         "batch": f"{count(layout.num_microbatches, 'micro-batch')} of {count(layout.microbatch_size, 'sequence')} of "
         f"{count(config.data.seq_len, 'token')}{_cut(config)}",
         "dtype": f"{training.known_dtype}{default}",

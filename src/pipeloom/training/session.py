@@ -175,10 +175,19 @@ def _resolve(config: RunConfig, needed: int) -> RunConfig:
     config = with_demo_hyperparameters(config)
     model = config.model.resolve(needed)
     layout, schedule = config.layout, config.schedule
+    config = replace(
+        config,
+        model=model,
+        # the size of the tokenizer in use, so that the run folder records it
+        data=replace(config.data, bpe_vocab_size=needed) if config.data.tokenizer == "bpe" else config.data,
+        training=replace(config.training, dtype=config.training.known_dtype),
+    )
+    if layout.is_automatic:  # on which partition and family depend
+        return config
     recompute = layout.recompute_by_layer(model.num_layers)
     # With a device budget the largest stage decides what fits, so the partition balances bytes instead of seconds.
     if schedule.budget_bytes is not None and layout.partition is None:
-        partition = fastest_partition(piece_bytes(replace(config, model=model)), config.choice().placed())
+        partition = fastest_partition(piece_bytes(config), config.choice().placed())
     elif model.adapted is not None:
         partition = layout.partition or fastest_partition(piece_parameters(model.adapted), config.choice().placed())
     else:
@@ -191,10 +200,6 @@ def _resolve(config: RunConfig, needed: int) -> RunConfig:
         schedule = replace(schedule, group_size=schedule.group_size or config.choice().known_group_size)
     return replace(
         config,
-        model=model,
-        # the size of the tokenizer in use, so that the run folder records it
-        data=replace(config.data, bpe_vocab_size=needed) if config.data.tokenizer == "bpe" else config.data,
-        training=replace(config.training, dtype=config.training.known_dtype),
         layout=replace(layout, loops=layout.num_loops, partition=partition),
         schedule=schedule,
     )
@@ -215,8 +220,15 @@ def _work_forked(
 
 def _work(config: RunConfig, job: Job, world: World, load: Callable[[RunConfig], Loaded]) -> Any:
     # One rank chooses the checkpoint: others could find another newest one, and would hash its files once more.
-    init, resume = world.from_first((config.checkpoint.init, config.checkpoint.resume))
-    config = replace(config, checkpoint=replace(config.checkpoint, init=init, resume=resume))
+    first = config.checkpoint.init, config.checkpoint.resume, config.layout, config.schedule.family
+    init, resume, layout, family = world.from_first(first)
+    config = replace(
+        config,
+        checkpoint=replace(config.checkpoint, init=init, resume=resume),
+        # those of the checkpoint's run, in place of auto
+        layout=layout,
+        schedule=replace(config.schedule, family=family),
+    )
     data = load(config)
     result = job(with_known_slices(resolve(config, data), world), world, data)
     # After success only: a rank that failed must exit at once, so that the others stop.

@@ -84,10 +84,11 @@ class Layout:
 
     pp: Common[int] = 4
     """Pipeline-model-parallel size: pipeline ranks."""
-    loops: Common[int | None] = None
+    loops: Common[int | Literal["auto"] | None] = None
     """Virtual stages on each pipeline rank. More loops make the bubble smaller: on a looped placement it is
-    (pp - 1) / (num_microbatches * loops) of the ideal time. None: the only number that schedule.family takes, such as
-    1 for 1f1b, otherwise 2."""
+    (pp - 1) / (num_microbatches * loops) of the ideal time. auto: train chooses a number, and
+    the family if that is auto, by predicted steps that it measures before the first one. None: the only number that
+    schedule.family takes, such as 1 for 1f1b, otherwise 2."""
     num_microbatches: Common[int] = 8
     """Micro-batches of a step, per replica. With fewer than pp, ranks are idle while the pipeline fills and drains;
     a little above pp hides the transfers between ranks."""
@@ -125,8 +126,19 @@ class Layout:
 
     @property
     def num_loops(self) -> int:
-        """``loops``, or the default of families that take any number (``RunConfig.with_known_loops``)."""
-        return 2 if self.loops is None else self.loops
+        """``loops``, or the default of families that take any number; 1 for auto before it is decided."""
+        if isinstance(self.loops, int):
+            return self.loops
+        return 2 if self.loops is None else 1
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether ``train`` chooses the number of stages on each rank by measured steps, and has not yet."""
+        return self.loops == "auto"
+
+    def automatic_loops(self, num_pieces: int) -> tuple[int, ...]:
+        """Numbers that ``auto`` compares: powers of two up to 8 for which a model has enough pieces."""
+        return tuple(number for number in (1, 2, 4, 8) if self.pp * number <= num_pieces)
 
     @property
     def num_stages(self) -> int:
