@@ -39,7 +39,7 @@ def test_ranks_count_with_loops():
 @pytest.mark.parametrize(
     ("case", "gain"),
     [
-        (Case("llama-3-8b", 8), 1.18),  # the head is as long as four of 32 layers
+        (Case("llama-3-8b", 8), 1.18),  # the head takes as long as two of 32 layers
         (Case("llama-3-8b", 8, 2), 1.2),
         (Case("llama-3-8b", 4, 2, placement="v"), 1.1),
         (Case("llama-13b", 8, recomputed=0.25), 1.1),
