@@ -63,8 +63,11 @@ def _read_page(page, url, folder, found):
     do("csv", f"sides[0].take({{ text: '{CSV}' }})")
     page.run("document.getElementById('compare').click()")
     do("two", "sides[1].take({ family: 'zb-v' })", "sides.map((side) => [side.end, side.most, side.drawn])")
-    page.run("history.replaceState(null, '', fragment()); location.reload()")
-    page.wait(f"document.documentElement?.dataset.state === 'ready' && typeof sides === 'object' && {IDLE}")
+    # The old page is ready, too, as long as the browser has not begun to replace it.
+    page.run("window.isOld = true; history.replaceState(null, '', fragment()); location.reload()")
+    page.wait(
+        f"!window.isOld && document.documentElement?.dataset.state === 'ready' && typeof sides === 'object' && {IDLE}"
+    )
     do("reloaded", "", "sides.map((side) => side.answer.command)")
     do(
         "reset",

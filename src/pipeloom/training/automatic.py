@@ -16,7 +16,7 @@ from pipeloom.training.session import resolve
 from pipeloom.training.trainer import simulate_profile
 
 ERROR = 0.05
-"""Predictions that differ by less are equal. Chosen: the mean error of nine short runs on two shared cores was 5.5 %."""
+"""Predictions that differ by less are equal. Chosen: the mean error of nine short runs on two cores was 5.5 %."""
 
 
 def with_chosen_loops(config: RunConfig, world: World, data: Data, say: Callable[[str], None]) -> RunConfig:
