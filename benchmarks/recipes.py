@@ -222,6 +222,9 @@ parallelism were published in 2022 (arXiv 2205.05198), as about 30 % faster. The
 the catalog have them.
 
 ## Sources
+
+The rows of BLOOM, torchtitan, NeMo and llm-foundry repeat files that their authors published. The others were written down
+from the papers, and were not compared with a second source except for the seconds of MT-NLG.
 """
 
 
