@@ -223,8 +223,8 @@ the catalog have them.
 
 ## Sources
 
-The rows of BLOOM, torchtitan, NeMo and llm-foundry repeat files that their authors published. The others were written down
-from the papers, and were not compared with a second source except for the seconds of MT-NLG.
+The rows of BLOOM, torchtitan, NeMo and llm-foundry repeat files that their authors published. The others were written
+down from the papers, and were not compared with a second source except for the seconds of MT-NLG.
 """
 
 
