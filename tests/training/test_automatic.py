@@ -20,8 +20,8 @@ def steps_of(*seconds):
 def test_the_simplest_is_chosen_of_predictions_that_are_equal_within_the_error():
     equal = steps_of(1.04, 1.03, 1.00, 1.01)
     assert simplest(equal) is equal[0][0]
-    apart = steps_of(1.20, 1.30, 1.03, 1.00)
-    assert simplest(apart) is apart[2][0]
+    unequal = steps_of(1.20, 1.30, 1.03, 1.00)
+    assert simplest(unequal) is unequal[2][0]
 
 
 def test_a_line_has_the_choice_and_the_prediction_of_each_candidate():

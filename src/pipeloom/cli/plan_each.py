@@ -2,11 +2,10 @@
 
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from pipeloom.cli.goals import choice_lines, cost_cells
@@ -20,7 +19,8 @@ from pipeloom.planner.error_bar import ErrorBar
 from pipeloom.planner.goals import Cost, Goal
 from pipeloom.planner.plan import Plan, plan
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.terminal.console import headed, print_table, wide_console
+from pipeloom.terminal.console import wide_console
+from pipeloom.terminal.sections import WIDTH, Section, print_sections
 from pipeloom.terminal.words import count, unit_bytes, unit_s
 from pipeloom.workload.launchers import LAUNCHERS
 
@@ -75,7 +75,7 @@ def run_each(options: "Options", requests: Mapping[Choice, Request | UserError],
     if options.json:
         print(json.dumps(_to_json(answers, goal, chosen)))
     else:
-        _print(answers, offers, goal)
+        print_sections(_sections(answers, offers, goal))
     is_interrupted = any(one.plan is not None and one.plan.stopped == "interrupt" for one in answers)
     if chosen is not None and chosen.answer.request is not None and not is_interrupted:
         write_layout(chosen.answer.request, chosen.step)
@@ -130,37 +130,33 @@ def _cost(one: _Answer) -> Cost | None:
     return None if training is None or one.step is None else training.cost(one.step)
 
 
-def _print(answers: Sequence[_Answer], offers: Sequence[_Offer], goal: Goal | None) -> None:
-    console = wide_console(120)
-    console.print(headed(f"The best layout for each {_differences(answers)}"))
+def _sections(answers: Sequence[_Answer], offers: Sequence[_Offer], goal: Goal | None) -> Iterator[Section]:
+    """The best layout of each answer, what is missing, and what the goal chooses."""
     found = [one for one in answers if one.step is not None]
+    section = Section(f"The best layout for each {_differences(answers)}", is_wide=True)
     if found:
-        print_table(wide_console(), _table(found, *_among(answers)))
-    console.print(
+        section.parts.append(_table(found, *_among(answers)))
+    section.parts.append(
         "Layouts are row 1 of each plan: of those within the error of a comparison, the simplest. error: mean error of "
         "comparable step times; ?: none was measured on these devices, of the worst other."
     )
-    for one in answers:
-        if one.plan is None:
-            console.print(f"- {_name(one.choice)}: {'; '.join(one.refusal)}")
-        elif one.step is None:
-            console.print(f"- {_name(one.choice)}: nothing fits.")
-    for sentence, titles in _errors(found).items():
-        console.print(f"- {' and '.join(titles)}: {sentence}")
+    lacks = [
+        f"{_name(one.choice)}: {'nothing fits.' if one.plan is not None else '; '.join(one.refusal)}"
+        for one in answers
+        if one.step is None
+    ]
+    errors = [f"{' and '.join(titles)}: {sentence}" for sentence, titles in _errors(found).items()]
+    section.parts.append([*lacks, *errors])
     training = next((one.request.training for one in answers if one.request is not None), None)
     if training is not None:
-        console.print(f"days, price: of {training.tokens:.4g} tokens, without a margin for the error")
+        section.parts.append(f"days, price: of {training.tokens:.4g} tokens, without a margin for the error")
+    yield section
     if goal is not None and offers:
-        _print_choice(console, offers, goal)
+        yield Section("Goal", parts=[choice_lines(goal, offers, _offer_words, lambda offer: offer.plan.error_bar)])
 
 
-def _print_choice(console: Console, offers: Sequence[_Offer], goal: Goal) -> None:
-    def name(offer: _Offer) -> str:
-        return f"{_name(offer.answer.choice)}, {settings_words(offer.step)}"
-
-    console.print(headed("\nGoal"))
-    for line in choice_lines(goal, offers, name, lambda offer: offer.plan.error_bar):
-        console.print(f"- {line}")
+def _offer_words(offer: _Offer) -> str:
+    return f"{_name(offer.answer.choice)}, {settings_words(offer.step)}"
 
 
 def _among(answers: Sequence[_Answer]) -> tuple[set[str], set[int]]:
@@ -222,7 +218,7 @@ def _print_next(answers: Sequence[_Answer], chosen: _Offer | None, words: Sequen
     programs, sizes = _among(answers)
     if chosen is None:
         flags = [*(["--for"] if len(programs) > 1 else []), *(["--devices"] if len(sizes) > 1 else [])]
-        wide_console(120).print(f"\nNext: a single {' and a single '.join(flags)} prints alternatives and reasons.")
+        wide_console(WIDTH).print(f"\nNext: a single {' and a single '.join(flags)} prints alternatives and reasons.")
         return
     choice = chosen.answer.choice
     # Of a flag that is given twice, the last one applies.

@@ -32,11 +32,17 @@ class Section:
 
 
 def print_sections(sections: Iterable[Section]) -> None:
-    """Print the sections, each with its heading behind an empty line."""
+    """Print the sections with their headings, and an empty line before every heading but that of the first section."""
     console = wide_console(WIDTH)
-    for section in sections:
+    for number, section in enumerate(sections):
         if section.head:
-            console.print(headed(f"\n{section.head}", section.more, "bold red" if section.is_bad else "bold"))
+            console.print(
+                headed(
+                    f"\n{section.head}" if number else section.head,
+                    section.more,
+                    "bold red" if section.is_bad else "bold",
+                )
+            )
         for part in section.parts:
             if isinstance(part, Table):
                 print_table(wide_console() if section.is_wide else console, part)
