@@ -134,23 +134,24 @@ def make_question(
     shape, machine, program = _loaded(model, cluster, software or starts.software, seq, problems)
     precision = asked_precision(dtype, machine, num_devices)
     check_launch(starts, Wanted(model, seq, precision, attention), machine, num_devices)
-    program = with_strategies(program if optimizer is None else with_optimizer(program, optimizer))
+    same: dict[str, Any] = {"num_devices": num_devices, "global_batch": global_batch, "seq": seq, "headroom": headroom}
+    same |= {"attention": attention, "fused_norm": fused_norm, "adapter": adapter}
     return Question(
         shape=shape,
         cluster=machine,
-        software=program if adapter is None else with_frozen(program),
-        adapter=adapter,
-        num_devices=num_devices,
-        global_batch=global_batch,
-        seq=seq,
+        software=_of_training(program, optimizer, adapter),
         precision=precision,
-        attention=attention,
-        fused_norm=fused_norm,
-        headroom=headroom,
+        **same,
         limits=Limits(**{name: tuple(among) for name, among in limits.items()}),
         has_default_dtype=dtype is None,
         launcher=starts,
     )
+
+
+def _of_training(program: Software, optimizer: Optimizer | None, adapter: Adapter | None) -> Software:
+    """The program as it is for a training's optimizer and adapters, with all strategies that it then has."""
+    program = with_strategies(program if optimizer is None else with_optimizer(program, optimizer))
+    return program if adapter is None else with_frozen(program)
 
 
 def _loaded(

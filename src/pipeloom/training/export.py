@@ -38,7 +38,14 @@ from pipeloom.errors import RunError, UserError
 from pipeloom.runs.run_folder import WEIGHTS, WEIGHTS_INDEX, weight_files
 from pipeloom.training.checkpoints.contents import MODEL
 from pipeloom.training.checkpoints.storage import CheckpointReader
-from pipeloom.training.export_content import hugging_face_content, own_content, peft_content, stored_adapter
+from pipeloom.training.export_content import (
+    PEFT_WEIGHTS,
+    Content,
+    hugging_face_content,
+    own_content,
+    peft_content,
+    stored_adapter,
+)
 from pipeloom.workload.adapter import FIRST, SECOND, Adapter, without_pairs
 from pipeloom.workload.dtypes import Dtype
 
@@ -92,23 +99,10 @@ def export_weights(
     if damage(checkpoint):
         raise UserError(refusal(checkpoint))
     reader = CheckpointReader(checkpoint)
-    if weight_files(folder):
+    if weight_files(folder) or (folder / PEFT_WEIGHTS).exists():
         raise UserError(f"{folder} already has weights; choose another folder, or move them")
     stored = _stored(reader)
-    adapter = stored_adapter(checkpoint)
-    if merge and adapter is None:
-        raise UserError(f"the checkpoint {checkpoint} has no adapters to merge; leave merge out")
-    merged = adapter if merge else None
-    if format == "hf" and adapter is not None and not merge:
-        if file_bytes is not None:
-            raise UserError("adapters of PEFT are one file; leave file_bytes out, or merge them")
-        content = peft_content(checkpoint, adapter, stored.dtypes)
-    else:
-        kept = {name: stored.dtypes[name] for name in (without_pairs(stored.dtypes) if merge else stored.dtypes)}
-        is_hf = format == "hf"
-        content = hugging_face_content(checkpoint, kept, dtype, file_bytes) if is_hf else own_content(checkpoint, kept)
-    if dtype is not None:
-        content = replace(content, dtypes=dict.fromkeys(content.dtypes, getattr(torch, dtype)))
+    content, merged = _content(checkpoint, stored, format, file_bytes, dtype=dtype, merge=merge)
     sizes = {one.name: prod(one.shape(stored.shapes)) * content.dtypes[one.name].itemsize for one in content.tensors}
     parts = content.parts or _named_parts(sizes, file_bytes or FILE_BYTES)
     texts = {**(read_tokenizer(checkpoint) or {}), **content.texts}
@@ -144,6 +138,26 @@ def _stored(reader: CheckpointReader) -> _Stored:
         raise UserError(f"expected a checkpoint with weights, found none in {reader.path}")
     shapes = {name: tuple(one.size) for name, one in found.items()}
     return _Stored(reader, shapes, {name: one.properties.dtype for name, one in found.items()})
+
+
+def _content(
+    checkpoint: Path, stored: _Stored, kind: Format, file_bytes: int | None, *, dtype: Dtype | None, merge: bool
+) -> tuple[Content, Adapter | None]:
+    """What is written, and the adapters that are added to it."""
+    adapter = stored_adapter(checkpoint)
+    if merge and adapter is None:
+        raise UserError(f"the checkpoint {checkpoint} has no adapters to merge; leave merge out")
+    if kind == "hf" and adapter is not None and not merge:
+        if file_bytes is not None:
+            raise UserError("adapters of PEFT are one file; leave file_bytes out, or merge them")
+        content = peft_content(checkpoint, adapter, stored.dtypes)
+    else:
+        kept = {name: stored.dtypes[name] for name in (without_pairs(stored.dtypes) if merge else stored.dtypes)}
+        is_hf = kind == "hf"
+        content = hugging_face_content(checkpoint, kept, dtype, file_bytes) if is_hf else own_content(checkpoint, kept)
+    if dtype is not None:
+        content = replace(content, dtypes=dict.fromkeys(content.dtypes, getattr(torch, dtype)))
+    return content, adapter if merge else None
 
 
 def _index(parts: Mapping[str, list[str]], about: Mapping[str, object]) -> str:
