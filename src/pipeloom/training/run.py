@@ -21,12 +21,13 @@ from pipeloom.checkpoint.checkpoint_folder import (
 from pipeloom.config import RunConfig, training_problems
 from pipeloom.config.file import read_run_file
 from pipeloom.data.text import Data
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, RunError
 from pipeloom.execute.processes.world import World, is_first, is_launched
 from pipeloom.measure.host import num_devices
 from pipeloom.predict.describe import completed, why_training_may_differ
 from pipeloom.runs.run_folder import CONFIG, TIMELINE, RunFolder
 from pipeloom.runs.run_start import draft_start, take_run_folder
+from pipeloom.runs.standstill_words import stood_for
 from pipeloom.schedule import Kind
 from pipeloom.system.end_signals import raised_signals
 from pipeloom.terminal.progress import restore_terminal
@@ -132,6 +133,8 @@ def _run_in(path: Path, config: RunConfig, say: _Say, begun_s: float, *, quiet: 
     except BaseException as error:
         # A killed rank may have left the cursor hidden.
         restore_terminal(sys.stdout)
+        if isinstance(error, RunError):
+            error.add_note(stood_for(path))
         error.add_note(safe_steps(resolved, folder))
         raise
     return result

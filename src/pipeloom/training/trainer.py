@@ -36,6 +36,7 @@ from pipeloom.training.earlier import Measured, read_earlier
 from pipeloom.training.evaluation import mean_loss
 from pipeloom.training.loading import Loading
 from pipeloom.training.loggers import MetricLog
+from pipeloom.training.noted import Noted
 from pipeloom.training.optimizer import StageUpdates, WholeUpdates, learning_rate, make_optimizer
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.pretrained import origin_of
@@ -149,10 +150,11 @@ class Trainer:
     ) -> None:
         self._quiet = quiet
         self._config = config
-        self._world = world
+        self._noted = Noted(config, world, folder)
+        self._world = world = self._noted.world
         self._data = data
         self._folder = folder
-        self._pipeline = Pipeline(config, world)
+        self._pipeline = Pipeline(config, world, log=self._noted.log)
         is_whole = self._pipeline.store is None  # swapped stages get their optimizer state one by one
         self._optimizer = make_optimizer(config.optimizer, self._pipeline.data_parallel.parts, begins=is_whole)
         self._updates = self._make_updates()
@@ -164,6 +166,7 @@ class Trainer:
             folder.path,
             tokenizer=data.tokenizer,
             origin=origin_of(config.checkpoint.start, data.tokenizer) if world.rank == 0 else None,
+            noted=self._noted.checkpoint,
         )
         self._saving = Saving(config, world, folder, self, begun_s)
         # Steps, sequences and tokens before this process: those of the checkpoint, or none.
@@ -190,7 +193,7 @@ class Trainer:
             RunError: the run failed.
             Interrupted: a signal ended it.
         """
-        with self._saving.signals:
+        with self._noted.ended(), self._saving.signals:
             try:
                 return self._run()
             except PeerLostError:
@@ -218,6 +221,7 @@ class Trainer:
         ):
             for step in range(self._done.step + 1, config.training.known_steps + 1):
                 self._saving.begin_step()
+                self._noted.begin_step(step)
                 begin, exchanged_s = time.perf_counter(), self._pipeline.exchange_s
                 with self._profiles.of(step):
                     loss, grad_norm, result = self._step(step)
@@ -296,8 +300,9 @@ class Trainer:
             return
         # Any batch will do, of windows that no thread reads: step time does not depend on the tokens.
         windows = self._data.validation.batch(0, self._config.layout.batch_size)
-        profile = self._pipeline.profile(self._pipeline.batch(windows))
-        within_s, behind_s = self._updates.seconds(self._world)
+        with self._noted.measuring:
+            profile = self._pipeline.profile(self._pipeline.batch(windows))
+            within_s, behind_s = self._updates.seconds(self._world)
         if profile is None:  # on all ranks but 0
             return
         profile = replace(profile, costs=replace(profile.costs, update_s=within_s))
@@ -310,7 +315,9 @@ class Trainer:
         config = self._config
         lr = learning_rate(config.optimizer, step - 1, config.training.known_steps)
         self._updates.begin_step(lr)
-        result = self._pipeline.train_step(self._pipeline.batch(self._loading.take()))
+        with self._noted.reading:
+            batch = self._pipeline.batch(self._loading.take())
+        result = self._pipeline.train_step(batch)
         # One all-reduce for loss, gradient norm and votes.
         own = [self._pipeline.counted_loss(result), self._updates.squares()]
         measured = self._meter.own(result, self._loading.waited_s)
@@ -332,7 +339,8 @@ class Trainer:
                 "predicts every token of the text with certainty"
             )
         grad_norm = squares**0.5
-        self._updates.end_step(grad_norm, lr)
+        with self._noted.updating:
+            self._updates.end_step(grad_norm, lr)
         return loss, grad_norm, result
 
     def _make_updates(self) -> WholeUpdates | StageUpdates:
