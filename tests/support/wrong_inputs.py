@@ -266,6 +266,13 @@ simulate --layout.num-microbatches 1000000000                   | memory
 simulate --json --plot /dev/null/x.png                          | /dev/null/x.png
 slices --layout.pp 0                                            | layout.pp
 slices --unit 0                                                 | unit
+survive                                                         | --checkpoint-time; --mtbf
+survive --mtbf soon --checkpoint-time 20s                       | --mtbf must be
+survive --mtbf 1y --checkpoint-time never --restart-time 0s     | --checkpoint-time must be; --restart-time must be
+survive --mtbf 1y --storage 0 --layout.pp 0                     | --storage must be; layout.pp must be
+survive --mtbf 1y --trace README.md --storage 1                 | --mtbf and --trace
+survive --trace missing.csv --storage 1                         | missing.csv
+survive --trace broken.toml --storage 1                         | hours, node, state
 launch                                                          | --out
 launch --out /dev/null/x                                        | /dev/null/x
 launch --out there --to kubernetes                              | kubernetes

@@ -25,6 +25,7 @@ GROUPS = {
         "plan": "find the fastest layouts of a model on a cluster, with reasons",
         "simulate": "predict the step of a run on a cluster: time, MFU, bubble, memory",
         "tradeoff": "estimate training cost and time across cluster sizes",
+        "survive": "estimate what failures of nodes leave of a training",
         "slices": "choose the token slices of a run's sequences (TeraPipe)",
         "launch": "write start files for a run: torchrun, Slurm, torchtitan, Megatron-LM",
         "validate": "compare predicted step times and memory with measurements",

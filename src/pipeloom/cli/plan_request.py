@@ -11,6 +11,7 @@ from pipeloom.cli.goals import goal_of, priced, tokens_of
 from pipeloom.cli.run_config import source_of
 from pipeloom.config import RunConfig, in_order
 from pipeloom.config.file import read_run_file
+from pipeloom.config.layout_problems import adapter_problems
 from pipeloom.config.problems import model_problems, optimizer_problems
 from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import ConfigError
@@ -233,6 +234,7 @@ def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
         attention=options.attention or (machine.attention if machine is not None else "flash2"),
         fused_norm=_first(options.fused_norm, machine.fused_norm if machine is not None else True),
         optimizer=config.optimizer.rule if config is not None else None,
+        adapter=config.pairs if config is not None else None,
         headroom=options.headroom,
         **limits,
     )
@@ -262,6 +264,7 @@ def _wanted(
         precision=precision,
         attention=options.attention or config.machine.attention,
         optimizer=config.optimizer.name,
+        has_adapters=config.adapter.rank is not None,
         by_document=config.data.by_document,
     )
 
@@ -283,7 +286,7 @@ def _read(path: Path, seq: int | None, problems: list[str]) -> RunConfig:
             "training.freeze_layers: the search prices layouts that train all weights; leave it out (`pipeloom "
             "simulate` prices one layout with frozen layers)"
         )
-    problems += in_order([*found, *unknown, *values, *optimizer_problems(config)])
+    problems += in_order([*found, *unknown, *values, *optimizer_problems(config), *adapter_problems(config)])
     return config
 
 

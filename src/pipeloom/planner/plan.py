@@ -20,12 +20,13 @@ from pipeloom.planner.infeasible import Closest, closest, no_layout, ways_out
 from pipeloom.planner.launch import Wanted, check_launch
 from pipeloom.planner.question import HEADROOM, Limits, Question
 from pipeloom.planner.search import Counts, Progress, Search, SearchResult
-from pipeloom.planner.strategies import STRATEGIES, with_strategies
+from pipeloom.planner.strategies import STRATEGIES, with_frozen, with_strategies
 from pipeloom.predict.describe import asked_precision, load_or_note
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.system.stopping import Reason, Stop
 from pipeloom.terminal.words import count as count_of
 from pipeloom.terminal.words import seconds, unknown_name
+from pipeloom.workload.adapter import Adapter
 from pipeloom.workload.dtypes import Dtype
 from pipeloom.workload.launchers import LAUNCHERS, LauncherName
 from pipeloom.workload.limits import Count, Headroom, Positive
@@ -99,6 +100,7 @@ def make_question(
     attention: Attention = "flash2",
     fused_norm: bool = True,
     optimizer: Optimizer | None = None,
+    adapter: Adapter | None = None,
     headroom: Headroom = HEADROOM,
     **limits: Sequence[Any],
 ) -> Question:
@@ -121,6 +123,7 @@ def make_question(
         attention: the attention kernel.
         fused_norm: whether norms are one kernel.
         optimizer: of the training; ``None``: AdamW.
+        adapter: low-rank adapters of all layers, whose other weights are frozen; ``None``: all weights are trained.
         headroom: fraction of the memory of every device that layouts leave free.
         limits: values to search, by the attributes of ``Limits``, such as ``pp=(4, 8)``; by default all.
 
@@ -131,10 +134,12 @@ def make_question(
     shape, machine, program = _loaded(model, cluster, software or starts.software, seq, problems)
     precision = asked_precision(dtype, machine, num_devices)
     check_launch(starts, Wanted(model, seq, precision, attention), machine, num_devices)
+    program = with_strategies(program if optimizer is None else with_optimizer(program, optimizer))
     return Question(
         shape=shape,
         cluster=machine,
-        software=with_strategies(program if optimizer is None else with_optimizer(program, optimizer)),
+        software=program if adapter is None else with_frozen(program),
+        adapter=adapter,
         num_devices=num_devices,
         global_batch=global_batch,
         seq=seq,

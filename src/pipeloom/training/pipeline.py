@@ -405,6 +405,7 @@ class Pipeline:
             lender=stages.get(0),
             borrower=borrower,
             loan=loan,
+            is_trained=self._config.pairs is None,
         )
 
     def _outputs(self, microbatch_size: int, num_tokens: int | None = None) -> tuple[TensorSpec, ...]:

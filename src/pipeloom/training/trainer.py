@@ -308,7 +308,7 @@ class Trainer:
         sequences = (step - self._done.step) * self._config.layout.batch_size
         tokens = self._done.tokens + sequences * self._config.data.seq_len
         info = checkpoint_info(self._config, self._data, step, self._done.sequences + sequences, tokens)
-        return replace(info, sources=self._loading.position)
+        return replace(info, sources=self._loading.position, base=info.base or self._done.base)
 
     def _predict(self) -> None:
         """Profile the stages, their collectives and the update on this machine, and simulate the step.

@@ -221,7 +221,8 @@ class Checkpoints:
         if differing := differences(expected, stored):
             lines = [f"the checkpoint {path} is not of this model:", *(f"  - {one}" for one in differing)]
             raise UserError("\n".join(lines))
-        planner = ElementsLoadPlanner(self._held(is_shared_out=False))
+        held = self._held(is_shared_out=False)
+        planner = ElementsLoadPlanner({key: held[key] for key in held if key in expected})
         with _errors(f"cannot read the checkpoint {path}", UserError):
             dcp.load({}, storage_reader=reader, planner=planner, process_group=self._group)
         self._adopt(info)
