@@ -50,6 +50,7 @@ from pipeloom.system.host_memory import available_memory
 from pipeloom.training.background import Background
 from pipeloom.training.checkpoints.boxes import Box, Elements
 from pipeloom.training.checkpoints.contents import MODEL, expected_shapes, state_prefix, weights_only
+from pipeloom.training.checkpoints.kept import Kept, recall
 from pipeloom.training.checkpoints.planner import (
     ElementsLoadPlanner,
     ElementsSavePlanner,
@@ -112,6 +113,7 @@ class Checkpoints:
         self._run = Path(paths[0])
         self._background = Background("checkpoint")
         self._copies: dict[str, Tensor] = {}
+        self._kept: Kept | None = None
         self._device = world.device
 
     def save(self, info: CheckpointInfo) -> None:
@@ -223,11 +225,51 @@ class Checkpoints:
         planner = ElementsLoadPlanner({key: held[key] for key in held if key in expected})
         with _errors(f"cannot read the checkpoint {path}", UserError):
             dcp.load({}, storage_reader=reader, planner=planner, process_group=self._group)
+        self._adopt(info)
+        return info
+
+    def _adopt(self, info: CheckpointInfo) -> None:
+        """Compute with the state that was read."""
         self._refresh()
         if self._optimizer is not None:
             for state in self._optimizer.state.values():
                 # The step counter is the same for all parameters, so it is not stored for each.
                 state["step"].fill_(info.step)
+
+    def prepare_kept(self, folder: Path, step: int) -> None:
+        """Take shared memory for the states of this rank; before the first checkpoint, whose thread uses the group.
+
+        Args:
+            folder: of the files of all ranks.
+            step: that the run goes on from.
+
+        Raises:
+            RunError: there is no room; raised on all ranks.
+            PeerLostError: another rank exited or does not answer.
+        """
+
+        def make() -> None:
+            self._kept = Kept(folder, self._rank, self._held(is_shared_out=False), step)
+
+        with _errors("cannot keep states in shared memory (restart.times)", RunError):
+            self._on_all(make)
+
+    def keep(self, info: CheckpointInfo) -> None:
+        """Copy this rank's state to shared memory; no communication."""
+        assert self._kept is not None, "no memory was prepared"
+        self._kept.keep(self._held(is_shared_out=False), info)
+
+    def recall(self, folder: Path, step: int) -> CheckpointInfo:
+        """Read the state of a step from shared memory, written by ranks of any layout.
+
+        Raises:
+            RunError: it cannot be read; raised on all ranks.
+            PeerLostError: another rank exited or does not answer.
+        """
+        held = self._held(is_shared_out=False)
+        with _errors(f"cannot read the state of step {step} from shared memory", RunError):
+            info = self._on_all(partial(recall, folder, step, held))[0]
+        self._adopt(info)
         return info
 
     def fill(self, read: Callable[[str, Box, Tensor], None], source: Path) -> None:
