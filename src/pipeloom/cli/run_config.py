@@ -39,7 +39,9 @@ EVALUATION = (
 """The same for a trained model that is evaluated."""
 _MOST_TOKENS = 2048
 """Default length of sequences of a Hugging Face model that takes longer ones: messages and memory grow with it."""
-TRAINING = ("model", "data", "layout", "schedule", "optimizer", "adapter", "training", "checkpoint", "output")
+TRAINING = (
+    *("model", "data", "layout", "schedule", "optimizer", "adapter", "training", "checkpoint", "restart", "output"),
+)
 """The same for a run that is trained, which happens on the machine where it is started."""
 
 

@@ -100,7 +100,10 @@ _BY_TURNS: _Need = ("model.rope_scaling llama3 or yarn", lambda run: run.model.r
 _ADAPTED: _Need = ("adapter.rank", lambda run: run.adapter.rank is not None)
 _WINDOW: _Need = ("model.window", lambda run: run.model.window is not None)
 _LOCAL: _Need = ("model.family gemma3", lambda run: _has_local_angles(run.model.family))
+_RESTARTS: _Need = ("restart.times", lambda run: run.restart.times > 0)
 _NEEDS: dict[str, tuple[_Need, ...]] = {
+    "restart.layout": (_RESTARTS,),
+    "restart.keep_every": (_RESTARTS,),
     "checkpoint.keep_every": (("checkpoint.keep", lambda run: run.checkpoint.keep is not None),),
     "model.rope_theta": (("a model.family with rotary positions", _has_angles),),
     "model.rope_local_theta": (_LOCAL, _WINDOW),

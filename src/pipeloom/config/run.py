@@ -11,6 +11,7 @@ from pipeloom.config.sections import (
     MachineConfig,
     OptimizerConfig,
     OutputConfig,
+    RestartConfig,
     ScheduleConfig,
     TrainingConfig,
 )
@@ -49,6 +50,8 @@ class RunConfig:
     """The training loop."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """When checkpoints are written, and from which one a run resumes."""
+    restart: RestartConfig = field(default_factory=RestartConfig)
+    """What happens when a process fails."""
     output: OutputConfig = field(default_factory=OutputConfig)
     """The run folder."""
     machine: MachineConfig = field(default_factory=MachineConfig)

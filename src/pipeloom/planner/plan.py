@@ -100,7 +100,6 @@ def make_question(
     attention: Attention = "flash2",
     fused_norm: bool = True,
     optimizer: Optimizer | None = None,
-    adapter: Adapter | None = None,
     headroom: Headroom = HEADROOM,
     **limits: Sequence[Any],
 ) -> Question:
@@ -123,7 +122,6 @@ def make_question(
         attention: the attention kernel.
         fused_norm: whether norms are one kernel.
         optimizer: of the training; ``None``: AdamW.
-        adapter: low-rank adapters of all layers, whose other weights are frozen; ``None``: all weights are trained.
         headroom: fraction of the memory of every device that layouts leave free.
         limits: values to search, by the attributes of ``Limits``, such as ``pp=(4, 8)``; by default all.
 
@@ -134,24 +132,30 @@ def make_question(
     shape, machine, program = _loaded(model, cluster, software or starts.software, seq, problems)
     precision = asked_precision(dtype, machine, num_devices)
     check_launch(starts, Wanted(model, seq, precision, attention), machine, num_devices)
-    same: dict[str, Any] = {"num_devices": num_devices, "global_batch": global_batch, "seq": seq, "headroom": headroom}
-    same |= {"attention": attention, "fused_norm": fused_norm, "adapter": adapter}
     return Question(
         shape=shape,
         cluster=machine,
-        software=_of_training(program, optimizer, adapter),
+        software=with_strategies(program if optimizer is None else with_optimizer(program, optimizer)),
+        num_devices=num_devices,
+        global_batch=global_batch,
+        seq=seq,
         precision=precision,
-        **same,
+        attention=attention,
+        fused_norm=fused_norm,
+        headroom=headroom,
         limits=Limits(**{name: tuple(among) for name, among in limits.items()}),
         has_default_dtype=dtype is None,
         launcher=starts,
     )
 
 
-def _of_training(program: Software, optimizer: Optimizer | None, adapter: Adapter | None) -> Software:
-    """The program as it is for a training's optimizer and adapters, with all strategies that it then has."""
-    program = with_strategies(program if optimizer is None else with_optimizer(program, optimizer))
-    return program if adapter is None else with_frozen(program)
+def with_adapter(question: Question, adapter: Adapter) -> Question:
+    """The question for low-rank adapters of all layers, whose other weights are frozen.
+
+    Raises:
+        ConfigError: the program or the limits do not go with adapters.
+    """
+    return replace(question, adapter=adapter, software=with_frozen(question.software))
 
 
 def _loaded(

@@ -98,26 +98,24 @@ def export_weights(
     checkpoint, folder = find_checkpoint(Path(checkpoint)), Path(folder)
     if damage(checkpoint):
         raise UserError(refusal(checkpoint))
-    reader = CheckpointReader(checkpoint)
     if weight_files(folder) or (folder / PEFT_WEIGHTS).exists():
         raise UserError(f"{folder} already has weights; choose another folder, or move them")
-    stored = _stored(reader)
-    content, merged = _content(checkpoint, stored, format, file_bytes, dtype=dtype, merge=merge)
-    sizes = {one.name: prod(one.shape(stored.shapes)) * content.dtypes[one.name].itemsize for one in content.tensors}
-    parts = content.parts or _named_parts(sizes, file_bytes or FILE_BYTES)
-    texts = {**(read_tokenizer(checkpoint) or {}), **content.texts}
-    if len(parts) > 1 and WEIGHTS_INDEX not in texts:
-        texts[WEIGHTS_INDEX] = _index(parts, {"total_size": sum(sizes.values()), **content.about})
-    texts = _missing_texts(texts, folder)
-    _check_room(folder, sum(sizes.values()))
-    by_name = {one.name: one for one in content.tensors}
-    with _together(folder) as drafts:
-        for name, part in parts.items():
-            tensors = _read(stored, [by_name[key] for key in part], content.dtypes, merged)
-            _write(drafts / name, tensors, content.headers.get(name, content.about))
-        for name, text in texts.items():
-            (drafts / name).write_text(text, encoding="utf-8")
-    return [folder / name for name in [*parts, *texts]]
+    stored, adapter = _stored(CheckpointReader(checkpoint)), stored_adapter(checkpoint)
+    if merge and adapter is None:
+        raise UserError(f"the checkpoint {checkpoint} has no adapters to merge; leave merge out")
+    merged = adapter if merge else None
+    if format == "hf" and adapter is not None and not merge:
+        if file_bytes is not None:
+            raise UserError("adapters of PEFT are one file; leave file_bytes out, or merge them")
+        content = peft_content(checkpoint, adapter, stored.dtypes)
+    else:
+        kept = {name: stored.dtypes[name] for name in (without_pairs(stored.dtypes) if merge else stored.dtypes)}
+        is_hf = format == "hf"
+        content = hugging_face_content(checkpoint, kept, dtype, file_bytes) if is_hf else own_content(checkpoint, kept)
+    if dtype is not None:
+        content = replace(content, dtypes=dict.fromkeys(content.dtypes, getattr(torch, dtype)))
+    content = replace(content, texts={**(read_tokenizer(checkpoint) or {}), **content.texts})
+    return _write_files(folder, stored, content, merged=merged, file_bytes=file_bytes or FILE_BYTES)
 
 
 class _Stored(NamedTuple):
@@ -140,24 +138,32 @@ def _stored(reader: CheckpointReader) -> _Stored:
     return _Stored(reader, shapes, {name: one.properties.dtype for name, one in found.items()})
 
 
-def _content(
-    checkpoint: Path, stored: _Stored, kind: Format, file_bytes: int | None, *, dtype: Dtype | None, merge: bool
-) -> tuple[Content, Adapter | None]:
-    """What is written, and the adapters that are added to it."""
-    adapter = stored_adapter(checkpoint)
-    if merge and adapter is None:
-        raise UserError(f"the checkpoint {checkpoint} has no adapters to merge; leave merge out")
-    if kind == "hf" and adapter is not None and not merge:
-        if file_bytes is not None:
-            raise UserError("adapters of PEFT are one file; leave file_bytes out, or merge them")
-        content = peft_content(checkpoint, adapter, stored.dtypes)
-    else:
-        kept = {name: stored.dtypes[name] for name in (without_pairs(stored.dtypes) if merge else stored.dtypes)}
-        is_hf = kind == "hf"
-        content = hugging_face_content(checkpoint, kept, dtype, file_bytes) if is_hf else own_content(checkpoint, kept)
-    if dtype is not None:
-        content = replace(content, dtypes=dict.fromkeys(content.dtypes, getattr(torch, dtype)))
-    return content, adapter if merge else None
+def _write_files(
+    folder: Path, stored: _Stored, content: Content, *, merged: Adapter | None, file_bytes: int
+) -> list[Path]:
+    """Write all files or none; returns them.
+
+    Args:
+        folder: for the files.
+        stored: the parameters.
+        content: what to write.
+        merged: adapters that are added to their matrices.
+        file_bytes: maximum bytes of weights in one file, where the content does not name the files.
+    """
+    sizes = {one.name: prod(one.shape(stored.shapes)) * content.dtypes[one.name].itemsize for one in content.tensors}
+    parts, texts = content.parts or _named_parts(sizes, file_bytes), dict(content.texts)
+    if len(parts) > 1 and WEIGHTS_INDEX not in texts:
+        texts[WEIGHTS_INDEX] = _index(parts, {"total_size": sum(sizes.values()), **content.about})
+    texts = _missing_texts(texts, folder)
+    _check_room(folder, sum(sizes.values()))
+    by_name = {one.name: one for one in content.tensors}
+    with _together(folder) as drafts:
+        for name, part in parts.items():
+            tensors = _read(stored, [by_name[key] for key in part], content.dtypes, merged)
+            _write(drafts / name, tensors, content.headers.get(name, content.about))
+        for name, text in texts.items():
+            (drafts / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in [*parts, *texts]]
 
 
 def _index(parts: Mapping[str, list[str]], about: Mapping[str, object]) -> str:
