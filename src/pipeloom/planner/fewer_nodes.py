@@ -46,19 +46,15 @@ def waits(config: RunConfig) -> Ways:
 
 def fewer_replicas(config: RunConfig) -> Ways:
     """The same pipeline with the most replicas for which there are nodes, which divide the same batch evenly."""
-    layout, per_node = config.layout, describe(config).cluster.devices_per_node
-    whole, of_replica = waits(config), layout.num_ranks // layout.dp
-    own = whole(nodes_of(config))
+    per_node, own = describe(config).cluster.devices_per_node, waits(config)(nodes_of(config))
 
     @cache
     def on(num_up: int) -> OnNodes:
         if num_up >= own.num_nodes:
             return own
-        for dp in range(min(layout.dp - 1, num_up * per_node // of_replica), 0, -1):
-            number, rest = divmod(layout.dp * layout.num_microbatches, dp)
-            fewer = replace(config, layout=replace(layout, dp=dp, num_microbatches=number))
-            if rest == 0 and (found := _fitting(fewer)) is not None:
-                return _relative(found, own, math.ceil(dp * of_replica / per_node))
+        for layout in config.layout.with_fewer_replicas(num_up * per_node):
+            if (found := _fitting(replace(config, layout=layout))) is not None:
+                return _relative(found, own, math.ceil(layout.num_ranks / per_node))
         return OnNodes()
 
     return on
@@ -82,8 +78,8 @@ def planned(config: RunConfig, budget_s: float) -> Ways:
         config: of the run.
         budget_s: seconds of the search for each number of nodes.
     """
-    placed, whole = describe(config), waits(config)
-    own, per_node = whole(nodes_of(config)), placed.cluster.devices_per_node
+    placed, own = describe(config), waits(config)(nodes_of(config))
+    per_node = placed.cluster.devices_per_node
 
     @cache
     def best(num_nodes: int) -> SimulatedStep | None:

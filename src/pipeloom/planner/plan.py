@@ -100,7 +100,6 @@ def make_question(
     attention: Attention = "flash2",
     fused_norm: bool = True,
     optimizer: Optimizer | None = None,
-    adapter: Adapter | None = None,
     headroom: Headroom = HEADROOM,
     **limits: Sequence[Any],
 ) -> Question:
@@ -123,7 +122,6 @@ def make_question(
         attention: the attention kernel.
         fused_norm: whether norms are one kernel.
         optimizer: of the training; ``None``: AdamW.
-        adapter: low-rank adapters of all layers, whose other weights are frozen; ``None``: all weights are trained.
         headroom: fraction of the memory of every device that layouts leave free.
         limits: values to search, by the attributes of ``Limits``, such as ``pp=(4, 8)``; by default all.
 
@@ -134,12 +132,10 @@ def make_question(
     shape, machine, program = _loaded(model, cluster, software or starts.software, seq, problems)
     precision = asked_precision(dtype, machine, num_devices)
     check_launch(starts, Wanted(model, seq, precision, attention), machine, num_devices)
-    program = with_strategies(program if optimizer is None else with_optimizer(program, optimizer))
     return Question(
         shape=shape,
         cluster=machine,
-        software=program if adapter is None else with_frozen(program),
-        adapter=adapter,
+        software=with_strategies(program if optimizer is None else with_optimizer(program, optimizer)),
         num_devices=num_devices,
         global_batch=global_batch,
         seq=seq,
@@ -151,6 +147,15 @@ def make_question(
         has_default_dtype=dtype is None,
         launcher=starts,
     )
+
+
+def with_adapter(question: Question, adapter: Adapter) -> Question:
+    """The question for low-rank adapters of all layers, whose other weights are frozen.
+
+    Raises:
+        ConfigError: the program or the limits do not go with adapters.
+    """
+    return replace(question, adapter=adapter, software=with_frozen(question.software))
 
 
 def _loaded(

@@ -38,7 +38,7 @@ from pipeloom.errors import RunError, UserError
 from pipeloom.runs.run_folder import WEIGHTS, WEIGHTS_INDEX, weight_files
 from pipeloom.training.checkpoints.contents import MODEL
 from pipeloom.training.checkpoints.storage import CheckpointReader
-from pipeloom.training.export_content import hugging_face_content, own_content, peft_content, stored_adapter
+from pipeloom.training.export_content import Content, hugging_face_content, own_content, peft_content, stored_adapter
 from pipeloom.workload.adapter import FIRST, SECOND, Adapter, without_pairs
 from pipeloom.workload.dtypes import Dtype
 
@@ -91,11 +91,9 @@ def export_weights(
     checkpoint, folder = find_checkpoint(Path(checkpoint)), Path(folder)
     if damage(checkpoint):
         raise UserError(refusal(checkpoint))
-    reader = CheckpointReader(checkpoint)
     if weight_files(folder):
         raise UserError(f"{folder} already has weights; choose another folder, or move them")
-    stored = _stored(reader)
-    adapter = stored_adapter(checkpoint)
+    stored, adapter = _stored(CheckpointReader(checkpoint)), stored_adapter(checkpoint)
     if merge and adapter is None:
         raise UserError(f"the checkpoint {checkpoint} has no adapters to merge; leave merge out")
     merged = adapter if merge else None
@@ -109,21 +107,8 @@ def export_weights(
         content = hugging_face_content(checkpoint, kept, dtype, file_bytes) if is_hf else own_content(checkpoint, kept)
     if dtype is not None:
         content = replace(content, dtypes=dict.fromkeys(content.dtypes, getattr(torch, dtype)))
-    sizes = {one.name: prod(one.shape(stored.shapes)) * content.dtypes[one.name].itemsize for one in content.tensors}
-    parts = content.parts or _named_parts(sizes, file_bytes or FILE_BYTES)
-    texts = {**(read_tokenizer(checkpoint) or {}), **content.texts}
-    if len(parts) > 1 and WEIGHTS_INDEX not in texts:
-        texts[WEIGHTS_INDEX] = _index(parts, {"total_size": sum(sizes.values()), **content.about})
-    texts = _missing_texts(texts, folder)
-    _check_room(folder, sum(sizes.values()))
-    by_name = {one.name: one for one in content.tensors}
-    with _together(folder) as drafts:
-        for name, part in parts.items():
-            tensors = _read(stored, [by_name[key] for key in part], content.dtypes, merged)
-            _write(drafts / name, tensors, content.headers.get(name, content.about))
-        for name, text in texts.items():
-            (drafts / name).write_text(text, encoding="utf-8")
-    return [folder / name for name in [*parts, *texts]]
+    content = replace(content, texts={**(read_tokenizer(checkpoint) or {}), **content.texts})
+    return _write_files(folder, stored, content, merged=merged, file_bytes=file_bytes or FILE_BYTES)
 
 
 class _Stored(NamedTuple):
@@ -144,6 +129,34 @@ def _stored(reader: CheckpointReader) -> _Stored:
         raise UserError(f"expected a checkpoint with weights, found none in {reader.path}")
     shapes = {name: tuple(one.size) for name, one in found.items()}
     return _Stored(reader, shapes, {name: one.properties.dtype for name, one in found.items()})
+
+
+def _write_files(
+    folder: Path, stored: _Stored, content: Content, *, merged: Adapter | None, file_bytes: int
+) -> list[Path]:
+    """Write all files or none; returns them.
+
+    Args:
+        folder: for the files.
+        stored: the parameters.
+        content: what to write.
+        merged: adapters that are added to their matrices.
+        file_bytes: maximum bytes of weights in one file, where the content does not name the files.
+    """
+    sizes = {one.name: prod(one.shape(stored.shapes)) * content.dtypes[one.name].itemsize for one in content.tensors}
+    parts, texts = content.parts or _named_parts(sizes, file_bytes), dict(content.texts)
+    if len(parts) > 1 and WEIGHTS_INDEX not in texts:
+        texts[WEIGHTS_INDEX] = _index(parts, {"total_size": sum(sizes.values()), **content.about})
+    texts = _missing_texts(texts, folder)
+    _check_room(folder, sum(sizes.values()))
+    by_name = {one.name: one for one in content.tensors}
+    with _together(folder) as drafts:
+        for name, part in parts.items():
+            tensors = _read(stored, [by_name[key] for key in part], content.dtypes, merged)
+            _write(drafts / name, tensors, content.headers.get(name, content.about))
+        for name, text in texts.items():
+            (drafts / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in [*parts, *texts]]
 
 
 def _index(parts: Mapping[str, list[str]], about: Mapping[str, object]) -> str:

@@ -67,12 +67,12 @@ class Adapter:
         }
         return [(*sizes[target], target in _ROW_PARALLEL) for target in self.targets]
 
-    def layer_parameters(self, shape: ModelShape, tp: int) -> tuple[int, int]:
-        """Parameters of one layer's adapters on a tensor-parallel rank: split ones, at most, and replicated ones."""
+    def layer_parameters(self, shape: ModelShape, shares: int) -> tuple[int, int]:
+        """Parameters of one layer's adapters on a rank of those that share it: split ones, at most, and replicated."""
         split = replicated = 0
         for inputs, outputs, divides_inputs in self.widths(shape):
             whole, cut = (outputs, inputs) if divides_inputs else (inputs, outputs)
-            split += self.rank * -(-cut // tp)
+            split += self.rank * -(-cut // shares)
             replicated += self.rank * whole
         return split, replicated
 
