@@ -93,6 +93,17 @@ def test_another_size_than_agreed_is_refused(ends):
         receipt.take()
 
 
+def test_another_thread_sees_what_has_arrived_though_the_rank_has_not_looked(ends):
+    sender, receiver = ends
+    receipts = [receiver.receive(SPEC) for _ in range(3)]
+    for _ in range(2):
+        sender.send(torch.zeros(SPEC.shape))
+    assert [receipt.has_passed() for receipt in receipts] == [True, True, False]
+    assert all(receipt.line is None for receipt in receipts)
+    assert receipts[0].is_done()
+    assert [receipt.has_passed() for receipt in receipts] == [True, True, False]
+
+
 def test_what_was_sent_arrives_before_the_end_of_its_sender(ends):
     sender, receiver = ends
     sender.send(torch.ones(SPEC.shape))

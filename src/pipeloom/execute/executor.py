@@ -5,6 +5,7 @@ trace. The parts (``parts/``) implement the kinds of actions.
 """
 
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,6 +19,7 @@ from pipeloom.execute.communication.transport import Transport
 from pipeloom.execute.communication.under_way import UnderWay
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.stages.stage import Objective, StepDocuments
+from pipeloom.runs.action_log import NOTHING, RowLog
 from pipeloom.schedule import Action, Level, Schedule
 from pipeloom.schedule.lanes import COMPUTE_LANE
 from pipeloom.schedule.window import window
@@ -46,6 +48,7 @@ class StepResult:
 
 Steps = Generator[UnderWay, None, StepResult]
 """A step in progress: yields operations that it waits for, returns the result."""
+_now = time.monotonic_ns
 
 
 class Executor:
@@ -58,6 +61,7 @@ class Executor:
         transport: to the other ranks.
         clock: of the trace.
         run_ahead: most compute actions that the host may issue before the device has finished them, at least 1.
+        log: where the begin and the end of each action are noted; ``None`` for nowhere.
 
     Raises:
         UserError: the schedule is compute-only, has kinds of actions that no part implements, or a part refuses it.
@@ -72,6 +76,7 @@ class Executor:
         transport: Transport,
         clock: Clock,
         run_ahead: int = sys.maxsize,
+        log: RowLog | None = None,
     ) -> None:
         if schedule.level is Level.COMPUTE:
             raise UserError("the executor runs schedules with communication; call pipeloom.passes.lower first")
@@ -85,6 +90,7 @@ class Executor:
         self._clock = clock
         self._run_ahead = run_ahead
         self._row = RankRow(schedule, rank, transport)
+        self._log = log or RowLog(NOTHING, memoryview(bytearray(16 * len(self._row.actions))).cast("q"))
         self._actions = self._row.actions
         assert len(part_of) == sum(len(part.kinds) for part in parts), "two parts run one kind"
         self._part_at = [part_of[action.kind] for action in self._actions]
@@ -115,6 +121,7 @@ class Executor:
             RunError: an action failed; contains its text and the rows around it.
         """
         self._begin(inputs, objective, documents)
+        self._log.run.begin()
         for part in self.parts:
             self._services += part.begin(self._row)
         under_way = self._under_way
@@ -129,11 +136,9 @@ class Executor:
                     yield pending
                     self._waits_for = None
             try:
-                started = self._run(job)
+                self._run(slot, job)
             except Exception as error:
                 raise self._explained(f"action {self._actions[slot]}", error) from error
-            if started is not None:
-                under_way[slot] = started
         self._slot = len(self._actions)
         yield from self._rest()
         self._clock.settle()
@@ -142,6 +147,7 @@ class Executor:
             held = held.most(part.held())
         for part in self.parts:
             part.end(self._row)
+        self._log.run.end()
         result = StepResult(self._row.outputs, held, partial(self._trace, self._marks, self._done))
         self._begin((), None)
         self._slot = len(self._actions)
@@ -204,12 +210,11 @@ class Executor:
         self._services: list[Service] = []
         self._marks: list[tuple[Action, Mark, Mark]] = []
 
-    def _run(self, job: "_Job") -> UnderWay | None:
-        _, before, start, after, computes = job
+    def _run(self, slot: int, job: "_Job") -> None:
+        cells, computes = self._log.cells, job.computes
         for other in job.awaited:
             self._take(other)
-        if computes is None and not before and not after:
-            return start()
+        cells[2 * slot] = -_now()
         if computes is not None and len(self._marks) >= self._run_ahead:
             # Each issued action holds memory of the device: without a limit a
             # host that is far ahead would fill it.
@@ -217,14 +222,32 @@ class Executor:
         # Behind this mark, so that what parts do for an action, such as to clear
         # the buffer of a gradient, is part of its span.
         begin = None if computes is None else self._clock.mark()
-        for do in before:
+        for do in job.before:
             do()
-        started = start()
-        for do in after:
+        started = job.start()
+        if started is not None:
+            self._under_way[slot] = started
+        for do in job.after:
             do()
         if computes is not None:
             self._marks.append((computes, begin, self._clock.mark()))
-        return started
+        cells[2 * slot] = -cells[2 * slot]
+        if started is None and (self._clock.is_host or computes is None):
+            cells[2 * slot + 1] = _now()
+
+    def note_ended(self) -> None:
+        """Note in the log what has ended and that no action has waited for; another thread calls it in a standstill."""
+        cells, now_ns = self._log.cells, _now()
+        # Copies: the rank's thread may go on meanwhile.
+        for slot, pending in [*self._under_way.items(), *self._done.items()]:
+            if cells[2 * slot + 1] < abs(cells[2 * slot]) and pending.has_passed():
+                cells[2 * slot + 1] = now_ns
+        if self._clock.is_host:
+            return
+        computes = (slot for slot, job in enumerate(self._program) if job.computes is not None)
+        for slot, (_, _, end) in zip(computes, list(self._marks), strict=False):
+            if cells[2 * slot + 1] < cells[2 * slot] and self._clock.has_passed(end):
+                cells[2 * slot + 1] = now_ns
 
     def _take(self, slot: int) -> None:
         """Pass the result of an action that has ended to its part."""
@@ -232,6 +255,8 @@ class Executor:
         # never made, so nothing is recorded here.
         ended = self._done[slot] = self._under_way.pop(slot)
         self._part_at[slot].take(self._row, slot, ended.take())
+        if self._clock.is_host:
+            self._log.cells[2 * slot + 1] = _now()
 
     def _rest(self) -> Iterator[UnderWay]:
         """Wait for operations that no action has waited for."""

@@ -6,12 +6,14 @@ copies by the pipes, wakes a receiver that waits, and closes the pipes of a proc
 notices.
 """
 
+import fcntl
 import mmap
 import os
 import secrets
 import select
 import socket
 import struct
+import termios
 import time
 from collections import defaultdict, deque
 from contextlib import suppress
@@ -265,6 +267,14 @@ class SharedReceiver:
         self._spins = now_s - begin_s < 2 * _SPIN_S
         return True
 
+    def has_arrived(self, receipt: "Receipt") -> bool:
+        """Whether the message of a receive is in the pipe or has been read; other threads may call it."""
+        waiting = list(self._open)
+        if receipt.line is not None or receipt not in waiting:
+            return True
+        (unread,) = struct.unpack("i", fcntl.ioctl(self._ends.messages, termios.FIONREAD, bytes(4)))
+        return waiting.index(receipt) < unread // _LINE.size
+
     def copy(self, line: tuple[int, int, float] | None, spec: TensorSpec) -> Tensor:
         """The tensor of a message, whose block the sender may use again."""
         if line is None:
@@ -316,6 +326,10 @@ class Receipt(UnderWay):
         if self.line is None:
             self._receiver.look()
         return self.line is not None or self._receiver.has_ended
+
+    def has_passed(self) -> bool:
+        """Whether the message has arrived, whether or not the rank has looked."""
+        return self._receiver.has_arrived(self)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the message; ``False`` if that takes longer than ``timeout_s``."""

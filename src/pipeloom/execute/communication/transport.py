@@ -214,6 +214,9 @@ class _StreamTransfer(UnderWay):
         self.end = time.perf_counter()
         return True
 
+    def has_passed(self) -> bool:
+        return self.work is not None and self.work.is_completed()
+
     def take(self) -> Tensor | None:
         tensor, self.tensor = self.tensor, None
         return tensor

@@ -26,6 +26,10 @@ class UnderWay:
         """Wait until it is finished; ``False`` if that takes longer than ``timeout_s``."""
         return self.is_done()
 
+    def has_passed(self) -> bool:
+        """Whether it is finished, for other threads: without waiting on the host or on a stream."""
+        return self.is_done()
+
     def take(self) -> Tensor | None:
         """After its end: the tensor of a receive, once, whose reference it drops; ``None`` for others.
 
