@@ -181,9 +181,8 @@ class Pieces:
     def head_weight_s(self) -> float:
         """Seconds of the weight half of the head's split backward: the second of its two products."""
         run = self.run
-        if not run.shape.vocab or run.adapter is not None:  # with adapters the head is frozen
-            return 0.0
-        return self._weight_s(run.tokens, run.shape.hidden, self._vocabulary)
+        is_trained = run.shape.vocab and run.adapter is None
+        return self._weight_s(run.tokens, run.shape.hidden, self._vocabulary) if is_trained else 0.0
 
     def accumulation_s(self, parameters: float) -> float:
         """Seconds of adding one micro-batch's gradients of ``parameters`` to the accumulated ones."""
