@@ -186,7 +186,8 @@ class Bench:
 
     def verify(self) -> tuple[str, str]:
         """Gradients of the pipeline against one process."""
-        words = f"--layout.pp 1 --layout.loops 2 --training.device {self.device}"
+        words = f"--layout.pp 1 --layout.loops 2 --training.device {self.device} --model.num-layers 4 "
+        words += "--model.hidden-size 64 --model.num-heads 2 --data.seq-len 32"
         return "", self.call([*self.command("verify"), *words.split()]).strip().splitlines()[-1][:100]
 
     def machine(self) -> tuple[str, str]:
