@@ -70,6 +70,8 @@ class Options(Goals):
     memory; it also has to cover a fragmented allocator and buffers of the network."""
     tp: Common[tuple[int, ...]] = ()
     """Tensor-model-parallel sizes to search. None: all."""
+    cp: tuple[int, ...] = ()
+    """Context-parallel sizes to search. None: those with which each rank has at least 4,096 tokens of a sequence."""
     pp: Common[tuple[int, ...]] = ()
     """Pipeline-model-parallel sizes to search. 1 is no pipeline. None: all."""
     dp: tuple[int, ...] = ()

@@ -111,7 +111,7 @@ def _print_headline(console: Console, step: SimulatedStep, tree: Mapping[str, An
     passes = passes_of(knobs.choice.keep, balance=knobs.moves.balance, offload=knobs.moves.offload)
     console.print(
         f"{run.shape.name or 'model'}, {amount(run.shape.parameters)} parameters; {knobs.choice.family}{passes}: "
-        f"{run.pp} pipeline x {run.dp} data x {run.tp} tensor ranks, {count(run.loops, 'loop')}; "
+        f"{run.axes.ranks}, {count(run.loops, 'loop')}; "
         f"{count(step.schedule.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq:,} tokens{cut}; "
         f"{dtype_words(run.precision, is_default=tree['has_default_dtype'])}{_recomputation(step)}{shard}"
     )
@@ -235,6 +235,8 @@ def _lanes(step: SimulatedStep, tree: Mapping[str, Any]) -> Iterator[tuple[str, 
     for label, names in _LANES.items():
         uses = [use for use in tree["communication"] if Lane.parse(use["lane"]).name in names]
         yield label, sum(use["busy_s"] for use in uses) / ranks, sum(use["hidden_s"] for use in uses) / ranks
+    around = step.ring_s
+    yield "context-parallel", around.busy_s, around.busy_s - around.exposed_s
     yield "between stages, blocking", sum(step.blocked_s) / ranks, 0.0
     for part, label in _AFTER.items():
         yield label, tree["after_s"][part], 0.0

@@ -84,7 +84,7 @@ class RunConfig:
             return False
         reduces = layout.shard in ("gradients", "full") and buffers is not None and buffers < layout.num_loops
         gathers = layout.shard == "full" and layout.num_microbatches > 1
-        return self.schedule.device_budget is not None or (layout.dp > 1 and (gathers or reduces))
+        return self.schedule.device_budget is not None or (layout.data_ranks > 1 and (gathers or reduces))
 
     def with_known_loops(self) -> Self:
         """The same run with a number for ``layout.loops`` where its family takes only one and none is chosen."""
@@ -149,7 +149,9 @@ class RunConfig:
         Raises:
             UserError: ``schedule.file`` cannot be read.
         """
-        shard = shared_state(self.layout.shard, dp=self.layout.dp, sequence_parallel=self.layout.sequence_parallel)
+        shard = shared_state(
+            self.layout.shard, data_ranks=self.layout.data_ranks, sequence_parallel=self.layout.sequence_parallel
+        )
         return run_recipe(self.knobs(), shard=shard, lends_tied=self.model.tied)
 
 

@@ -23,7 +23,9 @@ from math import ceil, floor, gcd
 from statistics import fmean
 
 from pipeloom.cost.flops import seen
-from pipeloom.cost.hardware import Cluster, Collective, Group
+from pipeloom.cost.hardware import Both, Cluster, Collective, Group
+from pipeloom.cost.parts import Parts
+from pipeloom.cost.ring import Ring
 from pipeloom.cost.software import Software
 from pipeloom.workload.run import Run
 
@@ -64,43 +66,6 @@ ALIGNED_RATES = {ALIGNED: 1.0, 4: 0.5, 2: 0.38, 1: 0.31}
 profiled products with a vocabulary of 50,257, 12,564 and 6,282 show beside those with 25,128."""
 WIDEST_LOAD_BYTES = 16
 """Bytes that a thread loads at once into shared memory are 4, 8 or 16, by the alignment of rows (PTX ISA, cp.async)."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Seconds of a piece by cause, for one direction of one micro-batch.
-
-    Attributes:
-        matmul_s: products with weights.
-        attention_s: scores, softmax and weighted sum.
-        memory_s: norms, activations, residual stream, dropout, loss.
-        tensor_s: tensor-parallel collectives.
-        num_kernels: number of kernels that the host launches.
-        num_collectives: number of tensor-parallel collectives, whose launch takes the host longer than a kernel's.
-    """
-
-    matmul_s: float = 0.0
-    attention_s: float = 0.0
-    memory_s: float = 0.0
-    tensor_s: float = 0.0
-    num_kernels: float = 0.0
-    num_collectives: float = 0.0
-
-    def __add__(self, other: "Parts") -> "Parts":
-        """The sums of both."""
-        return Parts(
-            self.matmul_s + other.matmul_s,
-            self.attention_s + other.attention_s,
-            self.memory_s + other.memory_s,
-            self.tensor_s + other.tensor_s,
-            self.num_kernels + other.num_kernels,
-            self.num_collectives + other.num_collectives,
-        )
-
-    @property
-    def device_s(self) -> float:
-        """Seconds on the device."""
-        return self.matmul_s + self.attention_s + self.memory_s + self.tensor_s
 
 
 @dataclass(frozen=True)
@@ -328,7 +293,7 @@ class Pieces:
             by_window = Counter(run.shape.windows)
             twice = (count * 2 * self._remaining(window) for window, count in by_window.items())
             computed = sum(twice) / run.shape.layers
-        return run.micro_batch * run.shape.heads / run.tp * computed
+        return run.micro_batch * run.shape.heads / (run.tp * run.cp) * computed
 
     def _remaining(self, window: int | None) -> float:
         """Scores of a sequence and a head that a flash kernel computes in a layer with this window."""
@@ -342,7 +307,7 @@ class Pieces:
         """Scores of one layer on a rank to which a mask is added."""
         run = self.run
         share = fmean(self._has_mask(window) for window in run.shape.windows) if run.by_document else 0.0
-        return run.micro_batch * run.shape.heads / run.tp * self._all_scores * share
+        return run.micro_batch * run.shape.heads / (run.tp * run.cp) * self._all_scores * share
 
     def _score_bytes(self) -> float:
         """Bytes moved per score in the forward: softmax, and dropout with its mask."""
@@ -363,7 +328,7 @@ class Pieces:
         return 4 * self._scores() * self.run.shape.head_size
 
     def _attention_forward_s(self) -> float:
-        return self._core_forward_s() + self._context_s()
+        return self._core_forward_s() + self._context_s() + self.ring_s(0)
 
     def _attention_backward_s(self) -> float:
         """Seconds of the core's backward, including keys and values of earlier tokens.
@@ -371,7 +336,27 @@ class Pieces:
         They are read, and their gradients are written and added to those of later slices, which takes two reads and a
         write (``pipeloom.model.key_values``), of all of them, also outside of a window.
         """
-        return self._core_backward_s() + self._context_s() + 4 * self._tokens_s(self.before)
+        return self._core_backward_s() + self._context_s() + 4 * self._tokens_s(self.before) + self.ring_s(1)
+
+    def ring_s(self, direction: int) -> float:
+        """Seconds that a context axis adds to attention: exposed exchange and sums. 0: forward, 1: backward."""
+        if self.run.cp == 1:
+            return 0.0
+        return self.ring_exposed_s[direction] + self._memory_s(self._ring.added_bytes()[direction])
+
+    @property
+    def ring_busy_s(self) -> Both:
+        """Seconds of a layer's exchange of keys and values over the context axis, forward and backward."""
+        return self._ring.busy_s()
+
+    @property
+    def ring_exposed_s(self) -> Both:
+        """Seconds of this exchange that attention does not hide, forward and backward."""
+        return self._ring.exposed_s(self._core_forward_s(), self._core_backward_s())
+
+    @property
+    def _ring(self) -> Ring:
+        return Ring(self.run, self.cluster, self.software)
 
     def _context_s(self) -> float:
         """Seconds of reading once the keys and values of the earlier tokens that any query sees."""
@@ -406,7 +391,7 @@ class Pieces:
         rate *= (size / (size + exponential)) / (128 / (128 + EXPONENTIAL))
         # Half of the FLOPs: flash kernels skip the blocks above the diagonal. Each head reads the mask.
         mask_s = self._memory_s(self.run.element_bytes * self._masked_scores())
-        return self._attention_flops() / 2 / rate + mask_s + device.kernel_s
+        return self._attention_flops() / 2 / rate + mask_s + device.kernel_s * self.run.cp
 
     def _core_backward_s(self) -> float:
         """Plain: 4 products for 2 of the forward. Flash: 5 for 2, since scores are recomputed (arXiv 2307.08691)."""
@@ -496,4 +481,4 @@ class Pieces:
         norms = family.layer_norms + (0 if family.qk_norm == "none" else 2)
         norms *= 1 if self.run.fused_norm else UNFUSED_NORM_KERNELS
         rotation = 8 if self.run.shape.kind.is_rotary else 2
-        return 4 + norms + rotation + attention + 6
+        return 4 + norms + rotation + attention * self.run.cp + 6

@@ -199,7 +199,7 @@ def _lacks(config: RunConfig, cluster: Cluster) -> list[str]:
     layout, num_devices = config.layout, config.layout.num_ranks
     lack = cluster.lack(num_devices)
     if lack is not None:
-        return [f"{lack}: layout.pp {layout.pp} x layout.dp {layout.dp} x layout.tp {layout.tp}"]
+        return [f"{lack}: {layout.axes.product('layout.')}"]
     devices = dict.fromkeys(
         (kind.device.name, tuple(kind.device.peak_flops_per_s)) for kind, _ in cluster.kinds(num_devices)
     )
@@ -255,9 +255,7 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
     return Run(
         shape=shape_of(config.model.resolve(config.data.vocab_size)),
         seq=config.data.seq_len,
-        dp=layout.dp,
-        tp=layout.tp,
-        pp=layout.pp,
+        **layout.axes._asdict(),
         loops=layout.num_loops,
         shard=layout.shard,
         micro_batch=layout.microbatch_size,

@@ -35,6 +35,7 @@ class Launcher:
         has_whole_theta: whether the base of rotary positions is a whole number.
         has_head_size: whether heads may have another size than ``hidden / heads``.
         takes_attention: whether a run chooses the attention kernel.
+        has_context: whether it runs context parallelism.
         groups: why it does not interleave so many micro-batches over so many ranks in groups of a size.
     """
 
@@ -51,6 +52,7 @@ class Launcher:
     has_whole_theta: bool = False
     has_head_size: bool = True
     takes_attention: bool = False
+    has_context: bool = True
     groups: Grouping | None = None
 
     def model_problems(self, model: ModelConfig, precision: str) -> list[str]:
@@ -165,7 +167,9 @@ def _megatron_groups(ranks: int, microbatches: int, group_size: int) -> list[str
     return found
 
 
-PIPELOOM = Launcher(name="pipeloom", title="pipeloom", software="pipeloom", is_own=True, takes_attention=True)
+PIPELOOM = Launcher(
+    name="pipeloom", title="pipeloom", software="pipeloom", is_own=True, takes_attention=True, has_context=False
+)
 MEGATRON = Launcher(
     name="megatron",
     title="Megatron-LM",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pipeloom.workload.axes import WithAxes
 from pipeloom.workload.dtypes import Precision
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.model import ModelShape
@@ -17,7 +18,7 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(WithAxes):
     """One training step: model, batch, layout, kernels.
 
     Attributes:
@@ -25,6 +26,7 @@ class Run:
         seq: tokens of a sequence.
         dp: data-parallel replicas.
         tp: ranks that share each matrix.
+        cp: ranks that share the tokens of each sequence.
         pp: pipeline ranks.
         loops: stages of each pipeline rank.
         shard: what data parallelism shards: nothing, optimizer state (ZeRO-1), also gradients (2), everything (3).
@@ -35,7 +37,7 @@ class Run:
         attention: the kernel.
         fused_norm: whether the norm is one kernel.
         precision: of weights and activations.
-        replicate: copies of the sharded state; each is sharded over ``dp / replicate`` ranks.
+        replicate: copies of the sharded state; each is sharded over ``data_ranks / replicate`` ranks.
         layers_by_stage: layers of each stage; ``None``: as the training program divides them.
         recompute_layers: for each layer its ``recompute``; ``None``: the same for all.
         placement: stage -> pipeline rank, a key of ``PLACEMENTS``; which layers a balanced partition gives to a stage
@@ -50,6 +52,7 @@ class Run:
     seq: int
     dp: int = 1
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     loops: int = 1
     shard: Shard = "none"
@@ -81,11 +84,6 @@ class Run:
         return max(1, -(-self.global_batch // (self.dp * self.micro_batch)))
 
     @property
-    def num_devices(self) -> int:
-        """Devices of the run."""
-        return self.dp * self.tp * self.pp
-
-    @property
     def num_stages(self) -> int:
         """Stages of the pipeline."""
         return self.pp * self.loops
@@ -93,7 +91,12 @@ class Run:
     @property
     def shard_size(self) -> int:
         """Data-parallel ranks that hold one copy of the sharded state."""
-        return self.dp // self.replicate
+        return self.data_ranks // self.replicate
+
+    @property
+    def sharded(self) -> Shard:
+        """What is sharded: ``shard``, but nothing where no other rank holds the same weights."""
+        return self.shard if self.data_ranks > 1 else "none"
 
     @property
     def recompute_kinds(self) -> tuple[Recompute, ...]:
@@ -123,8 +126,13 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.micro_batch * self.seq
+        """Tokens of a micro-batch on one rank."""
+        return self.micro_batch * self.rank_seq
+
+    @property
+    def rank_seq(self) -> int:
+        """Tokens of a sequence on one rank of the context axis; a part of a token counts whole."""
+        return -(-self.seq // self.cp)
 
     @property
     def element_bytes(self) -> int:
@@ -152,6 +160,7 @@ class Run:
             shape=self.shape,
             seq=self.seq,
             tp=self.tp,
+            cp=self.cp,
             micro_batch=self.micro_batch,
             recompute=self.recompute,
             sequence_parallel=self.sequence_parallel,
