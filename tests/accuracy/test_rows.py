@@ -66,6 +66,19 @@ def test_context_parallelism_is_a_column_or_an_item_of_the_note(tmp_path):
         read_rows(changed(tmp_path, note="cp=two"))
 
 
+def test_hybrid_sharding_is_a_column_or_words_of_the_note(tmp_path):
+    cells = {"shard": "full", "note": "sharded within a node only"}
+    assert read_rows(changed(tmp_path, **cells))[0].run.shard_size == 8
+    assert read_rows(changed(tmp_path, **cells | {"note": "replicate=2"}))[0].run.shard_size == 16
+    with pytest.raises(ConfigError, match="replicate 3 must divide dp 32"):
+        read_rows(changed(tmp_path, **cells | {"note": "replicate=3"}))
+
+
+def test_fp8_is_the_precision_of_products(tmp_path):
+    row = read_rows(changed(tmp_path, precision="fp8"))[0]
+    assert (row.run.precision, row.run.products, row.group.precision) == ("bf16", "fp8", "fp8")
+
+
 def test_wrong_cells_are_listed_and_the_rest_counted(tmp_path):
     file = tmp_path / "table.csv"
     header, first, *_ = EXAMPLE.read_text(encoding="utf-8").splitlines()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.system.files import read_text
 from pipeloom.workload.axes import AXES
-from pipeloom.workload.dtypes import Precision
+from pipeloom.workload.dtypes import Precision, Products
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.run import Attention, Run
@@ -21,9 +21,11 @@ VOCABULARIES = {"zero-bubble-": 32_000}
 5,120 14.6B and 62 of 6,144 28.3B, and its program's sample has a tokenizer of LLaMA's kind; with 50,257 tokens they
 would be 14.7B and 28.4B, and the last stage of its 1.5B would take 10 % longer than it was measured."""
 _SHAPE_COUNTS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
-_RUN_COUNTS = ("seq", *AXES, "loops", "micro_batch", "global_batch")
-_IN_NOTES = ("cp",)
+_RUN_COUNTS = ("seq", *AXES, "replicate", "loops", "micro_batch", "global_batch")
+_IN_NOTES = ("cp", "replicate")
 """Columns that a table may leave out: then an item such as ``cp=2`` of the note, between semicolons, has the value."""
+_IN_NODE = "within a node"
+"""Words of a note that, without a column ``replicate``, mean hybrid sharding over the devices of a node."""
 _COUNTS = (*_SHAPE_COUNTS, *_RUN_COUNTS, "devices", "devices_per_node")
 _RUN_CHOICES = ("shard", "recompute", "attention", "precision")
 _RUN_FLAGS = ("sequence_parallel", "fused_norm")
@@ -37,7 +39,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "shard": get_args(Shard),
     "recompute": get_args(Recompute),
     "attention": get_args(Attention),
-    "precision": get_args(Precision),
+    "precision": (*get_args(Precision), *get_args(Products)),
 }
 _FAMILIES = {"gelu": "gpt2", "swiglu": "llama"}
 """Feed-forward block, as in the column ``mlp`` -> family of models."""
@@ -45,6 +47,7 @@ _MOST_PROBLEMS = 20
 
 BLANKS: dict[str, str] = {
     "cp": "1",
+    "replicate": "1",
     "loops": "1",
     "devices_per_node": "8",
     "mlp": "gelu",
@@ -113,7 +116,7 @@ class Row:
             global_batch=run.global_batch,
             attention=run.attention,
             fused_norm=run.fused_norm,
-            precision=run.precision,
+            precision=run.peak_precision,
         )
 
 
@@ -163,6 +166,8 @@ def _filled(line: dict[str, str]) -> dict[str, str]:
     noted = dict(item.strip().split("=", 1) for item in line["note"].split(";") if "=" in item)
     given = {**{name: noted.get(name, "") for name in _IN_NOTES}, **line}
     filled = {name: text or BLANKS.get(name, "") for name, text in given.items()}
+    if _IN_NODE in line["note"] and not given["replicate"]:
+        filled["replicate"] = _replicas_of_nodes(filled)
     filled["kv_heads"] = filled["kv_heads"] or filled["heads"]
     filled["schedule"] = filled["schedule"] or ("none" if filled["pp"] == "1" else "1f1b")
     if not filled["status"] and (filled["step_time_s"] or filled["memory_bytes"]):
@@ -173,6 +178,15 @@ def _filled(line: dict[str, str]) -> dict[str, str]:
     except ValueError:
         pass  # _row reports cells that are not numbers
     return filled
+
+
+def _replicas_of_nodes(cells: dict[str, str]) -> str:
+    """The number of nodes of a pipeline rank; 1 if cells are wrong, which is reported elsewhere."""
+    try:
+        held = prod(int(cells[name]) for name in AXES if name != "pp")
+        return str(max(1, held // int(cells["devices_per_node"])))
+    except (ValueError, ZeroDivisionError):
+        return "1"
 
 
 def _row(cells: dict[str, str], where: str, problems: list[str]) -> Row | None:
@@ -202,6 +216,8 @@ def _check_sizes(values: dict[str, Any], where: str, problems: list[str]) -> Non
     product = prod(values[name] for name in AXES)
     if product != values["devices"]:
         problems.append(f"{where}: {' x '.join(AXES)} is {product}, found devices {values['devices']}")
+    if values["dp"] % values["replicate"]:
+        problems.append(f"{where}: replicate {values['replicate']} must divide dp {values['dp']}")
     if values["hidden"] % values["heads"]:
         problems.append(f"{where}: hidden {values['hidden']} must be divisible by heads {values['heads']}")
 
@@ -235,6 +251,8 @@ def _make(line: dict[str, str], values: dict[str, Any]) -> Row:
             sizes["vocab"] = vocab
     shape = ModelShape(name=line["model"], family=_FAMILIES[values["mlp"]], **sizes)
     of_run = {name: values[name] for name in (*_RUN_COUNTS, *_RUN_CHOICES, *_RUN_FLAGS)}
+    if of_run["precision"] in get_args(Products):
+        of_run |= {"precision": "bf16", "products": of_run["precision"]}
     return Row(
         set_name=line["set"],
         run=Run(shape=shape, **of_run),

@@ -105,7 +105,7 @@ def _recomputation(step: SimulatedStep) -> str:
 def _print_headline(console: Console, step: SimulatedStep, tree: Mapping[str, Any]) -> None:
     run, knobs = step.run, step.knobs
     kinds = step.cluster.kinds(run.num_devices)
-    peaks = dict.fromkeys(kind.device.peak_flops_per_s[run.precision] / 1e12 for kind, _ in kinds)
+    peaks = dict.fromkeys(kind.device.peak_flops_per_s[run.peak_precision] / 1e12 for kind, _ in kinds)
     shard = "" if run.shard == "none" else f", {run.shard} sharding over {run.shard_size}"
     cut = f" in {count(len(run.slices), 'slice')}" if run.slices else ""
     passes = passes_of(knobs.choice.keep, balance=knobs.moves.balance, offload=knobs.moves.offload)
@@ -113,7 +113,7 @@ def _print_headline(console: Console, step: SimulatedStep, tree: Mapping[str, An
         f"{run.shape.name or 'model'}, {amount(run.shape.parameters)} parameters; {knobs.choice.family}{passes}: "
         f"{run.axes.ranks}, {count(run.loops, 'loop')}; "
         f"{count(step.schedule.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq:,} tokens{cut}; "
-        f"{dtype_words(run.precision, is_default=tree['has_default_dtype'])}{_recomputation(step)}{shard}"
+        f"{dtype_words(run.precision, run.products, is_default=tree['has_default_dtype'])}{_recomputation(step)}{shard}"
     )
     devices = " and ".join(f"{number:,} x {kind.device.name}" for kind, number in kinds)
     console.print(f"{devices} ({step.cluster.name}), trained by {step.software.name}")

@@ -344,6 +344,9 @@ def _training_problems(config: RunConfig) -> Problems:
         yield f"layout.cp {layout.cp}: simulate and plan price context parallelism, train does not run it; use 1"
     if training.compile and training.compile_backend == "inductor":
         yield from toolchain_problems(training.device)
+    if training.matmul_dtype is not None:
+        narrow = f"training.matmul_dtype {training.matmul_dtype}"
+        yield f"{narrow}: simulate and plan price such products, train does not run them; leave it out"
     dtype = training.known_dtype
     if dtype not in TRAINED:
         trained = ", ".join(TRAINED)

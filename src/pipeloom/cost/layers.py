@@ -9,6 +9,10 @@ tensor-parallel ranks, each rank multiplies (m, k, n):
     out of the MLP          (T, F / t, H)
     head                    (T, H, V / t)
 
+With ``Run.products`` the products of layers have operands of one byte, which are cast before (arXiv 2209.05433, and
+Transformer Engine): the inputs in a forward, the gradients of the outputs in a backward. The weights are cast once a
+step, which is not counted. Scores, head and embedding stay in ``Run.precision``.
+
 The backward has two products of the same FLOPs for each of these, and accumulates the gradients of the weights over
 micro-batches. All other kernels are limited by memory bandwidth and counted in bytes. Norms and residual stream are
 divided by t only with sequence parallelism (arXiv 2205.05198, section 4.2). A piece takes the device's time, or the
@@ -18,13 +22,14 @@ With a vocabulary of 0 there is no embedding and no head.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor, gcd
 from statistics import fmean
 
 from pipeloom.cost.flops import seen
 from pipeloom.cost.hardware import Both, Cluster, Collective, Group
 from pipeloom.cost.parts import Parts
+from pipeloom.cost.products import ALIGNED, NARROW_BYTES, product_s
 from pipeloom.cost.ring import Ring
 from pipeloom.cost.software import Software
 from pipeloom.workload.run import Run
@@ -58,12 +63,6 @@ RANDOM_NUMBERS = 2.0
 integer operations. The multiple is what steps of two models of arXiv 2401.10241 show, which differ in the scores for
 each matrix product; without it their shared rates of memory and products contradict each other."""
 
-ALIGNED = 8
-"""Matrix units take operands whose rows are multiples of this number of elements of two bytes (NVIDIA, "Matrix
-multiplication background", table 1); other products take slower kernels."""
-ALIGNED_RATES = {ALIGNED: 1.0, 4: 0.5, 2: 0.38, 1: 0.31}
-"""Largest power of two that divides the sizes of a product -> share of the rate. Below 8 they are what vTrain's
-profiled products with a vocabulary of 50,257, 12,564 and 6,282 show beside those with 25,128."""
 WIDEST_LOAD_BYTES = 16
 """Bytes that a thread loads at once into shared memory are 4, 8 or 16, by the alignment of rows (PTX ISA, cp.async)."""
 
@@ -99,7 +98,7 @@ class Pieces:
         return Parts(
             sum(self._matmul_s(*size) for size in self._layer_matmuls()),
             self._attention_forward_s(),
-            self._memory_s(self._elementwise_bytes()),
+            self._memory_s(self._elementwise_bytes() + self._cast_bytes(0)),
             self._forward_tensor_s() + forth_s,
             self._num_kernels(),
             2 * self._num_collectives() + forth,
@@ -112,7 +111,7 @@ class Pieces:
         backward = Parts(
             sum(self._input_s(*size) for size in self._layer_matmuls()) + self.layer_weight_s(),
             self._attention_backward_s(),
-            self._memory_s(self._elementwise_backward_bytes()),
+            self._memory_s(self._elementwise_backward_bytes() + self._cast_bytes(1)),
             self._backward_tensor_s() + back_s,
             2 * forward.num_kernels,
             # Sequence parallelism gathers inputs again for the gradients of the weights: three collectives instead of
@@ -143,6 +142,8 @@ class Pieces:
 
     def head_weight_s(self) -> float:
         """Seconds of the weight half of the head's split backward: the second of its two products."""
+        if self.run.products:
+            return self._wide.head_weight_s()
         run = self.run
         if not run.shape.vocab:
             return 0.0
@@ -176,6 +177,8 @@ class Pieces:
 
     def head_forward(self) -> Parts:
         """Final norm, logits, and the loss in single precision."""
+        if self.run.products:
+            return self._wide.head_forward()
         run, vocab = self.run, self._vocabulary
         if not vocab:
             return Parts()
@@ -205,6 +208,8 @@ class Pieces:
 
     def head_backward(self) -> Parts:
         """Two products, the gradient of the loss, and the sum over ranks of the gradient of the head's input."""
+        if self.run.products:
+            return self._wide.head_backward()
         run, forward = self.run, self.head_forward()
         if not run.shape.vocab:
             return forward
@@ -228,14 +233,23 @@ class Pieces:
         ]
         return [*attention, *into, (tokens, inner, hidden)]
 
+    @property
+    def _wide(self) -> "Pieces":
+        """The pieces without narrow products."""
+        return replace(self, run=replace(self.run, products=None)) if self.run.products else self
+
+    def _cast_bytes(self, direction: int) -> float:
+        """Bytes of casting operands, 0: of inputs in a forward, 1: of gradients of outputs in a backward.
+
+        Each is read and written twice, as rows and as columns, since both products of a backward need other ones.
+        """
+        if not self.run.products:
+            return 0.0
+        each = self.run.element_bytes + 2 * NARROW_BYTES
+        return sum(each * size[0] * size[1 + direction] for size in self._layer_matmuls())
+
     def _matmul_s(self, rows: float, inner: float, columns: float) -> float:
-        device, use, size = self.cluster.device, self.software.efficiency, self.run.element_bytes
-        moved = size * (rows * inner + inner * columns + rows * columns)
-        filling = device.filling(rows, columns)
-        if device.is_gpu and columns == int(columns) and inner == int(inner):
-            filling *= ALIGNED_RATES[gcd(int(rows), int(inner), int(columns), ALIGNED)]
-        seconds = device.matmul_s(2 * rows * inner * columns, moved, self.run.precision, use.matmul * filling)
-        return seconds + device.kernel_s * (use.kernel - 1)
+        return product_s(self.run, self.cluster.device, self.software.efficiency, (rows, inner, columns))
 
     def _input_s(self, rows: float, inner: float, columns: float) -> float:
         """Seconds of the product for an input gradient; ``_weight_s`` has that for the weight gradient."""
@@ -481,4 +495,5 @@ class Pieces:
         norms = family.layer_norms + (0 if family.qk_norm == "none" else 2)
         norms *= 1 if self.run.fused_norm else UNFUSED_NORM_KERNELS
         rotation = 8 if self.run.shape.kind.is_rotary else 2
-        return 4 + norms + rotation + attention * self.run.cp + 6
+        casts = 4 if self.run.products else 0
+        return 4 + norms + rotation + attention * self.run.cp + 6 + casts

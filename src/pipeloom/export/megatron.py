@@ -272,6 +272,8 @@ def _training(job: Job) -> list[Flag]:
     clip = 0.0 if math.isinf(optimizer.known_clip_grad_norm) else optimizer.known_clip_grad_norm
     return [
         *precision.get(job.dtype, []),
+        # Operands of e4m3 in forwards, gradients of e5m2, each scaled by its own largest value.
+        *([flag("--fp8-format", "hybrid")] if config.training.matmul_dtype is not None else []),
         flag("--micro-batch-size", layout.microbatch_size),
         flag("--global-batch-size", layout.batch_size),
         flag(_FLAGS["training.steps"], steps),

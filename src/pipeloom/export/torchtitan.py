@@ -14,6 +14,7 @@ from pipeloom.export.text import Flag, bash_array, body, comment, flag
 from pipeloom.export.torch_csv import format_torch_csv
 from pipeloom.export.torch_schedule import differences_of_runtime, left_out_of_runtime, tied_problems
 from pipeloom.export.torchrun import about_ranks, script_of, start_of
+from pipeloom.workload.dtypes import products_of
 from pipeloom.workload.launchers import TORCHTITAN
 from pipeloom.workload.layout import Layout
 
@@ -59,6 +60,7 @@ def _problems(job: Job) -> list[str]:
 
 def _model_problems(job: Job) -> list[str]:
     found = TORCHTITAN.model_problems(job.model, job.dtype)
+    found += TORCHTITAN.product_problems(products_of(job.config.training.matmul_dtype))
     kinds = set(job.config.layout.recompute_by_layer(job.model.num_layers))
     if len(kinds) > 1 and not TORCHTITAN.recomputes_some:
         found.append(

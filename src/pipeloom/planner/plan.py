@@ -26,7 +26,7 @@ from pipeloom.predict.step import SimulatedStep
 from pipeloom.system.stopping import Reason, Stop
 from pipeloom.terminal.words import count as count_of
 from pipeloom.terminal.words import seconds, unknown_name
-from pipeloom.workload.dtypes import Dtype
+from pipeloom.workload.dtypes import Dtype, MatmulDtype, products_of
 from pipeloom.workload.launchers import LAUNCHERS, LauncherName
 from pipeloom.workload.limits import Count, Headroom, Positive
 from pipeloom.workload.model import ModelShape
@@ -96,6 +96,7 @@ def make_question(
     software: str | Software | None = None,
     launcher: LauncherName = "pipeloom",
     dtype: Dtype | None = None,
+    matmul_dtype: MatmulDtype | None = None,
     attention: Attention = "flash2",
     fused_norm: bool = True,
     optimizer: Optimizer | None = None,
@@ -118,6 +119,7 @@ def make_question(
         software: the training program: a name of the catalog, a file, or a program. ``None``: that of ``launcher``.
         launcher: the program that can start every layout; with another one than pipeloom, its rules limit the search.
         dtype: of weights and activations; ``None``: bfloat16 on GPUs, or float16 if they lack it, float32 on CPUs.
+        matmul_dtype: of the operands of linear layers; ``None``: ``dtype``.
         attention: the attention kernel.
         fused_norm: whether norms are one kernel.
         optimizer: of the training; ``None``: AdamW.
@@ -130,7 +132,7 @@ def make_question(
     starts, problems = LAUNCHERS[launcher], _limit_problems(limits, software, launcher)
     shape, machine, program = _loaded(model, cluster, software or starts.software, seq, problems)
     precision = asked_precision(dtype, machine, num_devices)
-    check_launch(starts, Wanted(model, seq, precision, attention), machine, num_devices)
+    check_launch(starts, Wanted(model, seq, precision, products_of(matmul_dtype), attention), machine, num_devices)
     return Question(
         shape=shape,
         cluster=machine,
@@ -139,6 +141,7 @@ def make_question(
         global_batch=global_batch,
         seq=seq,
         precision=precision,
+        products=products_of(matmul_dtype),
         attention=attention,
         fused_norm=fused_norm,
         headroom=headroom,

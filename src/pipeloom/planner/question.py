@@ -14,7 +14,7 @@ from pipeloom.planner.bounds import Bounds
 from pipeloom.predict.describe import dtype_problem
 from pipeloom.terminal.words import count, did_you_mean
 from pipeloom.workload.axes import IN_SENTENCES, Axes
-from pipeloom.workload.dtypes import Precision, dtype_of
+from pipeloom.workload.dtypes import Precision, Products, dtype_of
 from pipeloom.workload.launchers import PIPELOOM, Launcher
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.limits import Headroom, limits_of
@@ -82,6 +82,7 @@ class Question:
         global_batch: global batch size in sequences.
         seq: sequence length in tokens.
         precision: of weights and activations in matrix products.
+        products: of the operands of linear layers; ``None``: ``precision``.
         attention: the attention kernel.
         fused_norm: whether norms are one kernel.
         headroom: fraction of the memory of every device that layouts leave free.
@@ -97,6 +98,7 @@ class Question:
     global_batch: int
     seq: int
     precision: Precision = "bf16"
+    products: Products | None = None
     attention: Attention = "flash2"
     fused_norm: bool = True
     headroom: float = 0.0
@@ -137,7 +139,10 @@ class Question:
             found.append(lack)
         elif not self.clusters:
             device = self.cluster.device
-            found.append(f"the dtype {dtype_problem(dtype_of(self.precision), device.name, device.peak_flops_per_s)}")
+            problem = dtype_problem(dtype_of(self.precision), device.name, device.peak_flops_per_s)
+            found.append(
+                f"the dtype {problem}" if problem else f"{device.name} has no peak for products in {self.products}"
+            )
         return found + limit_problems(self.limits, self.software, self.launcher)
 
     @cached_property
@@ -188,7 +193,7 @@ class Question:
         for order in self.cluster.orders():
             cluster = self.cluster.reordered(order)
             kinds = [kind for kind, _ in cluster.kinds(max(1, self.num_devices))]
-            if all(self.precision in kind.device.peak_flops_per_s for kind in kinds):
+            if all({self.precision, self.run.peak_precision} <= set(kind.device.peak_flops_per_s) for kind in kinds):
                 found.setdefault(tuple(kind.name for kind in kinds), cluster)
         return tuple(found.values())
 
@@ -200,7 +205,7 @@ class Question:
     def least_s(self) -> float:
         """Lower bound of the step time in seconds for any layout: model FLOPs at the peak of the devices."""
         flops = self.global_batch * self.seq * shape_model_flops(self.shape, self.seq)
-        return flops / max(one.peak_flops_per_s(self.num_devices, self.precision) for one in self.clusters)
+        return flops / max(one.peak_flops_per_s(self.num_devices, self.run.peak_precision) for one in self.clusters)
 
     @property
     def run(self) -> Run:
@@ -212,6 +217,7 @@ class Question:
             attention=self.attention,
             fused_norm=self.fused_norm,
             precision=self.precision,
+            products=self.products,
         )
 
 

@@ -8,7 +8,7 @@ from pipeloom.cost.stages import pieces_of_layers
 from pipeloom.predict.describe import with_model_sizes
 from pipeloom.predict.recipes import with_recipe
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.workload.dtypes import dtype_of
+from pipeloom.workload.dtypes import dtype_of, matmul_dtype_of
 from pipeloom.workload.layout import Layout
 from pipeloom.workload.model import ModelShape, model_of
 from pipeloom.workload.run import Run
@@ -43,7 +43,11 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
             device_budget=None if knobs.device_budget is None else str(knobs.device_budget),
             activation_budget=None if moves.budget_bytes is None else f"{moves.budget_bytes:.0f}",
         ),
-        training=TrainingConfig(dtype=dtype_of(run.precision), device="cuda" if step.cluster.device.is_gpu else "cpu"),
+        training=TrainingConfig(
+            dtype=dtype_of(run.precision),
+            matmul_dtype=matmul_dtype_of(run.products),
+            device="cuda" if step.cluster.device.is_gpu else "cpu",
+        ),
         machine=MachineConfig(
             cluster=cluster,
             software=software,

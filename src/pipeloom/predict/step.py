@@ -160,7 +160,7 @@ class SimulatedStep(Pictured, OfPlaced):
     @property
     def peak_flops_per_s(self) -> float:
         """Peak FLOP/s of all devices together."""
-        return self.cluster.peak_flops_per_s(self.run.num_devices, self.run.precision)
+        return self.cluster.peak_flops_per_s(self.run.num_devices, self.run.peak_precision)
 
     @cached_property
     def places(self) -> tuple[Place, ...]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeloom.workload.axes import WithAxes
-from pipeloom.workload.dtypes import Precision
+from pipeloom.workload.dtypes import Precision, Products
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.model import ModelShape
 
@@ -37,6 +37,7 @@ class Run(WithAxes):
         attention: the kernel.
         fused_norm: whether the norm is one kernel.
         precision: of weights and activations.
+        products: of the operands of linear layers, which are then cast; ``None``: ``precision``.
         replicate: copies of the sharded state; each is sharded over ``data_ranks / replicate`` ranks.
         layers_by_stage: layers of each stage; ``None``: as the training program divides them.
         recompute_layers: for each layer its ``recompute``; ``None``: the same for all.
@@ -63,6 +64,7 @@ class Run(WithAxes):
     attention: Attention = "flash2"
     fused_norm: bool = True
     precision: Precision = "bf16"
+    products: Products | None = None
     replicate: int = 1
     layers_by_stage: tuple[int, ...] | None = None
     recompute_layers: tuple[Recompute, ...] | None = None
@@ -140,6 +142,11 @@ class Run(WithAxes):
         return BYTES[self.precision]
 
     @property
+    def peak_precision(self) -> str:
+        """The precision of most products, whose peak utilizations are fractions of."""
+        return self.products or self.precision
+
+    @property
     def effective_attention(self) -> Attention:
         """The attention kernel that runs.
 
@@ -167,6 +174,7 @@ class Run(WithAxes):
             attention=self.attention,
             fused_norm=self.fused_norm,
             precision=self.precision,
+            products=self.products,
             by_document=self.by_document,
         )
 

@@ -1,0 +1,35 @@
+"""Seconds of the matrix products of a run: their operands, their tiles, and the alignment of their rows."""
+
+from math import gcd
+
+from pipeloom.cost.hardware import Device
+from pipeloom.cost.software import Efficiency
+from pipeloom.workload.run import Run
+
+NARROW_BYTES = 1
+"""Bytes of an operand in 8 bits."""
+ALIGNED = 8
+"""Matrix units take operands whose rows are multiples of this number of elements of two bytes (NVIDIA, "Matrix
+multiplication background", table 1); other products take slower kernels."""
+ALIGNED_RATES = {ALIGNED: 1.0, 4: 0.5, 2: 0.38, 1: 0.31}
+"""Largest power of two that divides the sizes of a product -> share of the rate. Below 8 they are what vTrain's
+profiled products with a vocabulary of 50,257, 12,564 and 6,282 show beside those with 25,128."""
+
+
+def product_s(run: Run, device: Device, use: Efficiency, shape: tuple[float, float, float]) -> float:
+    """Seconds of a product of (rows, inner) and (inner, columns) in a linear layer.
+
+    Args:
+        run: has the precision of operands and results.
+        device: computes it.
+        use: of the program.
+        shape: rows, inner size, columns.
+    """
+    (rows, inner, columns), size = shape, run.element_bytes
+    operand = NARROW_BYTES if run.products else size
+    moved = operand * (rows * inner + inner * columns) + size * rows * columns
+    filling = device.filling(rows, columns)
+    if device.is_gpu and columns == int(columns) and inner == int(inner):
+        filling *= ALIGNED_RATES[gcd(int(rows), int(inner), int(columns), ALIGNED)]
+    seconds = device.matmul_s(2 * rows * inner * columns, moved, run.peak_precision, use.matmul * filling)
+    return seconds + device.kernel_s * (use.kernel - 1)
