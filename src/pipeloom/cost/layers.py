@@ -29,7 +29,7 @@ from statistics import fmean
 from pipeloom.cost.flops import seen
 from pipeloom.cost.hardware import Both, Cluster, Collective, Group
 from pipeloom.cost.parts import Parts
-from pipeloom.cost.products import ALIGNED, NARROW_BYTES, product_s
+from pipeloom.cost.products import ALIGNED, adapter_products, cast_bytes, layer_products, product_s
 from pipeloom.cost.ring import Ring
 from pipeloom.cost.software import Software
 from pipeloom.workload.run import Run
@@ -47,6 +47,8 @@ HEAD_KERNELS, HEAD_BACKWARD_KERNELS = 16, 24
 SELECTIVE_KERNELS = 4
 """Of the core of attention, recomputed in a backward."""
 UNFUSED_NORM_KERNELS = 6
+ADAPTER_KERNELS = 4
+"""Two products, a factor and a sum."""
 
 EXPONENTIAL = 48.0
 """Time of a score's exponential in a flash kernel, in elements of a head: between 32 (A100) and 64 (H100). Per cycle, a
@@ -96,9 +98,9 @@ class Pieces:
         """One layer's forward."""
         (forth, forth_s), _ = self._norm_exchanges()
         return Parts(
-            sum(self._matmul_s(*size) for size in self._layer_matmuls()),
+            sum(self._matmul_s(*size) for size in (*layer_products(self.run), *adapter_products(self.run))),
             self._attention_forward_s(),
-            self._memory_s(self._elementwise_bytes() + self._cast_bytes(0)),
+            self._memory_s(self._elementwise_bytes() + self._added_bytes() + cast_bytes(self.run, 0)),
             self._forward_tensor_s() + forth_s,
             self._num_kernels(),
             2 * self._num_collectives() + forth,
@@ -108,10 +110,11 @@ class Pieces:
         """One layer's backward, including recomputation."""
         forward = self.layer_forward()
         _, (back, back_s) = self._norm_exchanges()
+        products = (*layer_products(self.run), *adapter_products(self.run))
         backward = Parts(
-            sum(self._input_s(*size) for size in self._layer_matmuls()) + self.layer_weight_s(),
+            sum(self._input_s(*size) for size in products) + self.layer_weight_s(),
             self._attention_backward_s(),
-            self._memory_s(self._elementwise_backward_bytes() + self._cast_bytes(1)),
+            self._memory_s(self._elementwise_backward_bytes() + self._added_bytes() + cast_bytes(self.run, 1)),
             self._backward_tensor_s() + back_s,
             2 * forward.num_kernels,
             # Sequence parallelism gathers inputs again for the gradients of the weights: three collectives instead of
@@ -126,7 +129,8 @@ class Pieces:
 
     def layer_weight_s(self) -> float:
         """Seconds of the weight half of a layer's split backward."""
-        return sum(self._weight_s(*size) for size in self._layer_matmuls())
+        trained = layer_products(self.run) if self.run.adapter is None else adapter_products(self.run)
+        return sum(self._weight_s(*size) for size in trained)
 
     def _weight_s(self, rows: float, inner: float, columns: float) -> float:
         """Seconds of the product for a weight gradient, and of adding it to the gradients of earlier micro-batches."""
@@ -145,7 +149,7 @@ class Pieces:
         if self.run.products:
             return self._wide.head_weight_s()
         run = self.run
-        if not run.shape.vocab:
+        if not run.shape.vocab or run.adapter is not None:  # with adapters the head is frozen
             return 0.0
         return self._weight_s(run.tokens, run.shape.hidden, self._vocabulary)
 
@@ -223,30 +227,15 @@ class Pieces:
             self._num_collectives(),
         )
 
-    def _layer_matmuls(self) -> list[tuple[float, float, float]]:
-        run, shape = self.run, self.run.shape
-        tokens, hidden, inner = run.tokens, shape.hidden, shape.ffn / run.tp
-        into = [(tokens, hidden, inner * shape.kind.gates)]
-        attention = [
-            (tokens, hidden, (shape.query_width + 2 * shape.kv_width) / run.tp),
-            (tokens, shape.query_width / run.tp, hidden),
-        ]
-        return [*attention, *into, (tokens, inner, hidden)]
-
     @property
     def _wide(self) -> "Pieces":
         """The pieces without narrow products."""
         return replace(self, run=replace(self.run, products=None)) if self.run.products else self
 
-    def _cast_bytes(self, direction: int) -> float:
-        """Bytes of casting operands, 0: of inputs in a forward, 1: of gradients of outputs in a backward.
-
-        Each is read and written twice, as rows and as columns, since both products of a backward need other ones.
-        """
-        if not self.run.products:
-            return 0.0
-        each = self.run.element_bytes + 2 * NARROW_BYTES
-        return sum(each * size[0] * size[1 + direction] for size in self._layer_matmuls())
+    def _added_bytes(self) -> float:
+        """Bytes moved to add the adapters' outputs, or in a backward the gradients of their inputs."""
+        wide = sum(columns for _, _, columns in adapter_products(self.run)[1::2])
+        return 3.0 * self.run.element_bytes * self.run.tokens * wide
 
     def _matmul_s(self, rows: float, inner: float, columns: float) -> float:
         return product_s(self.run, self.cluster.device, self.software.efficiency, (rows, inner, columns))
@@ -435,7 +424,7 @@ class Pieces:
         """Exposed seconds of the collectives of a layer's forward."""
         if not self._is_piecewise:
             return 2 * self._tensor_s()
-        queries, output, into, out = self._layer_matmuls()
+        queries, output, into, out = layer_products(self.run)
         return sum(self._exposed_s("all_gather", self._matmul_s(*size)) for size in (queries, into)) + sum(
             self._exposed_s("reduce_scatter", self._matmul_s(*size)) for size in (output, out)
         )
@@ -459,7 +448,7 @@ class Pieces:
         """
         if self.run.tp == 1 or not self.software.overlaps_columns:
             return 2 * self._tensor_s()
-        queries, output, into, out = self._layer_matmuls()
+        queries, output, into, out = layer_products(self.run)
         exposed_s = 0.0
         for size, row in ((queries, output), (into, out)):
             input_s, weight_s = self._input_s(*size), self._weight_s(*size)
@@ -496,4 +485,5 @@ class Pieces:
         norms *= 1 if self.run.fused_norm else UNFUSED_NORM_KERNELS
         rotation = 8 if self.run.shape.kind.is_rotary else 2
         casts = 4 if self.run.products else 0
-        return 4 + norms + rotation + attention * self.run.cp + 6 + casts
+        adapters = 0 if self.run.adapter is None else ADAPTER_KERNELS * len(self.run.adapter.targets)
+        return 4 + norms + rotation + attention * self.run.cp + 6 + casts + adapters

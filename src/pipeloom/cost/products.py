@@ -33,3 +33,41 @@ def product_s(run: Run, device: Device, use: Efficiency, shape: tuple[float, flo
         filling *= ALIGNED_RATES[gcd(int(rows), int(inner), int(columns), ALIGNED)]
     seconds = device.matmul_s(2 * rows * inner * columns, moved, run.peak_precision, use.matmul * filling)
     return seconds + device.kernel_s * (use.kernel - 1)
+
+
+Product = tuple[float, float, float]
+"""Rows, inner size and columns of a product on one rank."""
+
+
+def layer_products(run: Run) -> list[Product]:
+    """The products of a layer: queries, keys and values; output of attention; into the MLP; out of it."""
+    shape, tokens = run.shape, run.tokens
+    hidden, inner = shape.hidden, shape.ffn / run.tp
+    return [
+        (tokens, hidden, (shape.query_width + 2 * shape.kv_width) / run.tp),
+        (tokens, shape.query_width / run.tp, hidden),
+        (tokens, hidden, inner * shape.kind.gates),
+        (tokens, inner, hidden),
+    ]
+
+
+def adapter_products(run: Run) -> list[Product]:
+    """The two products of each adapter."""
+    found = list[Product]()
+    if run.adapter is None:
+        return found
+    for inputs, outputs, divides_inputs in run.adapter.widths(run.shape):
+        own_in, own_out = (inputs / run.tp, outputs) if divides_inputs else (inputs, outputs / run.tp)
+        found += [(run.tokens, own_in, run.adapter.rank), (run.tokens, run.adapter.rank, own_out)]
+    return found
+
+
+def cast_bytes(run: Run, direction: int) -> float:
+    """Bytes of casting operands, 0: of inputs in a forward, 1: of gradients of outputs in a backward.
+
+    Each is read, and written twice, as rows and as columns, since both products of a backward need other ones.
+    """
+    if not run.products:
+        return 0.0
+    each = run.element_bytes + 2 * NARROW_BYTES
+    return sum(each * size[0] * size[1 + direction] for size in layer_products(run))

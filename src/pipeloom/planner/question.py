@@ -13,6 +13,7 @@ from pipeloom.families import FAMILIES
 from pipeloom.planner.bounds import Bounds
 from pipeloom.predict.describe import dtype_problem
 from pipeloom.terminal.words import count, did_you_mean
+from pipeloom.workload.adapter import Adapter
 from pipeloom.workload.axes import IN_SENTENCES, Axes
 from pipeloom.workload.dtypes import Precision, Products, dtype_of
 from pipeloom.workload.launchers import PIPELOOM, Launcher
@@ -89,6 +90,7 @@ class Question:
         limits: of the search.
         has_default_dtype: whether the precision is the default of the devices.
         launcher: the program that can start every layout; pipeloom starts those of any training program.
+        adapter: low-rank adapters of all layers, whose other weights are frozen; ``None``: all weights are trained.
     """
 
     shape: ModelShape
@@ -105,6 +107,7 @@ class Question:
     limits: Limits = field(default_factory=Limits)
     has_default_dtype: bool = False
     launcher: Launcher = PIPELOOM
+    adapter: Adapter | None = None
 
     def __repr__(self) -> str:
         """Model, cluster and sizes."""
@@ -143,7 +146,9 @@ class Question:
             found.append(
                 f"the dtype {problem}" if problem else f"{device.name} has no peak for products in {self.products}"
             )
-        return found + limit_problems(self.limits, self.software, self.launcher)
+        if self.adapter is not None and not self.software.has_lanes:
+            found.append(f"adapter.rank needs the training program pipeloom, found {self.software.name}")
+        return found + limit_problems(self.limits, self.software, self.launcher, has_adapters=self.adapter is not None)
 
     @cached_property
     def families(self) -> tuple[str, ...]:
@@ -204,7 +209,9 @@ class Question:
     @cached_property
     def least_s(self) -> float:
         """Lower bound of the step time in seconds for any layout: model FLOPs at the peak of the devices."""
-        flops = self.global_batch * self.seq * shape_model_flops(self.shape, self.seq)
+        flops = (
+            self.global_batch * self.seq * shape_model_flops(self.shape, self.seq, self.run.frozen_pieces, self.adapter)
+        )
         return flops / max(one.peak_flops_per_s(self.num_devices, self.run.peak_precision) for one in self.clusters)
 
     @property
@@ -218,6 +225,8 @@ class Question:
             fused_norm=self.fused_norm,
             precision=self.precision,
             products=self.products,
+            frozen_pieces=0 if self.adapter is None else 1,  # the embedding
+            adapter=self.adapter,
         )
 
 
@@ -264,9 +273,11 @@ def axes(num_devices: int, tps: Iterable[int], cps: Sequence[int] = (1,)) -> lis
     ]
 
 
-def limit_problems(limits: Limits, software: Software, launcher: Launcher = PIPELOOM) -> list[str]:
+def limit_problems(
+    limits: Limits, software: Software, launcher: Launcher = PIPELOOM, *, has_adapters: bool = False
+) -> list[str]:
     """A sentence for each limit that the training program does not have."""
-    runs, title = launcher.recomputations, software.name
+    runs, title = launcher.recomputations, software.name + (" with adapters" if has_adapters else "")
     if not launcher.is_own:
         title = f"{launcher.title} (priced as {software.name})"
     own = [
