@@ -66,7 +66,7 @@ class Kept:
 
     @property
     def _num_positions(self) -> int:
-        return self.run.tokens if self.run.by_document else self.run.seq
+        return self.run.tokens if self.run.by_document else self.run.rank_seq
 
     def _share(self, whole: int) -> int:
         """The largest share of ``whole`` rows on a tensor-parallel rank."""

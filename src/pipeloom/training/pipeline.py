@@ -102,7 +102,7 @@ class Pipeline:
         self.data_parallel = DataParallel(
             self.schedule,
             ((stage, self._build(self._pieces[stage], world.device, master_dtype(self._dtype))) for stage in own),
-            layout.shard if layout.dp > 1 else "none",
+            layout.shard if layout.data_ranks > 1 else "none",
             make_groups(layout, world, log),
             self._lanes.lane("data-parallel"),
             replicated=lambda stage: _transformer(stage).replicated(),
