@@ -164,11 +164,13 @@ class Chaos:
         return time.monotonic() - begin_s
 
     def pid(self, rank):
-        for _ in range(100):
+        """The process of a rank that runs: the number of one that has ended may be another program's."""
+        for _ in range(500):
             with suppress(UserError, StopIteration):
-                return next(one.pid for one in read_ranks(self.run / ACTIONS) if one.rank == rank)
+                ranks = read_ranks(self.run / ACTIONS)
+                return next(one.pid for one in ranks if one.rank == rank and one.process == "runs")
             time.sleep(0.02)
-        raise AssertionError("the ranks have no files")
+        raise AssertionError("the rank does not run")
 
     def kill(self, rank, number=signal.SIGKILL):
         with suppress(ProcessLookupError):
