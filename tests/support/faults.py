@@ -37,7 +37,7 @@ MODEL = (
 )
 LAYOUT = "--layout.pp 2 --layout.dp 2 --layout.loops 2 --layout.num-microbatches 4"
 STALL_S = 2.0
-GAP = 6
+GAP = 4
 """Steps between two faults."""
 
 
@@ -135,7 +135,7 @@ class Chaos:
         again = ["--checkpoint.resume", str(self.run)] if (self.run / "checkpoints").exists() else []
         self.command = Forked(self.folder, [*self.words, *again], Commands(self.folder).install)
 
-    def finish(self, limit_s=120):
+    def finish(self, limit_s=600):
         """Its exit status."""
         status = self.command.end(limit_s)
         assert status == 0, f"{status}: {self.command.stdout}{self.command.stderr}"
