@@ -74,7 +74,8 @@ class Options(Goals):
     tp: Common[tuple[int, ...]] = ()
     """Tensor-model-parallel sizes to search. None: all."""
     cp: tuple[int, ...] = ()
-    """Context-parallel sizes to search. None: those with which each rank has at least 4,096 tokens of a sequence."""
+    """Context-parallel sizes to search. None: those with which each rank has at least 4,096 tokens of a sequence; for
+    pipeloom only 1, since its attention over parts of sequences has no fused kernel on GPUs."""
     pp: Common[tuple[int, ...]] = ()
     """Pipeline-model-parallel sizes to search. 1 is no pipeline. None: all."""
     dp: tuple[int, ...] = ()

@@ -359,8 +359,6 @@ def _training_problems(config: RunConfig) -> Problems:
     if layout.tp > 1 and not layout.sequence_parallel and num_tokens % layout.tp:
         share = "since messages carry a share of the tokens"
         yield f"layout.tp must divide data.seq_len, {share}, found {layout.tp} and {num_tokens}"
-    if layout.cp > 1:
-        yield f"layout.cp {layout.cp}: simulate and plan price context parallelism, train does not run it; use 1"
     if training.compile and training.compile_backend == "inductor":
         yield from toolchain_problems(training.device)
     if training.matmul_dtype is not None:

@@ -185,10 +185,13 @@ class Question:
 
     @cached_property
     def context_sizes(self) -> tuple[int, ...]:
-        """Sizes of the context axis to search: powers of two with which a rank has ``LEAST_CONTEXT`` tokens."""
+        """Sizes of the context axis to search: powers of two with which a rank has ``LEAST_CONTEXT`` tokens.
+
+        For pipeloom only those of the limits: its attention over parts of sequences has no fused kernel on GPUs.
+        """
         if self.limits.cp is not None:
             return self.limits.cp
-        most = self.seq // LEAST_CONTEXT if self.launcher.has_context else 1
+        most = self.seq // LEAST_CONTEXT if self.launcher.has_context and not self.launcher.is_own else 1
         return tuple(2**power for power in range(max(1, most).bit_length()))
 
     @cached_property

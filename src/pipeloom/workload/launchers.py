@@ -175,9 +175,7 @@ def _megatron_groups(ranks: int, microbatches: int, group_size: int) -> list[str
     return found
 
 
-PIPELOOM = Launcher(
-    name="pipeloom", title="pipeloom", software="pipeloom", is_own=True, takes_attention=True, has_context=False
-)
+PIPELOOM = Launcher(name="pipeloom", title="pipeloom", software="pipeloom", is_own=True, takes_attention=True)
 MEGATRON = Launcher(
     name="megatron",
     title="Megatron-LM",

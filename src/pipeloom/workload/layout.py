@@ -173,10 +173,10 @@ class Layout(WithAxes):
         return max(1, self.token_slices) if isinstance(self.token_slices, int) else 1
 
     def slice_lengths(self, num_tokens: int) -> tuple[int, ...]:
-        """Tokens of each slice of sequences of this length; all in one for auto before it is decided."""
+        """Tokens of each slice of sequences of this length, on one rank; all in one for auto before it is decided."""
         if isinstance(self.token_slices, tuple):
             return self.token_slices
-        return even_slices(num_tokens, self.num_slices, self.tp)
+        return even_slices(num_tokens // self.cp, self.num_slices, self.tp)
 
     @property
     def batch_size(self) -> int:
@@ -203,6 +203,16 @@ class Layout(WithAxes):
         others, tensor = divmod(rank, self.tp)
         place, data = divmod(others, self.data_ranks)
         return Coordinates(self.pipeline_order[place] if self.pipeline_order else place, data, tensor)
+
+    def replica_of(self, place: Coordinates) -> int:
+        """The replica of a position: ranks of a context axis are of one."""
+        return place.data // self.cp
+
+    def words_of(self, place: Coordinates) -> str:
+        """Places on the data, context and tensor axis in words; of an axis of one rank nothing."""
+        found = [f"replica {self.replica_of(place)}"] if self.dp > 1 else []
+        found += [f"context rank {place.data % self.cp}"] if self.cp > 1 else []
+        return ", ".join([*found, *([f"tensor rank {place.tensor}"] if self.tp > 1 else [])])
 
     def rank_at(self, place: Coordinates) -> int:
         """The rank at a position."""
@@ -264,6 +274,16 @@ class Layout(WithAxes):
     def tensor_groups(self) -> list[list[int]]:
         """All groups of ranks that share the matrices of the same stages of the same replica."""
         return [list(range(first, first + self.tp)) for first in range(0, self.num_ranks, self.tp)]
+
+    def context_groups(self) -> list[list[int]]:
+        """All groups of ranks that share the tokens of the same sequences, in the order of their parts."""
+        begins = range(0, self.data_ranks, self.cp)
+        return [ranks[begin : begin + self.cp] for ranks in self._data_groups() for begin in begins]
+
+    def lockstep_groups(self) -> list[list[int]]:
+        """All groups of ranks that compute the same stages of the same micro-batches, and exchange within them."""
+        size = self.tp * self.cp
+        return [list(range(first, first + size)) for first in range(0, self.num_ranks, size)]
 
     def _data_groups(self) -> list[list[int]]:
         """For each place on the pipeline and tensor axes, the ranks along the data axis."""
