@@ -13,13 +13,11 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from pipeloom.checkpoint.checkpoint_folder import (
     FOLDER,
@@ -49,15 +47,9 @@ from pipeloom.execute.stages.weights import StageWeights
 from pipeloom.system.host_memory import available_memory
 from pipeloom.training.background import Background
 from pipeloom.training.checkpoints.boxes import Box, Elements
-from pipeloom.training.checkpoints.contents import MODEL, expected_shapes, state_prefix, weights_only
+from pipeloom.training.checkpoints.contents import MODEL, expected_shapes, state_prefix, stored_shapes, weights_only
+from pipeloom.training.checkpoints.differences import differences
 from pipeloom.training.checkpoints.kept import Kept, recall
-from pipeloom.training.checkpoints.planner import (
-    ElementsLoadPlanner,
-    ElementsSavePlanner,
-    differences,
-    stored_shapes,
-)
-from pipeloom.training.checkpoints.storage import CheckpointReader, CheckpointWriter
 from pipeloom.training.memory_check import processes_here
 from pipeloom.training.noted import NOT_NOTED, CheckpointActivities
 from pipeloom.training.pipeline import Pipeline
@@ -182,6 +174,12 @@ class Checkpoints:
             torch.cuda.set_device(self._device)  # a new thread starts with device 0
         path = self._run / FOLDER / name_of(info.step)
         draft = draft_of(path)
+        # Not before the first checkpoint: it would delay the first step.
+        import torch.distributed.checkpoint as dcp
+
+        from pipeloom.training.checkpoints.planner import ElementsSavePlanner
+        from pipeloom.training.checkpoints.storage import CheckpointWriter
+
         planner = ElementsSavePlanner(held)
         try:
             with _errors(f"cannot write the checkpoint {path}", RunError):
@@ -212,19 +210,24 @@ class Checkpoints:
                 f"the checkpoint {path} has another tokenizer than this run, so its model reads other tokens; "
                 "set data.tokenizer as in the run that wrote it"
             )
-        info, reader = read_info(path), CheckpointReader(path)
+        info = read_info(path)
         # Each rank compares all tensors, not only its own, so that one message lists all differences.
         if self._optimizer is None:
-            expected, stored = weights_only(self._config, reader)
+            expected, stored = weights_only(self._config, path)
         else:
-            expected, stored = expected_shapes(self._config), stored_shapes(reader.read_metadata())
+            expected, stored = expected_shapes(self._config), stored_shapes(path)
         if differing := differences(expected, stored):
             lines = [f"the checkpoint {path} is not of this model:", *(f"  - {one}" for one in differing)]
             raise UserError("\n".join(lines))
         held = self._held(is_shared_out=False)
+        import torch.distributed.checkpoint as dcp
+
+        from pipeloom.training.checkpoints.planner import ElementsLoadPlanner
+        from pipeloom.training.checkpoints.storage import CheckpointReader
+
         planner = ElementsLoadPlanner({key: held[key] for key in held if key in expected})
         with _errors(f"cannot read the checkpoint {path}", UserError):
-            dcp.load({}, storage_reader=reader, planner=planner, process_group=self._group)
+            dcp.load({}, storage_reader=CheckpointReader(path), planner=planner, process_group=self._group)
         self._adopt(info)
         return info
 
@@ -479,12 +482,19 @@ def _remove(checkpoint: Path) -> None:
         shutil.rmtree(draft)
 
 
+def _failure_of_ranks() -> Any:
+    """DCP's exception."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    return CheckpointException
+
+
 @contextmanager
 def _errors(what: str, kind: type[PipeloomError]) -> Iterator[None]:
     """Turn the failure of any rank into one error on all ranks, without torch's tracebacks in its message."""
     try:
         yield
-    except CheckpointException as error:
+    except _failure_of_ranks() as error:  # loaded only where something has failed
         rank, (cause, _) = next(iter(error.failures.items()))
         raise kind(f"{what}: {cause if isinstance(cause, PipeloomError) else f'rank {rank}: {cause}'}") from None
     except OSError as error:
