@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from torch import Tensor
-
 from pipeloom.errors import UserError
 from pipeloom.execute.communication.boundary import TokenSlices
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
