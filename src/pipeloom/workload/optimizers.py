@@ -96,10 +96,6 @@ def _of_torch(name: str) -> Callable[..., Any]:
     return make
 
 
-def _fused_adamw(groups: list[dict[str, Any]], **settings: Setting) -> Any:
-    return import_module(_FUSED_ADAMW).FusedAdamW(groups, **settings)
-
-
 _FUSED_ADAMW = "pipeloom.training.fused_adamw"
 OPTIMIZERS: Registry[Optimizer] = Registry("optimizer", "pipeloom.optimizers", Optimizer)
 """Every optimizer by name."""
@@ -109,7 +105,7 @@ OPTIMIZERS.add(
         summary="Adam with decoupled weight decay (arXiv 1711.05101)",
         settings={"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
         state=("exp_avg", "exp_avg_sq"),
-        make=_fused_adamw,
+        make=_of_module(_FUSED_ADAMW, "FusedAdamW"),
         imports=(_FUSED_ADAMW,),
     ),
 )
