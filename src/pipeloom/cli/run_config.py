@@ -182,6 +182,7 @@ def _over(config: RunConfig, found: Words) -> RunConfig:
     )
 
 
-def dtype_words(precision: str, *, is_default: bool) -> str:
+def dtype_words(precision: str, products: str | None = None, *, is_default: bool) -> str:
     """A run's type of weights and activations, and whether it is the default."""
-    return dtype_of(precision) + (" (the devices' default)" if is_default else "")
+    default = " (the devices' default)" if is_default else ""
+    return dtype_of(precision) + default + (f" with {products} linear layers" if products else "")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, cast
 from pipeloom.config.tokenizer_files import num_tokens
 from pipeloom.terminal.words import parse_bytes
 from pipeloom.workload.adapter import Target
-from pipeloom.workload.dtypes import Dtype, default_dtype
+from pipeloom.workload.dtypes import Dtype, MatmulDtype, default_dtype
 from pipeloom.workload.limits import (
     ClusterName,
     Common,
@@ -280,6 +280,9 @@ class TrainingConfig:
     """Data type of weights and activations. With bfloat16 the optimizer updates weights in float32, and gradients are
     accumulated in float32, over micro-batches and over replicas. train does not compute in float16; float64 has no
     predictions. None: float32 on CPUs; on GPUs bfloat16, or float16 in predictions for devices that lack it."""
+    matmul_dtype: MatmulDtype | None = None
+    """Data type of the operands of linear layers, in predictions and exports; train does not cast them. Attention,
+    head, embedding, weights and activations keep dtype. None: dtype."""
     device: Common[Literal["cpu", "cuda"]] = "cpu"
     """Device type. With cuda, each process takes one GPU."""
     threads: Count = 1

@@ -100,7 +100,7 @@ def _shard_problems(job: Job) -> list[str]:
         why = f"its FSDP communicates {what} for every micro-batch, and torch FSDP2 does not work with a pipeline"
         return [f"{setting}: not supported by Megatron-LM: {why}; use layout.shard optimizer"]
     what = f"layout.replicate {layout.replicate} with layout.shard {layout.shard}"
-    is_hybrid = layout.shard_size < layout.dp
+    is_hybrid = layout.shard_size < layout.data_ranks
     return [f"{what}: the export supports hybrid sharding with layout.shard optimizer only"] if is_hybrid else []
 
 
@@ -205,6 +205,8 @@ def _model(job: Job) -> list[Flag]:
 def _parallel(job: Job) -> list[Flag]:
     layout = job.config.layout
     flags = [flag("--tensor-model-parallel-size", layout.tp), flag("--pipeline-model-parallel-size", layout.pp)]
+    if layout.cp > 1:
+        flags += [flag("--context-parallel-size", layout.cp), flag("--cp-comm-type", "p2p")]
     is_even = len(set(job.layers_by_stage)) == 1
     if layout.pp > 1 and not is_even:
         flags.append(flag("--pipeline-model-parallel-layout", layer_layout(job.layers_by_stage)))
@@ -223,12 +225,12 @@ def layer_layout(layers_by_stage: tuple[int, ...]) -> str:
 
 
 def _is_fsdp(job: Job) -> bool:
-    return job.config.layout.dp > 1 and job.config.layout.shard in ("gradients", "full")
+    return job.config.layout.data_ranks > 1 and job.config.layout.shard in ("gradients", "full")
 
 
 def _sharding(job: Job) -> list[Flag]:
     layout = job.config.layout
-    if layout.dp == 1:
+    if layout.data_ranks == 1:
         return []
     if layout.shard == "none":
         return [flag("--overlap-grad-reduce")]
@@ -241,8 +243,8 @@ def _sharding(job: Job) -> list[Flag]:
             flag("--no-gradient-accumulation-fusion"),
             flag("--ckpt-format", "fsdp_dtensor"),
         ]
-    elif layout.shard_size < layout.dp:
-        flags.append(flag("--num-distributed-optimizer-instances", layout.dp // layout.shard_size))
+    elif layout.shard_size < layout.data_ranks:
+        flags.append(flag("--num-distributed-optimizer-instances", layout.data_ranks // layout.shard_size))
     return flags
 
 
@@ -270,6 +272,8 @@ def _training(job: Job) -> list[Flag]:
     clip = 0.0 if math.isinf(optimizer.known_clip_grad_norm) else optimizer.known_clip_grad_norm
     return [
         *precision.get(job.dtype, []),
+        # Operands of e4m3 in forwards, gradients of e5m2, each scaled by its own largest value.
+        *([flag("--fp8-format", "hybrid")] if config.training.matmul_dtype is not None else []),
         flag("--micro-batch-size", layout.microbatch_size),
         flag("--global-batch-size", layout.batch_size),
         flag(_FLAGS["training.steps"], steps),
