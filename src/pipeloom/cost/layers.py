@@ -24,6 +24,7 @@ from statistics import fmean
 
 from pipeloom.cost.flops import seen
 from pipeloom.cost.hardware import Cluster, Collective, Group
+from pipeloom.cost.parts import Parts
 from pipeloom.cost.software import Software
 from pipeloom.workload.run import Run
 
@@ -44,7 +45,8 @@ UNFUSED_NORM_KERNELS = 6
 EXPONENTIAL = 48.0
 """Time of a score's exponential in a flash kernel, in elements of a head: between 32 (A100) and 64 (H100). Per cycle, a
 multiprocessor computes 16 exponentials, or 2,048 (A100) or 4,096 (H100) operations in its matrix units (arXiv
-2407.08608, section 3)."""
+2407.08608, section 3). FlashAttention-1, and kernels like it, are as fast with heads of 64 as with 128: others of their
+steps limit them (arXiv 2307.08691, figures 4 to 6)."""
 
 
 WRITTEN_SCORE = 48.0
@@ -64,43 +66,6 @@ ALIGNED_RATES = {ALIGNED: 1.0, 4: 0.5, 2: 0.38, 1: 0.31}
 profiled products with a vocabulary of 50,257, 12,564 and 6,282 show beside those with 25,128."""
 WIDEST_LOAD_BYTES = 16
 """Bytes that a thread loads at once into shared memory are 4, 8 or 16, by the alignment of rows (PTX ISA, cp.async)."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Seconds of a piece by cause, for one direction of one micro-batch.
-
-    Attributes:
-        matmul_s: products with weights.
-        attention_s: scores, softmax and weighted sum.
-        memory_s: norms, activations, residual stream, dropout, loss.
-        tensor_s: tensor-parallel collectives.
-        num_kernels: number of kernels that the host launches.
-        num_collectives: number of tensor-parallel collectives, whose launch takes the host longer than a kernel's.
-    """
-
-    matmul_s: float = 0.0
-    attention_s: float = 0.0
-    memory_s: float = 0.0
-    tensor_s: float = 0.0
-    num_kernels: float = 0.0
-    num_collectives: float = 0.0
-
-    def __add__(self, other: "Parts") -> "Parts":
-        """The sums of both."""
-        return Parts(
-            self.matmul_s + other.matmul_s,
-            self.attention_s + other.attention_s,
-            self.memory_s + other.memory_s,
-            self.tensor_s + other.tensor_s,
-            self.num_kernels + other.num_kernels,
-            self.num_collectives + other.num_collectives,
-        )
-
-    @property
-    def device_s(self) -> float:
-        """Seconds on the device."""
-        return self.matmul_s + self.attention_s + self.memory_s + self.tensor_s
 
 
 @dataclass(frozen=True)
@@ -154,11 +119,17 @@ class Pieces:
             # two (arXiv 2205.05198, section 4.2.2).
             2 * self._num_collectives() * (1.5 if self.run.sequence_parallel else 1) + back,
         )
+        return backward + self._again(forward)
+
+    def _again(self, forward: Parts) -> Parts:
+        """What a layer's backward recomputes of its forward."""
         if self.run.recompute == "full" and not self.software.is_composed:
-            return backward + forward
-        if self.run.recompute == "selective":
-            return backward + Parts(attention_s=forward.attention_s, num_kernels=SELECTIVE_KERNELS)
-        return backward
+            return forward
+        if self.run.recompute != "selective":
+            return Parts()
+        if self.software.selective_share:
+            return forward.times(self.software.selective_share)
+        return Parts(attention_s=forward.attention_s, num_kernels=SELECTIVE_KERNELS)
 
     def layer_weight_s(self) -> float:
         """Seconds of the weight half of a layer's split backward."""
@@ -399,11 +370,12 @@ class Pieces:
         # Both kernels were written for the A100.
         share = (use.flash1 if kernel == "flash1" else use.flash2) * device.early_kernels
         rate = device.peak_flops_per_s[self.run.precision] * share
-        size = self.run.shape.head_size
-        # A soft cap's tanh is computed by an exponential, too.
-        exponential = EXPONENTIAL * (2 if self.run.shape.attn_softcap else 1)
-        # The calibrated rates are for heads of size 128.
-        rate *= (size / (size + exponential)) / (128 / (128 + EXPONENTIAL))
+        if kernel == "flash2":
+            size = self.run.shape.head_size
+            # A soft cap's tanh is computed by an exponential, too.
+            exponential = EXPONENTIAL * (2 if self.run.shape.attn_softcap else 1)
+            # The calibrated rates are for heads of size 128.
+            rate *= (size / (size + exponential)) / (128 / (128 + EXPONENTIAL))
         # Half of the FLOPs: flash kernels skip the blocks above the diagonal. Each head reads the mask.
         mask_s = self._memory_s(self.run.element_bytes * self._masked_scores())
         return self._attention_flops() / 2 / rate + mask_s + device.kernel_s
