@@ -5,7 +5,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,7 +34,6 @@ from pipeloom.execute.processes.watch import Watch, where_threads_are
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.execute.stages.stage import Continued, Objective, Stage, StepDocuments
-from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.measure.moves import time_messages, time_moves, time_stage_swaps
 from pipeloom.measure.rehearsal import Rehearsal, warm_up
@@ -55,7 +53,7 @@ from pipeloom.passes import Moves
 from pipeloom.recipe import build, schedule_text
 from pipeloom.runs.action_log import ActionLog
 from pipeloom.schedule import Schedule
-from pipeloom.training.stages import StageSizes, saved_bytes, stage_of
+from pipeloom.training.stages import StageSizes, make_store, saved_bytes, stage_of
 
 _Own = TypeVar("_Own")
 
@@ -100,7 +98,7 @@ class Pipeline:
         self._context = ContextParallel(make_context_group(layout, world, _patience(config), log))
         assert config.model.vocab_size is not None, "the model configuration is not resolved"
         self._vocabulary = SplitVocabulary(self._parallel, config.model.vocab_size)
-        self.store = _make_store(config)
+        self.store = make_store(config)
         self.data_parallel = DataParallel(
             self.schedule,
             ((stage, self._build(self._pieces[stage], world.device, master_dtype(self._dtype))) for stage in own),
@@ -469,24 +467,6 @@ class Pipeline:
         return Executor(
             schedule, rank, parts, transport=self._transport, clock=self._clock, run_ahead=training.run_ahead, log=log
         )
-
-
-def _make_store(config: RunConfig) -> StageStore | None:
-    """The store of swapped stages; ``None`` without swaps.
-
-    Raises:
-        UserError: ``schedule.swap_folder`` cannot be written.
-    """
-    budget, folder = config.schedule.budget_bytes, config.schedule.swap_folder
-    if budget is None:
-        return None
-    try:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise UserError(f"schedule.swap_folder: cannot write to {folder}: {error.strerror or error}") from None
-    return StageStore(budget, folder)
 
 
 def _patience(config: RunConfig) -> timedelta | None:

@@ -6,6 +6,7 @@ Schedules use these bytes to move activations and to swap stages. Counting needs
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import prod
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +15,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from pipeloom.config import RunConfig, ScheduleConfig
+from pipeloom.errors import UserError
 from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.stages.saved import Parcel
 from pipeloom.execute.stages.stage import split_backward_of
+from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.model import (
     Documents,
@@ -267,3 +270,21 @@ class _Kernels(TorchFunctionMode):
                 args[0], args[0].new_empty((*args[0].shape[:-1], 2), dtype=dtype), kwargs["weight"], kwargs["bias"]
             )
         return func(*args, **kwargs)
+
+
+def make_store(config: RunConfig) -> StageStore | None:
+    """The store of swapped stages; ``None`` without swaps.
+
+    Raises:
+        UserError: ``schedule.swap_folder`` cannot be written.
+    """
+    budget, folder = config.schedule.budget_bytes, config.schedule.swap_folder
+    if budget is None:
+        return None
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"schedule.swap_folder: cannot write to {folder}: {error.strerror or error}") from None
+    return StageStore(budget, folder)
