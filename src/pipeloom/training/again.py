@@ -180,7 +180,7 @@ def _culprit(error: RunError, run: Path) -> int:
 
 def _words(config: RunConfig) -> str:
     layout = config.layout
-    return f"{config.title}, layout.pp {layout.pp}, layout.loops {layout.num_loops}{layout.other_axes}"
+    return f"{config.title}, {layout.axes.product('layout.')}, layout.loops {layout.num_loops}"
 
 
 def refuse_launched(config: RunConfig) -> None:
