@@ -26,10 +26,11 @@ from dataclasses import dataclass, replace
 from math import ceil, floor, gcd
 from statistics import fmean
 
+from pipeloom.cost.adapters import adapter_kernels, adapter_products, added_bytes
 from pipeloom.cost.flops import seen
 from pipeloom.cost.hardware import Both, Cluster, Collective, Group
 from pipeloom.cost.parts import Parts
-from pipeloom.cost.products import ALIGNED, adapter_products, cast_bytes, layer_products, product_s
+from pipeloom.cost.products import ALIGNED, cast_bytes, layer_products, product_s
 from pipeloom.cost.ring import Ring
 from pipeloom.cost.software import Software
 from pipeloom.workload.run import Run
@@ -47,15 +48,11 @@ HEAD_KERNELS, HEAD_BACKWARD_KERNELS = 16, 24
 SELECTIVE_KERNELS = 4
 """Of the core of attention, recomputed in a backward."""
 UNFUSED_NORM_KERNELS = 6
-ADAPTER_KERNELS = 4
-"""Two products, a factor and a sum."""
 
 EXPONENTIAL = 48.0
 """Time of a score's exponential in a flash kernel, in elements of a head: between 32 (A100) and 64 (H100). Per cycle, a
 multiprocessor computes 16 exponentials, or 2,048 (A100) or 4,096 (H100) operations in its matrix units (arXiv
 2407.08608, section 3)."""
-
-
 WRITTEN_SCORE = 48.0
 """Time to write and read a score, in elements of a head, for the batched products of plain kernels: one product writes
 it and the other reads it, 4 bytes beside 4 operations for each element of a head, at the general rates of an A100
@@ -98,9 +95,15 @@ class Pieces:
         """One layer's forward."""
         (forth, forth_s), _ = self._norm_exchanges()
         return Parts(
-            sum(self._matmul_s(*size) for size in (*layer_products(self.run), *adapter_products(self.run))),
+            sum(
+                self._matmul_s(*size) for size in (*layer_products(self.run), *adapter_products(self.run, self.run.tp))
+            ),
             self._attention_forward_s(),
-            self._memory_s(self._elementwise_bytes() + self._added_bytes() + cast_bytes(self.run, 0)),
+            self._memory_s(
+                self._elementwise_bytes()
+                + added_bytes(self.run, adapter_products(self.run, self.run.tp))
+                + cast_bytes(self.run, 0)
+            ),
             self._forward_tensor_s() + forth_s,
             self._num_kernels(),
             2 * self._num_collectives() + forth,
@@ -110,11 +113,11 @@ class Pieces:
         """One layer's backward, including recomputation."""
         forward = self.layer_forward()
         _, (back, back_s) = self._norm_exchanges()
-        products = (*layer_products(self.run), *adapter_products(self.run))
+        pairs = adapter_products(self.run, self.run.tp)
         backward = Parts(
-            sum(self._input_s(*size) for size in products) + self.layer_weight_s(),
+            sum(self._input_s(*size) for size in (*layer_products(self.run), *pairs)) + self.layer_weight_s(),
             self._attention_backward_s(),
-            self._memory_s(self._elementwise_backward_bytes() + self._added_bytes() + cast_bytes(self.run, 1)),
+            self._memory_s(self._elementwise_backward_bytes() + added_bytes(self.run, pairs) + cast_bytes(self.run, 1)),
             self._backward_tensor_s() + back_s,
             2 * forward.num_kernels,
             # Sequence parallelism gathers inputs again for the gradients of the weights: three collectives instead of
@@ -129,8 +132,9 @@ class Pieces:
 
     def layer_weight_s(self) -> float:
         """Seconds of the weight half of a layer's split backward."""
-        trained = layer_products(self.run) if self.run.adapter is None else adapter_products(self.run)
-        return sum(self._weight_s(*size) for size in trained)
+        return sum(
+            self._weight_s(*size) for size in adapter_products(self.run, self.run.tp) or layer_products(self.run)
+        )
 
     def _weight_s(self, rows: float, inner: float, columns: float) -> float:
         """Seconds of the product for a weight gradient, and of adding it to the gradients of earlier micro-batches."""
@@ -149,9 +153,8 @@ class Pieces:
         if self.run.products:
             return self._wide.head_weight_s()
         run = self.run
-        if not run.shape.vocab or run.adapter is not None:  # with adapters the head is frozen
-            return 0.0
-        return self._weight_s(run.tokens, run.shape.hidden, self._vocabulary)
+        is_trained = run.shape.vocab and run.adapter is None
+        return self._weight_s(run.tokens, run.shape.hidden, self._vocabulary) if is_trained else 0.0
 
     def accumulation_s(self, parameters: float) -> float:
         """Seconds of adding one micro-batch's gradients of ``parameters`` to the accumulated ones."""
@@ -231,11 +234,6 @@ class Pieces:
     def _wide(self) -> "Pieces":
         """The pieces without narrow products."""
         return replace(self, run=replace(self.run, products=None)) if self.run.products else self
-
-    def _added_bytes(self) -> float:
-        """Bytes moved to add the adapters' outputs, or in a backward the gradients of their inputs."""
-        wide = sum(columns for _, _, columns in adapter_products(self.run)[1::2])
-        return 3.0 * self.run.element_bytes * self.run.tokens * wide
 
     def _matmul_s(self, rows: float, inner: float, columns: float) -> float:
         return product_s(self.run, self.cluster.device, self.software.efficiency, (rows, inner, columns))
@@ -485,5 +483,4 @@ class Pieces:
         norms *= 1 if self.run.fused_norm else UNFUSED_NORM_KERNELS
         rotation = 8 if self.run.shape.kind.is_rotary else 2
         casts = 4 if self.run.products else 0
-        adapters = 0 if self.run.adapter is None else ADAPTER_KERNELS * len(self.run.adapter.targets)
-        return 4 + norms + rotation + attention * self.run.cp + 6 + casts + adapters
+        return 4 + norms + rotation + attention * self.run.cp + 6 + casts + adapter_kernels(self.run)

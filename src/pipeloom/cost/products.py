@@ -2,6 +2,7 @@
 
 from math import gcd
 
+from pipeloom.cost.adapters import Product
 from pipeloom.cost.hardware import Device
 from pipeloom.cost.software import Efficiency
 from pipeloom.workload.run import Run
@@ -16,7 +17,7 @@ ALIGNED_RATES = {ALIGNED: 1.0, 4: 0.5, 2: 0.38, 1: 0.31}
 profiled products with a vocabulary of 50,257, 12,564 and 6,282 show beside those with 25,128."""
 
 
-def product_s(run: Run, device: Device, use: Efficiency, shape: tuple[float, float, float]) -> float:
+def product_s(run: Run, device: Device, use: Efficiency, shape: Product) -> float:
     """Seconds of a product of (rows, inner) and (inner, columns) in a linear layer.
 
     Args:
@@ -35,10 +36,6 @@ def product_s(run: Run, device: Device, use: Efficiency, shape: tuple[float, flo
     return seconds + device.kernel_s * (use.kernel - 1)
 
 
-Product = tuple[float, float, float]
-"""Rows, inner size and columns of a product on one rank."""
-
-
 def layer_products(run: Run) -> list[Product]:
     """The products of a layer: queries, keys and values; output of attention; into the MLP; out of it."""
     shape, tokens = run.shape, run.tokens
@@ -49,17 +46,6 @@ def layer_products(run: Run) -> list[Product]:
         (tokens, hidden, inner * shape.kind.gates),
         (tokens, inner, hidden),
     ]
-
-
-def adapter_products(run: Run) -> list[Product]:
-    """The two products of each adapter."""
-    found = list[Product]()
-    if run.adapter is None:
-        return found
-    for inputs, outputs, divides_inputs in run.adapter.widths(run.shape):
-        own_in, own_out = (inputs / run.tp, outputs) if divides_inputs else (inputs, outputs / run.tp)
-        found += [(run.tokens, own_in, run.adapter.rank), (run.tokens, run.adapter.rank, own_out)]
-    return found
 
 
 def cast_bytes(run: Run, direction: int) -> float:

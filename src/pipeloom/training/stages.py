@@ -5,6 +5,7 @@ Schedules use these bytes to move activations and to swap stages. Counting needs
 
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from pipeloom.model import (
     stage_pieces,
 )
 from pipeloom.model.adapted import adapted_stage
-from pipeloom.model.context_parallel import ContextGroup, ContextParallel
+from pipeloom.model.context_parallel import WHOLE_SEQUENCES, ContextGroup, ContextParallel
 from pipeloom.model.deferred import defer
 from pipeloom.model.key_values import KeyValueCache
 from pipeloom.model.tensor_parallel import WHOLE, TensorGroup
@@ -44,6 +45,7 @@ def stage_of(
     *,
     dtype: torch.dtype | None = None,
     parallel: TensorParallel = WHOLE,
+    context: ContextParallel = WHOLE_SEQUENCES,
 ) -> StageModule:
     """Build and initialize a stage of a run, without recomputation and not compiled.
 
@@ -55,6 +57,7 @@ def stage_of(
         device: of its weights; on "meta" they take no memory.
         dtype: of the weights; ``None`` for that of the run.
         parallel: the tensor-parallel rank that it is built for.
+        context: the ranks that share the tokens of its sequences.
     """
     numbers = dtype or getattr(torch, config.training.known_dtype)
     if config.model.adapted is not None:
@@ -69,6 +72,7 @@ def stage_of(
         parallel=parallel,
         adapter=config.pairs,
     )
+    stage.set_context(context)
     stage.freeze(config.frozen_pieces) if config.pairs is None else stage.freeze_base()
     return stage
 
@@ -110,17 +114,19 @@ def piece_bytes(config: RunConfig) -> tuple[int, ...]:
 def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ...]:
     dtype = getattr(torch, config.training.known_dtype)
     narrow, wide = dtype.itemsize, master_dtype(dtype).itemsize
-    kept = len(config.optimizer.rule.state) + (narrow < wide)  # float32 master weights are part of the state
+    rule = config.optimizer.rule
     found: list[Amounts] = []
     for pieces in stage_pieces(partition):
         stage = stage_of(config, pieces, "meta")
-        count = sum(parameter.numel() for parameter in stage.parameters() if parameter.requires_grad)
+        trained = {name: tuple(one.shape) for name, one in stage.named_parameters() if one.requires_grad}
+        count = sum(map(prod, trained.values()))
+        state = sum(prod(its_shape) for each in trained.items() for its_shape in rule.state_shapes(*each).values())
         lent = config.model.hidden_size * (config.model.vocab_size or 0) if stage.borrows else 0
         found.append(
             Amounts(
                 weights=count * narrow,
                 gradient=count * wide,
-                state=count * wide * kept,
+                state=(state + count * (narrow < wide)) * wide,  # float32 master weights are part of the state
                 borrowed=lent * narrow,
                 lent_gradient=lent * wide,
             )
@@ -178,10 +184,9 @@ def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *,
     # The last of the tensor-parallel ranks has the largest share.
     parallel = TensorParallel(TensorGroup(layout.tp, layout.tp - 1), layout.sequence_parallel)
     vocabulary = SplitVocabulary(parallel, config.model.vocab_size or 0)
-    module = stage_of(config, pieces, "meta", parallel=parallel)
+    context = ContextParallel(ContextGroup(layout.cp, layout.cp - 1))
+    module = stage_of(config, pieces, "meta", parallel=parallel, context=context)
     module.set_recompute(by_layer)
-    if layout.cp > 1 and isinstance(module, Transformer):
-        module.set_context(ContextParallel(ContextGroup(layout.cp, layout.cp - 1)))
     if splits:
         defer(module)
     needs_gradient = pieces.start > config.frozen_pieces
