@@ -23,7 +23,6 @@ from pipeloom.model import (
     SplitVocabulary,
     StageModule,
     TensorParallel,
-    Transformer,
     build_stage,
     stage_pieces,
 )
