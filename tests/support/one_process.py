@@ -136,4 +136,4 @@ class OneProcess:
         if pipeline._slices is not None:
             batch = batch.cut(pipeline._slices)
         executor = pipeline._trainer
-        return executor, executor.steps(batch.inputs, pipeline._loss_of(batch))
+        return executor, executor.steps(batch.inputs, pipeline._loss_of(batch, pipeline._config.training.z_loss))

@@ -17,7 +17,7 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import ConfigError
 from pipeloom.planner.goals import Goal, Training
 from pipeloom.planner.launch import Wanted, launch_problems
-from pipeloom.planner.plan import make_question, with_adapter
+from pipeloom.planner.plan import make_question, of_training
 from pipeloom.planner.question import Limits, Question, limit_problems
 from pipeloom.planner.strategies import with_strategies
 from pipeloom.predict.describe import asked_precision, changed_cluster, load_or_note, with_model_sizes
@@ -240,12 +240,11 @@ def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
         matmul_dtype=inputs.matmul_dtype,
         attention=options.attention or (machine.attention if machine is not None else "flash2"),
         fused_norm=_first(options.fused_norm, machine.fused_norm if machine is not None else True),
-        optimizer=config.optimizer.rule if config is not None else None,
         headroom=options.headroom,
         **limits,
     )
-    if config is not None and config.pairs is not None:
-        question = with_adapter(question, config.pairs)
+    if config is not None:
+        question = of_training(question, config.optimizer.rule, config.pairs)
     return Request(
         options,
         question,

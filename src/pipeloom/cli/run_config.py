@@ -29,6 +29,7 @@ VERIFICATION = (
     *("model", "data", "layout", "schedule", "optimizer.name", "optimizer.clip_grad_norm"),
     *("training.dtype", "training.device", "training.threads", "training.seed", "training.compile"),
     *("training.compile_backend", "training.run_ahead", "training.stall_timeout_s", "training.freeze_layers"),
+    "training.z_loss",
     *("adapter.rank", "adapter.targets", "adapter.alpha"),
 )
 """The same for gradients that are verified, which takes no optimizer's step."""

@@ -131,6 +131,12 @@ _NEEDS: dict[str, tuple[_Need, ...]] = {
     "schedule.balance": (_PIPELINE,),
     "schedule.activation_budget": (("balance or offload", lambda run: run.schedule.balance or run.schedule.offload),),
     "schedule.swap_folder": (("schedule.device_budget", lambda run: run.schedule.device_budget is not None),),
+    "optimizer.lr_min_fraction": (
+        ("an optimizer.lr_decay_style that decays", lambda run: run.optimizer.lr_decay_style != "constant"),
+    ),
+    "optimizer.lr_wsd_decay_steps": (
+        ("optimizer.lr_decay_style wsd", lambda run: run.optimizer.lr_decay_style == "wsd"),
+    ),
     "adapter.targets": (_ADAPTED,),
     "adapter.alpha": (_ADAPTED,),
     "adapter.init": (_ADAPTED,),
@@ -337,7 +343,13 @@ _LOGGERS = {"tensorboard": "'pipeloom[log]'", "wandb": "wandb", "mlflow": "mlflo
 
 def _training_problems(config: RunConfig) -> Problems:
     """Problems that only training has, not predictions."""
-    steps = config.training.known_steps
+    steps, falling = config.training.known_steps, config.optimizer.lr_wsd_decay_steps or 0
+    if falling and falling + config.optimizer.known_lr_warmup_steps > steps:
+        rising = config.optimizer.known_lr_warmup_steps
+        yield (
+            f"optimizer.lr_wsd_decay_steps and lr_warmup_steps must be at most training.steps {steps} together, found "
+            f"{falling} and {rising}"
+        )
     if wrong := [step for step in config.output.profile or () if not 1 <= step <= steps]:
         yield f"output.profile must be steps from 1 to training.steps {steps}, found {wrong}"
     log = config.output.log

@@ -185,7 +185,12 @@ class OptimizerConfig:
     lr_warmup_steps: CountOrNone | None = None
     """Steps of linear learning-rate warm-up. None: 10; no default for a model from model.preset or model.file."""
     lr_min_fraction: Fraction | None = None
-    """Learning rate at the end of the cosine decay, as a share of lr. None: 0.1."""
+    """Learning rate at the end of the decay, as a share of lr; not with lr_decay_style constant. None: 0.1."""
+    lr_decay_style: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """How the learning rate falls after the warm-up. cosine and linear: until the last step. constant: not at all. wsd
+    (warm-up, stable, decay): linearly, in the last lr_wsd_decay_steps."""
+    lr_wsd_decay_steps: Count | None = None
+    """With lr_decay_style wsd: steps of the decay. None: a tenth of training.steps, rounded up."""
     betas: tuple[float, float] | None = None
     """Decay rates of the first and second moment; adamw. None: 0.9 0.95."""
     eps: Positive | None = None
@@ -229,6 +234,10 @@ class OptimizerConfig:
     def known_lr_min_fraction(self) -> float:
         """``lr_min_fraction``, or its default."""
         return 0.1 if self.lr_min_fraction is None else self.lr_min_fraction
+
+    def wsd_decay_steps(self, num_steps: int) -> int:
+        """``lr_wsd_decay_steps``, or its default for so many steps of training."""
+        return self.lr_wsd_decay_steps or -(-num_steps // 10)
 
     @property
     def known_clip_grad_norm(self) -> float:
@@ -289,6 +298,9 @@ class TrainingConfig:
     """Number of batches for the validation loss; 0 for none."""
     validate_every: Count | None = None
     """Steps between validations. Step times do not include them. None: only after the last step."""
+    z_loss: Annotated[float, Limits(least=0)] = 0.0
+    """Factor of the squared logarithm of the sum of exponentials of each token's logits, which the loss of training has
+    in addition (PaLM: 1e-4); it keeps logits small. Validation and evaluation leave it out."""
     freeze_layers: CountOrNone | None = None
     """Layers from the first on that keep their weights, and the embedding with them; 0 freezes the embedding alone.
     Frozen weights have no gradient and no optimizer state, and stages with nothing else run no backward. None: all

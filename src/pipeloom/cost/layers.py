@@ -26,11 +26,18 @@ from dataclasses import dataclass, replace
 from math import ceil, floor, gcd
 from statistics import fmean
 
-from pipeloom.cost.adapters import adapter_kernels, adapter_products, added_bytes
 from pipeloom.cost.flops import seen
 from pipeloom.cost.hardware import Both, Cluster, Collective, Group
 from pipeloom.cost.parts import Parts
-from pipeloom.cost.products import ALIGNED, cast_bytes, layer_products, product_s
+from pipeloom.cost.products import (
+    ALIGNED,
+    adapter_kernels,
+    adapter_products,
+    added_bytes,
+    cast_bytes,
+    layer_products,
+    product_s,
+)
 from pipeloom.cost.ring import Ring
 from pipeloom.cost.software import Software
 from pipeloom.workload.run import Run
@@ -95,15 +102,9 @@ class Pieces:
         """One layer's forward."""
         (forth, forth_s), _ = self._norm_exchanges()
         return Parts(
-            sum(
-                self._matmul_s(*size) for size in (*layer_products(self.run), *adapter_products(self.run, self.run.tp))
-            ),
+            sum(self._matmul_s(*size) for size in (*layer_products(self.run), *adapter_products(self.run))),
             self._attention_forward_s(),
-            self._memory_s(
-                self._elementwise_bytes()
-                + added_bytes(self.run, adapter_products(self.run, self.run.tp))
-                + cast_bytes(self.run, 0)
-            ),
+            self._memory_s(self._elementwise_bytes() + added_bytes(self.run) + cast_bytes(self.run, 0)),
             self._forward_tensor_s() + forth_s,
             self._num_kernels(),
             2 * self._num_collectives() + forth,
@@ -113,11 +114,11 @@ class Pieces:
         """One layer's backward, including recomputation."""
         forward = self.layer_forward()
         _, (back, back_s) = self._norm_exchanges()
-        pairs = adapter_products(self.run, self.run.tp)
+        products = (*layer_products(self.run), *adapter_products(self.run))
         backward = Parts(
-            sum(self._input_s(*size) for size in (*layer_products(self.run), *pairs)) + self.layer_weight_s(),
+            sum(self._input_s(*size) for size in products) + self.layer_weight_s(),
             self._attention_backward_s(),
-            self._memory_s(self._elementwise_backward_bytes() + added_bytes(self.run, pairs) + cast_bytes(self.run, 1)),
+            self._memory_s(self._elementwise_backward_bytes() + added_bytes(self.run) + cast_bytes(self.run, 1)),
             self._backward_tensor_s() + back_s,
             2 * forward.num_kernels,
             # Sequence parallelism gathers inputs again for the gradients of the weights: three collectives instead of
@@ -132,9 +133,8 @@ class Pieces:
 
     def layer_weight_s(self) -> float:
         """Seconds of the weight half of a layer's split backward."""
-        return sum(
-            self._weight_s(*size) for size in adapter_products(self.run, self.run.tp) or layer_products(self.run)
-        )
+        trained = layer_products(self.run) if self.run.adapter is None else adapter_products(self.run)
+        return sum(self._weight_s(*size) for size in trained)
 
     def _weight_s(self, rows: float, inner: float, columns: float) -> float:
         """Seconds of the product for a weight gradient, and of adding it to the gradients of earlier micro-batches."""

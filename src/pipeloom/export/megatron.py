@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from pipeloom.config import unset
+from pipeloom.config import OptimizerConfig, unset
 from pipeloom.export.job import Draft, Job, Need, Target, variable
 from pipeloom.export.megatron_order import is_megatrons
 from pipeloom.export.text import Flag, bash_array, body, comment, flag
@@ -283,7 +283,7 @@ def _training(job: Job) -> list[Flag]:
         # One evaluation, after the last step, as in pipeloom.
         flag("--eval-interval", steps),
         flag("--save-interval", config.checkpoint.every or steps),
-        flag("--lr-decay-style", "cosine"),
+        *_decay(optimizer, steps),
         flag("--adam-beta1", own["betas"][0]),
         flag("--adam-beta2", own["betas"][1]),
         flag("--adam-eps", own["eps"]),
@@ -291,6 +291,16 @@ def _training(job: Job) -> list[Flag]:
         flag("--clip-grad", clip),
         flag("--eval-iters", config.training.validation_batches),
         flag("--log-interval", 1),
+    ]
+
+
+def _decay(optimizer: OptimizerConfig, steps: int) -> list[Flag]:
+    if optimizer.lr_decay_style != "wsd":
+        return [flag("--lr-decay-style", optimizer.lr_decay_style)]
+    return [
+        flag("--lr-decay-style", "WSD"),
+        flag("--lr-wsd-decay-style", "linear"),
+        flag("--lr-wsd-decay-iters", optimizer.wsd_decay_steps(steps)),
     ]
 
 

@@ -45,6 +45,8 @@ def _problems(job: Job) -> list[str]:
     found = [*job.start_problems("torchtitan"), *job.order_problems("torchtitan")]
     found += [] if TORCHTITAN.ties_stages else tied_problems(job, TORCHTITAN.title)
     found += _model_problems(job)
+    if (style := job.config.optimizer.lr_decay_style) != "cosine":
+        found.append(f"optimizer.lr_decay_style {style}: the export to torchtitan has cosine decay")
     layout, placement = job.config.layout, job.config.choice().placement_name
     if (
         layout.pp > 1

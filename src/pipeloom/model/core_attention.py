@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeloom.model.documents import Documents
+from pipeloom.model.graph_breaks import graph_break
 
 BLOCK = 128
 """Queries of a block, as in FlashAttention: small against usual windows, so few scores of a block are masked."""
@@ -154,7 +155,7 @@ def _causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tenso
     return VisibleKeys(num_keys - num_queries).mask(range(num_queries), range(num_keys), device)
 
 
-@torch.compiler.disable  # a graph break: the kernel is compiled by itself, and its mask is made once
+@graph_break  # a graph break: the kernel is compiled by itself, and its mask is made once
 def flexible(query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys, scores: Scores) -> Tensor:
     """``core_attention`` as one generated kernel; on other devices than GPUs an uncompiled reference."""
     from torch.nn.attention.flex_attention import flex_attention
@@ -197,7 +198,7 @@ def _block_mask(visible: VisibleKeys, num_queries: int, num_keys: int, device: s
     return create_block_mask(sees, None, None, num_queries, num_keys, device=device)
 
 
-@torch.compiler.disable  # a graph break: unrolled, the blocks of a long sequence would be a large graph
+@graph_break  # a graph break: unrolled, the blocks of a long sequence would be a large graph
 def _in_blocks(query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys, scores: Scores) -> Tensor:
     return _Blocks.apply(query, key, value, visible, scores)
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pipeloom.model.graph_breaks import graph_break
+
 if TYPE_CHECKING:
     from pipeloom.model.core_attention import VisibleKeys
 
@@ -32,7 +34,7 @@ class Documents:
         """The position of each token in its document, int64 [B, T], from their places in the sequence."""
         return places_T - self.firsts_BT
 
-    @torch.compiler.disable  # a graph break: the first layer makes the mask, others find it
+    @graph_break  # a graph break: the first layer makes the mask, others find it
     def added(self, visible: "VisibleKeys", query: Tensor) -> Tensor:
         """Added to scores: 0 where the query sees the key, else minus infinity, [B, 1, T, S], of the queries' type.
 

@@ -100,7 +100,6 @@ def make_question(
     matmul_dtype: MatmulDtype | None = None,
     attention: Attention = "flash2",
     fused_norm: bool = True,
-    optimizer: Optimizer | None = None,
     headroom: Headroom = HEADROOM,
     **limits: Sequence[Any],
 ) -> Question:
@@ -123,50 +122,62 @@ def make_question(
         matmul_dtype: of the operands of linear layers; ``None``: ``dtype``.
         attention: the attention kernel.
         fused_norm: whether norms are one kernel.
-        optimizer: of the training; ``None``: AdamW.
         headroom: fraction of the memory of every device that layouts leave free.
         limits: values to search, by the attributes of ``Limits``, such as ``pp=(4, 8)``; by default all.
 
     Raises:
         ConfigError: everything that is wrong.
     """
-    starts, problems = LAUNCHERS[launcher], _limit_problems(limits, software, launcher)
-    shape, machine, program = _loaded(model, cluster, software or starts.software, seq, problems)
-    precision = asked_precision(dtype, machine, num_devices)
-    check_launch(starts, Wanted(model, seq, precision, products_of(matmul_dtype), attention), machine, num_devices)
+    shape, machine, program = _loaded(model, cluster, software, launcher, seq=seq, limits=limits)
+    precision, products = asked_precision(dtype, machine, num_devices), products_of(matmul_dtype)
+    check_launch(LAUNCHERS[launcher], Wanted(model, seq, precision, products, attention), machine, num_devices)
     return Question(
         shape=shape,
         cluster=machine,
-        software=with_strategies(program if optimizer is None else with_optimizer(program, optimizer)),
+        software=with_strategies(program),
         num_devices=num_devices,
         global_batch=global_batch,
         seq=seq,
         precision=precision,
-        products=products_of(matmul_dtype),
+        products=products,
         attention=attention,
         fused_norm=fused_norm,
         headroom=headroom,
         limits=Limits(**{name: tuple(among) for name, among in limits.items()}),
         has_default_dtype=dtype is None,
-        launcher=starts,
+        launcher=LAUNCHERS[launcher],
     )
 
 
-def with_adapter(question: Question, adapter: Adapter) -> Question:
-    """The question for low-rank adapters of all layers, whose other weights are frozen.
+def of_training(question: Question, optimizer: Optimizer, adapter: Adapter | None) -> Question:
+    """The question for another optimizer than AdamW, and for low-rank adapters.
+
+    Args:
+        question: to change.
+        optimizer: whose state the ranks hold.
+        adapter: of all layers, whose other weights are frozen; ``None``: all weights are trained.
 
     Raises:
         ConfigError: the program or the limits do not go with adapters.
     """
-    return replace(question, adapter=adapter, software=with_frozen(question.software))
+    program = with_optimizer(question.software, optimizer)
+    return replace(question, adapter=adapter, software=program if adapter is None else with_frozen(program))
 
 
 def _loaded(
-    model: str | ModelShape, cluster: str | Cluster, software: str | Software, seq: int, problems: list[str]
+    model: str | ModelShape,
+    cluster: str | Cluster,
+    software: str | Software | None,
+    launcher: LauncherName,
+    *,
+    seq: int,
+    limits: Mapping[str, object],
 ) -> tuple[ModelShape, Cluster, Software]:
+    problems = _limit_problems(limits, software, launcher)
+    program = software or LAUNCHERS[launcher].software
     shape = load_or_note(lambda name: load_model(name, seq), model, problems) if isinstance(model, str) else model
     machine = load_or_note(load_cluster, cluster, problems) if isinstance(cluster, str) else cluster
-    program = load_or_note(load_software, software, problems) if isinstance(software, str) else software
+    program = load_or_note(load_software, program, problems) if isinstance(program, str) else program
     if problems or shape is None or machine is None or program is None:
         raise ConfigError(problems, "the question")
     return shape, machine, program

@@ -270,7 +270,7 @@ class SimulatedStep(Pictured, OfPlaced):
                 pieces, forwards = placed.of(alike).pieces[rank], 1 + again[alike.recompute] + self.recomputed_share
                 busy_s += number * (forwards * pieces.ring_busy_s[0] + pieces.ring_busy_s[1])
                 exposed_s += number * (forwards * pieces.ring_exposed_s[0] + pieces.ring_exposed_s[1])
-        each = self.run.num_microbatches / self.run.pp
+        each = self.run.num_microbatches / self.schedule.num_ranks
         return RingSeconds(busy_s * each, exposed_s * each)
 
     @property

@@ -220,7 +220,8 @@ class Pipeline:
         """Run forwards and backwards of a step, starting with zero gradients. Outputs are shares of the loss."""
         self._warm_up(batch)
         cut = batch if self._slices is None else batch.cut(self._slices)
-        return self._run(self._trainer, cut.inputs, self._loss_of(cut), _documents(cut, self.schedule.num_slices))
+        objective = self._loss_of(cut, self._config.training.z_loss)
+        return self._run(self._trainer, cut.inputs, objective, _documents(cut, self.schedule.num_slices))
 
     def evaluate(self, batch: Batch) -> StepResult:
         """Run forwards only. Outputs are shares of the loss."""
@@ -340,7 +341,7 @@ class Pipeline:
                 data_parallel=self.data_parallel,
                 outputs=outputs,
                 tokens=cut.inputs[: 1 if slices is None else len(slices.lengths)],
-                objective=self._loss_of(cut),
+                objective=self._loss_of(cut, self._config.training.z_loss),
                 slices=slices,
                 firsts=None if cut.firsts is None else cut.firsts[: 1 if slices is None else len(slices.lengths)],
             )
@@ -361,8 +362,9 @@ class Pipeline:
         others = self._config.layout.words_of(self._place)
         return f"process {self._world.rank} ({others}): {place}" if others else place
 
-    def _loss_of(self, batch: Batch) -> Objective:
-        return partial(batch.loss, cross_entropy=self._vocabulary.summed_cross_entropy)
+    def _loss_of(self, batch: Batch, z_loss: float = 0.0) -> Objective:
+        cross_entropy = partial(self._vocabulary.summed_cross_entropy, z_loss=z_loss)
+        return partial(batch.loss, cross_entropy=cross_entropy)
 
     def _run(
         self, executor: Executor, inputs: list[Tensor], objective: Objective, documents: StepDocuments | None = None
