@@ -357,9 +357,8 @@ class Pipeline:
 
     def _position(self) -> str:
         """This rank's position in the schedule, for messages; with those on axes of several ranks."""
-        exchange = self._tensor_group.position() or self._context.group.position()
-        place = ", ".join([self._running.position(), *([exchange] if exchange else [])])
-        others = self._config.layout.words_of(self._place)
+        parts = self._running.position(), self._tensor_group.position(), self._context.group.position()
+        place, others = ", ".join(filter(None, parts)), self._config.layout.words_of(self._place)
         return f"process {self._world.rank} ({others}): {place}" if others else place
 
     def _loss_of(self, batch: Batch, z_loss: float = 0.0) -> Objective:
