@@ -355,9 +355,8 @@ class Pipeline:
 
     def _position(self) -> str:
         """This rank's position in the schedule, for messages; with those on axes of several ranks."""
-        layout, exchange = self._config.layout, self._tensor_group.position() or self._context.group.position()
-        place = ", ".join([self._running.position(), *([exchange] if exchange else [])])
-        others = layout.words_of(self._place)
+        parts = self._running.position(), self._tensor_group.position(), self._context.group.position()
+        place, others = ", ".join(filter(None, parts)), self._config.layout.words_of(self._place)
         return f"process {self._world.rank} ({others}): {place}" if others else place
 
     def _loss_of(self, batch: Batch, z_loss: float = 0.0) -> Objective:
@@ -372,9 +371,7 @@ class Pipeline:
         return executor.run(inputs, objective, timeout_s, self._watch.positions, documents)
 
     def _build(self, pieces: range, device: torch.device | str, dtype: torch.dtype) -> StageModule:
-        module = stage_of(self._config, pieces, device, dtype=dtype, parallel=self._parallel)
-        if isinstance(module, Transformer):
-            module.set_context(self._context)
+        module = stage_of(self._config, pieces, device, dtype=dtype, parallel=self._parallel, context=self._context)
         module.set_recompute(self._config.layout.recompute_by_layer(self._config.model.num_layers))
         if self._config.training.compile and torch.device(device).type != "meta":
             assert isinstance(module, Transformer), "the configuration refuses to compile others"

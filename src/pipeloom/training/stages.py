@@ -26,12 +26,11 @@ from pipeloom.model import (
     SplitVocabulary,
     StageModule,
     TensorParallel,
-    Transformer,
     build_stage,
     stage_pieces,
 )
 from pipeloom.model.adapted import adapted_stage
-from pipeloom.model.context_parallel import ContextGroup, ContextParallel
+from pipeloom.model.context_parallel import WHOLE_SEQUENCES, ContextGroup, ContextParallel
 from pipeloom.model.deferred import defer
 from pipeloom.model.key_values import KeyValueCache
 from pipeloom.model.tensor_parallel import WHOLE, TensorGroup
@@ -48,6 +47,7 @@ def stage_of(
     *,
     dtype: torch.dtype | None = None,
     parallel: TensorParallel = WHOLE,
+    context: ContextParallel = WHOLE_SEQUENCES,
 ) -> StageModule:
     """Build and initialize a stage of a run, without recomputation and not compiled.
 
@@ -59,6 +59,7 @@ def stage_of(
         device: of its weights; on "meta" they take no memory.
         dtype: of the weights; ``None`` for that of the run.
         parallel: the tensor-parallel rank that it is built for.
+        context: the ranks that share the tokens of its sequences.
     """
     numbers = dtype or getattr(torch, config.training.known_dtype)
     if config.model.adapted is not None:
@@ -73,6 +74,7 @@ def stage_of(
         parallel=parallel,
         adapter=config.pairs,
     )
+    stage.set_context(context)
     stage.freeze(config.frozen_pieces) if config.pairs is None else stage.freeze_base()
     return stage
 
@@ -184,10 +186,9 @@ def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *,
     # The last of the tensor-parallel ranks has the largest share.
     parallel = TensorParallel(TensorGroup(layout.tp, layout.tp - 1), layout.sequence_parallel)
     vocabulary = SplitVocabulary(parallel, config.model.vocab_size or 0)
-    module = stage_of(config, pieces, "meta", parallel=parallel)
+    context = ContextParallel(ContextGroup(layout.cp, layout.cp - 1))
+    module = stage_of(config, pieces, "meta", parallel=parallel, context=context)
     module.set_recompute(by_layer)
-    if layout.cp > 1 and isinstance(module, Transformer):
-        module.set_context(ContextParallel(ContextGroup(layout.cp, layout.cp - 1)))
     if splits:
         defer(module)
     needs_gradient = pieces.start > config.frozen_pieces
