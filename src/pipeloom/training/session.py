@@ -115,7 +115,7 @@ def check_processes(config: RunConfig) -> None:
         )
     if is_launched() and launched_size() != config.layout.num_ranks:
         raise UserError(
-            f"layout.pp {config.layout.pp} x layout.dp {config.layout.dp} x layout.tp {config.layout.tp} needs "
+            f"{config.layout.axes.product('layout.')} needs "
             f"{config.layout.num_ranks} processes, the launcher started {launched_size()}; change --layout.pp, "
             "--layout.dp, --layout.tp or the number of processes"
         )
