@@ -238,7 +238,7 @@ def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
     )
     return Request(
         options,
-        question,
+        replace(question, order_tries=options.search_orders),
         inputs.model,
         inputs.cluster_name,
         software_name,

@@ -6,7 +6,7 @@ Other distributions add strategies through entry points of the group ``pipeloom.
 from dataclasses import replace
 
 from pipeloom.cost.software import Software
-from pipeloom.planner.strategies import activations, slices, swap
+from pipeloom.planner.strategies import activations, order, slices, swap
 from pipeloom.planner.strategies.strategy import STRATEGIES, SearchState, Strategy
 from pipeloom.predict.step import SimulatedStep
 
@@ -15,6 +15,7 @@ __all__ = [
     "SearchState",
     "Strategy",
     "activations",
+    "order",
     "slices",
     "strategy_of",
     "swap",
