@@ -5,6 +5,7 @@ trace. The parts (``parts/``) implement the kinds of actions.
 """
 
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,6 +17,7 @@ from pipeloom.execute.clock import Clock, Mark
 from pipeloom.execute.communication.transport import Transport, UnderWay
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.stages.stage import Objective, StepDocuments
+from pipeloom.runs.action_log import NOTHING, RowLog
 from pipeloom.schedule import Action, Level, Schedule
 from pipeloom.schedule.lanes import COMPUTE_LANE
 from pipeloom.schedule.window import window
@@ -44,6 +46,7 @@ class StepResult:
 
 Steps = Generator[UnderWay, None, StepResult]
 """A step in progress: yields operations that it waits for, returns the result."""
+_now = time.monotonic_ns
 
 
 class Executor:
@@ -56,6 +59,7 @@ class Executor:
         transport: to the other ranks.
         clock: of the trace.
         run_ahead: most compute actions that the host may issue before the device has finished them, at least 1.
+        log: where the begin and the end of each action are noted; ``None`` for nowhere.
 
     Raises:
         UserError: the schedule is compute-only, has kinds of actions that no part implements, or a part refuses it.
@@ -70,6 +74,7 @@ class Executor:
         transport: Transport,
         clock: Clock,
         run_ahead: int = sys.maxsize,
+        log: RowLog | None = None,
     ) -> None:
         if schedule.level is Level.COMPUTE:
             raise UserError("the executor runs schedules with communication; call pipeloom.passes.lower first")
@@ -83,6 +88,7 @@ class Executor:
         self._clock = clock
         self._run_ahead = run_ahead
         self._row = RankRow(schedule, rank, transport)
+        self._log = log or RowLog(NOTHING, memoryview(bytearray(16 * len(self._row.actions))).cast("q"))
         self._actions = self._row.actions
         assert len(part_of) == sum(len(part.kinds) for part in parts), "two parts run one kind"
         # By slot, not by kind, so that a step needs no look-ups that the row decides once.
@@ -115,6 +121,7 @@ class Executor:
             RunError: an action failed; contains its text and the rows around it.
         """
         self._begin(inputs, objective, documents)
+        self._log.run.begin()
         for part in self.parts:
             self._services += part.begin(self._row)
         for slot, awaited in enumerate(self._awaited):
@@ -135,6 +142,7 @@ class Executor:
             held = held.most(part.held())
         for part in self.parts:
             part.end(self._row)
+        self._log.run.end()
         result = StepResult(self._row.outputs, held, partial(self._trace, self._marks, self._done))
         self._begin((), None)
         self._slot = len(self._actions)
@@ -199,10 +207,11 @@ class Executor:
 
     def _run(self, slot: int) -> None:
         self._waits_for = None
-        row, part = self._row, self._part_at[slot]
+        row, part, cells = self._row, self._part_at[slot], self._log.cells
         try:
             for other in self._awaited[slot]:
                 self._take(other)
+            cells[2 * slot] = -_now()
             computes = self._computes[slot]
             if computes and len(self._marks) >= self._run_ahead:
                 # Each issued action holds memory of the device: without a limit a
@@ -222,6 +231,23 @@ class Executor:
             raise self._explained(f"action {self._actions[slot]}", error) from error
         if computes:
             self._marks.append((self._actions[slot], begin, self._clock.mark()))
+        cells[2 * slot] = -cells[2 * slot]
+        if started is None and (self._clock.is_host or not computes):
+            cells[2 * slot + 1] = _now()
+
+    def note_ended(self) -> None:
+        """Note in the log what has ended and that no action has waited for; another thread calls it in a standstill."""
+        cells, now_ns = self._log.cells, _now()
+        # Copies: the rank's thread may go on meanwhile.
+        for slot, pending in [*self._under_way.items(), *self._done.items()]:
+            if cells[2 * slot + 1] < abs(cells[2 * slot]) and pending.has_passed():
+                cells[2 * slot + 1] = now_ns
+        if self._clock.is_host:
+            return
+        computes = (slot for slot, is_compute in enumerate(self._computes) if is_compute)
+        for slot, (_, _, end) in zip(computes, list(self._marks), strict=False):
+            if cells[2 * slot + 1] < cells[2 * slot] and self._clock.has_passed(end):
+                cells[2 * slot + 1] = now_ns
 
     def _take(self, slot: int) -> None:
         """Pass the result of an action that has ended to its part."""
@@ -229,6 +255,8 @@ class Executor:
         # never made, so nothing is recorded here.
         ended = self._done[slot] = self._under_way.pop(slot)
         self._part_at[slot].take(self._row, slot, ended.take())
+        if self._clock.is_host:
+            self._log.cells[2 * slot + 1] = _now()
 
     def _rest(self) -> Iterator[UnderWay]:
         """Wait for operations that no action has waited for."""

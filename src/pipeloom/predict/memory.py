@@ -12,6 +12,7 @@ from pipeloom.analysis.matching import match_spans
 from pipeloom.cost.kept import Kept
 from pipeloom.cost.memory import (
     Memory,
+    first_trained,
     frozen_bytes,
     kept_logits,
     lent_bytes,
@@ -171,6 +172,7 @@ def _kept_by_slice(run: Run, software: Software) -> KeptBytes:
     alone = [replace(run, layers_by_stage=counts, seq=length, slices=()) for length in run.slices]
     slices = [kept_with_loss(one, software) for one in alone]
     whole, pending, recomputed = (np.stack(columns, axis=1) for columns in list(zip(*slices, strict=True))[:3])
+    place, begun = first_trained(run, software)
     for number, (one, begin) in enumerate(zip(alone, begins, strict=False)):
         for stage, layers in enumerate(layers_by_kind(one, software, trained=True)):
             for alike, count in layers:
@@ -178,6 +180,10 @@ def _kept_by_slice(run: Run, software: Software) -> KeptBytes:
                 # Keys and values that layers without full recomputation would keep are in the cache.
                 whole[stage, number] -= count * own.key_values() * (alike.recompute != "full")
                 whole[stage, number] += count * own.masks(begin) * (alike.recompute == "none")
+        if begun is not None and not Kept(begun).has_core():  # the first layer keeps neither
+            own = Kept(replace(begun, seq=one.seq, slices=()))
+            whole[place, number] += own.key_values() * (begun.recompute != "full")
+            whole[place, number] -= own.masks(begin) * (begun.recompute == "none")
     first = num_frozen_stages(run, software)
     caches = [count * Kept(run).key_values() * (stage >= first) for stage, count in enumerate(counts)]
     return KeptBytes(whole.tolist(), pending.tolist(), recomputed.tolist(), run.slice_shares, caches)

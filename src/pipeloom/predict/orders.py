@@ -32,6 +32,7 @@ def order_problems(placed: Placed, knobs: Knobs) -> Iterator[str]:
     taken = {
         "layout.token_slices": run.slices or knobs.choice.num_slices > 1,
         "training.freeze_layers": run.frozen_pieces,
+        "adapter.rank": run.adapter,
         "schedule.keep": knobs.choice.keep is not None,
         "schedule.balance": moves.balance,
         "schedule.offload": moves.offload,

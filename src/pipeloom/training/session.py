@@ -192,7 +192,12 @@ def _resolve(config: RunConfig, needed: int) -> RunConfig:
         partition = layout.partition or fastest_partition(piece_parameters(model.adapted), config.choice().placed())
     else:
         partition = layout.partition or default_partition(
-            model, config.data.seq_len, config.choice().placed(), recompute, config.training.frozen_pieces
+            model,
+            config.data.seq_len,
+            config.choice().placed(),
+            recompute,
+            frozen_pieces=config.frozen_pieces,
+            adapter=config.pairs,
         )
     if schedule.file is None:  # whose order has no family where it was written by hand
         schedule = replace(schedule, family=config.family)

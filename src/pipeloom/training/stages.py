@@ -58,8 +58,9 @@ def stage_of(
         dtype=numbers,
         device=device,
         parallel=parallel,
+        adapter=config.pairs,
     )
-    stage.freeze(config.training.frozen_pieces)
+    stage.freeze(config.frozen_pieces) if config.pairs is None else stage.freeze_base()
     return stage
 
 
@@ -132,7 +133,7 @@ def saved_bytes(config: RunConfig, *, splits: bool = False) -> KeptBytes:
     assert layout.partition is not None, "the layout is not resolved"
     by_layer = layout.recompute_by_layer(num_layers)
     same = replace(config, schedule=ScheduleConfig())  # cache key: bytes do not depend on the schedule
-    frozen = config.training.frozen_pieces
+    frozen = config.frozen_pieces
     alike: dict[tuple[bool, bool, int, tuple[Recompute, ...]], _Saved] = {}
     by_stage: list[_Saved] = []
     for pieces in stage_pieces(layout.partition):
@@ -162,7 +163,7 @@ class _Saved(NamedTuple):
 def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *, splits: bool) -> _Saved:
     layout, dtype = config.layout, getattr(torch, config.training.known_dtype)
     lengths = layout.slice_lengths(config.data.seq_len)
-    if pieces.stop <= config.training.frozen_pieces:
+    if pieces.stop <= config.frozen_pieces:
         nothing = [0] * len(lengths)
         return _Saved((nothing, nothing, nothing), 0)
     # The last of the tensor-parallel ranks has the largest share.
@@ -172,7 +173,7 @@ def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *,
     module.set_recompute(by_layer)
     if splits:
         defer(module)
-    needs_gradient = pieces.start > config.training.frozen_pieces
+    needs_gradient = pieces.start > config.frozen_pieces
     cache = KeyValueCache(config.data.seq_len) if len(lengths) > 1 else None
     whole, inputs, gone = list[int](), list[int](), list[tuple[Tensor, Tensor, int]]()
     documents = list[Documents | None]()  # kept, since a mask that stages share does not count

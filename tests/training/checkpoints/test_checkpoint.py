@@ -35,7 +35,15 @@ from pipeloom.checkpoint.checkpoint_folder import (
     find_checkpoint,
     read_info,
 )
-from pipeloom.config import CheckpointConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainingConfig
+from pipeloom.config import (
+    AdapterConfig,
+    CheckpointConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 from pipeloom.config.file import read_run_file
 from pipeloom.cost.software import with_optimizer
 from pipeloom.data.text import TokenWindows, load_data
@@ -97,6 +105,7 @@ def losses(folder):
 TIED = ("one rank", "linear", "tensor, full")
 NARROW = ("one rank", "full")
 FROZEN = ("one rank", "full", "hybrid")
+ADAPTED = ("one rank", "tensor, full", "gradients", "loops")
 MATRICES = ("one rank", "full", "gradients", "hybrid")
 CIRCLE = [(old, list(LAYOUTS)[(number + 3) % len(LAYOUTS)]) for number, old in enumerate(LAYOUTS)]
 """Each layout is read by another and reads another."""
@@ -115,6 +124,7 @@ def chains(tmp_path_factory):
         "narrow": (NARROW, list(product(NARROW, repeat=2)), {"dtype": "bfloat16"}),
         "matrices": (MATRICES, list(pairwise([*MATRICES, MATRICES[0]])), {"optimizer": NAME}),
         "frozen": (FROZEN, list(pairwise([*FROZEN, FROZEN[0]])), {"freeze_layers": 2}),
+        "adapters": (ADAPTED, list(pairwise([*ADAPTED, ADAPTED[0]])), {"freeze_layers": 1, "rank": 3}),
     }
 
     def run(kind, name, **checkpoint):
@@ -123,7 +133,8 @@ def chains(tmp_path_factory):
         dtype, freeze_layers = changes.get("dtype", config.training.dtype), changes.get("freeze_layers")
         optimizer = replace(config.optimizer, name=changes.get("optimizer", "adamw"))
         training = replace(config.training, dtype=dtype, freeze_layers=freeze_layers)
-        return replace(config, model=model, optimizer=optimizer, training=training)
+        adapter = AdapterConfig(rank=changes.get("rank"))
+        return replace(config, model=model, optimizer=optimizer, training=training, adapter=adapter)
 
     whole = {kind: {name: folder / kind / name for name in names} for kind, (names, _, _) in kinds.items()}
     train_all({path: run(kind, name, every=SAVED) for kind, one in whole.items() for name, path in one.items()})
@@ -150,7 +161,7 @@ def last(expected):
     return {step: expected[step] for step in range(SAVED + 1, STEPS + 1)}
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied", "matrices", "frozen"])
+@pytest.mark.parametrize("kind", ["plain", "tied", "matrices", "frozen", "adapters"])
 def test_a_run_goes_on_under_another_layout(chains, kind):
     whole, rest = chains[kind]
     expected = losses(whole["one rank"])
@@ -161,7 +172,7 @@ def test_a_run_goes_on_under_another_layout(chains, kind):
         assert losses(folder) == pytest.approx(last(expected), rel=1e-11)
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied", "frozen", "narrow"])
+@pytest.mark.parametrize("kind", ["plain", "tied", "frozen", "adapters", "narrow"])
 def test_the_copy_of_a_checkpoint_is_predicted_for_the_rank_that_writes_most(chains, kind):
     for name, folder in chains[kind][0].items():
         config, _ = read_run_file(folder / "config.toml")

@@ -56,6 +56,10 @@ class UnderWay:
         """Wait until it is finished; ``False`` if that takes longer than ``timeout_s``."""
         return self.is_done()
 
+    def has_passed(self) -> bool:
+        """Whether it is finished, for other threads: without waiting on the host or on a stream."""
+        return self.is_done()
+
     def take(self) -> Tensor | None:
         """After its end: the tensor of a receive, once, whose reference it drops; ``None`` for others.
 
@@ -221,6 +225,9 @@ class _StreamTransfer(UnderWay):
             self.work.wait()  # makes the current stream wait, not the host
         self.end = time.perf_counter()
         return True
+
+    def has_passed(self) -> bool:
+        return self.work is not None and self.work.is_completed()
 
     def take(self) -> Tensor | None:
         tensor, self.tensor = self.tensor, None

@@ -186,6 +186,7 @@ def _error(failures: Sequence[Failure], passed_on: int | None) -> PipeloomError 
         return UserError(cause.message)
     others = len({failure.rank for failure in failures} - {cause.rank})
     error = WorkerError(cause.message)
+    error.rank, error.was_killed = cause.rank, cause.was_killed
     if cause.traceback:
         error.add_note(cause.traceback)
     if others:

@@ -76,5 +76,6 @@ STRATEGIES.add(
         estimate=_estimate_s,
         build=_build,
         is_in=lambda step: step.knobs.found is not None,
+        takes_frozen=False,
     ),
 )
