@@ -27,6 +27,7 @@
 # make chaos    a run with 50 faults of nine kinds that goes on, beside one without (8 minutes)
 # make resume-pairs  20 layouts, each resumed from the checkpoint of each other one: 380 pairs (15 minutes)
 # make steady   memory, descriptors and step times of 2,000 steps (5 minutes)
+# make gpu      every CUDA path on one device, and a llama of 1 B beside a plain loop; status 2 without CUDA (10 minutes)
 # make launch-schemas  files of `pipeloom launch` for Kubernetes and SkyPilot against the schemas of these (2 minutes)
 # make speed    actions a second that schedules are made, verified, lowered and simulated at
 #
@@ -53,7 +54,7 @@ LOADED      := numba llvmlite numpy pydantic pydantic_core rich
 
 .PHONY: demo test test-all docs dist docs-commands plan-demo recipes random-plans predict reproduce schedules plan-speed bench-network bench-overhead \
         bench-peers bench-balance bench-checkpoints bench-tokenize bench-loading bench-generate playground-pictures playground-speed tune adapted signals \
-        hangs chaos resume-pairs steady launch-schemas speed check format clean
+        gpu hangs chaos resume-pairs steady launch-schemas speed check format clean
 
 demo: $(STAMP)
 	$(BIN)/pipeloom train $(ARGS)
@@ -104,6 +105,9 @@ adapted: $(STAMP)
 
 signals: $(STAMP)
 	$(BIN)/python benchmarks/signals.py
+
+gpu: $(STAMP)
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 chaos: $(STAMP)
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/chaos.py $(ARGS)

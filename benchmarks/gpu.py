@@ -9,6 +9,7 @@ Writes one table, ``outputs/gpu.md``. Without a CUDA device it ends with status 
 import argparse
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
+
+from pipeloom.training.optimizer import learning_rate
 
 BUDGET_S = 600.0
 STEPS = 12
@@ -183,7 +186,8 @@ class Bench:
 
     def verify(self) -> tuple[str, str]:
         """Gradients of the pipeline against one process."""
-        words = f"--layout.pp 1 --layout.loops 2 --training.device {self.device}"
+        words = f"--layout.pp 1 --layout.loops 2 --training.device {self.device} --model.num-layers 4 "
+        words += "--model.hidden-size 64 --model.num-heads 2 --data.seq-len 32"
         return "", self.call([*self.command("verify"), *words.split()]).strip().splitlines()[-1][:100]
 
     def machine(self) -> tuple[str, str]:
@@ -252,54 +256,55 @@ class Bench:
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         ours_s = median(line["step_time_s"] for line in lines[2:])
         ours_bytes = max(max(line.get("memory_bytes", [0])) for line in lines)
-        plain = json.loads(self.call([sys.executable, __file__, "--plain", self.device, json.dumps(sizes)]))
+        plain = json.loads(self.call([sys.executable, __file__, "--plain", self.device, str(run)]))
         plain_s = median(plain["seconds"][2:])
-        gap = abs(lines[-1]["loss"] - plain["losses"][-1])
+        gap = self.compare(losses(run), plain["losses"], dtype)
         found = (
             f"{plain_s / ours_s:.2f} x the speed of the plain loop ({plain_s * 1e3:.0f} ms), "
-            f"{ours_bytes / 1e9:.1f} GB beside {plain['bytes'] / 1e9:.1f} GB, last losses differ by {gap:.3f}"
+            f"{ours_bytes / 1e9:.1f} GB beside {plain['bytes'] / 1e9:.1f} GB, losses differ by {gap:.1e}"
         )
         return f"{ours_s * 1e3:.0f} ms", found
 
 
-def plain_loop(device: str, sizes: dict[str, int]) -> None:
-    """Train a llama in a plain loop with autocast, and print seconds, losses and memory as JSON."""
+def plain_loop(device: str, run: Path) -> None:
+    """Train the model of a run in a plain loop, with its first weights and its batches; prints figures as JSON."""
     from torch.nn import functional
 
-    from peers.plain import PlainLlama
-    from pipeloom.config import ModelConfig
+    from peers.plain import PlainLlama, plain_names
+    from peers.programs import adamw
+    from pipeloom.config.file import read_run_file
+    from pipeloom.data.windows import without_marks
+    from pipeloom.training.session import load_text, resolve
+    from pipeloom.training.stages import stage_of
 
-    config = ModelConfig(
-        family="llama",
-        num_layers=sizes["layers"],
-        hidden_size=sizes["hidden"],
-        num_heads=sizes["heads"],
-        ffn_size=sizes["ffn"],
-        vocab_size=sizes["vocab"],
-    ).resolve(257)
-    torch.manual_seed(0)
-    is_cuda = device == "cuda"
-    with torch.device(device):
-        model = PlainLlama(config, sizes["seq"])
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, (0.9, 0.95), weight_decay=0.1, fused=is_cuda)
-    rows, seconds, found = sizes["batch"] // sizes["micro"], list[float](), list[float]()
-    for _ in range(STEPS):
-        begin_s, whole = time.perf_counter(), 0.0
-        for _ in range(sizes["micro"]):
-            tokens = torch.randint(257, (rows, sizes["seq"] + 1), device=device)
+    config, _ = read_run_file(run / "config.toml")
+    data = load_text(config)
+    config, is_cuda = resolve(config, data), device == "cuda"
+    whole = dict(stage_of(config, range(config.model.num_layers + 2), "cpu").named_parameters())
+    model = PlainLlama(config.model, config.data.seq_len)
+    model.load_state_dict({name: whole[own] for name, own in plain_names(config.model).items()}, strict=False)
+    model, layout = model.to(device), config.layout
+    optimizer = adamw(model.parameters(), config.optimizer.values)
+    seconds, found = list[float](), list[float]()
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config.optimizer, step, STEPS)
+        begin_s, loss_sum = time.perf_counter(), 0.0
+        windows = torch.from_numpy(without_marks(data.train.batch(step, layout.batch_size))).to(device)
+        for rows in windows.split(layout.microbatch_size):
             with torch.autocast(device, torch.bfloat16, enabled=is_cuda):
-                logits = model(tokens[:, :-1])
-            loss = functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()) / sizes["micro"]
-            loss.backward()
-            whole += float(loss.detach())
+                logits = model(rows[:, :-1])
+            loss = functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+            (loss / layout.num_microbatches).backward()
+            loss_sum += float(loss.detach()) / layout.num_microbatches
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if is_cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin_s)
-        found.append(whole)
-    used = torch.cuda.max_memory_allocated() if is_cuda else 0
+        found.append(loss_sum)
+    used = torch.cuda.max_memory_allocated() if is_cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps({"seconds": seconds, "losses": found, "bytes": used}))
 
 
@@ -334,7 +339,7 @@ def main() -> int:
     options.add_argument("--plain", nargs=2, help=argparse.SUPPRESS)
     chosen = options.parse_args()
     if chosen.plain:
-        plain_loop(chosen.plain[0], json.loads(chosen.plain[1]))
+        plain_loop(chosen.plain[0], Path(chosen.plain[1]))
         return 0
     if not chosen.dry_run and not torch.cuda.is_available():
         built = torch.version.cuda or "without CUDA"

@@ -35,7 +35,7 @@ def counted(ranks, results, config):
     for rank, (pipeline, optimizer, result) in enumerate(zip(ranks.pipelines, ranks.optimizers, results, strict=True)):
         held, place = result.held, config.layout.coordinates(rank).pipeline
         # Parameters have counters of steps beside what is as large as they are: 4 bytes each, which are not predicted.
-        moments = [state[name] for state in optimizer.state.values() for name in config.optimizer.rule.state]
+        moments = [one for state in optimizer.state.values() for name, one in state.items() if name != "step"]
         copies = sum(one.copy_bytes for one in pipeline.data_parallel.weights.values())
         bytes_of = (
             held.weights_bytes + held.lent_bytes,

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import NamedTuple
 
 from torch import Tensor
 
 from pipeloom.errors import ActionError, BoundaryError, PeerLostError, RunError, StallError, UserError
 from pipeloom.execute.clock import Clock, Mark
-from pipeloom.execute.communication.transport import Transport, UnderWay
+from pipeloom.execute.communication.transport import Transport
+from pipeloom.execute.communication.under_way import UnderWay
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.stages.stage import Objective, StepDocuments
 from pipeloom.runs.action_log import NOTHING, RowLog
@@ -91,12 +93,10 @@ class Executor:
         self._log = log or RowLog(NOTHING, memoryview(bytearray(16 * len(self._row.actions))).cast("q"))
         self._actions = self._row.actions
         assert len(part_of) == sum(len(part.kinds) for part in parts), "two parts run one kind"
-        # By slot, not by kind, so that a step needs no look-ups that the row decides once.
         self._part_at = [part_of[action.kind] for action in self._actions]
-        self._computes = [lane == COMPUTE_LANE for lane in self._row.lanes]
         for part in parts:
             part.bind(self._row)
-        self._awaited = _awaited(self._row, self._part_at)
+        self._program = _program(self._row, self._part_at)
         self._begin((), None)
 
     def steps(
@@ -124,16 +124,21 @@ class Executor:
         self._log.run.begin()
         for part in self.parts:
             self._services += part.begin(self._row)
-        for slot, awaited in enumerate(self._awaited):
+        under_way = self._under_way
+        for slot, job in enumerate(self._program):
             self._slot = slot
             if self._services:
                 self.check_services()
-            for other in awaited:
-                pending = self._under_way[other]
+            for other in job.awaited:
+                pending = under_way[other]
                 if not pending.is_done():
                     self._waits_for = other
                     yield pending
-            self._run(slot)
+                    self._waits_for = None
+            try:
+                self._run(slot, job)
+            except Exception as error:
+                raise self._explained(f"action {self._actions[slot]}", error) from error
         self._slot = len(self._actions)
         yield from self._rest()
         self._clock.settle()
@@ -205,34 +210,29 @@ class Executor:
         self._services: list[Service] = []
         self._marks: list[tuple[Action, Mark, Mark]] = []
 
-    def _run(self, slot: int) -> None:
-        self._waits_for = None
-        row, part, cells = self._row, self._part_at[slot], self._log.cells
-        try:
-            for other in self._awaited[slot]:
-                self._take(other)
-            cells[2 * slot] = -_now()
-            computes = self._computes[slot]
-            if computes and len(self._marks) >= self._run_ahead:
-                # Each issued action holds memory of the device: without a limit a
-                # host that is far ahead would fill it.
-                self._clock.wait(self._marks[-self._run_ahead][2])
-            # Behind this mark, so that what parts do for an action, such as to clear
-            # the buffer of a gradient, is part of its span.
-            begin = self._clock.mark() if computes else None
-            for do in row.before[slot]:
-                do()
-            started = part.start(row, slot)
-            if started is not None:
-                self._under_way[slot] = started
-            for do in row.after[slot]:
-                do()
-        except Exception as error:
-            raise self._explained(f"action {self._actions[slot]}", error) from error
-        if computes:
-            self._marks.append((self._actions[slot], begin, self._clock.mark()))
+    def _run(self, slot: int, job: "_Job") -> None:
+        cells, computes = self._log.cells, job.computes
+        for other in job.awaited:
+            self._take(other)
+        cells[2 * slot] = -_now()
+        if computes is not None and len(self._marks) >= self._run_ahead:
+            # Each issued action holds memory of the device: without a limit a
+            # host that is far ahead would fill it.
+            self._clock.wait(self._marks[-self._run_ahead][2])
+        # Behind this mark, so that what parts do for an action, such as to clear
+        # the buffer of a gradient, is part of its span.
+        begin = None if computes is None else self._clock.mark()
+        for do in job.before:
+            do()
+        started = job.start()
+        if started is not None:
+            self._under_way[slot] = started
+        for do in job.after:
+            do()
+        if computes is not None:
+            self._marks.append((computes, begin, self._clock.mark()))
         cells[2 * slot] = -cells[2 * slot]
-        if started is None and (self._clock.is_host or not computes):
+        if started is None and (self._clock.is_host or computes is None):
             cells[2 * slot + 1] = _now()
 
     def note_ended(self) -> None:
@@ -244,7 +244,7 @@ class Executor:
                 cells[2 * slot + 1] = now_ns
         if self._clock.is_host:
             return
-        computes = (slot for slot, is_compute in enumerate(self._computes) if is_compute)
+        computes = (slot for slot, job in enumerate(self._program) if job.computes is not None)
         for slot, (_, _, end) in zip(computes, list(self._marks), strict=False):
             if cells[2 * slot + 1] < cells[2 * slot] and self._clock.has_passed(end):
                 cells[2 * slot + 1] = now_ns
@@ -261,8 +261,9 @@ class Executor:
     def _rest(self) -> Iterator[UnderWay]:
         """Wait for operations that no action has waited for."""
         # A copy: taking a result removes it.
-        for slot in list(self._under_way):
-            yield from self._until_done(slot, self._under_way[slot])
+        for slot, pending in list(self._under_way.items()):
+            if not pending.is_done():
+                yield from self._until_done(slot, pending)
             self._take(slot)
         for service in self._services:
             yield from self._until_done(service.what, service.job)
@@ -323,6 +324,30 @@ class Executor:
             start_s, end_s = self._part_at[slot].span(slot, done, seconds)
             spans.append(Span(self._actions[slot], self.rank, self._row.lanes[slot], start_s, end_s))
         return Trace(Spans.of(spans), self.schedule.num_ranks)
+
+
+class _Job(NamedTuple):
+    """What a slot needs in every step, looked up once.
+
+    Attributes:
+        awaited: earlier slots of other lanes whose end its action waits for.
+        before, after: hooks of parts.
+        start: of its part.
+        computes: its action, if that is on the compute lane.
+    """
+
+    awaited: tuple[int, ...]
+    before: Sequence[Callable[[], None]]
+    start: Callable[[], UnderWay | None]
+    after: Sequence[Callable[[], None]]
+    computes: Action | None
+
+
+def _program(row: RankRow, part_at: Sequence[Part]) -> list[_Job]:
+    """A job for each slot, after all parts are bound."""
+    starters = [part.starter(row, slot) for slot, part in enumerate(part_at)]
+    computes = [action if lane == COMPUTE_LANE else None for action, lane in zip(row.actions, row.lanes, strict=True)]
+    return [_Job(*job) for job in zip(_awaited(row, part_at), row.before, starters, row.after, computes, strict=True)]
 
 
 def _awaited(row: RankRow, part_at: Sequence[Part]) -> list[tuple[int, ...]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeloom.execute.clock import Clock, Mark
 from pipeloom.execute.communication.collectives import Job
-from pipeloom.execute.communication.transport import UnderWay
+from pipeloom.execute.communication.under_way import UnderWay
 
 
 class Lane:

@@ -10,6 +10,7 @@ import numpy as np
 
 from pipeloom.analysis.matching import match_spans
 from pipeloom.cost.kept import Kept
+from pipeloom.cost.matrices import stage_shards, state_of_rank
 from pipeloom.cost.memory import (
     Memory,
     first_trained,
@@ -231,7 +232,7 @@ def _memory(
             Memory(
                 weights_bytes=state.weights_bytes + still + lent.weights_bytes + more.gathered_bytes,
                 gradients_bytes=state.gradients_bytes + lent.gradients_bytes + more.gradients_bytes,
-                optimizer_bytes=state.optimizer_bytes,
+                optimizer_bytes=state.optimizer_bytes + state_of_rank(run, software, tuple(stages)),
                 activations_bytes=activations,
                 head_bytes=logits,
                 buffers_bytes=_num_peers(placement, stages)
@@ -295,6 +296,9 @@ def _num_peers(placement: Placement, stages: Sequence[int]) -> int:
 
 def _trained_parameters(run: Run, software: Software) -> tuple[float, ...]:
     """Number of trained parameters of each stage on one device, padded to a multiple of the number of shards."""
+    shards = stage_shards(run, software)
+    if shards is not None:
+        return tuple(float(one.size * len(one.state)) for one in shards)
     return _padded(run, software, trained_parameters(run, software))
 
 
@@ -361,6 +365,7 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     by_stage = _trained_parameters(run, software)
     always = [
         state_bytes(run, sum(by_stage[stage] for stage in stages), software).total_bytes
+        + state_of_rank(run, software, tuple(stages))
         + sum(frozen[stage] for stage in stages)
         + lent_bytes(run, software, stages).total_bytes
         + more.gradients_bytes

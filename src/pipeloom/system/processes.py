@@ -33,9 +33,9 @@ def lives(pid: int, started: str) -> bool:
     return start_of(pid) == started and _stat(pid)[:1] != ["Z"]
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a signal, or a debugger, has stopped a process of this host; ``False`` without /proc."""
-    return bool(_stat(pid)) and _stat(pid)[0] in ("T", "t")
+def is_stopped(pid: int, *, by_debugger: bool = True) -> bool:
+    """Whether a signal has stopped a process of this host, or a debugger has; ``False`` without /proc."""
+    return _stat(pid)[:1] in ([["T"], ["t"]] if by_debugger else [["T"]])
 
 
 def _stat(pid: int) -> list[str]:

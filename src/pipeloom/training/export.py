@@ -38,7 +38,14 @@ from pipeloom.errors import RunError, UserError
 from pipeloom.runs.run_folder import WEIGHTS, WEIGHTS_INDEX, weight_files
 from pipeloom.training.checkpoints.contents import MODEL
 from pipeloom.training.checkpoints.storage import CheckpointReader
-from pipeloom.training.export_content import Content, hugging_face_content, own_content, peft_content, stored_adapter
+from pipeloom.training.export_content import (
+    PEFT_WEIGHTS,
+    Content,
+    hugging_face_content,
+    own_content,
+    peft_content,
+    stored_adapter,
+)
 from pipeloom.workload.adapter import FIRST, SECOND, Adapter, without_pairs
 from pipeloom.workload.dtypes import Dtype
 
@@ -91,7 +98,7 @@ def export_weights(
     checkpoint, folder = find_checkpoint(Path(checkpoint)), Path(folder)
     if damage(checkpoint):
         raise UserError(refusal(checkpoint))
-    if weight_files(folder):
+    if weight_files(folder) or (folder / PEFT_WEIGHTS).exists():
         raise UserError(f"{folder} already has weights; choose another folder, or move them")
     stored, adapter = _stored(CheckpointReader(checkpoint)), stored_adapter(checkpoint)
     if merge and adapter is None:

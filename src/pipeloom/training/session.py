@@ -41,6 +41,8 @@ Loaded = Data | Whole | Tokens
 _LAUNCHED_PATIENCE_S = 1800.0
 """Under a launcher, ranks may wait this long for another host that tokenizes its text."""
 
+_STOPPED_S = 1.0
+"""Added to ``training.stall_timeout_s`` for processes that are stopped, so that ranks that wait report first."""
 _RANK_0_PATIENCE_S = 1800.0
 """The other ranks may wait this long for rank 0, which compiles, or measures token slices."""
 
@@ -80,7 +82,8 @@ def run_on_all_ranks(
     for name in needed:
         import_module(name)
     work = partial(_work_forked, config, job, timeout_s=stall_s + patience_s, load=load or load_text)
-    return run_workers(work, config.layout.num_ranks, threads, grace_s=config.checkpoint.grace_s)[0]
+    grace_s, stopped_s = config.checkpoint.grace_s, stall_s + _STOPPED_S
+    return run_workers(work, config.layout.num_ranks, threads, grace_s=grace_s, stopped_s=stopped_s)[0]
 
 
 def long_start(config: RunConfig) -> str | None:

@@ -5,6 +5,7 @@ Schedules use these bytes to move activations and to swap stages. Counting needs
 
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -101,17 +102,19 @@ def piece_bytes(config: RunConfig) -> tuple[int, ...]:
 def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ...]:
     dtype = getattr(torch, config.training.known_dtype)
     narrow, wide = dtype.itemsize, master_dtype(dtype).itemsize
-    kept = len(config.optimizer.rule.state) + (narrow < wide)  # float32 master weights are part of the state
+    rule = config.optimizer.rule
     found: list[Amounts] = []
     for pieces in stage_pieces(partition):
         stage = stage_of(config, pieces, "meta")
-        count = sum(parameter.numel() for parameter in stage.parameters() if parameter.requires_grad)
+        trained = {name: tuple(one.shape) for name, one in stage.named_parameters() if one.requires_grad}
+        count = sum(map(prod, trained.values()))
+        state = sum(prod(its_shape) for each in trained.items() for its_shape in rule.state_shapes(*each).values())
         lent = config.model.hidden_size * (config.model.vocab_size or 0) if stage.borrows else 0
         found.append(
             Amounts(
                 weights=count * narrow,
                 gradient=count * wide,
-                state=count * wide * kept,
+                state=(state + count * (narrow < wide)) * wide,  # float32 master weights are part of the state
                 borrowed=lent * narrow,
                 lent_gradient=lent * wide,
             )

@@ -99,6 +99,11 @@ class Run:
         return self.dp // self.replicate
 
     @property
+    def num_shards(self) -> int:
+        """Ranks that share the optimizer's state of a stage."""
+        return self.shard_size if self.dp > 1 and self.shard != "none" else 1
+
+    @property
     def recompute_kinds(self) -> tuple[Recompute, ...]:
         """``recompute`` of each layer, or one value for all."""
         return self.recompute_layers or (self.recompute,)

@@ -1,16 +1,13 @@
 """Checkpoints over processes: written under any layout, a run goes on under any other."""
 
-import json
 import shutil
 import threading
 import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise, product
 from math import prod
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -18,8 +15,8 @@ import pytest
 import torch
 import torch._dynamo  # imported once here, not once in every process
 from checkpoint_files import without_hashes
-from eight_layouts import LAYOUTS, PLACEMENTS
-from small_run import small_run
+from eight_layouts import LAYOUTS
+from resumed import SAVED, STEPS, config_of, last, losses, middle, train_all
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from whole_matrices import NAME
@@ -37,22 +34,13 @@ from pipeloom.checkpoint.checkpoint_folder import (
 )
 from pipeloom.config import (
     AdapterConfig,
-    CheckpointConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    ScheduleConfig,
-    TrainingConfig,
 )
 from pipeloom.config.file import read_run_file
 from pipeloom.cost.software import with_optimizer
 from pipeloom.data.text import TokenWindows, load_data
 from pipeloom.errors import RunError, UserError, WorkerError
-from pipeloom.execute.processes.workers import run_workers
-from pipeloom.execute.processes.world import join_forked
 from pipeloom.predict.describe import described_run
 from pipeloom.predict.need import copy_bytes
-from pipeloom.runs.run_folder import RunFolder
 from pipeloom.system.host_memory import Available
 from pipeloom.training.background import Background
 from pipeloom.training.checkpoints import checkpoint as checkpoint_module
@@ -60,47 +48,6 @@ from pipeloom.training.checkpoints.checkpoint import Checkpoints
 from pipeloom.training.checkpoints.contents import expected_shapes
 from pipeloom.training.session import load_text, resolve
 from pipeloom.training.trainer import Trainer
-
-STEPS = 4
-SAVED = 2
-
-
-def config_of(folder, name, **checkpoint):
-    """A run of four steps under a layout; matrices of odd sizes, so that shards cut rows."""
-    return small_run(
-        folder,
-        model=ModelConfig(family="gpt2", num_layers=4, hidden_size=10, num_heads=2, ffn_size=14),
-        layout=LAYOUTS[name],
-        schedule=ScheduleConfig(placement=PLACEMENTS.get(name, "looped")),
-        optimizer=OptimizerConfig(lr=0.02, lr_warmup_steps=1, clip_grad_norm=0.5),
-        training=TrainingConfig(steps=STEPS, validation_batches=0, sample_tokens=0, predict=False, dtype="float64"),
-        checkpoint=CheckpointConfig(final="none", **checkpoint),
-    )
-
-
-def train(jobs, rendezvous, rank, size):
-    """Run one trainer after the other in the same processes; what they did is in their folders."""
-    world = join_forked(rendezvous, rank, size, "cpu", 60)
-    for folder, config in jobs:
-        data = load_data(config.data, config.training.seed)
-        Trainer(resolve(config, data), world, data, RunFolder(folder)).run()
-    world.leave()
-
-
-def train_all(jobs: dict[Path, RunConfig]):
-    """Run all of them, those with the same number of ranks in the same processes."""
-    load_data(next(iter(jobs.values())).data, 0)
-    for size in (1, 2, 4):
-        mine = [(folder, config) for folder, config in jobs.items() if config.layout.num_ranks == size]
-        for folder, _ in mine:
-            folder.mkdir(parents=True, exist_ok=True)
-        if mine:
-            run_workers(partial(train, mine), size)
-
-
-def losses(folder):
-    return {line["step"]: line["loss"] for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
-
 
 TIED = ("one rank", "linear", "tensor, full")
 NARROW = ("one rank", "full")
@@ -148,17 +95,9 @@ def chains(tmp_path_factory):
     return {kind: (whole[kind], rest[kind]) for kind in kinds}
 
 
-def middle(run):
-    return run / FOLDER / f"step-{SAVED:06}"
-
-
 def description(run):
     """What a run's checkpoint says of its tensors, by key."""
     return FileSystemReader(middle(run)).read_metadata().state_dict_metadata
-
-
-def last(expected):
-    return {step: expected[step] for step in range(SAVED + 1, STEPS + 1)}
 
 
 @pytest.mark.parametrize("kind", ["plain", "tied", "matrices", "frozen", "adapters"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.execute.communication.collectives import Groups, Job
-from pipeloom.execute.communication.transport import UnderWay, finish
+from pipeloom.execute.communication.under_way import UnderWay, finish
 from pipeloom.execute.lanes import Lane
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.stages.flat_order import nothing_whole

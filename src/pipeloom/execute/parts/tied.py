@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeloom.errors import UserError
 from pipeloom.execute.communication.boundary import TensorSpec
-from pipeloom.execute.communication.transport import UnderWay
+from pipeloom.execute.communication.under_way import UnderWay
 from pipeloom.execute.parts.part import Held, MessagePart, RankRow, Service
 from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.execute.stages.weights import StageWeights
