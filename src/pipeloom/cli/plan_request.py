@@ -17,12 +17,12 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import ConfigError
 from pipeloom.planner.goals import Goal, Training
 from pipeloom.planner.launch import Wanted, launch_problems
-from pipeloom.planner.plan import make_question, with_adapter
+from pipeloom.planner.plan import make_question, of_training
 from pipeloom.planner.question import Limits, Question, limit_problems
 from pipeloom.planner.strategies import with_strategies
 from pipeloom.predict.describe import asked_precision, changed_cluster, load_or_note, with_model_sizes
 from pipeloom.runs.run_folder import SCHEDULE
-from pipeloom.workload.dtypes import Dtype, Precision
+from pipeloom.workload.dtypes import Dtype, MatmulDtype, Precision, products_of
 from pipeloom.workload.launchers import LAUNCHERS, LauncherName
 from pipeloom.workload.model import ModelShape, shape_of
 
@@ -101,6 +101,11 @@ class _Inputs:
     def dtype(self) -> Dtype | None:
         """Of weights and activations; ``None`` for the default of the devices."""
         return self.options.dtype or (self.config.training.dtype if self.config is not None else None)
+
+    @property
+    def matmul_dtype(self) -> MatmulDtype | None:
+        """Of the operands of linear layers; ``None`` for ``dtype``."""
+        return self.options.matmul_dtype or (self.config.training.matmul_dtype if self.config is not None else None)
 
     @property
     def choices(self) -> list[Choice]:
@@ -215,6 +220,7 @@ def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
     if shape is not None and cluster is not None:
         precision = asked_precision(inputs.dtype, cluster, choice.num_devices)
         wanted = _wanted(options, config, inputs.model or shape, inputs.seq or 1, precision)
+        wanted = replace(wanted, products=products_of(inputs.matmul_dtype))
         problems += launch_problems(launcher, wanted, cluster, choice.num_devices)
     limits = _limits(options)
     if problems or shape is None or cluster is None or software is None:
@@ -231,14 +237,14 @@ def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
         software=software if launcher.is_own else None,
         launcher=launcher.name,
         dtype=inputs.dtype,
+        matmul_dtype=inputs.matmul_dtype,
         attention=options.attention or (machine.attention if machine is not None else "flash2"),
         fused_norm=_first(options.fused_norm, machine.fused_norm if machine is not None else True),
-        optimizer=config.optimizer.rule if config is not None else None,
         headroom=options.headroom,
         **limits,
     )
-    if config is not None and config.pairs is not None:
-        question = with_adapter(question, config.pairs)
+    if config is not None:
+        question = of_training(question, config.optimizer.rule, config.pairs)
     return Request(
         options,
         replace(question, order_tries=options.search_orders),

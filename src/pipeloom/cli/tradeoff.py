@@ -319,7 +319,7 @@ def _layout(point: Point) -> str:
     recompute = "some" if run.recompute_layers else run.recompute
     again = "" if recompute == "none" else f" +{recompute}"
     shard = "" if run.shard == "none" else f" {run.shard}"
-    return f"{run.tp}/{run.pp}/{run.dp} {run.loops} {run.num_microbatches}x{run.micro_batch}{shard}{again}"
+    return f"{run.axes.words('{1}', '/')} {run.loops} {run.num_microbatches}x{run.micro_batch}{shard}{again}"
 
 
 def _print_notes(console: Console, curves: Curves) -> None:

@@ -41,8 +41,8 @@ def _estimate_s(leaf: Leaf) -> float:
         work = order_work(candidate.placed, candidate.knobs, unlimited)
     except UserError:
         return float("inf")
-    time = leaf.cut.time.sharded(leaf.sharding.levels[0], leaf.sharding.replicate)
-    return work.least_s(lowered(candidate.run, candidate.software, candidate.knobs)) + time.after_s
+    least_s = work.least_s(lowered(candidate.run, candidate.software, candidate.knobs))
+    return max(least_s, leaf.quick_bound_s)
 
 
 def _candidate(leaf: Leaf) -> Candidate:
