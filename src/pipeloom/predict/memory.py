@@ -138,6 +138,19 @@ def held_for_backwards(run: Run, software: Software, schedule: Schedule) -> list
     return most_in_rows(schedule, kept_with_loss(run, software))
 
 
+def activation_room(run: Run, software: Software, schedule: Schedule, free_bytes: Sequence[float]) -> tuple[float, ...]:
+    """For each rank the bytes for activations, without those that the allocator loses.
+
+    Args:
+        run: model and layout.
+        software: the training program.
+        schedule: compute actions.
+        free_bytes: for each rank the bytes that a device has left beside this schedule.
+    """
+    held, loss = held_for_backwards(run, software, schedule), 1 + software.fragmentation
+    return tuple(free / loss + own for free, own in zip(free_bytes, held, strict=True))
+
+
 def kept_with_loss(run: Run, software: Software) -> KeptBytes:
     """Bytes that stages keep of a micro-batch for its backward, including those of the loss."""
     if run.slices and software.has_lanes:
