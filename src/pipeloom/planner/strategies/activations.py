@@ -32,11 +32,15 @@ UNDER_WAY = 3
 
 
 def _infeasible(state: SearchState, strategy: StrategyName) -> Iterator[Leaf]:
-    """Leaves that do not fit and that a strategy may make fit, one for each sharding level."""
+    """Leaves that do not fit and that a strategy may make fit, one for each sharding level.
+
+    Without those that are too slow as they are: no strategy of this module makes a step faster.
+    """
     for leaf in state.infeasible:
         if leaf.stage_inputs is not None and leaf.cut.arrangement.recomputed != "some" and _may_help(leaf, strategy):
             for level in leaf.sharding.levels:
-                yield replace(leaf, sharding=leaf.sharding._replace(levels=(level,)))
+                if leaf.cut.time.sharded(level, leaf.sharding.replicate).step_s <= state.fastest_s:
+                    yield replace(leaf, sharding=leaf.sharding._replace(levels=(level,)))
 
 
 def _may_help(leaf: Leaf, strategy: StrategyName) -> bool:
