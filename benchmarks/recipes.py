@@ -16,7 +16,7 @@ from pipeloom.catalog import load_cluster, load_model
 from pipeloom.cli.plan_layouts import settings_words
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.what_if import changed
-from pipeloom.planner.advice import in_order
+from pipeloom.planner.choice import in_order
 from pipeloom.planner.comparison import CAUSES, main_cause
 from pipeloom.planner.error_bar import error_bar
 from pipeloom.planner.plan import make_question, plan

@@ -33,13 +33,18 @@ class Outcome:
         step_time_s: predicted step time.
         memory_bytes: predicted memory of the device that was measured: the fullest one, or one of the first stage
             (``Software.reports_first``).
-        fits: whether the prediction fits the devices.
+        filled: predicted share of the memory of the fullest device; above 1 it does not fit.
     """
 
     row: Row
     step_time_s: float
     memory_bytes: float
-    fits: bool
+    filled: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the prediction fits the devices."""
+        return self.filled <= 1
 
     @property
     def error(self) -> float | None:
@@ -285,7 +290,7 @@ def compare(rows: Iterable[Row], cluster: Cluster | None = None, software: Softw
                 reason = f"no family makes the schedule '{row.schedule}' in this size"
             else:
                 memory = answer.memory_by_rank[0] if program.reports_first else answer.memory
-                outcomes.append(Outcome(row, answer.step_time_s, memory.total_bytes, answer.fits))
+                outcomes.append(Outcome(row, answer.step_time_s, memory.total_bytes, answer.filled))
         if reason is not None:
             skipped[reason] += 1
     return Comparison(tuple(outcomes), dict(skipped))
