@@ -23,6 +23,11 @@
 # make tune     a model imported, tuned on a text, evaluated, exported and loaded by transformers (2 minutes)
 # make adapted  gradients of models of transformers, by model type, as pieces and whole (1 minute)
 # make signals  a run that gets SIGTERM or SIGUSR1 at 20 random moments and goes on (5 minutes)
+# make hangs    runs that hang in one rank, of eight kinds, and whether `pipeloom inspect` names it (10 minutes)
+# make chaos    a run with 50 faults of nine kinds that goes on, beside one without (8 minutes)
+# make resume-pairs  20 layouts, each resumed from the checkpoint of each other one: 380 pairs (15 minutes)
+# make steady   memory, descriptors and step times of 2,000 steps (5 minutes)
+# make gpu      every CUDA path on one device, and a llama of 1 B beside a plain loop; status 2 without CUDA (10 minutes)
 # make launch-schemas  files of `pipeloom launch` for Kubernetes and SkyPilot against the schemas of these (2 minutes)
 # make launch-parsers  200 planned exports through the parsers of Megatron-LM and torchtitan (10 minutes;
 #               MEGATRON=folder of a checkout of Megatron-LM, core 0.16.1, in place of a clone from GitHub)
@@ -52,7 +57,7 @@ LOADED      := numba llvmlite numpy pydantic pydantic_core rich
 
 .PHONY: demo test test-all docs dist docs-commands plan-demo recipes random-plans predict reproduce schedules plan-speed bench-network bench-overhead \
         bench-peers bench-balance bench-checkpoints bench-tokenize bench-loading bench-generate playground-pictures playground-speed tune adapted signals \
-        launch-schemas launch-parsers first-choice speed check format clean
+        gpu hangs chaos resume-pairs steady launch-schemas launch-parsers first-choice speed check format clean
 
 demo: $(STAMP)
 	$(BIN)/pipeloom train $(ARGS)
@@ -103,6 +108,21 @@ adapted: $(STAMP)
 
 signals: $(STAMP)
 	$(BIN)/python benchmarks/signals.py
+
+gpu: $(STAMP)
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
+
+chaos: $(STAMP)
+	PYTHONPATH=tests/support $(BIN)/python benchmarks/chaos.py $(ARGS)
+
+resume-pairs: $(STAMP)
+	PYTHONPATH=tests/support $(BIN)/python benchmarks/resume_pairs.py $(ARGS)
+
+steady: $(STAMP)
+	PYTHONPATH=tests/support $(BIN)/python benchmarks/steady.py $(ARGS)
+
+hangs: $(STAMP)
+	PYTHONPATH=tests/support $(BIN)/python benchmarks/hangs.py $(ARGS)
 
 launch-schemas: $(VENV)/schemas/.installed $(STAMP)
 	$(BIN)/pipeloom launch examples/run.toml --out $(VENV)/schemas/cpus --to kubeflow skypilot \

@@ -65,7 +65,7 @@ def overhead_targets(outcome: Outcome) -> tuple[Target, ...]:
     """Each order by itself."""
     pairs = zip(outcome.measured[::2], outcome.measured[1::2], strict=True)
     return tuple(
-        Target(f"time for each action of {theirs.contender.order}", median_s(ours) / median_s(theirs), 0.6)
+        Target(f"time for each action of {theirs.contender.order}", median_s(ours) / median_s(theirs), 0.4)
         for ours, theirs in pairs
     )
 

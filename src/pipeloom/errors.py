@@ -136,7 +136,15 @@ class PeerLostError(RunError):
 
 
 class WorkerError(RunError):
-    """A worker process ended before the work was done."""
+    """A worker process ended before the work was done.
+
+    Attributes:
+        rank: the worker; ``None`` where it is not known.
+        was_killed: whether a signal killed it, so that this is the reason and no consequence of another one.
+    """
+
+    rank: int | None = None
+    was_killed = False
 
 
 class Interrupted(KeyboardInterrupt):

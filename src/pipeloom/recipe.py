@@ -53,6 +53,7 @@ class Recipe:
         receive_buffers: receives posted ahead for each directed edge; ``None``: no sends and receives, since ranks
             exchange tensors within their compute actions.
         lends_tied: whether the first stage sends the last one the matrix that embedding and head share.
+        trains_tied: whether that matrix is trained, so that its gradient is sent back.
         unshard: gathers; ``None`` for none.
         reduce_grad: reductions; ``None`` for none.
         updates: where rows have the optimizer's step of each stage; ``None``: not in the schedule.
@@ -64,6 +65,7 @@ class Recipe:
     start: Choice | Schedule
     receive_buffers: int | None = 2
     lends_tied: bool = False
+    trains_tied: bool = True
     unshard: Unshard | None = None
     reduce_grad: ReduceGrad | None = None
     updates: UpdatePlace | None = None
@@ -119,13 +121,16 @@ class Knobs:
     given: ScheduleFile | None = None
 
 
-def run_recipe(knobs: Knobs, *, shard: SharedState | None, lends_tied: bool, sends: bool = True) -> Recipe:
+def run_recipe(
+    knobs: Knobs, *, shard: SharedState | None, lends_tied: bool, trains_tied: bool = True, sends: bool = True
+) -> Recipe:
     """The recipe of a training run.
 
     Args:
         knobs: the choices.
         shard: level of sharding (``shared_state``); ``None``: ranks with the same stages exchange nothing.
         lends_tied: see ``Recipe``.
+        trains_tied: see ``Recipe``.
         sends: whether pipeline ranks exchange tensors by sends and receives.
     """
     choice, budget = knobs.choice, knobs.device_budget
@@ -138,6 +143,7 @@ def run_recipe(knobs: Knobs, *, shard: SharedState | None, lends_tied: bool, sen
         start=choice if knobs.found is None else knobs.found,
         receive_buffers=knobs.receive_buffers if sends else None,
         lends_tied=lends_tied,
+        trains_tied=trains_tied,
         unshard=unshard,
         reduce_grad=reduce_grad,
         updates=None if budget is None else place_of_updates(choice.pp * choice.loops, needs_norm=knobs.needs_norm),
@@ -236,7 +242,7 @@ def recipe_lines(recipe: Recipe, schedule: Schedule, sizes: Sizes | None = None)
         "group_size": (choice.group_size or choice.known_group_size) if FAMILIES[choice.family].is_grouped else None,
         "keep": None if choice.keep is None else " ".join(map(str, choice.keep)),
         "receive_buffers": recipe.receive_buffers,
-        "tied": "true" if recipe.lends_tied else None,
+        "tied": ("true" if recipe.trains_tied else "frozen") if recipe.lends_tied else None,
     }
     if recipe.unshard is not None:
         lines |= {"residency": recipe.unshard.residency or "all", "prefetch": recipe.unshard.prefetch}
@@ -320,7 +326,7 @@ def _sending(schedule: Schedule, recipe: Recipe) -> Schedule:
     """The schedule with sends and receives, if the recipe has them."""
     if recipe.receive_buffers is not None:
         schedule = lower(schedule, recipe.receive_buffers)
-    return add_tied(schedule) if recipe.lends_tied else schedule
+    return add_tied(schedule, returns_gradient=recipe.trains_tied) if recipe.lends_tied else schedule
 
 
 def _make_without_messages(recipe: Recipe) -> Graph:

@@ -6,7 +6,7 @@ executor counts: state, and what is kept for backwards.
 
 import numpy as np
 import pytest
-from any_runs import DATA, frozen_runs, on_cpus, runs
+from any_runs import DATA, adapted_runs, frozen_runs, on_cpus, runs
 from one_process import OneProcess
 
 from pipeloom.analysis.matching import match_spans
@@ -35,7 +35,7 @@ def counted(ranks, results, config):
     for rank, (pipeline, optimizer, result) in enumerate(zip(ranks.pipelines, ranks.optimizers, results, strict=True)):
         held, place = result.held, config.layout.coordinates(rank).pipeline
         # Parameters have counters of steps beside what is as large as they are: 4 bytes each, which are not predicted.
-        moments = [state[name] for state in optimizer.state.values() for name in config.optimizer.rule.state]
+        moments = [one for state in optimizer.state.values() for name, one in state.items() if name != "step"]
         copies = sum(one.copy_bytes for one in pipeline.data_parallel.weights.values())
         bytes_of = (
             held.weights_bytes + held.lent_bytes,
@@ -127,3 +127,9 @@ def test_a_step_equals_the_single_process_and_holds_the_bytes_that_are_predicted
 @pytest.mark.timeout(120)
 def test_a_step_with_frozen_layers_equals_the_single_process_and_holds_the_bytes_that_are_predicted(half):
     assert {assert_step(config) for config in frozen_runs(24)[half::2]} == {"kept"}
+
+
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.timeout(120)
+def test_a_step_with_adapters_equals_the_single_process_and_holds_the_bytes_that_are_predicted(half):
+    assert {assert_step(config) for config in adapted_runs(40)[half::2]} == {"kept"}

@@ -179,10 +179,10 @@ def play_in_process(script):
     return [answers[rank] for rank in range(2)]
 
 
-def _rank_of_processes(script, rendezvous, rank, size):
+def _rank_of_processes(script, shares_memory, rendezvous, rank, size):
     world = join_forked(rendezvous, rank, size, "cpu", 20)
     edges = {(0, 1): [SPEC, LARGE], (1, 0): [SPEC, LARGE]}
-    transport = Transport(rank, edges, world.device, timedelta(seconds=20))
+    transport = Transport(rank, edges, world.device, timedelta(seconds=20), shares_memory=shares_memory)
     steps = script(rank, transport)
     try:
         while True:
@@ -194,11 +194,16 @@ def _rank_of_processes(script, rendezvous, rank, size):
     return answer
 
 
-def play_in_processes(script):
-    return run_workers(partial(_rank_of_processes, script), 2)
+def play_over_gloo(script):
+    return run_workers(partial(_rank_of_processes, script, False), 2)
 
 
-PLAYERS = pytest.mark.parametrize("play", [play_in_process, play_in_processes])
+def play_in_shared_memory(script):
+    return run_workers(partial(_rank_of_processes, script, True), 2)
+
+
+BETWEEN_PROCESSES = pytest.mark.parametrize("play", [play_over_gloo, play_in_shared_memory])
+PLAYERS = pytest.mark.parametrize("play", [play_in_process, play_over_gloo, play_in_shared_memory])
 
 
 @PLAYERS
@@ -208,16 +213,19 @@ def test_tensors_arrive_in_the_order_of_their_edge(play, script):
     assert play(script)[1] == [float(n) for n in range(count)]
 
 
-def test_processes_see_the_ends_of_transfers_that_nobody_waits_for():
-    assert play_in_processes(seen_without_waiting) == [True, True]
+@BETWEEN_PROCESSES
+def test_processes_see_the_ends_of_transfers_that_nobody_waits_for(play):
+    assert play(seen_without_waiting) == [True, True]
 
 
-def test_a_rank_takes_over_from_a_thread_that_waits():
-    assert play_in_processes(taken_over)[1] == [0.0, 2.0, 4.0, 1.0, 3.0, 5.0]
+@BETWEEN_PROCESSES
+def test_a_rank_takes_over_from_a_thread_that_waits(play):
+    assert play(taken_over)[1] == [0.0, 2.0, 4.0, 1.0, 3.0, 5.0]
 
 
-def test_waiting_in_vain_between_processes_ends_in_time():
-    assert play_in_processes(in_vain)[1] == (False, True)
+@BETWEEN_PROCESSES
+def test_waiting_in_vain_between_processes_ends_in_time(play):
+    assert play(in_vain)[1] == (False, True)
 
 
 @PLAYERS

@@ -56,7 +56,7 @@ def test_without_data_parallelism_stage_inputs_are_counted_too(family):
     peaks = [result.held.stage_inputs for result in cluster.step()]
     assert tuple(peaks) == cluster.schedule.peak_stage_inputs
     stages = [stage for executor in cluster.executors for stage in executor.parts[0].stages.values()]
-    assert [(stage.num_held, stage.held_bytes) for stage in stages] == [(0, 0)] * len(stages)
+    assert [(stage.tally.held, stage.tally.held_bytes) for stage in stages] == [(0, 0)] * len(stages)
 
 
 def test_a_backward_that_comes_late_is_seen_in_the_count():

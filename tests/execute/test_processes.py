@@ -172,3 +172,15 @@ def test_results_come_back_by_rank():
 
 def _rank(rendezvous, rank, size):
     return 10 * rank
+
+
+def _stop_one(rendezvous, rank, size):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(30)
+
+
+def test_a_process_that_stays_stopped_is_killed():
+    with pytest.raises(WorkerError, match=r"rank 1 was stopped \(SIGSTOP\) for 0\.4 s, and was killed") as failed:
+        run_workers(_stop_one, 2, stopped_s=0.4)
+    assert (failed.value.rank, failed.value.was_killed) == (1, True)

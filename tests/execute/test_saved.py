@@ -102,7 +102,7 @@ def test_an_input_that_autograd_does_not_save_is_freed_with_the_forward():
     stage.forward(Portion(0), x, None, trains=True, parcel=parcel)
     del x
     assert given.expired()
-    assert stage.held_bytes == 3 * 8 * 8
+    assert stage.tally.held_bytes == 3 * 8 * 8
 
 
 def test_what_the_batch_holds_stays():

@@ -23,9 +23,9 @@ from pipeloom.schedule.kinds import MOVE_KINDS
 from pipeloom.schedule.lanes import HOST_LANE
 from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.training.pipeline import Pipeline, training_schedule
+from pipeloom.training.profiled_step import simulate_profile
 from pipeloom.training.session import resolve
 from pipeloom.training.stages import saved_bytes
-from pipeloom.training.trainer import simulate_profile
 from pipeloom.workload.layout import Layout
 
 UNEVEN = (9, 7, 5, 3)

@@ -96,9 +96,9 @@ def kept_bytes(config):
 @pytest.mark.parametrize("config", [CONFIG, GPT2])
 def test_between_the_halves_inputs_are_kept_once_and_nothing_else_of_the_graph(config, recompute):
     for _, stage in halves(make(config, recompute=recompute), times=1):
-        assert stage.pending_bytes == kept_bytes(config)
-        assert (stage.num_held, stage.num_pending, stage.held_bytes) == (1, 1, 0)
-    assert (stage.num_held, stage.num_pending, stage.pending_bytes) == (0, 0, 0)
+        assert stage.tally.pending_bytes == kept_bytes(config)
+        assert (stage.tally.held, stage.tally.pending, stage.tally.held_bytes) == (1, 1, 0)
+    assert (stage.tally.held, stage.tally.pending, stage.tally.pending_bytes) == (0, 0, 0)
 
 
 def test_what_autograd_kept_is_freed_with_the_first_half():
@@ -146,7 +146,7 @@ def test_a_module_that_does_not_defer_is_split_too_with_all_gradients_made_first
     stage = Stage(module, 1, TensorSpec((2, HIDDEN), torch.float64), needs_input_gradient=True, splits=True)
     stage.forward(Portion(0), torch.ones(2, HIDDEN, dtype=torch.float64), None, trains=True)
     stage.backward_input(Portion(0), torch.ones(2, HIDDEN, dtype=torch.float64))
-    assert stage.pending_bytes == 8 * (HIDDEN + 1) * HIDDEN
+    assert stage.tally.pending_bytes == 8 * (HIDDEN + 1) * HIDDEN
     assert module.weight.grad is None
     stage.backward_weight(Portion(0))
     assert module.bias.grad.tolist() == [2.0] * HIDDEN
@@ -167,7 +167,7 @@ def test_evaluation_defers_nothing_and_a_backward_that_nobody_expects_is_refused
 def test_a_step_that_failed_leaves_nothing_behind():
     for _, stage in halves(make()):
         stage.forget()
-        assert (stage.num_held, stage.pending_bytes) == (0, 0)
+        assert (stage.tally.held, stage.tally.pending_bytes) == (0, 0)
         break
 
 

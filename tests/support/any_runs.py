@@ -6,6 +6,7 @@ from functools import cache
 from types import SimpleNamespace
 
 from pipeloom.config import (
+    AdapterConfig,
     DataConfig,
     MachineConfig,
     ModelConfig,
@@ -51,6 +52,27 @@ def frozen_runs(count):
             model=replace(config.model, tied=False),
             schedule=replace(config.schedule, **still),
             training=replace(config.training, freeze_layers=draw.randint(0, LAYERS)),
+        )
+        if not find_problems(config, trains=False):
+            found.append(config)
+    return found
+
+
+@cache
+def adapted_runs(count):
+    """The same with low-rank adapters."""
+    draw, found = random.Random(2), []
+    still = {"balance": False, "offload": False, "activation_budget": None, "device_budget": None}
+    while len(found) < count:
+        config = with_windows(draw, with_layers(draw, with_sharding(draw, any_run(draw))))
+        gate = () if config.model.family == "gpt2" else ("gate",)
+        targets = draw.sample(("q", "k", "v", "o", *gate, "up", "down"), draw.choice((1, 2, 3, 6)))
+        config = replace(
+            config,
+            model=replace(config.model, tied=draw.random() < 0.3),
+            schedule=replace(config.schedule, **still),
+            adapter=AdapterConfig(rank=draw.choice((1, 3)), targets=tuple(targets), alpha=0.1, init="random"),
+            training=replace(config.training, freeze_layers=draw.choice((None, None, 0, 2, LAYERS - 1))),
         )
         if not find_problems(config, trains=False):
             found.append(config)

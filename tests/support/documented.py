@@ -198,6 +198,7 @@ QUICK = {
     "plan": {"families": "1f1b", "recompute": "full", "shards": "none", "strategies": "none", "explain": ""},
     "tradeoff": {"batch-per-device": "1", "devices": "64", "methods": "1f1b"},
     "slices": {"unit": "128"},
+    "survive": {"budget-s": "1"},
     "generate": {"data.seq-len": "256"},
     "profile": {"budget-s": "4"},
 }

@@ -25,6 +25,8 @@ FILES = {
     "escape.toml": '[schedule]\nfamily = "\\u001b[31mred\\u001b[0m"\n',
     "old_precision.toml": '[machine]\nprecision = "fp9"\n',
     "fast.toml": '[machine]\ncluster = "fast_cluster.toml"\n',
+    "restart_key.toml": "[restart]\ntime = 2\n",
+    "restart_types.toml": '[restart]\ntimes = "two"\nkeep_every = 1.5\n',
     "bad.json": "{",
     "list.json": "[1, 2]",
     "neox.json": '{"model_type": "gpt_neox", "hidden_size": 6144, "intermediate_size": 24576, "num_hidden_layers": 44, '
@@ -189,6 +191,29 @@ verify missing.toml                                             | missing.toml
 verify --model.file neox.json                                   | memory
 verify --model.hidden-size 6000000                              | memory
 verify --training.steps 3                                       | has no effect on verify
+train --restart.times -1                                        | restart.times must be at least 0; -1
+train --restart.times 1.5                                       | restart.times; 1.5
+train --restart.times many                                      | restart.times; many
+train --restart.time 2                                          | --restart.times
+train --restart.layout plan                                     | restart.layout has no effect without restart.times
+train --restart.keep-every 5                                    | restart.keep_every has no effect without restart.times
+train --restart.layout plan --restart.keep-every 5              | restart.layout, restart.keep_every; restart.times
+train --restart.times 1 --restart.keep-every 0                  | restart.keep_every must be at least 1
+train --restart.times 1 --restart.keep-every x                  | --restart.keep-every; 'x'
+train --restart.times 1 --restart.layout other                  | restart.layout; other
+train --restart.times 0 --restart.layout plan                   | restart.layout has no effect without restart.times
+train --restart.times 1 --restart.layout                        | restart.layout
+train --restart.times 1 --training.stall-timeout-s 0            | stall_timeout_s
+train restart_key.toml                                          | restart.time; 'restart.times'
+train restart_types.toml                                        | restart.times; restart.keep_every
+simulate --restart.times 1                                      | restart.times has no effect on simulate
+verify --restart.times 1                                        | restart.times has no effect on verify
+inspect missing                                                 | there is no run folder missing
+inspect .                                                       | has no actions/ with what its ranks did last
+inspect empty.toml                                              | there is no run folder empty.toml
+inspect                                                         | RUN
+inspect missing --jsn                                           | missing; jsn
+inspect . .                                                     | .
 export missing out                                              | missing
 export . out                                                    | checkpoint
 export . out --dtype int4                                       | int4
@@ -241,6 +266,13 @@ simulate --layout.num-microbatches 1000000000                   | memory
 simulate --json --plot /dev/null/x.png                          | /dev/null/x.png
 slices --layout.pp 0                                            | layout.pp
 slices --unit 0                                                 | unit
+survive                                                         | --checkpoint-time; --mtbf
+survive --mtbf soon --checkpoint-time 20s                       | --mtbf must be
+survive --mtbf 1y --checkpoint-time never --restart-time 0s     | --checkpoint-time must be; --restart-time must be
+survive --mtbf 1y --storage 0 --layout.pp 0                     | --storage must be; layout.pp must be
+survive --mtbf 1y --trace README.md --storage 1                 | --mtbf and --trace
+survive --trace missing.csv --storage 1                         | missing.csv
+survive --trace broken.toml --storage 1                         | hours, node, state
 launch                                                          | --out
 launch --out /dev/null/x                                        | /dev/null/x
 launch --out there --to kubernetes                              | kubernetes

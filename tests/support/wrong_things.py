@@ -418,7 +418,51 @@ ADAPTED: list[Row] = [
     ("simulate run.toml --model.file neox", {}, "predictions have no formulas"),
 ]
 
-GROUPS = (MODELS, ADAPTED, WEIGHTS, DATA, MIXTURES, TOKENIZERS, TOKENIZE, CHECKPOINTS, EVALUATE, EXPORT, AROUND)
+_PAIRS = f"{_SMALL} --adapter.rank 4"
+ADAPTERS: list[Row] = [
+    (f"{_SMALL} --adapter.targets q", {}, "adapter.targets has no effect without adapter.rank"),
+    (f"{_SMALL} --adapter.alpha 16", {}, "adapter.alpha has no effect without adapter.rank"),
+    (f"{_SMALL} --adapter.init random", {}, "adapter.init has no effect without adapter.rank"),
+    (f"{_SMALL} --adapter.rank 0", {}, "adapter.rank must be at least 1"),
+    (f"{_SMALL} --adapter.rank 65", {}, "adapter.rank must be at most model.hidden_size"),
+    (f"{_PAIRS} --adapter.alpha -1", {}, "adapter.alpha must be above 0"),
+    (f"{_PAIRS} --adapter.targets q_proj", {}, "adapter.targets"),
+    (f"{_PAIRS} --adapter.targets q v q", {}, "adapter.targets must name each matrix once, found q twice"),
+    (f"{_PAIRS} --adapter.targets gate --model.family gpt2", {}, "gpt2 has (q k v o up down), found gate"),
+    (f"{_PAIRS} --adapter.dropout 0.1", {}, "adapter.dropout"),
+    (f"{_PAIRS} --training.freeze-layers 2", {}, "training.freeze_layers 2 leaves no layer for adapter.rank"),
+    (f"{_PAIRS} --schedule.family zb-h1 --layout.pp 2", {}, "adapter.rank does not work with schedule.family zb-h1"),
+    (
+        f"{_PAIRS} --schedule.device-budget 1MB --layout.loops 2",
+        {},
+        "adapter.rank does not work with schedule.device_budget",
+    ),
+    (f"{_PAIRS} --checkpoint.resume run", {}, "training.freeze_layers or adapter.rank differs"),
+    (f"{_NEOX} --adapter.rank 4", {}, "adapter.rank 4 does not work with a model that classes of transformers compute"),
+    ("launch small.toml --out new --to megatron --adapter.rank 4", {}, "adapter.rank 4: the export is of runs that"),
+    ("simulate small.toml --adapter.alpha 3", {}, "--adapter.alpha"),
+    ("export run new --merge", {}, "has no adapters to merge"),
+    ("plan small.toml --devices 4", {"small.toml": more("[adapter]\nrank = 100000\n")}, "adapter.rank must be at most"),
+    (
+        "plan small.toml --devices 4 --families zb-h1",
+        {"small.toml": more("[adapter]\nrank = 2\n")},
+        "pipeloom with adapters has no family 'zb-h1'",
+    ),
+]
+GROUPS = (
+    MODELS,
+    ADAPTED,
+    ADAPTERS,
+    WEIGHTS,
+    DATA,
+    MIXTURES,
+    TOKENIZERS,
+    TOKENIZE,
+    CHECKPOINTS,
+    EVALUATE,
+    EXPORT,
+    AROUND,
+)
 
 
 def change_files(folder: Path, changes: dict[str, Change]) -> None:

@@ -18,6 +18,7 @@ from pipeloom.training.trainer import Trainer
 from pipeloom.workload.layout import Layout
 
 WITH_TIMES = {"metrics.jsonl", "summary.json", "trace.json", "trace-replica-001-tensor-0.json"}
+WITH_TIMES |= {f"actions/rank-{rank:05}" for rank in range(4)}
 TIMES = {
     "tokens_per_s",
     "step_time_s",
@@ -64,7 +65,9 @@ def test_two_equal_runs_leave_equal_bytes(tmp_path):
     assert {"model.safetensors", "tokenizer.json", "sample.txt", "schedule.txt"} < same
     files = {"checkpoint.json", "tokenizer.json", ".metadata", *(f"__{rank}_0.distcp" for rank in range(4))}
     steps = ("step-000002", "step-000003")
-    assert {name for name in same if "/" in name} == {f"checkpoints/{step}/{file}" for step in steps for file in files}
+    rows = {f"actions/{name}.txt" for name in ("training", "validation", "sample")}
+    in_checkpoints = {f"checkpoints/{step}/{file}" for step in steps for file in files}
+    assert {name for name in same if "/" in name} == in_checkpoints | rows
 
     lines = [[json.loads(line) for line in files["metrics.jsonl"].read_text().splitlines()] for files in (one, other)]
     assert [{key: line[key] for key in line if key not in TIMES} for line in lines[0]] == [

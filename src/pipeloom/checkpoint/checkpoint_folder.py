@@ -78,6 +78,9 @@ class CheckpointInfo:
         versions: of pipeloom and torch, by name.
         cause: why it was written.
         sources: of several texts, what was read of each (``pipeloom.data.windows``); empty for one.
+        adapter: of the weights, with the names of ``Adapter``; ``None`` for none.
+        base: folder of Hugging Face that the weights without adapters are from, as the run's file has it; ``None`` for
+            another start.
     """
 
     step: int
@@ -89,6 +92,8 @@ class CheckpointInfo:
     versions: dict[str, str]
     cause: Cause = "steps"
     sources: list[dict[str, Any]] = field(default_factory=list)
+    adapter: dict[str, Any] | None = None
+    base: str | None = None
 
 
 def name_of(step: int) -> str:

@@ -34,6 +34,9 @@ class Options:
     dtype: Common[Literal["float32", "bfloat16", "float16", "float64"] | None] = None
     """Data type of the written weights. None: that of the checkpoint, or with format hf that of the folder that the run
     started from."""
+    merge: Common[bool] = False
+    """Of a run with adapters, the weights with the adapters added, and no adapters. Otherwise format pipeloom has both,
+    and hf is a folder of PEFT with the adapters alone."""
     file_gb: Common[Positive | None] = None
     """Maximum size of one file in GB (10^9 bytes). Several files get an index. None: 5, or with format hf the
     division of the folder that the run started from."""
@@ -46,6 +49,7 @@ COMMAND = Command(
         "pipeloom export outputs/demo weights": "the newest checkpoint of a run",
         "pipeloom export outputs/demo weights --dtype bfloat16": "in another data type",
         "pipeloom export outputs/demo folder --format hf": "for Hugging Face's transformers",
+        "pipeloom export outputs/tuned folder --format hf --merge": "with the adapters of the run in its weights",
     },
 )
 
@@ -53,7 +57,7 @@ COMMAND = Command(
 def _kind(file: Path) -> str:
     if file.name in (TOKENIZER, TOKENIZER_CONFIG):
         return "tokenizer "
-    return "weights   " if file.name.startswith("model") else "text      "
+    return "weights   " if file.suffix == ".safetensors" else "text      "
 
 
 def run(words: list[str]) -> int:
@@ -66,7 +70,7 @@ def run(words: list[str]) -> int:
     from pipeloom.training.export import export_weights
 
     file_bytes = None if options.file_gb is None else round(options.file_gb * 1e9)
-    settings = {"format": options.format, "dtype": options.dtype, "file_bytes": file_bytes}
+    settings = {"format": options.format, "dtype": options.dtype, "file_bytes": file_bytes, "merge": options.merge}
     files = export_weights(checkpoint, options.output, **settings)
     remark = "" if can_be_checked(checkpoint) else f" ({UNCHECKED})"
     print("\n".join([f"checkpoint {checkpoint}{remark}", *(f"{_kind(file)} {file}" for file in files)]))

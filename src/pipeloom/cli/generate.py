@@ -73,10 +73,15 @@ def _forwards(config: RunConfig) -> RunConfig:
         config,
         layout=config.layout.of_forwards(),
         schedule=ScheduleConfig(device_budget=schedule.device_budget, swap_folder=schedule.swap_folder),
-        training=replace(config.training, compile=False, compile_backend="inductor", freeze_layers=None),
+        training=replace(config.training, compile=False, compile_backend="inductor", freeze_layers=_frozen(config)),
         # The checkpoint that the run began with may be gone.
         checkpoint=CheckpointConfig(),
     )
+
+
+def _frozen(config: RunConfig) -> int | None:
+    """The frozen layers as far as they belong to the model: those without adapters."""
+    return None if config.adapter.rank is None else config.training.freeze_layers
 
 
 def _problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:

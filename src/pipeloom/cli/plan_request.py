@@ -12,12 +12,13 @@ from pipeloom.cli.goals import goal_of, priced, tokens_of
 from pipeloom.cli.run_config import source_of
 from pipeloom.config import RunConfig, in_order
 from pipeloom.config.file import read_run_file
+from pipeloom.config.layout_problems import adapter_problems
 from pipeloom.config.problems import model_problems, optimizer_problems
 from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import ConfigError
 from pipeloom.planner.goals import Goal, Training
 from pipeloom.planner.launch import Wanted, launch_problems
-from pipeloom.planner.plan import make_question
+from pipeloom.planner.plan import make_question, with_adapter
 from pipeloom.planner.question import Limits, Question, limit_problems
 from pipeloom.planner.run_file import named_model
 from pipeloom.planner.strategies import with_strategies
@@ -246,6 +247,8 @@ def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
         headroom=options.headroom,
         **limits,
     )
+    if config is not None and config.pairs is not None:
+        question = with_adapter(question, config.pairs)
     return Request(
         options,
         question,
@@ -269,6 +272,7 @@ def _wanted(inputs: _Inputs, precision: Precision) -> Wanted:
         **flags,
         attention=options.attention or config.machine.attention,
         optimizer=config.optimizer.name,
+        has_adapters=config.adapter.rank is not None,
         by_document=config.data.by_document,
     )
 
@@ -290,7 +294,7 @@ def _read(path: Path, seq: int | None, problems: list[str]) -> RunConfig:
             "training.freeze_layers: the search prices layouts that train all weights; leave it out (`pipeloom "
             "simulate` prices one layout with frozen layers)"
         )
-    problems += in_order([*found, *unknown, *values, *optimizer_problems(config)])
+    problems += in_order([*found, *unknown, *values, *optimizer_problems(config), *adapter_problems(config)])
     return config
 
 

@@ -22,12 +22,14 @@ from pipeloom.workload.layout import ONE_RANK
 PREDICTIONS = (
     *("model", "layout", "schedule", "machine", "data.seq_len", "data.tokenizer", "data.bpe_vocab_size"),
     *("optimizer.name", "optimizer.clip_grad_norm", "training.dtype", "training.device", "training.freeze_layers"),
+    *("adapter.rank", "adapter.targets"),
 )
 """Settings that predictions of a run read: sections and single ones. A flag of another setting is refused."""
 VERIFICATION = (
     *("model", "data", "layout", "schedule", "optimizer.name", "optimizer.clip_grad_norm"),
     *("training.dtype", "training.device", "training.threads", "training.seed", "training.compile"),
     *("training.compile_backend", "training.run_ahead", "training.stall_timeout_s", "training.freeze_layers"),
+    *("adapter.rank", "adapter.targets", "adapter.alpha"),
 )
 """The same for gradients that are verified, which takes no optimizer's step."""
 EVALUATION = (
@@ -37,7 +39,9 @@ EVALUATION = (
 """The same for a trained model that is evaluated."""
 _MOST_TOKENS = 2048
 """Default length of sequences of a Hugging Face model that takes longer ones: messages and memory grow with it."""
-TRAINING = ("model", "data", "layout", "schedule", "optimizer", "training", "checkpoint", "output")
+TRAINING = (
+    *("model", "data", "layout", "schedule", "optimizer", "adapter", "training", "checkpoint", "restart", "output"),
+)
 """The same for a run that is trained, which happens on the machine where it is started."""
 
 

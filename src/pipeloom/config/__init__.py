@@ -11,11 +11,13 @@ from pipeloom.config.hyperparameters import (
 from pipeloom.config.problems import decided_problems, find_problems, in_order
 from pipeloom.config.run import RunConfig, run_part, to_dict
 from pipeloom.config.sections import (
+    AdapterConfig,
     CheckpointConfig,
     DataConfig,
     MachineConfig,
     OptimizerConfig,
     OutputConfig,
+    RestartConfig,
     ScheduleConfig,
     SourceConfig,
     TrainingConfig,
@@ -23,12 +25,14 @@ from pipeloom.config.sections import (
 from pipeloom.workload.model import ModelConfig
 
 __all__ = [
+    "AdapterConfig",
     "CheckpointConfig",
     "DataConfig",
     "MachineConfig",
     "ModelConfig",
     "OptimizerConfig",
     "OutputConfig",
+    "RestartConfig",
     "RunConfig",
     "ScheduleConfig",
     "SourceConfig",

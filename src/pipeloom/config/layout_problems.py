@@ -7,6 +7,8 @@ from pipeloom.errors import UserError
 from pipeloom.families import FAMILIES
 from pipeloom.schedule import read_schedule
 from pipeloom.terminal.words import count, parse_bytes
+from pipeloom.workload.adapter import known_targets
+from pipeloom.workload.model_families import MODELS
 
 Problems = Iterator[str]
 
@@ -134,27 +136,46 @@ def swap_problems(config: RunConfig) -> Problems:
 
 
 def freeze_problems(config: RunConfig) -> Problems:
-    """Frozen layers."""
+    """Frozen layers, and adapters, which leave all else frozen."""
     number, family = config.training.freeze_layers, FAMILIES.get(config.family)
-    if number is None:
+    name = "adapter.rank" if number is None else "training.freeze_layers"
+    yield from adapter_problems(config)
+    if number is None and config.adapter.rank is None:
         return
-    if number > config.model.num_layers:
+    if number is not None and number > config.model.num_layers:
         yield f"training.freeze_layers must be at most model.num_layers {config.model.num_layers}, found {number}"
-    if config.model.tied:
+    if config.model.tied and config.adapter.rank is None:
         yield "training.freeze_layers freezes the embedding, which with model.tied is the head's matrix; leave it out"
     if family is not None and family.splits_backward:
-        yield (
-            f"training.freeze_layers does not work with schedule.family {config.family}, which splits "
-            "backwards; use breadth-first"
-        )
+        yield f"{name} does not work with schedule.family {config.family}, which splits backwards; use breadth-first"
     others = {
         "schedule.device_budget": config.schedule.device_budget is not None,
         "schedule.balance": config.schedule.balance,
         "schedule.offload": config.schedule.offload,
     }
-    for name, is_on in others.items():
+    for other, is_on in others.items():
         if is_on:
-            yield f"training.freeze_layers does not work with {name}; leave one of them out"
+            yield f"{name} does not work with {other}; leave one of them out"
+
+
+def adapter_problems(config: RunConfig) -> Problems:
+    """Adapters that the model cannot have."""
+    own, model, number = config.adapter, config.model, config.training.freeze_layers
+    if own.rank is None or model.family not in MODELS:
+        return
+    if own.rank > model.hidden_size:
+        yield f"adapter.rank must be at most model.hidden_size {model.hidden_size}, found {own.rank}"
+    if number == model.num_layers:
+        yield f"training.freeze_layers {number} leaves no layer for adapter.rank; use fewer than model.num_layers"
+    if own.targets is not None:
+        given, known = own.targets, known_targets(MODELS[model.family])
+        if twice := [one for one in dict.fromkeys(given) if given.count(one) > 1]:
+            yield f"adapter.targets must name each matrix once, found {' '.join(twice)} twice"
+        if wrong := [one for one in given if one not in known]:
+            had = f"model.family {model.family} has ({' '.join(known)})"
+            yield f"adapter.targets must be matrices that {had}, found {' '.join(wrong)}"
+        if not given:
+            yield "adapter.targets must name at least one matrix, found none; leave it out for q v"
 
 
 def _size_problems(name: str, text: str | None) -> Problems:
@@ -212,6 +233,7 @@ def adapted_problems(config: RunConfig) -> Problems:
         "schedule.file": schedule.file is not None,
         "training.compile": training.compile,
         f"training.freeze_layers {training.freeze_layers}": training.freeze_layers is not None,
+        f"adapter.rank {config.adapter.rank}": config.adapter.rank is not None,
         "data.attention document": data.by_document,
     }
     for name, is_on in refused.items():

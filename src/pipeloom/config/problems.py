@@ -97,9 +97,13 @@ _PIPELINE: _Need = ("layout.pp of at least 2", lambda run: run.layout.has_pipeli
 _SHARD: _Need = ("layout.shard", lambda run: run.layout.shard != "none")
 _SCALED: _Need = ("model.rope_scaling", lambda run: run.model.rope_scaling is not None)
 _BY_TURNS: _Need = ("model.rope_scaling llama3 or yarn", lambda run: run.model.rope_scaling in ("llama3", "yarn"))
+_ADAPTED: _Need = ("adapter.rank", lambda run: run.adapter.rank is not None)
 _WINDOW: _Need = ("model.window", lambda run: run.model.window is not None)
 _LOCAL: _Need = ("model.family gemma3", lambda run: _has_local_angles(run.model.family))
+_RESTARTS: _Need = ("restart.times", lambda run: run.restart.times > 0)
 _NEEDS: dict[str, tuple[_Need, ...]] = {
+    "restart.layout": (_RESTARTS,),
+    "restart.keep_every": (_RESTARTS,),
     "checkpoint.keep_every": (("checkpoint.keep", lambda run: run.checkpoint.keep is not None),),
     "model.rope_theta": (("a model.family with rotary positions", _has_angles),),
     "model.rope_local_theta": (_LOCAL, _WINDOW),
@@ -126,6 +130,9 @@ _NEEDS: dict[str, tuple[_Need, ...]] = {
     "schedule.balance": (_PIPELINE,),
     "schedule.activation_budget": (("balance or offload", lambda run: run.schedule.balance or run.schedule.offload),),
     "schedule.swap_folder": (("schedule.device_budget", lambda run: run.schedule.device_budget is not None),),
+    "adapter.targets": (_ADAPTED,),
+    "adapter.alpha": (_ADAPTED,),
+    "adapter.init": (_ADAPTED,),
     "training.validate_every": (("training.validation_batches", lambda run: run.training.validation_batches > 0),),
     "training.compile_backend": (("training.compile", lambda run: run.training.compile),),
     "training.run_ahead": (("training.device cuda", lambda run: run.training.device == "cuda"),),

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from pipeloom.config.sections import (
+    AdapterConfig,
     CheckpointConfig,
     DataConfig,
     MachineConfig,
     OptimizerConfig,
     OutputConfig,
+    RestartConfig,
     ScheduleConfig,
     TrainingConfig,
 )
@@ -17,6 +19,7 @@ from pipeloom.families import AUTO, FAMILIES, Choice
 from pipeloom.passes import Moves
 from pipeloom.recipe import Knobs, Recipe, run_recipe, shared_state
 from pipeloom.schedule import read_schedule
+from pipeloom.workload.adapter import Adapter
 from pipeloom.workload.layout import Layout
 from pipeloom.workload.model import ModelConfig
 
@@ -41,10 +44,14 @@ class RunConfig:
     """Order of the work on each pipeline rank, and memory that moves."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Update rule and learning rate."""
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    """Low-rank adapters of frozen weights."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """The training loop."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """When checkpoints are written, and from which one a run resumes."""
+    restart: RestartConfig = field(default_factory=RestartConfig)
+    """What happens when a process fails."""
     output: OutputConfig = field(default_factory=OutputConfig)
     """The run folder."""
     machine: MachineConfig = field(default_factory=MachineConfig)
@@ -86,6 +93,28 @@ class RunConfig:
         gathers = layout.shard == "full" and layout.num_microbatches > 1
         return self.schedule.device_budget is not None or (layout.dp > 1 and (gathers or reduces))
 
+    @property
+    def pairs(self) -> Adapter | None:
+        """The adapters of the model; ``None`` for none."""
+        own = self.adapter
+        if own.rank is None:
+            return None
+        return Adapter(
+            rank=own.rank,
+            alpha=8.0 if own.alpha is None else own.alpha,
+            targets=own.targets or ("q", "v"),
+            first_layer=self.training.freeze_layers or 0,
+            draws_second=own.init == "random",
+        )
+
+    @property
+    def frozen_pieces(self) -> int:
+        """Pieces from the first on (embedding, layers) that train nothing."""
+        number = self.training.freeze_layers
+        if self.adapter.rank is not None:
+            return (number or 0) + 1  # the embedding has no adapter
+        return 0 if number is None else number + 1
+
     def with_known_loops(self) -> Self:
         """The same run with a number for ``layout.loops`` where its family takes only one and none is chosen."""
         family = FAMILIES.get(self.family)
@@ -121,7 +150,7 @@ class RunConfig:
             placement=self.schedule.placement,
             num_slices=self.layout.num_slices,
             keep=self.schedule.keep,
-            frozen_stages=self.layout.frozen_stages(self.training.frozen_pieces),
+            frozen_stages=self.layout.frozen_stages(self.frozen_pieces),
         )
 
     def knobs(self) -> Knobs:
@@ -150,7 +179,9 @@ class RunConfig:
             UserError: ``schedule.file`` cannot be read.
         """
         shard = shared_state(self.layout.shard, dp=self.layout.dp, sequence_parallel=self.layout.sequence_parallel)
-        return run_recipe(self.knobs(), shard=shard, lends_tied=self.model.tied)
+        # With adapters the matrix is frozen, as everything else.
+        is_trained = self.adapter.rank is None
+        return run_recipe(self.knobs(), shard=shard, lends_tied=self.model.tied, trains_tied=is_trained)
 
 
 def run_part(options: RunConfig) -> RunConfig:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pipeloom.config.tokenizer_files import num_tokens
 from pipeloom.terminal.words import parse_bytes
+from pipeloom.workload.adapter import Target
 from pipeloom.workload.dtypes import Dtype, default_dtype
 from pipeloom.workload.limits import (
     ClusterName,
@@ -241,6 +242,24 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Low-rank adapters (LoRA) of frozen weights, as in PEFT."""
+
+    rank: Common[Count | None] = None
+    """Rank of the pair of matrices that each target gets. Pairs alone are trained: all other weights have neither
+    gradient nor optimizer state. With training.freeze_layers, only the layers behind those have pairs. None: no
+    adapters."""
+    targets: Common[tuple[Target, ...] | None] = None
+    """Matrices of a layer that have a pair: q, k, v and o of attention; gate, up and down of the feed-forward block.
+    None: q v."""
+    alpha: Positive | None = None
+    """What a pair adds is multiplied by alpha / rank. None: 8."""
+    init: Literal["zeros", "random"] | None = None
+    """First values of the second matrix of each pair. zeros: training begins with the function of the base weights.
+    random: as init_lora_weights False of PEFT. None: zeros."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """The training loop."""
 
@@ -284,11 +303,6 @@ class TrainingConfig:
     def known_dtype(self) -> Dtype:
         """``dtype``, or its default in training."""
         return self.dtype or default_dtype(is_gpu=self.device == "cuda")
-
-    @property
-    def frozen_pieces(self) -> int:
-        """Pieces from the first on (embedding, layers) that are not trained."""
-        return 0 if self.freeze_layers is None else self.freeze_layers + 1
 
     @property
     def known_steps(self) -> int:
@@ -356,6 +370,25 @@ class CheckpointConfig:
     def start(self) -> Path | None:
         """The path that the first weights are read from; ``None`` for random ones."""
         return self.init if self.resume is None else self.resume
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartConfig:
+    """What happens when a process of a run fails. Under a launcher, the launcher starts processes again."""
+
+    times: CountOrNone = 0
+    """How often failures of each rank may start the processes of the run again. The run then goes on from the newest
+    state that all ranks keep in shared memory, or else from the last checkpoint. 0: a failure ends the run."""
+    layout: Literal["same", "plan"] = "same"
+    """When a rank has failed more often. same: the run ends. plan: the planner chooses a layout of one rank less, and
+    the run goes on with the same batches."""
+    keep_every: Count | None = None
+    """Steps between states in shared memory, of which each rank has two. None: 1."""
+
+    @property
+    def known_keep_every(self) -> int:
+        """``keep_every``, or its default."""
+        return self.keep_every or 1
 
 
 WHAT_IFS = ("inter_bandwidth", "intra_bandwidth", "memory", "peak", "memory_bandwidth")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pipeloom.cost.collectives import gather_s, reduce_s, sum_replicated_s
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster, Group
+from pipeloom.cost.matrices import stage_shards
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
 from pipeloom.cost.stages import (
@@ -167,10 +168,28 @@ def _update_s(placed: Placed) -> float:
     run, software = placed.run, placed.software
     shards = run.shard_size if run.shard != "none" else 1
     each_s: list[float] = []
-    for part, held in zip(placed.parts, trained_rank_parameters(run, software), strict=True):
+    of_matrices = _matrices_s(placed)
+    ranks = zip(placed.parts, trained_rank_parameters(run, software), of_matrices, strict=True)
+    for part, held, products_s in ranks:
         if part.update is not None and part.update.precision == run.precision:
-            each_s.append(part.update.seconds(held / shards))
+            each_s.append(part.update.seconds(held / shards) + products_s)
         else:
             moved = software.efficiency.optimizer_bytes * (held / shards) + _CLEARED_BYTES * held
-            each_s.append(part.device.memory_s(moved))
+            each_s.append(part.device.memory_s(moved) + products_s)
     return max(*each_s, placed.cluster.crowding(run.num_devices) * sum(each_s) / len(each_s))
+
+
+def _matrices_s(placed: Placed) -> list[float]:
+    """For each pipeline rank the seconds of products in the update of whole matrices, on the device with most of them.
+
+    In the precision of the run; each product has the rate of a large one.
+    """
+    run, software, shards = placed.run, placed.software, stage_shards(placed.run, placed.software)
+    if shards is None:
+        return [0.0] * run.pp
+    found: list[float] = []
+    for rank, part in enumerate(placed.parts):
+        by_shard = zip(*(shards[stage].flops for stage in placed.placement.stages_of(rank)), strict=True)
+        flops = max(sum(each) for each in by_shard)
+        found.append(part.device.matmul_s(flops, 0.0, run.precision, software.efficiency.matmul))
+    return found

@@ -12,6 +12,7 @@ sequences, and with full recomputation its 96 B T L H^2 (1 + T / 6H + V / 16LH) 
 
 from collections.abc import Sequence
 
+from pipeloom.workload.adapter import Adapter
 from pipeloom.workload.layout import Recompute
 from pipeloom.workload.model import ModelShape
 
@@ -71,7 +72,13 @@ def piece_forward_flops(shape: ModelShape, seq_len: int) -> list[float]:
     return [0.0, *layers, 2.0 * shape.embedding_parameters]
 
 
-def piece_flops(shape: ModelShape, seq_len: int, recompute: Sequence[Recompute], frozen_pieces: int = 0) -> list[float]:
+def piece_flops(
+    shape: ModelShape,
+    seq_len: int,
+    recompute: Sequence[Recompute],
+    frozen_pieces: int = 0,
+    adapter: Adapter | None = None,
+) -> list[float]:
     """FLOPs of each piece in a step per token: forward, backward (twice the forward), and recomputation.
 
     A layer recomputes its forward, or only scores and weighted sum, 2 T Q with the causal mask.
@@ -81,14 +88,24 @@ def piece_flops(shape: ModelShape, seq_len: int, recompute: Sequence[Recompute],
         seq_len: T.
         recompute: of each layer.
         frozen_pieces: pieces from the first on that run a forward only.
+        adapter: of the layers that train, whose matrices have no gradient, as that of the head; ``None``: they have.
     """
     embedding, *layers, head = piece_forward_flops(shape, seq_len)
     by_layer = [
         3 * forward + {"none": 0.0, "selective": 2.0 * seen_tokens * shape.query_width, "full": forward}[kind]
         for forward, seen_tokens, kind in zip(layers, seen_per_token(shape, seq_len), recompute, strict=True)
     ]
+    if adapter is not None:
+        more = 6.0 * adapter_parameters(shape, adapter) - 2.0 * shape.layer_matrix_parameters
+        by_layer = [flops + more for flops in by_layer]
     forward_only = [embedding, *layers][:frozen_pieces]
-    return [*forward_only, *[3 * embedding, *by_layer, 3 * head][frozen_pieces:]]
+    head *= 3 if adapter is None else 2
+    return [*forward_only, *[3 * embedding, *by_layer, head][frozen_pieces:]]
+
+
+def adapter_parameters(shape: ModelShape, adapter: Adapter) -> int:
+    """Parameters of one layer's adapters."""
+    return sum(adapter.layer_parameters(shape, 1))
 
 
 def model_flops(*, parameters: float, layers: int, hidden: int, seq_len: float) -> float:
@@ -148,10 +165,11 @@ def mfu(
     return tokens_per_s * needed / (devices * peak_flops_per_s)
 
 
-def shape_model_flops(shape: ModelShape, seq_len: int, frozen_pieces: int = 0) -> float:
+def shape_model_flops(shape: ModelShape, seq_len: int, frozen_pieces: int = 0, adapter: Adapter | None = None) -> float:
     """``model_flops`` of a shape, whose number of parameters excludes norms and biases.
 
-    Pieces from the first on that are not trained count with their forward, a third.
+    Pieces from the first on that train nothing count with their forward, a third. With adapters the other layers and
+    the head count without the product for the gradient of their weights; adapters count whole.
     """
     tokens, layers = seen_per_token(shape, seq_len), max(0, frozen_pieces - 1)
 
@@ -160,10 +178,17 @@ def shape_model_flops(shape: ModelShape, seq_len: int, frozen_pieces: int = 0) -
         return model_flops(parameters=parameters, layers=layers, hidden=shape.query_width, seq_len=mean)
 
     parameters = layers * shape.layer_matrix_parameters + (frozen_pieces > 0) * shape.embedding_parameters
-    return flops(shape.parameters, shape.layers) - 2 / 3 * flops(parameters, layers)
+    if adapter is None:
+        return flops(shape.parameters, shape.layers) - 2 / 3 * flops(parameters, layers)
+    trained = shape.layers - layers
+    attention = flops(0, shape.layers) - 2 / 3 * flops(0, layers)
+    back = 2 * (trained * shape.layer_matrix_parameters + shape.embedding_parameters)
+    return attention + 2 * shape.parameters + back + 6 * trained * adapter_parameters(shape, adapter)
 
 
-def hardware_flops(shape: ModelShape, seq_len: int, recompute: Recompute, frozen_pieces: int = 0) -> float:
+def hardware_flops(
+    shape: ModelShape, seq_len: int, recompute: Recompute, frozen_pieces: int = 0, adapter: Adapter | None = None
+) -> float:
     """Hardware FLOPs of training per token: model FLOPs and recomputed FLOPs.
 
     HFU is computed from them as MFU from model FLOPs (arXiv 2205.05198, section 6). Only layers that are trained
@@ -171,4 +196,4 @@ def hardware_flops(shape: ModelShape, seq_len: int, recompute: Recompute, frozen
     """
     trained = shape.layers - max(0, frozen_pieces - 1)
     again = recomputed_flops(shape, seq_len, recompute) * trained / shape.layers
-    return shape_model_flops(shape, seq_len, frozen_pieces) + again
+    return shape_model_flops(shape, seq_len, frozen_pieces, adapter) + again

@@ -24,6 +24,11 @@ a sequence, n in a micro-batch, t tensor-parallel ranks, m = n / t with sequence
 With borders of documents positions differ between sequences: n s in place of s. On CPUs a mask e n s S, which all
 layers and stages of a rank share, is counted separately, because it never moves.
 
+A matrix that is frozen needs its input for no gradient: with adapters blocks keep their input only if one of its
+matrices has one, GELU and SwiGLU keep e F n / t less without one behind them, and the head's norm has no output. Each
+adapter of rank r keeps e r n. The first layer with adapters keeps less: below its first adapter nothing needs a
+gradient.
+
 A fully recomputed layer keeps its input, e H m. Between the halves of a split backward a stage keeps, for each matrix,
 its input and the gradient of its output, and the gradients of all other parameters.
 ``tests/training/test_kept_bytes.py`` compares all of it with stages on meta tensors.
@@ -32,6 +37,7 @@ its input and the gradient of its output, and the gradients of all other paramet
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeloom.workload.adapter import Target
 from pipeloom.workload.layout import Recompute
 from pipeloom.workload.run import Run
 
@@ -79,28 +85,65 @@ class Kept:
         """The input of matrices that read the residual stream."""
         return self.run.element_bytes * self.run.shape.hidden * self.run.tokens
 
-    def _head_norms(self) -> int:
+    def _head_norms(self, *, of_queries: bool = True, of_keys: bool = True) -> int:
         """Bytes per token of the norms of queries and keys; their outputs are not kept."""
         shape = self.run.shape
         if shape.kind.qk_norm == "none":
             return 0
-        widths = self._share(shape.query_width) + self._share(shape.kv_width)
         is_width = shape.kind.qk_norm == "width"
-        deviations = 2 if is_width else self._share(shape.heads) + self._share(shape.kv_heads)
         # Over several ranks the norm of all heads is several kernels, with an exchange between them.
         is_fused = not (is_width and self.run.tp > 1)
-        return (self.run.element_bytes if is_fused else 2 * self._wide) * widths + self._wide * deviations
+        apart = self._wide * (2 if self.run.adapter is None else 1)  # the gradient of the weight needs the normed input
+        each, sides = self.run.element_bytes if is_fused else apart, 0
+        for width, heads, is_kept in (
+            (shape.query_width, shape.heads, of_queries),
+            (shape.kv_width, shape.kv_heads, of_keys),
+        ):
+            deviations = 1 if is_width else self._share(heads)
+            sides += (each * self._share(width) + self._wide * deviations) * is_kept
+        return sides
 
-    def layer(self, kind: Recompute) -> int:
-        """Bytes of one layer that recomputes ``kind``."""
-        shape, size = self.run.shape, self.run.element_bytes
+    def layer(self, kind: Recompute, *, begins: bool = False) -> int:
+        """Bytes of one layer that recomputes ``kind``; ``begins``: nothing below it needs a gradient."""
+        shape, size, reads = self.run.shape, self.run.element_bytes, self._reads
         if kind == "full":
             return size * shape.hidden * self._residual_tokens
-        split = 2 * self._share(shape.query_width) + 2 * self._share(shape.kv_width)
-        split += int(shape.kind.inner_kept * self._share(shape.ffn))
-        scores = 0 if kind == "selective" else 4 * self._share(shape.heads)
-        norms = shape.kind.layer_norms * self._norm()
-        return 2 * self._block_input() + norms + (size * split + scores + self._head_norms()) * self.run.tokens
+        # Up to the first adapter nothing needs a gradient; a layer that is trained whole keeps everything.
+        flows = not begins or self.run.adapter is None
+        has_core = flows or reads("q", "k", "v")
+        has_attention = has_core or reads("o")
+        queries, keys, inner = map(self._share, (shape.query_width, shape.kv_width, shape.ffn))
+        is_output_kept = reads("o") or (has_core and kind != "selective")
+        split = queries * (has_core + is_output_kept) + 2 * keys * has_core
+        split += int(self._inner_kept(flows=has_attention) * inner)
+        split += 0 if self.run.adapter is None else len(self.run.adapter.targets) * self.run.adapter.rank
+        scores = 4 * self._share(shape.heads) if has_core and kind != "selective" else 0
+        heads = self._head_norms(of_queries=flows or reads("q"), of_keys=flows or reads("k"))
+        followed = has_attention + (has_attention or reads("gate", "up", "down"))
+        norms = shape.kind.norms_precede * (flows + has_attention) + shape.kind.norms_follow * followed
+        inputs = (reads("q", "k", "v") + reads("gate", "up")) * self._block_input()
+        return inputs + norms * self._norm() + (size * split + scores + heads) * self.run.tokens
+
+    def _inner_kept(self, *, flows: bool) -> float:
+        """Numbers that the feed-forward block keeps for each inner element; ``flows``: its input needs a gradient."""
+        family, reads = self.run.shape.kind, self._reads
+        if flows:
+            return family.inner_kept - (not reads("down"))
+        # An activation keeps its input; the product of two keeps what the gradient of the other needs.
+        gated = 2 * reads("gate") + reads("up") if family.gates > 1 else reads("up")
+        return gated + reads("down")
+
+    def has_core(self) -> bool:
+        """Whether the first layer that trains has a backward of the core of its attention."""
+        return self._reads("q", "k", "v")
+
+    def turns(self) -> bool:
+        """Whether the backward of the first layer that trains reads rotary angles."""
+        return self._reads("q", "k")
+
+    def _reads(self, *targets: Target) -> bool:
+        """Whether the gradient of a weight needs the input of one of these matrices."""
+        return self.run.adapter is None or self.run.adapter.reads(*targets)
 
     def positions(self, kinds: Sequence[Run]) -> int:
         """Bytes of the rotary angles of a stage with layers of these kinds (``Run.alike``).
@@ -121,7 +164,7 @@ class Kept:
 
     def head_norm(self) -> int:
         """Bytes of the norm before the head."""
-        return self._block_input() + self._norm()
+        return self._norm() + (self._block_input() if self.run.adapter is None else 0)
 
     def num_logits(self) -> int:
         """Logits of a micro-batch."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from math import ceil, floor, gcd
 from statistics import fmean
 
+from pipeloom.cost.adapters import adapter_kernels, adapter_products, added_bytes
 from pipeloom.cost.flops import seen
 from pipeloom.cost.hardware import Cluster, Collective, Group
 from pipeloom.cost.software import Software
@@ -45,8 +46,6 @@ EXPONENTIAL = 48.0
 """Time of a score's exponential in a flash kernel, in elements of a head: between 32 (A100) and 64 (H100). Per cycle, a
 multiprocessor computes 16 exponentials, or 2,048 (A100) or 4,096 (H100) operations in its matrix units (arXiv
 2407.08608, section 3)."""
-
-
 WRITTEN_SCORE = 48.0
 """Time to write and read a score, in elements of a head, for the batched products of plain kernels: one product writes
 it and the other reads it, 4 bytes beside 4 operations for each element of a head, at the general rates of an A100
@@ -132,9 +131,9 @@ class Pieces:
         """One layer's forward."""
         (forth, forth_s), _ = self._norm_exchanges()
         return Parts(
-            sum(self._matmul_s(*size) for size in self._layer_matmuls()),
+            sum(self._matmul_s(*size) for size in (*self._layer_matmuls(), *adapter_products(self.run, self.run.tp))),
             self._attention_forward_s(),
-            self._memory_s(self._elementwise_bytes()),
+            self._memory_s(self._elementwise_bytes() + added_bytes(self.run, adapter_products(self.run, self.run.tp))),
             self._forward_tensor_s() + forth_s,
             self._num_kernels(),
             2 * self._num_collectives() + forth,
@@ -145,9 +144,12 @@ class Pieces:
         forward = self.layer_forward()
         _, (back, back_s) = self._norm_exchanges()
         backward = Parts(
-            sum(self._input_s(*size) for size in self._layer_matmuls()) + self.layer_weight_s(),
+            sum(self._input_s(*size) for size in (*self._layer_matmuls(), *adapter_products(self.run, self.run.tp)))
+            + self.layer_weight_s(),
             self._attention_backward_s(),
-            self._memory_s(self._elementwise_backward_bytes()),
+            self._memory_s(
+                self._elementwise_backward_bytes() + added_bytes(self.run, adapter_products(self.run, self.run.tp))
+            ),
             self._backward_tensor_s() + back_s,
             2 * forward.num_kernels,
             # Sequence parallelism gathers inputs again for the gradients of the weights: three collectives instead of
@@ -162,7 +164,7 @@ class Pieces:
 
     def layer_weight_s(self) -> float:
         """Seconds of the weight half of a layer's split backward."""
-        return sum(self._weight_s(*size) for size in self._layer_matmuls())
+        return sum(self._weight_s(*size) for size in adapter_products(self.run, self.run.tp) or self._layer_matmuls())
 
     def _weight_s(self, rows: float, inner: float, columns: float) -> float:
         """Seconds of the product for a weight gradient, and of adding it to the gradients of earlier micro-batches."""
@@ -179,9 +181,8 @@ class Pieces:
     def head_weight_s(self) -> float:
         """Seconds of the weight half of the head's split backward: the second of its two products."""
         run = self.run
-        if not run.shape.vocab:
-            return 0.0
-        return self._weight_s(run.tokens, run.shape.hidden, self._vocabulary)
+        is_trained = run.shape.vocab and run.adapter is None
+        return self._weight_s(run.tokens, run.shape.hidden, self._vocabulary) if is_trained else 0.0
 
     def accumulation_s(self, parameters: float) -> float:
         """Seconds of adding one micro-batch's gradients of ``parameters`` to the accumulated ones."""
@@ -496,4 +497,4 @@ class Pieces:
         norms = family.layer_norms + (0 if family.qk_norm == "none" else 2)
         norms *= 1 if self.run.fused_norm else UNFUSED_NORM_KERNELS
         rotation = 8 if self.run.shape.kind.is_rotary else 2
-        return 4 + norms + rotation + attention + 6
+        return 4 + norms + rotation + attention + 6 + adapter_kernels(self.run)

@@ -126,7 +126,8 @@ def lent_bytes(run: Run, software: Software, stages: Sequence[int]) -> State:
     # Sizes are those of this program, the only one that lends.
     whole = state_bytes(run, run.shape.hidden * -(-run.shape.vocab // run.tp), software, "none")
     is_copied = last and not (first and run.shard != "full")
-    return State(whole.weights_bytes if is_copied else 0.0, whole.gradients_bytes, 0.0)
+    gradient = whole.gradients_bytes if run.adapter is None else 0.0  # with adapters the matrix is frozen
+    return State(whole.weights_bytes if is_copied else 0.0, gradient, 0.0)
 
 
 def kept_bytes(run: Run, software: Software) -> float:
@@ -157,15 +158,33 @@ def stage_kept_bytes(run: Run, software: Software) -> list[float]:
     kinds = {id(alike): alike for stage in stages for alike, _ in stage}
     each = {key: kept_bytes(alike, software) for key, alike in kinds.items()}
     kept = [sum(count * each[id(alike)] for alike, count in stage) for stage in stages]
+    place, first = first_trained(run, software)
+    if first is not None:
+        less = Kept(first).layer(first.recompute) - Kept(first).layer(first.recompute, begins=True)
+        kept[place] -= less
     if not software.has_lanes:
         kept[0] += stage_input_bytes(run)
         return kept
     present = [tuple(id(alike) for alike, count in stage if count) for stage in stages]
+    if first is not None and not own.turns() and first.recompute != "full":
+        # The only layer of its kind in a stage reads no angles.
+        present[place] = tuple(id(alike) for alike, count in stages[place] if count > (alike == first))
     positions = {keys: own.positions([kinds[key] for key in keys]) for keys in set(present)}
     kept = [held + positions[keys] for held, keys in zip(kept, present, strict=True)]
     kept[0] += 0 if run.frozen_pieces else own.embedding()
     kept[stage_layers(run, software)[1]] += own.head_norm()
     return kept
+
+
+def first_trained(run: Run, software: Software) -> tuple[int, Run | None]:
+    """The stage of the first layer with adapters, and a run whose layers all are as this one; ``None`` without."""
+    if run.adapter is None:
+        return 0, None
+    kind = run.layer_kinds[run.frozen_pieces - 1]
+    place = next(
+        stage for stage, kinds in enumerate(layers_by_kind(run, software, trained=True)) if any(n for _, n in kinds)
+    )
+    return place, run if run.has_equal_layers else run.alike(kind)
 
 
 def message_bytes(run: Run, software: Software) -> float:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pipeloom.cost.flops import piece_flops
 from pipeloom.errors import UserError
 from pipeloom.schedule import Placement
+from pipeloom.workload.adapter import Adapter
 from pipeloom.workload.layout import Recompute
 from pipeloom.workload.model import ModelConfig, shape_of
 
@@ -37,7 +38,13 @@ PATIENCE = 600
 
 
 def default_partition(
-    model: ModelConfig, seq_len: int, placement: Placement, recompute: Sequence[Recompute], frozen_pieces: int = 0
+    model: ModelConfig,
+    seq_len: int,
+    placement: Placement,
+    recompute: Sequence[Recompute],
+    *,
+    frozen_pieces: int = 0,
+    adapter: Adapter | None = None,
 ) -> tuple[int, ...]:
     """The partition that minimizes the FLOPs of the slowest rank, with embedding, head and recomputation.
 
@@ -46,12 +53,13 @@ def default_partition(
         seq_len: tokens of a sequence.
         placement: stage -> pipeline rank.
         recompute: of each layer.
-        frozen_pieces: pieces from the first on that are not trained.
+        frozen_pieces: pieces from the first on that train nothing.
+        adapter: of the layers that train; ``None`` for none.
 
     Raises:
         UserError: more stages than pieces.
     """
-    return fastest_partition(piece_flops(shape_of(model), seq_len, recompute, frozen_pieces), placement)
+    return fastest_partition(piece_flops(shape_of(model), seq_len, recompute, frozen_pieces, adapter), placement)
 
 
 def fastest_partition(

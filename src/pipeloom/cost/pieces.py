@@ -102,6 +102,10 @@ def _piece_seconds(run: Run, cluster: Cluster, software: Software, is_dragged: b
     found = next((one for one in cluster.pieces if one.run == key), None)
     if found is None:
         return counted
+    if run.adapter is not None:
+        bare = replace(run, adapter=None)
+        whole, plain = (_piece_seconds(bare, on, software, is_dragged) for on in (cluster, replace(cluster, pieces=())))
+        return _with_adapter(whole, plain, counted)
     if not run.by_document:
         return _measured(found, counted)
     whole = _piece_seconds(replace(run, by_document=False), cluster, software, is_dragged)
@@ -111,6 +115,23 @@ def _piece_seconds(run: Run, cluster: Cluster, software: Software, is_dragged: b
         one + with_mask - alone for one, with_mask, alone in zip(whole.layer, layer_s, without, strict=True)
     )
     return replace(whole, layer=(forward_s, backward_s))
+
+
+def _with_adapter(whole: PieceSeconds, plain: PieceSeconds, counted: PieceSeconds) -> PieceSeconds:
+    """Measured seconds of a model without adapters, times what adapters do to the closed forms."""
+
+    def scaled(both: Callable[[PieceSeconds], Both]) -> Both:
+        sides = zip(both(whole), both(plain), both(counted), strict=True)
+        forward_s, backward_s = (seconds * has / had if had else has for seconds, had, has in sides)
+        return forward_s, backward_s
+
+    return replace(
+        whole,
+        layer=scaled(lambda one: one.layer),
+        head=scaled(lambda one: one.head),
+        weight_s=whole.weight_s * counted.weight_s / plain.weight_s,
+        head_weight_s=0.0,
+    )
 
 
 def _measured(found: MeasuredPieces, counted: PieceSeconds) -> PieceSeconds:

@@ -150,6 +150,9 @@ class Placed:
         ends = pieces[kinds[0]]
         both_s = [ends.embedding, *(pieces[kind].layer for kind in kinds), ends.head]
         frozen = self.run.frozen_pieces
+        if self.run.adapter is not None:  # layers that train nothing have no adapters
+            bare = [self.of(replace(self.run.alike(kind), adapter=None)).fastest_pieces for kind in kinds[: frozen - 1]]
+            both_s[1:frozen] = [pieces.layer for pieces in bare]
         return [*(forward_s for forward_s, _ in both_s[:frozen]), *map(sum, both_s[frozen:])]
 
     def with_fastest_layers(self, slowness: Sequence[float] | None = None) -> "Placed":
@@ -248,6 +251,10 @@ def _layers_s(placed: Placed) -> list[tuple[float, float]]:
     # By identity: the hash of a run takes long, and equal runs that are two objects are seldom.
     kinds = {id(alike): alike for each in (*stages, *trained) for alike, _ in each}
     each_s = {key: [pieces.layer for pieces in placed.of(alike).pieces] for key, alike in kinds.items()}
+    frozen_s = each_s
+    if placed.run.adapter is not None:  # layers that train nothing have no adapters
+        bare = {key: replace(alike, adapter=None) for key, alike in kinds.items()}
+        frozen_s = {key: [pieces.layer for pieces in placed.of(alike).pieces] for key, alike in bare.items()}
     if placed.software.gathers_layers:
         # A layer's collectives run while the layer before computes.
         moves = [layer_collectives_s(placed.run, part, placed.software) for part in placed.parts]
@@ -257,7 +264,8 @@ def _layers_s(placed: Placed) -> list[tuple[float, float]]:
         }
     return [
         (
-            sum(count * each_s[id(alike)][rank][0] for alike, count in stage),
+            sum(count * frozen_s[id(alike)][rank][0] for alike, count in stage)
+            + sum(count * (each_s[id(alike)][rank][0] - frozen_s[id(alike)][rank][0]) for alike, count in going_back),
             sum(count * each_s[id(alike)][rank][1] for alike, count in going_back),
         )
         for stage, going_back, rank in zip(stages, trained, placed.placement.rank_by_stage, strict=True)

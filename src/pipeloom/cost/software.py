@@ -136,6 +136,8 @@ class Software:
             fullest.
         fragmentation: fragmentation of the allocator as a fraction of activations and logits.
         efficiency: calibrated efficiencies.
+        optimizer: the update rule, if it updates whole matrices: ``optimizer_state_bytes`` then lacks its state, which
+            ``pipeloom.cost.matrices`` has; ``None`` for an elementwise one.
         cluster: name of the cluster that it was calibrated on.
         sets: prefixes of the names of its sets of measurements.
         attentions: attention kernels in these sets; empty for all.
@@ -187,6 +189,7 @@ class Software:
     reports_first: bool = False
     fragmentation: float = 0.05
     efficiency: Efficiency = Efficiency()
+    optimizer: Optimizer | None = None
 
     @property
     def has_lanes(self) -> bool:
@@ -199,8 +202,12 @@ def with_optimizer(software: Software, optimizer: Optimizer) -> Software:
 
     Additional bytes of optimizer state are read and written once per update.
     """
-    more = optimizer.state_bytes - OPTIMIZERS["adamw"].state_bytes
-    if not more:
+    usual, has_matrices = OPTIMIZERS["adamw"].state_bytes, optimizer.matrices is not None and software.has_lanes
+    more = optimizer.state_bytes - usual
+    if not more and not has_matrices:
         return software
     use = replace(software.efficiency, optimizer_bytes=software.efficiency.optimizer_bytes + 2 * more)
-    return replace(software, optimizer_state_bytes=software.optimizer_state_bytes + more, efficiency=use)
+    software = replace(software, efficiency=use)
+    if has_matrices:
+        return replace(software, optimizer_state_bytes=software.optimizer_state_bytes - usual, optimizer=optimizer)
+    return replace(software, optimizer_state_bytes=software.optimizer_state_bytes + more)

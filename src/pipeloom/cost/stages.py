@@ -9,6 +9,7 @@ from pipeloom.cost.flops import piece_flops
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.software import Division, Software
 from pipeloom.schedule import PLACEMENTS, Placement
+from pipeloom.workload.adapter import Adapter
 from pipeloom.workload.layout import Recompute, frozen_counts, frozen_stages
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.run import Run
@@ -37,7 +38,7 @@ def stage_layers(run: Run, software: Software) -> tuple[tuple[int, ...], int]:
         return layers_of_stages(run.shape, run.num_stages, software.partition)
     recompute = run.recompute if run.recompute_layers is None else run.recompute_layers
     place = run.placement, run.pp, run.loops
-    sizes = _balanced(run.shape, run.seq, recompute, place, run.frozen_pieces)
+    sizes = _balanced(run.shape, run.seq, recompute, place, (run.frozen_pieces, run.adapter))
     return layers_of_pieces(sizes), run.num_stages - 1
 
 
@@ -48,14 +49,14 @@ def _balanced(
     seq: int,
     recompute: Recompute | tuple[Recompute, ...],
     placement: tuple[str, int, int],
-    frozen: int,
+    frozen: tuple[int, Adapter | None],
 ) -> tuple[int, ...]:
     by_layer = (recompute,) * shape.layers if isinstance(recompute, str) else recompute
-    return fastest_partition(piece_flops(shape, seq, by_layer, frozen), placement_named(*placement))
+    return fastest_partition(piece_flops(shape, seq, by_layer, *frozen), placement_named(*placement))
 
 
 def frozen_layers(run: Run, software: Software) -> tuple[int, ...]:
-    """For each stage the number of its layers that are not trained."""
+    """For each stage the number of its layers that train nothing."""
     frozen = list(frozen_counts(pieces_of_layers(stage_layers(run, software)[0]), run.frozen_pieces))
     frozen[0] -= run.frozen_pieces > 0  # the embedding
     return tuple(frozen)
@@ -144,14 +145,29 @@ def stage_parameters(run: Run, software: Software) -> tuple[float, ...]:
     A tied embedding counts for the first and the last stage; only for the first if both are on one rank, or if the
     program lends it (``Software.lends_tied``).
     """
-    return _parameters(run, software, stage_layers(run, software)[0])
+    base = _parameters(run, software, stage_layers(run, software)[0])
+    return tuple(held + own for held, own in zip(base, _of_adapters(run, software), strict=True))
+
+
+def _of_adapters(run: Run, software: Software) -> tuple[float, ...]:
+    """Number of parameters of each stage's adapters on one device."""
+    each = 0 if run.adapter is None else sum(run.adapter.layer_parameters(run.shape, run.tp))
+    return tuple(float(count * each) for count in _trained_layers(run, software))
+
+
+def _trained_layers(run: Run, software: Software) -> list[int]:
+    """For each stage the number of its layers that train."""
+    counts = stage_layers(run, software)[0]
+    return [count - frozen for count, frozen in zip(counts, frozen_layers(run, software), strict=True)]
 
 
 def trained_parameters(run: Run, software: Software) -> tuple[float, ...]:
-    """``stage_parameters`` of the pieces that are trained."""
+    """``stage_parameters`` of the pieces, or adapters, that are trained."""
     if not run.frozen_pieces:
         return stage_parameters(run, software)
     assert software.has_lanes, f"{software.name} freezes nothing"
+    if run.adapter is not None:
+        return _of_adapters(run, software)
     layer, embedding = _split_parameters(run)
     each = layer + _replicated_in_layer(run)
     # The rest is frozen: layers, and the embedding on the first stage.
@@ -202,7 +218,7 @@ def _split_parameters(run: Run) -> tuple[int, int]:
 def replicated_parameters(run: Run, software: Software) -> tuple[int, ...]:
     """Number of parameters of each stage that are replicated over tensor-parallel ranks.
 
-    Norms, also those of heads; biases of row-parallel matrices, and learned positions.
+    Without those of adapters: norms, also those of heads; biases of row-parallel matrices, and learned positions.
     """
     (counts, head), each = stage_layers(run, software), _replicated_in_layer(run)
     held = [count * each for count in counts]
@@ -212,7 +228,10 @@ def replicated_parameters(run: Run, software: Software) -> tuple[int, ...]:
 
 
 def trained_replicated(run: Run, software: Software) -> tuple[int, ...]:
-    """``replicated_parameters`` of the pieces that are trained."""
+    """``replicated_parameters`` of the pieces, or adapters, that are trained."""
+    if run.adapter is not None:
+        _, replicated = run.adapter.layer_parameters(run.shape, run.tp)
+        return tuple(count * replicated for count in _trained_layers(run, software))
     held, each = list(replicated_parameters(run, software)), _replicated_in_layer(run)
     held[0] -= _positions(run) if run.frozen_pieces else 0
     return tuple(one - count * each for one, count in zip(held, frozen_layers(run, software), strict=True))

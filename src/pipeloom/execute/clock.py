@@ -10,7 +10,13 @@ Mark = Any
 
 
 class Clock:
-    """The host's monotonic clock, which all processes of a host share; for calls that return after the work."""
+    """The host's monotonic clock, which all processes of a host share; for calls that return after the work.
+
+    Attributes:
+        is_host: whether what has returned has ended.
+    """
+
+    is_host = True
 
     def mark(self) -> Mark:
         """A mark of this moment."""
@@ -18,6 +24,10 @@ class Clock:
 
     def wait(self, mark: Mark) -> None:
         """Wait on the host until a mark has passed."""
+
+    def has_passed(self, mark: Mark) -> bool:  # noqa: ARG002  a mark of the host is in the past
+        """Whether a mark has passed, without waiting."""
+        return True
 
     def settle(self) -> None:
         """Wait until all marks have passed."""
@@ -33,6 +43,8 @@ class CudaClock(Clock):
     Args:
         device: index of the CUDA device.
     """
+
+    is_host = False
 
     def __init__(self, device: int) -> None:
         self._device = torch.device("cuda", device)
@@ -51,6 +63,10 @@ class CudaClock(Clock):
     def wait(self, mark: Mark) -> None:
         """Wait until the device has reached the event."""
         mark.synchronize()
+
+    def has_passed(self, mark: Mark) -> bool:
+        """Whether the device has reached the event."""
+        return mark.query()
 
     def settle(self) -> None:
         """Wait for the device."""

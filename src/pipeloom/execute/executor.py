@@ -5,17 +5,21 @@ trace. The parts (``parts/``) implement the kinds of actions.
 """
 
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import NamedTuple
 
 from torch import Tensor
 
 from pipeloom.errors import ActionError, BoundaryError, PeerLostError, RunError, StallError, UserError
 from pipeloom.execute.clock import Clock, Mark
-from pipeloom.execute.communication.transport import Transport, UnderWay
+from pipeloom.execute.communication.transport import Transport
+from pipeloom.execute.communication.under_way import UnderWay
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.stages.stage import Objective, StepDocuments
+from pipeloom.runs.action_log import NOTHING, RowLog
 from pipeloom.schedule import Action, Level, Schedule
 from pipeloom.schedule.lanes import COMPUTE_LANE
 from pipeloom.schedule.window import window
@@ -44,6 +48,7 @@ class StepResult:
 
 Steps = Generator[UnderWay, None, StepResult]
 """A step in progress: yields operations that it waits for, returns the result."""
+_now = time.monotonic_ns
 
 
 class Executor:
@@ -56,6 +61,7 @@ class Executor:
         transport: to the other ranks.
         clock: of the trace.
         run_ahead: most compute actions that the host may issue before the device has finished them, at least 1.
+        log: where the begin and the end of each action are noted; ``None`` for nowhere.
 
     Raises:
         UserError: the schedule is compute-only, has kinds of actions that no part implements, or a part refuses it.
@@ -70,6 +76,7 @@ class Executor:
         transport: Transport,
         clock: Clock,
         run_ahead: int = sys.maxsize,
+        log: RowLog | None = None,
     ) -> None:
         if schedule.level is Level.COMPUTE:
             raise UserError("the executor runs schedules with communication; call pipeloom.passes.lower first")
@@ -83,14 +90,13 @@ class Executor:
         self._clock = clock
         self._run_ahead = run_ahead
         self._row = RankRow(schedule, rank, transport)
+        self._log = log or RowLog(NOTHING, memoryview(bytearray(16 * len(self._row.actions))).cast("q"))
         self._actions = self._row.actions
         assert len(part_of) == sum(len(part.kinds) for part in parts), "two parts run one kind"
-        # By slot, not by kind, so that a step needs no look-ups that the row decides once.
         self._part_at = [part_of[action.kind] for action in self._actions]
-        self._computes = [lane == COMPUTE_LANE for lane in self._row.lanes]
         for part in parts:
             part.bind(self._row)
-        self._awaited = _awaited(self._row, self._part_at)
+        self._program = _program(self._row, self._part_at)
         self._begin((), None)
 
     def steps(
@@ -115,18 +121,24 @@ class Executor:
             RunError: an action failed; contains its text and the rows around it.
         """
         self._begin(inputs, objective, documents)
+        self._log.run.begin()
         for part in self.parts:
             self._services += part.begin(self._row)
-        for slot, awaited in enumerate(self._awaited):
+        under_way = self._under_way
+        for slot, job in enumerate(self._program):
             self._slot = slot
             if self._services:
                 self.check_services()
-            for other in awaited:
-                pending = self._under_way[other]
+            for other in job.awaited:
+                pending = under_way[other]
                 if not pending.is_done():
                     self._waits_for = other
                     yield pending
-            self._run(slot)
+                    self._waits_for = None
+            try:
+                self._run(slot, job)
+            except Exception as error:
+                raise self._explained(f"action {self._actions[slot]}", error) from error
         self._slot = len(self._actions)
         yield from self._rest()
         self._clock.settle()
@@ -135,6 +147,7 @@ class Executor:
             held = held.most(part.held())
         for part in self.parts:
             part.end(self._row)
+        self._log.run.end()
         result = StepResult(self._row.outputs, held, partial(self._trace, self._marks, self._done))
         self._begin((), None)
         self._slot = len(self._actions)
@@ -197,31 +210,44 @@ class Executor:
         self._services: list[Service] = []
         self._marks: list[tuple[Action, Mark, Mark]] = []
 
-    def _run(self, slot: int) -> None:
-        self._waits_for = None
-        row, part = self._row, self._part_at[slot]
-        try:
-            for other in self._awaited[slot]:
-                self._take(other)
-            computes = self._computes[slot]
-            if computes and len(self._marks) >= self._run_ahead:
-                # Each issued action holds memory of the device: without a limit a
-                # host that is far ahead would fill it.
-                self._clock.wait(self._marks[-self._run_ahead][2])
-            # Behind this mark, so that what parts do for an action, such as to clear
-            # the buffer of a gradient, is part of its span.
-            begin = self._clock.mark() if computes else None
-            for do in row.before[slot]:
-                do()
-            started = part.start(row, slot)
-            if started is not None:
-                self._under_way[slot] = started
-            for do in row.after[slot]:
-                do()
-        except Exception as error:
-            raise self._explained(f"action {self._actions[slot]}", error) from error
-        if computes:
-            self._marks.append((self._actions[slot], begin, self._clock.mark()))
+    def _run(self, slot: int, job: "_Job") -> None:
+        cells, computes = self._log.cells, job.computes
+        for other in job.awaited:
+            self._take(other)
+        cells[2 * slot] = -_now()
+        if computes is not None and len(self._marks) >= self._run_ahead:
+            # Each issued action holds memory of the device: without a limit a
+            # host that is far ahead would fill it.
+            self._clock.wait(self._marks[-self._run_ahead][2])
+        # Behind this mark, so that what parts do for an action, such as to clear
+        # the buffer of a gradient, is part of its span.
+        begin = None if computes is None else self._clock.mark()
+        for do in job.before:
+            do()
+        started = job.start()
+        if started is not None:
+            self._under_way[slot] = started
+        for do in job.after:
+            do()
+        if computes is not None:
+            self._marks.append((computes, begin, self._clock.mark()))
+        cells[2 * slot] = -cells[2 * slot]
+        if started is None and (self._clock.is_host or computes is None):
+            cells[2 * slot + 1] = _now()
+
+    def note_ended(self) -> None:
+        """Note in the log what has ended and that no action has waited for; another thread calls it in a standstill."""
+        cells, now_ns = self._log.cells, _now()
+        # Copies: the rank's thread may go on meanwhile.
+        for slot, pending in [*self._under_way.items(), *self._done.items()]:
+            if cells[2 * slot + 1] < abs(cells[2 * slot]) and pending.has_passed():
+                cells[2 * slot + 1] = now_ns
+        if self._clock.is_host:
+            return
+        computes = (slot for slot, job in enumerate(self._program) if job.computes is not None)
+        for slot, (_, _, end) in zip(computes, list(self._marks), strict=False):
+            if cells[2 * slot + 1] < cells[2 * slot] and self._clock.has_passed(end):
+                cells[2 * slot + 1] = now_ns
 
     def _take(self, slot: int) -> None:
         """Pass the result of an action that has ended to its part."""
@@ -229,12 +255,15 @@ class Executor:
         # never made, so nothing is recorded here.
         ended = self._done[slot] = self._under_way.pop(slot)
         self._part_at[slot].take(self._row, slot, ended.take())
+        if self._clock.is_host:
+            self._log.cells[2 * slot + 1] = _now()
 
     def _rest(self) -> Iterator[UnderWay]:
         """Wait for operations that no action has waited for."""
         # A copy: taking a result removes it.
-        for slot in list(self._under_way):
-            yield from self._until_done(slot, self._under_way[slot])
+        for slot, pending in list(self._under_way.items()):
+            if not pending.is_done():
+                yield from self._until_done(slot, pending)
             self._take(slot)
         for service in self._services:
             yield from self._until_done(service.what, service.job)
@@ -295,6 +324,30 @@ class Executor:
             start_s, end_s = self._part_at[slot].span(slot, done, seconds)
             spans.append(Span(self._actions[slot], self.rank, self._row.lanes[slot], start_s, end_s))
         return Trace(Spans.of(spans), self.schedule.num_ranks)
+
+
+class _Job(NamedTuple):
+    """What a slot needs in every step, looked up once.
+
+    Attributes:
+        awaited: earlier slots of other lanes whose end its action waits for.
+        before, after: hooks of parts.
+        start: of its part.
+        computes: its action, if that is on the compute lane.
+    """
+
+    awaited: tuple[int, ...]
+    before: Sequence[Callable[[], None]]
+    start: Callable[[], UnderWay | None]
+    after: Sequence[Callable[[], None]]
+    computes: Action | None
+
+
+def _program(row: RankRow, part_at: Sequence[Part]) -> list[_Job]:
+    """A job for each slot, after all parts are bound."""
+    starters = [part.starter(row, slot) for slot, part in enumerate(part_at)]
+    computes = [action if lane == COMPUTE_LANE else None for action, lane in zip(row.actions, row.lanes, strict=True)]
+    return [_Job(*job) for job in zip(_awaited(row, part_at), row.before, starters, row.after, computes, strict=True)]
 
 
 def _awaited(row: RankRow, part_at: Sequence[Part]) -> list[tuple[int, ...]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeloom.execute.clock import Clock, Mark
 from pipeloom.execute.communication.collectives import Job
-from pipeloom.execute.communication.transport import UnderWay
+from pipeloom.execute.communication.under_way import UnderWay
 
 
 class Lane:
@@ -133,6 +133,9 @@ class _IssuedJob(_ThreadJob):
     def is_done(self) -> bool:
         return self.wait(0.0)
 
+    def has_passed(self) -> bool:
+        return self.done.is_set() and (self.event is None or self.event.query())
+
     def wait(self, timeout_s: float) -> bool:
         """Block the host until the job is issued, and the current stream until it is finished."""
         if not self.done.wait(timeout_s):
@@ -178,6 +181,9 @@ class _StreamJob(UnderWay):
     def is_done(self) -> bool:
         self._event.wait()  # makes the current stream wait, not the host
         return True
+
+    def has_passed(self) -> bool:
+        return self._event.query()
 
 
 class Lanes:

@@ -124,12 +124,17 @@ class Job:
         return stage == 0, range(begin, begin + self.layers_by_stage[stage]), stage == self.head_stage
 
     def whole_problems(self) -> list[str]:
-        """Why other programs cannot run the step: token slices, frozen layers; empty without both."""
-        sliced, frozen, found = self.config.layout.token_slices, self.config.training.freeze_layers, list[str]()
+        """Why other programs cannot run the step: token slices, frozen layers, adapters; empty without these."""
+        config, found = self.config, list[str]()
+        sliced, only = config.layout.token_slices, "the export is of runs that train all weights; leave it out"
         if sliced not in (None, 1):
             found.append(f"layout.token_slices {sliced}: the program runs whole sequences only; leave it out")
-        if frozen is not None:
-            found.append(f"training.freeze_layers {frozen}: the export is of runs that train all weights; leave it out")
+        for name, value in (
+            ("training.freeze_layers", config.training.freeze_layers),
+            ("adapter.rank", config.adapter.rank),
+        ):
+            if value is not None:
+                found.append(f"{name} {value}: {only}")
         return found
 
     def accumulation_problems(self, program: str) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipeloom.config import RunConfig
+from pipeloom.config import RestartConfig, RunConfig
 from pipeloom.config.file import format_run
 from pipeloom.config.hyperparameters import HYPERPARAMETERS
 from pipeloom.export.job import Draft, Job, Target, training_problems
@@ -32,8 +32,8 @@ def _make(job: Job) -> Draft:
 
 
 def _elsewhere(config: RunConfig) -> RunConfig:
-    """The run without its folder, which the script sets."""
-    return replace(config, output=replace(config.output, folder=None))
+    """The run without its folder, which the script sets, and without restarts, which are the launcher's."""
+    return replace(config, output=replace(config.output, folder=None), restart=RestartConfig())
 
 
 def start_of(job: Job, script: str, needs: str = "") -> str:
@@ -110,6 +110,8 @@ def _differences(job: Job) -> tuple[str, ...]:
             f"checkpoint.grace_s is {config.checkpoint.grace_s:g}, but torchrun kills processes {_KILLS_AFTER_S} s "
             "after the signal; add --shutdown-timeout if your version has it"
         )
+    if config.restart != RestartConfig():
+        found.append("restart.* is left out: torchrun ends all processes, and the next start takes the last checkpoint")
     training = config.training
     # Not changed, since a run for GPUs may be tried on CPUs first.
     if job.has_gpus and training.device == "cpu":

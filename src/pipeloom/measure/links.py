@@ -2,15 +2,18 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from pipeloom.cost.hardware import Collective
+from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.communication.collectives import Alone, Finish, GlooGroup, Group, NcclGroup
+from pipeloom.execute.communication.transport import Transport
+from pipeloom.execute.communication.under_way import finish
 from pipeloom.execute.processes.world import World
 from pipeloom.measure.findings import Collectives, Messages, Timing, size_text
 from pipeloom.measure.host import num_devices
@@ -46,27 +49,27 @@ def measure_messages(watch: Stopwatch, pairs: Pairs, between: str) -> Messages:
         between: description of the pairs, for the progress display.
     """
     world = watch.world
-    groups = {pair: _new_group(world, pair) for pair in pairs}
+    specs = {size: TensorSpec((size // 4,), torch.float32) for size in SIZES[world.device.type]}
+    edges = {edge: list(specs.values()) for pair in pairs for edge in (pair, pair[::-1])}
     mine = next((pair for pair in pairs if world.rank in pair), None)
     points: list[tuple[float, Timing]] = []
-    for size in SIZES[world.device.type]:
-        sample: Sample = _nothing
-        if mine is not None:
-            tensor = torch.zeros(size // 4, device=world.device)
-            exchange = partial(_there_and_back, tensor, world.rank, mine, groups[mine])
-            sample = sample_of(exchange, partial(now, world.device), factor=0.5)
-        points.append((float(size), watch.time(f"messages of {size_text(size)} between {between}", sample)))
+    with closing(Transport(world.rank, edges, world.device, world.timeout)) as transport:
+        for size, spec in specs.items():
+            sample: Sample = _nothing
+            if mine is not None:
+                exchange = partial(_there_and_back, world, transport, spec, mine)
+                sample = sample_of(exchange, partial(now, world.device), factor=0.5)
+            points.append((float(size), watch.time(f"messages of {size_text(size)} between {between}", sample)))
     return Messages(len(pairs), tuple(points))
 
 
-def _there_and_back(tensor: Tensor, rank: int, pair: tuple[int, int], group: Any) -> None:
+def _there_and_back(world: World, transport: Transport, spec: TensorSpec, pair: tuple[int, int]) -> None:
     first, second = pair
-    if rank == first:
-        dist.send(tensor, second, group=group)
-        dist.recv(tensor, second, group=group)
-    else:
-        dist.recv(tensor, first, group=group)
-        dist.send(tensor, first, group=group)
+    is_first, tensor = world.rank == first, spec.empty(world.device)
+    peer = second if is_first else first
+    for sends in (is_first, not is_first):
+        message = transport.send(tensor, peer) if sends else transport.receive(spec, peer)
+        finish(message, world.timeout.total_seconds())
 
 
 def measure_collectives(watch: Stopwatch, num_ranks: int, per_host: int) -> tuple[Collectives, ...]:

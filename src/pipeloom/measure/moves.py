@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from pipeloom.execute.communication.transport import Transport, finish
+from pipeloom.execute.communication.transport import Transport
+from pipeloom.execute.communication.under_way import finish
 from pipeloom.execute.communication.wires import Wire, Wires, evictions
 from pipeloom.execute.parts.tied import Tied
 from pipeloom.execute.processes.world import World

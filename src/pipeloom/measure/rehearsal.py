@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
-from pipeloom.execute.communication.transport import Transport, UnderWay, finish
+from pipeloom.execute.communication.transport import Transport
+from pipeloom.execute.communication.under_way import UnderWay, finish
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.stage import Objective, Portion, Stage, StepDocuments

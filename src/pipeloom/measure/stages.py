@@ -12,7 +12,8 @@ import numpy as np
 from pipeloom.cost.costs import ActionCosts, StageCosts
 from pipeloom.cost.slices import SliceCosts
 from pipeloom.execute.clock import Clock
-from pipeloom.execute.communication.transport import Transport, UnderWay, finish
+from pipeloom.execute.communication.transport import Transport
+from pipeloom.execute.communication.under_way import UnderWay, finish
 from pipeloom.execute.processes.world import World
 from pipeloom.measure.rehearsal import Exchange, Rehearsal, Times, Turn
 from pipeloom.measure.stopwatch import now

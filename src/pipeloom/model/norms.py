@@ -109,7 +109,8 @@ class _RmsNorm(torch.autograd.Function):
         factors = _factors(weight, normed, ctx.is_zero_centered)
         mean = (product @ factors).unsqueeze(-1)
         wanted = torch.addcmul(gradient * factors, normed, mean, value=-1 / x.shape[-1]) * factor
-        return wanted.to(x.dtype), product.flatten(0, -2).sum(0).to(weight.dtype), None, None
+        own = product.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return wanted.to(x.dtype), own, None, None
 
 
 def _factors(weight: Tensor, wide: Tensor, is_zero_centered: bool) -> Tensor:

@@ -34,7 +34,69 @@ class Split:
         return TensorSlice(tuple(whole), tuple(begin))
 
 
-class ColumnParallelLinear(Split, nn.Linear, Defers):
+class _Matrix(Split, nn.Linear):
+    """A matrix [out, in] of an adapter; ``splits`` as in ``Split``."""
+
+    def __init__(self, in_features: int, out_features: int, split: tuple[int, int, int] | None) -> None:
+        super().__init__(in_features, out_features, bias=False)
+        self.splits = {} if split is None else {"weight": split}
+
+
+class LowRankPair(nn.Module):
+    """What an adapter adds to the output of a linear layer: ``scale x A^T B^T`` (arXiv 2106.09685, section 4.1).
+
+    Of a column-parallel layer each rank has its outputs of ``B``, of a row-parallel one its inputs of ``A``; the other
+    matrix is replicated. So it needs no exchange beside that of its layer.
+
+    Args:
+        layer: that it belongs to.
+        rank: outputs of ``A``.
+        scale: factor of the output.
+        parallel: of the layer.
+    """
+
+    def __init__(self, layer: "Adaptable", rank: int, scale: float, parallel: TensorParallel) -> None:
+        super().__init__()
+        dim, whole, begin = layer.splits["weight"]
+        out_features, in_features = layer.weight.shape
+        self.lora_A = _Matrix(in_features, rank, (1, whole, begin) if dim == 1 else None)
+        self.lora_B = _Matrix(rank, out_features, (0, whole, begin) if dim == 0 else None)
+        self._scale, self._parallel, self._divides_inputs = scale, parallel, dim == 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]; of a row-parallel layer a partial sum."""
+        first, second = self.lora_A.weight, self.lora_B.weight
+        # The gradient of the replicated matrix is that of this rank's outputs, or inputs.
+        if self._divides_inputs:
+            second = self._parallel.shared(second)
+        else:
+            first = self._parallel.shared(first)
+        return functional.linear(functional.linear(x, first) * self._scale, second)
+
+
+class Adaptable(Split, nn.Linear, Defers):
+    """A linear layer that may have an adapter.
+
+    Attributes:
+        adapter: ``None`` for none.
+    """
+
+    adapter: LowRankPair | None
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.adapter = None
+
+    def adapt(self, rank: int, scale: float, parallel: TensorParallel) -> None:
+        """Add an adapter."""
+        self.adapter = LowRankPair(self, rank, scale, parallel)
+
+    def adapted(self, x: Tensor, output: Tensor) -> Tensor:
+        """The output for an input, with that of the adapter."""
+        return output if self.adapter is None else output + self.adapter(x)
+
+
+class ColumnParallelLinear(Adaptable):
     """A linear layer of which each rank computes some outputs; ``out_features`` counts those of all ranks."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, parallel: TensorParallel) -> None:
@@ -49,10 +111,10 @@ class ColumnParallelLinear(Split, nn.Linear, Defers):
 def project(x: Tensor, *layers: ColumnParallelLinear) -> Sequence[Tensor]:
     """The outputs of layers with a common input, which deferred weight gradients then keep once for all."""
     first = layers[0]
-    if first.defers and torch.is_grad_enabled():
+    if first.defers and torch.is_grad_enabled():  # then no layer has an adapter
         biases = [layer.bias for layer in layers if layer.bias is not None]
         return linears(x, [layer.weight for layer in layers], biases)
-    return [functional.linear(x, layer.weight, layer.bias) for layer in layers]
+    return [layer.adapted(x, functional.linear(x, layer.weight, layer.bias)) for layer in layers]
 
 
 def product(x: Tensor, weight: Tensor, *, defers: bool) -> Tensor:
@@ -62,7 +124,7 @@ def product(x: Tensor, weight: Tensor, *, defers: bool) -> Tensor:
     return functional.linear(x, weight)
 
 
-class RowParallelLinear(Split, nn.Linear, Defers):
+class RowParallelLinear(Adaptable):
     """A linear layer of which each rank takes some inputs; outputs are summed over the ranks.
 
     ``in_features`` counts those of all ranks. Every rank has the whole bias.
@@ -78,8 +140,8 @@ class RowParallelLinear(Split, nn.Linear, Defers):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002, D102
         # PyTorch's own call adds the bias inside the product.
         if self._parallel.size == 1 and not self.defers:
-            return super().forward(input)
-        output = self._parallel.leave(product(input, self.weight, defers=self.defers))
+            return self.adapted(input, super().forward(input))
+        output = self._parallel.leave(self.adapted(input, product(input, self.weight, defers=self.defers)))
         return output if self.bias is None else output + self.bias
 
 

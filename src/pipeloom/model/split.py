@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipeloom.model.tensor_parallel import WHOLE, TensorParallel
 from pipeloom.model.transformer import TIED_NAME, Transformer
+from pipeloom.workload.adapter import FIRST, SECOND, Adapter
 from pipeloom.workload.model import ModelConfig
 from pipeloom.workload.model_families import MODELS
 
@@ -45,11 +46,13 @@ def build_stage(
     dtype: torch.dtype,
     device: torch.device | str,
     parallel: TensorParallel = WHOLE,
+    adapter: Adapter | None = None,
 ) -> Transformer:
     """Build and initialize one stage.
 
     Matrices and embeddings are normal(0, 0.02), projections into the residual stream divided by ``sqrt(2 L)``; norms
-    multiply by 1, and biases are 0.
+    multiply by 1, and biases are 0. Adapters begin as those of PEFT: ``A`` is uniform within one over the root of its
+    inputs, ``B`` is zero, or drawn as ``A``.
 
     Args:
         config: resolved model.
@@ -60,16 +63,17 @@ def build_stage(
         device: of the weights; on "meta" they have no values. A tied head without its embedding needs a call of
             ``Transformer.borrow`` before it runs; on "meta" that is done here.
         parallel: the tensor-parallel rank; the weights do not depend on the number of ranks.
+        adapter: low-rank adapters of the layers; ``None`` for none.
     """
     # On meta first, which skips PyTorch's own initialization.
     with torch.device("meta"):
-        stage = Transformer(config, max_positions, pieces, parallel).to(dtype)
+        stage = Transformer(config, max_positions, pieces, parallel, adapter).to(dtype)
     if torch.device(device).type == "meta":
         if stage.borrows:
             sizes = {"max_positions": max_positions, "seed": seed}
             first = build_stage(config, range(1), **sizes, dtype=dtype, device=device, parallel=parallel)
             # Detached: a module registers an nn.Parameter that is assigned to it as one of its own.
-            stage.borrow(first.get_parameter(TIED_NAME).detach().requires_grad_())
+            stage.borrow(first.get_parameter(TIED_NAME).detach().requires_grad_(adapter is None))
         return stage
     stage.to_empty(device=device)
     slices = stage.slices()
@@ -78,7 +82,11 @@ def build_stage(
         for name, weight in stage.named_parameters():
             here = slices[name]
             # Each tensor-parallel rank draws the whole matrix and copies its slice: any tp has the same weights.
-            weight.copy_(here.of(_first_value(name, here.whole, seed, config), weight.shape))
+            if name.endswith((FIRST, SECOND)):
+                whole = _first_of_pair(name, here.whole, seed, adapter)
+            else:
+                whole = _first_value(name, here.whole, seed, config)
+            weight.copy_(here.of(whole, weight.shape))
     return stage
 
 
@@ -86,6 +94,15 @@ def generator_seed(seed: int, name: str) -> int:
     """Seed of the random numbers of one part of a model, from the seed of all and the part's name."""
     # Not hash(), which is salted in every process. 63 bits fit into the int64 of manual_seed.
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
+
+
+def _first_of_pair(name: str, shape: tuple[int, ...], seed: int, adapter: Adapter | None) -> Tensor:
+    """Initial value of a whole matrix of an adapter; float32, on the CPU."""
+    assert adapter is not None
+    if name.endswith(SECOND) and not adapter.draws_second:
+        return torch.zeros(*shape, dtype=torch.float32)
+    generator, bound = torch.Generator().manual_seed(generator_seed(seed, name)), shape[1] ** -0.5
+    return torch.empty(*shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
 
 
 def _first_value(name: str, shape: Sequence[int], seed: int, config: ModelConfig) -> Tensor:

@@ -32,6 +32,7 @@ from pipeloom.model.documents import Documents
 from pipeloom.model.key_values import EarlierTokens, KeyValueCache
 from pipeloom.model.norms import residual_norm
 from pipeloom.model.parallel_layers import (
+    Adaptable,
     ColumnParallelLinear,
     Lookup,
     RowParallelLinear,
@@ -43,6 +44,7 @@ from pipeloom.model.parallel_layers import (
 from pipeloom.model.rotary import Rotary
 from pipeloom.model.run_part import run_part
 from pipeloom.model.tensor_parallel import WHOLE, TensorParallel, TensorSlice
+from pipeloom.workload.adapter import PATHS, Adapter, is_pair
 from pipeloom.workload.layout import Recompute
 from pipeloom.workload.model import ModelConfig
 from pipeloom.workload.model_families import MODELS
@@ -193,6 +195,7 @@ class Transformer(nn.Module):
         max_positions: longest sequence.
         pieces: which pieces to build, contiguous and not empty. None: all of them.
         parallel: tensor parallelism.
+        adapter: low-rank adapters of the layers; ``None`` for none.
     """
 
     def __init__(
@@ -201,6 +204,7 @@ class Transformer(nn.Module):
         max_positions: int,
         pieces: range | None = None,
         parallel: TensorParallel = WHOLE,
+        adapter: Adapter | None = None,
     ) -> None:
         super().__init__()
         last = num_pieces(config) - 1
@@ -220,6 +224,8 @@ class Transformer(nn.Module):
         for name, built in self.layers.items():
             assert isinstance(built, Layer)
             built.attention.window = config.window_of(int(name))
+            if adapter is not None and int(name) >= adapter.first_layer:
+                _adapt(built, adapter, parallel)
         self.head = Head(config, parallel) if last in pieces else None
         # Not registered as a parameter: the first stage owns, updates and saves the matrix.
         self._borrowed_VH: Tensor | None = None
@@ -274,6 +280,11 @@ class Transformer(nn.Module):
             frozen.append(self.embedding)
         for piece in frozen:
             piece.requires_grad_(requires_grad=False)
+
+    def freeze_base(self) -> None:
+        """Keep all weights but those of adapters."""
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(is_pair(name))
 
     def slices(self) -> dict[str, TensorSlice]:
         """For each parameter by name, its slice of the whole model's parameter."""
@@ -348,6 +359,13 @@ class Transformer(nn.Module):
                 f"the model takes sequences of at most {self.max_positions} tokens, found {num_tokens}; "
                 "shorten the sequence or build the model with a larger max_positions (data.seq_len)"
             )
+
+
+def _adapt(layer: Layer, adapter: Adapter, parallel: TensorParallel) -> None:
+    for target in adapter.targets:
+        matrix = layer.get_submodule(PATHS[target])
+        assert isinstance(matrix, Adaptable)
+        matrix.adapt(adapter.rank, adapter.scale, parallel)
 
 
 @cache  # stages of one model share the code of a compiled layer

@@ -11,7 +11,7 @@ from pipeloom.schedule.schedule import Level, Schedule
 
 
 @checked
-def add_tied(schedule: Schedule) -> Schedule:
+def add_tied(schedule: Schedule, *, returns_gradient: bool = True) -> Schedule:
     """Add the messages of a matrix that embedding and head share; it belongs to the first stage.
 
     The weights are sent before the first forward, before all other messages of their edge, and their receive is the
@@ -25,6 +25,7 @@ def add_tied(schedule: Schedule) -> Schedule:
     Args:
         schedule: with its sends and receives. It is returned as it is where the first and the last stage are on one
             rank: the executor then passes the matrix within the rank.
+        returns_gradient: whether the matrix is trained; a frozen one has no gradient to send back.
 
     Raises:
         UserError: the schedule is compute-only, or has these messages already.
@@ -42,7 +43,7 @@ def add_tied(schedule: Schedule) -> Schedule:
     stages = schedule.num_stages
     lent = [(first_compute - 1, 0, tied_action(Kind.SEND_TIED, stages))]
     borrowed = [(-1, 0, tied_action(Kind.RECV_TIED, stages))]
-    if schedule.first_backward_stage == 0:
+    if returns_gradient and schedule.first_backward_stage == 0:
         slot, microbatch = _end_of_gradient(borrower, stages - 1)
         borrowed.append((slot, 0, tied_action(Kind.SEND_TIED_GRAD, stages)))
         lent.append((_place_of_receive(schedule, slot, microbatch), 0, tied_action(Kind.RECV_TIED_GRAD, stages)))

@@ -4,6 +4,7 @@ They never exceed the simulated values (``tests/planner/test_bounds.py``), so th
 ranks are rows and their stages are columns.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -13,7 +14,9 @@ from numpy.typing import NDArray
 
 from pipeloom.cost.collectives import gather_s, reduce_s
 from pipeloom.cost.exchanges import step_terms
+from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import (
+    frozen_bytes,
     kept_bytes,
     lent_bytes,
     logits_bytes,
@@ -23,11 +26,13 @@ from pipeloom.cost.memory import (
     working_bytes,
 )
 from pipeloom.cost.placed import OfPlaced, Placed
-from pipeloom.cost.stages import gathered_parameters, stage_layers
+from pipeloom.cost.software import Software
+from pipeloom.cost.stages import gathered_parameters, num_frozen_stages, stage_layers, trained_parameters
 from pipeloom.schedule import Kind, Placement
 from pipeloom.schedule.facts import Graph
 from pipeloom.schedule.kinds import KINDS
 from pipeloom.workload.layout import Shard
+from pipeloom.workload.run import Run
 
 Floats = NDArray[np.float64]
 """An array of seconds, bytes or counts."""
@@ -101,9 +106,16 @@ class Bounds(OfPlaced):
         return stages_by_rank(self.placed.placement)
 
     @cached_property
+    def _num_frozen(self) -> int:
+        """Number of stages that train nothing."""
+        return num_frozen_stages(self.run, self.software)
+
+    @cached_property
     def _times(self) -> "StageTimes":
         costs, stages = self.placed.costs, range(self.placed.placement.num_stages)
         crosses = np.array([0.0, *(a != b for a, b in pairwise(self.placed.placement.rank_by_stage))])
+        # No gradient passes them back; a bound may leave out the way there, too.
+        crosses[1 : self._num_frozen + 1] = 0.0
         hops_s = np.cumsum(crosses) * costs.transfer_s
         if costs.boundary_s:
             hops_s = np.cumsum(crosses * [0.0, *costs.boundary_s])
@@ -135,7 +147,8 @@ class Bounds(OfPlaced):
         Args:
             in_flight: [rank, number of its stage] stage inputs at the rank's peak.
         """
-        if self.software.overlaps_steps:  # traversals are counted from the start of the first rank
+        # Traversals are counted from the start of the first rank; stages that train nothing hold no inputs.
+        if self.software.overlaps_steps or self._num_frozen:
             return 0.0
         held, count, (forward_s, backward_s, longest_s, around_s) = in_flight.sum(axis=1), *self._in_flight_terms
         between_s = count * (forward_s + backward_s) - held * longest_s.sum(axis=0)
@@ -361,22 +374,19 @@ class Sharded(OfPlaced):
     @cached_property
     def _collectives_s(self) -> tuple[Floats, Floats]:
         """For each stage the seconds of its gather and of its reduction."""
-        bounds = self.bounds
-        sizes = {held: number for number, held in enumerate(dict.fromkeys(bounds.placed.parameters))}
-        number = [sizes[held] for held in bounds.placed.parameters]
-        parts = self.placed.parts
-        gathers, reductions = (
-            {part: np.array([seconds(self.run, part, self.software, held) for held in sizes]) for part in set(parts)}
-            for seconds in (gather_s, reduce_s)
-        )
-        if len(gathers) == 1:
-            return gathers[parts[0]][number], reductions[parts[0]][number]
-        owner = bounds.placed.placement.rank_by_stage
-        of_stage = [(parts[rank], size) for rank, size in zip(owner, number, strict=True)]
-        return (
-            np.array([gathers[part][size] for part, size in of_stage]),
-            np.array([reductions[part][size] for part, size in of_stage]),
-        )
+        trained = trained_parameters(self.run, self.software)
+        # Frozen weights are gathered at the level ``full`` only.
+        gathered = self.bounds.placed.parameters if self.run.shard == "full" else trained
+        return self._by_stage(gather_s, gathered), self._by_stage(reduce_s, trained)
+
+    def _by_stage(
+        self, seconds: Callable[[Run, Cluster, Software, float], float], parameters: Sequence[float]
+    ) -> Floats:
+        """Seconds of a collective for each stage, by its number of parameters; 0 for none."""
+        parts, owner = self.placed.parts, self.bounds.placed.placement.rank_by_stage
+        of_stage = [(parts[rank], held) for rank, held in zip(owner, parameters, strict=True)]
+        found = {key: seconds(self.run, key[0], self.software, key[1]) if key[1] else 0.0 for key in set(of_stage)}
+        return np.array([found[key] for key in of_stage])
 
     @cached_property
     def _always(self) -> dict[int, Floats]:
@@ -386,16 +396,19 @@ class Sharded(OfPlaced):
         """For each rank the bytes that it holds besides stage inputs."""
         run, software, stages = self.run, self.software, self.bounds.stages
         _, head = stage_layers(run, software)
-        parameters = np.array(self.bounds.placed.parameters)[stages]
-        held = state_bytes(run, 1.0, software).total_bytes * parameters.sum(axis=1)
+        whole = np.array(self.bounds.placed.parameters)[stages].sum(axis=1)
+        trained = np.array(trained_parameters(run, software))[stages].sum(axis=1)
+        held = state_bytes(run, 1.0, software).total_bytes * trained + frozen_bytes(run, 1.0) * (whole - trained)
         owner = self.bounds.placed.placement.rank_by_stage
         for rank in {owner[0], owner[-1]}:
             held[rank] += lent_bytes(run, software, stages[rank].tolist()).total_bytes
         if run.shard == "full" and run.dp > 1:
             alone = state_bytes(run, 1.0, software, "none")
-            whole = np.sort(np.array(gathered_parameters(run, software))[stages], axis=1)[:, ::-1]
+            # The only rank of a copy has its frozen weights whole.
+            of_stage = gathered_parameters if run.shard_size > 1 or run.adapter is None else trained_parameters
+            largest = np.sort(np.array(of_stage(run, software))[stages], axis=1)[:, ::-1]
             most = gathered if software.has_reduction_lane else 1
-            held += whole[:, :most].sum(axis=1) * alone.weights_bytes
+            held += largest[:, :most].sum(axis=1) * alone.weights_bytes
         own = np.full(run.pp, working_bytes(run, software))
         own[owner[head]] += logits_bytes(run, software)
         return held + own * (1 + software.fragmentation) + software.reserve_bytes

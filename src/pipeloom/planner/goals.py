@@ -15,6 +15,8 @@ AMOUNTS: Mapping[str, float] = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12
 """Letters behind an amount -> factor."""
 TIMES: Mapping[str, float] = {"h": 3600.0, "d": DAY_S, "w": 7 * DAY_S}
 """Letters behind a time -> seconds."""
+SPANS: Mapping[str, float] = {"s": 1.0, "min": 60.0, **TIMES, "y": 365 * DAY_S}
+"""The same for shorter and longer times."""
 
 
 class Costed(Protocol):

@@ -23,6 +23,7 @@ class Wanted:
         attention: the attention kernel.
         optimizer: name of the update rule.
         by_document: whether attention ends at the borders of documents.
+        has_adapters: whether it trains low-rank adapters of frozen weights.
     """
 
     model: str | ModelConfig | ModelShape
@@ -31,6 +32,7 @@ class Wanted:
     attention: Attention = "flash2"
     optimizer: str = "adamw"
     by_document: bool = False
+    has_adapters: bool = False
 
     @property
     def config(self) -> ModelConfig:
@@ -51,6 +53,8 @@ def launch_problems(launcher: Launcher, wanted: Wanted, cluster: Cluster, num_de
         *optimizer_problems(title, wanted.optimizer),
         *node_problems(cluster, num_devices),
     ]
+    if wanted.has_adapters:
+        found.append(f"adapter.rank: the export to {title} is of runs that train all weights; leave it out")
     if wanted.attention != "flash2" and not launcher.takes_attention:
         found.append(f"attention {wanted.attention}: {title} chooses its kernel itself; use flash2")
     return found

@@ -21,12 +21,13 @@ from pipeloom.planner.infeasible import Closest, closest, no_layout, ways_out
 from pipeloom.planner.launch import Wanted, check_launch
 from pipeloom.planner.question import HEADROOM, Limits, Question
 from pipeloom.planner.search import Counts, Progress, Search, SearchResult
-from pipeloom.planner.strategies import STRATEGIES, with_strategies
+from pipeloom.planner.strategies import STRATEGIES, with_frozen, with_strategies
 from pipeloom.predict.describe import asked_precision, load_or_note
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.system.stopping import Reason, Stop
 from pipeloom.terminal.words import count as count_of
 from pipeloom.terminal.words import seconds, unknown_name
+from pipeloom.workload.adapter import Adapter
 from pipeloom.workload.dtypes import Dtype
 from pipeloom.workload.launchers import LAUNCHERS, LauncherName
 from pipeloom.workload.limits import Count, Headroom, Positive
@@ -152,6 +153,15 @@ def make_question(
         has_default_dtype=dtype is None,
         launcher=starts,
     )
+
+
+def with_adapter(question: Question, adapter: Adapter) -> Question:
+    """The question for low-rank adapters of all layers, whose other weights are frozen.
+
+    Raises:
+        ConfigError: the program or the limits do not go with adapters.
+    """
+    return replace(question, adapter=adapter, software=with_frozen(question.software))
 
 
 def _loaded(

@@ -13,6 +13,7 @@ from pipeloom.families import FAMILIES
 from pipeloom.planner.bounds import Bounds
 from pipeloom.predict.describe import dtype_problem
 from pipeloom.terminal.words import count, did_you_mean
+from pipeloom.workload.adapter import Adapter
 from pipeloom.workload.dtypes import Precision, dtype_of
 from pipeloom.workload.launchers import PIPELOOM, Launcher
 from pipeloom.workload.layout import Recompute, Shard
@@ -86,6 +87,7 @@ class Question:
         limits: of the search.
         has_default_dtype: whether the precision is the default of the devices.
         launcher: the program that can start every layout; pipeloom starts those of any training program.
+        adapter: low-rank adapters of all layers, whose other weights are frozen; ``None``: all weights are trained.
     """
 
     shape: ModelShape
@@ -101,6 +103,7 @@ class Question:
     limits: Limits = field(default_factory=Limits)
     has_default_dtype: bool = False
     launcher: Launcher = PIPELOOM
+    adapter: Adapter | None = None
 
     def __repr__(self) -> str:
         """Model, cluster and sizes."""
@@ -136,7 +139,9 @@ class Question:
         elif not self.clusters:
             device = self.cluster.device
             found.append(f"the dtype {dtype_problem(dtype_of(self.precision), device.name, device.peak_flops_per_s)}")
-        return found + limit_problems(self.limits, self.software, self.launcher)
+        if self.adapter is not None and not self.software.has_lanes:
+            found.append(f"adapter.rank needs the training program pipeloom, found {self.software.name}")
+        return found + limit_problems(self.limits, self.software, self.launcher, has_adapters=self.adapter is not None)
 
     @cached_property
     def families(self) -> tuple[str, ...]:
@@ -189,7 +194,9 @@ class Question:
     @cached_property
     def least_s(self) -> float:
         """Lower bound of the step time in seconds for any layout: model FLOPs at the peak of the devices."""
-        flops = self.global_batch * self.seq * shape_model_flops(self.shape, self.seq)
+        flops = (
+            self.global_batch * self.seq * shape_model_flops(self.shape, self.seq, self.run.frozen_pieces, self.adapter)
+        )
         return flops / max(one.peak_flops_per_s(self.num_devices, self.precision) for one in self.clusters)
 
     @property
@@ -202,6 +209,8 @@ class Question:
             attention=self.attention,
             fused_norm=self.fused_norm,
             precision=self.precision,
+            frozen_pieces=0 if self.adapter is None else 1,  # the embedding
+            adapter=self.adapter,
         )
 
 
@@ -239,9 +248,11 @@ def axes(num_devices: int, tps: Iterable[int]) -> list[tuple[int, int, int]]:
     ]
 
 
-def limit_problems(limits: Limits, software: Software, launcher: Launcher = PIPELOOM) -> list[str]:
+def limit_problems(
+    limits: Limits, software: Software, launcher: Launcher = PIPELOOM, *, has_adapters: bool = False
+) -> list[str]:
     """A sentence for each limit that the training program does not have."""
-    runs, title = launcher.recomputations, software.name
+    runs, title = launcher.recomputations, software.name + (" with adapters" if has_adapters else "")
     if not launcher.is_own:
         title = f"{launcher.title} (priced as {software.name})"
     own = [

@@ -3,7 +3,15 @@
 from dataclasses import replace
 from pathlib import Path
 
-from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
+from pipeloom.config import (
+    AdapterConfig,
+    DataConfig,
+    MachineConfig,
+    ModelConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 from pipeloom.cost.stages import pieces_of_layers
 from pipeloom.predict.describe import with_model_sizes
 from pipeloom.predict.recipes import with_recipe
@@ -43,6 +51,7 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
             device_budget=None if knobs.device_budget is None else str(knobs.device_budget),
             activation_budget=None if moves.budget_bytes is None else f"{moves.budget_bytes:.0f}",
         ),
+        adapter=_adapter(run),
         training=TrainingConfig(dtype=dtype_of(run.precision), device="cuda" if step.cluster.device.is_gpu else "cpu"),
         machine=MachineConfig(
             cluster=cluster,
@@ -52,6 +61,11 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
         ),
     )
     return with_recipe(config)
+
+
+def _adapter(run: Run) -> AdapterConfig:
+    own = run.adapter
+    return AdapterConfig() if own is None else AdapterConfig(rank=own.rank, targets=own.targets, alpha=own.alpha)
 
 
 def _model(shape: ModelShape, name: str | None, seq_len: int) -> ModelConfig:

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.memory import kept_bytes, state_bytes, working_bytes
+from pipeloom.cost.memory import frozen_bytes, kept_bytes, state_bytes, working_bytes
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.pieces import PieceSeconds
 from pipeloom.cost.placed import OfPlaced, Placed
@@ -68,6 +68,7 @@ class Arrangement(OfPlaced):
         # Where layers differ, those before a rank are at least as fast as the lightest ones.
         pieces = self.placed.of(run.with_lightest_layers).fastest_pieces
         embedding_s, layer_s = (both[0] if self.splits else sum(both) for both in (pieces.embedding, pieces.layer))
+        embedding_s = self._embedding_s if run.frozen_pieces else embedding_s
         layers = min(run.pp - 2, run.shape.layers)  # at least one layer on each rank between the first and the last
         before = layers * (run.pp - 1) - layers * (layers + 1) // 2
         return self.busy_s + (embedding_s * (run.pp - 1) + layer_s * before) / run.pp
@@ -76,8 +77,14 @@ class Arrangement(OfPlaced):
     def busy_s(self) -> float:
         """Lower bound of the step time in seconds without any bubble: the mean work of a rank."""
         pieces, fixed_s = self.placed.fastest_pieces, self.software.efficiency.microbatch_s
-        whole_s = sum(pieces.embedding) + self.run.shape.layers * sum(pieces.layer) + sum(pieces.head)
+        whole_s = self._embedding_s + self.run.shape.layers * sum(pieces.layer) + sum(pieces.head)
         return self.run.num_microbatches * (whole_s / self.run.pp + fixed_s)
+
+    @property
+    def _embedding_s(self) -> float:
+        """Seconds of the embedding on the fastest rank; without its backward where it is frozen."""
+        both_s = self.placed.fastest_pieces.embedding
+        return both_s[0] if self.run.frozen_pieces else sum(both_s)
 
     @property
     def missing_bytes(self) -> float:
@@ -88,7 +95,10 @@ class Arrangement(OfPlaced):
         held = (layers * shape.layer_matrix_parameters + shape.embedding_parameters / run.pp) / run.tp
         kept = layers * kept_bytes(leanest, software) + working_bytes(leanest, software)
         shard = self.question.shards[-1] if run.dp > 1 else "none"
-        least = state_bytes(run, held, software, shard).total_bytes + kept + software.reserve_bytes
+        # On the fullest rank there are at least the mean of the layers.
+        trained = held if run.adapter is None else layers * sum(run.adapter.layer_parameters(shape, 1)) / run.tp
+        frozen = 0.0 if run.adapter is None else frozen_bytes(replace(run, shard=shard), held)
+        least = state_bytes(run, trained, software, shard).total_bytes + frozen + kept + software.reserve_bytes
         # The largest device: a bound holds for every partition.
         return least - max(self.placed.device_bytes) * (1 - self.question.headroom)
 
@@ -281,6 +291,12 @@ class Cut(OfPlaced):
     def shardings(self) -> list[Sharding]:
         """Shardings of its leaves."""
         return self.arrangement.shardings()
+
+    @property
+    def _embedding_s(self) -> float:
+        """Seconds of the embedding on the fastest rank; without its backward where it is frozen."""
+        both_s = self.placed.fastest_pieces.embedding
+        return both_s[0] if self.run.frozen_pieces else sum(both_s)
 
     @property
     def missing_bytes(self) -> float:

@@ -172,6 +172,7 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
         own = {"schedule.file": (config.schedule.file is not None, ", which has its own order")}
         own["data.attention document"] = config.data.by_document, ", which has its own attention"
         own["training.freeze_layers"] = config.training.freeze_layers is not None, ""
+        own["adapter.rank"] = config.adapter.rank is not None, ""
         problems += [
             f"{name} needs machine.software pipeloom, found {software.name}{what}"
             for name, (is_given, what) in own.items()
@@ -274,7 +275,8 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
         slices=layout.slice_lengths(config.data.seq_len) if layout.num_slices > 1 else (),
         pipeline_order=layout.pipeline_order,
         by_document=config.data.by_document,
-        frozen_pieces=config.training.frozen_pieces,
+        frozen_pieces=config.frozen_pieces,
+        adapter=config.pairs,
     )
 
 

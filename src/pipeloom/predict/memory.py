@@ -10,8 +10,10 @@ import numpy as np
 
 from pipeloom.analysis.matching import match_spans
 from pipeloom.cost.kept import Kept
+from pipeloom.cost.matrices import stage_shards, state_of_rank
 from pipeloom.cost.memory import (
     Memory,
+    first_trained,
     frozen_bytes,
     kept_logits,
     lent_bytes,
@@ -158,6 +160,7 @@ def _kept_by_slice(run: Run, software: Software) -> KeptBytes:
     alone = [replace(run, layers_by_stage=counts, seq=length, slices=()) for length in run.slices]
     slices = [kept_with_loss(one, software) for one in alone]
     whole, pending, recomputed = (np.stack(columns, axis=1) for columns in list(zip(*slices, strict=True))[:3])
+    place, begun = first_trained(run, software)
     for number, (one, begin) in enumerate(zip(alone, begins, strict=False)):
         for stage, layers in enumerate(layers_by_kind(one, software, trained=True)):
             for alike, count in layers:
@@ -165,6 +168,10 @@ def _kept_by_slice(run: Run, software: Software) -> KeptBytes:
                 # Keys and values that layers without full recomputation would keep are in the cache.
                 whole[stage, number] -= count * own.key_values() * (alike.recompute != "full")
                 whole[stage, number] += count * own.masks(begin) * (alike.recompute == "none")
+        if begun is not None and not Kept(begun).has_core():  # the first layer keeps neither
+            own = Kept(replace(begun, seq=one.seq, slices=()))
+            whole[place, number] += own.key_values() * (begun.recompute != "full")
+            whole[place, number] -= own.masks(begin) * (begun.recompute == "none")
     first = num_frozen_stages(run, software)
     caches = [count * Kept(run).key_values() * (stage >= first) for stage, count in enumerate(counts)]
     return KeptBytes(whole.tolist(), pending.tolist(), recomputed.tolist(), run.slice_shares, caches)
@@ -212,7 +219,7 @@ def _memory(
             Memory(
                 weights_bytes=state.weights_bytes + still + lent.weights_bytes + more.gathered_bytes,
                 gradients_bytes=state.gradients_bytes + lent.gradients_bytes + more.gradients_bytes,
-                optimizer_bytes=state.optimizer_bytes,
+                optimizer_bytes=state.optimizer_bytes + state_of_rank(run, software, tuple(stages)),
                 activations_bytes=activations,
                 head_bytes=logits,
                 buffers_bytes=_num_peers(placement, stages)
@@ -276,6 +283,9 @@ def _num_peers(placement: Placement, stages: Sequence[int]) -> int:
 
 def _trained_parameters(run: Run, software: Software) -> tuple[float, ...]:
     """Number of trained parameters of each stage on one device, padded to a multiple of the number of shards."""
+    shards = stage_shards(run, software)
+    if shards is not None:
+        return tuple(float(one.size * len(one.state)) for one in shards)
     return _padded(run, software, trained_parameters(run, software))
 
 
@@ -342,6 +352,7 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     by_stage = _trained_parameters(run, software)
     always = [
         state_bytes(run, sum(by_stage[stage] for stage in stages), software).total_bytes
+        + state_of_rank(run, software, tuple(stages))
         + sum(frozen[stage] for stage in stages)
         + lent_bytes(run, software, stages).total_bytes
         + more.gradients_bytes

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.matrices import state_of_rank
 from pipeloom.cost.memory import Memory, state_bytes
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.placed import Placed
@@ -16,9 +17,10 @@ from pipeloom.workload.run import Run
 def swapped_amounts(run: Run, software: Software) -> tuple[Amounts, ...]:
     """For each stage the bytes of its weights, gradient and optimizer state, and of a borrowed tied matrix."""
     found: list[Amounts] = []
-    for parameters in stage_parameters(run, software):
+    for stage, parameters in enumerate(stage_parameters(run, software)):
         state = state_bytes(run, parameters, software)
-        found.append(Amounts(weights=state.weights_bytes, gradient=state.gradients_bytes, state=state.optimizer_bytes))
+        kept = state.optimizer_bytes + state_of_rank(run, software, (stage,))
+        found.append(Amounts(weights=state.weights_bytes, gradient=state.gradients_bytes, state=kept))
     _, head = stage_layers(run, software)
     if run.shape.tied and head > 0:
         lent = state_bytes(run, run.shape.embedding_parameters, software)

@@ -194,7 +194,8 @@ class SimulatedStep(Pictured, OfPlaced):
         """Hardware FLOPs utilization, a fraction: MFU with recomputed FLOPs."""
         run = self.run
         flops = {
-            kind: hardware_flops(run.shape, run.seq, kind, run.frozen_pieces) for kind in ("none", "selective", "full")
+            kind: hardware_flops(run.shape, run.seq, kind, run.frozen_pieces, run.adapter)
+            for kind in ("none", "selective", "full")
         }
         again = self.recomputed_share * (flops["full"] - flops["none"])
         mean = fmean(flops[kind] for kind in run.recompute_kinds)
@@ -202,7 +203,7 @@ class SimulatedStep(Pictured, OfPlaced):
 
     @property
     def _model_flops(self) -> float:
-        return shape_model_flops(self.run.shape, self.run.seq, self.run.frozen_pieces)
+        return shape_model_flops(self.run.shape, self.run.seq, self.run.frozen_pieces, self.run.adapter)
 
     @property
     def recomputed_share(self) -> float:
@@ -382,6 +383,7 @@ def recipe_of(run: Run, software: Software, knobs: Knobs) -> Recipe:
         knobs,
         shard=_shared_state(run) if software.has_lanes else None,
         lends_tied=run.shape.tied and software.lends_tied and not software.is_blocking,
+        trains_tied=run.adapter is None,
         sends=not software.is_blocking,
     )
 

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import shutil
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -34,6 +35,8 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = f"{WEIGHTS}.index.json"
 PROFILES = "profile"
 """Folder of torch.profiler's traces, one for each profiled step and rank."""
+ACTIONS = "actions"
+"""Folder with what each rank did last (``pipeloom.runs.action_log``)."""
 DRAFTS = ".starting"
 """Folder in a run folder with the files of a run before the end of its first step."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -75,6 +78,16 @@ class RunFolder:
             draft.replace((self.path / DRAFTS if self.is_starting else self.path) / name)
         except OSError as error:
             raise self._error(error) from None
+
+    def make_actions(self) -> Path | None:
+        """Make the empty folder of what ranks did last; ``None`` if the disk refuses, since no run needs it."""
+        folder = (self.path / DRAFTS if self.is_starting else self.path).absolute() / ACTIONS
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+        except OSError:
+            return None
+        return folder
 
     def read(self, name: str) -> str | None:
         """Text of a file of the run, or of its draft if there is one; ``None`` if there is neither."""
@@ -135,6 +148,7 @@ class RunFolder:
                 file.unlink()
             for file in [] if keeps_measured else _measured(self.path):
                 file.unlink()
+            shutil.rmtree(self.path / ACTIONS, ignore_errors=True)
             names = {file.name for file in drafts.iterdir()}
             # Metrics first: a configuration must never be together with the metrics of another run.
             for name in [METRICS, CONFIG, *sorted(names - {METRICS, CONFIG})]:

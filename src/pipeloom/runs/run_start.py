@@ -93,6 +93,16 @@ def draft_start(path: Path, config: RunConfig) -> RunFolder:
     return folder
 
 
+def go_back(folder: RunFolder, step: int) -> None:
+    """Drop the metrics of the steps after ``step``, which are done again.
+
+    Raises:
+        RunError: the folder cannot be written to any more.
+    """
+    lines = (folder.read(METRICS) or "").splitlines(keepends=True)
+    folder.write(METRICS, "".join(line for line in lines if _is_until(line, step)))
+
+
 def _metrics_until(checkpoint: Path) -> list[str]:
     """The metrics of a checkpoint's run up to its step, a line each."""
     run = run_of(checkpoint)
@@ -114,6 +124,11 @@ def _is_until(line: str, step: int) -> bool:
 def _remove_drafts(path: Path) -> None:
     """Remove incomplete files of killed processes; since the lock is held, no process still writes them."""
     shutil.rmtree(path / DRAFTS, ignore_errors=True)
+    remove_unfinished(path)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove incomplete files and checkpoints; no process writes them any more."""
     checkpoints = path / FOLDER
     for draft in [*path.glob(".*.part"), *checkpoints.glob(".step-*.part"), *checkpoints.glob(".step-*.old")]:
         if draft.is_dir():

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pipeloom.errors import UserError
 from pipeloom.system.files import parse_json, read_text
+from pipeloom.system.processes import lives, start_of
 
 LOCK = ".lock"
 _PATIENCE_S = 2.0
@@ -35,7 +36,7 @@ class Holder:
         pid: its process ID.
         host: name of its host.
         since: when it took the lock, in local time.
-        started: when the process began, as of ``_start_of``; empty without /proc.
+        started: when the process began, as of ``start_of``; empty without /proc.
     """
 
     pid: int
@@ -148,7 +149,7 @@ def _open(folder: Path) -> tuple[int | None, bool]:
             # Written in place, not replaced: the lock belongs to this inode.
             os.ftruncate(descriptor, 0)
             now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-            holder = Holder(os.getpid(), socket.gethostname(), now, _start_of(os.getpid()))
+            holder = Holder(os.getpid(), socket.gethostname(), now, start_of(os.getpid()))
             os.pwrite(descriptor, json.dumps(asdict(holder)).encode(), 0)
     finally:
         if not is_taken:
@@ -176,28 +177,8 @@ def _read_holder(path: Path) -> Holder | None:
     return holder if is_pid and all(isinstance(text, str) for text in texts) else None
 
 
-def _start_of(pid: int) -> str:
-    """Boot ID and clock tick at which a process of this host began; empty without /proc."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    # proc(5): starttime is field 22, the 20th after the name. The name may contain spaces and brackets, so it ends at
-    # the last bracket. Ticks count from the boot, so the boot ID belongs to them.
-    return f"{boot} {stat.rpartition(')')[2].split()[19]}"
-
-
 def _lives(holder: Holder) -> bool:
     """Whether a process of this host still runs; ``False`` for other hosts, whose processes are not visible here."""
     if holder.host != socket.gethostname():
         return False
-    try:
-        # Signal 0 sends nothing; it checks that the process exists.
-        os.kill(holder.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # a process of another user
-    # With another start time, the process ID was reused.
-    return _start_of(holder.pid) == holder.started
+    return lives(holder.pid, holder.started)

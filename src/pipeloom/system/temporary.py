@@ -13,10 +13,15 @@ _PREFIX = "pipeloom-"
 
 
 @contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """A folder that is removed at the end of the block, or by the next run if this process is killed."""
-    _remove_abandoned(Path(tempfile.gettempdir()))
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+def temporary_folder(place: Path | None = None) -> Iterator[Path]:
+    """A folder that is removed at the end of the block, or by the next run if this process is killed.
+
+    Args:
+        place: that contains it; ``None`` for the system's folder of temporary files.
+    """
+    place = place or Path(tempfile.gettempdir())
+    _remove_abandoned(place)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
     try:
         lock = lock_folder(folder)
         try:

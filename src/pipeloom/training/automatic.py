@@ -12,8 +12,8 @@ from pipeloom.execute.processes.world import World
 from pipeloom.measure.stages import Profile
 from pipeloom.training.memory_check import check_memory
 from pipeloom.training.pipeline import Pipeline, training_schedule
+from pipeloom.training.profiled_step import simulate_profile
 from pipeloom.training.session import resolve
-from pipeloom.training.trainer import simulate_profile
 
 ERROR = 0.05
 """Predictions that differ by less are equal. Chosen: the mean error of nine short runs on two cores was 5.5 %."""

@@ -93,7 +93,7 @@ def _measuring(config: RunConfig) -> Any:
         predict=ends.predict,
         stall_timeout_s=ends.stall_timeout_s,
     )
-    return config.model, config.data.seq_len, config.layout, config.schedule, config.optimizer, training
+    return config.model, config.data.seq_len, config.layout, config.schedule, config.optimizer, config.adapter, training
 
 
 def _trace(folder: RunFolder, name: str) -> Trace | None:

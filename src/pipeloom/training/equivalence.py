@@ -110,6 +110,8 @@ def verify_gradients(config: RunConfig, *, num_batches: Count = 2, quiet: bool =
         num_batches: batches to compare.
         quiet: whether to print nothing.
 
+    Both matrices of adapters begin with random values here.
+
     Returns:
         The differences; under a launcher, empty on ranks other than 0.
 
@@ -120,6 +122,9 @@ def verify_gradients(config: RunConfig, *, num_batches: Count = 2, quiet: bool =
     """
     if config.training.dtype is None:
         config = replace(config, training=replace(config.training, dtype="float64"))
+    if config.adapter.rank is not None:
+        # If the second matrix of a pair were zeros, the first one would have no gradient.
+        config = replace(config, adapter=replace(config.adapter, init="random"))
     config, problems = completed(config, with_adapted_check(decided_problems))
     if problems:
         raise ConfigError(problems, "the run")

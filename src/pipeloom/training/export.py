@@ -11,10 +11,10 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pipeloom.calls import checked
-from pipeloom.catalog.model_files import CONFIG_JSON, config_json
 from pipeloom.catalog.weight_files import FileTensor
 from pipeloom.checkpoint.checkpoint_choice import refusal
 from pipeloom.checkpoint.checkpoint_folder import (
@@ -33,22 +32,24 @@ from pipeloom.checkpoint.checkpoint_folder import (
     TOKENIZER_CONFIG,
     damage,
     find_checkpoint,
-    read_info,
-    read_origin,
     read_tokenizer,
 )
-from pipeloom.config import ModelConfig
 from pipeloom.errors import RunError, UserError
 from pipeloom.runs.run_folder import WEIGHTS, WEIGHTS_INDEX, weight_files
-from pipeloom.system.files import parse_json
 from pipeloom.training.checkpoints.contents import MODEL
 from pipeloom.training.checkpoints.storage import CheckpointReader
-from pipeloom.training.pretrained import DTYPES, read_description, weight_files_of
+from pipeloom.training.export_content import (
+    PEFT_WEIGHTS,
+    Content,
+    hugging_face_content,
+    own_content,
+    peft_content,
+    stored_adapter,
+)
+from pipeloom.workload.adapter import FIRST, SECOND, Adapter, without_pairs
 from pipeloom.workload.dtypes import Dtype
 
 _DRAFTS = ".weights.part"
-_DTYPE_KEY, _OLD_DTYPE_KEY = "dtype", "torch_dtype"
-"""Key of a ``config.json`` for the type of its weights, in transformers 5 and 4."""
 FILE_BYTES = 5_000_000_000
 """Maximum bytes of a file, unless a single parameter has more; the long-time default of Hugging Face's libraries."""
 
@@ -64,6 +65,7 @@ def export_weights(
     format: Format = "pipeloom",  # noqa: A002  the name of the flag
     dtype: Dtype | None = None,
     file_bytes: int | None = None,
+    merge: bool = False,
 ) -> list[Path]:
     """Write the weights of a checkpoint as safetensors files, and its tokenizer. Peak memory is one file of weights.
 
@@ -76,11 +78,13 @@ def export_weights(
         checkpoint: a complete checkpoint, or a run folder, of which the latest complete one is used.
         folder: for the files; created if missing.
         format: "pipeloom" for parameters with the names of this package, "hf" for a folder that ``from_pretrained`` of
-            Hugging Face's transformers loads.
+            Hugging Face's transformers loads; of a run with adapters, unless they are merged, a folder of PEFT with the
+            adapters alone.
         dtype: of the written weights. ``None``: as in the folder that the run started from with format "hf", otherwise
             as in the checkpoint.
         file_bytes: maximum bytes of weights in one file; a larger tensor gets its own file. ``None``: files as in the
             folder that the run started from with format "hf", otherwise ``FILE_BYTES``.
+        merge: add the products of adapters to the matrices that they belong to, and leave the adapters out.
 
     Returns:
         The files: weights; the tokenizer, unless the folder has it; the index, if there are several files of weights;
@@ -88,23 +92,66 @@ def export_weights(
 
     Raises:
         UserError: the checkpoint cannot be read or is damaged, the folder has weights or another tokenizer, or no
-            architecture of Hugging Face computes the model.
+            architecture of Hugging Face computes the model, or PEFT cannot have its adapters.
         RunError: the files cannot be written; none is left behind.
     """
     checkpoint, folder = find_checkpoint(Path(checkpoint)), Path(folder)
     if damage(checkpoint):
         raise UserError(refusal(checkpoint))
-    reader = CheckpointReader(checkpoint)
-    if weight_files(folder):
+    if weight_files(folder) or (folder / PEFT_WEIGHTS).exists():
         raise UserError(f"{folder} already has weights; choose another folder, or move them")
-    shapes, stated = _stored(reader)
-    is_hf = format == "hf"
-    content = _hugging_face(checkpoint, shapes, stated, dtype, file_bytes) if is_hf else _own(checkpoint, stated)
+    stored, adapter = _stored(CheckpointReader(checkpoint)), stored_adapter(checkpoint)
+    if merge and adapter is None:
+        raise UserError(f"the checkpoint {checkpoint} has no adapters to merge; leave merge out")
+    merged = adapter if merge else None
+    if format == "hf" and adapter is not None and not merge:
+        if file_bytes is not None:
+            raise UserError("adapters of PEFT are one file; leave file_bytes out, or merge them")
+        content = peft_content(checkpoint, adapter, stored.dtypes)
+    else:
+        kept = {name: stored.dtypes[name] for name in (without_pairs(stored.dtypes) if merge else stored.dtypes)}
+        is_hf = format == "hf"
+        content = hugging_face_content(checkpoint, kept, dtype, file_bytes) if is_hf else own_content(checkpoint, kept)
     if dtype is not None:
         content = replace(content, dtypes=dict.fromkeys(content.dtypes, getattr(torch, dtype)))
-    sizes = {one.name: prod(one.shape(shapes)) * content.dtypes[one.name].itemsize for one in content.tensors}
-    parts = content.parts or _named_parts(sizes, file_bytes or FILE_BYTES)
-    texts = {**(read_tokenizer(checkpoint) or {}), **content.texts}
+    content = replace(content, texts={**(read_tokenizer(checkpoint) or {}), **content.texts})
+    return _write_files(folder, stored, content, merged=merged, file_bytes=file_bytes or FILE_BYTES)
+
+
+class _Stored(NamedTuple):
+    """The parameters of a checkpoint: what reads them, and their shapes and types by name."""
+
+    reader: CheckpointReader
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+
+
+def _stored(reader: CheckpointReader) -> _Stored:
+    found = {
+        key.removeprefix(MODEL): found
+        for key, found in reader.read_metadata().state_dict_metadata.items()
+        if key.startswith(MODEL) and isinstance(found, TensorStorageMetadata)
+    }
+    if not found:
+        raise UserError(f"expected a checkpoint with weights, found none in {reader.path}")
+    shapes = {name: tuple(one.size) for name, one in found.items()}
+    return _Stored(reader, shapes, {name: one.properties.dtype for name, one in found.items()})
+
+
+def _write_files(
+    folder: Path, stored: _Stored, content: Content, *, merged: Adapter | None, file_bytes: int
+) -> list[Path]:
+    """Write all files or none; returns them.
+
+    Args:
+        folder: for the files.
+        stored: the parameters.
+        content: what to write.
+        merged: adapters that are added to their matrices.
+        file_bytes: maximum bytes of weights in one file, where the content does not name the files.
+    """
+    sizes = {one.name: prod(one.shape(stored.shapes)) * content.dtypes[one.name].itemsize for one in content.tensors}
+    parts, texts = content.parts or _named_parts(sizes, file_bytes), dict(content.texts)
     if len(parts) > 1 and WEIGHTS_INDEX not in texts:
         texts[WEIGHTS_INDEX] = _index(parts, {"total_size": sum(sizes.values()), **content.about})
     texts = _missing_texts(texts, folder)
@@ -112,96 +159,17 @@ def export_weights(
     by_name = {one.name: one for one in content.tensors}
     with _together(folder) as drafts:
         for name, part in parts.items():
-            tensors = _read(reader, [by_name[key] for key in part], shapes, content.dtypes)
+            tensors = _read(stored, [by_name[key] for key in part], content.dtypes, merged)
             _write(drafts / name, tensors, content.headers.get(name, content.about))
         for name, text in texts.items():
             (drafts / name).write_text(text, encoding="utf-8")
     return [folder / name for name in [*parts, *texts]]
 
 
-def _stored(reader: CheckpointReader) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
-    """Shapes and types of the parameters of a checkpoint by name."""
-    stored = {
-        key.removeprefix(MODEL): found
-        for key, found in reader.read_metadata().state_dict_metadata.items()
-        if key.startswith(MODEL) and isinstance(found, TensorStorageMetadata)
-    }
-    if not stored:
-        raise UserError(f"expected a checkpoint with weights, found none in {reader.path}")
-    shapes = {name: tuple(one.size) for name, one in stored.items()}
-    return shapes, {name: one.properties.dtype for name, one in stored.items()}
-
-
 def _index(parts: Mapping[str, list[str]], about: Mapping[str, object]) -> str:
     """The text of ``model.safetensors.index.json``; ``parts`` has the names of tensors by file."""
     places = {key: name for name, part in parts.items() for key in part}
     return json.dumps({"metadata": dict(about), "weight_map": places}, indent=2, sort_keys=True) + "\n"
-
-
-@dataclass(frozen=True)
-class _Content:
-    """What an export consists of.
-
-    Attributes:
-        tensors: of the files of weights.
-        dtypes: of the tensors by name.
-        parts: names of tensors by file; empty to divide them by size.
-        headers: for each file its header's metadata, where it is not ``about``.
-        about: metadata of headers and index.
-        texts: text files by name, without the tokenizer.
-    """
-
-    tensors: list[FileTensor]
-    dtypes: Mapping[str, torch.dtype]
-    parts: Mapping[str, list[str]] = field(default_factory=dict)
-    headers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    about: Mapping[str, str] = field(default_factory=lambda: {"format": "pt"})
-    texts: Mapping[str, str] = field(default_factory=dict)
-
-
-def _own(checkpoint: Path, dtypes: Mapping[str, torch.dtype]) -> _Content:
-    """The parameters with their own names."""
-    info = read_info(checkpoint)
-    about = {"format": "pt", "step": str(info.step), "model": json.dumps(info.model)}
-    return _Content([FileTensor(name, (name,)) for name in dtypes], dtypes, about=about)
-
-
-def _hugging_face(
-    checkpoint: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    stated: Mapping[str, torch.dtype],
-    dtype: Dtype | None,
-    file_bytes: int | None,
-) -> _Content:
-    """The content of a Hugging Face folder; that of the folder that the run started from, with other values."""
-    info = read_info(checkpoint)
-    try:
-        model = ModelConfig(**info.model)
-    except TypeError as error:
-        raise UserError(f"cannot read the model of {checkpoint}: {error}") from None
-    text = read_origin(checkpoint)
-    first = None if text is None else read_description(text)
-    table = config_json(model, info.data["data.seq_len"]) if first is None else parse_json(first.texts[CONFIG_JSON])
-    files = weight_files_of(model, table["model_type"])
-    if first is not None:
-        files = files.named_as_in([name for part in first.tensors.values() for name in part])
-    tensors = files.of_model(list(shapes), model.num_layers)
-    theirs = {} if first is None else {name: kind for part in first.tensors.values() for name, kind in part.items()}
-    dtypes = {
-        one.name: getattr(torch, DTYPES[theirs[one.name]]) if one.name in theirs else stated[one.parameters[0]]
-        for one in tensors
-    }
-    texts = {} if first is None else dict(first.texts)
-    written = str(dtype or next(iter(dtypes.values()))).removeprefix("torch.")
-    if first is None or (dtype is not None and table.get(_DTYPE_KEY, table.get(_OLD_DTYPE_KEY)) != dtype):
-        key = _OLD_DTYPE_KEY if _OLD_DTYPE_KEY in table else _DTYPE_KEY
-        texts[CONFIG_JSON] = json.dumps({**table, key: written}, indent=2, sort_keys=True) + "\n"
-    if first is None or dtype is not None or file_bytes is not None:
-        texts.pop(WEIGHTS_INDEX, None)
-        return _Content(tensors, dtypes, texts=texts)
-    names = {one.name for one in tensors}
-    parts = {file: [name for name in part if name in names] for file, part in first.tensors.items()}
-    return _Content(tensors, dtypes, parts, first.about, texts=texts)
 
 
 def _missing_texts(texts: Mapping[str, str], folder: Path) -> dict[str, str]:
@@ -268,27 +236,41 @@ def _named_parts(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
 
 
 def _read(
-    reader: CheckpointReader,
-    wanted: Sequence[FileTensor],
-    shapes: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, torch.dtype],
+    stored: _Stored, wanted: Sequence[FileTensor], dtypes: Mapping[str, torch.dtype], merged: Adapter | None
 ) -> dict[str, Tensor]:
-    """Tensors of a file by name, with the parameters of the checkpoint; ``shapes`` are those of the parameters."""
+    """Tensors of a file by name, with the parameters of the checkpoint, to which these adapters are added."""
     found: dict[str, Tensor] = {}
     views: dict[str, Tensor] = {}
     for one in wanted:
-        tensor = found[one.name] = torch.empty(one.shape(shapes), dtype=dtypes[one.name])
-        parts = (tensor.T if one.is_transposed else tensor).split([shapes[name][0] for name in one.parameters])
-        views |= {MODEL + name: part for name, part in zip(one.parameters, parts, strict=True)}
+        tensor = found[one.name] = torch.empty(one.shape(stored.shapes), dtype=dtypes[one.name])
+        parts = (tensor.T if one.is_transposed else tensor).split([stored.shapes[name][0] for name in one.parameters])
+        views |= dict(zip(one.parameters, parts, strict=True))
+    _load(stored, views)
+    if merged is None:
+        return found
+    for name, view in views.items():
+        pair = [name.removesuffix(".weight") + ending for ending in (FIRST, SECOND)]
+        if pair[0] in stored.shapes:
+            # W + (alpha / rank) B A, in the widest type of the checkpoint; one at a time, which takes least memory.
+            read = {each: torch.empty(stored.shapes[each], dtype=stored.dtypes[each]) for each in (name, *pair)}
+            _load(stored, read)
+            base, first, second = read.values()
+            wide = torch.promote_types(base.dtype, first.dtype)
+            view.copy_(base.to(wide) + merged.scale * (second.to(wide) @ first.to(wide)))
+    return found
+
+
+def _load(stored: _Stored, parameters: Mapping[str, Tensor]) -> None:
+    """Read parameters by name."""
+    views = {MODEL + name: tensor for name, tensor in parameters.items()}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose: one process
             # DCP reads into these tensors and converts to their dtype while it copies.
-            dcp.load(views, storage_reader=reader, no_dist=True)
+            dcp.load(views, storage_reader=stored.reader, no_dist=True)
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
-        raise UserError(f"cannot read the checkpoint {reader.path}: {cause}; use another one") from None
-    return found
+        raise UserError(f"cannot read the checkpoint {stored.reader.path}: {cause}; use another one") from None
 
 
 def _write(file: Path, tensors: dict[str, Tensor], about: Mapping[str, str]) -> None:

@@ -6,6 +6,7 @@ from math import inf
 
 import torch
 
+from pipeloom.checkpoint.kept_files import NUM_STATES, check_room, head_bytes
 from pipeloom.config import RunConfig
 from pipeloom.errors import HostError
 from pipeloom.execute.processes.world import is_first, is_launched
@@ -84,6 +85,24 @@ def _check_adapted(config: RunConfig, text: str, *, verifies: bool, trains: bool
     if verifies and is_first():
         parts["the reference's weights and gradients"] = 2 * size
     _refuse_beyond(parts, available_memory(), f"{count(processes, 'process')} of this run")
+
+
+def check_kept(config: RunConfig) -> None:
+    """Refuse a run whose states in shared memory (``restart.times``) do not fit there; no-op without.
+
+    Raises:
+        HostError: names what is needed and what is free.
+    """
+    if not config.restart.times:
+        return
+    if config.model.adapted is not None:
+        size = getattr(torch, config.training.known_dtype).itemsize + config.optimizer.rule.state_bytes
+        state = num_parameters(config.model.adapted) * size
+    else:
+        parts = need_by_pipeline_rank(config)
+        by_rank = [one.device["weights"] + one.device["the optimizer's state"] for one in parts]
+        state = sum(by_rank[rank] * number for rank, number in processes_here(config).items())
+    check_room(NUM_STATES * state + head_bytes(config.layout.num_ranks))
 
 
 def processes_here(config: RunConfig) -> Counter[int]:

@@ -31,7 +31,7 @@ from pipeloom.execute.parts.moves import ActivationMoves
 from pipeloom.execute.parts.part import Part
 from pipeloom.execute.parts.stage_swaps import StageSwaps, StageUpdates
 from pipeloom.execute.parts.tied import SwappedLoan, Tied
-from pipeloom.execute.processes.watch import Watch
+from pipeloom.execute.processes.watch import Watch, where_threads_are
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.execute.stages.stage import Continued, Objective, Stage, StepDocuments
@@ -52,6 +52,7 @@ from pipeloom.model import (
 from pipeloom.model.compile import as_written, compile_pieces
 from pipeloom.passes import Moves
 from pipeloom.recipe import build, schedule_text
+from pipeloom.runs.action_log import ActionLog
 from pipeloom.schedule import Schedule
 from pipeloom.training.stages import StageSizes, saved_bytes, stage_of
 
@@ -78,10 +79,11 @@ class Pipeline:
         config: resolved.
         world: all ranks.
         trains: whether the stages are trained; otherwise they have weights only, without gradients, and run forwards.
+        log: where the rank's last actions are noted; ``None`` for nowhere.
     """
 
-    def __init__(self, config: RunConfig, world: World, *, trains: bool = True) -> None:
-        self._config, self._trains = config, trains
+    def __init__(self, config: RunConfig, world: World, *, trains: bool = True, log: ActionLog | None = None) -> None:
+        self._config, self._trains, self._log = config, trains, log
         self._world = world
         self._dtype = getattr(torch, config.training.known_dtype)
         assert config.layout.partition is not None
@@ -92,7 +94,7 @@ class Pipeline:
         self._clock = CudaClock(world.device.index) if world.device.type == "cuda" else Clock()
         self._lanes = Lanes(self._clock, world.device)
         own = self.schedule.placement.stages_of(self._place.pipeline)
-        self._tensor_group = make_tensor_group(layout, world, _patience(config))
+        self._tensor_group = make_tensor_group(layout, world, _patience(config), log)
         self._parallel = TensorParallel(self._tensor_group, layout.sequence_parallel)
         assert config.model.vocab_size is not None, "the model configuration is not resolved"
         self._vocabulary = SplitVocabulary(self._parallel, config.model.vocab_size)
@@ -101,7 +103,7 @@ class Pipeline:
             self.schedule,
             ((stage, self._build(self._pieces[stage], world.device, master_dtype(self._dtype))) for stage in own),
             layout.shard if layout.dp > 1 else "none",
-            make_groups(layout, world),
+            make_groups(layout, world, log),
             self._lanes.lane("data-parallel"),
             replicated=lambda stage: _transformer(stage).replicated(),
             sums_replicated=self._parallel.splits_sequence,
@@ -126,16 +128,16 @@ class Pipeline:
             self._wires,
             counts=self._moves_anything or not config.training.compile,  # hooks would cause a recompilation
         )
-        self._trainer = self._executor(self.schedule, outputs, self._moves)
-        self._evaluator = self._executor(self._forwards(layout.num_microbatches), outputs)
-        self._sampler = self._executor(self._forwards(1), self._outputs(1))
+        self._trainer = self._executor(self.schedule, outputs, self._moves, name="training")
+        self._evaluator = self._executor(self._forwards(layout.num_microbatches), outputs, name="validation")
+        self._sampler = self._executor(self._forwards(1), self._outputs(1), name="sample")
         self._decoders: dict[tuple[int, ...], Executor] = {}
         self._continued: dict[int, Continued] = {}
         self._is_cold = config.training.compile
         self._as_written = as_written if config.training.compile else nullcontext
         self._running = self._trainer
         quiet_s = min(2.0, config.training.stall_timeout_s / 4)  # positions are published before any rank times out
-        self._watch = Watch(world.store, world.rank, world.size, self._position, quiet_s=quiet_s)
+        self._watch = Watch(world.store, world.rank, world.size, self._position, quiet_s=quiet_s, beat=self._beat)
 
     @property
     def schedule_text(self) -> str:
@@ -339,6 +341,15 @@ class Pipeline:
                 firsts=None if cut.firsts is None else cut.firsts[: 1 if slices is None else len(slices.lengths)],
             )
 
+    def _beat(self, is_quiet: bool) -> None:
+        """Note in the log that this process lives, and in a standstill what has ended and where its threads are."""
+        if self._log is None:
+            return
+        self._log.beat()
+        if is_quiet:
+            self._running.note_ended()
+            self._log.note(where_threads_are())
+
     def _position(self) -> str:
         """This rank's position in the schedule, for messages; with replica and tensor rank where there are several."""
         layout, exchange = self._config.layout, self._tensor_group.position()
@@ -394,6 +405,7 @@ class Pipeline:
             lender=stages.get(0),
             borrower=borrower,
             loan=loan,
+            is_trained=self._config.pairs is None,
         )
 
     def _outputs(self, microbatch_size: int, num_tokens: int | None = None) -> tuple[TensorSpec, ...]:
@@ -438,6 +450,7 @@ class Pipeline:
         moves: ActivationMoves | None = None,
         *,
         continues: bool = False,
+        name: str | None = None,
     ) -> Executor:
         training, rank = self._config.training, self._place.pipeline
         slices = self._slices if schedule.num_slices > 1 else None  # only the training schedule has token slices
@@ -447,8 +460,9 @@ class Pipeline:
         if self.store is not None:
             swaps = StageSwaps(self.store, self._lanes, training.stall_timeout_s)
             parts += [swaps, self.updates]  # after the tied matrix, whose gradient has to be added before the update
+        log = None if self._log is None or name is None else self._log.row(name, schedule, rank)
         return Executor(
-            schedule, rank, parts, transport=self._transport, clock=self._clock, run_ahead=training.run_ahead
+            schedule, rank, parts, transport=self._transport, clock=self._clock, run_ahead=training.run_ahead, log=log
         )
 
 

@@ -37,6 +37,7 @@ from pipeloom.training.checkpoints.boxes import Box
 from pipeloom.training.checkpoints.contents import check_start, parameter_shapes
 from pipeloom.training.checkpoints.planner import differences, listed
 from pipeloom.training.stages import stage_of
+from pipeloom.workload.adapter import is_pair, without_pairs
 from pipeloom.workload.dtypes import Dtype
 from pipeloom.workload.model import ModelConfig, model_settings, other_settings
 
@@ -98,7 +99,9 @@ class PretrainedWeights:
         if differing := other_settings(config.model, model_settings(known.over(config.model)), "there"):
             lines = [f"checkpoint.init {folder} is of another model; set model.file to {folder}:", *differing]
             raise UserError("\n  - ".join(lines))
-        stored, shapes, num_layers = stored_tensors(folder), parameter_shapes(config), config.model.num_layers
+        stored, num_layers = stored_tensors(folder), config.model.num_layers
+        every = parameter_shapes(config)
+        shapes = {name: every[name] for name in without_pairs(every)}
         weights = weight_files_of(config.model, known.model_type).named_as_in(stored)
         tensors = weights.of_model(list(shapes), num_layers)
         self._twin = weights.tied if config.model.tied and weights.tied in stored else None
@@ -125,7 +128,7 @@ class PretrainedWeights:
         self.num_files = len({one.file for one in found.values()})
 
     def read(self, name: str, box: Box, values: Tensor) -> None:
-        """Read a box of a parameter.
+        """Read a box of a parameter; adapters, which the folder does not have, keep their values.
 
         Args:
             name: of the parameter.
@@ -135,6 +138,8 @@ class PretrainedWeights:
         Raises:
             OSError: a file cannot be read, or has two matrices where the model has one, or NaN or infinite values.
         """
+        if is_pair(name):
+            return
         place = self._places[name]
         for part, own in _blocks(box, values):
             found = self._elements(place.tensor, place, part)

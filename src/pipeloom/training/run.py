@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,22 +22,24 @@ from pipeloom.checkpoint.checkpoint_folder import (
 from pipeloom.config import RunConfig, training_problems
 from pipeloom.config.file import read_run_file
 from pipeloom.data.text import Data
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, RunError
 from pipeloom.execute.processes.world import World, is_first, is_launched
 from pipeloom.measure.host import num_devices
 from pipeloom.predict.describe import completed, why_training_may_differ
 from pipeloom.runs.run_folder import CONFIG, TIMELINE, RunFolder
 from pipeloom.runs.run_start import draft_start, take_run_folder
+from pipeloom.runs.standstill_words import stood_for
 from pipeloom.schedule import Kind
 from pipeloom.system.end_signals import raised_signals
 from pipeloom.terminal.progress import restore_terminal
 from pipeloom.terminal.words import count, format_bytes, passes_of
 from pipeloom.training.adapted import with_adapted_check
+from pipeloom.training.again import NEVER, Again, Restarts, refuse_launched
 from pipeloom.training.automatic import with_chosen_loops
 from pipeloom.training.checkpoints.contents import check_resumable, new_order
 from pipeloom.training.checkpoints.saving import safe_steps
 from pipeloom.training.export import export_weights
-from pipeloom.training.memory_check import check_memory
+from pipeloom.training.memory_check import check_kept, check_memory
 from pipeloom.training.pipeline import training_schedule
 from pipeloom.training.pretrained import check_init
 from pipeloom.training.session import check_processes, load_text, long_start, resolve, resolve_early, run_on_all_ranks
@@ -75,8 +78,10 @@ def train(config: RunConfig, *, quiet: bool = False) -> RunResult:
         raise ConfigError(problems, "the run")
     say = _say_nothing if quiet else _say
     check_processes(config)
+    refuse_launched(config)
     # Before a folder is created: a run that cannot fit leaves nothing behind.
     check_memory(config)
+    check_kept(config)
     if not is_first():
         # Other ranks of a launcher write no file, so their folder is never used.
         return run_on_all_ranks(config, partial(_train, folder=RunFolder(Path()), quiet=quiet, begun_s=begun_s))
@@ -124,14 +129,23 @@ def _run_in(path: Path, config: RunConfig, say: _Say, begun_s: float, *, quiet: 
     slow = long_start(config)
     patience = "; the first step takes a few seconds" if slow is None else f"; {slow} may take minutes"
     say(f"starting   {count(config.layout.num_ranks, 'process')}{patience if has_steps else ''}\n")
+
+    def run(config: RunConfig, again: Again) -> RunResult:
+        return run_on_all_ranks(config, partial(_train, folder=folder, quiet=quiet, begun_s=begun_s, again=again))
+
     try:
-        result = run_on_all_ranks(config, partial(_train, folder=folder, quiet=quiet, begun_s=begun_s))
+        with ExitStack() as stack:
+            restarts = Restarts(config, folder, say, stack)
+            result = restarts.run(run)
+        config = restarts.config
         # The ranks, which handled signals, have exited; this process must not be killed while it writes.
         with raised_signals():
             _write_end(config, path, result)
     except BaseException as error:
         # A killed rank may have left the cursor hidden.
         restore_terminal(sys.stdout)
+        if isinstance(error, RunError):
+            error.add_note(stood_for(path))
         error.add_note(safe_steps(resolved, folder))
         raise
     return result
@@ -230,9 +244,18 @@ def _draw(config: RunConfig, folder: Path, result: RunResult) -> None:
     plot_timelines(panels, [folder / f"{TIMELINE}.{ending}" for ending in ("png", "svg")], unit="ms", scale=1e3)
 
 
-def _train(config: RunConfig, world: World, data: Data, *, folder: RunFolder, quiet: bool, begun_s: float) -> RunResult:
+def _train(
+    config: RunConfig,
+    world: World,
+    data: Data,
+    *,
+    folder: RunFolder,
+    quiet: bool,
+    begun_s: float,
+    again: Again = NEVER,
+) -> RunResult:
     config = with_chosen_loops(config, world, data, _say_nothing if quiet else _say)
-    return Trainer(config, world, data, folder, quiet=quiet, begun_s=begun_s).run()
+    return Trainer(config, world, data, folder, quiet=quiet, begun_s=begun_s, again=again).run()
 
 
 def _announce(config: RunConfig, say: _Say) -> None:

@@ -41,6 +41,8 @@ Loaded = Data | Whole | Tokens
 _LAUNCHED_PATIENCE_S = 1800.0
 """Under a launcher, ranks may wait this long for another host that tokenizes its text."""
 
+_STOPPED_S = 1.0
+"""Added to ``training.stall_timeout_s`` for processes that are stopped, so that ranks that wait report first."""
 _RANK_0_PATIENCE_S = 1800.0
 """The other ranks may wait this long for rank 0, which compiles, or measures token slices."""
 
@@ -80,7 +82,8 @@ def run_on_all_ranks(
     for name in needed:
         import_module(name)
     work = partial(_work_forked, config, job, timeout_s=stall_s + patience_s, load=load or load_text)
-    return run_workers(work, config.layout.num_ranks, threads, grace_s=config.checkpoint.grace_s)[0]
+    grace_s, stopped_s = config.checkpoint.grace_s, stall_s + _STOPPED_S
+    return run_workers(work, config.layout.num_ranks, threads, grace_s=grace_s, stopped_s=stopped_s)[0]
 
 
 def long_start(config: RunConfig) -> str | None:
@@ -192,7 +195,12 @@ def _resolve(config: RunConfig, needed: int) -> RunConfig:
         partition = layout.partition or fastest_partition(piece_parameters(model.adapted), config.choice().placed())
     else:
         partition = layout.partition or default_partition(
-            model, config.data.seq_len, config.choice().placed(), recompute, config.training.frozen_pieces
+            model,
+            config.data.seq_len,
+            config.choice().placed(),
+            recompute,
+            frozen_pieces=config.frozen_pieces,
+            adapter=config.pairs,
         )
     if schedule.file is None:  # whose order has no family where it was written by hand
         schedule = replace(schedule, family=config.family)

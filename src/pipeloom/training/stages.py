@@ -5,6 +5,7 @@ Schedules use these bytes to move activations and to swap stages. Counting needs
 
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -58,8 +59,9 @@ def stage_of(
         dtype=numbers,
         device=device,
         parallel=parallel,
+        adapter=config.pairs,
     )
-    stage.freeze(config.training.frozen_pieces)
+    stage.freeze(config.frozen_pieces) if config.pairs is None else stage.freeze_base()
     return stage
 
 
@@ -100,17 +102,19 @@ def piece_bytes(config: RunConfig) -> tuple[int, ...]:
 def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ...]:
     dtype = getattr(torch, config.training.known_dtype)
     narrow, wide = dtype.itemsize, master_dtype(dtype).itemsize
-    kept = len(config.optimizer.rule.state) + (narrow < wide)  # float32 master weights are part of the state
+    rule = config.optimizer.rule
     found: list[Amounts] = []
     for pieces in stage_pieces(partition):
         stage = stage_of(config, pieces, "meta")
-        count = sum(parameter.numel() for parameter in stage.parameters() if parameter.requires_grad)
+        trained = {name: tuple(one.shape) for name, one in stage.named_parameters() if one.requires_grad}
+        count = sum(map(prod, trained.values()))
+        state = sum(prod(its_shape) for each in trained.items() for its_shape in rule.state_shapes(*each).values())
         lent = config.model.hidden_size * (config.model.vocab_size or 0) if stage.borrows else 0
         found.append(
             Amounts(
                 weights=count * narrow,
                 gradient=count * wide,
-                state=count * wide * kept,
+                state=(state + count * (narrow < wide)) * wide,  # float32 master weights are part of the state
                 borrowed=lent * narrow,
                 lent_gradient=lent * wide,
             )
@@ -132,7 +136,7 @@ def saved_bytes(config: RunConfig, *, splits: bool = False) -> KeptBytes:
     assert layout.partition is not None, "the layout is not resolved"
     by_layer = layout.recompute_by_layer(num_layers)
     same = replace(config, schedule=ScheduleConfig())  # cache key: bytes do not depend on the schedule
-    frozen = config.training.frozen_pieces
+    frozen = config.frozen_pieces
     alike: dict[tuple[bool, bool, int, tuple[Recompute, ...]], _Saved] = {}
     by_stage: list[_Saved] = []
     for pieces in stage_pieces(layout.partition):
@@ -162,7 +166,7 @@ class _Saved(NamedTuple):
 def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *, splits: bool) -> _Saved:
     layout, dtype = config.layout, getattr(torch, config.training.known_dtype)
     lengths = layout.slice_lengths(config.data.seq_len)
-    if pieces.stop <= config.training.frozen_pieces:
+    if pieces.stop <= config.frozen_pieces:
         nothing = [0] * len(lengths)
         return _Saved((nothing, nothing, nothing), 0)
     # The last of the tensor-parallel ranks has the largest share.
@@ -172,7 +176,7 @@ def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *,
     module.set_recompute(by_layer)
     if splits:
         defer(module)
-    needs_gradient = pieces.start > config.training.frozen_pieces
+    needs_gradient = pieces.start > config.frozen_pieces
     cache = KeyValueCache(config.data.seq_len) if len(lengths) > 1 else None
     whole, inputs, gone = list[int](), list[int](), list[tuple[Tensor, Tensor, int]]()
     documents = list[Documents | None]()  # kept, since a mask that stages share does not count

@@ -34,7 +34,7 @@ class StepMeter:
         self._flops: float | None = None  # of a model without formulas
         if config.model.adapted is None:
             shape = shape_of(config.model)
-            self._flops = shape_model_flops(shape, config.data.seq_len, config.training.frozen_pieces)
+            self._flops = shape_model_flops(shape, config.data.seq_len, config.frozen_pieces, config.pairs)
         is_cuda = world.device.type == "cuda"
         peaks = datasheet_peaks(torch.cuda.get_device_name(world.device))[0] if is_cuda else {}
         self._peak = peaks.get(precision_of(config.training.known_dtype) or "")

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median_high
@@ -18,17 +18,14 @@ from pipeloom.data.text import Data, unigram_loss
 from pipeloom.errors import PeerLostError, RunError
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.processes.world import World
-from pipeloom.measure.stages import Profile
 from pipeloom.runs import run_folder
 from pipeloom.runs.run_folder import RunFolder
 from pipeloom.runs.traced_step import median_step, traced_candidates
-from pipeloom.schedule import Action, Schedule
-from pipeloom.schedule.kinds import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS, TIED_RECEIVE_KINDS, TIED_SEND_KINDS
-from pipeloom.schedule.lanes import FROM_HOST_LANE, HOST_LANE, TO_HOST_LANE
+from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
 from pipeloom.schedule.stage_swaps import defers_updates
-from pipeloom.simulation import Host, Sharing, simulate
 from pipeloom.terminal.words import count, seconds
 from pipeloom.trace import Trace, merge, to_chrome
+from pipeloom.training.again import NEVER, Again
 from pipeloom.training.checkpoints.checkpoint import Checkpoints
 from pipeloom.training.checkpoints.contents import checkpoint_info
 from pipeloom.training.checkpoints.saving import Saving
@@ -36,9 +33,11 @@ from pipeloom.training.earlier import Measured, read_earlier
 from pipeloom.training.evaluation import mean_loss
 from pipeloom.training.loading import Loading
 from pipeloom.training.loggers import MetricLog
+from pipeloom.training.noted import Noted
 from pipeloom.training.optimizer import StageUpdates, WholeUpdates, learning_rate, make_optimizer
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.pretrained import origin_of
+from pipeloom.training.profiled_step import simulate_profile
 from pipeloom.training.progress import StepProgress
 from pipeloom.training.sample import sample_text
 from pipeloom.training.step_metrics import StepMeter
@@ -135,6 +134,7 @@ class Trainer:
         folder: of the run.
         quiet: whether no progress is printed.
         begun_s: start of the run on the host's monotonic clock; ``None`` for now.
+        again: where states are kept, and which one to go on from.
     """
 
     def __init__(
@@ -146,13 +146,16 @@ class Trainer:
         *,
         quiet: bool = False,
         begun_s: float | None = None,
+        again: Again = NEVER,
     ) -> None:
+        self._again = again
         self._quiet = quiet
         self._config = config
-        self._world = world
+        self._noted = Noted(config, world, folder)
+        self._world = world = self._noted.world
         self._data = data
         self._folder = folder
-        self._pipeline = Pipeline(config, world)
+        self._pipeline = Pipeline(config, world, log=self._noted.log)
         is_whole = self._pipeline.store is None  # swapped stages get their optimizer state one by one
         self._optimizer = make_optimizer(config.optimizer, self._pipeline.data_parallel.parts, begins=is_whole)
         self._updates = self._make_updates()
@@ -164,14 +167,22 @@ class Trainer:
             folder.path,
             tokenizer=data.tokenizer,
             origin=origin_of(config.checkpoint.start, data.tokenizer) if world.rank == 0 else None,
+            noted=self._noted.checkpoint,
         )
         self._saving = Saving(config, world, folder, self, begun_s)
         # Steps, sequences and tokens before this process: those of the checkpoint, or none.
         resume = config.checkpoint.resume
-        self._done = checkpoint_info(config, data, 0, 0, 0) if resume is None else self._checkpoints.restore(resume)
-        if resume is None and config.checkpoint.init is not None:
+        if again.before is not None and again.step is not None:
+            self._done = self._checkpoints.recall(again.before, again.step)
+        elif resume is not None:
+            self._done = self._checkpoints.restore(resume)
+        else:
+            self._done = checkpoint_info(config, data, 0, 0, 0)
+        if not self._done.step and config.checkpoint.init is not None:
             # Without the optimizer, whose state begins anew.
             load_trained(config, world, self._pipeline, data.tokenizer)
+        if again.folder is not None:
+            self._checkpoints.prepare_kept(again.folder, self._done.step)
         text = self._done.data["text"]
         windows = data.train.resumed(self._done.sequences, self._done.sources, text)
         num_steps = config.training.known_steps - self._done.step
@@ -190,7 +201,7 @@ class Trainer:
             RunError: the run failed.
             Interrupted: a signal ended it.
         """
-        with self._saving.signals:
+        with self._noted.ended(), self._saving.signals:
             try:
                 return self._run()
             except PeerLostError:
@@ -218,6 +229,7 @@ class Trainer:
         ):
             for step in range(self._done.step + 1, config.training.known_steps + 1):
                 self._saving.begin_step()
+                self._noted.begin_step(step)
                 begin, exchanged_s = time.perf_counter(), self._pipeline.exchange_s
                 with self._profiles.of(step):
                     loss, grad_norm, result = self._step(step)
@@ -241,6 +253,7 @@ class Trainer:
                     own = result.trace, result.held.live_bytes, self._pipeline.exchange_s - exchanged_s
                     self._keep_traced(step, step_s, own)
                 self._saving.after_step(step)
+                self._keep(step)
         self._saving.end()
         # Deferred updates of the last step come before validation.
         self._updates.settle()
@@ -276,6 +289,17 @@ class Trainer:
         self._checkpoints.save(info)
         return False
 
+    def _keep(self, step: int) -> None:
+        """Keep the state in shared memory, if it is due."""
+        folder, every = self._again.folder, self._config.restart.known_keep_every
+        if folder is None or step % every or step == self._config.training.known_steps:
+            return
+        self._updates.settle()
+        self._checkpoints.keep(self._info(step))
+        # All ranks have a state of their own before this one, since they exchanged numbers between the two.
+        if self._world.rank == 0 and step - self._done.step >= 2 * every:
+            self._again.leave_before()
+
     def ended(self, *, waits: bool) -> float | None:
         """Seconds that the thread wrote for; ``None`` if there is none, or it goes on. Raises its error."""
         return self._checkpoints.ended(waits=waits)
@@ -284,7 +308,7 @@ class Trainer:
         sequences = (step - self._done.step) * self._config.layout.batch_size
         tokens = self._done.tokens + sequences * self._config.data.seq_len
         info = checkpoint_info(self._config, self._data, step, self._done.sequences + sequences, tokens)
-        return replace(info, sources=self._loading.position)
+        return replace(info, sources=self._loading.position, base=info.base or self._done.base)
 
     def _predict(self) -> None:
         """Profile the stages, their collectives and the update on this machine, and simulate the step.
@@ -292,12 +316,14 @@ class Trainer:
         Collectives are timed while all ranks compute. The reverse effect, that collectives slow down compute on shared
         cores, is not modelled. Weights and optimizer state stay unchanged.
         """
-        if not self._config.training.predict:
+        # Predicted before, by the processes that failed: nothing should come between a failure and the next step.
+        if not self._config.training.predict or self._again.is_again:
             return
         # Any batch will do, of windows that no thread reads: step time does not depend on the tokens.
         windows = self._data.validation.batch(0, self._config.layout.batch_size)
-        profile = self._pipeline.profile(self._pipeline.batch(windows))
-        within_s, behind_s = self._updates.seconds(self._world)
+        with self._noted.measuring:
+            profile = self._pipeline.profile(self._pipeline.batch(windows))
+            within_s, behind_s = self._updates.seconds(self._world)
         if profile is None:  # on all ranks but 0
             return
         profile = replace(profile, costs=replace(profile.costs, update_s=within_s))
@@ -310,7 +336,9 @@ class Trainer:
         config = self._config
         lr = learning_rate(config.optimizer, step - 1, config.training.known_steps)
         self._updates.begin_step(lr)
-        result = self._pipeline.train_step(self._pipeline.batch(self._loading.take()))
+        with self._noted.reading:
+            batch = self._pipeline.batch(self._loading.take())
+        result = self._pipeline.train_step(batch)
         # One all-reduce for loss, gradient norm and votes.
         own = [self._pipeline.counted_loss(result), self._updates.squares()]
         measured = self._meter.own(result, self._loading.waited_s)
@@ -332,7 +360,8 @@ class Trainer:
                 "predicts every token of the text with certainty"
             )
         grad_norm = squares**0.5
-        self._updates.end_step(grad_norm, lr)
+        with self._noted.updating:
+            self._updates.end_step(grad_norm, lr)
         return loss, grad_norm, result
 
     def _make_updates(self) -> WholeUpdates | StageUpdates:
@@ -448,25 +477,3 @@ class Trainer:
 
 def _bubble_fraction(trace: Trace | None) -> float | None:
     return None if trace is None else summarize(trace).bubble_fraction
-
-
-def simulate_profile(schedule: Schedule, profile: Profile) -> Trace:
-    """Simulate a schedule with profiled costs; ranks of one host slow each other down as measured.
-
-    On a CPU the thread that computes also posts the messages, for which it uses the cores, too. The trace has no
-    launches, as that of a measured step.
-    """
-
-    def host(action: Action, rank: int) -> Hashable | None:
-        return profile.host_by_rank[rank] if action.kind in COMPUTE_KINDS else None
-
-    def post_s(action: Action) -> float:
-        if action.kind in RECEIVE_KINDS | TIED_RECEIVE_KINDS:
-            return profile.receive_s
-        return profile.send_s if action.kind in SEND_KINDS | TIED_SEND_KINDS else 0.0
-
-    sharing = Sharing(host, profile.capacity_by_host)
-    posting = Host(post_s, run_ahead=1, resource_of=lambda rank: profile.host_by_rank[rank])
-    is_posted = profile.receive_s > 0 or profile.send_s > 0
-    trace = simulate(schedule, profile.action_costs, sharing, posting if is_posted else None)
-    return Trace(trace.spans.take(~trace.spans.on(HOST_LANE.name)), trace.num_ranks)

@@ -1,7 +1,7 @@
 """The layout: axis sizes of a run, how its batch is cut, and the position of each rank. No process groups."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
@@ -197,6 +197,13 @@ class Layout:
         """The rank at a position."""
         # The order of the axes as Megatron-LM has it (see the class).
         return (place_of(place.pipeline, self.pipeline_order) * self.dp + place.data) * self.tp + place.tensor
+
+    def with_fewer_replicas(self, num_ranks: int) -> Iterator["Layout"]:
+        """The same pipeline and batch with the most replicas that so many ranks hold, and with fewer of them."""
+        for replicas in range(min(self.dp - 1, num_ranks * self.dp // self.num_ranks), 0, -1):
+            each, rest = divmod(self.dp * self.num_microbatches, replicas)
+            if rest == 0:
+                yield replace(self, dp=replicas, num_microbatches=each)
 
     def of_forwards(self) -> "Layout":
         """The same stages on the ranks of one replica, which run forwards only."""

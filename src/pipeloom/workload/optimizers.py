@@ -25,14 +25,17 @@ class Matrices:
 
     Attributes:
         takes: (name in the whole model, shape) -> whether the parameter is one; the same on every rank.
-        state: key of ``optimizer.state[parameter]`` -> (shape of the parameter) -> shape of the state's tensor.
+        state: key of ``optimizer.state[parameter]`` -> (shape of the parameter) -> shape of the state's tensor,
+            ``None`` for no such tensor.
+        flops: shape of a matrix -> FLOPs of the products in its update, for predictions.
     """
 
     takes: Callable[[str, Shape], bool]
-    state: Mapping[str, Callable[[Shape], Shape]]
+    state: Mapping[str, Callable[[Shape], Shape | None]]
+    flops: Callable[[Shape], float] = lambda _: 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # by identity, which makes it a key of caches
 class Optimizer:
     """An optimizer.
 
@@ -44,7 +47,7 @@ class Optimizer:
         make: ``(groups, lr=..., **settings)`` -> a ``torch.optim.Optimizer`` whose step skips parameters without
             gradient. With ``matrices``, each group has a bool ``is_matrix``.
         matrices: what is updated as whole matrices, whose state is not ``state``; ``None`` if the update is
-            elementwise. Predictions count ``state`` for matrices, too.
+            elementwise.
     """
 
     summary: str
@@ -60,13 +63,23 @@ class Optimizer:
     def state_shapes(self, name: str, shape: Shape) -> dict[str, Shape]:
         """Key -> shape of the state's tensors of a parameter, by its name in the whole model."""
         if self.matrices is not None and self.matrices.takes(name, shape):
-            return {key: of(shape) for key, of in self.matrices.state.items()}
+            found = {key: of(shape) for key, of in self.matrices.state.items()}
+            return {key: its_shape for key, its_shape in found.items() if its_shape is not None}
         return dict.fromkeys(self.state, shape)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the state of each parameter, in single precision."""
         return 4 * len(self.state)
+
+
+def _of_module(module: str, name: str) -> Callable[..., Any]:
+    """What a module has under a name, called with the arguments of ``Optimizer.make``; imported at the call."""
+
+    def make(groups: list[dict[str, Any]], lr: float, **settings: Setting) -> Any:
+        return getattr(import_module(module), name)(groups, lr=lr, **settings)
+
+    return make
 
 
 def _of_torch(name: str) -> Callable[..., Any]:
@@ -97,5 +110,48 @@ OPTIMIZERS.add(
         settings={"momentum": 0.9, "weight_decay": 0.1},
         state=("momentum_buffer",),
         make=_of_torch("SGD"),
+    ),
+)
+
+
+def _is_in_layer(name: str, shape: Shape) -> bool:
+    """Whether a parameter is a matrix of a layer: of a module with a number, unlike embedding and head."""
+    return len(shape) == 2 and any(part.isdigit() for part in name.split("."))
+
+
+def _newton_schulz_flops(shape: Shape) -> float:
+    """Of five steps on a matrix with m rows and n >= m columns, of three products each: 4 m m n + 2 m m m."""
+    few, many = sorted(shape)
+    return 5 * (4.0 * few * few * many + 2.0 * few**3)
+
+
+OPTIMIZERS.add(
+    "muon",
+    Optimizer(
+        summary="matrices of layers: orthogonalized momentum, scaled as AdamW's updates (Muon, arXiv 2502.16982); "
+        "embedding, head and vectors: AdamW",
+        settings={"momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
+        state=("exp_avg", "exp_avg_sq"),
+        make=_of_module("pipeloom.training.update_rules", "Muon"),
+        matrices=Matrices(
+            takes=_is_in_layer, state={"momentum_buffer": lambda shape: shape}, flops=_newton_schulz_flops
+        ),
+    ),
+)
+OPTIMIZERS.add(
+    "adafactor",
+    Optimizer(
+        summary="second moments as rows and columns, updates relative to the size of a parameter (arXiv 1804.04235)",
+        settings={"weight_decay": 0.0, "beta2_decay": -0.8, "clip": 1.0, "least_size": 1e-3},
+        state=("variance",),
+        make=_of_module("pipeloom.training.update_rules", "adafactor"),
+        matrices=Matrices(
+            takes=lambda _name, _shape: True,  # also of vectors the update depends on all elements
+            state={
+                "row_var": lambda shape: (*shape[:-1], 1) if len(shape) > 1 else None,
+                "col_var": lambda shape: (*shape[:-2], 1, shape[-1]) if len(shape) > 1 else None,
+                "variance": lambda shape: None if len(shape) > 1 else shape,
+            },
+        ),
     ),
 )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pipeloom.workload.adapter import Adapter
 from pipeloom.workload.dtypes import Precision
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.model import ModelShape
@@ -43,7 +44,8 @@ class Run:
         pipeline_order: pipeline ranks in the order of the devices; ``None`` for ascending.
         slices: tokens of each slice that sequences are cut into; empty for whole ones.
         by_document: whether attention ends at the borders of documents.
-        frozen_pieces: pieces from the first on (embedding, layers) that are not trained.
+        frozen_pieces: pieces from the first on (embedding, layers) that train nothing.
+        adapter: of the layers that train, whose other weights are frozen, as the head is; ``None``: they are trained.
     """
 
     shape: ModelShape
@@ -68,6 +70,7 @@ class Run:
     slices: tuple[int, ...] = ()
     by_document: bool = False
     frozen_pieces: int = 0
+    adapter: Adapter | None = None
 
     @property
     def slice_shares(self) -> tuple[float, ...]:
@@ -94,6 +97,11 @@ class Run:
     def shard_size(self) -> int:
         """Data-parallel ranks that hold one copy of the sharded state."""
         return self.dp // self.replicate
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share the optimizer's state of a stage."""
+        return self.shard_size if self.dp > 1 and self.shard != "none" else 1
 
     @property
     def recompute_kinds(self) -> tuple[Recompute, ...]:
@@ -159,13 +167,18 @@ class Run:
             fused_norm=self.fused_norm,
             precision=self.precision,
             by_document=self.by_document,
+            adapter=self.adapter,
         )
 
     @property
     def of_measured_pieces(self) -> "Run":
-        """Key of measured seconds: ``of_pieces`` without depth, name, kernels and mask, which no measurement varies."""
+        """Key of measured seconds: ``of_pieces`` without what no measurement varies.
+
+        That is depth, name, kernels, mask, adapter.
+        """
         # The seconds of a layer do not depend on depth, so models with equal layers share a measurement.
         shape = replace(self.shape, layers=1, tied=False, name="")
         if shape.window is not None and shape.window >= self.seq:
             shape = shape.with_window(None)
-        return replace(self.of_pieces, shape=shape, attention="flash2", fused_norm=True, by_document=False)
+        of_pieces = replace(self.of_pieces, shape=shape, adapter=None)
+        return replace(of_pieces, attention="flash2", fused_norm=True, by_document=False)

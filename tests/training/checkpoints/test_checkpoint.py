@@ -1,16 +1,13 @@
 """Checkpoints over processes: written under any layout, a run goes on under any other."""
 
-import json
 import shutil
 import threading
 import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise, product
 from math import prod
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -18,8 +15,8 @@ import pytest
 import torch
 import torch._dynamo  # imported once here, not once in every process
 from checkpoint_files import without_hashes
-from eight_layouts import LAYOUTS, PLACEMENTS
-from small_run import small_run
+from eight_layouts import LAYOUTS
+from resumed import SAVED, STEPS, config_of, last, losses, middle, train_all
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from whole_matrices import NAME
@@ -35,16 +32,15 @@ from pipeloom.checkpoint.checkpoint_folder import (
     find_checkpoint,
     read_info,
 )
-from pipeloom.config import CheckpointConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainingConfig
+from pipeloom.config import (
+    AdapterConfig,
+)
 from pipeloom.config.file import read_run_file
 from pipeloom.cost.software import with_optimizer
 from pipeloom.data.text import TokenWindows, load_data
 from pipeloom.errors import RunError, UserError, WorkerError
-from pipeloom.execute.processes.workers import run_workers
-from pipeloom.execute.processes.world import join_forked
 from pipeloom.predict.describe import described_run
 from pipeloom.predict.need import copy_bytes
-from pipeloom.runs.run_folder import RunFolder
 from pipeloom.system.host_memory import Available
 from pipeloom.training.background import Background
 from pipeloom.training.checkpoints import checkpoint as checkpoint_module
@@ -53,50 +49,10 @@ from pipeloom.training.checkpoints.contents import expected_shapes
 from pipeloom.training.session import load_text, resolve
 from pipeloom.training.trainer import Trainer
 
-STEPS = 4
-SAVED = 2
-
-
-def config_of(folder, name, **checkpoint):
-    """A run of four steps under a layout; matrices of odd sizes, so that shards cut rows."""
-    return small_run(
-        folder,
-        model=ModelConfig(family="gpt2", num_layers=4, hidden_size=10, num_heads=2, ffn_size=14),
-        layout=LAYOUTS[name],
-        schedule=ScheduleConfig(placement=PLACEMENTS.get(name, "looped")),
-        optimizer=OptimizerConfig(lr=0.02, lr_warmup_steps=1, clip_grad_norm=0.5),
-        training=TrainingConfig(steps=STEPS, validation_batches=0, sample_tokens=0, predict=False, dtype="float64"),
-        checkpoint=CheckpointConfig(final="none", **checkpoint),
-    )
-
-
-def train(jobs, rendezvous, rank, size):
-    """Run one trainer after the other in the same processes; what they did is in their folders."""
-    world = join_forked(rendezvous, rank, size, "cpu", 60)
-    for folder, config in jobs:
-        data = load_data(config.data, config.training.seed)
-        Trainer(resolve(config, data), world, data, RunFolder(folder)).run()
-    world.leave()
-
-
-def train_all(jobs: dict[Path, RunConfig]):
-    """Run all of them, those with the same number of ranks in the same processes."""
-    load_data(next(iter(jobs.values())).data, 0)
-    for size in (1, 2, 4):
-        mine = [(folder, config) for folder, config in jobs.items() if config.layout.num_ranks == size]
-        for folder, _ in mine:
-            folder.mkdir(parents=True, exist_ok=True)
-        if mine:
-            run_workers(partial(train, mine), size)
-
-
-def losses(folder):
-    return {line["step"]: line["loss"] for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
-
-
 TIED = ("one rank", "linear", "tensor, full")
 NARROW = ("one rank", "full")
 FROZEN = ("one rank", "full", "hybrid")
+ADAPTED = ("one rank", "tensor, full", "gradients", "loops")
 MATRICES = ("one rank", "full", "gradients", "hybrid")
 CIRCLE = [(old, list(LAYOUTS)[(number + 3) % len(LAYOUTS)]) for number, old in enumerate(LAYOUTS)]
 """Each layout is read by another and reads another."""
@@ -115,6 +71,7 @@ def chains(tmp_path_factory):
         "narrow": (NARROW, list(product(NARROW, repeat=2)), {"dtype": "bfloat16"}),
         "matrices": (MATRICES, list(pairwise([*MATRICES, MATRICES[0]])), {"optimizer": NAME}),
         "frozen": (FROZEN, list(pairwise([*FROZEN, FROZEN[0]])), {"freeze_layers": 2}),
+        "adapters": (ADAPTED, list(pairwise([*ADAPTED, ADAPTED[0]])), {"freeze_layers": 1, "rank": 3}),
     }
 
     def run(kind, name, **checkpoint):
@@ -123,7 +80,8 @@ def chains(tmp_path_factory):
         dtype, freeze_layers = changes.get("dtype", config.training.dtype), changes.get("freeze_layers")
         optimizer = replace(config.optimizer, name=changes.get("optimizer", "adamw"))
         training = replace(config.training, dtype=dtype, freeze_layers=freeze_layers)
-        return replace(config, model=model, optimizer=optimizer, training=training)
+        adapter = AdapterConfig(rank=changes.get("rank"))
+        return replace(config, model=model, optimizer=optimizer, training=training, adapter=adapter)
 
     whole = {kind: {name: folder / kind / name for name in names} for kind, (names, _, _) in kinds.items()}
     train_all({path: run(kind, name, every=SAVED) for kind, one in whole.items() for name, path in one.items()})
@@ -137,20 +95,12 @@ def chains(tmp_path_factory):
     return {kind: (whole[kind], rest[kind]) for kind in kinds}
 
 
-def middle(run):
-    return run / FOLDER / f"step-{SAVED:06}"
-
-
 def description(run):
     """What a run's checkpoint says of its tensors, by key."""
     return FileSystemReader(middle(run)).read_metadata().state_dict_metadata
 
 
-def last(expected):
-    return {step: expected[step] for step in range(SAVED + 1, STEPS + 1)}
-
-
-@pytest.mark.parametrize("kind", ["plain", "tied", "matrices", "frozen"])
+@pytest.mark.parametrize("kind", ["plain", "tied", "matrices", "frozen", "adapters"])
 def test_a_run_goes_on_under_another_layout(chains, kind):
     whole, rest = chains[kind]
     expected = losses(whole["one rank"])
@@ -161,7 +111,7 @@ def test_a_run_goes_on_under_another_layout(chains, kind):
         assert losses(folder) == pytest.approx(last(expected), rel=1e-11)
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied", "frozen", "narrow"])
+@pytest.mark.parametrize("kind", ["plain", "tied", "frozen", "adapters", "narrow"])
 def test_the_copy_of_a_checkpoint_is_predicted_for_the_rank_that_writes_most(chains, kind):
     for name, folder in chains[kind][0].items():
         config, _ = read_run_file(folder / "config.toml")

@@ -1,15 +1,20 @@
 """Descriptions of checkpoints: a stranger's runs no code, and what torch writes is read."""
 
 import copyreg
+import functools
+import importlib
 import io
 import os
 import pickle
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from pipeloom.errors import UserError
@@ -52,6 +57,19 @@ def hostile(mark: Path):
     yield b"\x80\x04" + dotted + b"\x93V" + command.encode() + b"\n\x85R.", r"filesystem\.os\.system"
     yield b"ctorch.distributed.checkpoint.metadata\nos\n.", r"metadata\.os"
     yield b"ctorch\nhub\n.", r"torch\.hub"
+    yield Calls(subprocess.Popen, ["touch", str(mark)]), r"subprocess\.Popen"
+    yield Calls(importlib.import_module, "os"), r"importlib\.import_module"
+    yield Calls(pickle.loads, pickle.dumps(Calls(os.system, command))), r"_pickle\.loads"
+    yield Calls(functools.partial, os.system, command), r"functools\.partial"
+    yield Calls(compile, f"open({str(mark)!r}, 'w')", "x", "exec"), r"builtins\.compile"
+    yield Calls(shutil.copyfile, "/proc/self/status", str(mark)), r"shutil\.copyfile"
+    yield Calls(Path.touch, mark), r"pathlib.*Path\.touch"
+    # protocol 0 makes instances of old classes by name
+    yield b"(Vtouch " + str(mark).encode() + b"\nios\nsystem\n.", r"os\.system"
+    # a key of the metadata that is an object
+    yield Metadata({Calls(os.system, command): None}, storage_data={}), r"posix\.system"
+    # a class of the list whose state is set to a function
+    yield Metadata({}, storage_data={}, storage_meta=Calls(os.system, command)), r"posix\.system"
 
 
 def test_no_pickle_runs_code_and_each_is_refused_by_name(tmp_path):
@@ -63,7 +81,7 @@ def test_no_pickle_runs_code_and_each_is_refused_by_name(tmp_path):
             CheckpointReader(tmp_path).read_metadata()
         num_tried += 1
         assert not mark.exists()
-    assert num_tried == 10
+    assert num_tried == 20
     write(tmp_path, Calls(os.system, f"touch {mark}"))
     with pytest.raises(AttributeError):
         FileSystemReader(tmp_path).read_metadata()
@@ -151,3 +169,17 @@ def test_a_missing_file_is_named(tmp_path):
     next(tmp_path.glob("*.distcp")).unlink()
     with pytest.raises(UserError, match=r"cannot read the checkpoint .*: it lacks __0_0\.distcp; use another one"):
         CheckpointReader(tmp_path).read_metadata()
+
+
+def test_a_file_of_tensors_runs_no_code_either(tmp_path):
+    mark, state = tmp_path / "made", {"a": torch.ones(4)}
+    found = saved(tmp_path)
+    (place,) = found.storage_data.values()
+    torch.save(Calls(os.system, f"touch {mark}"), tmp_path / place.relative_path)
+    place.offset, place.length = 0, (tmp_path / place.relative_path).stat().st_size
+    write(tmp_path, found)
+    with pytest.raises(CheckpointException, match="weights_only|Weights only"):
+        dcp.load(dict(state), storage_reader=CheckpointReader(tmp_path), no_dist=True)
+    assert not mark.exists()
+    torch.load(tmp_path / place.relative_path, weights_only=False)
+    assert mark.exists()  # it does run where nothing stops it

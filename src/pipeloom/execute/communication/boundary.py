@@ -1,5 +1,6 @@
 """Specs of the tensors between stages, which all ranks agree on once by running every stage on meta tensors."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -24,18 +25,28 @@ class TensorSpec:
         """The spec of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def empty(self, device: torch.device | str) -> torch.Tensor:
         """An uninitialized tensor of this spec."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
-    def check(self, tensor: torch.Tensor, what: str) -> None:
+    def check(self, tensor: torch.Tensor, what: str, *values: object) -> None:
         """Refuse a tensor of another spec.
 
+        Args:
+            tensor: to check.
+            what: its name, a format of ``values``, which is used only where the tensor is refused.
+            values: of the name.
+
         Raises:
-            BoundaryError: naming ``what``, the agreed spec and the one found.
+            BoundaryError: naming the tensor, the agreed spec and the one found.
         """
-        if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
-            raise BoundaryError(f"{what} is {TensorSpec.of(tensor)}, but {self} was agreed on")
+        if tensor.shape != self.shape or tensor.dtype != self.dtype:
+            raise BoundaryError(f"{what.format(*values)} is {TensorSpec.of(tensor)}, but {self} was agreed on")
 
 
 @dataclass(frozen=True)

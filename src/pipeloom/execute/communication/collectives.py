@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from torch import Tensor
 from pipeloom.errors import PeerLostError, StallError
 from pipeloom.execute.processes.world import World
 from pipeloom.model.tensor_parallel import TensorGroup
+from pipeloom.runs.action_log import NOTHING, ActionLog, Activity
+from pipeloom.schedule.lanes import DATA_PARALLEL_LANE
 from pipeloom.workload.layout import Layout
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -151,22 +153,31 @@ class BlockingGroup(TensorGroup):
         self.busy_s += time.perf_counter() - begin_s
 
 
-def make_groups(layout: Layout, world: World) -> Groups:
+def make_groups(layout: Layout, world: World, log: ActionLog | None = None) -> Groups:
     """The process groups of this rank's data-parallel lane.
 
     Every rank makes all groups in the same order, then uses its own once, so that no connection is made lazily.
+
+    Args:
+        layout: contains the groups.
+        world: this process among the others.
+        log: where collectives are noted.
 
     Raises:
         PeerLostError: another rank ended.
     """
     return Groups(
-        shard=_own_group(layout.shard_groups(), world),
-        copies=_own_group(layout.copy_groups(), world),
-        tensor=_own_group(layout.tensor_groups(), world),
+        shard=_own_group(layout.shard_groups(), world, _Note(log, "exchange of replicas", DATA_PARALLEL_LANE.name)),
+        copies=_own_group(layout.copy_groups(), world, _Note(log, "exchange of copies", DATA_PARALLEL_LANE.name)),
+        tensor=_own_group(
+            layout.tensor_groups(), world, _Note(log, "exchange of tensor-parallel gradients", DATA_PARALLEL_LANE.name)
+        ),
     )
 
 
-def make_tensor_group(layout: Layout, world: World, timeout: timedelta | None = None) -> BlockingGroup:
+def make_tensor_group(
+    layout: Layout, world: World, timeout: timedelta | None = None, log: ActionLog | None = None
+) -> BlockingGroup:
     """The tensor-parallel group for collectives within stages, separate from that of the data-parallel lane.
 
     Every rank must call it at the same point of the sequence of calls that make groups.
@@ -175,16 +186,29 @@ def make_tensor_group(layout: Layout, world: World, timeout: timedelta | None = 
         layout: contains the groups.
         world: this process among the others.
         timeout: longest wait for the other ranks within a stage; ``None`` for the world's.
+        log: where collectives are noted.
 
     Raises:
         PeerLostError: another rank ended.
     """
     groups = layout.tensor_groups()
     own = next(ranks for ranks in groups if world.rank in ranks)
-    return BlockingGroup(_own_group(groups, world, timeout), tuple(own))
+    return BlockingGroup(_own_group(groups, world, _Note(log, "tensor-parallel exchange"), timeout), tuple(own))
 
 
-def _own_group(groups: Sequence[Sequence[int]], world: World, timeout: timedelta | None = None) -> Group:
+class _Note(NamedTuple):
+    """Where and as what the collectives of a group are noted, and the lane that runs them."""
+
+    log: ActionLog | None
+    name: str
+    lane: str = ""
+
+    def activity(self, ranks: Sequence[int]) -> Activity:
+        """The activity of a group of these ranks."""
+        return NOTHING if self.log is None else self.log.activity(self.name, ranks, self.lane)
+
+
+def _own_group(groups: Sequence[Sequence[int]], world: World, note: _Note, timeout: timedelta | None = None) -> Group:
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     own: Group = Alone()
     for ranks in groups:
@@ -194,7 +218,7 @@ def _own_group(groups: Sequence[Sequence[int]], world: World, timeout: timedelta
         if world.rank in ranks:
             assert isinstance(group, dist.ProcessGroup)
             kind = NcclGroup if backend == "nccl" else GlooGroup
-            own = kind(group, ranks, ranks.index(world.rank))
+            own = kind(group, ranks, ranks.index(world.rank), note.activity(ranks))
     # Connections are made now, in the same order on all ranks, not in the first step.
     own.all_reduce(torch.zeros(1, device=world.device))()
     return own
@@ -207,13 +231,17 @@ class NcclGroup:
         group: of ``torch.distributed``.
         ranks: its processes.
         index: of this rank in the group.
+        activity: what its collectives are noted as.
     """
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], index: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, ranks: Sequence[int], index: int, activity: Activity = NOTHING
+    ) -> None:
         self.size = len(ranks)
         self.index = index
         self._group = group
         self._ranks = ranks
+        self._activity = activity
         self._peers = [rank for place, rank in enumerate(ranks) if place != index]
 
     def gather(self, whole: Tensor, shard: Tensor) -> Finish:
@@ -229,8 +257,9 @@ class NcclGroup:
         return self._started(lambda: dist.all_reduce(tensor, _OPS[reduction], group=self._group, async_op=True))
 
     def _started(self, start: Callable[[], dist.Work | None]) -> Finish:
+        self._activity.begin()
         with _peer_errors(self._peers):
-            return _end_of(start(), self._peers)
+            return _noted(_end_of(start(), self._peers), self._activity)
 
 
 class GlooGroup(NcclGroup):
@@ -242,8 +271,10 @@ class GlooGroup(NcclGroup):
     much as an all-reduce.
     """
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], index: int) -> None:
-        super().__init__(group, ranks, index)
+    def __init__(
+        self, group: dist.ProcessGroup, ranks: Sequence[int], index: int, activity: Activity = NOTHING
+    ) -> None:
+        super().__init__(group, ranks, index, activity)
         self._received: Tensor | None = None
         # Each rank begins with its own neighbor, so that they do not all send to the same rank first.
         self._others = [(index + step) % self.size for step in range(1, self.size)]
@@ -271,17 +302,29 @@ class GlooGroup(NcclGroup):
 
     def _exchange(self, received: Tensor, sent: Sequence[Tensor]) -> Finish:
         """Start to receive a part from each other rank, then to send it one."""
+        self._activity.begin()
         with _peer_errors(self._peers):
             works = [dist.irecv(received[other], group=self._group, group_src=other) for other in self._others]
             works += [dist.isend(sent[other], group=self._group, group_dst=other) for other in self._others]
         finishes = [_end_of(work, [self._ranks[other]]) for work, other in zip(works, 2 * self._others, strict=True)]
-        return lambda: all(finish() for finish in finishes)
+        return _noted(lambda: all(finish() for finish in finishes), self._activity)
 
     def _room_for(self, whole: Tensor) -> Tensor:
         """The group's receive buffer; one is enough, since the group runs one collective at a time."""
         if self._received is None or self._received.numel() < whole.numel() or self._received.dtype != whole.dtype:
             self._received = torch.empty_like(whole)
         return self._received[: whole.numel()]
+
+
+def _noted(finish: Finish, activity: Activity) -> Finish:
+    """The same, with its end noted; on CUDA, the end of the wait, which only the stream does."""
+
+    def finish_and_note() -> bool:
+        is_done = finish()
+        activity.end()
+        return is_done
+
+    return finish_and_note
 
 
 def _end_of(work: dist.Work | None, peers: Sequence[int]) -> Finish:

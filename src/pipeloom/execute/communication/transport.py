@@ -1,4 +1,4 @@
-"""Point-to-point messages between pipeline ranks: gloo on CPUs, NCCL on CUDA devices.
+"""Point-to-point messages between pipeline ranks: NCCL on CUDA devices; on CPUs shared memory within a host, and gloo.
 
 A transport keeps the order of each directed edge: the n-th receive from a rank matches the n-th send of that rank. Both
 calls return at once, with an operation in progress. Each directed edge has one communicator, made and used once in a
@@ -10,17 +10,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.errors import BoundaryError, PeerLostError, StallError
+from pipeloom.errors import BoundaryError, PeerLostError
 from pipeloom.execute.clock import Mark
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, decode, encode
+from pipeloom.execute.communication.shared_memory import Listener, SharedReceiver, SharedSender, connect
+from pipeloom.execute.communication.under_way import UnderWay
 from pipeloom.execute.processes.world import peer_errors
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import SEND_KINDS, TIED_SEND_KINDS
@@ -34,48 +36,6 @@ _ROUNDS_S = (5e-4, 8e-3)
 delay approaches the longer one while transfers follow each other faster than the shorter one, since waking threads
 would
 then cost more than the transfers; receives wait until that is over."""
-
-
-class UnderWay:
-    """An asynchronous operation: a message, a collective, or a move.
-
-    Attributes:
-        begin: start time, set at the end. For a message the host time at which it was posted (the transfer starts
-            later, when both sides are ready and the edge is free); for others a mark of their lane's clock.
-        end: time of completion, in the same unit.
-    """
-
-    begin: Mark = None
-    end: Mark = None
-
-    def is_done(self) -> bool:
-        """Whether its tensors may be used or freed; on CUDA by work that is issued after this call."""
-        raise NotImplementedError
-
-    def wait(self, timeout_s: float) -> bool:  # noqa: ARG002  where the device orders everything, the host never waits
-        """Wait until it is finished; ``False`` if that takes longer than ``timeout_s``."""
-        return self.is_done()
-
-    def take(self) -> Tensor | None:
-        """After its end: the tensor of a receive, once, whose reference it drops; ``None`` for others.
-
-        Raises:
-            PeerLostError: another rank ended.
-            BoundaryError: the tensor does not have the agreed spec.
-        """
-        return None
-
-
-def finish(pending: UnderWay, timeout_s: float) -> None:
-    """Wait for an operation outside a step, and drop its result.
-
-    Raises:
-        PeerLostError: another rank ended.
-        StallError: it took longer than ``timeout_s``.
-    """
-    if not pending.is_done() and not pending.wait(timeout_s):
-        raise StallError(f"waited {timeout_s:g} s in vain for another rank")
-    pending.take()
 
 
 def edges_of(
@@ -108,11 +68,12 @@ def edges_of(
 
 
 class Transport:
-    """Sends and receives tensors between pipeline ranks, over ``torch.distributed``.
+    """Sends and receives tensors between pipeline ranks.
 
-    On gloo sends and receives start at once. The rank's thread waits for a tensor that it needs; a thread of each lane
-    waits for all others, so that the end of a transfer is recorded and sent tensors are freed. On NCCL streams order
-    transfers, and only the device waits.
+    On CPUs an edge whose ranks are on one host is shared memory: a send is a copy, and nothing runs beside the rank's
+    thread. All others use ``torch.distributed``. On gloo sends and receives start at once. The rank's thread waits for
+    a tensor that it needs; a thread of each lane waits for all others, so that the end of a transfer is recorded and
+    sent tensors are freed. On NCCL streams order transfers, and only the device waits.
 
     Args:
         rank: this process's pipeline rank.
@@ -121,6 +82,7 @@ class Transport:
         timeout: of the communicators.
         pipelines: for each replica of the pipeline, its ranks in the default process group; ``None`` for one replica
             of all ranks.
+        shares_memory: whether edges within a host on CPUs are shared memory.
 
     Raises:
         BoundaryError: the two ends of an edge expect different messages.
@@ -134,24 +96,30 @@ class Transport:
         device: torch.device,
         timeout: timedelta,
         pipelines: Sequence[Sequence[int]] | None = None,
+        *,
+        shares_memory: bool = True,
     ) -> None:
         self._rank = rank
         self._device = device
+        self._timeout = timeout
         self._pipelines = pipelines or [range(dist.get_world_size())]
         (self._process_of,) = [ranks for ranks in self._pipelines if dist.get_rank() in ranks]
         self._groups: dict[Edge, dist.ProcessGroup | None] = {}
-        self._lanes: dict[tuple[str, int], _Lane] = {}
+        self._senders: dict[int, SharedSender | _Lane] = {}
+        self._receivers: dict[int, SharedReceiver | _Lane] = {}
         self._rounds = _Rounds()
         for edge, specs in edges.items():
-            self._open(edge, timeout)
+            self._open(edge)
             if rank in edge:
                 self._exercise(edge, specs)
+                if device.type == "cpu":
+                    self._open_lane(edge, shares_memory=shares_memory)
 
-    def _open(self, edge: Edge, timeout: timedelta) -> None:
+    def _open(self, edge: Edge) -> None:
         """Make the edge's communicators for all replicas; every rank must take part in each, in the same order."""
         self._groups[edge] = None  # gloo connects every pair when the default group is made
         for ranks in self._pipelines if self._device.type == "cuda" else ():
-            group = dist.new_group([ranks[end] for end in edge], timeout=timeout, backend="nccl")
+            group = dist.new_group([ranks[end] for end in edge], timeout=self._timeout, backend="nccl")
             if isinstance(group, dist.ProcessGroup):
                 self._groups[edge] = group
 
@@ -169,30 +137,54 @@ class Transport:
             theirs, ours = ", ".join(map(str, decode(found))), ", ".join(map(str, specs))
             raise BoundaryError(f"rank {source} sends {theirs}, but rank {destination} expects {ours}")
 
+    def _open_lane(self, edge: Edge, *, shares_memory: bool) -> None:
+        """Share memory with the other end, if it is on this host; otherwise start a lane of gloo."""
+        source, destination = edge
+        with peer_errors(f"the connection between ranks {source} and {destination} failed"):
+            if self._rank == source:
+                self._senders[destination] = self._sender(destination, shares_memory=shares_memory)
+            else:
+                self._receivers[source] = self._receiver(source, shares_memory=shares_memory)
+
+    def _sender(self, peer: int, *, shares_memory: bool) -> "SharedSender | _Lane":
+        process = self._process_of[peer]
+        name = torch.zeros(Listener.NAME_BYTES, dtype=torch.uint8)
+        dist.recv(name, process)
+        ends = connect(name) if shares_memory else None
+        dist.send(torch.tensor([ends is not None]), process)
+        return _Lane("send", peer, process, self._rounds) if ends is None else SharedSender(ends, peer)
+
+    def _receiver(self, peer: int, *, shares_memory: bool) -> "SharedReceiver | _Lane":
+        process, is_shared = self._process_of[peer], torch.tensor([False])
+        with closing(Listener(is_open=shares_memory)) as listener:
+            dist.send(listener.name, process)
+            dist.recv(is_shared, process)
+            if is_shared:
+                return SharedReceiver(listener.accept(self._timeout.total_seconds()), peer)
+        return _Lane("recv", peer, process, self._rounds)
+
     def send(self, tensor: Tensor, peer: int) -> UnderWay:
         """Start sending a tensor to a rank. It must not change until the send is finished."""
-        # gloo and NCCL send contiguous memory and ignore strides.
-        return self._start("send", tensor.contiguous(), peer)
+        if self._device.type == "cpu":
+            return self._senders[peer].send(tensor)
+        # NCCL sends contiguous memory and ignores strides.
+        return self._on_stream(tensor.contiguous(), peer, is_receive=False)
 
     def receive(self, spec: TensorSpec, peer: int) -> UnderWay:
         """Start receiving the next tensor from a rank, into a fresh buffer."""
-        return self._start("recv", spec.empty(self._device), peer)
+        if self._device.type == "cpu":
+            return self._receivers[peer].receive(spec)
+        return self._on_stream(spec.empty(self._device), peer, is_receive=True)
 
-    def _start(self, direction: Literal["send", "recv"], tensor: Tensor, peer: int) -> UnderWay:
-        if self._device.type == "cuda":
-            is_receive, process = direction == "recv", self._process_of[peer]
-            post, edge = (dist.irecv, (peer, self._rank)) if is_receive else (dist.isend, (self._rank, peer))
-            return _on_stream(tensor, peer, is_receive, lambda: post(tensor, process, group=self._groups[edge]))
-        lane = self._lanes.get((direction, peer))
-        if lane is None:
-            lane = self._lanes[direction, peer] = _Lane(direction, peer, self._process_of[peer], self._rounds)
-            self._rounds.lanes.append(lane)
-        return lane.start(tensor)
+    def _on_stream(self, tensor: Tensor, peer: int, *, is_receive: bool) -> UnderWay:
+        process = self._process_of[peer]
+        post, edge = (dist.irecv, (peer, self._rank)) if is_receive else (dist.isend, (self._rank, peer))
+        return _on_stream(tensor, peer, is_receive, lambda: post(tensor, process, group=self._groups[edge]))
 
     def close(self) -> None:
         """End the lanes' threads; unfinished transfers are abandoned."""
         self._rounds.end()
-        for lane in self._lanes.values():
+        for lane in (*self._senders.values(), *self._receivers.values()):
             lane.end()
 
 
@@ -222,6 +214,9 @@ class _StreamTransfer(UnderWay):
         self.end = time.perf_counter()
         return True
 
+    def has_passed(self) -> bool:
+        return self.work is not None and self.work.is_completed()
+
     def take(self) -> Tensor | None:
         tensor, self.tensor = self.tensor, None
         return tensor
@@ -244,14 +239,22 @@ class _Lane:
         self._peer = peer
         self._process = process
         self._rounds = rounds
+        rounds.lanes.append(self)
         self._open: deque[_LaneTransfer] = deque()
         self._front = threading.Lock()  # held by the thread that waits for the first open transfer
         self._is_wanted = False  # the rank needs one of these transfers, and takes over from the thread
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name=f"{direction} {peer}", daemon=True).start()
 
-    def start(self, tensor: Tensor) -> "_LaneTransfer":
-        """Post a send or a receive of a tensor."""
+    def send(self, tensor: Tensor) -> "_LaneTransfer":
+        """Post a send."""
+        return self._start(tensor.contiguous())  # gloo sends contiguous memory and ignores strides
+
+    def receive(self, spec: TensorSpec) -> "_LaneTransfer":
+        """Post a receive into a fresh buffer."""
+        return self._start(spec.empty("cpu"))
+
+    def _start(self, tensor: Tensor) -> "_LaneTransfer":
         asked_s = time.perf_counter()  # before posting: the other side may have the tensor when that returns
         try:
             # Tag 0 for all: a lane's transfers are matched by their order.

@@ -8,7 +8,7 @@ from pipeloom.errors import UserError
 from pipeloom.execute.communication.boundary import TokenSlices
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.stages.saved import Parcel
-from pipeloom.execute.stages.stage import Portion, Stage
+from pipeloom.execute.stages.stage import Portion, Stage, Tally
 from pipeloom.schedule import Action, Kind
 from pipeloom.schedule.kinds import COMPUTE_KINDS
 
@@ -52,10 +52,10 @@ class Compute(Part):
     ) -> None:
         self.stages, self._keeper = stages, keeper or Keeper()
         self._num_slices = 1 if slices is None else len(slices.lengths)
-        self._most: tuple[int, ...] = (0, 0, 0, 0)
+        self._tally = Tally()
         self._portions: dict[int, Portion] = {}
         self._runs_again: set[int] = set()
-        self._run_of: dict[Kind, Callable[[RankRow, int], None]] = {
+        self._starter_of: dict[Kind, Callable[[RankRow, int, Action, Stage], Callable[[], None]]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward_input,
@@ -86,18 +86,21 @@ class Compute(Part):
 
     def begin(self, row: RankRow) -> Sequence[Service]:
         """Reset the peaks, and set what the stages' tokens see in this step."""
-        self._most = (0, 0, 0, 0)
+        self._tally.begin()
         for stage in self.stages.values():
-            stage.documents = row.documents
+            stage.documents, stage.tally = row.documents, self._tally
         return ()
 
-    def start(self, row: RankRow, slot: int) -> None:
-        """Run the action."""
-        self._run_of[row.actions[slot].kind](row, slot)
+    def starter(self, row: RankRow, slot: int) -> Callable[[], None]:
+        """The action."""
+        action = row.actions[slot]
+        return self._starter_of[action.kind](row, slot, action, self.stages[action.stage])
 
     def held(self) -> Held:
         """Peaks of stage inputs, and of activations that wait for weight gradients."""
-        inputs, input_bytes, pending, pending_bytes = self._most
+        inputs, input_bytes, pending, pending_bytes = self._tally.most
+        # In micro-batches, rounded up: the first slice counts as a whole one.
+        inputs = -(-inputs // self._num_slices)
         return Held(stage_inputs=inputs, stage_input_bytes=input_bytes, pending=pending, pending_bytes=pending_bytes)
 
     def forget(self) -> None:
@@ -105,75 +108,80 @@ class Compute(Part):
         for stage in self.stages.values():
             stage.forget()
 
-    def _forward(self, row: RankRow, slot: int) -> None:
-        action, portion = row.actions[slot], self._portions[slot]
-        stage, index = self.stages[action.stage], action.stage
-        tensor = row.input(slot)
-        owns_input = tensor is not None
-        if tensor is None:
-            tensor = row.inputs[portion.number(self._num_slices)]
-        objective = row.objective if index == self._last else None
-        trains = index >= self._first_that_trains
-        # Without a backward autograd saves nothing.
-        parcel = self._keeper.parcel(action, owns_input=owns_input) if trains else None
-        if slot in self._runs_again:
-            output = stage.forward_once(portion, tensor, objective, parcel)
-        else:
-            output = stage.forward(portion, tensor, objective, trains=trains, parcel=parcel)
-        if trains:
-            self._keeper.after_forward(action, stage)
-            self._count()
-        if index == self._last:
-            so_far = row.outputs.get(portion.microbatch)
-            # The losses of a micro-batch's slices are parts of its loss.
-            row.outputs[portion.microbatch] = output if so_far is None else so_far + output
-        else:
-            row.values[action] = output
+    def _forward(self, row: RankRow, slot: int, action: Action, stage: Stage) -> Callable[[], None]:
+        portion, keeper, source = self._portions[slot], self._keeper, row.sources[slot]
+        number, is_last = portion.number(self._num_slices), action.stage == self._last
+        trains, runs_again = action.stage >= self._first_that_trains, slot in self._runs_again
 
-    def _recompute(self, row: RankRow, slot: int) -> None:
-        action = row.actions[slot]
-        objective = row.objective if action.stage == self._last else None
-        # The stage owns the input that it keeps, unless it is a part of the batch.
-        parcel = self._keeper.parcel(action, owns_input=action.stage > 0)
-        stage = self.stages[action.stage]
-        stage.recompute(self._portions[slot], objective, parcel)
-        self._keeper.after_forward(action, stage)
-        self._count()
+        def run() -> None:
+            tensor = row.inputs[number] if source is None else row.values.pop(source)
+            objective = row.objective if is_last else None
+            # Without a backward autograd saves nothing.
+            parcel = keeper.parcel(action, owns_input=source is not None) if trains else None
+            if runs_again:
+                output = stage.forward_once(portion, tensor, objective, parcel)
+            else:
+                output = stage.forward(portion, tensor, objective, trains=trains, parcel=parcel)
+            if trains:
+                keeper.after_forward(action, stage)
+            if is_last:
+                so_far = row.outputs.get(portion.microbatch)
+                # The losses of a micro-batch's slices are parts of its loss.
+                row.outputs[portion.microbatch] = output if so_far is None else so_far + output
+            else:
+                row.values[slot] = output
 
-    def _backward(self, row: RankRow, slot: int) -> None:
-        self._use_kept(row, slot, self.stages[row.actions[slot].stage].backward)
+        return run
 
-    def _backward_input(self, row: RankRow, slot: int) -> None:
-        action = row.actions[slot]
-        stage = self.stages[action.stage]
-        before = stage.pending_bytes
-        self._use_kept(row, slot, stage.backward_input)
-        self._keeper.after_input_gradient(action, stage.pending_bytes - before)
-        self._count()
+    def _recompute(self, row: RankRow, slot: int, action: Action, stage: Stage) -> Callable[[], None]:
+        portion, keeper, is_last = self._portions[slot], self._keeper, action.stage == self._last
 
-    def _use_kept(self, row: RankRow, slot: int, run: Callable[[Portion, Tensor | None], Tensor | None]) -> None:
-        """Run an action on the activations of a forward, and store the gradient that it returns."""
-        action = row.actions[slot]
-        self._keeper.before_backward(action)
-        gradient = run(self._portions[slot], row.input(slot))
-        self._keeper.after_backward(action, self.stages[action.stage])
-        if gradient is not None:
-            row.values[action] = gradient
+        def run() -> None:
+            # The stage owns the input that it keeps, unless it is a part of the batch.
+            parcel = keeper.parcel(action, owns_input=action.stage > 0)
+            stage.recompute(portion, row.objective if is_last else None, parcel)
+            keeper.after_forward(action, stage)
 
-    def _backward_weight(self, row: RankRow, slot: int) -> None:
-        action = row.actions[slot]
-        stage = self.stages[action.stage]
-        stage.backward_weight(self._portions[slot])
-        self._keeper.after_backward(action, stage)
+        return run
 
-    def _count(self) -> None:
-        """Update the peaks, after a forward or an input gradient."""
-        stages = self.stages.values()
-        now = (
-            # In micro-batches, rounded up: the first slice counts as a whole one.
-            -(-sum(stage.num_held for stage in stages) // self._num_slices),
-            sum(stage.held_bytes for stage in stages),
-            sum(stage.num_pending for stage in stages),
-            sum(stage.pending_bytes for stage in stages),
-        )
-        self._most = tuple(map(max, self._most, now))  # plain numbers: this runs at every forward
+    def _backward(self, row: RankRow, slot: int, action: Action, stage: Stage) -> Callable[[], None]:
+        return self._with_kept(row, slot, action, stage, stage.backward)
+
+    def _backward_input(self, row: RankRow, slot: int, action: Action, stage: Stage) -> Callable[[], None]:
+        run_with_kept, tally = self._with_kept(row, slot, action, stage, stage.backward_input), self._tally
+
+        def run() -> None:
+            before = tally.pending_bytes
+            run_with_kept()
+            self._keeper.after_input_gradient(action, tally.pending_bytes - before)
+
+        return run
+
+    def _with_kept(
+        self,
+        row: RankRow,
+        slot: int,
+        action: Action,
+        stage: Stage,
+        backward: Callable[[Portion, Tensor | None], Tensor | None],
+    ) -> Callable[[], None]:
+        """Run a backward on the activations of a forward, and store the gradient that it returns."""
+        portion, keeper, source = self._portions[slot], self._keeper, row.sources[slot]
+
+        def run() -> None:
+            keeper.before_backward(action)
+            gradient = backward(portion, None if source is None else row.values.pop(source))
+            keeper.after_backward(action, stage)
+            if gradient is not None:
+                row.values[slot] = gradient
+
+        return run
+
+    def _backward_weight(self, row: RankRow, slot: int, action: Action, stage: Stage) -> Callable[[], None]:  # noqa: ARG002
+        portion, keeper = self._portions[slot], self._keeper
+
+        def run() -> None:
+            stage.backward_weight(portion)
+            keeper.after_backward(action, stage)
+
+        return run

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.execute.communication.collectives import Groups, Job
-from pipeloom.execute.communication.transport import UnderWay, finish
+from pipeloom.execute.communication.under_way import UnderWay, finish
 from pipeloom.execute.lanes import Lane
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.stages.flat_order import nothing_whole
@@ -231,6 +231,10 @@ class DataParallel(Part):
         return self._lane.start(self._reduction(weights, buffer, self._buffers.get(stage)))
 
     def _reduction(self, weights: StageWeights, buffer: Tensor, buffers: GradientBuffers | None) -> Job:
+        if not weights.order.size:  # backwards pass through a stage that trains nothing itself
+            if buffers is not None:
+                buffers.give_back(buffer)
+            return
         if self._sums_replicated:
             for replicated in weights.order.replicated:
                 yield self._groups.tensor.all_reduce(buffer[replicated])

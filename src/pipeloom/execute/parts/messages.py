@@ -1,11 +1,12 @@
 """Sends and receives between stages on different ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
-from pipeloom.execute.communication.transport import UnderWay
+from pipeloom.execute.communication.under_way import UnderWay
 from pipeloom.execute.parts.part import MessagePart, RankRow
 from pipeloom.schedule import Kind
 from pipeloom.schedule.kinds import RECEIVE_KINDS, SEND_KINDS
@@ -24,17 +25,17 @@ class Messages(MessagePart):
     def __init__(self, outputs: Sequence[TensorSpec], slices: TokenSlices | None = None) -> None:
         self._outputs, self._slices = outputs, slices
 
-    def start(self, row: RankRow, slot: int) -> UnderWay:
+    def starter(self, row: RankRow, slot: int) -> Callable[[], UnderWay]:
         """Send the result of a compute action, or receive the input of one."""
         action = row.actions[slot]
         if action.kind in SEND_KINDS:
-            tensor = row.input(slot)
-            assert tensor is not None
-            return row.send(slot, tensor)
+            source = row.sources[slot]
+            assert source is not None
+            return lambda: row.send(slot, row.values.pop(source))
         spec = self._outputs[action.stage - 1 if action.kind is Kind.RECV_F else action.stage]
-        return row.receive(slot, spec if self._slices is None else self._slices.spec(spec, action.slice))
+        return partial(row.receive, slot, spec if self._slices is None else self._slices.spec(spec, action.slice))
 
     def take(self, row: RankRow, slot: int, tensor: Tensor | None) -> None:
         """Store a received tensor for the action that uses it."""
         if tensor is not None:  # a send has no result
-            row.values[row.actions[slot]] = tensor
+            row.values[slot] = tensor

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeloom.errors import RunError
 from pipeloom.execute.communication.collectives import Finish, Job, already_done
-from pipeloom.execute.communication.transport import UnderWay
+from pipeloom.execute.communication.under_way import UnderWay
 from pipeloom.execute.communication.wires import Evictions, Wires, evictions
 from pipeloom.execute.lanes import Lanes
 from pipeloom.execute.parts.compute import Keeper

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 from pipeloom.execute.clock import Mark
 from pipeloom.execute.communication.boundary import TensorSpec
-from pipeloom.execute.communication.transport import Transport, UnderWay
+from pipeloom.execute.communication.transport import Transport
+from pipeloom.execute.communication.under_way import UnderWay
 from pipeloom.execute.stages.stage import Objective, StepDocuments
 from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.schedule.kinds import COMPUTE_KINDS, MOVE_KINDS, RECEIVE_KINDS, SEND_KINDS
@@ -77,11 +79,12 @@ class RankRow:
     Attributes:
         actions: of the row, by slot.
         lanes: for each slot the lane.
+        sources: for each slot that of the action whose result it uses; ``None`` for the batch or the loss.
         before, after: for each slot the hooks of parts right before and right after its action; see ``Part.bind``.
         inputs: of this step: the first stage's, for each micro-batch or slice.
         objective: of this step: applied to the last stage's output.
         documents: of this step: what its tokens see; ``None`` where attention has no borders.
-        values: results of actions that another action will take.
+        values: results that another action will take, by the slot of their action.
         outputs: for each micro-batch the objective's result, summed over slices.
     """
 
@@ -94,7 +97,9 @@ class RankRow:
         self._transport = transport
         # Computed once: a query of the dependency relation takes longer than an
         # action without compute.
-        self._sources = [_source_of(action, schedule) for action in self.actions]
+        slots = {action: slot for slot, action in enumerate(self.actions)}
+        sources = (_source_of(action, schedule) for action in self.actions)
+        self.sources = [None if source is None else slots[source] for source in sources]
         self.begin((), None)
 
     def begin(
@@ -102,7 +107,7 @@ class RankRow:
     ) -> None:
         """Reset before a step, and after one, to free its tensors."""
         self.inputs, self.objective, self.documents = inputs, objective, documents
-        self.values: dict[Action, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
         self.outputs: dict[int, Tensor] = {}
 
     def slots_of(self, *kinds: Kind) -> list[int]:
@@ -118,7 +123,7 @@ class RankRow:
 
     def input(self, slot: int) -> Tensor | None:
         """Take the result that an action uses; ``None`` for the batch or the loss."""
-        source = self._sources[slot]
+        source = self.sources[slot]
         return None if source is None else self.values.pop(source)
 
     def send(self, slot: int, tensor: Tensor) -> UnderWay:
@@ -167,6 +172,10 @@ class Part:
     def begin(self, row: RankRow) -> Sequence[Service]:  # noqa: ARG002  few parts have to do something
         """Called before a step; returns jobs that run concurrently with the row and end with the step."""
         return ()
+
+    def starter(self, row: RankRow, slot: int) -> Callable[[], UnderWay | None]:
+        """``start`` for a slot; called once, so that what the row decides need not be looked up in every step."""
+        return partial(self.start, row, slot)
 
     def start(self, row: RankRow, slot: int) -> UnderWay | None:
         """Run the action of a slot, or start it and return its operation, if it runs concurrently with compute."""

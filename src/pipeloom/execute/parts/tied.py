@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeloom.errors import UserError
 from pipeloom.execute.communication.boundary import TensorSpec
-from pipeloom.execute.communication.transport import UnderWay
+from pipeloom.execute.communication.under_way import UnderWay
 from pipeloom.execute.parts.part import Held, MessagePart, RankRow, Service
 from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.execute.stages.weights import StageWeights
@@ -63,7 +63,8 @@ class Head:
     def take(self, weights: Tensor) -> None:
         """Set the borrowed weights."""
         weights = weights.detach()
-        self.held = Held(lent_bytes=weights.nbytes, lent_gradient_bytes=weights.numel() * self._dtype.itemsize)
+        gradient_bytes = weights.numel() * self._dtype.itemsize if self._trains else 0
+        self.held = Held(lent_bytes=weights.nbytes, lent_gradient_bytes=gradient_bytes)
         if self._trains:
             # A separate leaf, so that its gradient is only that of the head.
             weights.requires_grad_().register_post_accumulate_grad_hook(self._collect)
@@ -167,6 +168,7 @@ class Tied(MessagePart):
         lender: the first stage, on its rank.
         borrower: the last stage, on its rank.
         loan: passes the matrix and its gradient between stages of one rank.
+        is_trained: whether the matrix has a gradient.
 
     Attributes:
         specs: kind -> spec of its message.
@@ -183,7 +185,9 @@ class Tied(MessagePart):
         lender: StageWeights | None,
         borrower: Borrower | None,
         loan: Loan | None = None,
+        is_trained: bool = True,
     ) -> None:
+        self._is_trained = is_trained
         gradient = TensorSpec(spec.shape, gradient_dtype)
         self.specs = {
             Kind.SEND_TIED: spec,
@@ -212,7 +216,7 @@ class Tied(MessagePart):
     def rehearsal(self, device: torch.device) -> Iterator[None]:
         """Context outside a step in which the head has weights of zeros, so that it can be timed."""
         if self._head is not None:
-            self._head.begin(trains=True)
+            self._head.begin(trains=self._is_trained)
             self._head.take(torch.zeros_like(self.specs[Kind.RECV_TIED].empty(device)))
         try:
             yield
@@ -226,8 +230,10 @@ class Tied(MessagePart):
             UserError: the schedule lacks the messages; or, with both stages on a rank, it reduces the first stage's
                 gradient for the last time, or completes it for an update, before the head's is complete.
         """
-        owner, trains = row.schedule.placement.rank_by_stage, row.schedule.first_backward_stage == 0
-        if owner[0] != owner[-1] and not row.schedule.rows[owner[0]].is_kind(*TIED_KINDS).any():
+        owner = row.schedule.placement.rank_by_stage
+        trains = self._is_trained and row.schedule.first_backward_stage == 0
+        needed = (Kind.SEND_TIED, Kind.RECV_TIED_GRAD) if trains else (Kind.SEND_TIED,)
+        if owner[0] != owner[-1] and not all(row.schedule.rows[owner[0]].is_kind(kind).any() for kind in needed):
             raise UserError("embedding and head share a matrix that the schedule does not send; call add_tied first")
         is_here = owner[0] == owner[-1] == row.rank
         self._handovers[row] = self._bind_here(row, trains=trains) if is_here else Handover(trains)

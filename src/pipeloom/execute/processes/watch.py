@@ -1,6 +1,8 @@
 """Positions of all ranks, for the message when one of them waits too long."""
 
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -16,16 +18,25 @@ class Watch:
         rank, size: this process and how many there are.
         position: returns this rank's position; called from a thread.
         quiet_s: time without a change after which the position is published.
+        beat: called after each such time, from the thread, with whether the position has not changed.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, position: Callable[[], str], *, quiet_s: float = 2.0
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        position: Callable[[], str],
+        *,
+        quiet_s: float = 2.0,
+        beat: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self._store = dist.PrefixStore("pipeloom/position", store)
         self._rank = rank
         self._size = size
         self._position = position
         self._quiet_s = quiet_s
+        self._beat = beat
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._thread.start()
@@ -53,8 +64,28 @@ class Watch:
         last, published = self._position(), None
         while not self._ended.wait(self._quiet_s):
             now = self._position()
+            self._beat(now == last)
             # A stalled rank writes once, a running one never.
             if now == last and now != published:
                 self._store.set(str(self._rank), now)
                 published = now
             last = now
+
+
+def where_threads_are(depth: int = 4) -> str:
+    """The innermost frames of this process's threads, the main one first; for a rank that stands still.
+
+    Args:
+        depth: most frames of each, from the outer to the inner one.
+    """
+    frames, me = sys._current_frames(), threading.get_ident()  # noqa: SLF001  the module has no other name for it
+    threads = sorted(threading.enumerate(), key=lambda one: one is not threading.main_thread())
+    lines: list[str] = []
+    for one in threads:
+        frame = frames.get(one.ident or 0)
+        if frame is None or one.ident == me:
+            continue
+        inner = traceback.extract_stack(frame)[-depth:]
+        places = [f"{place.filename.rpartition('/')[2]}:{place.lineno} {place.name}" for place in inner]
+        lines.append(f"{one.name}: {', '.join(places)}")
+    return "\n".join(lines)

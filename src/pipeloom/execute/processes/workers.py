@@ -1,6 +1,7 @@
 """Starts the processes of a run on this host and monitors them."""
 
 import ctypes
+import math
 import multiprocessing
 import os
 import signal
@@ -8,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from pipeloom.errors import Interrupted, PeerLostError, PipeloomError, StallError, UserError, WorkerError
 from pipeloom.execute.processes.signals import PassedOn
 from pipeloom.system.end_signals import STOPS
+from pipeloom.system.processes import is_stopped
 from pipeloom.system.temporary import temporary_folder
 
 Work = Callable[[Path, int, int], Any]
@@ -24,6 +26,8 @@ Work = Callable[[Path, int, int], Any]
 
 _GRACE_S = 2.0
 """Seconds after the first failure in which other workers may report theirs."""
+_LOOK_S = 0.2
+"""Interval in which the workers are looked after."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -54,7 +58,9 @@ class Failure:
     was_killed: bool = False
 
 
-def run_workers(work: Work, num_ranks: int, threads: int = 1, *, grace_s: float = 0.0) -> list[Any]:
+def run_workers(
+    work: Work, num_ranks: int, threads: int = 1, *, grace_s: float = 0.0, stopped_s: float = math.inf
+) -> list[Any]:
     """Run ``work`` in ``num_ranks`` processes of this host and return their results by rank.
 
     Workers are forked where that is possible, since they then need no imports. The first failure ends them all; so does
@@ -65,6 +71,8 @@ def run_workers(work: Work, num_ranks: int, threads: int = 1, *, grace_s: float 
         num_ranks: number of processes.
         threads: CPU threads of each.
         grace_s: seconds for an orderly end of the workers after such a signal; 0: none.
+        stopped_s: a worker that SIGSTOP has stopped for so long is killed. The others may wait for it without a limit
+            that a run could be set to, such as while they write a checkpoint.
 
     Raises:
         UserError: a worker found the input wrong.
@@ -87,7 +95,7 @@ def run_workers(work: Work, num_ranks: int, threads: int = 1, *, grace_s: float 
                     # While the parent's copy is open, the reader does not see the end of the worker.
                     writer.close()
                     workers.append((process, reader))
-                return _supervise(workers, passed_on)
+                return _supervise(workers, passed_on, _Stopped([one for one, _ in workers], stopped_s))
             finally:
                 _stop([process for process, _ in workers])
 
@@ -130,20 +138,51 @@ def describe(rank: int, error: BaseException) -> Failure:
     return Failure(rank, message, is_user_error, is_consequence, trace, isinstance(error, StallError))
 
 
-def _supervise(workers: Sequence[tuple[BaseProcess, Connection]], passed_on: PassedOn) -> list[Any]:
+class _Stopped:
+    """Kills workers that have been stopped for too long.
+
+    Args:
+        processes: by rank.
+        most_s: how long they may be.
+    """
+
+    def __init__(self, processes: Sequence[BaseProcess], most_s: float) -> None:
+        self._processes, self._most_s = processes, most_s
+        self._seen = [0] * len(processes)
+        self._killed: set[int] = set()
+
+    def check(self) -> None:
+        """Look after them; called every ``_LOOK_S``."""
+        for rank, process in enumerate(self._processes if self._most_s < math.inf else ()):
+            is_one = process.pid is not None and is_stopped(process.pid, by_debugger=False)
+            # Counted, not timed: if all processes were stopped together, such as by Ctrl-Z, this one was, too.
+            self._seen[rank] = self._seen[rank] + 1 if is_one else 0
+            if self._seen[rank] * _LOOK_S > self._most_s:
+                self._killed.add(rank)
+                process.kill()
+
+    def explain(self, rank: int, failure: Failure) -> Failure:
+        """The failure of a worker, which this may have killed."""
+        if rank not in self._killed:
+            return failure
+        return replace(failure, message=f"rank {rank} was stopped (SIGSTOP) for {self._most_s:g} s, and was killed")
+
+
+def _supervise(workers: Sequence[tuple[BaseProcess, Connection]], passed_on: PassedOn, stopped: _Stopped) -> list[Any]:
     results: dict[int, Any] = {}
     failures: list[Failure] = []
     open_ranks = set(range(len(workers)))
     deadline: float | None = None
     while open_ranks and (deadline is None or time.monotonic() < deadline):
-        # A fifth of a second: the loop forwards signals that were recorded in between.
-        ready = wait([workers[rank][1] for rank in open_ranks], timeout=0.2)
+        # Not longer: the loop forwards signals that were recorded in between.
+        ready = wait([workers[rank][1] for rank in open_ranks], timeout=_LOOK_S)
         passed_on.check([process for process, _ in workers])
+        stopped.check()
         for rank in [rank for rank in open_ranks if workers[rank][1] in ready]:
             open_ranks.remove(rank)
             answer = _answer(rank, *workers[rank])
             if isinstance(answer, Failure):
-                failures.append(answer)
+                failures.append(stopped.explain(rank, answer))
                 deadline = deadline or time.monotonic() + _GRACE_S
             else:
                 results[rank] = answer
@@ -186,6 +225,7 @@ def _error(failures: Sequence[Failure], passed_on: int | None) -> PipeloomError 
         return UserError(cause.message)
     others = len({failure.rank for failure in failures} - {cause.rank})
     error = WorkerError(cause.message)
+    error.rank, error.was_killed = cause.rank, cause.was_killed
     if cause.traceback:
         error.add_note(cause.traceback)
     if others:

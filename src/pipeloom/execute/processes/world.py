@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.errors import PeerLostError
+from pipeloom.runs.action_log import NOTHING, Activity
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class World:
         store: key-value store of all processes.
         control: gloo group of all processes, for numbers and objects.
         timeout: of communication.
+        activity: what exchanges of all processes are noted as.
     """
 
     rank: int
@@ -34,6 +36,7 @@ class World:
     store: dist.Store
     control: dist.ProcessGroup
     timeout: timedelta
+    activity: Activity = NOTHING
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """The element-wise sum over all processes.
@@ -43,21 +46,21 @@ class World:
         """
         # In float64 integers are exact up to 2 ** 53: numbers of parameters and votes are summed here, too.
         tensor = torch.tensor(numbers, dtype=torch.float64)
-        with _while("numbers were added up"):
+        with self.activity, _while("numbers were added up"):
             dist.all_reduce(tensor, group=self.control)
         return tensor.tolist()
 
     def gather(self, value: Any) -> list[Any] | None:
         """Every process's value by rank, on rank 0; ``None`` elsewhere."""
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        with _while("values were gathered"):
+        with self.activity, _while("values were gathered"):
             dist.gather_object(value, values, group=self.control)
         return values
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's value, on every process."""
         values = [value]
-        with _while("a value was sent to all"):
+        with self.activity, _while("a value was sent to all"):
             dist.broadcast_object_list(values, 0, group=self.control)
         return values[0]
 
@@ -68,13 +71,13 @@ class World:
     def broadcast_all(self, values: Sequence[int], source: int) -> list[int]:
         """Integers of one process, on every process; the others give as many."""
         tensor = torch.tensor(values, dtype=torch.int64)
-        with _while("numbers were sent to all"):
+        with self.activity, _while("numbers were sent to all"):
             dist.broadcast(tensor, source, group=self.control)
         return tensor.tolist()
 
     def wait_for_all(self) -> None:
         """Barrier of all processes."""
-        with _while("all were waited for"):
+        with self.activity, _while("all were waited for"):
             dist.barrier(group=self.control)
 
     def leave(self) -> None:

@@ -1,6 +1,6 @@
 """Order of the parameters in the flat buffer of a stage."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -8,6 +8,8 @@ from math import prod
 from typing import NamedTuple
 
 from torch import Tensor
+
+from pipeloom.workload.packing import pack
 
 
 class Overlap(NamedTuple):
@@ -124,7 +126,7 @@ class FlatOrder:
         found.sort(key=part)  # stable: the module's order in each part
         cut, whole = ([place for place in found if place.is_whole is is_one] for is_one in (False, True))
         *begins, before = accumulate((place.size for place in cut), initial=0)
-        share, offsets = _pack([place.size for place in whole], before, num_shards)
+        share, offsets = pack([place.size for place in whole], before, num_shards)
         placed = zip((*cut, *whole), (*begins, *offsets), strict=True)
         places = sorted((place._replace(begin=begin) for place, begin in placed), key=lambda place: place.begin)
         return cls(tuple(places), share * num_shards)
@@ -184,29 +186,3 @@ class FlatOrder:
                 at = high
         add(at, end, None)
         return found
-
-
-def _pack(sizes: Sequence[int], before: int, num_shards: int) -> tuple[int, list[int]]:
-    """Place parameters in shards, none of them in two.
-
-    The largest first, each in the emptiest shard (Graham 1969).
-
-    Args:
-        sizes: elements of each parameter.
-        before: elements at the begin of the buffer, which may be cut anywhere.
-        num_shards: number of equal shards.
-
-    Returns:
-        Elements of a shard, and where each parameter begins.
-    """
-    share = -(-(before + sum(sizes)) // num_shards)
-    while True:
-        used = [min(share, max(0, before - share * shard)) for shard in range(num_shards)]
-        begins = [0] * len(sizes)
-        for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-            shard = min(range(num_shards), key=used.__getitem__)
-            begins[index] = share * shard + used[shard]
-            used[shard] += sizes[index]
-        if max(used) <= share:
-            return share, begins
-        share = max(used)

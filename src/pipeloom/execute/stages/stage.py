@@ -69,6 +69,59 @@ class StepDocuments:
         return found
 
 
+class Tally:
+    """Counts what the stages of a rank keep between forward and backward, and the most of it.
+
+    Attributes:
+        held: micro-batches or slices in flight: after the forward, before the end of the whole backward.
+        held_bytes: of stage inputs that are kept for backwards; other saved tensors are not included.
+        pending: micro-batches or slices between input gradient and weight gradient.
+        pending_bytes: of what is kept between these two.
+        most: the largest of each since ``begin``, in this order.
+    """
+
+    __slots__ = ("held", "held_bytes", "most", "pending", "pending_bytes")
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+        self.held = self.held_bytes = self.pending = self.pending_bytes = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Count anew."""
+        self.most = [0, 0, 0, 0]
+
+    def hold(self, num_bytes: int) -> None:
+        """A micro-batch or slice, with the bytes of its input."""
+        self.held += 1
+        self.held_bytes += num_bytes
+        most = self.most
+        most[0] = max(most[0], self.held)
+        most[1] = max(most[1], self.held_bytes)
+
+    def drop(self, num_bytes: int) -> None:
+        """The inverse of ``hold``."""
+        self.held -= 1
+        self.held_bytes -= num_bytes
+
+    def suspend(self, num_bytes: int) -> None:
+        """An input gradient, with the bytes that wait for the weight gradient; still in flight."""
+        self.pending += 1
+        self.pending_bytes += num_bytes
+        self.most[2] = max(self.most[2], self.pending)
+        self.most[3] = max(self.most[3], self.pending_bytes)
+        self.hold(0)
+
+    def resume(self, num_bytes: int) -> None:
+        """The inverse of ``suspend``."""
+        self.pending -= 1
+        self.pending_bytes -= num_bytes
+        self.drop(0)
+
+
 @dataclass(frozen=True)
 class Pending:
     """What an input gradient keeps for the weight gradient.
@@ -130,8 +183,7 @@ class Stage:
             whole sequences.
 
     Attributes:
-        held_bytes: of stage inputs that are kept for backwards; other saved tensors are not included.
-        pending_bytes: of what is kept between input gradient and weight gradient.
+        tally: of what it keeps; the stages of a rank may share one.
         documents: of the step; ``None`` where attention has no borders.
     """
 
@@ -160,23 +212,13 @@ class Stage:
         self._caches: dict[int, KeyValueCache] = {}
         self.documents: StepDocuments | None = None
         self._seen: dict[Portion, Documents] = {}
-        self.held_bytes = 0
-        self.pending_bytes = 0
-
-    @property
-    def num_held(self) -> int:
-        """Micro-batches or slices in flight: after the forward, before the end of the whole backward."""
-        return len(self._kept) + len(self._inputs) + len(self._pending)
+        self.tally = Tally()
+        self._one: Tensor | None = None
 
     @property
     def cached_bytes(self) -> int:
         """Bytes of keys and values that later slices need, over all micro-batches."""
         return sum(cache.nbytes for cache in self._caches.values())
-
-    @property
-    def num_pending(self) -> int:
-        """Micro-batches or slices between input gradient and weight gradient."""
-        return len(self._pending)
 
     def forward(
         self,
@@ -210,13 +252,12 @@ class Stage:
     def _forward(
         self, part: Portion, tensor: Tensor, objective: Objective | None, *, trains: bool, parcel: Parcel | None = None
     ) -> Tensor:
-        with torch.set_grad_enabled(trains), nullcontext() if parcel is None else parcel.saving():
-            if trains and (self._needs_input_gradient or (self.splits and tensor.is_floating_point())):
-                tensor = tensor.detach().requires_grad_()
-            documents = None if self.documents is None else self.documents.of(part)
-            output = self._run(part, tensor, documents)
-            if objective is not None:
-                output = objective(output, part.number(1 if self._slices is None else len(self._slices.lengths)))
+        documents = None if self.documents is None else self.documents.of(part)
+        if parcel is None and trains == torch.is_grad_enabled():  # each context costs as much as a small operator
+            tensor, output = self._compute(part, tensor, objective, documents, trains=trains)
+        else:
+            with torch.set_grad_enabled(trains), nullcontext() if parcel is None else parcel.saving():
+                tensor, output = self._compute(part, tensor, objective, documents, trains=trains)
         result = output.detach()
         if trains:
             if parcel is not None:
@@ -224,25 +265,37 @@ class Stage:
             self._kept[part] = (tensor, output) if parcel is None else hollow(tensor, output)
             if documents is not None:
                 self._seen[part] = documents
-            self.held_bytes += tensor.nbytes
+            self.tally.hold(tensor.nbytes)
         return result
+
+    def _compute(
+        self, part: Portion, tensor: Tensor, objective: Objective | None, documents: Documents | None, *, trains: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The input as the graph has it, and the output of module and objective."""
+        if trains and (self._needs_input_gradient or (self.splits and tensor.is_floating_point())):
+            tensor = tensor.detach().requires_grad_()
+        output = self._run(part, tensor, documents)
+        if objective is not None:
+            output = objective(output, part.number(1 if self._slices is None else len(self._slices.lengths)))
+        return tensor, output
 
     def _run(self, part: Portion, tensor: Tensor, documents: Documents | None) -> Tensor:
         """The module's output, checked."""
-        what = f"the output of stage {self.index} for micro-batch {part.microbatch}"
+        what = "the output of stage {} for micro-batch {}"
         if self._slices is None:
             if documents is None:
                 output = self.module(tensor, *self._continuing(part.microbatch))
             else:
                 output = self.module(tensor, documents=documents)
-            self._output.check(output, what)
+            self._output.check(output, what, self.index, part.microbatch)
             return output
         if part.microbatch not in self._caches:
             self._caches[part.microbatch] = KeyValueCache(self._slices.num_tokens)
         cache = self._caches[part.microbatch]
         cache.begin = self._slices.begin(part.slice)  # a recomputed slice does not follow the last one
         output = self.module(tensor, cache) if documents is None else self.module(tensor, cache, documents)
-        self._slices.spec(self._output, part.slice).check(output, f"{what}, slice {part.slice}")
+        spec = self._slices.spec(self._output, part.slice)
+        spec.check(output, f"{what}, slice {{}}", self.index, part.microbatch, part.slice)
         return output
 
     def _continuing(self, microbatch: int) -> tuple[KeyValueCache | Documents | None, ...]:
@@ -259,13 +312,13 @@ class Stage:
         """As ``forward``, if ``recompute`` follows: only the input is kept, which a parcel may collect."""
         output = self._forward(part, tensor, objective, trains=False)
         self._inputs[part] = (lambda: tensor) if parcel is None else parcel.keep(tensor)
-        self.held_bytes += tensor.nbytes
+        self.tally.hold(tensor.nbytes)
         return output
 
     def recompute(self, part: Portion, objective: Objective | None, parcel: Parcel | None = None) -> None:
         """Repeat the forward after ``forward_once``, and keep activations for the backward; see ``forward``."""
         tensor = self._inputs.pop(part)()
-        self.held_bytes -= tensor.nbytes
+        self.tally.drop(tensor.nbytes)
         self._forward(part, tensor, objective, trains=True, parcel=parcel)
 
     def backward(self, part: Portion, gradient: Tensor | None) -> Tensor | None:
@@ -297,13 +350,13 @@ class Stage:
         tensor, output, gradient = self._take(part, gradient)
         own, pending = split_backward_of(self.module, tensor, output, gradient)
         self._pending[part] = pending
-        self.pending_bytes += pending.size
+        self.tally.suspend(pending.size)
         return self._made(part, own)
 
     def backward_weight(self, part: Portion) -> None:
         """Compute the weight gradient; it accumulates in ``grad``. The weights themselves are not needed."""
         pending = self._pending.pop(part)
-        self.pending_bytes -= pending.size
+        self.tally.resume(pending.size)
         add_to_leaves(pending.leaves, pending.gradients)
         with torch.no_grad():
             for one in pending.filed:
@@ -313,11 +366,14 @@ class Stage:
         """Take input and output out of what is kept, with the output's gradient."""
         tensor, output = self._kept.pop(part)
         self._seen.pop(part, None)
-        self.held_bytes -= tensor.nbytes
+        self.tally.drop(tensor.nbytes)
         if gradient is None:
             assert isinstance(output, Tensor)
             assert output.numel() == 1, f"the objective must return a scalar to train, not {tuple(output.shape)}"
-            gradient = torch.ones_like(output)
+            # Of a scalar, which autograd reads only; made once.
+            gradient = self._one
+            if gradient is None or gradient.dtype != output.dtype:
+                gradient = self._one = torch.ones_like(output)
         return tensor, output, gradient
 
     def _made(self, part: Portion, gradient: Tensor | None) -> Tensor | None:
@@ -338,4 +394,4 @@ class Stage:
         self._pending.clear()
         self._seen.clear()
         self.documents = None
-        self.held_bytes = self.pending_bytes = 0
+        self.tally.forget()

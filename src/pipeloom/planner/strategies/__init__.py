@@ -6,6 +6,7 @@ Other distributions add strategies through entry points of the group ``pipeloom.
 from dataclasses import replace
 
 from pipeloom.cost.software import Software
+from pipeloom.families import FAMILIES
 from pipeloom.planner.strategies import activations, slices, swap
 from pipeloom.planner.strategies.strategy import STRATEGIES, SearchState, Strategy
 from pipeloom.predict.step import SimulatedStep
@@ -18,6 +19,7 @@ __all__ = [
     "slices",
     "strategy_of",
     "swap",
+    "with_frozen",
     "with_strategies",
 ]
 
@@ -32,3 +34,13 @@ def with_strategies(software: Software) -> Software:
     known = software.strategies
     more = [name for name, one in STRATEGIES.items() if software.name in one.programs and name not in known]
     return replace(software, strategies=(*known, *more)) if more else software
+
+
+def with_frozen(software: Software) -> Software:
+    """The program with the families and strategies that run stages in which some weights are frozen."""
+    families = software.families or tuple(name for name, known in FAMILIES.items() if known.has_backward)
+    return replace(
+        software,
+        families=tuple(name for name in families if not FAMILIES[name].splits_backward),
+        strategies=tuple(name for name in software.strategies if STRATEGIES[name].takes_frozen),
+    )

@@ -195,6 +195,7 @@ STRATEGIES.add(
         estimate=_estimate_s,
         build=_move,
         is_in=lambda step: step.knobs.moves.balance,
+        takes_frozen=False,
     ),
 )
 STRATEGIES.add(
@@ -206,5 +207,6 @@ STRATEGIES.add(
         estimate=_estimate_s,
         build=_move,
         is_in=lambda step: step.knobs.moves.offload and not step.knobs.moves.balance,
+        takes_frozen=False,
     ),
 )

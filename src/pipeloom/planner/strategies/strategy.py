@@ -41,6 +41,7 @@ class Strategy:
         refine: candidate of the answer -> further steps, if they take too long for every candidate.
         hint: question without a layout that fits -> advice about the strategy.
         limit: question -> why the strategy applies to none of its layouts; ``None`` if it may apply.
+        takes_frozen: whether it may be applied where some weights are frozen.
         programs: names of training programs that run it although their files do not name it.
     """
 
@@ -53,6 +54,7 @@ class Strategy:
     refine: Callable[[Candidate], Iterable[SimulatedStep]] = lambda _: ()
     hint: Callable[[Question], str | None] = lambda _: None
     limit: Callable[[Question], str | None] = lambda _: None
+    takes_frozen: bool = True
     programs: tuple[str, ...] = ()
 
 

@@ -147,6 +147,7 @@ STRATEGIES.add(
         estimate=_estimate_s,
         build=_build,
         is_in=lambda step: step.knobs.device_budget is not None,
+        takes_frozen=False,
         hint=_hint,
         limit=_limit,
     ),

@@ -151,7 +151,7 @@ def evicts_to_another(facts: Facts) -> Fault | None:
 
 def tied_messages_complete(facts: Facts) -> Fault | None:
     """If a tied matrix is sent at all, its weights go from the first stage to the last and its gradient back, each
-    once; the gradient only if the first stage trains, and neither if both stages are on one rank.
+    once; the gradient not at all if the matrix is frozen, and neither if both stages are on one rank.
     """
     if not facts.tied_nodes:
         return None
@@ -170,7 +170,8 @@ def tied_messages_complete(facts: Facts) -> Fault | None:
             wrong[node] = f"{action} is superfluous: stage 0 runs no backward"
         seen.add(action)
     expected = [tied_action(kind, facts.shape[0]) for kind in sorted(TIED_KINDS)]
-    missing = [one for one in expected if one not in seen and not (one.kind in _OF_GRADIENT and is_frozen)]
+    has_gradient = any(one.kind in _OF_GRADIENT for one in seen)
+    missing = [one for one in expected if one not in seen and (one.kind not in _OF_GRADIENT or has_gradient)]
     fault = fault_at(facts, (np.array([*wrong]), lambda _, node: wrong[node]))
     return with_missing(facts, fault, missing)
 

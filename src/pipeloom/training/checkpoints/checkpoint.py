@@ -50,6 +50,7 @@ from pipeloom.system.host_memory import available_memory
 from pipeloom.training.background import Background
 from pipeloom.training.checkpoints.boxes import Box, Elements
 from pipeloom.training.checkpoints.contents import MODEL, expected_shapes, state_prefix, weights_only
+from pipeloom.training.checkpoints.kept import Kept, recall
 from pipeloom.training.checkpoints.planner import (
     ElementsLoadPlanner,
     ElementsSavePlanner,
@@ -58,6 +59,7 @@ from pipeloom.training.checkpoints.planner import (
 )
 from pipeloom.training.checkpoints.storage import CheckpointReader, CheckpointWriter
 from pipeloom.training.memory_check import processes_here
+from pipeloom.training.noted import NOT_NOTED, CheckpointActivities
 from pipeloom.training.pipeline import Pipeline
 
 _PATIENCE = timedelta(minutes=30)
@@ -88,6 +90,7 @@ class Checkpoints:
         *,
         tokenizer: Tokenizer,
         origin: str | None = None,
+        noted: CheckpointActivities = NOT_NOTED,
     ) -> None:
         self._config = config
         self._data_parallel = pipeline.data_parallel
@@ -96,6 +99,7 @@ class Checkpoints:
         self._optimizer = optimizer
         self._tokenizer = tokenizer
         self._origin = origin
+        self._noted = noted
         self._rank, self._num_ranks = world.rank, world.size
         self._is_writer = world.rank == 0
         self._tensor_rank = config.layout.coordinates(world.rank).tensor
@@ -109,6 +113,7 @@ class Checkpoints:
         self._run = Path(paths[0])
         self._background = Background("checkpoint")
         self._copies: dict[str, Tensor] = {}
+        self._kept: Kept | None = None
         self._device = world.device
 
     def save(self, info: CheckpointInfo) -> None:
@@ -120,7 +125,8 @@ class Checkpoints:
             RunError: a rank could not write; raised on all ranks.
             PeerLostError: another rank exited or does not answer.
         """
-        self._write(info, self._held(is_shared_out=True))
+        with self._noted.together:
+            self._write(info, self._held(is_shared_out=True))
 
     def begin(self, info: CheckpointInfo) -> bool:
         """Copy what this rank writes to host memory, and write the copy in a thread while training goes on.
@@ -136,7 +142,8 @@ class Checkpoints:
             # All ranks do the same: in a step, a rank that trains would run into its timeout for one that writes.
             fits = all(self._on_all(partial(self._has_room, held)))
         if not fits:
-            self._write(info, held)
+            with self._noted.together:
+                self._write(info, held)
             return False
         is_cuda = self._device.type == "cuda"
         for key, one in held.items():
@@ -146,8 +153,12 @@ class Checkpoints:
         if is_cuda:
             torch.cuda.synchronize(self._device)
         copied = {key: replace(one, values=self._copies[key]) for key, one in held.items()}
-        self._background.begin(partial(self._write, info, copied))
+        self._background.begin(partial(self._write_behind, info, copied))
         return True
+
+    def _write_behind(self, info: CheckpointInfo, held: dict[str, Elements]) -> None:
+        with self._noted.behind:
+            self._write(info, held)
 
     def ended(self, *, waits: bool) -> float | None:
         """Seconds that the thread wrote for; ``None`` if it has not ended and ``waits`` is false, or none was begun.
@@ -155,7 +166,8 @@ class Checkpoints:
         Raises:
             RunError: as ``save``; ``PeerLostError`` likewise.
         """
-        return self._background.end(waits=waits)
+        with self._noted.wait:
+            return self._background.end(waits=waits)
 
     def _has_room(self, held: dict[str, Elements]) -> bool:
         """Whether the copies are allocated, or the processes of this host have memory for them."""
@@ -175,7 +187,8 @@ class Checkpoints:
             with _errors(f"cannot write the checkpoint {path}", RunError):
                 # Before any rank begins: DCP creates the folder on each rank, and fails if it is removed meanwhile.
                 self._on_all(partial(self._clear, draft))
-                dcp.save({}, storage_writer=CheckpointWriter(draft), planner=planner, process_group=self._group)
+                writer = CheckpointWriter(draft, self._noted.files)
+                dcp.save({}, storage_writer=writer, planner=planner, process_group=self._group)
                 files = dict(ChainMap(*self._on_all(partial(self._measure, draft))))
                 self._on_all(partial(self._complete, draft, path, info, files))
         finally:
@@ -208,14 +221,55 @@ class Checkpoints:
         if differing := differences(expected, stored):
             lines = [f"the checkpoint {path} is not of this model:", *(f"  - {one}" for one in differing)]
             raise UserError("\n".join(lines))
-        planner = ElementsLoadPlanner(self._held(is_shared_out=False))
+        held = self._held(is_shared_out=False)
+        planner = ElementsLoadPlanner({key: held[key] for key in held if key in expected})
         with _errors(f"cannot read the checkpoint {path}", UserError):
             dcp.load({}, storage_reader=reader, planner=planner, process_group=self._group)
+        self._adopt(info)
+        return info
+
+    def _adopt(self, info: CheckpointInfo) -> None:
+        """Compute with the state that was read."""
         self._refresh()
         if self._optimizer is not None:
             for state in self._optimizer.state.values():
                 # The step counter is the same for all parameters, so it is not stored for each.
                 state["step"].fill_(info.step)
+
+    def prepare_kept(self, folder: Path, step: int) -> None:
+        """Take shared memory for the states of this rank; before the first checkpoint, whose thread uses the group.
+
+        Args:
+            folder: of the files of all ranks.
+            step: that the run goes on from.
+
+        Raises:
+            RunError: there is no room; raised on all ranks.
+            PeerLostError: another rank exited or does not answer.
+        """
+
+        def make() -> None:
+            self._kept = Kept(folder, self._rank, self._held(is_shared_out=False), step)
+
+        with _errors("cannot keep states in shared memory (restart.times)", RunError):
+            self._on_all(make)
+
+    def keep(self, info: CheckpointInfo) -> None:
+        """Copy this rank's state to shared memory; no communication."""
+        assert self._kept is not None, "no memory was prepared"
+        self._kept.keep(self._held(is_shared_out=False), info)
+
+    def recall(self, folder: Path, step: int) -> CheckpointInfo:
+        """Read the state of a step from shared memory, written by ranks of any layout.
+
+        Raises:
+            RunError: it cannot be read; raised on all ranks.
+            PeerLostError: another rank exited or does not answer.
+        """
+        held = self._held(is_shared_out=False)
+        with _errors(f"cannot read the state of step {step} from shared memory", RunError):
+            info = self._on_all(partial(recall, folder, step, held))[0]
+        self._adopt(info)
         return info
 
     def fill(self, read: Callable[[str, Box, Tensor], None], source: Path) -> None:
@@ -250,7 +304,8 @@ class Checkpoints:
             # Not raised here: the other ranks wait for this one in the exchange below.
             problem = str(error)
         found: list[tuple[str, list[_Found]]] = [("", [])] * self._num_ranks
-        dist.all_gather_object(found, (problem, own), group=self._group)
+        with self._noted.agreement:
+            dist.all_gather_object(found, (problem, own), group=self._group)
         for rank, (problem, _) in enumerate(found):
             if problem:
                 raise OSError(f"rank {rank}: {problem}")

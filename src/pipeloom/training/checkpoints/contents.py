@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from pipeloom.checkpoint.checkpoint_folder import CheckpointInfo, read_info, run_of
+from pipeloom.checkpoint.checkpoint_folder import CheckpointInfo, is_hugging_face, read_info, run_of
 from pipeloom.config import RunConfig
 from pipeloom.data.text import Data
 from pipeloom.errors import UserError
@@ -17,6 +17,7 @@ from pipeloom.terminal.words import count
 from pipeloom.training.checkpoints.planner import Shapes, differences, stored_shapes
 from pipeloom.training.checkpoints.storage import CheckpointReader
 from pipeloom.training.stages import stage_of
+from pipeloom.workload.adapter import Adapter, is_pair, without_pairs
 from pipeloom.workload.model import model_settings, other_settings
 
 MODEL = "model."
@@ -27,6 +28,7 @@ _STATE = "optimizer."
 
 def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, tokens: int) -> CheckpointInfo:
     """Description of a checkpoint of a resolved run after so many steps, sequences and tokens."""
+    init = config.checkpoint.init
     return CheckpointInfo(
         step=step,
         sequences=sequences,
@@ -35,6 +37,8 @@ def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, to
         data=_text(config, data),
         layout=asdict(config.layout),
         versions={name: version(name) for name in ("pipeloom", "torch")},
+        adapter=None if config.pairs is None else asdict(config.pairs),
+        base=None if init is None or not is_hugging_face(init) else str(init),
     )
 
 
@@ -61,8 +65,8 @@ def check_resumable(config: RunConfig) -> None:
     if of_checkpoint != of_run and of_checkpoint | of_run <= {key.removeprefix(MODEL) for key in expected}:
         raise UserError(
             f"the checkpoint {path} has optimizer state of {count(len(of_checkpoint), 'parameter')}, this run trains "
-            f"{len(of_run)}: training.freeze_layers differs; use that of the run that wrote it, or start from its "
-            "weights alone with --checkpoint.init instead of --checkpoint.resume"
+            f"{len(of_run)}: training.freeze_layers or adapter.rank differs; use that of the run that wrote it, or "
+            "start from its weights alone with --checkpoint.init instead of --checkpoint.resume"
         )
     _refuse_other_model(config, path, expected, stored_shapes(metadata), "--checkpoint.resume")
 
@@ -82,14 +86,18 @@ def check_start(config: RunConfig, path: Path) -> None:
 
 
 def weights_only(config: RunConfig, reader: CheckpointReader) -> tuple[Shapes, Shapes]:
-    """Expected and stored shapes of parameters, without the optimizer's state."""
+    """Expected and stored shapes of parameters, without the optimizer's state; without adapters if none are stored."""
     found = expected_shapes(config), stored_shapes(reader.read_metadata())
     expected, stored = ({key: one[key] for key in one if key.startswith(MODEL)} for one in found)
+    if not any(map(is_pair, stored)):  # adapters of these weights begin anew
+        expected = {key: expected[key] for key in without_pairs(expected)}
     return expected, stored
 
 
 def _refuse_other_model(config: RunConfig, path: Path, expected: Shapes, stored: Shapes, flag: str) -> None:
-    problems = other_settings(config.model, read_info(path).model, "the checkpoint has")
+    info = read_info(path)
+    problems = other_settings(config.model, info.model, "the checkpoint has")
+    problems += _other_adapter(config.pairs, info.adapter)
     problems += differences(expected, stored)
     if not problems:
         return
@@ -98,6 +106,22 @@ def _refuse_other_model(config: RunConfig, path: Path, expected: Shapes, stored:
     if run is not None and (run / CONFIG).exists():
         hint = f"start from its own configuration: pipeloom train {run / CONFIG} {flag} {path}"
     raise UserError("\n".join([f"the checkpoint {path} is not of this model:", *(f"  - {p}" for p in problems), hint]))
+
+
+_NAMES = {"rank": "adapter.rank", "alpha": "adapter.alpha", "targets": "adapter.targets"}
+_NAMES["first_layer"] = "training.freeze_layers"
+
+
+def _other_adapter(own: Adapter | None, stored: dict[str, Any] | None) -> list[str]:
+    """Settings of adapters that differ from those of a checkpoint with adapters, a sentence each."""
+    if own is None or stored is None:
+        return []
+    found = asdict(own) | {"targets": list(own.targets)}
+    return [
+        f"{name} is {found[key]}, the checkpoint has {stored.get(key)}"
+        for key, name in _NAMES.items()
+        if found[key] != stored.get(key)
+    ]
 
 
 def new_order(config: RunConfig, data: Data, info: CheckpointInfo) -> list[str]:

@@ -13,9 +13,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, filesystem, metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from pipeloom.checkpoint.checkpoint_folder import METADATA
 from pipeloom.errors import UserError
+from pipeloom.runs.action_log import NOTHING, Activity
 
 _CLASSES = (
     "Metadata",
@@ -36,7 +40,21 @@ _PATHS = {
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes a checkpoint without DCP's UUID and path, so that equal checkpoints have equal files."""
+    """Writes a checkpoint without DCP's UUID and path, so that equal checkpoints have equal files.
+
+    Args:
+        path: the folder.
+        activity: what writing this rank's files is noted as.
+    """
+
+    def __init__(self, path: Path, activity: Activity = NOTHING) -> None:
+        super().__init__(path)
+        self._activity = activity
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors; returns when they are on the disk."""
+        with self._activity:
+            return super().write_data(plan, planner)
 
     def storage_meta(self) -> StorageMeta | None:
         """Return ``None``, where the base class returns a UUID and the path."""

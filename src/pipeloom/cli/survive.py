@@ -1,0 +1,304 @@
+"""``pipeloom survive``: what failures of nodes leave of a training, and how often to write checkpoints."""
+
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from rich.progress import TextColumn, TimeElapsedColumn
+
+from pipeloom.cli.plan_layouts import layout_cells, table_of_cells
+from pipeloom.cli.reference import Command
+from pipeloom.cli.run_config import PREDICTIONS, parse_words
+from pipeloom.config import RunConfig
+from pipeloom.errors import ConfigError
+from pipeloom.planner.fewer_nodes import OnNodes, Ways, fewer_replicas, nodes_of, planned, waits
+from pipeloom.planner.goals import DAY_S, SPANS, amount_or_note
+from pipeloom.planner.survival import Event, Goodput, Stops, best_interval_s, random_events, walk
+from pipeloom.predict.describe import describe, described_problems
+from pipeloom.system.files import read_text
+from pipeloom.terminal.console import table
+from pipeloom.terminal.progress import Bar
+from pipeloom.terminal.sections import Section, print_sections
+from pipeloom.terminal.words import count, percent
+from pipeloom.workload.limits import Common, CountOrNone, Positive
+
+_COLUMNS = ("useful", "slower", "checkpoints", "repeated", "restarts", "waiting")
+_SHOWN = 3
+"""Numbers of nodes below that of the run whose layouts are printed; fewer are up seldom."""
+_HEAD = ("hours", "node", "state")
+_FAILURES = 2000
+"""Failures of a random walk: the mean of that many independent ones has a standard error of 2 % of what they cost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(RunConfig):
+    """Options of ``pipeloom survive``.
+
+    Goodput is the share of time in which the run makes the progress of all its nodes. Failures of nodes are random, or
+    those of a file. Three ways to go on are compared: wait for the node, use fewer replicas of the pipeline, and plan
+    another layout for the nodes that are left. All start again from the last checkpoint; any layout reads it.
+    """
+
+    mtbf: Common[str | None] = None
+    """Mean time between failures of one node, such as 4000h, 180d or 1y. One of --mtbf and --trace is needed."""
+    trace: Common[Path | None] = None
+    """Table of failures instead of random ones: a CSV file with the columns hours, node (from 0), state (up or
+    down), in the order of the hours."""
+    repair_time: Common[str] = "1d"
+    """With --mtbf: mean time until a node that failed is back."""
+    spares: Common[CountOrNone] = 0
+    """Nodes that stand ready to replace others."""
+    checkpoint_time: Common[str | None] = None
+    """Time that steps wait for a checkpoint, such as 20s or 3min. None: of the state of a node with --storage."""
+    storage: Positive | None = None
+    """GB/s with which all nodes together write checkpoints, where --checkpoint-time is not given."""
+    restart_time: Common[str] = "10min"
+    """Time from a failure to the next step: until it is noticed, the start of the processes, the checkpoint read."""
+    budget_s: Positive = 10.0
+    """Seconds of the planner for each number of nodes."""
+    json: Common[bool] = False
+    """Print JSON for programs."""
+
+
+COMMAND = Command(
+    name="survive",
+    options=Options,
+    examples={
+        "pipeloom survive run.toml --mtbf 1y --checkpoint-time 20s": "nodes that fail once a year",
+        "pipeloom survive run.toml --trace failures.csv --checkpoint-time 20s": "failures of a file",
+    },
+    settings=PREDICTIONS,
+    brief=("model", "data.seq_len", "layout", "machine"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Hazard:
+    """When nodes fail.
+
+    Attributes:
+        events: by time.
+        mtbf_s: of one node.
+        num_nodes: with the spares.
+        span_s: length of the walk.
+        words: for the heading.
+    """
+
+    events: list[Event]
+    mtbf_s: float
+    num_nodes: int
+    span_s: float
+    words: str
+
+
+def run(words: list[str]) -> int:
+    """Parse, walk over the failures once for each way to go on, print."""
+    options, _, _ = parse_words(COMMAND, words, described_problems)
+    hazard, checkpoint_s, restart_s = _inputs(options)
+    own = waits(options)(nodes_of(options))
+    assert own.step is not None
+    # Less often than once a step is not possible.
+    interval_s = max(best_interval_s(hazard.mtbf_s / own.num_nodes, checkpoint_s), own.step.prediction.step_time_s)
+    stops = Stops(checkpoint_s=checkpoint_s, restart_s=restart_s, interval_s=interval_s)
+    ways = {
+        "wait for the node": waits(options),
+        "fewer replicas": fewer_replicas(options),
+        "planned anew": planned(options, options.budget_s),
+    }
+    walks = [_walk(hazard, way, stops, name) for name, way in ways.items()]
+    if options.json:
+        print(json.dumps(_to_json(options, hazard, stops, walks)))
+    else:
+        print_sections(_sections(options, hazard, stops, walks, own.step.prediction.step_time_s))
+    return 0
+
+
+@dataclass(frozen=True)
+class _Walked:
+    """A walk over the failures.
+
+    Attributes:
+        name: of the way to go on.
+        goodput: of the walk.
+        layouts: number of nodes that were up -> what ran on them.
+    """
+
+    name: str
+    goodput: Goodput
+    layouts: dict[int, OnNodes]
+
+
+def _walk(hazard: _Hazard, way: Ways, stops: Stops, name: str) -> _Walked:
+    columns = (TextColumn(f"{name}: {{task.fields[nodes]}}"), TimeElapsedColumn())
+    seen = dict[int, OnNodes]()
+    with Bar(sys.stderr, *columns, total=1, transient=True, nodes="") as bar:
+
+        def used(num_up: int) -> tuple[int, float]:
+            bar.update(0, nodes=count(num_up, "node"))
+            found = seen[num_up] = way(num_up)
+            return found.num_nodes, found.speed
+
+        goodput = walk(hazard.events, hazard.num_nodes, used, stops, hazard.span_s, mtbf_s=hazard.mtbf_s)
+    return _Walked(name, goodput, seen)
+
+
+def _inputs(options: Options) -> tuple[_Hazard, float, float]:
+    """The failures, and the seconds of a checkpoint and of a restart.
+
+    Raises:
+        ConfigError: everything that is wrong.
+    """
+    problems: list[str] = []
+    such = "20s, 3min or 2h"
+    restart_s = amount_or_note("--restart-time", options.restart_time, SPANS, such, problems)
+    checkpoint_s = amount_or_note("--checkpoint-time", options.checkpoint_time, SPANS, such, problems)
+    if (options.checkpoint_time is None) == (options.storage is None):
+        found = "neither" if options.checkpoint_time is None else "both"
+        problems.append(f"one of --checkpoint-time and --storage (GB/s) is needed, found {found}")
+    if describe(options).cluster.num_devices is not None:
+        problems.append("machine.cluster must have one kind of node, since any node may fail")
+    hazard = _hazard(options, problems)
+    if problems or hazard is None or restart_s is None:
+        raise ConfigError(problems, "the failures")
+    if checkpoint_s is None:
+        checkpoint_s = _state_bytes(options) / ((options.storage or inf) * 1e9)
+    return hazard, checkpoint_s, restart_s
+
+
+def _state_bytes(options: Options) -> float:
+    """Bytes of a checkpoint: weights in single precision and the state of the optimizer."""
+    return describe(options).run.shape.parameters * (4.0 + options.optimizer.rule.state_bytes)
+
+
+def _hazard(options: Options, problems: list[str]) -> _Hazard | None:
+    if (options.mtbf is None) == (options.trace is None):
+        found = "neither" if options.mtbf is None else "both"
+        problems.append(f"one of --mtbf and --trace is needed, found {found}")
+        return None
+    num_nodes = nodes_of(options) + options.spares
+    if options.trace is not None:
+        return _of_file(options.trace, num_nodes, problems)
+    mtbf_s = amount_or_note("--mtbf", options.mtbf, SPANS, "4000h, 180d or 1y", problems)
+    repair_s = amount_or_note("--repair-time", options.repair_time, SPANS, "6h or 1d", problems)
+    if mtbf_s is None or repair_s is None:
+        return None
+    span_s = _FAILURES * (mtbf_s + repair_s) / num_nodes
+    events = random_events(num_nodes, mtbf_s, repair_s, span_s)
+    each = count(_FAILURES, "random failure")
+    words = f"{each}: a node fails every {_span(mtbf_s)} in the mean, and is back after {_span(repair_s)}"
+    return _Hazard(events=events, mtbf_s=mtbf_s, num_nodes=num_nodes, span_s=span_s, words=words)
+
+
+def _of_file(path: Path, num_nodes: int, problems: list[str]) -> _Hazard | None:
+    rows = list(csv.DictReader(read_text(path).splitlines()))
+    if not rows or not set(_HEAD) <= rows[0].keys():
+        problems.append(f"{path}: expected a line of names with {', '.join(_HEAD)}, and at least one line below")
+        return None
+    events, wrong = list[Event](), list(_events(rows, num_nodes))
+    for number, event in enumerate(wrong, 2):
+        if isinstance(event, str):
+            problems.append(f"{path}, line {number}: {event}")
+        else:
+            events.append(event)
+    if len(events) < len(wrong):
+        return None
+    if any(one.time_s > other.time_s for one, other in pairwise(events)):
+        problems.append(f"{path}: the lines must be in the order of the hours")
+        return None
+    failures = sum(not event.is_up for event in events)
+    if not failures or events[-1].time_s <= 0:
+        problems.append(f"{path}: expected at least one node that goes down, after hour 0")
+        return None
+    span_s = events[-1].time_s
+    words = f"{count(failures, 'failure')} of {path} in {_span(span_s)}"
+    # Of the nodes that are up: the mean is an estimate, which only decides when a node that returns is used.
+    return _Hazard(events=events, mtbf_s=span_s * num_nodes / failures, num_nodes=num_nodes, span_s=span_s, words=words)
+
+
+def _events(rows: list[dict[str, str]], num_nodes: int) -> Iterator[Event | str]:
+    up = set(range(num_nodes))
+    for row in rows:
+        hours, node, state = ((row[name] or "").strip() for name in _HEAD)
+        try:
+            event = Event(float(hours) * 3600, int(node), state == "up")
+        except ValueError:
+            yield f"hours and node must be numbers, found '{hours}' and '{node}'"
+            continue
+        if not 0 <= event.time_s < inf:
+            yield f"hours must be at least 0 and finite, found {hours}"
+        elif not 0 <= event.node < num_nodes:
+            yield f"node must be 0 to {num_nodes - 1}, found {node}"
+        elif state not in ("up", "down"):
+            yield f"state must be up or down, found '{state}'"
+        elif event.is_up == (event.node in up):
+            yield f"node {node} is {state} already"
+        else:
+            up ^= {event.node}
+            yield event
+
+
+def _sections(options: Options, hazard: _Hazard, stops: Stops, walks: list[_Walked], step_s: float) -> list[Section]:
+    nodes, job_s = nodes_of(options), hazard.mtbf_s / nodes_of(options)
+    spares = f" and {count(options.spares, 'spare')}" if options.spares else ""
+    shares = table("way to go on", _COLUMNS)
+    for one in walks:
+        shares.add_row(one.name, *(percent(one.goodput.shares[part]) for part in _COLUMNS))
+    steps = round(stops.interval_s / step_s)
+    head = [
+        f"{hazard.words}; the run on {count(nodes, 'node')}{spares} fails every {_span(job_s)}",
+        (
+            f"best time between checkpoints: {_span(stops.interval_s)}, {count(steps, 'step')} of {step_s:.3g} s; "
+            f"steps wait {_span(stops.checkpoint_s)} for one: --checkpoint.every-s "
+            f"{stops.interval_s:.0f}"
+        ),
+    ]
+    words = (
+        "Shares of the time. useful is the goodput: progress at the speed of all nodes. slower is lost where fewer "
+        "nodes compute, repeated are steps since the last checkpoint, waiting is time in which no layout fits."
+    )
+    faster = [number for one in walks for number, on in one.layouts.items() if number < nodes and on.speed > 1]
+    if faster:
+        head.append(
+            f"on {count(max(faster), 'node')} the planner finds a faster layout than that of the run on {nodes}: "
+            "`pipeloom plan` finds a better one for all of them"
+        )
+    parts = [Section(parts=[head]), Section("Goodput", parts=[shares, words], is_wide=True)]
+    if rows := {
+        f"{number:,} up, {one.name}": {"nodes": str(on.num_nodes), "speed": percent(on.speed), **layout_cells(on.step)}
+        for number in range(nodes - 1, max(-1, nodes - 1 - _SHOWN), -1)
+        for one in walks
+        if (on := one.layouts.get(number)) is not None and on.step is not None
+    }:
+        parts.append(Section("On fewer nodes", parts=[table_of_cells("", rows)], is_wide=True))
+    return parts
+
+
+def _to_json(options: Options, hazard: _Hazard, stops: Stops, walks: list[_Walked]) -> dict[str, Any]:
+    """What ``--json`` prints, in seconds and fractions.
+
+    Keys: ``num_nodes``, ``num_spares``, ``mtbf_s`` (of a node), ``span_s``, ``checkpoint_s``, ``restart_s``,
+    ``best_interval_s``, ``ways`` (of each way to go on the shares of the time, and ``num_failures``).
+    """
+    return {
+        "num_nodes": nodes_of(options),
+        "num_spares": options.spares,
+        "mtbf_s": hazard.mtbf_s,
+        "span_s": hazard.span_s,
+        "checkpoint_s": stops.checkpoint_s,
+        "restart_s": stops.restart_s,
+        "best_interval_s": stops.interval_s,
+        "ways": {one.name: {**one.goodput.shares, "num_failures": one.goodput.num_failures} for one in walks},
+    }
+
+
+def _span(value_s: float) -> str:
+    """A time in the largest unit of which it has at least one."""
+    units = {"days": DAY_S, "hours": 3600.0, "minutes": 60.0}
+    unit = next((name for name, size in units.items() if value_s >= 2 * size), "s")
+    return f"{value_s / units.get(unit, 1.0):.3g} {unit}"

@@ -1,0 +1,117 @@
+"""What a run does on fewer nodes than its own: with fewer replicas, or with the layout that the planner finds."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+from pipeloom.config import RunConfig, decided_problems
+from pipeloom.errors import PipeloomError
+from pipeloom.planner.plan import plan
+from pipeloom.planner.question import HEADROOM, Question
+from pipeloom.planner.run_step import predict_step
+from pipeloom.predict.describe import describe
+from pipeloom.predict.step import SimulatedStep
+
+
+@dataclass(frozen=True)
+class OnNodes:
+    """A layout that some of the nodes run.
+
+    Attributes:
+        num_nodes: that it uses; 0 if nothing fits.
+        speed: batches a second relative to those of the run on all of its nodes.
+        step: its predicted step; ``None`` if nothing fits.
+    """
+
+    num_nodes: int = 0
+    speed: float = 0.0
+    step: SimulatedStep | None = None
+
+
+Ways = Callable[[int], OnNodes]
+"""Number of nodes that are up -> what the training runs on them."""
+
+
+def nodes_of(config: RunConfig) -> int:
+    """Number of nodes of a run."""
+    return math.ceil(config.layout.num_ranks / describe(config).cluster.devices_per_node)
+
+
+def waits(config: RunConfig) -> Ways:
+    """The run's own layout, on all of its nodes or not at all."""
+    own = OnNodes(nodes_of(config), 1.0, predict_step(config))
+    return lambda num_up: own if num_up >= own.num_nodes else OnNodes()
+
+
+def fewer_replicas(config: RunConfig) -> Ways:
+    """The same pipeline with the most replicas for which there are nodes, which divide the same batch evenly."""
+    per_node, own = describe(config).cluster.devices_per_node, waits(config)(nodes_of(config))
+
+    @cache
+    def on(num_up: int) -> OnNodes:
+        if num_up >= own.num_nodes:
+            return own
+        for layout in config.layout.with_fewer_replicas(num_up * per_node):
+            if (found := _fitting(replace(config, layout=layout))) is not None:
+                return _relative(found, own, math.ceil(layout.num_ranks / per_node))
+        return OnNodes()
+
+    return on
+
+
+def _fitting(config: RunConfig) -> SimulatedStep | None:
+    """The step of a run, if it can be trained and fits its devices."""
+    if decided_problems(config):
+        return None
+    try:
+        step = predict_step(config)
+    except PipeloomError:
+        return None
+    return step if step.prediction.fits else None
+
+
+def planned(config: RunConfig, budget_s: float) -> Ways:
+    """The fastest layout for the same batch on the most nodes for which there is one.
+
+    Args:
+        config: of the run.
+        budget_s: seconds of the search for each number of nodes.
+    """
+    placed, own = describe(config), waits(config)(nodes_of(config))
+    per_node = placed.cluster.devices_per_node
+
+    @cache
+    def best(num_nodes: int) -> SimulatedStep | None:
+        question = Question(
+            shape=placed.run.shape,
+            cluster=placed.cluster,
+            software=placed.software,
+            num_devices=num_nodes * per_node,
+            global_batch=config.layout.batch_size,
+            seq=placed.run.seq,
+            precision=placed.run.precision,
+            attention=placed.run.attention,
+            fused_norm=placed.run.fused_norm,
+            headroom=HEADROOM,
+        )
+        try:
+            return plan(question, count=1, budget_s=budget_s, explains=False).best
+        except PipeloomError:  # no layout divides the devices and the batch
+            return None
+
+    @cache
+    def on(num_up: int) -> OnNodes:
+        if num_up >= own.num_nodes:
+            return own
+        for num_nodes in range(num_up, 0, -1):
+            if (found := best(num_nodes)) is not None:
+                return _relative(found, own, num_nodes)
+        return OnNodes()
+
+    return on
+
+
+def _relative(step: SimulatedStep, own: OnNodes, num_nodes: int) -> OnNodes:
+    assert own.step is not None
+    return OnNodes(num_nodes, own.step.prediction.step_time_s / step.prediction.step_time_s, step)

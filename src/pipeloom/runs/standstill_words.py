@@ -1,0 +1,67 @@
+"""A standstill in words."""
+
+from pathlib import Path
+
+from pipeloom.errors import PipeloomError
+from pipeloom.runs.action_log import LoggedRank
+from pipeloom.runs.standstill import Standing, Standstill, read_standstill
+from pipeloom.schedule import Action
+from pipeloom.terminal.words import seconds
+
+
+def place_of(it: Standing, state: Standstill) -> str:
+    """Where something stands still, such as ``rank 2, slot 14 of 96 of training, 1B7 (backward)``."""
+    place = f"rank {it.rank}"
+    if it.slot is not None and it.row in state.schedules:
+        schedule = state.schedules[it.row]
+        owner = next(one for one in state.ranks if one.rank == it.rank)
+        count = len(schedule.rows[owner.place.pipeline])
+        if not it.what:
+            return f"{place}, behind the {count} actions of {it.row}"
+        return f"{place}, slot {it.slot} of {count} of {it.row}, {it.what} ({Action.parse(it.what).kind.words})"
+    return f"{place}, {it.what}" if it.what else f"{place}, between two actions"
+
+
+def sentences_of(it: Standing, state: Standstill) -> list[str]:
+    """What stands still, for how long, with whom, and what became of its process."""
+    for_s = f"{seconds(max(0, state.now_ns - it.since_ns) * 1e-9)}"
+    place = place_of(it, state)
+    if it.has_begun:
+        found = [f"{place}: has all that it needs, and has not ended for {for_s}"]
+    elif it.what:
+        found = [f"{place}: has all that it needs, and has not begun; the rank did nothing for {for_s}"]
+    else:
+        found = [f"{place}: the rank did nothing for {for_s}"]
+    if len(it.ranks) > 1:
+        together = ", ".join(map(str, it.ranks))
+        found.append(
+            f"ranks {together} have all begun it: the connection between them, or any of them, may be the reason"
+        )
+    owner = next(one for one in state.ranks if one.rank == it.rank)
+    if owner.has_failed:
+        found.append(f"process {owner.pid} ended with {owner.text.splitlines()[0]}")
+    elif it.process != "runs":
+        how = " (SIGSTOP, or a debugger); SIGCONT continues it" if it.process == "is stopped" else ""
+        more = ", without a note of its end: it was killed" if it.process == "is gone" else ""
+        found.append(f"process {owner.pid} on host {owner.host} {it.process}{how}{more}")
+    return found
+
+
+def state_of(rank: LoggedRank, state: Standstill) -> str:
+    """What a rank does, in a line."""
+    if rank.has_ended:
+        return f"ended with {rank.text.splitlines()[0]}" if rank.has_failed else "ended in order"
+    waits_for = state.waits.get(rank.rank)
+    if waits_for is not None:
+        return f"waits for {waits_for}" if waits_for else "waits"
+    own = [it for it in state.found if it.rank == rank.rank]
+    return f"at {place_of(own[0], state).partition(', ')[2]}" if own else "nothing noted"
+
+
+def stood_for(run: Path) -> str:
+    """What a run that failed stood still for, in a line; empty where that was not noted."""
+    try:
+        state = read_standstill(run)
+    except PipeloomError:
+        return ""
+    return "\n  ".join(sentences_of(state.found[0], state)) if state.found else ""

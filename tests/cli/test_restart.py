@@ -1,0 +1,104 @@
+"""A run whose processes fail goes on: from memory, from a checkpoint, or with fewer ranks; with the same results."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from faults import Chaos, Fault, curve, differences, repeated, restarts
+from forked import Forked
+
+from pipeloom.checkpoint.kept_files import SHARED_MEMORY
+from pipeloom.cli import main
+from pipeloom.config.file import read_run_file
+
+STEPS = 14
+
+
+def kept_folders():
+    return {one.name for one in SHARED_MEMORY.glob("pipeloom-*")}
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory):
+    chaos = Chaos(tmp_path_factory.mktemp("quiet") / "quiet", STEPS)
+    chaos.start()
+    chaos.finish()
+    return chaos
+
+
+@pytest.mark.parametrize("kinds", [("kill", "stop"), ("refused port", "cut file"), ("lost folder", "full disk")])
+def test_a_run_with_faults_ends_as_a_quiet_one(tmp_path, quiet, kinds):
+    before = kept_folders()
+    chaos = Chaos(tmp_path / "chaos", STEPS, "--restart.times 3")
+    chaos.start()
+    for index, kind in enumerate(kinds):
+        chaos.do(Fault(kind, 1 + index, 4 + 4 * index, 0.0))
+    chaos.finish()
+    assert differences(chaos, quiet) == []
+    assert max(repeated(chaos.folder), default=0) <= 1
+    assert restarts(chaos)
+    assert kept_folders() <= before
+
+
+def test_without_states_in_memory_it_goes_on_from_a_checkpoint(tmp_path, quiet):
+    chaos = Chaos(tmp_path / "chaos", STEPS, "--restart.times 1 --restart.keep-every 1000")
+    chaos.start()
+    chaos.do(Fault("kill", 0, 8, 0.0))
+    chaos.finish()
+    assert differences(chaos, quiet) == []
+    (line,) = restarts(chaos)
+    assert re.search("started again from step-00000[36], on the disk, after: rank 0 was killed", line)
+
+
+def test_a_rank_that_fails_too_often_ends_the_run(tmp_path):
+    chaos = Chaos(tmp_path / "chaos", STEPS, "--restart.times 1")
+    chaos.start()
+    for step in (3, 6):
+        chaos.wait_until(step)
+        chaos.kill(2)
+    assert chaos.command.end(60) == 1
+    assert "rank 2 has failed 2 times, more often than restart.times" in chaos.command.stderr
+    assert "To resume: pipeloom train" in chaos.command.stderr
+
+
+def test_four_ranks_that_lose_one_go_on_as_three(tmp_path):
+    chaos = Chaos(tmp_path / "chaos", STEPS, "--restart.times 1 --restart.layout plan")
+    chaos.start()
+    for step in (3, 6):
+        chaos.do(Fault("kill", 2, step, 0.0))
+    chaos.finish()
+    config, problems = read_run_file(chaos.run / "config.toml")
+    assert problems == []
+    assert config.layout.num_ranks == 3
+    line = restarts(chaos)[-1]
+    assert "without rank 2: " in line
+    (step,) = re.findall(r"from step (\d+), in memory", line)
+    # The same state under the same layout, from a checkpoint.
+    before = Chaos(tmp_path / "before", STEPS, f"--checkpoint.keep 100 --checkpoint.every {step}")
+    before.start()
+    before.finish()
+    folder = before.run / "checkpoints" / f"step-{int(step):06}"
+    words = ["train", str(chaos.run / "config.toml"), "--checkpoint.resume", str(folder), "--restart.times", "0"]
+    words += ["--restart.layout", "same", "--output.folder", str(tmp_path / "after")]
+    after = Forked(tmp_path, words)
+    assert after.end(60) == 0, after.stderr
+    assert curve(chaos.run) == curve(tmp_path / "after")
+    assert [step for step, _, _ in curve(chaos.run)] == list(range(1, STEPS + 1))
+
+
+def test_a_signal_ends_a_run_that_was_started_again(tmp_path):
+    chaos = Chaos(tmp_path / "chaos", 1000, "--restart.times 1")
+    chaos.start()
+    chaos.do(Fault("kill", 1, 3, 0.0))
+    chaos.command.send_signal(signal.SIGTERM)
+    assert chaos.command.end(60) == 75
+
+
+def test_a_launcher_starts_processes_itself(tmp_path, monkeypatch, capsys):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--restart.times", "2"]) == 2
+    assert "restart.times 2 has no effect under a launcher" in capsys.readouterr().err
+    assert list(Path().iterdir()) == []

@@ -1,0 +1,79 @@
+"""``pipeloom survive``: goodput of three ways to go on, a table of failures, and refusals that name everything."""
+
+import json
+
+import pytest
+
+from pipeloom.cli import main
+
+RUN = ["survive", "--machine.cluster", "dgx-a100", "--model.preset", "gpt-6.6b", "--data.seq-len", "1024"]
+RUN += ["--layout.pp", "4", "--layout.dp", "8", "--layout.num-microbatches", "8", "--layout.microbatch-size", "1"]
+RUN += ["--layout.shard", "optimizer", "--training.dtype", "bfloat16", "--budget-s", "5"]
+
+
+def answer(capsys, *words):
+    assert main([*RUN, *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_going_on_with_fewer_nodes_beats_waiting_where_repairs_take_long(capsys):
+    found = answer(capsys, "--mtbf", "30d", "--repair-time", "3d", "--checkpoint-time", "20s")
+    ways = found["ways"]
+    assert found["num_nodes"] == 4
+    useful = {name: one["useful"] for name, one in ways.items()}
+    assert useful["wait for the node"] < useful["fewer replicas"] < useful["planned anew"]
+    for one in ways.values():
+        shares = [value for name, value in one.items() if name != "num_failures"]
+        assert sum(shares) == pytest.approx(1.0)
+
+
+def test_a_table_of_failures_is_walked(capsys, tmp_path):
+    table = tmp_path / "failures.csv"
+    table.write_text("hours,node,state\n10,3,down\n20,3,up\n100,0,down\n110,0,up\n")
+    found = answer(capsys, "--trace", str(table), "--checkpoint-time", "20s", "--restart-time", "1h")
+    assert found["span_s"] == 110 * 3600
+    waits = found["ways"]["wait for the node"]
+    assert waits["num_failures"] == 2
+    assert waits["waiting"] == pytest.approx(20 / 110)
+    assert waits["restarts"] == pytest.approx(1 / 110)  # the second one is at the end
+
+
+def test_spares_replace_a_node(capsys, tmp_path):
+    table = tmp_path / "failures.csv"
+    table.write_text("hours,node,state\n10,3,down\n20,3,up\n")
+    found = answer(capsys, "--trace", str(table), "--checkpoint-time", "20s", "--spares", "1")
+    assert found["ways"]["wait for the node"]["waiting"] == 0
+
+
+def test_the_time_of_a_checkpoint_follows_from_the_bytes_of_the_state(capsys):
+    found = answer(capsys, "--mtbf", "30d", "--storage", "2")
+    parameters = 6.6e9
+    assert found["checkpoint_s"] == pytest.approx(parameters * 12 / 2e9, rel=0.05)
+
+
+def test_the_answer_names_the_interval_and_the_layouts(capsys):
+    assert main([*RUN, "--mtbf", "30d", "--repair-time", "3d", "--checkpoint-time", "20s"]) == 0
+    out = capsys.readouterr().out
+    assert "--checkpoint.every-s" in out
+    assert "3 up, fewer replicas" in out
+    assert "on 3 nodes the planner finds a faster layout" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("hours,node\n1,2\n", ["hours, node, state"]),
+        ("hours,node,state\n", ["at least one line below"]),
+        ("hours,node,state\n1,9,down\nx,0,down\n2,0,off\n", ["line 2: node must be 0 to 3", "line 3", "line 4: state"]),
+        ("hours,node,state\n1,0,up\n", ["line 2: node 0 is up already"]),
+        ("hours,node,state\n5,0,down\n1,1,down\n", ["in the order of the hours"]),
+        ("hours,node,state\n0,0,down\n", ["after hour 0"]),
+    ],
+)
+def test_a_wrong_table_is_refused_with_its_lines(capsys, tmp_path, text, parts):
+    table = tmp_path / "failures.csv"
+    table.write_text(text)
+    assert main([*RUN, "--trace", str(table), "--checkpoint-time", "20s"]) == 2
+    error = capsys.readouterr().err
+    for part in parts:
+        assert part in error
