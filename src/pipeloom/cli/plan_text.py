@@ -159,7 +159,7 @@ def _on_price(question: Question) -> str:
     kinds = [kind for kind, _ in _kinds(question)]
     found = dict.fromkeys((kind.device.name, kind.price_per_device_hour, kind.price_source) for kind in kinds)
     each = [
-        f"{f'{name}: ' if len(found) > 1 else ''}${price:.3g} a device-hour{f', {source}' if source else ''}"
+        f"{f'{name}: ' if len(found) > 1 else ''}${price:.3g} a device-hour{f': {source}' if source else ''}"
         for name, price, source in found
         if price is not None
     ]
