@@ -13,6 +13,7 @@
 # make random-plans  300 random questions to the planner: budgets, memory, written runs, better clusters (15 minutes)
 # make bench-network   beside PyTorch's pipelining over slow networks between hosts (as root; 12 minutes)
 # make bench-overhead  beside PyTorch's pipelining with next to no compute (2 minutes)
+# make bench-start  seconds from the command to the end of the first step (1 minute)
 # make bench-peers  beside a plain loop, transformers, DDP, FSDP2, PyTorch's pipelining with real compute (some minutes)
 # make bench-balance  what moving activations saves and costs, with emulated compute (1 minute)
 # make bench-checkpoints  steps beside a checkpoint to a disk of 20 MB/s, and without (1 minute)
@@ -56,7 +57,7 @@ STAMP       := $(VENV)/.installed
 LOADED      := numba llvmlite numpy pydantic pydantic_core rich
 
 .PHONY: demo test test-all docs dist docs-commands plan-demo recipes random-plans predict reproduce schedules plan-speed bench-network bench-overhead \
-        bench-peers bench-balance bench-checkpoints bench-tokenize bench-loading bench-generate playground-pictures playground-speed tune adapted signals \
+        bench-peers bench-start bench-balance bench-checkpoints bench-tokenize bench-loading bench-generate playground-pictures playground-speed tune adapted signals \
         gpu hangs chaos resume-pairs steady launch-schemas launch-parsers first-choice speed check format clean
 
 demo: $(STAMP)
@@ -167,6 +168,9 @@ bench-network: $(STAMP)
 
 bench-overhead: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
+
+bench-start: $(STAMP)
+	$(BIN)/python benchmarks/start.py $(ARGS)
 
 bench-peers: $(STAMP)
 	$(BIN)/python benchmarks/beside_peers.py $(ARGS)

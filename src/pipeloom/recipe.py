@@ -74,19 +74,19 @@ class Recipe:
     given: ScheduleFile | None = None
 
 
-def shared_state(shard: SharedState, *, dp: int, sequence_parallel: bool) -> SharedState | None:
+def shared_state(shard: SharedState, *, data_ranks: int, sequence_parallel: bool) -> SharedState | None:
     """The level of sharding among ranks with the same stages; ``None`` where they exchange nothing.
 
     With sequence parallelism tensor-parallel ranks reduce the gradients of parameters that each of them holds whole,
-    for any ``dp``, since each rank has the gradients of its own tokens.
+    for any ``data_ranks``, since each rank has the gradients of its own tokens.
 
     Args:
         shard: level of sharding if there are several data-parallel ranks.
-        dp: data-parallel ranks.
+        data_ranks: ranks that hold the same weights and compute other tokens.
         sequence_parallel: whether tensor-parallel ranks split the tokens.
     """
     # Without replicas there is nothing to shard.
-    if dp > 1:
+    if data_ranks > 1:
         return shard
     return "none" if sequence_parallel else None
 

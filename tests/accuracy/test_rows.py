@@ -36,7 +36,7 @@ def test_the_example_is_read():
 @pytest.mark.parametrize(
     ("cells", "message"),
     [
-        ({"dp": "31"}, "line 2: dp x tp x pp is 31, found devices 32"),
+        ({"dp": "31"}, "line 2: tp x cp x dp x pp is 31, found devices 32"),
         ({"layers": "many"}, "line 2: layers must be a whole number of at least 1, found 'many'"),
         ({"micro_batch": "0"}, "line 2: micro_batch must be a whole number of at least 1, found '0'"),
         ({"step_time_s": "-3"}, "line 2: step_time_s must be a number above 0 or blank, found '-3'"),
@@ -53,6 +53,30 @@ def test_a_wrong_cell_is_named_with_its_line(tmp_path, cells, message):
     with pytest.raises(ConfigError) as caught:
         read_rows(changed(tmp_path, **cells))
     assert message in str(caught.value)
+
+
+def test_context_parallelism_is_a_column_or_an_item_of_the_note(tmp_path):
+    (first, *_) = read_rows(changed(tmp_path, dp="16", note="cp=2; bf16 gradients"))
+    assert (first.run.cp, first.run.num_devices) == (2, 32)
+    header, row = changed(tmp_path, dp="16").read_text(encoding="utf-8").splitlines()[:2]
+    file = tmp_path / "column.csv"
+    file.write_text(f"cp,{header}\n2,{row}\n", encoding="utf-8")
+    assert read_rows(file)[0].run.cp == 2
+    with pytest.raises(ConfigError, match="cp must be a whole number of at least 1, found 'two'"):
+        read_rows(changed(tmp_path, note="cp=two"))
+
+
+def test_hybrid_sharding_is_a_column_or_words_of_the_note(tmp_path):
+    cells = {"shard": "full", "note": "sharded within a node only"}
+    assert read_rows(changed(tmp_path, **cells))[0].run.shard_size == 8
+    assert read_rows(changed(tmp_path, **cells | {"note": "replicate=2"}))[0].run.shard_size == 16
+    with pytest.raises(ConfigError, match="replicate 3 must divide dp 32"):
+        read_rows(changed(tmp_path, **cells | {"note": "replicate=3"}))
+
+
+def test_fp8_is_the_precision_of_products(tmp_path):
+    row = read_rows(changed(tmp_path, precision="fp8"))[0]
+    assert (row.run.precision, row.run.products, row.group.precision) == ("bf16", "fp8", "fp8")
 
 
 def test_wrong_cells_are_listed_and_the_rest_counted(tmp_path):

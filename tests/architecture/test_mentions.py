@@ -28,18 +28,19 @@ MOST_KIND = {
 }
 MOST_AXIS = {
     "pp": 50,
-    "loops": 42,
+    "loops": 38,
     "num_microbatches": 38,
-    "tp": 40,
-    "shard": 34,
+    "tp": 38,
     "recompute": 35,
-    "dp": 33,
+    "shard": 32,
     "sequence_parallel": 28,
     "partition": 25,
-    "replicate": 16,
-    "recompute_layers": 16,
-    "pipeline_order": 12,
+    "cp": 15,
+    "dp": 14,
+    "replicate": 14,
+    "recompute_layers": 13,
     "token_slices": 11,
+    "pipeline_order": 10,
     "microbatch_size": 8,
 }
 MOST_NEW_KIND = 8

@@ -87,6 +87,14 @@ def test_four_ranks_that_lose_one_go_on_as_three(tmp_path):
     assert [step for step, _, _ in curve(chaos.run)] == list(range(1, STEPS + 1))
 
 
+def test_an_error_that_comes_again_ends_the_run(tmp_path):
+    chaos = Chaos(tmp_path / "chaos", STEPS, "--restart.times 9 --optimizer.lr 1e30 --optimizer.clip-grad-norm inf")
+    chaos.start()
+    assert chaos.command.end(60) == 1
+    assert "second failure of this kind at the same step" in chaos.command.stderr
+    assert len(restarts(chaos)) == 1
+
+
 def test_a_signal_ends_a_run_that_was_started_again(tmp_path):
     chaos = Chaos(tmp_path / "chaos", 1000, "--restart.times 1")
     chaos.start()

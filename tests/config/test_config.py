@@ -210,6 +210,7 @@ MODEL = {
         "model.preset and model.file both give the sizes; leave one out",
     ),
 }
+SEVERAL = "layout.dp x layout.cp of at least 2"
 NEEDS = "{} have no effect without {} of at least 2; set that or leave them out"
 AXES = {
     "heads that tensor parallelism cannot share out": (
@@ -227,6 +228,14 @@ AXES = {
     "a sequence that does not split": (
         {"layout__sequence_parallel": True, "layout__tp": 3},
         "layout.tp must divide data.seq_len, found 3 and 128",
+    ),
+    "a sequence that a context axis does not divide": (
+        {"layout__cp": 3},
+        "2 x layout.cp must divide data.seq_len, found 6 and 128",
+    ),
+    "slices of a sequence that ranks share": (
+        {"layout__cp": 2, "layout__token_slices": 4},
+        "layout.token_slices cuts sequences that layout.cp divides among ranks; leave one of them out",
     ),
     "copies of nothing": (
         {"layout__replicate": 2, "layout__dp": 4},
@@ -258,7 +267,7 @@ AXES = {
     ),
     "shards of one rank": (
         {"layout__shard": "full"},
-        "layout.shard has no effect without layout.dp of at least 2; give both or leave it out",
+        "layout.shard has no effect without layout.dp x layout.cp of at least 2; give both or leave it out",
     ),
     "a residency of what always stays": (
         {"schedule__residency": 2, "layout__shard": "optimizer", "layout__dp": 2},
@@ -266,11 +275,11 @@ AXES = {
     ),
     "a prefetch of nothing": (
         {"schedule__prefetch": 2},
-        "schedule.prefetch has no effect without layout.shard and layout.dp of at least 2; give both or leave it out",
+        f"schedule.prefetch has no effect without layout.shard and {SEVERAL}; give both or leave it out",
     ),
     "shards for nobody else": (
         {"layout__shard": "full", "schedule__residency": 2, "schedule__prefetch": 2},
-        NEEDS.format("layout.shard, schedule.residency, schedule.prefetch", "layout.dp"),
+        NEEDS.format("layout.shard, schedule.residency, schedule.prefetch", "layout.dp x layout.cp"),
     ),
     "a pipeline of one": (
         {"layout__pp": 1, "layout__pipeline_order": (0,), "schedule__receive_buffers": 3},

@@ -6,7 +6,7 @@ executor counts: state, and what is kept for backwards.
 
 import numpy as np
 import pytest
-from any_runs import DATA, adapted_runs, frozen_runs, on_cpus, runs
+from any_runs import DATA, adapted_runs, context_runs, frozen_runs, on_cpus, runs
 from one_process import OneProcess
 
 from pipeloom.analysis.matching import match_spans
@@ -133,3 +133,9 @@ def test_a_step_with_frozen_layers_equals_the_single_process_and_holds_the_bytes
 @pytest.mark.timeout(120)
 def test_a_step_with_adapters_equals_the_single_process_and_holds_the_bytes_that_are_predicted(half):
     assert {assert_step(config) for config in adapted_runs(40)[half::2]} == {"kept"}
+
+
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.timeout(120)
+def test_a_step_with_shared_sequences_equals_the_single_process_and_holds_the_bytes_that_are_predicted(half):
+    assert {assert_step(config) for config in context_runs(24)[half::2]} == {"kept"}

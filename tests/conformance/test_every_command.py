@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from any_runs import COUNT, DATA, TRAINED, runs
+from any_runs import COUNT, DATA, TRAINED, context_runs, runs
 
 from pipeloom.cli import main
 from pipeloom.config.file import format_run, parse_run, read_run_file
@@ -78,6 +78,12 @@ def test_the_runs_are_drawn_over_every_knob():
 def test_every_command_has_the_rows_that_are_trained_or_the_same_refusal(make):
     for config, expected in zip(runs(), outcomes(), strict=True):
         assert outcome(make, config) == expected, config
+
+
+@pytest.mark.parametrize("make", [simulated, printed, planned])
+def test_every_command_has_the_rows_that_ranks_with_shared_sequences_train(make):
+    for config in context_runs(24):
+        assert outcome(make, config) == outcome(trained, config), config
 
 
 @pytest.fixture

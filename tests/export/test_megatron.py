@@ -120,6 +120,16 @@ def test_a_hybrid_of_whole_groups_is_megatrons_order_and_one_action_elsewhere_is
     assert not is_megatrons(swapped, loops, count, size)
 
 
+def test_context_parallelism_goes_around_as_here(tmp_path):
+    layout = {"dp": 2, "cp": 2, "shard": "optimizer"}
+    found = command(tmp_path, layout=layout)
+    assert (value(found, "context-parallel-size"), value(found, "cp-comm-type")) == ("2", "p2p")
+    assert "--num-distributed-optimizer-instances" not in found
+    copies = command(tmp_path, layout={**layout, "replicate": 2})
+    assert value(copies, "num-distributed-optimizer-instances") == "2"
+    assert "--context-parallel-size" not in command(tmp_path, layout={"dp": 2})
+
+
 def test_sharding_of_the_optimizer_and_hybrid_sharding(tmp_path):
     layout = {"dp": 4, "shard": "optimizer"}
     plain = command(tmp_path, layout=layout)

@@ -43,6 +43,14 @@ def test_flags_say_the_whole_layout_and_the_schedule_comes_from_the_csv(tmp_path
     assert parse_torch_csv((tmp_path / "torchtitan_schedule.csv").read_text()).placement.num_ranks == 4
 
 
+def test_context_parallelism_multiplies_the_ranks_that_share_state(tmp_path):
+    found = command(tmp_path, layout={"dp": 4, "cp": 2, "replicate": 2, "shard": "full"})
+    for name, expected in {"context_parallel": "2", "data_parallel_replicate": "2", "data_parallel_shard": "2"}.items():
+        assert value(found, f"parallelism.{name}_degree") == expected
+    notes = written_for("torchtitan", tmp_path, layout={"cp": 2}).notes.differs
+    assert sum("layout.cp 2" in one for one in notes) == 2
+
+
 def test_stages_are_named_by_their_modules(tmp_path):
     found = command(tmp_path)
     stages = values_of(found, "--parallelism.module_fqns_per_model_part")

@@ -79,6 +79,23 @@ def adapted_runs(count):
     return found
 
 
+@cache
+def context_runs(count):
+    """Runs whose sequences several ranks share, without the settings that these exclude."""
+    draw, found = random.Random(3), []
+    still = {"balance": False, "offload": False, "activation_budget": None, "device_budget": None}
+    while len(found) < count:
+        config = with_layers(draw, any_run(draw))
+        layout = replace(config.layout, cp=draw.choice((2, 2, 4)), token_slices=None)
+        shard = draw.choice(("none", "optimizer", "gradients", "full"))
+        layout = replace(layout, shard=shard, replicate=layout.dp if shard != "none" and draw.random() < 0.3 else None)
+        config = with_sharding(draw, replace(config, layout=layout, schedule=replace(config.schedule, **still)))
+        config = with_windows(draw, config)
+        if layout.num_ranks <= 8 and not find_problems(config, trains=False):
+            found.append(config)
+    return found
+
+
 def with_layers(draw, config):
     """The run with other layers, which change no other draw and no schedule."""
     model, moves = config.model, config.schedule.balance or config.schedule.offload

@@ -37,7 +37,7 @@ MODEL = (
 )
 LAYOUT = "--layout.pp 2 --layout.dp 2 --layout.loops 2 --layout.num-microbatches 4"
 STALL_S = 2.0
-GAP = 6
+GAP = 4
 """Steps between two faults."""
 
 
@@ -135,7 +135,7 @@ class Chaos:
         again = ["--checkpoint.resume", str(self.run)] if (self.run / "checkpoints").exists() else []
         self.command = Forked(self.folder, [*self.words, *again], Commands(self.folder).install)
 
-    def finish(self, limit_s=120):
+    def finish(self, limit_s=600):
         """Its exit status."""
         status = self.command.end(limit_s)
         assert status == 0, f"{status}: {self.command.stdout}{self.command.stderr}"
@@ -164,11 +164,13 @@ class Chaos:
         return time.monotonic() - begin_s
 
     def pid(self, rank):
-        for _ in range(100):
+        """The process of a rank that runs: the number of one that has ended may be another program's."""
+        for _ in range(500):
             with suppress(UserError, StopIteration):
-                return next(one.pid for one in read_ranks(self.run / ACTIONS) if one.rank == rank)
+                ranks = read_ranks(self.run / ACTIONS)
+                return next(one.pid for one in ranks if one.rank == rank and one.process == "runs")
             time.sleep(0.02)
-        raise AssertionError("the ranks have no files")
+        raise AssertionError("the rank does not run")
 
     def kill(self, rank, number=signal.SIGKILL):
         with suppress(ProcessLookupError):

@@ -23,6 +23,7 @@ from pipeloom.execute.executor import Executor
 from pipeloom.execute.parts.messages import Messages
 from pipeloom.runs.standstill import read_standstill
 from pipeloom.schedule.kinds import SEND_KINDS
+from pipeloom.system.processes import lives, start_of
 from pipeloom.training.loading import Loading
 
 LIMIT_S = 3.0
@@ -85,7 +86,9 @@ class Place:
 
     def note(self, **where):
         draft = self.file.with_suffix(".draft")
-        draft.write_text(json.dumps({"at_s": time.monotonic(), "pid": os.getpid(), **where}))
+        draft.write_text(
+            json.dumps({"at_s": time.monotonic(), "pid": os.getpid(), **where} | {"started": start_of(os.getpid())})
+        )
         draft.rename(self.file)
 
     def stay(self, **where):
@@ -232,7 +235,9 @@ def answer_to(hang, folder):
             right_s = right_s if is_right(state, hang, where) else None
     finally:
         with suppress(ProcessLookupError, FileNotFoundError):
-            os.kill(json.loads(file.read_text())["pid"], signal.SIGKILL)
+            where = json.loads(file.read_text())
+            if lives(where["pid"], where["started"]):  # the number of one that has ended may be another program's
+                os.kill(where["pid"], signal.SIGKILL)
         with suppress(AssertionError):
             command.end(0.1 if command.is_running else 10)
     return right_s, state, command.stderr

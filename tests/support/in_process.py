@@ -9,7 +9,7 @@ import torch
 
 from pipeloom.errors import StallError
 from pipeloom.execute.clock import Clock
-from pipeloom.execute.communication.collectives import Alone, BlockingGroup, already_done
+from pipeloom.execute.communication.collectives import Alone, BlockingGroup, RingGroup, already_done
 from pipeloom.execute.communication.wires import Wires, evictions
 from pipeloom.execute.lanes import Lanes
 
@@ -222,6 +222,11 @@ def blocking_groups_in_process(lists):
     return {rank: BlockingGroup(group) for rank, group in groups_in_process(lists, waits=True).items()}
 
 
+def context_groups_in_process(lists):
+    """By rank its group among lists of context-parallel ranks."""
+    return {rank: RingGroup(group) for rank, group in groups_in_process(lists, waits=True).items()}
+
+
 class _Group:
     """One rank's view; a meeting is what each rank brought to a collective, by its place, until all have."""
 
@@ -240,6 +245,19 @@ class _Group:
     def all_reduce(self, tensor, reduction="sum"):
         reduce = torch.sum if reduction == "sum" else torch.amax
         return self._join(tensor, tensor, lambda given: reduce(torch.stack(given), 0))
+
+    def pass_on(self, received, sent):
+        # Gathered, of which each rank takes what the one before has sent.
+        (arrived,), (given,) = received, sent
+        whole = given.new_empty(self.size, *given.shape)
+        finish, before = self.gather(whole, given.unsqueeze(0)), (self.index - 1) % self.size
+
+        def wait():
+            found = finish()
+            arrived.copy_(whole[before])
+            return found
+
+        return wait
 
     def _join(self, result, given, work, *, scatters=False):
         # All ranks make the same calls in the same order, so its number names a collective.

@@ -15,6 +15,7 @@ from in_process import (
     Neighborhood,
     Post,
     blocking_groups_in_process,
+    context_groups_in_process,
     groups_in_process,
     play_in_process,
     run_together,
@@ -47,14 +48,15 @@ class OneProcess:
         lanes, posts, wires = Neighborhood(), defaultdict(Post), defaultdict(MovePost)
         groups = [groups_in_process(one()) for one in (layout.shard_groups, layout.copy_groups, layout.tensor_groups)]
         teams = blocking_groups_in_process(layout.tensor_groups())
+        rings = context_groups_in_process(layout.context_groups())
 
         # What every rank makes for itself where there are processes.
         shapes, honest = {}, Pipeline._outputs
 
-        def outputs(pipeline, microbatch_size):
-            key = pipeline._place.tensor, microbatch_size
+        def outputs(pipeline, microbatch_size, num_tokens):
+            key = pipeline._place.tensor, microbatch_size, num_tokens
             if key not in shapes:
-                shapes[key] = honest(pipeline, microbatch_size)
+                shapes[key] = honest(pipeline, microbatch_size, num_tokens)
             return shapes[key]
 
         schedules = {name: cache(getattr(module, name)) for name in ("training_schedule", "forward_schedule")}
@@ -67,6 +69,7 @@ class OneProcess:
             connections = {
                 "make_groups": lambda *_: Groups(*(one[rank] for one in groups)),
                 "make_tensor_group": lambda *_: teams[rank],
+                "make_context_group": lambda *_: rings[rank],
                 "Lanes": lambda *_: InProcessLanes(lanes),
                 "Transport": lambda own, *_: posts[place(rank)].transport(own),
                 "make_wires": lambda schedule, *_: wires[place(rank)].wires(schedule),
@@ -105,7 +108,7 @@ class OneProcess:
         draw = np.random.default_rng(0)
         self._windows = draw.integers(config.model.vocab_size, size=(config.layout.batch_size, config.data.seq_len + 1))
         ranks = [self._steps(pipeline, self._windows) for pipeline in self.pipelines]
-        return play_in_process(ranks, in_turns=config.layout.tp > 1)
+        return play_in_process(ranks, in_turns=config.layout.tp * config.layout.cp > 1)
 
     def mean_loss(self, batches):
         """Loss and tokens of batches, as evaluation and validation compute them."""
@@ -133,4 +136,4 @@ class OneProcess:
         if pipeline._slices is not None:
             batch = batch.cut(pipeline._slices)
         executor = pipeline._trainer
-        return executor, executor.steps(batch.inputs, pipeline._loss_of(batch))
+        return executor, executor.steps(batch.inputs, pipeline._loss_of(batch, pipeline._config.training.z_loss))

@@ -65,7 +65,7 @@ def train(jobs, rendezvous, rank, size):
     world = join_forked(rendezvous, rank, size, "cpu", 60)
     for folder, config in jobs:
         data = load_data(config.data, config.training.seed)
-        Trainer(resolve(config, data), world, data, RunFolder(folder)).run()
+        Trainer(resolve(config, data), world, data, RunFolder(folder), quiet=True).run()
     world.leave()
 
 

@@ -321,7 +321,11 @@ CHECKPOINTS: list[Row] = [
     ),
     (f"{_SMALL} --checkpoint.resume run --model.hidden-size 32", {}, "is not of this model; 32"),
     (f"{_SMALL} --checkpoint.resume run --optimizer.name sgd", {}, "is of another optimizer"),
-    (f"{_SMALL} --checkpoint.resume run --training.freeze-layers 1", {}, "training.freeze_layers differs"),
+    (
+        f"{_SMALL} --checkpoint.resume run --training.freeze-layers 1",
+        {},
+        "training.freeze_layers or adapter.rank differs",
+    ),
     (f"{_SMALL} --checkpoint.resume run --data.tokenizer tokenizer", {}, "tokenizer"),
     (f"{_SMALL} --output.folder run", {}, "contains a run already"),
     (f"{_SMALL} --checkpoint.keep-every 2", {}, "checkpoint.keep_every has no effect without checkpoint.keep"),
@@ -449,10 +453,37 @@ ADAPTERS: list[Row] = [
         "pipeloom with adapters has no family 'zb-h1'",
     ),
 ]
+OPTIMIZERS: list[Row] = [
+    (f"{_SMALL} --optimizer.name moun", {}, "optimizer.name; muon"),
+    (
+        f"{_SMALL} --optimizer.name muon --layout.tp 2",
+        {},
+        "optimizer.name muon updates whole matrices; set layout.tp 1",
+    ),
+    (f"{_SMALL} --optimizer.name adafactor --optimizer.betas 0.9 0.99", {}, "optimizer.betas has no effect"),
+    (f"{_SMALL} --optimizer.name adafactor --optimizer.settings depth=1", {}, "optimizer.depth has no effect"),
+    (f"{_SMALL} --optimizer.lr-decay-style exponential", {}, "optimizer.lr-decay-style"),
+    (
+        f"{_SMALL} --optimizer.lr-decay-style constant --optimizer.lr-min-fraction 0.2",
+        {},
+        "optimizer.lr_min_fraction has no effect",
+    ),
+    (f"{_SMALL} --optimizer.lr-wsd-decay-steps 2", {}, "optimizer.lr_wsd_decay_steps has no effect"),
+    (
+        f"{_SMALL} --optimizer.lr-decay-style wsd --optimizer.lr-wsd-decay-steps 9",
+        {},
+        "optimizer.lr_wsd_decay_steps and lr_warmup_steps must be at most training.steps 2 together",
+    ),
+    (f"{_SMALL} --training.z-loss -1", {}, "training.z_loss must be at least 0"),
+    ("simulate small.toml --training.z-loss 1e-4", {}, "--training.z-loss"),
+    ("launch small.toml --out new --to megatron --training.z-loss 0.1", {}, "training.z_loss 0.1"),
+    ("launch small.toml --out new --to torchtitan --optimizer.lr-decay-style wsd", {}, "optimizer.lr_decay_style wsd"),
+]
 GROUPS = (
     MODELS,
     ADAPTED,
     ADAPTERS,
+    OPTIMIZERS,
     WEIGHTS,
     DATA,
     MIXTURES,

@@ -301,8 +301,9 @@ def _reason_to_skip(row: Row, cluster: Cluster | None) -> str | None:
         return f"no family makes the schedule '{row.schedule}'"
     if cluster is None:
         return f"no cluster of the catalog has the device '{row.device}': give --cluster"
-    if row.run.precision not in cluster.device.peak_flops_per_s:
-        return f"the device '{cluster.device.name}' has no rate for {row.run.precision}"
+    for precision in (row.run.precision, row.run.peak_precision):
+        if precision not in cluster.device.peak_flops_per_s:
+            return f"the device '{cluster.device.name}' has no rate for {precision}"
     return None
 
 

@@ -4,12 +4,14 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.system.files import read_text
-from pipeloom.workload.dtypes import Precision
+from pipeloom.workload.axes import AXES
+from pipeloom.workload.dtypes import Precision, Products
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.run import Attention, Run
@@ -19,13 +21,17 @@ VOCABULARIES = {"zero-bubble-": 32_000}
 5,120 14.6B and 62 of 6,144 28.3B, and its program's sample has a tokenizer of LLaMA's kind; with 50,257 tokens they
 would be 14.7B and 28.4B, and the last stage of its 1.5B would take 10 % longer than it was measured."""
 _SHAPE_COUNTS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
-_RUN_COUNTS = ("seq", "dp", "tp", "pp", "loops", "micro_batch", "global_batch")
+_RUN_COUNTS = ("seq", *AXES, "replicate", "loops", "micro_batch", "global_batch")
+_IN_NOTES = ("cp", "replicate")
+"""Columns that a table may leave out: then an item such as ``cp=2`` of the note, between semicolons, has the value."""
+_IN_NODE = "within a node"
+"""Words of a note that, without a column ``replicate``, mean hybrid sharding over the devices of a node."""
 _COUNTS = (*_SHAPE_COUNTS, *_RUN_COUNTS, "devices", "devices_per_node")
 _RUN_CHOICES = ("shard", "recompute", "attention", "precision")
 _RUN_FLAGS = ("sequence_parallel", "fused_norm")
 _FLAGS = ("tied", *_RUN_FLAGS)
 _TEXTS = ("set", "status", "step_time_s", "memory_bytes", "model", "mlp", "device", "schedule", "note")
-COLUMNS = (*_TEXTS, *_COUNTS, *_FLAGS, *_RUN_CHOICES)
+COLUMNS = tuple(name for name in (*_TEXTS, *_COUNTS, *_FLAGS, *_RUN_CHOICES) if name not in _IN_NOTES)
 """Columns that a table must have."""
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -33,13 +39,15 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "shard": get_args(Shard),
     "recompute": get_args(Recompute),
     "attention": get_args(Attention),
-    "precision": get_args(Precision),
+    "precision": (*get_args(Precision), *get_args(Products)),
 }
 _FAMILIES = {"gelu": "gpt2", "swiglu": "llama"}
 """Feed-forward block, as in the column ``mlp`` -> family of models."""
 _MOST_PROBLEMS = 20
 
 BLANKS: dict[str, str] = {
+    "cp": "1",
+    "replicate": "1",
     "loops": "1",
     "devices_per_node": "8",
     "mlp": "gelu",
@@ -52,7 +60,7 @@ BLANKS: dict[str, str] = {
     "precision": "bf16",
 }
 """Column -> value of a blank cell. Others follow from the row: ``kv_heads`` is ``heads``, ``ffn`` four times
-``hidden``, ``devices`` dp x tp x pp, ``schedule`` 1f1b with a pipeline, ``status`` ok if something was measured."""
+``hidden``, ``devices`` the product of the axes, ``schedule`` 1f1b with a pipeline, ``status`` ok if measured."""
 
 
 class Group(NamedTuple):
@@ -108,7 +116,7 @@ class Row:
             global_batch=run.global_batch,
             attention=run.attention,
             fused_norm=run.fused_norm,
-            precision=run.precision,
+            precision=run.peak_precision,
         )
 
 
@@ -155,17 +163,30 @@ def read_rows(path: Path) -> list[Row]:
 
 def _filled(line: dict[str, str]) -> dict[str, str]:
     """The line with defaults in blank cells, where there are defaults."""
-    filled = {name: text or BLANKS.get(name, "") for name, text in line.items()}
+    noted = dict(item.strip().split("=", 1) for item in line["note"].split(";") if "=" in item)
+    given = {**{name: noted.get(name, "") for name in _IN_NOTES}, **line}
+    filled = {name: text or BLANKS.get(name, "") for name, text in given.items()}
+    if _IN_NODE in line["note"] and not given["replicate"]:
+        filled["replicate"] = _replicas_of_nodes(filled)
     filled["kv_heads"] = filled["kv_heads"] or filled["heads"]
     filled["schedule"] = filled["schedule"] or ("none" if filled["pp"] == "1" else "1f1b")
     if not filled["status"] and (filled["step_time_s"] or filled["memory_bytes"]):
         filled["status"] = "ok"
     try:
         filled["ffn"] = filled["ffn"] or str(4 * int(filled["hidden"]))
-        filled["devices"] = filled["devices"] or str(int(filled["dp"]) * int(filled["tp"]) * int(filled["pp"]))
+        filled["devices"] = filled["devices"] or str(prod(int(filled[name]) for name in AXES))
     except ValueError:
         pass  # _row reports cells that are not numbers
     return filled
+
+
+def _replicas_of_nodes(cells: dict[str, str]) -> str:
+    """The number of nodes of a pipeline rank; 1 if cells are wrong, which is reported elsewhere."""
+    try:
+        held = prod(int(cells[name]) for name in AXES if name != "pp")
+        return str(max(1, held // int(cells["devices_per_node"])))
+    except (ValueError, ZeroDivisionError):
+        return "1"
 
 
 def _row(cells: dict[str, str], where: str, problems: list[str]) -> Row | None:
@@ -192,9 +213,11 @@ def _row(cells: dict[str, str], where: str, problems: list[str]) -> Row | None:
 
 
 def _check_sizes(values: dict[str, Any], where: str, problems: list[str]) -> None:
-    product = values["dp"] * values["tp"] * values["pp"]
+    product = prod(values[name] for name in AXES)
     if product != values["devices"]:
-        problems.append(f"{where}: dp x tp x pp is {product}, found devices {values['devices']}")
+        problems.append(f"{where}: {' x '.join(AXES)} is {product}, found devices {values['devices']}")
+    if values["dp"] % values["replicate"]:
+        problems.append(f"{where}: replicate {values['replicate']} must divide dp {values['dp']}")
     if values["hidden"] % values["heads"]:
         problems.append(f"{where}: hidden {values['hidden']} must be divisible by heads {values['heads']}")
 
@@ -228,6 +251,8 @@ def _make(line: dict[str, str], values: dict[str, Any]) -> Row:
             sizes["vocab"] = vocab
     shape = ModelShape(name=line["model"], family=_FAMILIES[values["mlp"]], **sizes)
     of_run = {name: values[name] for name in (*_RUN_COUNTS, *_RUN_CHOICES, *_RUN_FLAGS)}
+    if of_run["precision"] in get_args(Products):
+        of_run |= {"precision": "bf16", "products": of_run["precision"]}
     return Row(
         set_name=line["set"],
         run=Run(shape=shape, **of_run),

@@ -14,7 +14,7 @@ from pipeloom.cli.reference import Command, Flag, Output, Place
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.plan import plan
 from pipeloom.planner.question import HEADROOM
-from pipeloom.workload.dtypes import Dtype
+from pipeloom.workload.dtypes import Dtype, MatmulDtype
 from pipeloom.workload.launchers import LauncherName
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.limits import (
@@ -61,6 +61,9 @@ class Options(Goals):
     dtype: Common[Dtype | None] = None
     """Data type of weights and activations. None: that of the run file; else on GPUs bfloat16, or float16 where they
     lack it, and float32 on CPUs."""
+    matmul_dtype: MatmulDtype | None = None
+    """Data type of the operands of linear layers. Attention, head, weights and activations keep dtype. None: that of
+    the run file; else dtype."""
     attention: Attention | None = None
     """Attention kernel. None: flash2."""
     fused_norm: bool | None = None
@@ -70,6 +73,9 @@ class Options(Goals):
     memory; it also has to cover a fragmented allocator and buffers of the network."""
     tp: Common[tuple[int, ...]] = ()
     """Tensor-model-parallel sizes to search. None: all."""
+    cp: tuple[int, ...] = ()
+    """Context-parallel sizes to search. None: those with which each rank has at least 4,096 tokens of a sequence; for
+    pipeloom only 1, since its attention over parts of sequences has no fused kernel on GPUs."""
     pp: Common[tuple[int, ...]] = ()
     """Pipeline-model-parallel sizes to search. 1 is no pipeline. None: all."""
     dp: tuple[int, ...] = ()

@@ -8,6 +8,7 @@ from pipeloom.planner.comparison import causes
 from pipeloom.planner.goals import Goal, Training
 from pipeloom.planner.plan import Plan
 from pipeloom.predict.step import SimulatedStep
+from pipeloom.workload.axes import IN_SENTENCES
 from pipeloom.workload.dtypes import dtype_of
 
 
@@ -85,7 +86,7 @@ def _or_null(step: SimulatedStep | None) -> dict[str, Any] | None:
 
 
 _OF_RUN = (
-    "tp", "pp", "dp", "loops", "replicate", "shard", "micro_batch", "num_microbatches", "sequence_parallel",
+    *IN_SENTENCES, "loops", "replicate", "shard", "micro_batch", "num_microbatches", "sequence_parallel",
     "recompute", "recompute_layers", "layers_by_stage", "placement", "pipeline_order",
 )  # fmt: skip
 _OF_KNOBS = ("residency", "prefetch", "gradient_buffers", "receive_buffers")

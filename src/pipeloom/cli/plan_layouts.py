@@ -15,6 +15,7 @@ from pipeloom.predict.stage_swaps import swapped_amounts
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.console import table
 from pipeloom.terminal.words import count, format_bytes, short, unit_bytes, unit_s
+from pipeloom.workload.axes import IN_SENTENCES
 
 _SHARDED = {
     "none": "nothing",
@@ -38,7 +39,7 @@ def best_table(plan: Plan) -> Table:
     rows: list[dict[str, str]] = []
     for step in plan.rows:
         whole_s, cause_s, run = step.prediction.step_time_s, causes(step), step.run
-        exposed_s = cause_s["exposed_p2p_s"] + cause_s["exposed_data_parallel_s"]
+        exposed_s = sum(seconds for cause, seconds in cause_s.items() if cause.startswith("exposed"))
         rows.append(
             {
                 **short_cells(step),
@@ -105,16 +106,15 @@ def layout_cells(step: SimulatedStep) -> dict[str, str]:
     """Title of a column -> value of the layout, or ``-``. Without a pipeline there is no schedule of stages."""
     run, has_schedule = step.run, step.run.pp > 1 or strategy_of(step) != "none"
     return {
+        **run.axes.cells,
         "tp": f"{run.tp}{'+sp' if run.sequence_parallel else ''}",
-        "pp": str(run.pp),
-        "dp": str(run.dp),
         "micro": f"{run.num_microbatches} x {run.micro_batch}",
         "schedule": family_words(step) if has_schedule else "-",
         # Without a pipeline too: the stages whose weights are gathered, or whose gradients are reduced, one by one.
         "loops": f"{run.loops}{'' if run.placement == 'looped' else '+' + run.placement}"
         if has_schedule or run.loops > 1
         else "-",
-        "sharded": run.shard if run.dp > 1 and run.shard != "none" else "-",
+        "sharded": run.sharded if run.sharded != "none" else "-",
         "recompute": _recomputed(step),
     }
 
@@ -139,9 +139,7 @@ def _recomputed(step: SimulatedStep) -> str:
 
 
 _SETTING: Mapping[str, str] = {
-    "tp": "tp {}",
-    "pp": "pp {}",
-    "dp": "dp {}",
+    **{name: f"{name} {{}}" for name in IN_SENTENCES},
     "micro": "micro {}",
     "schedule": "{}",
     "loops": "loops {}",
@@ -149,20 +147,27 @@ _SETTING: Mapping[str, str] = {
     "recompute": "{} recomputed",
 }
 """Title of a column -> its value in a sentence."""
+_ABSENT: Mapping[str, str] = {"sharded": "nothing", "recompute": "nothing", **dict.fromkeys(IN_SENTENCES, "1")}
+"""Title of a column -> what ``-`` is there in a sentence about a difference."""
 
 
 def settings_words(step: SimulatedStep, best: SimulatedStep | None = None) -> str:
     """The layout in a line; with ``best``, only what differs from that layout."""
     known = dict[str, str]() if best is None else layout_cells(best)
     parts = [
-        _SETTING[name].format("nothing" if value == "-" else value)
+        _SETTING[name].format(_ABSENT[name] if value == "-" else value)
         for name, value in layout_cells(step).items()
-        if value != known.get(name) and (value != "-" or (known and name in ("sharded", "recompute")))
+        if value != known.get(name) and (value != "-" or (known and name in _ABSENT))
     ]
     return ", ".join(parts) or "nothing"
 
 
-_SHORT_CAUSES = {"recompute_s": "recompute", "exposed_p2p_s": "p2p", "exposed_data_parallel_s": "dp"}
+_SHORT_CAUSES = {
+    "recompute_s": "recompute",
+    "exposed_context_s": "cp",
+    "exposed_p2p_s": "p2p",
+    "exposed_data_parallel_s": "dp",
+}
 
 
 def rival_table(best: SimulatedStep, rivals: Sequence[Rival], row: int) -> Table:
@@ -232,9 +237,9 @@ def layout_lines(best: SimulatedStep) -> Iterator[str]:
     if run.layers_by_stage is not None and run.num_stages > 1:
         least, most = min(run.layers_by_stage), max(run.layers_by_stage)
         parts.append(f"{count(least, 'layer')} each" if least == most else f"{least} to {most} layers each")
-    if run.shard != "none" and run.dp > 1:
-        parts.append(f"{run.shard} sharded over {run.shard_size} of {run.dp} data-parallel ranks")
-    if run.shard == "full" and run.dp > 1:
+    if run.sharded != "none":
+        parts.append(f"{run.shard} sharded over {run.shard_size} of {run.data_ranks} data-parallel ranks")
+    if run.sharded == "full":
         parts.append(f"{count(knobs.residency, 'stage')} gathered at once")
     if run.recompute_layers is not None:
         again = sum(kind == "full" for kind in run.recompute_layers)
@@ -261,7 +266,7 @@ def closest_words(plan: Plan, near: Closest) -> str:
         else "its lower bound fits, but none of its schedules does"
     )
     return (
-        f": the layout that needs least (tp {run.tp}, pp {run.pp}, dp {run.dp}, micro-batches of {run.micro_batch}, "
+        f": the layout that needs least ({run.axes.words()}, micro-batches of {run.micro_batch}, "
         f"{stages}{_SHARDED[near.leaf.sharding.levels[-1]]} sharded, "
         f"{_RECOMPUTED[near.leaf.cut.arrangement.recomputed]} recomputed) needs "
         f"{short(near.least_bytes / unit)} {name} of {short((near.least_bytes - near.missing_bytes) / unit)}"

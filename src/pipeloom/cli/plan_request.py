@@ -18,13 +18,13 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import ConfigError
 from pipeloom.planner.goals import Goal, Training
 from pipeloom.planner.launch import Wanted, launch_problems
-from pipeloom.planner.plan import make_question, with_adapter
+from pipeloom.planner.plan import make_question, of_training
 from pipeloom.planner.question import Limits, Question, limit_problems
 from pipeloom.planner.run_file import named_model
 from pipeloom.planner.strategies import with_strategies
 from pipeloom.predict.describe import asked_precision, changed_cluster, load_or_note, with_model_sizes
 from pipeloom.runs.run_folder import SCHEDULE
-from pipeloom.workload.dtypes import Dtype, Precision
+from pipeloom.workload.dtypes import Dtype, MatmulDtype, Precision, products_of
 from pipeloom.workload.launchers import LAUNCHERS, LauncherName
 from pipeloom.workload.model import ModelConfig, ModelShape, shape_of
 
@@ -111,6 +111,11 @@ class _Inputs:
             return named_model(self.model, self.seq or 1)
         assert self.shape is not None, "without a model there is nothing to check"
         return self.shape if self.config is None else self.config.model.resolve(self.config.data.vocab_size)
+
+    @property
+    def matmul_dtype(self) -> MatmulDtype | None:
+        """Of the operands of linear layers; ``None`` for ``dtype``."""
+        return self.options.matmul_dtype or (self.config.training.matmul_dtype if self.config is not None else None)
 
     @property
     def choices(self) -> list[Choice]:
@@ -224,8 +229,8 @@ def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
         cluster = priced(cluster, choice.num_devices, options, inputs.goal, problems)
     if shape is not None and cluster is not None:
         precision = asked_precision(inputs.dtype, cluster, choice.num_devices)
-        if not launcher.is_own:
-            problems += launch_problems(launcher, _wanted(inputs, precision), cluster, choice.num_devices)
+        wanted = _wanted(inputs, shape if launcher.is_own else inputs.settings, precision)
+        problems += launch_problems(launcher, wanted, cluster, choice.num_devices)
     limits = _limits(options)
     if problems or shape is None or cluster is None or software is None:
         if software is not None:
@@ -241,14 +246,14 @@ def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
         software=software if launcher.is_own else None,
         launcher=launcher.name,
         dtype=inputs.dtype,
+        matmul_dtype=inputs.matmul_dtype,
         attention=options.attention or (machine.attention if machine is not None else "flash2"),
         fused_norm=_first(options.fused_norm, machine.fused_norm if machine is not None else True),
-        optimizer=config.optimizer.rule if config is not None else None,
         headroom=options.headroom,
         **limits,
     )
-    if config is not None and config.pairs is not None:
-        question = with_adapter(question, config.pairs)
+    if config is not None:
+        question = of_training(question, config.optimizer.rule, config.pairs)
     return Request(
         options,
         question,
@@ -262,10 +267,11 @@ def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
     )
 
 
-def _wanted(inputs: _Inputs, precision: Precision) -> Wanted:
+def _wanted(inputs: _Inputs, model: ModelConfig | ModelShape, precision: Precision) -> Wanted:
     """What a program has to run, by the flags and the run file."""
     options, config = inputs.options, inputs.config
-    flags = {"model": inputs.settings, "seq": inputs.seq or 1, "precision": precision}
+    flags = {"model": model, "seq": inputs.seq or 1, "precision": precision}
+    flags |= {"products": products_of(inputs.matmul_dtype)}
     if config is None:
         return Wanted(**flags, attention=options.attention or "flash2")
     return Wanted(

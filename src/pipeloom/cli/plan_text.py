@@ -125,8 +125,8 @@ def _question_lines(plan: Plan) -> Iterator[str]:
     yield (
         f"{question.shape.name or 'model'}, {amount(question.shape.parameters)} parameters, {question.global_batch:,} "
         f"sequences of {question.seq:,} tokens a step, "
-        f"{dtype_words(question.precision, is_default=question.has_default_dtype)}; {question.num_devices:,} x "
-        f"{_devices(question)} ({question.cluster.name}), trained by {_program(question)}"
+        f"{dtype_words(question.precision, question.products, is_default=question.has_default_dtype)}; "
+        f"{question.num_devices:,} x {_devices(question)} ({question.cluster.name}), trained by {_program(question)}"
     )
     proof = "; by prediction, none of these is among the best" if plan.best is not None else ""
     if plan.open_bound_s is not None:

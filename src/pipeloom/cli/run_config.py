@@ -29,6 +29,7 @@ VERIFICATION = (
     *("model", "data", "layout", "schedule", "optimizer.name", "optimizer.clip_grad_norm"),
     *("training.dtype", "training.device", "training.threads", "training.seed", "training.compile"),
     *("training.compile_backend", "training.run_ahead", "training.stall_timeout_s", "training.freeze_layers"),
+    "training.z_loss",
     *("adapter.rank", "adapter.targets", "adapter.alpha"),
 )
 """The same for gradients that are verified, which takes no optimizer's step."""
@@ -181,6 +182,7 @@ def _over(config: RunConfig, found: Words) -> RunConfig:
     )
 
 
-def dtype_words(precision: str, *, is_default: bool) -> str:
+def dtype_words(precision: str, products: str | None = None, *, is_default: bool) -> str:
     """A run's type of weights and activations, and whether it is the default."""
-    return dtype_of(precision) + (" (the devices' default)" if is_default else "")
+    default = " (the devices' default)" if is_default else ""
+    return dtype_of(precision) + default + (f" with {products} linear layers" if products else "")

@@ -105,15 +105,15 @@ def _recomputation(step: SimulatedStep) -> str:
 def _print_headline(console: Console, step: SimulatedStep, tree: Mapping[str, Any]) -> None:
     run, knobs = step.run, step.knobs
     kinds = step.cluster.kinds(run.num_devices)
-    peaks = dict.fromkeys(kind.device.peak_flops_per_s[run.precision] / 1e12 for kind, _ in kinds)
+    peaks = dict.fromkeys(kind.device.peak_flops_per_s[run.peak_precision] / 1e12 for kind, _ in kinds)
     shard = "" if run.shard == "none" else f", {run.shard} sharding over {run.shard_size}"
     cut = f" in {count(len(run.slices), 'slice')}" if run.slices else ""
     passes = passes_of(knobs.choice.keep, balance=knobs.moves.balance, offload=knobs.moves.offload)
     console.print(
         f"{run.shape.name or 'model'}, {amount(run.shape.parameters)} parameters; {knobs.choice.family}{passes}: "
-        f"{run.pp} pipeline x {run.dp} data x {run.tp} tensor ranks, {count(run.loops, 'loop')}; "
+        f"{run.axes.ranks}, {count(run.loops, 'loop')}; "
         f"{count(step.schedule.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq:,} tokens{cut}; "
-        f"{dtype_words(run.precision, is_default=tree['has_default_dtype'])}{_recomputation(step)}{shard}"
+        f"{dtype_words(run.precision, run.products, is_default=tree['has_default_dtype'])}{_recomputation(step)}{shard}"
     )
     devices = " and ".join(f"{number:,} x {kind.device.name}" for kind, number in kinds)
     console.print(f"{devices} ({step.cluster.name}), trained by {step.software.name}")
@@ -235,6 +235,8 @@ def _lanes(step: SimulatedStep, tree: Mapping[str, Any]) -> Iterator[tuple[str, 
     for label, names in _LANES.items():
         uses = [use for use in tree["communication"] if Lane.parse(use["lane"]).name in names]
         yield label, sum(use["busy_s"] for use in uses) / ranks, sum(use["hidden_s"] for use in uses) / ranks
+    around = step.ring_s
+    yield "context-parallel", around.busy_s, around.busy_s - around.exposed_s
     yield "between stages, blocking", sum(step.blocked_s) / ranks, 0.0
     for part, label in _AFTER.items():
         yield label, tree["after_s"][part], 0.0

@@ -207,7 +207,7 @@ def _print_groups(answer: Comparison) -> None:
             more = " sequence parallel" * run.sequence_parallel
             more += f" {run.recompute} recomputation" * (run.recompute != "none")
             print(
-                f"  {name:<9}{row.step_time_s:.3f} s: dp {run.dp} tp {run.tp} pp {run.pp} loops {run.loops} "
+                f"  {name:<9}{row.step_time_s:.3f} s: {run.axes.words(joint=' ')} loops {run.loops} "
                 f"micro-batch {run.micro_batch} {row.schedule} shard {run.shard}{more}"
             )
         if ranking.is_first_oom:

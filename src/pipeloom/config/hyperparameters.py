@@ -85,7 +85,8 @@ def usual_values(config: RunConfig) -> str | None:
     """A sentence with the optimizer's settings that are defaults, not the model's recipe; ``None`` for no such."""
     own = config.optimizer
     kept = {name: value for name, value in own.rule.settings.items() if name not in own.given}
-    kept |= {name: getattr(own, f"known_{name}") for name in _USUAL if getattr(own, name) is None}
+    taken = [name for name in _USUAL if name != "lr_min_fraction" or own.lr_decay_style != "constant"]
+    kept |= {name: getattr(own, f"known_{name}") for name in taken if getattr(own, name) is None}
     if not kept or not _is_from_elsewhere(config):
         return None
     texts = {name: " ".join(map(str, value)) if isinstance(value, tuple) else value for name, value in kept.items()}

@@ -88,6 +88,19 @@ def tensor_problems(config: RunConfig) -> Problems:
         yield f"layout.tp must divide data.seq_len, found {layout.tp} and {num_tokens}"
 
 
+def context_problems(config: RunConfig) -> Problems:
+    """What context parallelism divides."""
+    layout, num_tokens = config.layout, config.data.seq_len
+    if layout.cp == 1 or layout.tp < 1:
+        return
+    # Each rank has two parts of the tokens, which its tensor-parallel ranks share.
+    if num_tokens % (2 * layout.cp * layout.tp):
+        named = f"2 x layout.cp{' x layout.tp' if layout.tp > 1 else ''}"
+        yield f"{named} must divide data.seq_len, found {2 * layout.cp * layout.tp} and {num_tokens}"
+    if layout.token_slices not in (None, 1):
+        yield "layout.token_slices cuts sequences that layout.cp divides among ranks; leave one of them out"
+
+
 def recompute_problems(config: RunConfig) -> Problems:
     """Recomputation by layer."""
     by_layer, wanted = config.layout.recompute_layers, config.model.num_layers
@@ -113,7 +126,7 @@ def swap_problems(config: RunConfig) -> Problems:
     if schedule.device_budget is None:
         return
     yield from _size_problems("schedule.device_budget", schedule.device_budget)
-    for name, size in (("pp", layout.pp), ("dp", layout.dp), ("tp", layout.tp)):
+    for name, size in reversed(layout.axes._asdict().items()):
         if size > 1:
             more = " and more layout.loops" if name == "pp" else ""
             yield (
@@ -224,6 +237,7 @@ def adapted_problems(config: RunConfig) -> Problems:
     family = FAMILIES.get(config.family)
     refused = {
         f"layout.tp {layout.tp}": layout.tp > 1,
+        f"layout.cp {layout.cp}": layout.cp > 1,
         f"layout.token_slices {layout.token_slices}": layout.token_slices not in (None, 1),
         "layout.recompute selective": "selective" in (layout.recompute, *(layout.recompute_layers or ())),
         f"schedule.family {config.family}": family is not None and family.splits_backward,

@@ -24,6 +24,7 @@ from pipeloom.config.automatic_loops import loops_problems
 from pipeloom.config.layout_problems import (
     Problems,
     adapted_problems,
+    context_problems,
     file_problems,
     freeze_problems,
     move_problems,
@@ -54,7 +55,7 @@ def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: boo
         trains: whether the run is trained on this machine, so that its text, checkpoint and compiler must exist.
         is_model_known: whether the sizes of the model are final; otherwise they are not checked.
     """
-    checks = [_range_problems, order_problems, loops_problems, slice_problems]
+    checks = [_range_problems, order_problems, loops_problems, slice_problems, context_problems]
     checks += [_model_problems, stage_problems, tensor_problems, recompute_problems] if is_model_known else []
     checks += [_unused_problems, adapted_problems, move_problems, swap_problems, freeze_problems]
     checks += [place_problems, file_problems, optimizer_problems, _tokenizer_problems, _source_problems]
@@ -92,7 +93,7 @@ def _has_local_angles(family: str) -> bool:
 _Need = tuple[str, Callable[[RunConfig], bool]]
 """A condition under which a setting has an effect: in words, and as a function of the run."""
 # Sizes below 1 are reported elsewhere.
-_REPLICAS: _Need = ("layout.dp of at least 2", lambda run: run.layout.dp != 1)
+_REPLICAS: _Need = ("layout.dp x layout.cp of at least 2", lambda run: run.layout.data_ranks != 1)
 _PIPELINE: _Need = ("layout.pp of at least 2", lambda run: run.layout.has_pipeline)
 _SHARD: _Need = ("layout.shard", lambda run: run.layout.shard != "none")
 _SCALED: _Need = ("model.rope_scaling", lambda run: run.model.rope_scaling is not None)
@@ -130,6 +131,12 @@ _NEEDS: dict[str, tuple[_Need, ...]] = {
     "schedule.balance": (_PIPELINE,),
     "schedule.activation_budget": (("balance or offload", lambda run: run.schedule.balance or run.schedule.offload),),
     "schedule.swap_folder": (("schedule.device_budget", lambda run: run.schedule.device_budget is not None),),
+    "optimizer.lr_min_fraction": (
+        ("an optimizer.lr_decay_style that decays", lambda run: run.optimizer.lr_decay_style != "constant"),
+    ),
+    "optimizer.lr_wsd_decay_steps": (
+        ("optimizer.lr_decay_style wsd", lambda run: run.optimizer.lr_decay_style == "wsd"),
+    ),
     "adapter.targets": (_ADAPTED,),
     "adapter.alpha": (_ADAPTED,),
     "adapter.init": (_ADAPTED,),
@@ -336,7 +343,13 @@ _LOGGERS = {"tensorboard": "'pipeloom[log]'", "wandb": "wandb", "mlflow": "mlflo
 
 def _training_problems(config: RunConfig) -> Problems:
     """Problems that only training has, not predictions."""
-    steps = config.training.known_steps
+    steps, falling = config.training.known_steps, config.optimizer.lr_wsd_decay_steps or 0
+    if falling and falling + config.optimizer.known_lr_warmup_steps > steps:
+        rising = config.optimizer.known_lr_warmup_steps
+        yield (
+            f"optimizer.lr_wsd_decay_steps and lr_warmup_steps must be at most training.steps {steps} together, found "
+            f"{falling} and {rising}"
+        )
     if wrong := [step for step in config.output.profile or () if not 1 <= step <= steps]:
         yield f"output.profile must be steps from 1 to training.steps {steps}, found {wrong}"
     log = config.output.log
@@ -348,6 +361,9 @@ def _training_problems(config: RunConfig) -> Problems:
         yield f"layout.tp must divide data.seq_len, {share}, found {layout.tp} and {num_tokens}"
     if training.compile and training.compile_backend == "inductor":
         yield from toolchain_problems(training.device)
+    if training.matmul_dtype is not None:
+        narrow = f"training.matmul_dtype {training.matmul_dtype}"
+        yield f"{narrow}: simulate and plan price such products, train does not run them; leave it out"
     dtype = training.known_dtype
     if dtype not in TRAINED:
         trained = ", ".join(TRAINED)

@@ -91,7 +91,7 @@ class RunConfig:
             return False
         reduces = layout.shard in ("gradients", "full") and buffers is not None and buffers < layout.num_loops
         gathers = layout.shard == "full" and layout.num_microbatches > 1
-        return self.schedule.device_budget is not None or (layout.dp > 1 and (gathers or reduces))
+        return self.schedule.device_budget is not None or (layout.data_ranks > 1 and (gathers or reduces))
 
     @property
     def pairs(self) -> Adapter | None:
@@ -178,7 +178,9 @@ class RunConfig:
         Raises:
             UserError: ``schedule.file`` cannot be read.
         """
-        shard = shared_state(self.layout.shard, dp=self.layout.dp, sequence_parallel=self.layout.sequence_parallel)
+        shard = shared_state(
+            self.layout.shard, data_ranks=self.layout.data_ranks, sequence_parallel=self.layout.sequence_parallel
+        )
         # With adapters the matrix is frozen, as everything else.
         is_trained = self.adapter.rank is None
         return run_recipe(self.knobs(), shard=shard, lends_tied=self.model.tied, trains_tied=is_trained)

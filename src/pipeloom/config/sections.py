@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, cast
 from pipeloom.config.tokenizer_files import num_tokens
 from pipeloom.terminal.words import parse_bytes
 from pipeloom.workload.adapter import Target
-from pipeloom.workload.dtypes import Dtype, default_dtype
+from pipeloom.workload.dtypes import Dtype, MatmulDtype, default_dtype
 from pipeloom.workload.limits import (
     ClusterName,
     Common,
@@ -185,7 +185,12 @@ class OptimizerConfig:
     lr_warmup_steps: CountOrNone | None = None
     """Steps of linear learning-rate warm-up. None: 10; no default for a model from model.preset or model.file."""
     lr_min_fraction: Fraction | None = None
-    """Learning rate at the end of the cosine decay, as a share of lr. None: 0.1."""
+    """Learning rate at the end of the decay, as a share of lr; not with lr_decay_style constant. None: 0.1."""
+    lr_decay_style: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """How the learning rate falls after the warm-up. cosine and linear: until the last step. constant: not at all. wsd
+    (warm-up, stable, decay): linearly, in the last lr_wsd_decay_steps."""
+    lr_wsd_decay_steps: Count | None = None
+    """With lr_decay_style wsd: steps of the decay. None: a tenth of training.steps, rounded up."""
     betas: tuple[float, float] | None = None
     """Decay rates of the first and second moment; adamw. None: 0.9 0.95."""
     eps: Positive | None = None
@@ -230,6 +235,10 @@ class OptimizerConfig:
         """``lr_min_fraction``, or its default."""
         return 0.1 if self.lr_min_fraction is None else self.lr_min_fraction
 
+    def wsd_decay_steps(self, num_steps: int) -> int:
+        """``lr_wsd_decay_steps``, or its default for so many steps of training."""
+        return self.lr_wsd_decay_steps or -(-num_steps // 10)
+
     @property
     def known_clip_grad_norm(self) -> float:
         """``clip_grad_norm``, or its default."""
@@ -271,6 +280,9 @@ class TrainingConfig:
     """Data type of weights and activations. With bfloat16 the optimizer updates weights in float32, and gradients are
     accumulated in float32, over micro-batches and over replicas. train does not compute in float16; float64 has no
     predictions. None: float32 on CPUs; on GPUs bfloat16, or float16 in predictions for devices that lack it."""
+    matmul_dtype: MatmulDtype | None = None
+    """Data type of the operands of linear layers, in predictions and exports; train does not cast them. Attention,
+    head, embedding, weights and activations keep dtype. None: dtype."""
     device: Common[Literal["cpu", "cuda"]] = "cpu"
     """Device type. With cuda, each process takes one GPU."""
     threads: Count = 1
@@ -286,6 +298,9 @@ class TrainingConfig:
     """Number of batches for the validation loss; 0 for none."""
     validate_every: Count | None = None
     """Steps between validations. Step times do not include them. None: only after the last step."""
+    z_loss: Annotated[float, Limits(least=0)] = 0.0
+    """Factor of the squared logarithm of the sum of exponentials of each token's logits, which the loss of training has
+    in addition (PaLM: 1e-4); it keeps logits small. Validation and evaluation leave it out."""
     freeze_layers: CountOrNone | None = None
     """Layers from the first on that keep their weights, and the embedding with them; 0 freezes the embedding alone.
     Frozen weights have no gradient and no optimizer state, and stages with nothing else run no backward. None: all

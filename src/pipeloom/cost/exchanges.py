@@ -58,7 +58,7 @@ def evict_seconds(placed: Placed, partners: Sequence[int], input_bytes: Sequence
         UserError: the cluster has too few devices.
     """
     found: list[float] = []
-    use, num_senders = placed.software.efficiency, placed.run.tp * placed.run.dp
+    use, num_senders = placed.software.efficiency, placed.run.stage_devices
     for rank, size in zip(placed.placement.rank_by_stage, input_bytes, strict=True):
         other = partners[rank]
         route, is_inside = placed.route(rank, other), placed.are_near(rank, other)
@@ -166,7 +166,7 @@ and set to zero. An assumption; ``Efficiency.optimizer_bytes`` is the sharded re
 def _update_s(placed: Placed) -> float:
     """Seconds of the optimizer's step on the slowest rank, or on all ranks that share cores."""
     run, software = placed.run, placed.software
-    shards = run.shard_size if run.shard != "none" else 1
+    shards = run.shard_size if run.sharded != "none" else 1
     each_s: list[float] = []
     of_matrices = _matrices_s(placed)
     ranks = zip(placed.parts, trained_rank_parameters(run, software), of_matrices, strict=True)

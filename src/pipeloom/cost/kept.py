@@ -66,7 +66,7 @@ class Kept:
 
     @property
     def _num_positions(self) -> int:
-        return self.run.tokens if self.run.by_document else self.run.seq
+        return self.run.tokens if self.run.by_document else self.run.rank_seq
 
     def _share(self, whole: int) -> int:
         """The largest share of ``whole`` rows on a tensor-parallel rank."""
@@ -192,7 +192,8 @@ class Kept:
     def shared_mask(self, begin: int = 0) -> int:
         """Bytes of the mask of documents of a sequence, or of a token slice that begins at ``begin``; 0 on GPUs."""
         run = self.run
-        has_mask = run.by_document and not run.fused_norm and self._is_fused(begin)
+        # The blocks of a context axis make their own.
+        has_mask = run.by_document and not run.fused_norm and self._is_fused(begin) and run.cp == 1
         return run.element_bytes * run.tokens * (begin + run.seq) if has_mask else 0
 
     def stage_input(self) -> int:

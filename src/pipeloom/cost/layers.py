@@ -9,6 +9,10 @@ tensor-parallel ranks, each rank multiplies (m, k, n):
     out of the MLP          (T, F / t, H)
     head                    (T, H, V / t)
 
+With ``Run.products`` the products of layers have operands of one byte, which are cast before (arXiv 2209.05433, and
+Transformer Engine): the inputs in a forward, the gradients of the outputs in a backward. The weights are cast once a
+step, which is not counted. Scores, head and embedding stay in ``Run.precision``.
+
 The backward has two products of the same FLOPs for each of these, and accumulates the gradients of the weights over
 micro-batches. All other kernels are limited by memory bandwidth and counted in bytes. Norms and residual stream are
 divided by t only with sequence parallelism (arXiv 2205.05198, section 4.2). A piece takes the device's time, or the
@@ -18,13 +22,23 @@ With a vocabulary of 0 there is no embedding and no head.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor, gcd
 from statistics import fmean
 
-from pipeloom.cost.adapters import adapter_kernels, adapter_products, added_bytes
 from pipeloom.cost.flops import seen
-from pipeloom.cost.hardware import Cluster, Collective, Group
+from pipeloom.cost.hardware import Both, Cluster, Collective, Group
+from pipeloom.cost.parts import Parts
+from pipeloom.cost.products import (
+    ALIGNED,
+    adapter_kernels,
+    adapter_products,
+    added_bytes,
+    cast_bytes,
+    layer_products,
+    product_s,
+)
+from pipeloom.cost.ring import Ring
 from pipeloom.cost.software import Software
 from pipeloom.workload.run import Run
 
@@ -55,51 +69,8 @@ RANDOM_NUMBERS = 2.0
 integer operations. The multiple is what steps of two models of arXiv 2401.10241 show, which differ in the scores for
 each matrix product; without it their shared rates of memory and products contradict each other."""
 
-ALIGNED = 8
-"""Matrix units take operands whose rows are multiples of this number of elements of two bytes (NVIDIA, "Matrix
-multiplication background", table 1); other products take slower kernels."""
-ALIGNED_RATES = {ALIGNED: 1.0, 4: 0.5, 2: 0.38, 1: 0.31}
-"""Largest power of two that divides the sizes of a product -> share of the rate. Below 8 they are what vTrain's
-profiled products with a vocabulary of 50,257, 12,564 and 6,282 show beside those with 25,128."""
 WIDEST_LOAD_BYTES = 16
 """Bytes that a thread loads at once into shared memory are 4, 8 or 16, by the alignment of rows (PTX ISA, cp.async)."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Seconds of a piece by cause, for one direction of one micro-batch.
-
-    Attributes:
-        matmul_s: products with weights.
-        attention_s: scores, softmax and weighted sum.
-        memory_s: norms, activations, residual stream, dropout, loss.
-        tensor_s: tensor-parallel collectives.
-        num_kernels: number of kernels that the host launches.
-        num_collectives: number of tensor-parallel collectives, whose launch takes the host longer than a kernel's.
-    """
-
-    matmul_s: float = 0.0
-    attention_s: float = 0.0
-    memory_s: float = 0.0
-    tensor_s: float = 0.0
-    num_kernels: float = 0.0
-    num_collectives: float = 0.0
-
-    def __add__(self, other: "Parts") -> "Parts":
-        """The sums of both."""
-        return Parts(
-            self.matmul_s + other.matmul_s,
-            self.attention_s + other.attention_s,
-            self.memory_s + other.memory_s,
-            self.tensor_s + other.tensor_s,
-            self.num_kernels + other.num_kernels,
-            self.num_collectives + other.num_collectives,
-        )
-
-    @property
-    def device_s(self) -> float:
-        """Seconds on the device."""
-        return self.matmul_s + self.attention_s + self.memory_s + self.tensor_s
 
 
 @dataclass(frozen=True)
@@ -131,9 +102,9 @@ class Pieces:
         """One layer's forward."""
         (forth, forth_s), _ = self._norm_exchanges()
         return Parts(
-            sum(self._matmul_s(*size) for size in (*self._layer_matmuls(), *adapter_products(self.run, self.run.tp))),
+            sum(self._matmul_s(*size) for size in (*layer_products(self.run), *adapter_products(self.run))),
             self._attention_forward_s(),
-            self._memory_s(self._elementwise_bytes() + added_bytes(self.run, adapter_products(self.run, self.run.tp))),
+            self._memory_s(self._elementwise_bytes() + added_bytes(self.run) + cast_bytes(self.run, 0)),
             self._forward_tensor_s() + forth_s,
             self._num_kernels(),
             2 * self._num_collectives() + forth,
@@ -143,13 +114,11 @@ class Pieces:
         """One layer's backward, including recomputation."""
         forward = self.layer_forward()
         _, (back, back_s) = self._norm_exchanges()
+        products = (*layer_products(self.run), *adapter_products(self.run))
         backward = Parts(
-            sum(self._input_s(*size) for size in (*self._layer_matmuls(), *adapter_products(self.run, self.run.tp)))
-            + self.layer_weight_s(),
+            sum(self._input_s(*size) for size in products) + self.layer_weight_s(),
             self._attention_backward_s(),
-            self._memory_s(
-                self._elementwise_backward_bytes() + added_bytes(self.run, adapter_products(self.run, self.run.tp))
-            ),
+            self._memory_s(self._elementwise_backward_bytes() + added_bytes(self.run) + cast_bytes(self.run, 1)),
             self._backward_tensor_s() + back_s,
             2 * forward.num_kernels,
             # Sequence parallelism gathers inputs again for the gradients of the weights: three collectives instead of
@@ -164,7 +133,8 @@ class Pieces:
 
     def layer_weight_s(self) -> float:
         """Seconds of the weight half of a layer's split backward."""
-        return sum(self._weight_s(*size) for size in adapter_products(self.run, self.run.tp) or self._layer_matmuls())
+        trained = layer_products(self.run) if self.run.adapter is None else adapter_products(self.run)
+        return sum(self._weight_s(*size) for size in trained)
 
     def _weight_s(self, rows: float, inner: float, columns: float) -> float:
         """Seconds of the product for a weight gradient, and of adding it to the gradients of earlier micro-batches."""
@@ -180,6 +150,8 @@ class Pieces:
 
     def head_weight_s(self) -> float:
         """Seconds of the weight half of the head's split backward: the second of its two products."""
+        if self.run.products:
+            return self._wide.head_weight_s()
         run = self.run
         is_trained = run.shape.vocab and run.adapter is None
         return self._weight_s(run.tokens, run.shape.hidden, self._vocabulary) if is_trained else 0.0
@@ -212,6 +184,8 @@ class Pieces:
 
     def head_forward(self) -> Parts:
         """Final norm, logits, and the loss in single precision."""
+        if self.run.products:
+            return self._wide.head_forward()
         run, vocab = self.run, self._vocabulary
         if not vocab:
             return Parts()
@@ -241,6 +215,8 @@ class Pieces:
 
     def head_backward(self) -> Parts:
         """Two products, the gradient of the loss, and the sum over ranks of the gradient of the head's input."""
+        if self.run.products:
+            return self._wide.head_backward()
         run, forward = self.run, self.head_forward()
         if not run.shape.vocab:
             return forward
@@ -254,24 +230,13 @@ class Pieces:
             self._num_collectives(),
         )
 
-    def _layer_matmuls(self) -> list[tuple[float, float, float]]:
-        run, shape = self.run, self.run.shape
-        tokens, hidden, inner = run.tokens, shape.hidden, shape.ffn / run.tp
-        into = [(tokens, hidden, inner * shape.kind.gates)]
-        attention = [
-            (tokens, hidden, (shape.query_width + 2 * shape.kv_width) / run.tp),
-            (tokens, shape.query_width / run.tp, hidden),
-        ]
-        return [*attention, *into, (tokens, inner, hidden)]
+    @property
+    def _wide(self) -> "Pieces":
+        """The pieces without narrow products."""
+        return replace(self, run=replace(self.run, products=None)) if self.run.products else self
 
     def _matmul_s(self, rows: float, inner: float, columns: float) -> float:
-        device, use, size = self.cluster.device, self.software.efficiency, self.run.element_bytes
-        moved = size * (rows * inner + inner * columns + rows * columns)
-        filling = device.filling(rows, columns)
-        if device.is_gpu and columns == int(columns) and inner == int(inner):
-            filling *= ALIGNED_RATES[gcd(int(rows), int(inner), int(columns), ALIGNED)]
-        seconds = device.matmul_s(2 * rows * inner * columns, moved, self.run.precision, use.matmul * filling)
-        return seconds + device.kernel_s * (use.kernel - 1)
+        return product_s(self.run, self.cluster.device, self.software.efficiency, (rows, inner, columns))
 
     def _input_s(self, rows: float, inner: float, columns: float) -> float:
         """Seconds of the product for an input gradient; ``_weight_s`` has that for the weight gradient."""
@@ -329,7 +294,7 @@ class Pieces:
             by_window = Counter(run.shape.windows)
             twice = (count * 2 * self._remaining(window) for window, count in by_window.items())
             computed = sum(twice) / run.shape.layers
-        return run.micro_batch * run.shape.heads / run.tp * computed
+        return run.micro_batch * run.shape.heads / (run.tp * run.cp) * computed
 
     def _remaining(self, window: int | None) -> float:
         """Scores of a sequence and a head that a flash kernel computes in a layer with this window."""
@@ -343,7 +308,7 @@ class Pieces:
         """Scores of one layer on a rank to which a mask is added."""
         run = self.run
         share = fmean(self._has_mask(window) for window in run.shape.windows) if run.by_document else 0.0
-        return run.micro_batch * run.shape.heads / run.tp * self._all_scores * share
+        return run.micro_batch * run.shape.heads / (run.tp * run.cp) * self._all_scores * share
 
     def _score_bytes(self) -> float:
         """Bytes moved per score in the forward: softmax, and dropout with its mask."""
@@ -364,7 +329,7 @@ class Pieces:
         return 4 * self._scores() * self.run.shape.head_size
 
     def _attention_forward_s(self) -> float:
-        return self._core_forward_s() + self._context_s()
+        return self._core_forward_s() + self._context_s() + self.ring_s(0)
 
     def _attention_backward_s(self) -> float:
         """Seconds of the core's backward, including keys and values of earlier tokens.
@@ -372,7 +337,27 @@ class Pieces:
         They are read, and their gradients are written and added to those of later slices, which takes two reads and a
         write (``pipeloom.model.key_values``), of all of them, also outside of a window.
         """
-        return self._core_backward_s() + self._context_s() + 4 * self._tokens_s(self.before)
+        return self._core_backward_s() + self._context_s() + 4 * self._tokens_s(self.before) + self.ring_s(1)
+
+    def ring_s(self, direction: int) -> float:
+        """Seconds that a context axis adds to attention: exposed exchange and sums. 0: forward, 1: backward."""
+        if self.run.cp == 1:
+            return 0.0
+        return self.ring_exposed_s[direction] + self._memory_s(self._ring.added_bytes()[direction])
+
+    @property
+    def ring_busy_s(self) -> Both:
+        """Seconds of a layer's exchange of keys and values over the context axis, forward and backward."""
+        return self._ring.busy_s()
+
+    @property
+    def ring_exposed_s(self) -> Both:
+        """Seconds of this exchange that attention does not hide, forward and backward."""
+        return self._ring.exposed_s(self._core_forward_s(), self._core_backward_s())
+
+    @property
+    def _ring(self) -> Ring:
+        return Ring(self.run, self.cluster, self.software)
 
     def _context_s(self) -> float:
         """Seconds of reading once the keys and values of the earlier tokens that any query sees."""
@@ -407,7 +392,7 @@ class Pieces:
         rate *= (size / (size + exponential)) / (128 / (128 + EXPONENTIAL))
         # Half of the FLOPs: flash kernels skip the blocks above the diagonal. Each head reads the mask.
         mask_s = self._memory_s(self.run.element_bytes * self._masked_scores())
-        return self._attention_flops() / 2 / rate + mask_s + device.kernel_s
+        return self._attention_flops() / 2 / rate + mask_s + device.kernel_s * self.run.cp
 
     def _core_backward_s(self) -> float:
         """Plain: 4 products for 2 of the forward. Flash: 5 for 2, since scores are recomputed (arXiv 2307.08691)."""
@@ -437,7 +422,7 @@ class Pieces:
         """Exposed seconds of the collectives of a layer's forward."""
         if not self._is_piecewise:
             return 2 * self._tensor_s()
-        queries, output, into, out = self._layer_matmuls()
+        queries, output, into, out = layer_products(self.run)
         return sum(self._exposed_s("all_gather", self._matmul_s(*size)) for size in (queries, into)) + sum(
             self._exposed_s("reduce_scatter", self._matmul_s(*size)) for size in (output, out)
         )
@@ -461,7 +446,7 @@ class Pieces:
         """
         if self.run.tp == 1 or not self.software.overlaps_columns:
             return 2 * self._tensor_s()
-        queries, output, into, out = self._layer_matmuls()
+        queries, output, into, out = layer_products(self.run)
         exposed_s = 0.0
         for size, row in ((queries, output), (into, out)):
             input_s, weight_s = self._input_s(*size), self._weight_s(*size)
@@ -497,4 +482,5 @@ class Pieces:
         norms = family.layer_norms + (0 if family.qk_norm == "none" else 2)
         norms *= 1 if self.run.fused_norm else UNFUSED_NORM_KERNELS
         rotation = 8 if self.run.shape.kind.is_rotary else 2
-        return 4 + norms + rotation + attention + 6 + adapter_kernels(self.run)
+        casts = 4 if self.run.products else 0
+        return 4 + norms + rotation + attention * self.run.cp + 6 + casts + adapter_kernels(self.run)

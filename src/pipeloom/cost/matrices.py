@@ -30,7 +30,7 @@ class StageShards(NamedTuple):
 def stage_shards(run: Run, software: Software) -> tuple[StageShards, ...] | None:
     """The shards of each stage; ``None`` where the optimizer's update is elementwise.
 
-    Vectors are taken to be cut anywhere, and to have one number of state for each element and key.
+    An optimizer that takes vectors as a whole, too, is taken to have vectors of the hidden size only.
     """
     rule = software.optimizer
     if rule is None or rule.matrices is None or not software.has_lanes:
@@ -40,15 +40,16 @@ def stage_shards(run: Run, software: Software) -> tuple[StageShards, ...] | None
     for stage, parameters in enumerate(trained_parameters(run, software)):
         matrices = _matrices(run, software, stage)
         whole = [(name, shape) for name, shape in matrices if rule.takes_whole(name, shape)]
-        sizes = [prod(shape) for _, shape in whole]
-        rest = int(parameters) - sum(sizes)
-        size, begins = pack(sizes, rest, among)
-        each = 1 if rule.takes_whole("norm.weight", (rest,)) else len(rule.state)
-        # What may be cut comes first in the buffer.
-        state = [float(each * min(size, max(0, rest - size * place))) for place in range(among)]
-        flops = [0.0] * among
+        rest = int(parameters) - sum(prod(shape) for _, shape in whole)
+        if rule.takes_whole("norm.weight", (run.shape.hidden,)):
+            whole += [("norm.weight", (run.shape.hidden,))] * (rest // run.shape.hidden)
+            rest %= run.shape.hidden
+        size, begins = pack([prod(shape) for _, shape in whole], rest, among)
+        # Where a shard has no whole parameter there is something else, or padding, with state for each element.
+        state, flops = [float(len(rule.state) * size)] * among, [0.0] * among
         for (name, shape), begin in zip(whole, begins, strict=True):
-            state[begin // size] += sum(map(prod, rule.state_shapes(name, shape).values()))
+            own = sum(map(prod, rule.state_shapes(name, shape).values()))
+            state[begin // size] += own - len(rule.state) * prod(shape)
             flops[begin // size] += rule.matrices.flops(shape)
         found.append(StageShards(size, tuple(state), tuple(flops)))
     return tuple(found)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from pipeloom.cost.foreign import GATHERED_COPIES, layer_kept_bytes, layer_pending_bytes, stage_input_bytes
 from pipeloom.cost.kept import Kept
+from pipeloom.cost.ring import ring_buffer_bytes
 from pipeloom.cost.software import Software
 from pipeloom.cost.stages import layers_by_kind, num_frozen_stages, stage_layers
 from pipeloom.workload.layout import Shard
@@ -83,7 +84,7 @@ def state_bytes(run: Run, parameters: float, software: Software, shard: Shard | 
     kept, optimizer, among = software.weight_state_bytes, software.optimizer_state_bytes, run.shard_size
     shard = shard or run.shard
     if software.has_lanes:
-        return _own_state(run, parameters, software, shard if run.dp > 1 else "none")
+        return _own_state(run, parameters, software, shard if run.data_ranks > 1 else "none")
     # Weights and gradients have 2 + 2 bytes, or 2 + 4 with gradients in single precision: weights are at most half.
     weights = min(run.element_bytes, kept / 2)
     gradients = kept - weights
@@ -148,7 +149,7 @@ def frozen_bytes(run: Run, parameters: float) -> float:
         run: model and layout.
         parameters: their number, before sharding.
     """
-    return parameters * run.element_bytes / (run.shard_size if run.shard == "full" and run.dp > 1 else 1)
+    return parameters * run.element_bytes / (run.shard_size if run.sharded == "full" else 1)
 
 
 def stage_kept_bytes(run: Run, software: Software) -> list[float]:
@@ -223,8 +224,9 @@ def stage_pending_bytes(run: Run, software: Software) -> list[float]:
 
 
 def working_bytes(run: Run, software: Software) -> float:
-    """Bytes of a layer while it is recomputed; 0 without full recomputation."""
-    return kept_bytes(replace(run, recompute="none"), software) if "full" in run.recompute_kinds else 0.0
+    """Bytes of a layer while it computes: what it recomputes, and the buffers of a context axis."""
+    again = kept_bytes(replace(run, recompute="none"), software) if "full" in run.recompute_kinds else 0.0
+    return again + ring_buffer_bytes(run)
 
 
 def kept_logits(run: Run, software: Software) -> float:

@@ -20,6 +20,8 @@ class PieceSeconds:
         weight_s: seconds of the weight half of a layer's backward.
         head_weight_s: seconds of the weight half of the head's backward. The embedding's whole backward is weight half.
         idle_s: seconds of a layer in which the device waits for the host to launch kernels, by the closed forms.
+        ring_busy_s: seconds of a layer's exchange of keys and values over the context axis.
+        ring_exposed_s: those of them that a layer waits for, which are part of ``layer``.
         stage: measured seconds of a stage in addition to its pieces; else 0.
         message_s: seconds of a core for a message between two stages; 0 if the link determines the time.
         is_measured: whether the seconds are from the cluster's file, not closed forms.
@@ -31,6 +33,8 @@ class PieceSeconds:
     weight_s: float
     head_weight_s: float
     idle_s: Both = (0.0, 0.0)
+    ring_busy_s: Both = (0.0, 0.0)
+    ring_exposed_s: Both = (0.0, 0.0)
     stage: Both = (0.0, 0.0)
     message_s: float = 0.0
     is_measured: bool = False
@@ -75,6 +79,7 @@ def _mean_of_kinds(run: Run, cluster: Cluster, software: Software, is_dragged: b
         whole,
         layer=mean(lambda kind: kind.layer),
         idle_s=mean(lambda kind: kind.idle_s),
+        ring_exposed_s=mean(lambda kind: kind.ring_exposed_s),
         weight_s=sum(kind.weight_s * count for kind, count in kinds) / number,
         is_measured=all(kind.is_measured for kind, _ in kinds),
     )
@@ -96,6 +101,8 @@ def _piece_seconds(run: Run, cluster: Cluster, software: Software, is_dragged: b
         weight_s=pieces.layer_weight_s(),
         head_weight_s=pieces.head_weight_s(),
         idle_s=(layer_s[0] - layer[0].device_s, layer_s[1] - layer[1].device_s),
+        ring_busy_s=pieces.ring_busy_s,
+        ring_exposed_s=pieces.ring_exposed_s,
     )
     key = run.of_measured_pieces
     # A linear search is fast enough, since the result is cached.

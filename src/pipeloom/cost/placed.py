@@ -1,7 +1,7 @@
 """A run on a cluster with a training program: nodes of its ranks, and seconds of its stages.
 
-In global ranks the tensor axis is innermost, then data, then pipeline (``pipeloom.workload.layout``), so that a
-pipeline rank has ``dp x tp`` adjacent devices. They work in lockstep, since tensor-parallel ranks meet at each
+In global ranks the pipeline axis is outermost (``pipeloom.workload.axes``), so that a pipeline rank has adjacent
+devices. They work in lockstep, since tensor-parallel ranks meet at each
 collective and replicas at the end of a step: the slowest device determines their seconds.
 """
 
@@ -68,7 +68,7 @@ class Placed:
 
     def first_device(self, rank: int) -> int:
         """Index of the first of a pipeline rank's adjacent devices."""
-        return place_of(rank, self.run.pipeline_order) * self.run.dp * self.run.tp
+        return place_of(rank, self.run.pipeline_order) * self.run.stage_devices
 
     @property
     def first_devices(self) -> list[int]:
@@ -78,21 +78,21 @@ class Placed:
     def are_near(self, one: int, other: int) -> bool:
         """Whether each device of a pipeline rank is on the same node as its peer of the other rank."""
         begin, end, node_of = self.first_device(one), self.first_device(other), self.cluster.node_of
-        return all(node_of(begin + n)[0] == node_of(end + n)[0] for n in range(self.run.dp * self.run.tp))
+        return all(node_of(begin + n)[0] == node_of(end + n)[0] for n in range(self.run.stage_devices))
 
     @property
     def parts(self) -> tuple[Cluster, ...]:
         """For each pipeline rank a cluster with nodes of one kind that represents its devices."""
-        return _parts(self.cluster, self.run.dp * self.run.tp, self.run.pp, self.run.pipeline_order)
+        return _parts(self.cluster, self.run.stage_devices, self.run.pp, self.run.pipeline_order)
 
     @property
     def _kinds(self) -> tuple[Cluster, ...]:
         """Distinct ``parts``."""
-        return _kinds(self.cluster, self.run.dp * self.run.tp, self.run.pp, self.run.pipeline_order)
+        return _kinds(self.cluster, self.run.stage_devices, self.run.pp, self.run.pipeline_order)
 
     def route(self, one: int, other: int) -> Cluster:
         """A cluster with nodes of one kind that represents messages between two pipeline ranks."""
-        size = self.run.dp * self.run.tp
+        size = self.run.stage_devices
         return self.cluster.route(self.first_device(one), self.first_device(other), size)
 
     @cached_property
@@ -300,7 +300,7 @@ def _tied_message_s(placed: Placed) -> tuple[float, float]:
     if ends is None or not software.lends_tied:
         return 0.0, 0.0
     route, is_inside = placed.route(*ends), _is_inside(placed, *ends)
-    use, sharing = software.efficiency, route.sharing(run.tp * run.dp)
+    use, sharing = software.efficiency, route.sharing(run.stage_devices)
     held = run.shape.embedding_parameters / run.tp
     weights_s, gradient_s = (
         route.p2p_s(held * size, is_inside=is_inside, sharing=sharing, efficiency=use.p2p) + use.exchange_s
@@ -310,7 +310,7 @@ def _tied_message_s(placed: Placed) -> tuple[float, float]:
 
 
 def _transfer_s(placed: Placed, route: Cluster, *, is_inside: bool) -> float:
-    """Seconds of a message between adjacent pipeline ranks, whose global ranks differ by dp x tp.
+    """Seconds of a message between adjacent pipeline ranks, whose global ranks differ by ``stage_devices``.
 
     Between nodes a device sends through its own adapter only (``Cluster.sharing``).
     """
@@ -325,7 +325,7 @@ def _transfer_s(placed: Placed, route: Cluster, *, is_inside: bool) -> float:
     # sequence parallelism.
     is_cut = run.tp > 1 and (software.scatter_gather or run.sequence_parallel)
     message = run.tokens * run.shape.hidden * run.element_bytes / (run.tp if is_cut else 1)
-    use, sharing = software.efficiency, route.sharing(run.tp * run.dp)
+    use, sharing = software.efficiency, route.sharing(run.stage_devices)
     seconds = route.p2p_s(message, is_inside=is_inside, sharing=sharing, efficiency=use.p2p)
     # A program that is not ``is_both_ways`` sends and receives one after the other.
     return (seconds + use.exchange_s) * (1 if software.is_both_ways else 2)

@@ -126,6 +126,8 @@ class Job:
     def whole_problems(self) -> list[str]:
         """Why other programs cannot run the step: token slices, frozen layers, adapters; empty without these."""
         config, found = self.config, list[str]()
+        if config.training.z_loss:
+            found.append(f"training.z_loss {config.training.z_loss}: the export is of runs without it; leave it out")
         sliced, only = config.layout.token_slices, "the export is of runs that train all weights; leave it out"
         if sliced not in (None, 1):
             found.append(f"layout.token_slices {sliced}: the program runs whole sequences only; leave it out")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from pipeloom.config import unset
+from pipeloom.config import OptimizerConfig, unset
 from pipeloom.export.job import Draft, Job, Need, Target, variable
 from pipeloom.export.megatron_order import is_megatrons
 from pipeloom.export.text import Flag, bash_array, body, comment, flag
@@ -100,7 +100,7 @@ def _shard_problems(job: Job) -> list[str]:
         why = f"its FSDP communicates {what} for every micro-batch, and torch FSDP2 does not work with a pipeline"
         return [f"{setting}: not supported by Megatron-LM: {why}; use layout.shard optimizer"]
     what = f"layout.replicate {layout.replicate} with layout.shard {layout.shard}"
-    is_hybrid = layout.shard_size < layout.dp
+    is_hybrid = layout.shard_size < layout.data_ranks
     return [f"{what}: the export supports hybrid sharding with layout.shard optimizer only"] if is_hybrid else []
 
 
@@ -205,6 +205,8 @@ def _model(job: Job) -> list[Flag]:
 def _parallel(job: Job) -> list[Flag]:
     layout = job.config.layout
     flags = [flag("--tensor-model-parallel-size", layout.tp), flag("--pipeline-model-parallel-size", layout.pp)]
+    if layout.cp > 1:
+        flags += [flag("--context-parallel-size", layout.cp), flag("--cp-comm-type", "p2p")]
     is_even = len(set(job.layers_by_stage)) == 1
     if layout.pp > 1 and not is_even:
         flags.append(flag("--pipeline-model-parallel-layout", layer_layout(job.layers_by_stage)))
@@ -223,12 +225,12 @@ def layer_layout(layers_by_stage: tuple[int, ...]) -> str:
 
 
 def _is_fsdp(job: Job) -> bool:
-    return job.config.layout.dp > 1 and job.config.layout.shard in ("gradients", "full")
+    return job.config.layout.data_ranks > 1 and job.config.layout.shard in ("gradients", "full")
 
 
 def _sharding(job: Job) -> list[Flag]:
     layout = job.config.layout
-    if layout.dp == 1:
+    if layout.data_ranks == 1:
         return []
     if layout.shard == "none":
         return [flag("--overlap-grad-reduce")]
@@ -241,8 +243,8 @@ def _sharding(job: Job) -> list[Flag]:
             flag("--no-gradient-accumulation-fusion"),
             flag("--ckpt-format", "fsdp_dtensor"),
         ]
-    elif layout.shard_size < layout.dp:
-        flags.append(flag("--num-distributed-optimizer-instances", layout.dp // layout.shard_size))
+    elif layout.shard_size < layout.data_ranks:
+        flags.append(flag("--num-distributed-optimizer-instances", layout.data_ranks // layout.shard_size))
     return flags
 
 
@@ -270,6 +272,8 @@ def _training(job: Job) -> list[Flag]:
     clip = 0.0 if math.isinf(optimizer.known_clip_grad_norm) else optimizer.known_clip_grad_norm
     return [
         *precision.get(job.dtype, []),
+        # Operands of e4m3 in forwards, gradients of e5m2, each scaled by its own largest value.
+        *([flag("--fp8-format", "hybrid")] if config.training.matmul_dtype is not None else []),
         flag("--micro-batch-size", layout.microbatch_size),
         flag("--global-batch-size", layout.batch_size),
         flag(_FLAGS["training.steps"], steps),
@@ -279,7 +283,7 @@ def _training(job: Job) -> list[Flag]:
         # One evaluation, after the last step, as in pipeloom.
         flag("--eval-interval", steps),
         flag("--save-interval", config.checkpoint.every or steps),
-        flag("--lr-decay-style", "cosine"),
+        *_decay(optimizer, steps),
         flag("--adam-beta1", own["betas"][0]),
         flag("--adam-beta2", own["betas"][1]),
         flag("--adam-eps", own["eps"]),
@@ -287,6 +291,16 @@ def _training(job: Job) -> list[Flag]:
         flag("--clip-grad", clip),
         flag("--eval-iters", config.training.validation_batches),
         flag("--log-interval", 1),
+    ]
+
+
+def _decay(optimizer: OptimizerConfig, steps: int) -> list[Flag]:
+    if optimizer.lr_decay_style != "wsd":
+        return [flag("--lr-decay-style", optimizer.lr_decay_style)]
+    return [
+        flag("--lr-decay-style", "WSD"),
+        flag("--lr-wsd-decay-style", "linear"),
+        flag("--lr-wsd-decay-iters", optimizer.wsd_decay_steps(steps)),
     ]
 
 

@@ -72,7 +72,7 @@ def left_out_of_runtime(job: Job) -> tuple[str, ...]:
 def differences_of_runtime(job: Job) -> tuple[str, ...]:
     """How gathers of sharded weights differ in PyTorch's runtime."""
     layout = job.config.layout
-    if layout.shard == "none" or layout.dp == 1:
+    if layout.shard == "none" or layout.data_ranks == 1:
         return ()
     if layout.num_loops > RESIDENT_STAGES:
         return (f"the runtime keeps {RESIDENT_STAGES} stages of a rank gathered, and gathers the others again",)

@@ -10,6 +10,7 @@ from pipeloom.config.hyperparameters import HYPERPARAMETERS
 from pipeloom.export.job import Draft, Job, Target, training_problems
 from pipeloom.export.text import MARK, body, comment, needs_array
 from pipeloom.terminal.words import count
+from pipeloom.workload.layout import Layout
 
 _KILLS_AFTER_S = 30
 """How long torchrun waits for its processes after it has forwarded a signal."""
@@ -72,7 +73,7 @@ def about_ranks(job: Job) -> list[str]:
     place = "place" if layout.pipeline_order else "pipeline"
     found = [
         f"Runs on {where}.",
-        f"Ranks: {local} = ({place} x {layout.dp} + data) x {layout.tp} + tensor.",
+        f"Ranks: {local} = {_rank_formula(layout, place)}.",
     ]
     if layout.pipeline_order:
         found.append(f"Pipeline ranks by place: {', '.join(map(str, layout.pipeline_order))}.")
@@ -90,6 +91,12 @@ def about_ranks(job: Job) -> list[str]:
     if job.num_nodes > 1:
         found.append("All nodes need the same folder at the same path.")
     return found
+
+
+def _rank_formula(layout: Layout, place: str) -> str:
+    """How a rank follows from its coordinates, the pipeline axis outermost."""
+    data = f"({place} x {layout.dp} + data)"
+    return f"{data if layout.cp == 1 else f'({data} x {layout.cp} + context)'} x {layout.tp} + tensor"
 
 
 def _about_signals(job: Job) -> str:

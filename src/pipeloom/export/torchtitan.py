@@ -14,7 +14,9 @@ from pipeloom.export.text import Flag, bash_array, body, comment, flag
 from pipeloom.export.torch_csv import format_torch_csv
 from pipeloom.export.torch_schedule import differences_of_runtime, left_out_of_runtime, tied_problems
 from pipeloom.export.torchrun import about_ranks, script_of, start_of
+from pipeloom.workload.dtypes import products_of
 from pipeloom.workload.launchers import TORCHTITAN
+from pipeloom.workload.layout import Layout
 
 SCRIPT, CONFIG, CSV = "torchtitan.sh", "torchtitan_run.py", "torchtitan_schedule.csv"
 PROGRAM = "torchtitan 0.3.0"
@@ -43,6 +45,8 @@ def _problems(job: Job) -> list[str]:
     found = [*job.start_problems("torchtitan"), *job.order_problems("torchtitan")]
     found += [] if TORCHTITAN.ties_stages else tied_problems(job, TORCHTITAN.title)
     found += _model_problems(job)
+    if (style := job.config.optimizer.lr_decay_style) != "cosine":
+        found.append(f"optimizer.lr_decay_style {style}: the export to torchtitan has cosine decay")
     layout, placement = job.config.layout, job.config.choice().placement_name
     if (
         layout.pp > 1
@@ -58,6 +62,7 @@ def _problems(job: Job) -> list[str]:
 
 def _model_problems(job: Job) -> list[str]:
     found = TORCHTITAN.model_problems(job.model, job.dtype)
+    found += TORCHTITAN.product_problems(products_of(job.config.training.matmul_dtype))
     kinds = set(job.config.layout.recompute_by_layer(job.model.num_layers))
     if len(kinds) > 1 and not TORCHTITAN.recomputes_some:
         found.append(
@@ -105,7 +110,7 @@ def _flags(job: Job) -> list[Flag]:
     # torchtitan's local batch is that of one iteration of gradient accumulation: with a pipeline all micro-batches,
     # without one a single micro-batch.
     num_microbatches = layout.num_microbatches if layout.pp > 1 else 1
-    replicate = layout.dp // layout.shard_size
+    replicate, among = _data_degrees(layout)
     flags = [
         flag("--training.seq_len", config.data.seq_len),
         flag("--training.local_batch_size", num_microbatches * layout.microbatch_size),
@@ -115,8 +120,9 @@ def _flags(job: Job) -> list[Flag]:
         flag("--training.max_norm", config.optimizer.known_clip_grad_norm),
         flag("--training.mixed_precision_param", {"fp32": "float32", "bf16": "bfloat16"}[job.dtype]),
         flag("--parallelism.data_parallel_replicate_degree", replicate),
-        flag("--parallelism.data_parallel_shard_degree", layout.shard_size),
+        flag("--parallelism.data_parallel_shard_degree", among),
         flag("--parallelism.tensor_parallel_degree", layout.tp),
+        *([flag("--parallelism.context_parallel_degree", layout.cp)] if layout.cp > 1 else []),
         flag(f"--parallelism.{'' if layout.sequence_parallel else 'no-'}enable_sequence_parallel"),
         flag("--parallelism.fsdp_reshard_after_forward", "always" if _drops_weights(job) else "never"),
     ]
@@ -127,6 +133,12 @@ def _flags(job: Job) -> list[Flag]:
     if config.checkpoint.every is not None:
         flags += [flag("--checkpoint.enable"), flag("--checkpoint.interval", config.checkpoint.every)]
     return flags
+
+
+def _data_degrees(layout: Layout) -> tuple[int, int]:
+    """Replicas of the state, and ranks that share it: torchtitan shards over these times the context axis."""
+    replicate = layout.dp if layout.shard == "none" else layout.replicate or 1
+    return replicate, layout.dp // replicate
 
 
 def _drops_weights(job: Job) -> bool:
@@ -194,9 +206,13 @@ def _differences(job: Job) -> tuple[str, ...]:
     found: list[str] = []
     if _reads_csv(job):
         found += differences_of_runtime(job)
-    elif layout.shard == "full" and layout.dp > 1 and layout.pp > 1:
+    elif layout.shard == "full" and layout.data_ranks > 1 and layout.pp > 1:
         found.append("layout.shard full: a rank's weights stay gathered from its first forward to the end of the step")
-    if layout.dp > 1 and layout.shard in ("optimizer", "gradients"):
+    if layout.cp > 1:
+        found.append(f"layout.cp {layout.cp}: keys and values of all ranks are gathered, they do not go around")
+    if layout.cp > 1 and layout.shard == "none":
+        found.append(f"layout.shard none with layout.cp {layout.cp}: FSDP2 shards weights over the context axis")
+    if layout.data_ranks > 1 and layout.shard in ("optimizer", "gradients"):
         found.append(f"layout.shard {layout.shard}: FSDP2 keeps weights sharded between steps")
     if math.isinf(job.config.optimizer.known_clip_grad_norm):
         found.append("optimizer.clip_grad_norm inf: the gradient's norm is computed nevertheless")

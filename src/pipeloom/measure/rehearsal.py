@@ -140,10 +140,10 @@ class Rehearsal:
 
         Args:
             work: the call.
-            teams: disjoint groups of ranks that cover all ranks; by default the tensor-parallel groups.
+            teams: disjoint groups of ranks that cover all ranks; by default those in lockstep.
         """
         found: list[Found] = []
-        for team in teams or self.layout.tensor_groups():
+        for team in teams or self.layout.lockstep_groups():
             if self.world.rank in team:
                 found.append(work())
             self.world.wait_for_all()
@@ -173,12 +173,12 @@ class _Alike(StepDocuments):
 
 
 def warm_up(rehearsal: Rehearsal) -> None:
-    """Run every stage forward and backward once, first on rank 0's tensor-parallel group, then on the others.
+    """Run every stage forward and backward once, first on the ranks in lockstep with rank 0, then on the others.
 
     The others find the compiled code in the compiler's cache on disk. They wait at most ``World.timeout``, not the
     shorter stall timeout of a step.
     """
-    first = rehearsal.layout.tensor_groups()[0]
+    first = rehearsal.layout.lockstep_groups()[0]
     others = [rank for rank in range(rehearsal.world.size) if rank not in first]
     for _, stage in rehearsal.visits():
         run = rehearsal.run_of(stage)

@@ -70,7 +70,7 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
     Repeated for each stage of a rank:
 
     1. its weights are all-gathered;
-    2. one tensor-parallel group after the other is timed alone, with as many micro-batches in flight as in a step;
+    2. one group of ranks in lockstep after the other is timed alone, with as many micro-batches in flight as in a step;
     3. the second rank sends tensors to the first one, which waits for them, while it computes as all others do (only
        for the first stage);
     4. all ranks compute and exchange messages at once, which shows how much they slow each other down, and how long the
@@ -98,7 +98,7 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
         one, alone[index] = rehearsal.in_turns(partial(_time_alone, run, most_held(rehearsal.schedule, index)))
         load = _Load(world, run, sum(one))
         if len(alone) == 1:  # messages have the same shape at every stage boundary
-            takes_part = exchange.place <= 1 and layout.coordinates(world.rank).data == 0
+            takes_part = exchange.place <= 1 and layout.replica_of(layout.coordinates(world.rank)) == 0
             time_transfers = _time_one_way if shares_clock else _time_there_and_back
             transfers = time_transfers(exchange, load, takes_part=takes_part) if exchange.peers else []
         # Ranks that share cores slow each other down by a factor of up to their number; half of it is assumed.

@@ -5,8 +5,11 @@ Letters of shapes are those of ``model.transformer``; S is the number of tokens 
 
 # ruff: noqa: N806 (upper-case letters in names are shapes)
 
+from functools import partial
+
 from torch import Tensor, nn
 
+from pipeloom.model.context_parallel import WHOLE_SEQUENCES, ring_attention
 from pipeloom.model.core_attention import VisibleKeys, core_attention
 from pipeloom.model.documents import Documents
 from pipeloom.model.key_values import EarlierTokens
@@ -24,6 +27,7 @@ class Attention(nn.Module):
 
     Attributes:
         window: keys that a query sees at most, its own included; ``None`` for all earlier ones.
+        context: ranks that share the tokens of sequences.
         recomputes_core: whether the backward computes scores and weighted sums again.
     """
 
@@ -36,6 +40,7 @@ class Attention(nn.Module):
         self.head_size = config.known_head_size
         self.window: int | None = None
         self.recomputes_core = False
+        self.context = WHOLE_SEQUENCES
         self._scale, self._softcap = config.attention_scale, config.known_attn_softcap
         query_width, kv_width = config.num_heads * self.head_size, config.num_kv_heads * self.head_size
         self.query = ColumnParallelLinear(hidden, query_width, bias=bias, parallel=parallel)
@@ -73,13 +78,17 @@ class Attention(nn.Module):
         value_BKTD = self._heads(value_BTG).transpose(1, 2)
         if earlier is not None:
             key_BKTD, value_BKTD = earlier.extend(key_BKTD, value_BKTD)
+        if self.context.is_on:
+            core = partial(ring_attention, context=self.context, window=self.window, documents=documents)
+        else:
+            begin = 0 if earlier is None else earlier.begin
+            core = partial(core_attention, visible=VisibleKeys(begin, self.window, documents))
         mixed_BNTD = run_part(
-            core_attention,
+            core,
             query_BNTD,
             key_BKTD,
             value_BKTD,
             recomputes=self.recomputes_core,
-            visible=VisibleKeys(0 if earlier is None else earlier.begin, self.window, documents),
             scale=self._scale,
             softcap=self._softcap,
         )

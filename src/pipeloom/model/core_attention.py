@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeloom.model.documents import Documents
+from pipeloom.model.graph_breaks import graph_break
 
 BLOCK = 128
 """Queries of a block, as in FlashAttention: small against usual windows, so few scores of a block are masked."""
@@ -154,7 +155,7 @@ def _causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tenso
     return VisibleKeys(num_keys - num_queries).mask(range(num_queries), range(num_keys), device)
 
 
-@torch.compiler.disable  # a graph break: the kernel is compiled by itself, and its mask is made once
+@graph_break  # a graph break: the kernel is compiled by itself, and its mask is made once
 def flexible(query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys, scores: Scores) -> Tensor:
     """``core_attention`` as one generated kernel; on other devices than GPUs an uncompiled reference."""
     from torch.nn.attention.flex_attention import flex_attention
@@ -197,7 +198,7 @@ def _block_mask(visible: VisibleKeys, num_queries: int, num_keys: int, device: s
     return create_block_mask(sees, None, None, num_queries, num_keys, device=device)
 
 
-@torch.compiler.disable  # a graph break: unrolled, the blocks of a long sequence would be a large graph
+@graph_break  # a graph break: unrolled, the blocks of a long sequence would be a large graph
 def _in_blocks(query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys, scores: Scores) -> Tensor:
     return _Blocks.apply(query, key, value, visible, scores)
 
@@ -213,8 +214,8 @@ class _Blocks(torch.autograd.Function):
         ctx, query_BNTD, key_BKSD, value_BKSD, visible, scores = args
         # [B, T, N, D] in memory: attention's projection then takes a view.
         sums_BNTD = torch.empty_like(query_BNTD.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-        logs_BNT = query_BNTD.new_empty(query_BNTD.shape[:3], dtype=_wide(query_BNTD))
-        for block in _blocks(query_BNTD, key_BKSD, visible):
+        logs_BNT = query_BNTD.new_empty(query_BNTD.shape[:3], dtype=wide(query_BNTD))
+        for block in blocks_of(query_BNTD, key_BKSD, visible):
             scores_BKGs = block.scores(query_BNTD, key_BKSD, scores)[0]
             log_BKG = scores_BKGs.logsumexp(-1)
             shares_BKGs = (scores_BKGs - log_BKG.unsqueeze(-1)).exp()
@@ -227,26 +228,20 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *args: Any) -> Any:
         query_BNTD, key_BKSD, value_BKSD, sums_BNTD, logs_BNT = ctx.saved_tensors
-        query_gradient = torch.empty_like(query_BNTD)
-        # Summed over the blocks, so wide.
-        key_gradient, value_gradient = (torch.zeros_like(one, dtype=_wide(one)) for one in (key_BKSD, value_BKSD))
-        for block in _blocks(query_BNTD, key_BKSD, ctx.visible):
-            scores_BKGs, slope_BKGs = block.scores(query_BNTD, key_BKSD, ctx.scores)
-            shares_BKGs = (scores_BKGs - block.grouped(logs_BNT.unsqueeze(-1))).exp()
-            gradient_BKGD = block.grouped(args[0])
-            block.keys_of(value_gradient).add_(shares_BKGs.mT @ gradient_BKGD)
-            mean_BKG1 = (gradient_BKGD * block.grouped(sums_BNTD)).sum(-1, keepdim=True)
-            score_gradient_BKGs = shares_BKGs * (gradient_BKGD @ block.of_keys(value_BKSD).mT - mean_BKG1)
-            if slope_BKGs is not None:
-                score_gradient_BKGs = score_gradient_BKGs * slope_BKGs
-            score_gradient_BKGs = score_gradient_BKGs * ctx.scores.scale
-            block.of_queries(query_gradient).copy_(block.ungrouped(score_gradient_BKGs @ block.of_keys(key_BKSD)))
-            block.keys_of(key_gradient).add_(score_gradient_BKGs.mT @ block.grouped(query_BNTD))
+        # Those of keys and values are summed over the blocks, so wide.
+        query_gradient = torch.zeros_like(query_BNTD)
+        key_gradient, value_gradient = (torch.zeros_like(one, dtype=wide(one)) for one in (key_BKSD, value_BKSD))
+        dots_BNT = (args[0].to(wide(sums_BNTD)) * sums_BNTD).sum(-1)
+        rows = Rows(query_BNTD, args[0], logs_BNT, dots_BNT)
+        for block in blocks_of(query_BNTD, key_BKSD, ctx.visible):
+            block.add_gradients(
+                ctx.scores, rows, (key_BKSD, value_BKSD), (query_gradient, key_gradient, value_gradient)
+            )
         return query_gradient, key_gradient.to(key_BKSD.dtype), value_gradient.to(value_BKSD.dtype), None, None
 
 
 @dataclass(frozen=True)
-class _Block:
+class Block:
     """Some queries and the keys that they see.
 
     Query heads that share a key head are joined with the queries, G = g c, so that keys are not copied for each.
@@ -272,11 +267,11 @@ class _Block:
 
     def of_keys(self, x: Tensor) -> Tensor:
         """The block's part of keys or values, wide."""
-        return self.keys_of(x).to(_wide(x))
+        return self.keys_of(x).to(wide(x))
 
     def grouped(self, x: Tensor) -> Tensor:
         """The block's part of a tensor [B, N, T, ...] as [B, K, G, ...], wide."""
-        return self.of_queries(x).unflatten(1, (-1, self.num_groups)).flatten(2, 3).to(_wide(x))
+        return self.of_queries(x).unflatten(1, (-1, self.num_groups)).flatten(2, 3).to(wide(x))
 
     def ungrouped(self, x: Tensor) -> Tensor:
         """From [B, K, G, ...] to [B, N, c, ...]."""
@@ -287,15 +282,63 @@ class _Block:
         found, slope = scores.of(self.grouped(query), self.of_keys(key))
         return found.masked_fill(~self.mask, -torch.inf), slope
 
+    def add_gradients(
+        self,
+        scores: Scores,
+        rows: "Rows",
+        pair: tuple[Tensor, Tensor],
+        gradients: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Add the block's part to gradients.
 
-def _blocks(query_BNTD: Tensor, key_BKSD: Tensor, visible: VisibleKeys) -> Iterator[_Block]:
+        Args:
+            scores: how they follow from queries and keys.
+            rows: of the queries.
+            pair: keys and values.
+            gradients: of queries, keys and values, which change.
+        """
+        (key, value), (query_gradient, key_gradient, value_gradient) = pair, gradients
+        scores_BKGs, slope_BKGs = self.scores(rows.queries, key, scores)
+        shares_BKGs = (scores_BKGs - self.grouped(rows.logs.unsqueeze(-1))).exp()
+        gradient_BKGD = self.grouped(rows.gradients)
+        self.keys_of(value_gradient).add_(shares_BKGs.mT @ gradient_BKGD)
+        change_BKGs = shares_BKGs * (gradient_BKGD @ self.of_keys(value).mT - self.grouped(rows.dots.unsqueeze(-1)))
+        if slope_BKGs is not None:
+            change_BKGs = change_BKGs * slope_BKGs
+        change_BKGs = change_BKGs * scores.scale
+        self.of_queries(query_gradient).add_(self.ungrouped(change_BKGs @ self.of_keys(key)))
+        self.keys_of(key_gradient).add_(change_BKGs.mT @ self.grouped(rows.queries))
+
+
+class Rows(NamedTuple):
+    """What the backward of attention takes of each query, [B, N, T, ...].
+
+    Attributes:
+        queries: the queries.
+        gradients: of their sums of values.
+        logs: logarithms of the sums of their weights.
+        dots: products of gradients and sums.
+    """
+
+    queries: Tensor
+    gradients: Tensor
+    logs: Tensor
+    dots: Tensor
+
+
+def blocks_of(query_BNTD: Tensor, key_BKSD: Tensor, visible: VisibleKeys) -> Iterator[Block]:
+    """Blocks of queries with the keys that they see, without those that see none."""
     num_queries, num_groups = query_BNTD.shape[2], query_BNTD.shape[1] // key_BKSD.shape[1]
     for first in range(0, num_queries, BLOCK):
         queries = range(first, min(first + BLOCK, num_queries))
-        keys = visible.of_queries(queries)
+        seen = visible.of_queries(queries)
+        keys = range(seen.start, min(seen.stop, key_BKSD.shape[2]))
+        if not keys:
+            continue
         mask = visible.mask(queries, keys, query_BNTD.device)
-        yield _Block(queries, keys, num_groups, mask.repeat(*[1] * (mask.ndim - 2), num_groups, 1))
+        yield Block(queries, keys, num_groups, mask.repeat(*[1] * (mask.ndim - 2), num_groups, 1))
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def wide(x: Tensor) -> torch.dtype:
+    """The dtype in which values of a tensor are added up: single precision at least."""
     return torch.promote_types(x.dtype, torch.float32)

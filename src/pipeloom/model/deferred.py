@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipeloom.model.graph_breaks import graph_break
+
 run_backward = torch.autograd.Variable._execution_engine.run_backward  # noqa: SLF001
 """The core of ``torch.autograd.backward``, without its checks of shapes, which take as long as a small stage's
 backward. Both ends of every stage boundary have compared shapes before."""
@@ -144,7 +146,7 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> S
     return _Linears.apply(x, len(weights), *weights, *biases)
 
 
-@torch.compiler.disable  # its backward operator would have no output, and would be eliminated as dead code
+@graph_break  # its backward operator would have no output, and would be eliminated as dead code
 def lookup(indices: Tensor, weight: Tensor) -> Tensor:
     """Rows of an embedding, [..., H]; the gradient of its weight, [V, H], is deferred."""
     return _Lookup.apply(indices, weight)

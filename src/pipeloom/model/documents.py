@@ -3,12 +3,14 @@
 Letters of shapes are those of ``model.transformer``; S is the number of tokens up to the end of a slice.
 """
 
-# ruff: noqa: N803, N806 (upper-case letters in names are shapes)
+# ruff: noqa: N803 (upper-case letters in names are shapes)
 
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from pipeloom.model.graph_breaks import graph_break
 
 if TYPE_CHECKING:
     from pipeloom.model.core_attention import VisibleKeys
@@ -28,12 +30,11 @@ class Documents:
         self._added: Tensor | None = None
         self._blocks: dict[int | None, Any] = {}
 
-    def positions(self, begin: int) -> Tensor:
-        """The position of each token in its document, int64 [B, T]; the first one is ``begin`` in the sequence."""
-        places_T = torch.arange(begin, begin + self.firsts_BT.shape[1], device=self.firsts_BT.device)
+    def positions(self, places_T: Tensor) -> Tensor:
+        """The position of each token in its document, int64 [B, T], from their places in the sequence."""
         return places_T - self.firsts_BT
 
-    @torch.compiler.disable  # a graph break: the first layer makes the mask, others find it
+    @graph_break  # a graph break: the first layer makes the mask, others find it
     def added(self, visible: "VisibleKeys", query: Tensor) -> Tensor:
         """Added to scores: 0 where the query sees the key, else minus infinity, [B, 1, T, S], of the queries' type.
 

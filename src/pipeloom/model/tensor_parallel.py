@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeloom.model.graph_breaks import graph_break
+
 
 @dataclass(frozen=True)
 class TensorSlice:
@@ -133,7 +135,7 @@ class TensorParallel:
         """Of values per token that every rank has, [..., T], those of the tokens of this rank's residual stream."""
         return x.chunk(self.size, -1)[self.group.index] if self.splits_sequence else x
 
-    @torch.compiler.disable  # graph break: collectives are not compiled
+    @graph_break  # graph break: collectives are not compiled
     def _exchange(self, x: Tensor, forth: "_Op", back: "_Op") -> Tensor:
         return _Exchange.apply(x, self.group, forth, back)
 

@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from pipeloom.errors import UserError
 from pipeloom.model.attention import Attention
+from pipeloom.model.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from pipeloom.model.deferred import Defers
 from pipeloom.model.documents import Documents
 from pipeloom.model.key_values import EarlierTokens, KeyValueCache
@@ -217,6 +218,7 @@ class Transformer(nn.Module):
         self.max_positions = max_positions
         self.pieces = pieces
         self.parallel = parallel
+        self.context = WHOLE_SEQUENCES
         self.embedding = Embedding(config, max_positions, parallel) if 0 in pieces else None
         kind = _layer_class(config.family)
         # A dict with layer numbers of the whole model as keys, so that names are global on every stage.
@@ -273,6 +275,13 @@ class Transformer(nn.Module):
             layer.recomputes = by_layer[int(name)] == "full"
             layer.attention.recomputes_core = by_layer[int(name)] == "selective"
 
+    def set_context(self, context: ContextParallel) -> None:
+        """Share the tokens of sequences among ranks: the input then has this rank's tokens only."""
+        self.context = context
+        for layer in self.layers.values():
+            assert isinstance(layer, Layer)
+            layer.attention.context = context
+
     def freeze(self, num_pieces: int) -> None:
         """Keep the weights of the first pieces of the whole model: their parameters require no gradient."""
         frozen = [layer for name, layer in self.layers.items() if int(name) + 1 < num_pieces]
@@ -320,13 +329,10 @@ class Transformer(nn.Module):
         # A stage input has this rank's share of the tokens; the embedding takes all tokens.
         num_tokens = x.shape[1] if self.has_embedding else x.shape[1] * self.parallel.size
         begin = 0 if cache is None else cache.take(num_tokens)
-        self._check_length(begin + num_tokens)
+        self._check_length(begin + self.context.num_tokens(num_tokens))
         # Positions cover all tokens, also if the residual stream has only this rank's share.
-        positions = (
-            torch.arange(begin, begin + num_tokens, device=x.device)
-            if documents is None
-            else documents.positions(begin)
-        )
+        places_T = begin + self.context.places(num_tokens, x.device)
+        positions = places_T if documents is None else documents.positions(places_T)
         x = self.parallel.from_boundary(x) if self.embedding is None else self.embedding(x, positions)
         rotary = self._rotary(positions, x)
         for name, layer in self.layers.items():

@@ -64,9 +64,9 @@ def on_one_stage(searching: Search, steps: Sequence[SimulatedStep], bar: ErrorBa
     plain = searching.best(1, replace(ONE_STAGE, tp=(shown.tp,)), deadline=deadline).best
     if plain is None or not is_tie(steps[0], plain, bar):
         return
-    tp = f"{plain.run.tp}+sp" if plain.run.sequence_parallel else f"{plain.run.tp}"
+    split = ", sequence parallel" if plain.run.sequence_parallel else ""
     yield (
-        f"A layout simpler than all rows is equivalent, too: tp {tp}, pp 1, dp {plain.run.dp}, "
+        f"A layout simpler than all rows is equivalent, too: {plain.run.axes.words()}{split}, "
         f"loops 1, micro-batches of {plain.run.micro_batch}; a step takes "
         f"{_relative(steps[0], plain):.1%} longer than with the fastest."
     )
@@ -85,7 +85,7 @@ def on_plain(
         yield (
             f"A plain layout is faster, which --strategies excludes: without {name} a step takes "
             f"{_difference(best, plain, bar)}, with "
-            f"tp {run.tp}, pp {run.pp}, dp {run.dp}, {choice.family}, micro-batches of {run.micro_batch}. "
+            f"{run.axes.words()}, {choice.family}, micro-batches of {run.micro_batch}. "
             "Add none to --strategies."
         )
 

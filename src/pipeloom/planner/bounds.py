@@ -62,7 +62,7 @@ class Bounds(OfPlaced):
     @property
     def least_step_s(self) -> float:
         """Lower bound of the step time in seconds for any sharding, without collectives."""
-        level: Shard = "full" if self.run.dp > 1 else "none"
+        level: Shard = "full" if self.run.data_ranks > 1 else "none"
         terms = step_terms(self._with(level, 1), max(self.placed.costs.backward_s))
         pipeline_s = max(float(work.end_s().max()) for work in self.work)
         return pipeline_s + terms.optimizer_s + terms.tied_s + terms.fixed_s
@@ -365,11 +365,12 @@ class Sharded(OfPlaced):
         full, layers = replace(run, recompute="full"), np.array(stage_layers(run, software)[0])
         lost = 1 + software.fragmentation
         each = (kept_bytes(run, software) - kept_bytes(full, software)) * lost
-        return layers[self.bounds.stages], each, working_bytes(full, software) * lost
+        more = working_bytes(full, software) - working_bytes(run, software)
+        return layers[self.bounds.stages], each, more * lost
 
     @property
     def _has_collectives(self) -> bool:
-        return self.software.has_reduction_lane and self.run.dp > 1
+        return self.software.has_reduction_lane and self.run.data_ranks > 1
 
     @cached_property
     def _collectives_s(self) -> tuple[Floats, Floats]:
@@ -402,7 +403,7 @@ class Sharded(OfPlaced):
         owner = self.bounds.placed.placement.rank_by_stage
         for rank in {owner[0], owner[-1]}:
             held[rank] += lent_bytes(run, software, stages[rank].tolist()).total_bytes
-        if run.shard == "full" and run.dp > 1:
+        if run.sharded == "full":
             alone = state_bytes(run, 1.0, software, "none")
             # The only rank of a copy has its frozen weights whole.
             of_stage = gathered_parameters if run.shard_size > 1 or run.adapter is None else trained_parameters

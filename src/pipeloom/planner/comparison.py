@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from statistics import fmean
+from typing import Any
 
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.stages import layers_by_kind
@@ -20,6 +21,7 @@ from pipeloom.workload.run import Run
 
 CAUSES = {
     "compute_s": "compute+tp",
+    "exposed_context_s": "exposed context-parallel",
     "recompute_s": "recomputation",
     "bubble_s": "bubble",
     "exposed_p2p_s": "exposed p2p",
@@ -42,9 +44,10 @@ def causes(step: SimulatedStep) -> dict[str, float]:
     The bubble is the sum of start-up, imbalance and drain; recomputation is the time of forwards that run again.
     """
     mean = {name: fmean(account.to_dict()[name] for account in step.accounts) for name in step.accounts[0].to_dict()}
-    again_s = _recompute_s(step)
+    again_s, around_s = _recompute_s(step), step.ring_s.exposed_s
     return {
-        "compute_s": mean["compute_s"] - again_s,
+        "compute_s": mean["compute_s"] - again_s - around_s,
+        "exposed_context_s": around_s,
         "recompute_s": again_s,
         "bubble_s": mean["startup_s"] + mean["imbalance_s"] + mean["drain_s"],
         "exposed_p2p_s": mean["exposed_p2p_s"],
@@ -84,12 +87,14 @@ def _recompute_s(step: SimulatedStep) -> float:
 def without_pipeline(run: Run) -> str:
     """What a layout without a pipeline is called: FSDP if weights are sharded, else data parallelism (DP)."""
     alone = "TP" if run.tp > 1 else "one device"
-    return alone if run.dp == 1 else "FSDP" if run.shard == "full" else "DP"
+    within = "CP" if run.cp > 1 else alone
+    sharded = "FSDP" if run.sharded == "full" else "DP"
+    return within if run.dp == 1 and sharded == "DP" else sharded
 
 
 def num_axes(run: Run) -> int:
-    """How many of the tensor, pipeline and data axis have several ranks."""
-    return sum(size > 1 for size in (run.tp, run.pp, run.dp))
+    """How many axes have several ranks."""
+    return sum(size > 1 for size in run.axes)
 
 
 def complexity(run: Run, family: str, strategy: str) -> tuple[bool, int, int, bool, int, int, bool]:
@@ -174,18 +179,29 @@ def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Limit
         yield from (
             (other, Limits(families=(other,), pp=pipelines or (1,))) for other in question.families if other != family
         )
-    if others := tuple(tp for tp in sizes if tp != run.tp):
-        yield f"tp not {run.tp}", Limits(tp=others)
-    if others := tuple(size for size in divisors(question.global_batch) if size != run.micro_batch):
-        yield f"micro-batch not {run.micro_batch}", Limits(micro_batch=others)
+    yield from _other_sizes(question, run)
     if (name := strategy_of(best)) != "none" and limits.allows(strategies="none"):
         yield STRATEGIES[name].without, Limits(strategies=("none",))
     if run.recompute_kinds != ("none",) and "none" in question.recompute:
         yield "nothing recomputed", Limits(recompute=("none",))
     if set(run.recompute_kinds) != {"full"} and "full" in question.recompute:
         yield "all layers recomputed", Limits(recompute=("full",))
-    if run.dp > 1 and run.shard != "none" and "none" in question.shards:
+    if run.sharded != "none" and "none" in question.shards:
         yield "nothing sharded", Limits(shards=("none",))
+
+
+def _other_sizes(question: Question, run: Run) -> Iterator[tuple[str, Limits]]:
+    """The limits that exclude the size of an axis, or of the micro-batches."""
+    searched = {
+        "tp": divisors(question.num_devices),
+        "cp": question.context_sizes,
+        "micro_batch": divisors(question.global_batch),
+    }
+    for name, sizes in searched.items():
+        own = getattr(run, name)
+        if others := tuple(size for size in sizes if size != own):
+            limits: dict[str, Any] = {name: others}
+            yield f"{name.replace('_', '-')} not {own}", Limits(**limits)
 
 
 ALONE = " alone"
@@ -202,8 +218,8 @@ def _alone(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Quest
 def changes(question: Question, best: SimulatedStep, deadline: float) -> Iterator[Change]:
     """The best layouts of changed questions near the best one, as far as they are proved before the deadline.
 
-    Near: tensor axis, pipeline axis and micro-batch are at most one divisor away. A change moves the answer little, and
-    a search of everything for each change takes several times as long as the answer itself.
+    Near: tensor, context and pipeline axis and micro-batch are at most one divisor away. A change moves the answer
+    little, and a search of everything for each change takes several times as long as the answer itself.
     """
     for what, changed in _changed(question, best):
         other = replace(changed, limits=_near(changed, best))
@@ -229,6 +245,7 @@ def _near(question: Question, best: SimulatedStep) -> Limits:
     return replace(
         limits,
         tp=around("tp", devices, run.tp),
+        cp=around("cp", question.context_sizes, run.cp),
         pp=around("pp", devices, run.pp),
         micro_batch=around("micro_batch", batch, run.micro_batch),
     )

@@ -9,6 +9,7 @@ from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Limits
 from pipeloom.planner.space import Arrangement, Cut, Leaf
 from pipeloom.predict.step import SimulatedStep
+from pipeloom.workload.axes import Axes
 
 SAME = 1e-8
 """Relative difference of two step times that is rounding."""
@@ -17,9 +18,7 @@ SAME = 1e-8
 class GroupKey(NamedTuple):
     """Key under which layouts are grouped; an answer lists the best of each group."""
 
-    tp: int
-    pp: int
-    dp: int
+    axes: Axes
     micro_batch: int
     family: str
     recompute: str
@@ -34,7 +33,7 @@ class GroupKey(NamedTuple):
         family = leaf.choice.family if run.pp > 1 else ""
         # Memory alone determines which layers recompute, so two such layouts differ in nothing that anybody chose.
         recompute = leaf.cut.arrangement.recomputed
-        return cls(run.tp, run.pp, run.dp, run.micro_batch, family, recompute, run.sequence_parallel, leaf.strategy)
+        return cls(run.axes, run.micro_batch, family, recompute, run.sequence_parallel, leaf.strategy)
 
 
 class SortKey(NamedTuple):
@@ -178,5 +177,5 @@ def admits(limits: Limits, node: Node) -> bool:
     # Some of the layers are recomputed where both nothing and all are allowed.
     recompute = ("none", "full") if node.recomputed == "some" else (node.recomputed,)
     return all(limits.allows(recompute=one) for one in recompute) and limits.allows(
-        tp=run.tp, pp=run.pp, dp=run.dp, micro_batch=run.micro_batch, sequence_parallel=run.sequence_parallel
+        **run.axes._asdict(), micro_batch=run.micro_batch, sequence_parallel=run.sequence_parallel
     )

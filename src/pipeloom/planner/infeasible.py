@@ -15,6 +15,7 @@ from pipeloom.planner.search import search
 from pipeloom.planner.space import Cut, Leaf, Sharding, arrangements, has_arrangement, why_not
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.words import count
+from pipeloom.workload.axes import IN_SENTENCES, Axes
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def _half(seq: int) -> int:
 def no_layout(question: Question, excluded: Counter[str]) -> UserError:
     """The error for a question without layouts: causes, and similar batches and numbers of devices with layouts."""
     problems = [f"{cause}: {count(number, 'combination')} of axes" for cause, number in excluded.most_common()]
-    for name in ("tp", "pp", "dp"):
+    for name in IN_SENTENCES:
         sizes = getattr(question.limits, name)
         if sizes is not None and all(question.num_devices % size for size in sizes if size > 0):
             found = ", ".join(map(str, sizes))
@@ -197,9 +198,9 @@ def _near_batches(question: Question) -> list[int]:
     # A batch that every data axis divides, so that only the model restricts the axes.
     anything = replace(question, global_batch=number)
     sizes = {
-        dp
-        for tp, pp, dp in axes(number, divisors(number))
-        if question.limits.allows(tp=tp, pp=pp, dp=dp) and why_not(anything, tp, pp, dp) is None
+        sizes.dp
+        for sizes in axes(number, divisors(number), question.context_sizes)
+        if question.limits.allows(**sizes._asdict()) and why_not(anything, sizes) is None
     }
     below = max((batch // dp * dp for dp in sizes), default=0)
     above = min((-(-batch // dp) * dp for dp in sizes), default=0)
@@ -214,10 +215,15 @@ def near_devices(question: Question) -> list[int]:
     """
     limits, batch, number = question.limits, question.global_batch, question.num_devices
     most = min(2 * number, question.cluster.num_devices or 2 * number, MOST)
-    tps = [tp for tp in range(1, question.shape.heads + 1) if limits.allows(tp=tp) and not why_not(question, tp, 1, 1)]
-    pps = [pp for pp in range(1, question.shape.layers + 3) if limits.allows(pp=pp) and not why_not(question, 1, pp, 1)]
+    tps = [
+        tp for tp in range(1, question.shape.heads + 1) if limits.allows(tp=tp) and not why_not(question, Axes(tp=tp))
+    ]
+    pps = [
+        pp for pp in range(1, question.shape.layers + 3) if limits.allows(pp=pp) and not why_not(question, Axes(pp=pp))
+    ]
     dps = [dp for dp in divisors(batch) if limits.allows(dp=dp)]
-    products = np.unique(np.multiply.outer(np.multiply.outer(tps, pps), np.array(dps, np.int64)))
+    replicas = np.unique(np.multiply.outer(question.context_sizes, np.array(dps, np.int64)))
+    products = np.unique(np.multiply.outer(np.multiply.outer(tps, pps), replicas))
 
     def first(numbers: NDArray[np.int64]) -> int | None:
         few = numbers[:MOST_NUMBERS].tolist()

@@ -6,7 +6,7 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import ConfigError
 from pipeloom.planner.run_file import named_model
 from pipeloom.predict.places import node_problems
-from pipeloom.workload.dtypes import Precision
+from pipeloom.workload.dtypes import Precision, Products
 from pipeloom.workload.launchers import Launcher, optimizer_problems, own_attention_problems
 from pipeloom.workload.model import ModelConfig, ModelShape, model_of
 from pipeloom.workload.run import Attention
@@ -20,6 +20,7 @@ class Wanted:
         model: a name or a file; or its settings; or its sizes alone.
         seq: sequence length in tokens.
         precision: of weights and activations.
+        products: of the operands of linear layers; ``None``: ``precision``.
         attention: the attention kernel.
         optimizer: name of the update rule.
         by_document: whether attention ends at the borders of documents.
@@ -29,6 +30,7 @@ class Wanted:
     model: str | ModelConfig | ModelShape
     seq: int
     precision: Precision
+    products: Products | None = None
     attention: Attention = "flash2"
     optimizer: str = "adamw"
     by_document: bool = False
@@ -44,11 +46,13 @@ class Wanted:
 
 def launch_problems(launcher: Launcher, wanted: Wanted, cluster: Cluster, num_devices: int) -> list[str]:
     """Why a program cannot train so on so many devices, a sentence each; the exports refuse for the same reasons."""
+    narrow = launcher.product_problems(wanted.products)
     if launcher.is_own:
-        return []
+        return narrow
     title, model = launcher.title, wanted.config
     found = [
         *launcher.model_problems(model, wanted.precision),
+        *narrow,
         *own_attention_problems(title, model, wanted.seq, by_document=wanted.by_document),
         *optimizer_problems(title, wanted.optimizer),
         *node_problems(cluster, num_devices),

@@ -28,7 +28,7 @@ from pipeloom.system.stopping import Reason, Stop
 from pipeloom.terminal.words import count as count_of
 from pipeloom.terminal.words import seconds, unknown_name
 from pipeloom.workload.adapter import Adapter
-from pipeloom.workload.dtypes import Dtype
+from pipeloom.workload.dtypes import Dtype, MatmulDtype, products_of
 from pipeloom.workload.launchers import LAUNCHERS, LauncherName
 from pipeloom.workload.limits import Count, Headroom, Positive
 from pipeloom.workload.model import ModelShape
@@ -103,9 +103,9 @@ def make_question(
     software: str | Software | None = None,
     launcher: LauncherName = "pipeloom",
     dtype: Dtype | None = None,
+    matmul_dtype: MatmulDtype | None = None,
     attention: Attention = "flash2",
     fused_norm: bool = True,
-    optimizer: Optimizer | None = None,
     headroom: Headroom = HEADROOM,
     **limits: Sequence[Any],
 ) -> Question:
@@ -125,51 +125,65 @@ def make_question(
         software: the training program: a name of the catalog, a file, or a program. ``None``: that of ``launcher``.
         launcher: the program that can start every layout; with another one than pipeloom, its rules limit the search.
         dtype: of weights and activations; ``None``: bfloat16 on GPUs, or float16 if they lack it, float32 on CPUs.
+        matmul_dtype: of the operands of linear layers; ``None``: ``dtype``.
         attention: the attention kernel.
         fused_norm: whether norms are one kernel.
-        optimizer: of the training; ``None``: AdamW.
         headroom: fraction of the memory of every device that layouts leave free.
         limits: values to search, by the attributes of ``Limits``, such as ``pp=(4, 8)``; by default all.
 
     Raises:
         ConfigError: everything that is wrong.
     """
-    starts, problems = LAUNCHERS[launcher], _limit_problems(limits, software, launcher)
-    shape, machine, program = _loaded(model, cluster, software or starts.software, seq, problems)
-    precision = asked_precision(dtype, machine, num_devices)
-    check_launch(starts, Wanted(model, seq, precision, attention), machine, num_devices)
+    shape, machine, program = _loaded(model, cluster, software, launcher, seq=seq, limits=limits)
+    precision, products = asked_precision(dtype, machine, num_devices), products_of(matmul_dtype)
+    check_launch(LAUNCHERS[launcher], Wanted(model, seq, precision, products, attention), machine, num_devices)
     return Question(
         shape=shape,
         cluster=machine,
-        software=with_strategies(program if optimizer is None else with_optimizer(program, optimizer)),
+        software=with_strategies(program),
         num_devices=num_devices,
         global_batch=global_batch,
         seq=seq,
         precision=precision,
+        products=products,
         attention=attention,
         fused_norm=fused_norm,
         headroom=headroom,
         limits=Limits(**{name: tuple(among) for name, among in limits.items()}),
         has_default_dtype=dtype is None,
-        launcher=starts,
+        launcher=LAUNCHERS[launcher],
     )
 
 
-def with_adapter(question: Question, adapter: Adapter) -> Question:
-    """The question for low-rank adapters of all layers, whose other weights are frozen.
+def of_training(question: Question, optimizer: Optimizer, adapter: Adapter | None) -> Question:
+    """The question for another optimizer than AdamW, and for low-rank adapters.
+
+    Args:
+        question: to change.
+        optimizer: whose state the ranks hold.
+        adapter: of all layers, whose other weights are frozen; ``None``: all weights are trained.
 
     Raises:
         ConfigError: the program or the limits do not go with adapters.
     """
-    return replace(question, adapter=adapter, software=with_frozen(question.software))
+    program = with_optimizer(question.software, optimizer)
+    return replace(question, adapter=adapter, software=program if adapter is None else with_frozen(program))
 
 
 def _loaded(
-    model: str | ModelShape, cluster: str | Cluster, software: str | Software, seq: int, problems: list[str]
+    model: str | ModelShape,
+    cluster: str | Cluster,
+    software: str | Software | None,
+    launcher: LauncherName,
+    *,
+    seq: int,
+    limits: Mapping[str, object],
 ) -> tuple[ModelShape, Cluster, Software]:
+    problems = _limit_problems(limits, software, launcher)
+    program = software or LAUNCHERS[launcher].software
     shape = load_or_note(lambda name: load_model(name, seq), model, problems) if isinstance(model, str) else model
     machine = load_or_note(load_cluster, cluster, problems) if isinstance(cluster, str) else cluster
-    program = load_or_note(load_software, software, problems) if isinstance(software, str) else software
+    program = load_or_note(load_software, program, problems) if isinstance(program, str) else program
     if problems or shape is None or machine is None or program is None:
         raise ConfigError(problems, "the question")
     return shape, machine, program

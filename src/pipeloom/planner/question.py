@@ -1,6 +1,6 @@
 """The planner's input: model, cluster, batch, and limits of the search."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,8 @@ from pipeloom.planner.bounds import Bounds
 from pipeloom.predict.describe import dtype_problem
 from pipeloom.terminal.words import count, did_you_mean
 from pipeloom.workload.adapter import Adapter
-from pipeloom.workload.dtypes import Precision, dtype_of
+from pipeloom.workload.axes import IN_SENTENCES, Axes
+from pipeloom.workload.dtypes import Precision, Products, dtype_of
 from pipeloom.workload.launchers import PIPELOOM, Launcher
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.limits import Headroom, limits_of
@@ -27,7 +28,7 @@ class Limits:
     """Values to search. ``None``: all that model, batch and program allow.
 
     Attributes:
-        tp, pp, dp: sizes of the tensor, pipeline and data axis.
+        tp, cp, pp, dp: sizes of the axes.
         loops: stages of each pipeline rank.
         micro_batch: sequences of a micro-batch.
         families: schedule families.
@@ -39,6 +40,7 @@ class Limits:
     """
 
     tp: tuple[int, ...] | None = None
+    cp: tuple[int, ...] | None = None
     pp: tuple[int, ...] | None = None
     dp: tuple[int, ...] | None = None
     loops: tuple[int, ...] | None = None
@@ -81,6 +83,7 @@ class Question:
         global_batch: global batch size in sequences.
         seq: sequence length in tokens.
         precision: of weights and activations in matrix products.
+        products: of the operands of linear layers; ``None``: ``precision``.
         attention: the attention kernel.
         fused_norm: whether norms are one kernel.
         headroom: fraction of the memory of every device that layouts leave free.
@@ -97,6 +100,7 @@ class Question:
     global_batch: int
     seq: int
     precision: Precision = "bf16"
+    products: Products | None = None
     attention: Attention = "flash2"
     fused_norm: bool = True
     headroom: float = 0.0
@@ -138,7 +142,10 @@ class Question:
             found.append(lack)
         elif not self.clusters:
             device = self.cluster.device
-            found.append(f"the dtype {dtype_problem(dtype_of(self.precision), device.name, device.peak_flops_per_s)}")
+            problem = dtype_problem(dtype_of(self.precision), device.name, device.peak_flops_per_s)
+            found.append(
+                f"the dtype {problem}" if problem else f"{device.name} has no peak for products in {self.products}"
+            )
         if self.adapter is not None and not self.software.has_lanes:
             found.append(f"adapter.rank needs the training program pipeloom, found {self.software.name}")
         return found + limit_problems(self.limits, self.software, self.launcher, has_adapters=self.adapter is not None)
@@ -177,13 +184,24 @@ class Question:
         return self.limits.recompute or tuple(kind for kind in usual if not runs or kind in runs)
 
     @cached_property
+    def context_sizes(self) -> tuple[int, ...]:
+        """Sizes of the context axis to search: powers of two with which a rank has ``LEAST_CONTEXT`` tokens.
+
+        For pipeloom only those of the limits: its attention over parts of sequences has no fused kernel on GPUs.
+        """
+        if self.limits.cp is not None:
+            return self.limits.cp
+        most = self.seq // LEAST_CONTEXT if self.launcher.has_context and not self.launcher.is_own else 1
+        return tuple(2**power for power in range(max(1, most).bit_length()))
+
+    @cached_property
     def clusters(self) -> tuple[Cluster, ...]:
         """The cluster in every distinct order of its kinds of nodes whose devices all support the precision."""
         found: dict[tuple[str, ...], Cluster] = {}
         for order in self.cluster.orders():
             cluster = self.cluster.reordered(order)
             kinds = [kind for kind, _ in cluster.kinds(max(1, self.num_devices))]
-            if all(self.precision in kind.device.peak_flops_per_s for kind in kinds):
+            if all({self.precision, self.run.peak_precision} <= set(kind.device.peak_flops_per_s) for kind in kinds):
                 found.setdefault(tuple(kind.name for kind in kinds), cluster)
         return tuple(found.values())
 
@@ -197,7 +215,7 @@ class Question:
         flops = (
             self.global_batch * self.seq * shape_model_flops(self.shape, self.seq, self.run.frozen_pieces, self.adapter)
         )
-        return flops / max(one.peak_flops_per_s(self.num_devices, self.precision) for one in self.clusters)
+        return flops / max(one.peak_flops_per_s(self.num_devices, self.run.peak_precision) for one in self.clusters)
 
     @property
     def run(self) -> Run:
@@ -209,6 +227,7 @@ class Question:
             attention=self.attention,
             fused_norm=self.fused_norm,
             precision=self.precision,
+            products=self.products,
             frozen_pieces=0 if self.adapter is None else 1,  # the embedding
             adapter=self.adapter,
         )
@@ -218,6 +237,10 @@ HEADROOM = 0.08
 """Default headroom of plans: the mean error of predicted memory (docs/accuracy.md, all rows with measured memory). It
 also has to cover what a run may need later: an allocator that fragments, buffers of the network."""
 (_HEADROOM,) = limits_of(Headroom)
+LEAST_CONTEXT = 4096
+"""Tokens of a sequence on each rank of a context axis, at least, unless limits name its sizes. With few, the scores of
+a rank take less time than the exchange of its keys and values, since they shrink by the square. Published recipes have
+4,096 (NeMo, 8,192 tokens over 2 ranks) or more (arXiv 2407.21783, section 3.3.2: 131,072 over 16)."""
 MOST = 10**9
 """Largest number of devices, sequences of a batch and tokens of a sequence."""
 LEVELS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")
@@ -226,7 +249,7 @@ LEVELS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")
 
 def layout_limits(run: Run, family: str) -> dict[str, Any]:
     """Limits that allow only the axes and family of one layout, with any sharding and recomputation."""
-    names = ("tp", "pp", "dp", "loops", "micro_batch", "sequence_parallel")
+    names = (*IN_SENTENCES, "loops", "micro_batch", "sequence_parallel")
     return {name: (getattr(run, name),) for name in names} | {"families": (family,)}
 
 
@@ -236,15 +259,20 @@ def divisors(number: int) -> list[int]:
     return small + [number // part for part in reversed(small) if part * part != number]
 
 
-def axes(num_devices: int, tps: Iterable[int]) -> list[tuple[int, int, int]]:
-    """(tp, pp, dp) whose product is the number of devices.
+def axes(num_devices: int, tps: Iterable[int], cps: Sequence[int] = (1,)) -> list[Axes]:
+    """Axes whose product is the number of devices.
 
     Args:
         num_devices: of the run.
         tps: sizes of the tensor axis; those that do not divide the devices are skipped.
+        cps: sizes of the context axis, the same.
     """
     return [
-        (tp, pp, num_devices // tp // pp) for tp in tps if num_devices % tp == 0 for pp in divisors(num_devices // tp)
+        Axes(tp=tp, cp=cp, pp=pp, dp=num_devices // tp // cp // pp)
+        for tp in tps
+        for cp in cps
+        if num_devices % (tp * cp) == 0
+        for pp in divisors(num_devices // tp // cp)
     ]
 
 
@@ -260,6 +288,8 @@ def limit_problems(
         for name in limits.recompute or ()
         if runs and name not in runs
     ]
+    if not launcher.has_context and set(limits.cp or ()) - {1}:
+        own.append(f"{launcher.title} has no context parallelism; leave cp out, or name another program")
     return own + [
         f"{title} has no {what} '{name}'; {_hint(name, has)}it has {', '.join(has)}"
         for what, wanted, has in (

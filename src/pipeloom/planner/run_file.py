@@ -16,7 +16,7 @@ from pipeloom.cost.stages import pieces_of_layers
 from pipeloom.predict.describe import with_model_sizes
 from pipeloom.predict.recipes import with_recipe
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.workload.dtypes import dtype_of
+from pipeloom.workload.dtypes import dtype_of, matmul_dtype_of
 from pipeloom.workload.layout import Layout
 from pipeloom.workload.model import ModelShape, model_of
 from pipeloom.workload.run import Run
@@ -32,7 +32,7 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
         software: name or file.
     """
     run, knobs, moves = step.run, step.knobs, step.knobs.moves
-    is_sharded = run.dp > 1 and run.shard != "none"
+    is_sharded = run.sharded != "none"
     config = RunConfig(
         model=_model(run.shape, model, run.seq),
         data=DataConfig(seq_len=run.seq),
@@ -43,16 +43,20 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
             placement=knobs.choice.placement_name if run.pp > 1 else None,
             keep=knobs.choice.keep,
             receive_buffers=knobs.receive_buffers if run.pp > 1 else ScheduleConfig.receive_buffers,
-            residency=knobs.residency if run.shard == "full" and run.dp > 1 else None,
+            residency=knobs.residency if run.sharded == "full" else None,
             prefetch=knobs.prefetch if is_sharded else None,
-            gradient_buffers=knobs.gradient_buffers if run.shard in ("gradients", "full") and run.dp > 1 else None,
+            gradient_buffers=knobs.gradient_buffers if run.sharded in ("gradients", "full") else None,
             balance=moves.balance,
             offload=moves.offload,
             device_budget=None if knobs.device_budget is None else str(knobs.device_budget),
             activation_budget=None if moves.budget_bytes is None else f"{moves.budget_bytes:.0f}",
         ),
         adapter=_adapter(run),
-        training=TrainingConfig(dtype=dtype_of(run.precision), device="cuda" if step.cluster.device.is_gpu else "cpu"),
+        training=TrainingConfig(
+            dtype=dtype_of(run.precision),
+            matmul_dtype=matmul_dtype_of(run.products),
+            device="cuda" if step.cluster.device.is_gpu else "cpu",
+        ),
         machine=MachineConfig(
             cluster=cluster,
             software=software,
@@ -88,14 +92,12 @@ def named_model(name: str, seq_len: int) -> ModelConfig:
 
 def _layout(run: Run) -> Layout:
     layout = Layout(
-        pp=run.pp,
+        **run.axes._asdict(),
         loops=run.loops,
         num_microbatches=run.num_microbatches,
         microbatch_size=run.micro_batch,
-        tp=run.tp,
-        dp=run.dp,
-        shard=run.shard if run.dp > 1 else "none",
-        replicate=run.replicate if run.dp > 1 and run.shard != "none" and run.replicate > 1 else None,
+        shard=run.sharded,
+        replicate=run.replicate if run.sharded != "none" and run.replicate > 1 else None,
         sequence_parallel=run.sequence_parallel,
         recompute=run.recompute if run.recompute_layers is None else "none",
         recompute_layers=run.recompute_layers,

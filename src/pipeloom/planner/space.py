@@ -26,6 +26,7 @@ from pipeloom.families import FAMILIES, Choice
 from pipeloom.planner.bounds import Bounds, Floats
 from pipeloom.planner.question import LEVELS, Question, axes, divisors
 from pipeloom.schedule import Placement
+from pipeloom.workload.axes import Axes
 from pipeloom.workload.layout import Shard
 from pipeloom.workload.run import Run
 
@@ -94,7 +95,7 @@ class Arrangement(OfPlaced):
         shape, layers = run.shape, run.shape.layers / run.pp
         held = (layers * shape.layer_matrix_parameters + shape.embedding_parameters / run.pp) / run.tp
         kept = layers * kept_bytes(leanest, software) + working_bytes(leanest, software)
-        shard = self.question.shards[-1] if run.dp > 1 else "none"
+        shard = self.question.shards[-1] if run.data_ranks > 1 else "none"
         # On the fullest rank there are at least the mean of the layers.
         trained = held if run.adapter is None else layers * sum(run.adapter.layer_parameters(shape, 1)) / run.tp
         frozen = 0.0 if run.adapter is None else frozen_bytes(replace(run, shard=shard), held)
@@ -150,16 +151,16 @@ class Arrangement(OfPlaced):
 
     def shardings(self) -> list["Sharding"]:
         """Shardings over all data-parallel ranks, or over those of a node."""
-        dp, shards = self.run.dp, self.question.shards
-        if dp == 1:
+        ranks, shards = self.run.data_ranks, self.question.shards
+        if ranks == 1:
             return [Sharding(("none",), 1)]
         found = [Sharding(("none",), 1)] if "none" in shards else []
         levels = tuple(shard for shard in LEVELS if shard in shards and shard != "none")
-        # The largest number of replicas that share a node and divide the data axis.
-        inside = gcd(self.cluster.devices_per_node // self.run.tp, dp)
-        among = dict.fromkeys(size for size in (dp, inside) if size > 1)
+        # The largest number of whole replicas that share a node and divide the data axis.
+        inside = gcd(self.cluster.devices_per_node // self.run.tp // self.run.cp, self.run.dp) * self.run.cp
+        among = dict.fromkeys(size for size in (ranks, inside) if size > 1)
         parts = [levels] if self.recomputed != "some" else [(level,) for level in levels]
-        return found + [Sharding(part, dp // size) for part in parts for size in among if part]
+        return found + [Sharding(part, ranks // size) for part in parts for size in among if part]
 
 
 class Sharding(NamedTuple):
@@ -385,7 +386,7 @@ class Leaf:
 
 
 def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:
-    """All arrangements of a question, and the excluded (tp, pp, dp, micro-batch) by cause."""
+    """All arrangements of a question, and the excluded axes and micro-batches by cause."""
     excluded = Counter[str]()
     return list(each_arrangement(question, excluded)), excluded
 
@@ -397,21 +398,21 @@ def each_arrangement(question: Question, excluded: Counter[str]) -> Iterator[Arr
 
     Args:
         question: to answer.
-        excluded: receives the number of excluded (tp, pp, dp, micro-batch) by cause.
+        excluded: receives the number of excluded axes and micro-batches by cause.
     """
     limits = question.limits
-    for tp, pp, dp in axes(question.num_devices, divisors(question.num_devices)):
-        if not limits.allows(tp=tp, pp=pp, dp=dp):
+    for sizes in axes(question.num_devices, divisors(question.num_devices), question.context_sizes):
+        if not limits.allows(**sizes._asdict()):
             continue
-        cause = why_not(question, tp, pp, dp)
+        cause, (_, _, dp, pp) = why_not(question, sizes), sizes
         if cause is not None:
             excluded[cause] += 1
             continue
         for micro_batch in divisors(question.global_batch // dp):
             if question.global_batch // dp // micro_batch * pp > MOST_ON_A_STEP:
                 excluded[f"a step would have more than {MOST_ON_A_STEP:,} micro-batches on its ranks"] += 1
-            elif limits.allows(micro_batch=micro_batch):
-                run = replace(question.run, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch)
+            elif limits.allows(micro_batch=micro_batch) and not _has_better_axes(question, sizes, micro_batch):
+                run = replace(question.run, **sizes._asdict(), micro_batch=micro_batch)
                 for cluster in question.clusters:
                     for one in _arrangements_of(question, cluster, run):
                         yield from (replace(one, splits=splits) for splits in _splits(question, pp))
@@ -428,13 +429,29 @@ def _splits(question: Question, pp: int) -> list[bool]:
     return sorted(kinds if pp > 1 or len(kinds) == 1 else {False})
 
 
-def why_not(question: Question, tp: int, pp: int, dp: int) -> str | None:
+def _has_better_axes(question: Question, sizes: Axes, micro_batch: int) -> bool:
+    """Whether a smaller context axis with as much more data axis is searched, which needs no exchange.
+
+    A rank has as many tokens, of fewer sequences, and shares its state with as many ranks.
+    """
+    both = gcd(sizes.cp, micro_batch)
+    if both == 1:
+        return False
+    part = divisors(both)[1]
+    smaller = sizes._replace(cp=sizes.cp // part, dp=sizes.dp * part)
+    is_searched = smaller.cp in question.context_sizes
+    return is_searched and question.limits.allows(**smaller._asdict(), micro_batch=micro_batch // part)
+
+
+def why_not(question: Question, sizes: Axes) -> str | None:
     """Why axes do not divide the model or the batch; ``None`` if they do."""
-    shape = question.shape
+    shape, (tp, cp, dp, pp) = question.shape, sizes
     if shape.heads % tp or shape.kv_heads % tp:
         return "the heads do not divide by the tensor axis"
     if tp > 1 and question.seq % tp:
         return "the tokens of a sequence do not divide by the tensor axis"
+    if cp > 1 and question.seq % (2 * cp * tp):
+        return "the halves of each rank's tokens do not divide by the context and tensor axis"
     if pp > shape.layers + (2 if question.software.partition == "balanced" else 0):
         return "the pipeline has more ranks than there are layers"
     if pp > 1 and shape.tied and not question.launcher.ties_stages:

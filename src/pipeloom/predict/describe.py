@@ -19,7 +19,7 @@ from pipeloom.cost.what_if import changed, what_if_problems, without_effect
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.recipes import with_recipe
 from pipeloom.predict.stage_swaps import with_alike_stages
-from pipeloom.workload.dtypes import Dtype, Precision, precision_of
+from pipeloom.workload.dtypes import Dtype, Precision, precision_of, products_of
 from pipeloom.workload.model import NO_FORMULAS, shape_of
 from pipeloom.workload.optimizers import OPTIMIZERS
 from pipeloom.workload.run import Run
@@ -200,12 +200,17 @@ def _lacks(config: RunConfig, cluster: Cluster) -> list[str]:
     layout, num_devices = config.layout, config.layout.num_ranks
     lack = cluster.lack(num_devices)
     if lack is not None:
-        return [f"{lack}: layout.pp {layout.pp} x layout.dp {layout.dp} x layout.tp {layout.tp}"]
+        return [f"{lack}: {layout.axes.product('layout.')}"]
     devices = dict.fromkeys(
         (kind.device.name, tuple(kind.device.peak_flops_per_s)) for kind, _ in cluster.kinds(num_devices)
     )
     dtype = _dtype(config, cluster)
-    return [f"training.dtype {problem}" for name, known in devices if (problem := dtype_problem(dtype, name, known))]
+    found = [f"training.dtype {problem}" for name, known in devices if (problem := dtype_problem(dtype, name, known))]
+    narrow = config.training.matmul_dtype
+    if narrow is not None:
+        lacking = [name for name, known in devices if products_of(narrow) not in known]
+        found += [f"training.matmul_dtype {narrow}: {name} has no peak for it; leave it out" for name in lacking]
+    return found
 
 
 def asked_precision(dtype: Dtype | None, cluster: Cluster, num_devices: int) -> Precision:
@@ -256,9 +261,7 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
     return Run(
         shape=shape_of(config.model.resolve(config.data.vocab_size)),
         seq=config.data.seq_len,
-        dp=layout.dp,
-        tp=layout.tp,
-        pp=layout.pp,
+        **layout.axes._asdict(),
         loops=layout.num_loops,
         shard=layout.shard,
         micro_batch=layout.microbatch_size,
@@ -269,6 +272,7 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
         attention=machine.attention,
         fused_norm=machine.fused_norm,
         precision=precision,
+        products=products_of(config.training.matmul_dtype),
         replicate=layout.replicate or 1,
         layers_by_stage=None if layout.partition is None else layers_of_pieces(layout.partition),
         placement=config.choice().placement_name,

@@ -307,7 +307,7 @@ def _frozen_bytes(run: Run, software: Software) -> list[float]:
 
 
 def _is_sharded(run: Run) -> bool:
-    return run.dp > 1 and run.shard != "none"
+    return run.sharded != "none"
 
 
 def _gathered_bytes(run: Run, software: Software) -> list[float]:

@@ -89,7 +89,8 @@ def copy_bytes(config: RunConfig, run: Run, software: Software) -> tuple[float, 
     # Weights as the optimizer has them, in single precision, and its state.
     wide = _WIDE_BYTES + config.optimizer.rule.state_bytes
     return tuple(
-        (own * wide + (held - own) * run.element_bytes) / run.dp for held, own in zip(whole, trained, strict=True)
+        (own * wide + (held - own) * run.element_bytes) / run.data_ranks
+        for held, own in zip(whole, trained, strict=True)
     )
 
 

@@ -36,7 +36,7 @@ def rank_places(placed: Placed) -> tuple[Place, ...]:
     Raises:
         UserError: the cluster has too few devices.
     """
-    size, node_of = placed.run.dp * placed.run.tp, placed.cluster.node_of
+    size, node_of = placed.run.stage_devices, placed.cluster.node_of
     return tuple(
         Place(part.name, node_of(first)[0], node_of(first + size - 1)[0], part.device.memory_bytes)
         for first, part in zip(placed.first_devices, placed.parts, strict=True)
@@ -68,7 +68,7 @@ ON_CORES = COMPUTE_KINDS | RECEIVE_KINDS | TIED_RECEIVE_KINDS | COLLECTIVES
 def shared_links(placed: Placed, placement: Placement, partners: Sequence[int] | None = None) -> Sharing | None:
     """The nodes' network adapters and cores as shared resources.
 
-    Pipeline neighbors are ``dp x tp`` devices apart, so a rank's first device determines its node and its adapter.
+    Pipeline neighbors are ``stage_devices`` apart, so a rank's first device determines its node and its adapter.
     The seconds of a transfer or collective between nodes already assume that it shares the adapter with the same action
     on adjacent devices of its pipeline rank (``Cluster.sharing``); other concurrent actions on the adapter share it
     here. An eviction and its load use the evicting rank's adapter.
@@ -113,7 +113,7 @@ def shared_links(placed: Placed, placement: Placement, partners: Sequence[int] |
     capacity: dict[Hashable, float] = dict.fromkeys(adapter, 1.0)
     if has_shared_cores:
         # Devices of a pipeline rank on a node, which do the same at the same time.
-        copies = min(run.dp * run.tp, cluster.devices_per_node)
+        copies = min(run.stage_devices, cluster.devices_per_node)
         capacity |= {_Cores(node): cluster.cores_per_node / copies for node, _ in adapter}
     return Sharing(resource_of, capacity)
 
@@ -133,7 +133,7 @@ def _adapter(device: int, cluster: Cluster) -> tuple[int, int]:
 
 def _is_wide(run: Run, part: Cluster) -> bool:
     """Whether collectives of a rank leave its nodes."""
-    stride, size = run.dp * run.tp, part.devices_per_node
+    stride, size = run.stage_devices, part.devices_per_node
     return Group.strided(run.shard_size, run.tp, size).num_nodes > 1 or (stride > size > 1 and run.replicate > 1)
 
 

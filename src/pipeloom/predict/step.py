@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import fmean
+from typing import NamedTuple
 
 from pipeloom.analysis.bubble import BubbleAccount, account_bubble
 from pipeloom.analysis.memory import MemoryCurve, memory_over_time
@@ -14,7 +15,7 @@ from pipeloom.cost.memory import Memory
 from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.slices import SliceModel
 from pipeloom.cost.software import Software
-from pipeloom.cost.stages import num_frozen_stages, pieces_of_layers
+from pipeloom.cost.stages import layers_by_kind, num_frozen_stages, pieces_of_layers
 from pipeloom.errors import UserError
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.predict.memory import held_bytes, memory_by_rank
@@ -86,6 +87,13 @@ class Prediction:
         return over.index(max(over))
 
 
+class RingSeconds(NamedTuple):
+    """Seconds of a step's exchange of keys and values on a rank's link, and those of them that attention waits for."""
+
+    busy_s: float
+    exposed_s: float
+
+
 @dataclass(frozen=True)
 class StepAccount:
     """One rank's step time by cause; the parts add up to it.
@@ -140,8 +148,8 @@ class SimulatedStep(Pictured, OfPlaced):
     def __repr__(self) -> str:
         """Layout, time, utilization, and the memory of the fullest device."""
         run, prediction = self.run, self.prediction
-        shard = f", shard {run.shard}" if run.dp > 1 else ""
-        layout = f"pp {run.pp} x dp {run.dp} x tp {run.tp}{shard}, loops {run.loops}"
+        shard = f", shard {run.shard}" if run.data_ranks > 1 else ""
+        layout = f"{run.axes.product()}{shard}, loops {run.loops}"
         batch = f"{count(run.num_microbatches, 'micro-batch')} of {run.micro_batch}"
         held = f"{format_bytes(prediction.memory.total_bytes)} on the fullest device"
         return (
@@ -157,7 +165,7 @@ class SimulatedStep(Pictured, OfPlaced):
     @property
     def peak_flops_per_s(self) -> float:
         """Peak FLOP/s of all devices together."""
-        return self.cluster.peak_flops_per_s(self.run.num_devices, self.run.precision)
+        return self.cluster.peak_flops_per_s(self.run.num_devices, self.run.peak_precision)
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
@@ -252,6 +260,23 @@ class SimulatedStep(Pictured, OfPlaced):
             sum(by_stage[stage] for stage in self.schedule.placement.stages_of(rank))
             for rank in range(self.schedule.num_ranks)
         )
+
+    @cached_property
+    def ring_s(self) -> RingSeconds:
+        """The exchange of keys and values over the context axis, in the mean of the pipeline ranks."""
+        placed, owner = self.placed, self.placed.placement.rank_by_stage
+        busy_s = exposed_s = 0.0
+        if self.run.cp == 1:
+            return RingSeconds(busy_s, exposed_s)
+        # A recomputed forward exchanges again.
+        again = {"none": 0, "selective": 1, "full": 1}
+        for stages, rank in zip(layers_by_kind(self.run, self.software), owner, strict=True):
+            for alike, number in stages:
+                pieces, forwards = placed.of(alike).pieces[rank], 1 + again[alike.recompute] + self.recomputed_share
+                busy_s += number * (forwards * pieces.ring_busy_s[0] + pieces.ring_busy_s[1])
+                exposed_s += number * (forwards * pieces.ring_exposed_s[0] + pieces.ring_exposed_s[1])
+        each = self.run.num_microbatches / self.schedule.num_ranks
+        return RingSeconds(busy_s * each, exposed_s * each)
 
     @property
     def bubble_fraction(self) -> float:
@@ -365,7 +390,7 @@ def _with_collectives(placed: Placed) -> StageCosts:
 
 
 def _shared_state(run: Run) -> Shard | None:
-    return shared_state(run.shard, dp=run.dp, sequence_parallel=run.sequence_parallel)
+    return shared_state(run.shard, data_ranks=run.data_ranks, sequence_parallel=run.sequence_parallel)
 
 
 def recipe_of(run: Run, software: Software, knobs: Knobs) -> Recipe:
@@ -424,7 +449,7 @@ def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
     run, now = step.run, step.prediction.memory.total_bytes
     changes: dict[str, Run] = {}
     levels = ("optimizer", "gradients", "full")
-    if run.dp > 1:
+    if run.data_ranks > 1:
         open_levels = levels[levels.index(run.shard) + 1 :] if run.shard in levels else levels
         changes |= {f"layout.shard {level}": replace(run, shard=level) for level in open_levels}
     if run.tp > 1 and not run.sequence_parallel:

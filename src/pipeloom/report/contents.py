@@ -85,6 +85,7 @@ def verdict_of(run: Run) -> Verdict | None:
 def _other_axes(layout: Layout) -> str:
     """Sizes of the axes other than the pipeline, for the title."""
     replicas = f", {layout.dp} replicas" if layout.dp > 1 else ""
+    replicas += f", {layout.cp} context-parallel ranks" if layout.cp > 1 else ""
     return replicas + (f", {layout.tp} tensor-parallel ranks" if layout.tp > 1 else "")
 
 

@@ -63,6 +63,7 @@ class Restarts:
         self._folder, self._say, self._stack = folder, say, stack
         self._failures: Counter[int] = Counter()
         self._done = 0
+        self._last: tuple[int | None, str] | None = None
         self._again = Again(self._new_folder())
 
     def run(self, job: Callable[[RunConfig, Again], Any]) -> Any:
@@ -85,11 +86,11 @@ class Restarts:
         self._failures[rank] += 1
         self._use_choices()
         step, before = self._newest()
+        self._refuse_repetition(step, error)
         layout = ""
         if self._failures[rank] > self.config.restart.times:
             layout = f", without rank {rank}: {self._leave_out(rank, error)}"
-        is_new = bool(layout) or before != self._again.folder
-        folder = self._new_folder() if is_new else self._again.folder
+        folder = self._new_folder() if layout else self._again.folder
         self._again = Again(folder, step, before, is_again=True)
         where = f"step {step}, in memory" if step is not None else self._use_checkpoint()
         remove_unfinished(self._folder.path)
@@ -98,6 +99,17 @@ class Restarts:
         line = f"started again from {where}{layout}, after: {str(error).splitlines()[0]}"
         self._say(f"restart    {line}")
         self._folder.add_warning(f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S}  {line}")
+
+    def _refuse_repetition(self, step: int | None, error: RunError) -> None:
+        """Raise an error that another start does not mend: the same one from the same state, without a killed process.
+
+        Such as a loss that is not finite, which all ranks compute again.
+        """
+        failure = (step, str(error).splitlines()[0])
+        if failure == self._last and not (isinstance(error, WorkerError) and error.was_killed):
+            error.add_note("this is the second failure of this kind at the same step; a new start would not mend it")
+            raise error
+        self._last = failure
 
     def _newest(self) -> tuple[int | None, Path | None]:
         """The newest state in memory that all ranks have, and its folder; ``None`` for no step."""
@@ -159,7 +171,7 @@ def _culprit(error: RunError, run: Path) -> int:
 
 def _words(config: RunConfig) -> str:
     layout = config.layout
-    return f"{config.title}, layout.pp {layout.pp}, layout.loops {layout.num_loops}{layout.other_axes}"
+    return f"{config.title}, {layout.axes.product('layout.')}, layout.loops {layout.num_loops}"
 
 
 def refuse_launched(config: RunConfig) -> None:

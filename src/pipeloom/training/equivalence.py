@@ -16,6 +16,7 @@ from pipeloom.execute.processes.world import World, is_first
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.model import Documents, TensorSlice
+from pipeloom.model.cross_entropy import summed_cross_entropy
 from pipeloom.predict.describe import completed
 from pipeloom.terminal.words import count
 from pipeloom.training.adapted import with_adapted_check
@@ -163,11 +164,11 @@ def reference_gradients(config: RunConfig, batch: Batch) -> Gradients:
     """
     dtype = master_dtype(getattr(torch, config.training.known_dtype))
     model = stage_of(config, range(config.model.num_layers + 2), batch.inputs[0].device, dtype=dtype)
-    total = 0.0
+    total, cross_entropy = 0.0, partial(summed_cross_entropy, z_loss=config.training.z_loss)
     # One micro-batch at a time, as in the pipeline: all at once would take M times the memory.
     for microbatch, tokens in enumerate(batch.inputs):
         documents = None if batch.firsts is None else Documents(batch.firsts[microbatch])
-        loss = batch.loss(model(tokens, documents=documents), microbatch)
+        loss = batch.loss(model(tokens, documents=documents), microbatch, cross_entropy)
         loss.backward()
         total += loss.item()
     return Gradients(total, {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None})

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from pipeloom.config import RunConfig, training_problems
 from pipeloom.errors import UserError
-from pipeloom.planner.plan import make_question, plan
+from pipeloom.planner.plan import make_question, of_training, plan
 from pipeloom.planner.run_file import run_config
 from pipeloom.predict.describe import described_run
 from pipeloom.training.adapted import with_adapted_check
@@ -38,6 +38,7 @@ def _planned(config: RunConfig, num_ranks: int) -> RunConfig | None:
             dtype=dtype_of(run.precision),
             strategies=("none",),
         )
+        question = of_training(question, config.optimizer.rule, config.pairs)
         steps = plan(question, _MOST_ROWS, explains=False, budget_s=10.0).steps
     except UserError:  # no layout divides the ranks and the batch
         return None

@@ -110,7 +110,7 @@ def processes_here(config: RunConfig) -> Counter[int]:
     layout = config.layout
     if not is_launched():
         # Without a launcher all processes are on this host.
-        return Counter(dict.fromkeys(range(layout.pp), layout.dp * layout.tp))
+        return Counter(dict.fromkeys(range(layout.pp), layout.stage_devices))
     first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", "0"))
     here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return Counter(layout.coordinates(rank).pipeline for rank in here)

@@ -26,13 +26,16 @@ _REPEATS = 3
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """Linear warm-up to the peak, then cosine decay to ``lr_min_fraction`` of it; ``step`` is counted from 0."""
-    peak, rising = config.known_lr, config.known_lr_warmup_steps
+    """Linear warm-up to the peak, then decay to ``lr_min_fraction`` of it in the last step; ``step`` counts from 0."""
+    peak, rising, style = config.known_lr, config.known_lr_warmup_steps, config.lr_decay_style
     if step < rising:
         return peak * (step + 1) / rising
-    done = (step - rising) / max(1, num_steps - 1 - rising)
-    cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
-    return peak * (config.known_lr_min_fraction + (1 - config.known_lr_min_fraction) * cosine)
+    begin = rising
+    if style == "wsd":
+        begin = max(rising, num_steps - 1 - config.wsd_decay_steps(num_steps))
+    done = min(1.0, max(0.0, (step - begin) / max(1, num_steps - 1 - begin)))
+    left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1.0}.get(style, 1 - done)
+    return peak * (config.known_lr_min_fraction + (1 - config.known_lr_min_fraction) * left)
 
 
 def make_optimizer(config: OptimizerConfig, parts: Sequence[FlatPart], *, begins: bool = True) -> torch.optim.Optimizer:

@@ -19,7 +19,7 @@ from pipeloom.data.windows import without_marks
 from pipeloom.errors import UserError
 from pipeloom.execute.clock import Clock, CudaClock
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, stage_outputs
-from pipeloom.execute.communication.collectives import make_groups, make_tensor_group
+from pipeloom.execute.communication.collectives import make_context_group, make_groups, make_tensor_group
 from pipeloom.execute.communication.transport import Transport, edges_of
 from pipeloom.execute.communication.wires import make_wires
 from pipeloom.execute.executor import Executor, StepResult
@@ -50,6 +50,7 @@ from pipeloom.model import (
     stage_pieces,
 )
 from pipeloom.model.compile import as_written, compile_pieces
+from pipeloom.model.context_parallel import ContextParallel
 from pipeloom.passes import Moves
 from pipeloom.recipe import build, schedule_text
 from pipeloom.runs.action_log import ActionLog
@@ -96,13 +97,14 @@ class Pipeline:
         own = self.schedule.placement.stages_of(self._place.pipeline)
         self._tensor_group = make_tensor_group(layout, world, _patience(config), log)
         self._parallel = TensorParallel(self._tensor_group, layout.sequence_parallel)
+        self._context = ContextParallel(make_context_group(layout, world, _patience(config), log))
         assert config.model.vocab_size is not None, "the model configuration is not resolved"
         self._vocabulary = SplitVocabulary(self._parallel, config.model.vocab_size)
         self.store = _make_store(config)
         self.data_parallel = DataParallel(
             self.schedule,
             ((stage, self._build(self._pieces[stage], world.device, master_dtype(self._dtype))) for stage in own),
-            layout.shard if layout.dp > 1 else "none",
+            layout.shard if layout.data_ranks > 1 else "none",
             make_groups(layout, world, log),
             self._lanes.lane("data-parallel"),
             replicated=lambda stage: _transformer(stage).replicated(),
@@ -112,8 +114,8 @@ class Pipeline:
             is_whole=config.optimizer.rule.takes_whole,
         )
         self._tied = self._share_matrix()
-        outputs = self._outputs(layout.microbatch_size)
         lengths = layout.slice_lengths(config.data.seq_len)
+        outputs = self._outputs(layout.microbatch_size, sum(lengths))
         self._moves_anything = config.schedule.balance or config.schedule.offload
         self._slices = TokenSlices(lengths) if len(lengths) > 1 else None
         edges = edges_of(self.schedule, outputs, None if self._tied is None else self._tied.specs, self._slices)
@@ -130,7 +132,8 @@ class Pipeline:
         )
         self._trainer = self._executor(self.schedule, outputs, self._moves, name="training")
         self._evaluator = self._executor(self._forwards(layout.num_microbatches), outputs, name="validation")
-        self._sampler = self._executor(self._forwards(1), self._outputs(1), name="sample")
+        with self._context.off():
+            self._sampler = self._executor(self._forwards(1), self._outputs(1, config.data.seq_len), name="sample")
         self._decoders: dict[tuple[int, ...], Executor] = {}
         self._continued: dict[int, Continued] = {}
         self._is_cold = config.training.compile
@@ -195,7 +198,8 @@ class Pipeline:
             windows,
             self._config.layout.num_microbatches,
             self._world.device,
-            replica=self._place.data,
+            replica=self._config.layout.replica_of(self._place),
+            context=self._context.group,
             num_replicas=self._config.layout.dp,
             num_counted=num_counted,
             by_document=self._config.data.by_document,
@@ -216,7 +220,8 @@ class Pipeline:
         """Run forwards and backwards of a step, starting with zero gradients. Outputs are shares of the loss."""
         self._warm_up(batch)
         cut = batch if self._slices is None else batch.cut(self._slices)
-        return self._run(self._trainer, cut.inputs, self._loss_of(cut), _documents(cut, self.schedule.num_slices))
+        objective = self._loss_of(cut, self._config.training.z_loss)
+        return self._run(self._trainer, cut.inputs, objective, _documents(cut, self.schedule.num_slices))
 
     def evaluate(self, batch: Batch) -> StepResult:
         """Run forwards only. Outputs are shares of the loss."""
@@ -279,7 +284,7 @@ class Pipeline:
         Returns:
             ``[vocab_size]`` on the rank of the last stage, ``None`` elsewhere.
         """
-        with self._as_written():
+        with self._as_written(), self._context.off():
             result = self._run(self._sampler, [tokens], lambda logits, _: self._vocabulary.whole(logits[0, position]))
         return result.outputs.get(0)
 
@@ -336,7 +341,7 @@ class Pipeline:
                 data_parallel=self.data_parallel,
                 outputs=outputs,
                 tokens=cut.inputs[: 1 if slices is None else len(slices.lengths)],
-                objective=self._loss_of(cut),
+                objective=self._loss_of(cut, self._config.training.z_loss),
                 slices=slices,
                 firsts=None if cut.firsts is None else cut.firsts[: 1 if slices is None else len(slices.lengths)],
             )
@@ -351,17 +356,15 @@ class Pipeline:
             self._log.note(where_threads_are())
 
     def _position(self) -> str:
-        """This rank's position in the schedule, for messages; with replica and tensor rank where there are several."""
-        layout, exchange = self._config.layout, self._tensor_group.position()
+        """This rank's position in the schedule, for messages; with those on axes of several ranks."""
+        layout, exchange = self._config.layout, self._tensor_group.position() or self._context.group.position()
         place = ", ".join([self._running.position(), *([exchange] if exchange else [])])
-        if layout.dp == layout.tp == 1:
-            return place
-        others = [f"replica {self._place.data}"] if layout.dp > 1 else []
-        others += [f"tensor rank {self._place.tensor}"] if layout.tp > 1 else []
-        return f"process {self._world.rank} ({', '.join(others)}): {place}"
+        others = layout.words_of(self._place)
+        return f"process {self._world.rank} ({others}): {place}" if others else place
 
-    def _loss_of(self, batch: Batch) -> Objective:
-        return partial(batch.loss, cross_entropy=self._vocabulary.summed_cross_entropy)
+    def _loss_of(self, batch: Batch, z_loss: float = 0.0) -> Objective:
+        cross_entropy = partial(self._vocabulary.summed_cross_entropy, z_loss=z_loss)
+        return partial(batch.loss, cross_entropy=cross_entropy)
 
     def _run(
         self, executor: Executor, inputs: list[Tensor], objective: Objective, documents: StepDocuments | None = None
@@ -372,6 +375,8 @@ class Pipeline:
 
     def _build(self, pieces: range, device: torch.device | str, dtype: torch.dtype) -> StageModule:
         module = stage_of(self._config, pieces, device, dtype=dtype, parallel=self._parallel)
+        if isinstance(module, Transformer):
+            module.set_context(self._context)
         module.set_recompute(self._config.layout.recompute_by_layer(self._config.model.num_layers))
         if self._config.training.compile and torch.device(device).type != "meta":
             assert isinstance(module, Transformer), "the configuration refuses to compile others"
@@ -408,9 +413,9 @@ class Pipeline:
             is_trained=self._config.pairs is None,
         )
 
-    def _outputs(self, microbatch_size: int, num_tokens: int | None = None) -> tuple[TensorSpec, ...]:
-        """The spec of every stage's output, for whole sequences or another number of tokens."""
-        tokens = TensorSpec((microbatch_size, num_tokens or self._config.data.seq_len), torch.int64)
+    def _outputs(self, microbatch_size: int, num_tokens: int) -> tuple[TensorSpec, ...]:
+        """The spec of every stage's output, for so many tokens of each sequence."""
+        tokens = TensorSpec((microbatch_size, num_tokens), torch.int64)
         if self._config.model.adapted is not None:  # not run on meta: a model's code may look at values
             sizes = self._config.model.hidden_size, self._config.model.vocab_size
             shapes = [TensorSpec((*tokens.shape, size or 0), self._dtype) for size in sizes]

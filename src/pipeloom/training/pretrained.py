@@ -35,7 +35,7 @@ from pipeloom.system.files import MOST_RECORD_BYTES, parse_json, read_text
 from pipeloom.terminal.words import count
 from pipeloom.training.checkpoints.boxes import Box
 from pipeloom.training.checkpoints.contents import check_start, parameter_shapes
-from pipeloom.training.checkpoints.planner import differences, listed
+from pipeloom.training.checkpoints.differences import differences, listed
 from pipeloom.training.stages import stage_of
 from pipeloom.workload.adapter import is_pair, without_pairs
 from pipeloom.workload.dtypes import Dtype

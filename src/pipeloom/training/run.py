@@ -38,7 +38,6 @@ from pipeloom.training.again import NEVER, Again, Restarts, refuse_launched
 from pipeloom.training.automatic import with_chosen_loops
 from pipeloom.training.checkpoints.contents import check_resumable, new_order
 from pipeloom.training.checkpoints.saving import safe_steps
-from pipeloom.training.export import export_weights
 from pipeloom.training.memory_check import check_kept, check_memory
 from pipeloom.training.pipeline import training_schedule
 from pipeloom.training.pretrained import check_init
@@ -168,6 +167,8 @@ def _write_end(config: RunConfig, folder: Path, result: RunResult) -> None:
         config, _ = read_run_file(folder / CONFIG)
     _draw(config, folder, result)
     if config.checkpoint.final == "safetensors":
+        from pipeloom.training.export import export_weights  # not before the first step: it loads DCP
+
         export_weights(folder / FOLDER / name_of(result.summary.steps), folder)
     write_report(folder)
 

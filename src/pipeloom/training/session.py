@@ -22,6 +22,7 @@ from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import World, is_launched, join_forked, join_launched, launched_size
 from pipeloom.families import FAMILIES
 from pipeloom.model.adapted import piece_parameters
+from pipeloom.model.graph_breaks import keep_compiler_unloaded
 from pipeloom.training.slices import with_known_slices
 from pipeloom.training.stages import piece_bytes
 
@@ -66,6 +67,8 @@ def run_on_all_ranks(
         WorkerError: a worker process failed.
         Interrupted: a signal ended the run.
     """
+    if not config.training.compile:
+        keep_compiler_unloaded()
     if long_start(config) is not None:
         patience_s += _RANK_0_PATIENCE_S
     stall_s, threads = config.training.stall_timeout_s, config.training.threads
@@ -75,10 +78,12 @@ def run_on_all_ranks(
         # Each host may have its own cache folder, and then has to tokenize the text itself.
         world = join_launched(config.training.device, stall_s + max(patience_s, _LAUNCHED_PATIENCE_S))
         return _work(config, job, world, load or load_text)
-    # Imported before the fork, once instead of once in every worker: optimizers import them on first use.
-    needed = ["torch._dynamo", "torch.distributed.checkpoint"]
-    if config.training.compile and config.training.compile_backend == "inductor":
-        needed.append("torch._inductor.compile_fx")
+    # Imported before the fork, once instead of once in every worker: the first is loaded by shapes on the meta device.
+    needed = ["torch.fx.experimental.symbolic_shapes", *config.optimizer.rule.imports]
+    if config.training.compile:
+        needed.append(
+            "torch._inductor.compile_fx" if config.training.compile_backend == "inductor" else "torch._dynamo"
+        )
     for name in needed:
         import_module(name)
     work = partial(_work_forked, config, job, timeout_s=stall_s + patience_s, load=load or load_text)
@@ -110,7 +115,7 @@ def check_processes(config: RunConfig) -> None:
         )
     if is_launched() and launched_size() != config.layout.num_ranks:
         raise UserError(
-            f"layout.pp {config.layout.pp} x layout.dp {config.layout.dp} x layout.tp {config.layout.tp} needs "
+            f"{config.layout.axes.product('layout.')} needs "
             f"{config.layout.num_ranks} processes, the launcher started {launched_size()}; change --layout.pp, "
             "--layout.dp, --layout.tp or the number of processes"
         )

@@ -18,8 +18,17 @@ from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.stages.saved import Parcel
 from pipeloom.execute.stages.stage import split_backward_of
 from pipeloom.execute.stages.weights import master_dtype
-from pipeloom.model import Documents, SplitVocabulary, StageModule, TensorParallel, build_stage, stage_pieces
+from pipeloom.model import (
+    Documents,
+    SplitVocabulary,
+    StageModule,
+    TensorParallel,
+    Transformer,
+    build_stage,
+    stage_pieces,
+)
 from pipeloom.model.adapted import adapted_stage
+from pipeloom.model.context_parallel import ContextGroup, ContextParallel
 from pipeloom.model.deferred import defer
 from pipeloom.model.key_values import KeyValueCache
 from pipeloom.model.tensor_parallel import WHOLE, TensorGroup
@@ -147,7 +156,7 @@ def saved_bytes(config: RunConfig, *, splits: bool = False) -> KeptBytes:
             alike[kind] = _count(same, pieces, by_layer, splits=splits)
         by_stage.append(alike[kind])
     lengths = layout.slice_lengths(config.data.seq_len)
-    shares = [length / config.data.seq_len for length in lengths]
+    shares = [length / sum(lengths) for length in lengths]
     whole, pending, inputs = ([one.of_slices[part] for one in by_stage] for part in range(3))
     if len(lengths) > 1:
         return KeptBytes(whole, pending if splits else (), inputs, shares, [one.caches for one in by_stage])
@@ -174,6 +183,8 @@ def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *,
     vocabulary = SplitVocabulary(parallel, config.model.vocab_size or 0)
     module = stage_of(config, pieces, "meta", parallel=parallel)
     module.set_recompute(by_layer)
+    if layout.cp > 1 and isinstance(module, Transformer):
+        module.set_context(ContextParallel(ContextGroup(layout.cp, layout.cp - 1)))
     if splits:
         defer(module)
     needs_gradient = pieces.start > config.frozen_pieces

@@ -10,6 +10,11 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 _PRECISIONS: dict[Dtype, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _DTYPES: dict[str, Dtype] = {precision: dtype for dtype, precision in _PRECISIONS.items()}
+MatmulDtype = Literal["float8"]
+"""As ``training.matmul_dtype`` spells the operands of linear layers, where they differ from ``training.dtype``."""
+Products = Literal["fp8"]
+"""As cluster files and tables of measurements spell them."""
+_PRODUCTS: dict[MatmulDtype, Products] = {"float8": "fp8"}
 TRAINED: tuple[Dtype, ...] = ("float32", "float64", "bfloat16")
 """Dtypes of ``pipeloom train``. float16 would need a scaled loss."""
 
@@ -17,6 +22,16 @@ TRAINED: tuple[Dtype, ...] = ("float32", "float64", "bfloat16")
 def precision_of(dtype: Dtype) -> Precision | None:
     """The cost model's name of a dtype; ``None`` for one without costs."""
     return _PRECISIONS.get(dtype)
+
+
+def products_of(dtype: MatmulDtype | None) -> Products | None:
+    """The cost model's name of the operands of linear layers; ``None`` where they are weights and activations."""
+    return None if dtype is None else _PRODUCTS[dtype]
+
+
+def matmul_dtype_of(products: Products | None) -> MatmulDtype | None:
+    """The inverse of ``products_of``."""
+    return next((dtype for dtype, name in _PRODUCTS.items() if name == products), None)
 
 
 def dtype_of(precision: str) -> Dtype:

@@ -35,6 +35,8 @@ class Launcher:
         has_whole_theta: whether the base of rotary positions is a whole number.
         has_head_size: whether heads may have another size than ``hidden / heads``.
         takes_attention: whether a run chooses the attention kernel.
+        products: operands of linear layers other than weights and activations.
+        has_context: whether it runs context parallelism.
         groups: why it does not interleave so many micro-batches over so many ranks in groups of a size.
     """
 
@@ -51,6 +53,8 @@ class Launcher:
     has_whole_theta: bool = False
     has_head_size: bool = True
     takes_attention: bool = False
+    products: tuple[str, ...] = ()
+    has_context: bool = True
     groups: Grouping | None = None
 
     def model_problems(self, model: ModelConfig, precision: str) -> list[str]:
@@ -78,6 +82,12 @@ class Launcher:
             yield f"model.rope_theta {model.rope_theta}: {self.title} takes a whole number"
         if not self.has_head_size and model.known_head_size * model.num_heads != model.hidden_size:
             yield f"model.head_size {model.head_size}: {self.title}'s heads have model.hidden_size / model.num_heads"
+
+    def product_problems(self, products: str | None) -> list[str]:
+        """Why it does not run linear layers with such operands, a sentence each; ``None`` for the usual ones."""
+        if products is None or products in self.products:
+            return []
+        return [f"training.matmul_dtype: pipeloom does not start {self.title} with {products} products; leave it out"]
 
     def group_problems(self, ranks: int, microbatches: int, group_size: int) -> list[str]:
         """Why it does not run interleaved stages in groups of so many micro-batches, a sentence each."""
@@ -175,6 +185,7 @@ MEGATRON = Launcher(
     families=(("1f1b",), ("breadth-first", "depth-first", "hybrid")),
     recomputations=("none", "selective", "full"),
     has_whole_theta=True,
+    products=("fp8",),
     groups=_megatron_groups,
 )
 TORCHTITAN = Launcher(

@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 from pipeloom.terminal.words import count
+from pipeloom.workload.axes import WithAxes
 from pipeloom.workload.limits import Common, Count
 
 Shard = Literal["none", "optimizer", "gradients", "full"]
@@ -46,7 +47,13 @@ def frozen_stages(sizes: Sequence[int], frozen: int) -> int:
 
 
 class Coordinates(NamedTuple):
-    """Position of a rank on the axes of the layout, each counted from 0."""
+    """Position of a rank on the axes of the layout, each counted from 0.
+
+    Attributes:
+        pipeline: on the pipeline axis.
+        data: among the ranks with the same weights: those of a replica's context axis are neighbors.
+        tensor: on the tensor axis.
+    """
 
     pipeline: int
     data: int
@@ -73,12 +80,12 @@ def paired_order(partners: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class Layout(WithAxes):
     """Sizes of the parallel axes, and how the batch is divided.
 
-    Ranks are numbered with the tensor axis innermost, then data, then pipeline, as Megatron-LM does
+    Ranks are numbered with the tensor axis innermost, then context, data and pipeline, as Megatron-LM does
     (arXiv 2104.04473, section 4): the ranks that talk most are neighbors and share a node, and two pipeline neighbors
-    are ``dp * tp`` ranks apart, unless ``pipeline_order`` differs. With hybrid sharding the ranks of one shard
+    are ``dp * cp * tp`` ranks apart, unless ``pipeline_order`` differs. With hybrid sharding the ranks of one shard
     group are neighbors on the data axis.
     """
 
@@ -105,14 +112,17 @@ class Layout:
     machine.software than pipeloom, as that program does."""
     tp: Common[Count] = 1
     """Tensor-model-parallel size."""
+    cp: Count = 1
+    """Context-parallel size: ranks that share the tokens of each sequence. Keys and values go around these ranks, and
+    each has a part of the first and of the last tokens, so that all compute equally many scores."""
     dp: Common[Count] = 1
     """Data-parallel size. Each replica of the pipeline has micro-batches of its own."""
     replicate: Count | None = None
-    """Hybrid sharding: copies of the sharded state, each sharded over dp / replicate ranks. None: one copy, sharded
-    over all of dp."""
+    """Hybrid sharding: copies of the sharded state, each sharded over dp / replicate ranks (times cp). None: one copy,
+    sharded over all of them."""
     shard: Common[Shard] = "none"
-    """State sharded over data-parallel ranks (ZeRO). optimizer: the optimizer's state (ZeRO-1). gradients: also the
-    gradients (ZeRO-2). full: also the weights (ZeRO-3, FSDP)."""
+    """State sharded over data-parallel ranks, with those of the context axis (ZeRO). optimizer: the optimizer's state
+    (ZeRO-1). gradients: also the gradients (ZeRO-2). full: also the weights (ZeRO-3, FSDP)."""
     sequence_parallel: Common[bool] = False
     """Megatron's sequence parallelism, over tp ranks."""
     recompute: Common[Recompute] = "none"
@@ -153,7 +163,7 @@ class Layout:
     @property
     def num_ranks(self) -> int:
         """Processes of the run, one for each device."""
-        return self.pp * self.dp * self.tp
+        return self.num_devices
 
     @property
     def num_slices(self) -> int:
@@ -163,10 +173,10 @@ class Layout:
         return max(1, self.token_slices) if isinstance(self.token_slices, int) else 1
 
     def slice_lengths(self, num_tokens: int) -> tuple[int, ...]:
-        """Tokens of each slice of sequences of this length; all in one for auto before it is decided."""
+        """Tokens of each slice of sequences of this length, on one rank; all in one for auto before it is decided."""
         if isinstance(self.token_slices, tuple):
             return self.token_slices
-        return even_slices(num_tokens, self.num_slices, self.tp)
+        return even_slices(num_tokens // self.cp, self.num_slices, self.tp)
 
     @property
     def batch_size(self) -> int:
@@ -175,10 +185,11 @@ class Layout:
 
     @property
     def other_axes(self) -> str:
-        """What tensor and data parallelism add to the pipeline, in words; nothing without them."""
+        """What the other axes add to the pipeline, in words; nothing without them."""
         tensor = f", each by {self.tp} tensor-parallel ranks" if self.tp > 1 else ""
         tensor += " (sequence too)" if self.sequence_parallel else ""
-        if self.dp == 1:
+        tensor += f"; each sequence by {self.cp} context-parallel ranks" if self.cp > 1 else ""
+        if self.data_ranks == 1:
             return tensor
         copies = f", {self.replicate} copies" if self.replicate is not None else ""
         return f"{tensor}; {count(self.dp, 'replica')}, shard {self.shard}{copies}"
@@ -190,13 +201,24 @@ class Layout:
     def coordinates(self, rank: int) -> Coordinates:
         """Position of a rank, 0..num_ranks-1."""
         others, tensor = divmod(rank, self.tp)
-        place, data = divmod(others, self.dp)
+        place, data = divmod(others, self.data_ranks)
         return Coordinates(self.pipeline_order[place] if self.pipeline_order else place, data, tensor)
+
+    def replica_of(self, place: Coordinates) -> int:
+        """The replica of a position: ranks of a context axis are of one."""
+        return place.data // self.cp
+
+    def words_of(self, place: Coordinates) -> str:
+        """Places on the data, context and tensor axis in words; of an axis of one rank nothing."""
+        found = [f"replica {self.replica_of(place)}"] if self.dp > 1 else []
+        found += [f"context rank {place.data % self.cp}"] if self.cp > 1 else []
+        return ", ".join([*found, *([f"tensor rank {place.tensor}"] if self.tp > 1 else [])])
 
     def rank_at(self, place: Coordinates) -> int:
         """The rank at a position."""
         # The order of the axes as Megatron-LM has it (see the class).
-        return (place_of(place.pipeline, self.pipeline_order) * self.dp + place.data) * self.tp + place.tensor
+        place_of_stages = place_of(place.pipeline, self.pipeline_order)
+        return (place_of_stages * self.data_ranks + place.data) * self.tp + place.tensor
 
     def with_fewer_replicas(self, num_ranks: int) -> Iterator["Layout"]:
         """The same pipeline and batch with the most replicas that so many ranks hold, and with fewer of them."""
@@ -206,7 +228,7 @@ class Layout:
                 yield replace(self, dp=replicas, num_microbatches=each)
 
     def of_forwards(self) -> "Layout":
-        """The same stages on the ranks of one replica, which run forwards only."""
+        """The same stages on the ranks of one replica, which run forwards only, of whole sequences."""
         return Layout(
             pp=self.pp,
             loops=self.num_loops,
@@ -228,20 +250,21 @@ class Layout:
     @property
     def shard_size(self) -> int:
         """Data-parallel ranks that share one copy of a stage; 1 without sharding."""
-        return 1 if self.shard == "none" else self.dp // (self.replicate or 1)
+        return 1 if self.shard == "none" else self.data_ranks // (self.replicate or 1)
 
     def pipelines(self) -> list[list[int]]:
-        """For each place on the data and tensor axes, the ranks of that pipeline in order."""
+        """For each place on the other axes, the ranks of that pipeline in order."""
         return [
             [self.rank_at(Coordinates(pipeline, data, tensor)) for pipeline in range(self.pp)]
-            for data in range(self.dp)
+            for data in range(self.data_ranks)
             for tensor in range(self.tp)
         ]
 
     def shard_groups(self) -> list[list[int]]:
         """All groups of ranks that share one copy of the same stages, each in the order of the shards."""
         size = self.shard_size
-        return [ranks[begin : begin + size] for ranks in self._data_groups() for begin in range(0, self.dp, size)]
+        begins = range(0, self.data_ranks, size)
+        return [ranks[begin : begin + size] for ranks in self._data_groups() for begin in begins]
 
     def copy_groups(self) -> list[list[int]]:
         """All groups of ranks that hold the same shard of the same stages."""
@@ -252,10 +275,20 @@ class Layout:
         """All groups of ranks that share the matrices of the same stages of the same replica."""
         return [list(range(first, first + self.tp)) for first in range(0, self.num_ranks, self.tp)]
 
+    def context_groups(self) -> list[list[int]]:
+        """All groups of ranks that share the tokens of the same sequences, in the order of their parts."""
+        begins = range(0, self.data_ranks, self.cp)
+        return [ranks[begin : begin + self.cp] for ranks in self._data_groups() for begin in begins]
+
+    def lockstep_groups(self) -> list[list[int]]:
+        """All groups of ranks that compute the same stages of the same micro-batches, and exchange within them."""
+        size = self.tp * self.cp
+        return [list(range(first, first + size)) for first in range(0, self.num_ranks, size)]
+
     def _data_groups(self) -> list[list[int]]:
         """For each place on the pipeline and tensor axes, the ranks along the data axis."""
         return [
-            [self.rank_at(Coordinates(pipeline, data, tensor)) for data in range(self.dp)]
+            [self.rank_at(Coordinates(pipeline, data, tensor)) for data in range(self.data_ranks)]
             for pipeline in range(self.pp)
             for tensor in range(self.tp)
         ]

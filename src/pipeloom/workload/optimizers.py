@@ -44,10 +44,13 @@ class Optimizer:
         settings: setting -> default. ``weight_decay`` is passed to ``make`` in the groups, 0 for vectors.
         state: keys of ``optimizer.state[parameter]`` whose tensors have the parameter's shape. They must begin as zeros
             and be changed in place, since swaps of stages move them; a scalar ``step`` is allowed beside them.
-        make: ``(groups, lr=..., **settings)`` -> a ``torch.optim.Optimizer`` whose step skips parameters without
-            gradient. With ``matrices``, each group has a bool ``is_matrix``.
+        make: ``(groups, lr=..., **settings)`` -> a ``torch.optim.Optimizer``, or what has its ``param_groups``,
+            ``state``, ``defaults`` and ``step()``. A step skips parameters without gradient. With ``matrices``, each
+            group has a bool ``is_matrix``.
         matrices: what is updated as whole matrices, whose state is not ``state``; ``None`` if the update is
             elementwise.
+        imports: modules that it loads late; a run loads them once, before its processes are forked. The base class of
+            PyTorch's optimizers loads the compiler.
     """
 
     summary: str
@@ -55,6 +58,7 @@ class Optimizer:
     state: tuple[str, ...]
     make: Callable[..., Any]
     matrices: Matrices | None = None
+    imports: tuple[str, ...] = ("torch._dynamo",)
 
     def takes_whole(self, name: str, shape: Shape) -> bool:
         """Whether it updates a parameter, by its name in the whole model, as a whole matrix."""
@@ -92,6 +96,7 @@ def _of_torch(name: str) -> Callable[..., Any]:
     return make
 
 
+_FUSED_ADAMW = "pipeloom.training.fused_adamw"
 OPTIMIZERS: Registry[Optimizer] = Registry("optimizer", "pipeloom.optimizers", Optimizer)
 """Every optimizer by name."""
 OPTIMIZERS.add(
@@ -100,7 +105,8 @@ OPTIMIZERS.add(
         summary="Adam with decoupled weight decay (arXiv 1711.05101)",
         settings={"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
         state=("exp_avg", "exp_avg_sq"),
-        make=_of_torch("AdamW"),
+        make=_of_module(_FUSED_ADAMW, "FusedAdamW"),
+        imports=(_FUSED_ADAMW,),
     ),
 )
 OPTIMIZERS.add(

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeloom.workload.adapter import Adapter
-from pipeloom.workload.dtypes import Precision
+from pipeloom.workload.axes import WithAxes
+from pipeloom.workload.dtypes import Precision, Products
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.model import ModelShape
 
@@ -18,7 +19,7 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(WithAxes):
     """One training step: model, batch, layout, kernels.
 
     Attributes:
@@ -26,6 +27,7 @@ class Run:
         seq: tokens of a sequence.
         dp: data-parallel replicas.
         tp: ranks that share each matrix.
+        cp: ranks that share the tokens of each sequence.
         pp: pipeline ranks.
         loops: stages of each pipeline rank.
         shard: what data parallelism shards: nothing, optimizer state (ZeRO-1), also gradients (2), everything (3).
@@ -36,7 +38,8 @@ class Run:
         attention: the kernel.
         fused_norm: whether the norm is one kernel.
         precision: of weights and activations.
-        replicate: copies of the sharded state; each is sharded over ``dp / replicate`` ranks.
+        products: of the operands of linear layers, which are then cast; ``None``: ``precision``.
+        replicate: copies of the sharded state; each is sharded over ``data_ranks / replicate`` ranks.
         layers_by_stage: layers of each stage; ``None``: as the training program divides them.
         recompute_layers: for each layer its ``recompute``; ``None``: the same for all.
         placement: stage -> pipeline rank, a key of ``PLACEMENTS``; which layers a balanced partition gives to a stage
@@ -52,6 +55,7 @@ class Run:
     seq: int
     dp: int = 1
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     loops: int = 1
     shard: Shard = "none"
@@ -62,6 +66,7 @@ class Run:
     attention: Attention = "flash2"
     fused_norm: bool = True
     precision: Precision = "bf16"
+    products: Products | None = None
     replicate: int = 1
     layers_by_stage: tuple[int, ...] | None = None
     recompute_layers: tuple[Recompute, ...] | None = None
@@ -84,11 +89,6 @@ class Run:
         return max(1, -(-self.global_batch // (self.dp * self.micro_batch)))
 
     @property
-    def num_devices(self) -> int:
-        """Devices of the run."""
-        return self.dp * self.tp * self.pp
-
-    @property
     def num_stages(self) -> int:
         """Stages of the pipeline."""
         return self.pp * self.loops
@@ -96,7 +96,12 @@ class Run:
     @property
     def shard_size(self) -> int:
         """Data-parallel ranks that hold one copy of the sharded state."""
-        return self.dp // self.replicate
+        return self.data_ranks // self.replicate
+
+    @property
+    def sharded(self) -> Shard:
+        """What is sharded: ``shard``, but nothing where no other rank holds the same weights."""
+        return self.shard if self.data_ranks > 1 else "none"
 
     @property
     def num_shards(self) -> int:
@@ -131,13 +136,23 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.micro_batch * self.seq
+        """Tokens of a micro-batch on one rank."""
+        return self.micro_batch * self.rank_seq
+
+    @property
+    def rank_seq(self) -> int:
+        """Tokens of a sequence on one rank of the context axis; a part of a token counts whole."""
+        return -(-self.seq // self.cp)
 
     @property
     def element_bytes(self) -> int:
         """Bytes of an activation or a weight."""
         return BYTES[self.precision]
+
+    @property
+    def peak_precision(self) -> str:
+        """The precision of most products, whose peak utilizations are fractions of."""
+        return self.products or self.precision
 
     @property
     def effective_attention(self) -> Attention:
@@ -160,12 +175,14 @@ class Run:
             shape=self.shape,
             seq=self.seq,
             tp=self.tp,
+            cp=self.cp,
             micro_batch=self.micro_batch,
             recompute=self.recompute,
             sequence_parallel=self.sequence_parallel,
             attention=self.attention,
             fused_norm=self.fused_norm,
             precision=self.precision,
+            products=self.products,
             by_document=self.by_document,
             adapter=self.adapter,
         )

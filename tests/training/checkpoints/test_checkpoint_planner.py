@@ -14,12 +14,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from pipeloom.errors import UserError
 from pipeloom.training.checkpoints.boxes import Elements
-from pipeloom.training.checkpoints.planner import (
-    ElementsLoadPlanner,
-    ElementsSavePlanner,
-    differences,
-    stored_shapes,
-)
+from pipeloom.training.checkpoints.differences import differences
+from pipeloom.training.checkpoints.planner import ElementsLoadPlanner, ElementsSavePlanner, shapes_in
 
 
 def save(path, ranks):
@@ -135,7 +131,7 @@ def test_a_checkpoint_without_some_elements_is_refused(tmp_path):
 def test_everything_that_differs_is_named_at_once(tmp_path):
     save(tmp_path, ranks_of(TENSORS, {key: [] for key in SHAPES}, 1, dict.fromkeys(SHAPES)))
     expected = {"model.a": (5, 6), "model.b": (8,), "deep": (2, 3, 4), "model.c": (1,), "model.d": (1,)}
-    assert differences(expected, stored_shapes(FileSystemReader(tmp_path).read_metadata())) == [
+    assert differences(expected, shapes_in(FileSystemReader(tmp_path).read_metadata())) == [
         "it lacks model.c, model.d",
         "nothing here has the name of optimizer.exp_avg.a",
         "it has another shape for model.a [6, 5] instead of [5, 6], model.b [7] instead of [8]",
@@ -149,5 +145,5 @@ def test_thousands_of_names_are_counted():
 
 
 def test_what_is_no_tensor_is_of_another_shape():
-    said = differences({"model.a": (2,)}, stored_shapes(Metadata({"model.a": BytesStorageMetadata()})))
+    said = differences({"model.a": (2,)}, shapes_in(Metadata({"model.a": BytesStorageMetadata()})))
     assert said == ["it has another shape for model.a no tensor instead of [2]"]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipeloom.errors import PeerLostError, StallError
 from pipeloom.execute.processes.world import World
+from pipeloom.model.context_parallel import ContextGroup
 from pipeloom.model.tensor_parallel import TensorGroup
 from pipeloom.runs.action_log import NOTHING, ActionLog, Activity
 from pipeloom.schedule.lanes import DATA_PARALLEL_LANE
@@ -60,6 +61,10 @@ class Group(Protocol):
         """Replace the tensor by its sum or its element-wise maximum over the ranks."""
         ...
 
+    def pass_on(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Finish:
+        """Send tensors to the next rank, and receive as many from the one before."""
+        ...
+
 
 class Alone:
     """A group of one rank, without communication."""
@@ -79,6 +84,12 @@ class Alone:
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Finish:  # noqa: ARG002  it is its own
         """Nothing."""
+        return already_done
+
+    def pass_on(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Finish:
+        """Copy."""
+        for one, other in zip(received, sent, strict=True):
+            one.copy_(other)
         return already_done
 
 
@@ -196,6 +207,57 @@ def make_tensor_group(
     return BlockingGroup(_own_group(groups, world, _Note(log, "tensor-parallel exchange"), timeout), tuple(own))
 
 
+class RingGroup(ContextGroup):
+    """The ranks of a context axis, for ``model.context_parallel``.
+
+    Args:
+        group: process group that is used for nothing else, since its messages are in the order of the computation.
+        processes: its ranks, for messages.
+    """
+
+    def __init__(self, group: Group, processes: Sequence[int] = ()) -> None:
+        super().__init__(group.size, group.index)
+        self._group = group
+        self._processes = processes
+        self._is_waiting = False
+
+    def pass_on(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Callable[[], object]:
+        """Start to send to the next rank and to receive from the one before."""
+        kept = [one.contiguous() for one in sent]  # until they have left
+        with self._named():
+            finish = self._group.pass_on(received, kept)
+
+        def wait() -> None:
+            self._is_waiting = True
+            with self._named():
+                finish()
+            self._is_waiting = False
+            kept.clear()
+
+        return wait
+
+    def position(self) -> str:
+        """The exchange that is waited for as text; empty without one."""
+        processes = ", ".join(map(str, self._processes))
+        return f"in an exchange of context-parallel processes {processes}" if self._is_waiting else ""
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except (PeerLostError, StallError) as error:
+            raise type(error)(f"{self.position()}: {error}") from error
+
+
+def make_context_group(
+    layout: Layout, world: World, timeout: timedelta | None = None, log: ActionLog | None = None
+) -> RingGroup:
+    """The context-parallel group; arguments, errors and the order of calls are those of ``make_tensor_group``."""
+    groups = layout.context_groups()
+    own = next(ranks for ranks in groups if world.rank in ranks)
+    return RingGroup(_own_group(groups, world, _Note(log, "context-parallel exchange"), timeout), tuple(own))
+
+
 class _Note(NamedTuple):
     """Where and as what the collectives of a group are noted, and the lane that runs them."""
 
@@ -256,6 +318,17 @@ class NcclGroup:
         """All-reduce."""
         return self._started(lambda: dist.all_reduce(tensor, _OPS[reduction], group=self._group, async_op=True))
 
+    def pass_on(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Finish:
+        """Send to the next rank and receive from the one before, in one call: alone, each could wait for the other."""
+        before, after = (self.index - 1) % self.size, (self.index + 1) % self.size
+        both = [(dist.irecv, one, before) for one in received] + [(dist.isend, one, after) for one in sent]
+        messages = [dist.P2POp(act, one, group=self._group, group_peer=peer) for act, one, peer in both]
+        self._activity.begin()
+        with _peer_errors(self._peers):
+            works = dist.batch_isend_irecv(messages)
+        finishes = [_end_of(work, self._peers) for work in works]
+        return _noted(lambda: all(finish() for finish in finishes), self._activity)
+
     def _started(self, start: Callable[[], dist.Work | None]) -> Finish:
         self._activity.begin()
         with _peer_errors(self._peers):
@@ -307,6 +380,17 @@ class GlooGroup(NcclGroup):
             works = [dist.irecv(received[other], group=self._group, group_src=other) for other in self._others]
             works += [dist.isend(sent[other], group=self._group, group_dst=other) for other in self._others]
         finishes = [_end_of(work, [self._ranks[other]]) for work, other in zip(works, 2 * self._others, strict=True)]
+        return _noted(lambda: all(finish() for finish in finishes), self._activity)
+
+    def pass_on(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Finish:
+        """Send to the next rank and receive from the one before; receives are posted first."""
+        before, after = (self.index - 1) % self.size, (self.index + 1) % self.size
+        self._activity.begin()
+        with _peer_errors(self._peers):
+            works = [dist.irecv(one, group=self._group, group_src=before) for one in received]
+            works += [dist.isend(one, group=self._group, group_dst=after) for one in sent]
+        peers = [before] * len(received) + [after] * len(sent)
+        finishes = [_end_of(work, [self._ranks[peer]]) for work, peer in zip(works, peers, strict=True)]
         return _noted(lambda: all(finish() for finish in finishes), self._activity)
 
     def _room_for(self, whole: Tensor) -> Tensor:

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from torch import Tensor
-
 from pipeloom.errors import UserError
 from pipeloom.execute.communication.boundary import TokenSlices
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
@@ -145,10 +143,10 @@ class Compute(Part):
         return run
 
     def _backward(self, row: RankRow, slot: int, action: Action, stage: Stage) -> Callable[[], None]:
-        return self._with_kept(row, slot, action, stage, stage.backward)
+        return self._with_kept(row, slot, action, stage)
 
     def _backward_input(self, row: RankRow, slot: int, action: Action, stage: Stage) -> Callable[[], None]:
-        run_with_kept, tally = self._with_kept(row, slot, action, stage, stage.backward_input), self._tally
+        run_with_kept, tally = self._with_kept(row, slot, action, stage, is_whole=False), self._tally
 
         def run() -> None:
             before = tally.pending_bytes
@@ -158,18 +156,14 @@ class Compute(Part):
         return run
 
     def _with_kept(
-        self,
-        row: RankRow,
-        slot: int,
-        action: Action,
-        stage: Stage,
-        backward: Callable[[Portion, Tensor | None], Tensor | None],
+        self, row: RankRow, slot: int, action: Action, stage: Stage, *, is_whole: bool = True
     ) -> Callable[[], None]:
         """Run a backward on the activations of a forward, and store the gradient that it returns."""
         portion, keeper, source = self._portions[slot], self._keeper, row.sources[slot]
 
         def run() -> None:
             keeper.before_backward(action)
+            backward = stage.backward if is_whole else stage.backward_input
             gradient = backward(portion, None if source is None else row.values.pop(source))
             keeper.after_backward(action, stage)
             if gradient is not None:

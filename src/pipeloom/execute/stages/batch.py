@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pipeloom.data.windows import document_begins, without_marks
 from pipeloom.execute.communication.boundary import TokenSlices
+from pipeloom.model.context_parallel import ContextGroup, own_places
 from pipeloom.model.cross_entropy import IGNORED, summed_cross_entropy
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
@@ -42,6 +43,7 @@ class Batch:
         *,
         replica: int = 0,
         num_replicas: int = 1,
+        context: ContextGroup | None = None,
         num_counted: int | None = None,
         by_document: bool = False,
     ) -> "Batch":
@@ -54,6 +56,8 @@ class Batch:
             device: where the tokens go.
             replica: 0..num_replicas-1.
             num_replicas: data-parallel replicas.
+            context: ranks that share the tokens of each window, of which this one takes its parts; ``None``: it takes
+                all tokens.
             num_counted: the first windows, whose targets count; ``None`` for all.
             by_document: whether attention ends at documents, which the windows mark.
         """
@@ -64,7 +68,10 @@ class Batch:
             targets[num_counted:] = IGNORED
 
         def own(tokens: npt.NDArray[np.int64]) -> list[Tensor]:
-            return list(torch.from_numpy(np.split(tokens, num_replicas)[replica]).to(device).chunk(num_microbatches))
+            found = torch.from_numpy(np.split(tokens, num_replicas)[replica])
+            if context is not None and context.size > 1:
+                found = found[:, own_places(found.shape[1], context.size, context.index)]
+            return list(found.to(device).chunk(num_microbatches))
 
         firsts = None
         if by_document:

@@ -153,7 +153,7 @@ def _paired(chosen: Candidate) -> Iterator[Candidate]:
     """The candidate with partners on the same node, if both fit on one."""
     run, in_node = chosen.run, chosen.cluster.devices_per_node
     # Otherwise partners are on different nodes in any order of pipeline ranks.
-    if chosen.leaf.strategy == "balance" and run.num_devices > in_node >= 2 * run.dp * run.tp:
+    if chosen.leaf.strategy == "balance" and run.num_devices > in_node >= 2 * run.stage_devices:
         partners = pair_ranks(held_for_backwards(run, chosen.software, compute_schedule(chosen.knobs.choice)))
         yield chosen.of(replace(run, pipeline_order=paired_order(partners)))
 

@@ -8,7 +8,7 @@ that it holds (ranks with equal elements write a share each) and reads those tha
 import shutil
 from collections import ChainMap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -17,9 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from pipeloom.checkpoint.checkpoint_folder import (
     FOLDER,
@@ -42,22 +40,17 @@ from pipeloom.checkpoint.checkpoint_folder import (
 )
 from pipeloom.config import RunConfig
 from pipeloom.data.tokenizer import Tokenizer
-from pipeloom.errors import PeerLostError, PipeloomError, RunError, UserError
+from pipeloom.errors import RunError, UserError
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.flat_order import FlatOrder
 from pipeloom.execute.stages.weights import StageWeights
 from pipeloom.system.host_memory import available_memory
 from pipeloom.training.background import Background
 from pipeloom.training.checkpoints.boxes import Box, Elements
-from pipeloom.training.checkpoints.contents import MODEL, expected_shapes, state_prefix, weights_only
+from pipeloom.training.checkpoints.contents import MODEL, expected_shapes, state_prefix, stored_shapes, weights_only
+from pipeloom.training.checkpoints.differences import differences
+from pipeloom.training.checkpoints.failures import failures_as
 from pipeloom.training.checkpoints.kept import Kept, recall
-from pipeloom.training.checkpoints.planner import (
-    ElementsLoadPlanner,
-    ElementsSavePlanner,
-    differences,
-    stored_shapes,
-)
-from pipeloom.training.checkpoints.storage import CheckpointReader, CheckpointWriter
 from pipeloom.training.memory_check import processes_here
 from pipeloom.training.noted import NOT_NOTED, CheckpointActivities
 from pipeloom.training.pipeline import Pipeline
@@ -138,7 +131,7 @@ class Checkpoints:
             was written before the return, as by ``save``, which also raises the same errors.
         """
         held = self._held(is_shared_out=True)
-        with _errors(f"cannot write the checkpoint of step {info.step}", RunError):
+        with failures_as(f"cannot write the checkpoint of step {info.step}", RunError):
             # All ranks do the same: in a step, a rank that trains would run into its timeout for one that writes.
             fits = all(self._on_all(partial(self._has_room, held)))
         if not fits:
@@ -182,9 +175,15 @@ class Checkpoints:
             torch.cuda.set_device(self._device)  # a new thread starts with device 0
         path = self._run / FOLDER / name_of(info.step)
         draft = draft_of(path)
+        # Not before the first checkpoint: it would delay the first step.
+        import torch.distributed.checkpoint as dcp
+
+        from pipeloom.training.checkpoints.planner import ElementsSavePlanner
+        from pipeloom.training.checkpoints.storage import CheckpointWriter
+
         planner = ElementsSavePlanner(held)
         try:
-            with _errors(f"cannot write the checkpoint {path}", RunError):
+            with failures_as(f"cannot write the checkpoint {path}", RunError):
                 # Before any rank begins: DCP creates the folder on each rank, and fails if it is removed meanwhile.
                 self._on_all(partial(self._clear, draft))
                 writer = CheckpointWriter(draft, self._noted.files)
@@ -201,7 +200,7 @@ class Checkpoints:
             UserError: it cannot be read, or is of another model; lists all differences.
             PeerLostError: another rank exited or does not answer.
         """
-        with _errors(f"cannot read the checkpoint {path}", UserError):
+        with failures_as(f"cannot read the checkpoint {path}", UserError):
             # Each rank reads its share of the files.
             problems = self._on_all(partial(damage, path, self._rank, self._num_ranks))
             if found := sorted({problem for of_rank in problems for problem in of_rank}):
@@ -212,19 +211,24 @@ class Checkpoints:
                 f"the checkpoint {path} has another tokenizer than this run, so its model reads other tokens; "
                 "set data.tokenizer as in the run that wrote it"
             )
-        info, reader = read_info(path), CheckpointReader(path)
+        info = read_info(path)
         # Each rank compares all tensors, not only its own, so that one message lists all differences.
         if self._optimizer is None:
-            expected, stored = weights_only(self._config, reader)
+            expected, stored = weights_only(self._config, path)
         else:
-            expected, stored = expected_shapes(self._config), stored_shapes(reader.read_metadata())
+            expected, stored = expected_shapes(self._config), stored_shapes(path)
         if differing := differences(expected, stored):
             lines = [f"the checkpoint {path} is not of this model:", *(f"  - {one}" for one in differing)]
             raise UserError("\n".join(lines))
         held = self._held(is_shared_out=False)
+        import torch.distributed.checkpoint as dcp
+
+        from pipeloom.training.checkpoints.planner import ElementsLoadPlanner
+        from pipeloom.training.checkpoints.storage import CheckpointReader
+
         planner = ElementsLoadPlanner({key: held[key] for key in held if key in expected})
-        with _errors(f"cannot read the checkpoint {path}", UserError):
-            dcp.load({}, storage_reader=reader, planner=planner, process_group=self._group)
+        with failures_as(f"cannot read the checkpoint {path}", UserError):
+            dcp.load({}, storage_reader=CheckpointReader(path), planner=planner, process_group=self._group)
         self._adopt(info)
         return info
 
@@ -251,7 +255,7 @@ class Checkpoints:
         def make() -> None:
             self._kept = Kept(folder, self._rank, self._held(is_shared_out=False), step)
 
-        with _errors("cannot keep states in shared memory (restart.times)", RunError):
+        with failures_as("cannot keep states in shared memory (restart.times)", RunError):
             self._on_all(make)
 
     def keep(self, info: CheckpointInfo) -> None:
@@ -267,7 +271,7 @@ class Checkpoints:
             PeerLostError: another rank exited or does not answer.
         """
         held = self._held(is_shared_out=False)
-        with _errors(f"cannot read the state of step {step} from shared memory", RunError):
+        with failures_as(f"cannot read the state of step {step} from shared memory", RunError):
             info = self._on_all(partial(recall, folder, step, held))[0]
         self._adopt(info)
         return info
@@ -291,7 +295,7 @@ class Checkpoints:
                     for box, view in held.boxes():
                         read(key.removeprefix(MODEL), box, view)
 
-        with _errors(f"cannot read {source}", UserError):
+        with failures_as(f"cannot read {source}", UserError):
             self._on_all(fill_all)
         self._refresh()
 
@@ -477,18 +481,3 @@ def _remove(checkpoint: Path) -> None:
         shutil.rmtree(draft, ignore_errors=True)
         checkpoint.rename(draft)
         shutil.rmtree(draft)
-
-
-@contextmanager
-def _errors(what: str, kind: type[PipeloomError]) -> Iterator[None]:
-    """Turn the failure of any rank into one error on all ranks, without torch's tracebacks in its message."""
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise kind(f"{what}: {cause if isinstance(cause, PipeloomError) else f'rank {rank}: {cause}'}") from None
-    except OSError as error:
-        raise kind(f"{what}: {error}") from None
-    # gloo raises a plain RuntimeError for a broken connection and for a timeout.
-    except RuntimeError as error:
-        raise PeerLostError(f"{what}: a process exited, or did not answer in time: {error}") from error

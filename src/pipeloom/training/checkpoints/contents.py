@@ -14,8 +14,7 @@ from pipeloom.data.text import Data
 from pipeloom.errors import UserError
 from pipeloom.runs.run_folder import CONFIG
 from pipeloom.terminal.words import count
-from pipeloom.training.checkpoints.planner import Shapes, differences, stored_shapes
-from pipeloom.training.checkpoints.storage import CheckpointReader
+from pipeloom.training.checkpoints.differences import Shapes, differences
 from pipeloom.training.stages import stage_of
 from pipeloom.workload.adapter import Adapter, is_pair, without_pairs
 from pipeloom.workload.model import model_settings, other_settings
@@ -50,9 +49,8 @@ def check_resumable(config: RunConfig) -> None:
     """
     path, optimizer = config.checkpoint.resume, config.optimizer
     assert path is not None
-    metadata = CheckpointReader(path).read_metadata()
-    stored = {key.split(".")[1] for key in metadata.state_dict_metadata if key.startswith(_STATE)}
-    expected = expected_shapes(config)
+    shapes, expected = stored_shapes(path), expected_shapes(config)
+    stored = {key.split(".")[1] for key in shapes if key.startswith(_STATE)}
     wanted = {key.split(".")[1] for key in expected if key.startswith(_STATE)}
     if stored != wanted:
         has, wants = (", ".join(sorted(names)) or "nothing" for names in (stored, wanted))
@@ -61,14 +59,14 @@ def check_resumable(config: RunConfig) -> None:
             f"{optimizer.name} is {wants}; use the optimizer that wrote it, or start from its weights alone with "
             "--checkpoint.init instead of --checkpoint.resume"
         )
-    of_checkpoint, of_run = (_trained(keys) for keys in (metadata.state_dict_metadata, expected))
+    of_checkpoint, of_run = (_trained(keys) for keys in (shapes, expected))
     if of_checkpoint != of_run and of_checkpoint | of_run <= {key.removeprefix(MODEL) for key in expected}:
         raise UserError(
             f"the checkpoint {path} has optimizer state of {count(len(of_checkpoint), 'parameter')}, this run trains "
             f"{len(of_run)}: training.freeze_layers or adapter.rank differs; use that of the run that wrote it, or "
             "start from its weights alone with --checkpoint.init instead of --checkpoint.resume"
         )
-    _refuse_other_model(config, path, expected, stored_shapes(metadata), "--checkpoint.resume")
+    _refuse_other_model(config, path, expected, shapes, "--checkpoint.resume")
 
 
 def _trained(keys: Iterable[str]) -> set[str]:
@@ -82,12 +80,21 @@ def check_start(config: RunConfig, path: Path) -> None:
     Raises:
         UserError: lists all differences, or why the checkpoint cannot be read.
     """
-    _refuse_other_model(config, path, *weights_only(config, CheckpointReader(path)), "--checkpoint.init")
+    _refuse_other_model(config, path, *weights_only(config, path), "--checkpoint.init")
 
 
-def weights_only(config: RunConfig, reader: CheckpointReader) -> tuple[Shapes, Shapes]:
+def stored_shapes(path: Path) -> Shapes:
+    """Shapes of a checkpoint's tensors by key; ``None`` for what is no tensor."""
+    # Not before a checkpoint is read: DCP takes half as long to load as PyTorch, and most runs begin without one.
+    from pipeloom.training.checkpoints.planner import shapes_in
+    from pipeloom.training.checkpoints.storage import CheckpointReader
+
+    return shapes_in(CheckpointReader(path).read_metadata())
+
+
+def weights_only(config: RunConfig, path: Path) -> tuple[Shapes, Shapes]:
     """Expected and stored shapes of parameters, without the optimizer's state; without adapters if none are stored."""
-    found = expected_shapes(config), stored_shapes(reader.read_metadata())
+    found = expected_shapes(config), stored_shapes(path)
     expected, stored = ({key: one[key] for key in one if key.startswith(MODEL)} for one in found)
     if not any(map(is_pair, stored)):  # adapters of these weights begin anew
         expected = {key: expected[key] for key in without_pairs(expected)}

@@ -23,11 +23,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from pipeloom.errors import UserError
 from pipeloom.training.checkpoints.boxes import Box, Elements
-
-Shapes = Mapping[str, tuple[int, ...] | None]
-"""Shapes of tensors by name; ``None`` for what is no tensor."""
-_MOST_NAMED = 5
-"""Maximum number of keys that a message lists for one kind of difference; another model has thousands."""
+from pipeloom.training.checkpoints.differences import Shapes
 
 
 class ElementsSavePlanner(DefaultSavePlanner):
@@ -96,39 +92,9 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.begin), torch.Size(box.size))
 
 
-def differences(expected: Shapes, stored: Shapes) -> list[str]:
-    """Describe how stored tensors differ from the expected ones; empty if they agree.
-
-    Args:
-        expected: by name.
-        stored: by name.
-    """
-    shapes = [
-        f"{key} {_as_shape(stored[key])} instead of {_as_shape(shape)}"
-        for key, shape in expected.items()
-        if key in stored and stored[key] != shape
-    ]
-    sorts = {
-        "it lacks": sorted(expected.keys() - stored.keys()),
-        "nothing here has the name of": sorted(stored.keys() - expected.keys()),
-        "it has another shape for": shapes,
-    }
-    return [f"{sort} {listed(names)}" for sort, names in sorts.items() if names]
-
-
-def stored_shapes(metadata: Metadata) -> Shapes:
+def shapes_in(metadata: Metadata) -> Shapes:
     """Shapes of a checkpoint's tensors by key; ``None`` for what is no tensor."""
     return {
         key: tuple(found.size) if isinstance(found, TensorStorageMetadata) else None
         for key, found in metadata.state_dict_metadata.items()
     }
-
-
-def _as_shape(shape: tuple[int, ...] | None) -> str:
-    return "no tensor" if shape is None else str(list(shape))
-
-
-def listed(names: list[str]) -> str:
-    """Names in a message; of many the first ones."""
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,85 @@
+"""Seconds of the matrix products of a run: their operands, their tiles, and the alignment of their rows."""
+
+from math import gcd
+
+from pipeloom.cost.hardware import Device
+from pipeloom.cost.software import Efficiency
+from pipeloom.workload.run import Run
+
+NARROW_BYTES = 1
+"""Bytes of an operand in 8 bits."""
+ALIGNED = 8
+"""Matrix units take operands whose rows are multiples of this number of elements of two bytes (NVIDIA, "Matrix
+multiplication background", table 1); other products take slower kernels."""
+ALIGNED_RATES = {ALIGNED: 1.0, 4: 0.5, 2: 0.38, 1: 0.31}
+"""Largest power of two that divides the sizes of a product -> share of the rate. Below 8 they are what vTrain's
+profiled products with a vocabulary of 50,257, 12,564 and 6,282 show beside those with 25,128."""
+ADAPTER_KERNELS = 4
+"""Of the forward of an adapter: two products, a factor and a sum."""
+
+
+def product_s(run: Run, device: Device, use: Efficiency, shape: tuple[float, float, float]) -> float:
+    """Seconds of a product of (rows, inner) and (inner, columns) in a linear layer.
+
+    Args:
+        run: has the precision of operands and results.
+        device: computes it.
+        use: of the program.
+        shape: rows, inner size, columns.
+    """
+    (rows, inner, columns), size = shape, run.element_bytes
+    operand = NARROW_BYTES if run.products else size
+    moved = operand * (rows * inner + inner * columns) + size * rows * columns
+    filling = device.filling(rows, columns)
+    if device.is_gpu and columns == int(columns) and inner == int(inner):
+        filling *= ALIGNED_RATES[gcd(int(rows), int(inner), int(columns), ALIGNED)]
+    seconds = device.matmul_s(2 * rows * inner * columns, moved, run.peak_precision, use.matmul * filling)
+    return seconds + device.kernel_s * (use.kernel - 1)
+
+
+Product = tuple[float, float, float]
+"""Rows, inner size and columns of a product on one rank."""
+
+
+def layer_products(run: Run) -> list[Product]:
+    """The products of a layer: queries, keys and values; output of attention; into the MLP; out of it."""
+    shape, tokens = run.shape, run.tokens
+    hidden, inner = shape.hidden, shape.ffn / run.tp
+    return [
+        (tokens, hidden, (shape.query_width + 2 * shape.kv_width) / run.tp),
+        (tokens, shape.query_width / run.tp, hidden),
+        (tokens, hidden, inner * shape.kind.gates),
+        (tokens, inner, hidden),
+    ]
+
+
+def adapter_products(run: Run) -> list[Product]:
+    """The two products of each adapter."""
+    found = list[Product]()
+    if run.adapter is None:
+        return found
+    for inputs, outputs, divides_inputs in run.adapter.widths(run.shape):
+        own_in, own_out = (inputs / run.tp, outputs) if divides_inputs else (inputs, outputs / run.tp)
+        found += [(run.tokens, own_in, run.adapter.rank), (run.tokens, run.adapter.rank, own_out)]
+    return found
+
+
+def added_bytes(run: Run) -> float:
+    """Bytes moved to add the adapters' outputs, or in a backward the gradients of their inputs."""
+    return 3.0 * run.element_bytes * run.tokens * sum(columns for _, _, columns in adapter_products(run)[1::2])
+
+
+def adapter_kernels(run: Run) -> int:
+    """Kernels of the forward of a layer's adapters."""
+    return 0 if run.adapter is None else ADAPTER_KERNELS * len(run.adapter.targets)
+
+
+def cast_bytes(run: Run, direction: int) -> float:
+    """Bytes of casting operands, 0: of inputs in a forward, 1: of gradients of outputs in a backward.
+
+    Each is read, and written twice, as rows and as columns, since both products of a backward need other ones.
+    """
+    if not run.products:
+        return 0.0
+    each = run.element_bytes + 2 * NARROW_BYTES
+    return sum(each * size[0] * size[1 + direction] for size in layer_products(run))
