@@ -30,6 +30,9 @@
 # make steady   memory, descriptors and step times of 2,000 steps (5 minutes)
 # make gpu      every CUDA path on one device, and a llama of 1 B beside a plain loop; status 2 without CUDA (10 minutes)
 # make launch-schemas  files of `pipeloom launch` for Kubernetes and SkyPilot against the schemas of these (2 minutes)
+# make launch-parsers  200 planned exports through the parsers of Megatron-LM and torchtitan (10 minutes;
+#               MEGATRON=folder of a checkout of Megatron-LM, core 0.16.1, in place of a clone from GitHub)
+# make first-choice  the first row of plans among measured layouts: TABLES="measured.csv modern.csv" (1 minute)
 # make speed    actions a second that schedules are made, verified, lowered and simulated at
 #
 # The first use makes .venv; nothing is needed but Python >= 3.11 and make. Knobs:
@@ -55,7 +58,7 @@ LOADED      := numba llvmlite numpy pydantic pydantic_core rich
 
 .PHONY: demo test test-all docs dist docs-commands plan-demo recipes random-plans predict reproduce schedules plan-speed bench-network bench-overhead \
         bench-peers bench-start bench-balance bench-checkpoints bench-tokenize bench-loading bench-generate playground-pictures playground-speed tune adapted signals \
-        gpu hangs chaos resume-pairs steady launch-schemas speed check format clean
+        gpu hangs chaos resume-pairs steady launch-schemas launch-parsers first-choice speed check format clean
 
 demo: $(STAMP)
 	$(BIN)/pipeloom train $(ARGS)
@@ -134,6 +137,22 @@ $(VENV)/schemas/.installed: $(STAMP)
 	$(PYTHON) -m venv $(VENV)/schemas
 	$(VENV)/schemas/bin/python -m pip install -q $(PIP_ARGS) kubeflow-trainer-api==2.3.0 skypilot==0.14.1
 	@touch $@
+
+# Megatron-LM's packages have its core alone, without the parser of its flags; the last three are imported by that.
+launch-parsers: $(VENV)/parsers/.installed $(STAMP)
+	$(BIN)/python -m pytest -m parsers -n 2 tests/export/test_parsers.py $(ARGS)
+
+$(VENV)/parsers/.installed: $(STAMP)
+	rm -rf $(VENV)/parsers
+	$(PYTHON) -m venv $(VENV)/parsers
+	$(VENV)/parsers/bin/python -m pip install -q $(PIP_ARGS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	  -c $(CONSTRAINTS) torch torchtitan==0.3.0 six regex triton
+	$(if $(MEGATRON),ln -s $(abspath $(MEGATRON)),git clone -q --depth 1 --branch core_v0.16.1 \
+	  https://github.com/NVIDIA/Megatron-LM) $(VENV)/parsers/Megatron-LM
+	@touch $@
+
+first-choice: $(STAMP)
+	$(BIN)/python benchmarks/first_choice.py $(TABLES)
 
 plan-speed: $(STAMP)
 	$(BIN)/python benchmarks/plan.py

@@ -16,7 +16,7 @@ from pipeloom.catalog import load_cluster, load_model
 from pipeloom.cli.plan_layouts import settings_words
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.what_if import changed
-from pipeloom.planner.advice import in_order
+from pipeloom.planner.choice import in_order
 from pipeloom.planner.comparison import CAUSES, main_cause
 from pipeloom.planner.error_bar import error_bar
 from pipeloom.planner.plan import make_question, plan
@@ -40,7 +40,7 @@ class Row:
         published_mfu: by the formula of this project.
         same: the predicted step of the published layout; ``None`` if it does not fit.
         best: the fastest predicted step; ``None`` if nothing fits.
-        first: row 1, of the layouts that tie with the fastest the simplest.
+        first: row 1 of the plan.
         rank: place of the published axes among all, from 1; ``None`` beyond ``LAYOUTS``.
         tie: the error of a comparison, a fraction.
         seconds: of the search.
@@ -209,7 +209,7 @@ Published step: as stated, or from the stated TFLOP/s. MFU: model FLOPs of that 
 that rows can be compared; sources use others. Predicted: the step of the published layout without headroom, with the
 planner's choice of what the source does not state. Rank: place of the published tp, pp and dp among the axes of the
 {LAYOUTS} best kinds of layouts. Slower than the fastest: by prediction; below 0 where only the headroom of the plan
-excludes the published layout. Row 1: tp, pp, dp and MFU of the simplest layout that ties with the fastest.
+excludes the published layout. Row 1: tp, pp, dp and MFU of the fastest layout, or of a simpler one within 0.5 %.
 
 ## Where the plan differs
 

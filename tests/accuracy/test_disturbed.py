@@ -39,7 +39,7 @@ def test_a_run_without_neighbors_is_not_judged():
 def test_errors_are_given_with_and_without_disturbed_runs():
     rows = table([(10, 2.0)])
     outcomes = tuple(
-        Outcome(row, row.step_time_s * (0.5 if n == 10 else 1.0), 1e9, fits=True) for n, row in enumerate(rows)
+        Outcome(row, row.step_time_s * (0.5 if n == 10 else 1.0), 1e9, filled=0.5) for n, row in enumerate(rows)
     )
     answer = Comparison(outcomes, {})
     assert answer.num_disturbed == 1

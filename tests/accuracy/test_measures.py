@@ -23,7 +23,7 @@ def outcomes(*pairs, **changes):
     row = replace(ROW, **changes)
     runs = [replace(row.run, micro_batch=next(NUMBERS)) for _ in pairs]
     return [
-        Outcome(replace(row, run=run, step_time_s=measured), predicted, 1e9, fits=True)
+        Outcome(replace(row, run=run, step_time_s=measured), predicted, 1e9, filled=0.5)
         for run, (measured, predicted) in zip(runs, pairs, strict=True)
     ]
 
@@ -87,12 +87,12 @@ def test_kernels_make_a_group_and_what_is_chosen_with_the_layout_does_not(change
 
 def test_a_ranking_reports_what_was_first_what_was_fastest_and_what_did_not_run():
     timed = outcomes((10, 5), (8, 6))
-    out = Outcome(replace(ROW, is_ok=False, step_time_s=None), 4.0, 1e9, fits=True)
+    out = Outcome(replace(ROW, is_ok=False, step_time_s=None), 4.0, 1e9, filled=0.5)
     (ranking,) = rankings([*timed, out])
     assert (ranking.layouts, ranking.first.step_time_s, ranking.fastest.step_time_s) == (2, 10, 8)
     assert ranking.is_first_oom
     assert measure([*timed, out]).oom_first == 1
-    for other in (replace(out, fits=False), replace(out, step_time_s=5.5)):
+    for other in (replace(out, filled=1.5), replace(out, step_time_s=5.5)):
         assert measure([*timed, other]).oom_first == 0
     assert rankings(timed[:1]) == []
 
@@ -121,9 +121,9 @@ def test_rank_correlation_is_that_of_the_ranks_by_counting(pairs):
 
 def test_agreement_counts_what_fits_and_what_does_not():
     fits, fails = outcomes((10, 10), (10, 10))
-    out = Outcome(replace(ROW, is_ok=False, step_time_s=None), 1.0, 1e12, fits=False)
+    out = Outcome(replace(ROW, is_ok=False, step_time_s=None), 1.0, 1e12, filled=1.5)
     assert measure([fits, out]).oom_agreement == 1
-    assert measure([fits, replace(fails, fits=False), out, replace(out, fits=True)]).oom_agreement == 0.5
+    assert measure([fits, replace(fails, filled=1.5), out, replace(out, filled=0.5)]).oom_agreement == 0.5
     assert measure([out]).mean_abs_error is None
 
 

@@ -1,5 +1,7 @@
 """Files of models, clusters and programs: found by name or path, units converted, every problem told at once."""
 
+import re
+
 import pytest
 
 from pipeloom.catalog import load_cluster, load_model, load_software, names, read_model
@@ -34,6 +36,15 @@ def test_a_cluster_file_says_where_its_constants_come_from(name):
 
     text = files("pipeloom.catalog").joinpath("clusters", f"{name}.toml").read_text(encoding="utf-8")
     assert text.count("#") >= 3
+
+
+@pytest.mark.parametrize("name", names("clusters"))
+def test_a_price_has_a_source_and_a_date(name):
+    cluster = load_cluster(name)
+    if cluster.price_per_device_hour is None:
+        assert not cluster.price_source
+    else:
+        assert re.search(r", read 20\d\d-\d\d-\d\d\)$", cluster.price_source)
 
 
 @pytest.mark.parametrize("name", names("models"))

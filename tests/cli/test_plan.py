@@ -19,6 +19,7 @@ from pipeloom.cli.run_config import parse_config
 from pipeloom.cli.train import COMMAND
 from pipeloom.config import hyperparameter_problems, unset
 from pipeloom.config.file import read_run_file
+from pipeloom.planner.choice import SIMPLER
 from pipeloom.planner.plan import plan
 
 MODEL = """
@@ -94,7 +95,7 @@ def test_in_100_columns_the_table_has_sharding_memory_and_price(model, capsys, m
     assert any(" DP " in line or " FSDP " in line for line in lines)
 
 
-def test_equivalent_layouts_are_listed_first_and_the_simplest_is_written(model, tmp_path, capsys):
+def test_equivalent_layouts_are_listed_first_and_row_1_is_written(model, tmp_path, capsys):
     command = [*words(model, cluster="dgx-a100", dtype="bfloat16"), "--no-explain", "--json"]
     assert main([*command, "--out", str(tmp_path / "planned")]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -102,7 +103,7 @@ def test_equivalent_layouts_are_listed_first_and_the_simplest_is_written(model, 
     ties = [layout["is_equivalent"] for layout in answer["layouts"]]
     assert ties == sorted(ties, reverse=True)
     assert ties == [seconds / min(step_s) - 1 < answer["error_bar"]["tie"] for seconds in step_s]
-    assert answer["layouts"][0]["pp"] == min(one["pp"] for one, tie in zip(answer["layouts"], ties, strict=True) if tie)
+    assert step_s[0] < min(step_s) * (1 + SIMPLER)
     config, _ = read_run_file(tmp_path / "planned" / "run.toml")
     assert (config.layout.pp, config.layout.tp, config.layout.dp) == tuple(
         answer["layouts"][0][name] for name in ("pp", "tp", "dp")

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from pipeloom.catalog import load_model
+from pipeloom.catalog import load_cluster, load_model
 from pipeloom.cli import main
 
+PRICE = load_cluster("dgx-a100").price_per_device_hour
 ASKED = (
     *("tradeoff", "--model", "gpt-6.6b", "--cluster", "dgx-a100", "--seq", "1024", "--devices", "16", "64"),
     *("--batch-per-device", "1/2", "2", "--methods", "breadth-first", "1f1b"),
@@ -18,14 +19,14 @@ def test_json_has_every_point_and_the_question(capsys):
     assert main([*ASKED, *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["methods"] == {"breadth-first": "pipeloom", "1f1b": "megatron-2021"}
-    assert (found["tokens"], found["critical_batch"], found["price_per_device_hour"]) == (1e10, 1000, 2.5)
+    assert (found["tokens"], found["critical_batch"], found["price_per_device_hour"]) == (1e10, 1000, PRICE)
     assert (found["reference_devices"], found["dtype"], found["seq"]) == (16, "bfloat16", 1024)
     assert len(found["points"]) == 8
     for point in found["points"]:
-        assert point["num_devices"] == point["run"]["tp"] * point["run"]["pp"] * point["run"]["dp"]
+        assert point["num_devices"] == point["tp"] * point["pp"] * point["dp"]
         assert point["tokens"] == pytest.approx(1e10 * (1 + point["global_batch"] / 1000))
         assert point["seconds"] == pytest.approx(point["tokens"] / point["tokens_per_s"])
-        assert point["dollars"] == pytest.approx(point["seconds"] / 3600 * point["num_devices"] * 2.5)
+        assert point["dollars"] == pytest.approx(point["seconds"] / 3600 * point["num_devices"] * PRICE)
     for best in found["best"]:
         seconds = [p["seconds"] for p in found["points"] if p["num_devices"] == best["num_devices"]]
         assert found["points"][best["point"]]["seconds"] == min(seconds)
@@ -42,7 +43,7 @@ def test_tables_name_the_best_and_every_method_and_a_picture_is_drawn(capsys, tm
     out = capsys.readouterr().out
     assert "B_crit    1,000 sequences\n" in out
     assert f"tokens    {20 * load_model('gpt-6.6b').parameters:.4g} with small batches" in out
-    assert "$2.5 per device-hour" in out
+    assert f"${PRICE} per device-hour" in out
     lines = [line.split() for line in out.splitlines()]
     assert [line[0].rstrip("*") for line in lines if line and line[0].rstrip("*") in ("16", "64")] == ["16", "64"] * 2
     assert ["devices", "1f1b", "gpipe"] in lines

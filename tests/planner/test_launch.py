@@ -62,12 +62,12 @@ def test_a_model_that_a_program_cannot_train_is_refused_before_the_search():
 
 def test_a_limit_that_the_program_does_not_have_is_refused_with_its_name():
     sizes = {"num_devices": 8, "global_batch": 8, "seq": 2048}
-    limits = {"recompute": ("selective",), "families": ("zb-h1",)}
+    limits = {"recompute": ("selective",), "shards": ("optimizer",)}
     with pytest.raises(ConfigError) as refused:
         make_question(load_model("llama-13b"), "dgx-a100", launcher="torchtitan", **sizes, **limits)
     assert [problem.split(";")[0] for problem in refused.value.problems] == [
         "torchtitan has no recomputation 'selective'",
-        "torchtitan (priced as fsdp) has no family 'zb-h1'",
+        "torchtitan (priced as fsdp) has no sharding level 'optimizer'",
     ]
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeloom.planner.advice import in_order, is_tie
+from pipeloom.planner.choice import SIMPLER, choice_order, in_order, is_tie, simplest
 from pipeloom.planner.error_bar import error_bar
 from pipeloom.planner.search import search
 
@@ -29,17 +29,36 @@ def test_without_an_error_the_order_is_that_of_the_step_times(found):
     assert in_order(steps, replace(bar, tie=1e-12)) == list(steps)
 
 
-def test_within_the_error_the_layout_with_the_fewest_axes_is_first(found):
+def axes(step):
+    return sum(size > 1 for size in (step.run.tp, step.run.pp, step.run.dp))
+
+
+def test_the_simplest_within_the_error_has_the_fewest_axes(found):
+    steps, bar = found
+    assert axes(simplest(steps, replace(bar, tie=10.0))) == min(map(axes, steps))
+    assert simplest(steps, replace(bar, tie=1e-12)) is steps[0]
+
+
+def test_simplicity_decides_the_order_where_the_times_hardly_differ(found):
     steps, bar = found
     rows = in_order(steps, replace(bar, tie=10.0))
-
-    def axes(step):
-        return sum(size > 1 for size in (step.run.tp, step.run.pp, step.run.dp))
-
     assert sorted(map(id, rows)) == sorted(map(id, steps))
-    assert axes(rows[0]) == min(map(axes, steps))
-    assert [axes(step) for step in rows] == sorted(map(axes, steps))
-    assert rows != list(steps)
+    near = [step for step in steps if step.prediction.step_time_s < steps[0].prediction.step_time_s * (1 + SIMPLER)]
+    assert set(map(id, rows[: len(near)])) == set(map(id, near))
+    assert rows[len(near) :] == list(steps[len(near) :])
+    assert axes(rows[0]) == min(map(axes, near))
+
+
+def test_within_the_margin_the_simplest_is_first_and_the_others_follow_by_time(found):
+    runs = [step.run for step in found[0]]
+    plain = replace(runs[0], tp=1, pp=1, loops=1, layers_by_stage=None, dp=runs[0].num_devices)
+    piped = replace(plain, pp=2, dp=plain.dp // 2)
+    kinds = [(piped, "1f1b", "none"), (piped, "zb-h1", "none"), (plain, "1f1b", "none"), (plain, "1f1b", "keep")]
+    times_s = [1.0, 1.01, 1.02, 1.03]
+    assert choice_order(times_s, kinds, 1e-12) == [0, 1, 2, 3]
+    assert choice_order(times_s, kinds, 0.025) == [2, 0, 1, 3]
+    assert choice_order(times_s, kinds, 1.0) == [2, 0, 1, 3]
+    assert choice_order([4.0, 3.0, 2.0, 1.0], kinds, 1e-12) == [3, 2, 1, 0]
 
 
 def test_slower_layouts_follow_in_the_order_of_their_step_times(found):

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.config import find_problems
-from pipeloom.cost.what_if import with_bandwidth, with_memory
+from pipeloom.cost.what_if import changed, with_bandwidth, with_memory
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.planner.advice import on_one_stage
+from pipeloom.planner.advice import on_devices, on_one_stage
 from pipeloom.planner.comparison import FAR, causes
 from pipeloom.planner.error_bar import error_bar
 from pipeloom.planner.infeasible import near_devices
@@ -297,3 +297,14 @@ def test_a_tie_with_one_stage_is_named_where_the_table_hides_it():
     (sentence,) = on_one_stage(searching, steps, bar, inf)
     assert "tp 2+sp, pp 1, dp 4, loops 1, micro-batches of 1; a step takes" in sentence
     assert list(on_one_stage(searching, steps, replace(bar, tie=1e-6), inf)) == []
+
+
+@pytest.mark.parametrize(("batch", "is_told"), [(1, True), (16, False)])
+def test_more_devices_than_a_small_batch_can_use_are_named(batch, is_told):
+    slow = changed(load_cluster("dgx-a100"), {"inter_bandwidth": "0.02x"})
+    sizes = {"num_devices": 16, "global_batch": batch, "seq": 1024}
+    question = make_question("gpt-6.6b", slow, **sizes, families=("1f1b",), pp=(1,), strategies=("none",))
+    advice = list(on_devices(question, search(question, 1).best, inf))
+    assert len(advice) == is_told
+    if is_told:
+        assert advice[0].startswith("16 devices are too many for 1 sequence a step: on 8 of them a step takes 0.07")

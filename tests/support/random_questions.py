@@ -9,6 +9,7 @@ from math import inf
 from pipeloom.catalog import load_cluster, load_model, names
 from pipeloom.cost.what_if import changed, without_effect
 from pipeloom.errors import UserError
+from pipeloom.planner.advice import on_devices
 from pipeloom.planner.plan import Plan, make_question, plan
 from pipeloom.planner.question import Question
 from pipeloom.planner.run_file import run_config
@@ -148,3 +149,23 @@ def slowdowns_with_more(case: Case, answer: Plan) -> dict[str, float]:
         larger = plan(replace(question, cluster=changed(question.cluster, {name: factor})), LAYOUTS, explains=False)
         found[f"{factor} {name}"] = (inf if larger.best is None else larger.best.prediction.step_time_s / before_s) - 1
     return found
+
+
+def slower_with_more_devices(case: Case, answer: Plan) -> str | None:
+    """That twice the devices are slower and the plan does not say so; ``None`` if all is well.
+
+    A layout uses all devices, so that more of them may be slower; then the plan's advice has to name the fewer ones.
+    """
+    if answer.best is None or answer.open_bound_s is not None:
+        return None
+    try:
+        larger = plan(replace(case.question, num_devices=2 * case.devices), LAYOUTS, explains=False)
+    except UserError:  # no layout divides them, and the message says which numbers have one
+        return None
+    before_s = answer.best.prediction.step_time_s
+    if larger.best is None or larger.best.prediction.step_time_s <= before_s * (1 + EQUAL):
+        return None
+    if any(on_devices(larger.question, larger.best, inf)):
+        return None
+    more = larger.best.prediction.step_time_s / before_s - 1
+    return f"{2 * case.devices} devices are slower by {more:.1%}, and the advice does not say so"

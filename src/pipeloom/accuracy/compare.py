@@ -35,7 +35,7 @@ class Outcome:
         step_time_s: predicted step time.
         memory_bytes: predicted memory of the device that was measured: the fullest one, or one of the first stage
             (``Software.reports_first``).
-        fits: whether the prediction fits the devices.
+        filled: predicted share of the memory of the fullest device; above 1 it does not fit.
         is_observed: whether the prediction contains an observation about rows of this model, which says nothing about
             others (``Software.extra_drain_slots``).
     """
@@ -43,8 +43,13 @@ class Outcome:
     row: Row
     step_time_s: float
     memory_bytes: float
-    fits: bool
+    filled: float
     is_observed: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether the prediction fits the devices."""
+        return self.filled <= 1
 
     @property
     def error(self) -> float | None:
@@ -307,7 +312,7 @@ def compare(rows: Iterable[Row], cluster: Cluster | None = None, software: Softw
                 answer = step.prediction
                 memory = answer.memory_by_rank[0] if program.reports_first else answer.memory
                 is_observed = step.drain_s > 0
-                outcomes.append(Outcome(row, answer.step_time_s, memory.total_bytes, answer.fits, is_observed))
+                outcomes.append(Outcome(row, answer.step_time_s, memory.total_bytes, answer.filled, is_observed))
         if reason is not None:
             skipped[reason] += 1
     return Comparison(tuple(outcomes), dict(skipped))

@@ -103,6 +103,7 @@ def _cluster(reader: Reader) -> Cluster:
         collective_curves=_collectives(reader.tables("collectives")),
         # 0 is an unknown price, since a default must be a number here.
         price_per_device_hour=reader.number("price_per_device_hour", 0.0) or None,
+        price_source=reader.text("price_source", ""),
         **{name: int(reader.number(name, 0)) for name in _COUNTS},
         pieces=tuple(map(_pieces, reader.tables("pieces"))),
         update=_update(reader.table("update", is_optional=True)),
@@ -132,8 +133,10 @@ def _group(reader: Reader, folder: Path) -> NodeGroup:
     if "cluster" not in reader.names():
         return NodeGroup(cluster=_cluster(reader), num_nodes=num_nodes)
     cluster = _alike(reader, reader.text("cluster"), folder)
-    price = reader.number("price_per_device_hour", cluster.price_per_device_hour or 0.0) or None
-    return NodeGroup(cluster=replace(cluster, name=name, price_per_device_hour=price), num_nodes=num_nodes)
+    if "price_per_device_hour" in reader.names():  # the source of another price is none of this one
+        price = reader.number("price_per_device_hour") or None
+        cluster = replace(cluster, price_per_device_hour=price, price_source=reader.text("price_source", ""))
+    return NodeGroup(cluster=replace(cluster, name=name), num_nodes=num_nodes)
 
 
 def _alike(reader: Reader, named: str, folder: Path) -> Cluster:
@@ -290,6 +293,8 @@ def _parts(cluster: Cluster, more: _Lines, comments: Notes, prefix: str) -> Iter
     top |= {name: number for name in _COUNTS if (number := getattr(cluster, name))}
     if cluster.price_per_device_hour is not None:
         top["price_per_device_hour"] = cluster.price_per_device_hour
+    if cluster.price_source:
+        top["price_source"] = cluster.price_source
     yield _lines("", top, comments)
     tables: dict[str, _Lines] = {"device": _device_lines(cluster.device)}
     for name, link in (("intra", cluster.intra), ("inter", cluster.inter), ("host", cluster.host)):

@@ -69,7 +69,7 @@ def priced(cluster: Cluster, num_devices: int, flags: Goals, goal: Goal | None, 
     elif not (isfinite(price) and price > 0):
         problems.append(f"--price: the price of a device-hour must be above 0 and finite, found {price:g}")
     else:
-        return replace(cluster, price_per_device_hour=price)
+        return replace(cluster, price_per_device_hour=price, price_source="--price")
     return cluster
 
 

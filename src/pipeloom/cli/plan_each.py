@@ -15,6 +15,7 @@ from pipeloom.cli.plan_layouts import figure_cells, layout_cells, settings_words
 from pipeloom.cli.plan_request import Choice, Request
 from pipeloom.cli.plan_text import print_command
 from pipeloom.errors import UserError
+from pipeloom.planner.choice import SIMPLER
 from pipeloom.planner.error_bar import ErrorBar
 from pipeloom.planner.goals import Cost, Goal
 from pipeloom.planner.plan import Plan, plan
@@ -45,7 +46,7 @@ class _Answer:
 
     @property
     def step(self) -> SimulatedStep | None:
-        """The first row: of the layouts that tie with the fastest, the simplest."""
+        """The first row."""
         return self.plan.rows[0] if self.plan is not None and self.plan.best is not None else None
 
 
@@ -134,14 +135,14 @@ def _cost(one: _Answer) -> Cost | None:
 
 
 def _sections(answers: Sequence[_Answer], offers: Sequence[_Offer], goal: Goal | None) -> Iterator[Section]:
-    """The best layout of each answer, what is missing, and what the goal chooses."""
+    """Row 1 of each answer, what is missing, and what the goal chooses."""
     found = [one for one in answers if one.step is not None]
-    section = Section(f"The best layout for each {_differences(answers)}", is_wide=True)
+    section = Section(f"Row 1 of the plan for each {_differences(answers)}", is_wide=True)
     if found:
         section.parts.append(_table(found, *_among(answers)))
     section.parts.append(
-        "Layouts are row 1 of each plan: of those within the error of a comparison, the simplest. error: mean error of "
-        "comparable step times; ?: none was measured on these devices, of the worst other."
+        f"Row 1 is the fastest layout by prediction, or a simpler one that takes at most {SIMPLER:.1%} longer. error: "
+        "mean error of comparable step times; ?: none was measured on these devices, of the worst other."
     )
     lacks = [
         f"{_name(one.choice)}: {'nothing fits.' if one.plan is not None else '; '.join(one.refusal)}"

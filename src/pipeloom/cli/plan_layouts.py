@@ -42,7 +42,7 @@ def best_table(plan: Plan) -> Table:
         exposed_s = sum(seconds for cause, seconds in cause_s.items() if cause.startswith("exposed"))
         rows.append(
             {
-                **_short_cells(step),
+                **short_cells(step),
                 **figure_cells(step, time, memory),
                 "bubble": "-" if run.pp == 1 else f"{cause_s['bubble_s'] / whole_s:.1%}",
                 "exposed": f"{exposed_s / whole_s:.1%}",
@@ -57,12 +57,18 @@ def best_table(plan: Plan) -> Table:
     )
 
 
-def table_of_cells(first: str, rows: Mapping[str, Mapping[str, str]]) -> Table:
-    """Name of a row -> title of a column -> cell, as a table; ``first`` is the names' title."""
+def table_of_cells(first: str, rows: Mapping[str, Mapping[str, str]], texts: Sequence[str] = ()) -> Table:
+    """Name of a row -> title of a column -> cell, as a table.
+
+    Args:
+        first: title of the names.
+        rows: at least one.
+        texts: titles of columns of words.
+    """
     cells = list(rows.values())
     # Columns without any value would take width from the others.
     columns = [title for title in cells[0] if any(row[title] != "-" for row in cells)]
-    found = table(first, columns)
+    found = table(first, columns, texts=texts)
     for name, row in rows.items():
         found.add_row(name, *(row[title] for title in columns))
     return found
@@ -85,7 +91,7 @@ def figure_cells(step: SimulatedStep, time: tuple[float, str], memory: tuple[flo
     }
 
 
-def _short_cells(step: SimulatedStep) -> dict[str, str]:
+def short_cells(step: SimulatedStep) -> dict[str, str]:
     """``layout_cells`` in few characters, so that the table fits 100 columns."""
     cells, run = layout_cells(step), step.run
     if cells["schedule"] == "-":

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,13 @@ from pipeloom.planner.goals import Goal, Training
 from pipeloom.planner.launch import Wanted, launch_problems
 from pipeloom.planner.plan import make_question, of_training
 from pipeloom.planner.question import Limits, Question, limit_problems
+from pipeloom.planner.run_file import named_model
 from pipeloom.planner.strategies import with_strategies
 from pipeloom.predict.describe import asked_precision, changed_cluster, load_or_note, with_model_sizes
 from pipeloom.runs.run_folder import SCHEDULE
 from pipeloom.workload.dtypes import Dtype, MatmulDtype, Precision, products_of
 from pipeloom.workload.launchers import LAUNCHERS, LauncherName
-from pipeloom.workload.model import ModelShape, shape_of
+from pipeloom.workload.model import ModelConfig, ModelShape, shape_of
 
 if TYPE_CHECKING:
     from pipeloom.cli.plan import Options
@@ -101,6 +103,14 @@ class _Inputs:
     def dtype(self) -> Dtype | None:
         """Of weights and activations; ``None`` for the default of the devices."""
         return self.options.dtype or (self.config.training.dtype if self.config is not None else None)
+
+    @cached_property
+    def settings(self) -> ModelConfig | ModelShape:
+        """The settings of the model, of which other programs do not run all."""
+        if self.model is not None:
+            return named_model(self.model, self.seq or 1)
+        assert self.shape is not None, "without a model there is nothing to check"
+        return self.shape if self.config is None else self.config.model.resolve(self.config.data.vocab_size)
 
     @property
     def matmul_dtype(self) -> MatmulDtype | None:
@@ -219,8 +229,7 @@ def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
         cluster = priced(cluster, choice.num_devices, options, inputs.goal, problems)
     if shape is not None and cluster is not None:
         precision = asked_precision(inputs.dtype, cluster, choice.num_devices)
-        wanted = _wanted(options, config, inputs.model or shape, inputs.seq or 1, precision)
-        wanted = replace(wanted, products=products_of(inputs.matmul_dtype))
+        wanted = _wanted(inputs, shape if launcher.is_own else inputs.settings, precision)
         problems += launch_problems(launcher, wanted, cluster, choice.num_devices)
     limits = _limits(options)
     if problems or shape is None or cluster is None or software is None:
@@ -258,18 +267,20 @@ def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
     )
 
 
-def _wanted(
-    options: "Options", config: RunConfig | None, model: str | ModelShape, seq: int, precision: Precision
-) -> Wanted:
+def _wanted(inputs: _Inputs, model: ModelConfig | ModelShape, precision: Precision) -> Wanted:
     """What a program has to run, by the flags and the run file."""
+    options, config = inputs.options, inputs.config
+    wanted = Wanted(
+        model,
+        inputs.seq or 1,
+        precision,
+        products_of(inputs.matmul_dtype),
+        options.attention or ("flash2" if config is None else config.machine.attention),
+    )
     if config is None:
-        return Wanted(model=model, seq=seq, precision=precision, attention=options.attention or "flash2")
-    own = config.model.resolve(config.data.vocab_size)
-    return Wanted(
-        model=own if isinstance(model, ModelShape) else model,
-        seq=seq,
-        precision=precision,
-        attention=options.attention or config.machine.attention,
+        return wanted
+    return replace(
+        wanted,
         optimizer=config.optimizer.name,
         has_adapters=config.adapter.rank is not None,
         by_document=config.data.by_document,

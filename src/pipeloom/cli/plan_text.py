@@ -15,10 +15,12 @@ from pipeloom.cli.plan_layouts import (
 )
 from pipeloom.cli.run_config import dtype_words
 from pipeloom.cost.hardware import Cluster
+from pipeloom.planner.choice import SIMPLER
 from pipeloom.planner.goals import Goal, Training
 from pipeloom.planner.infeasible import MOST_DOUBLINGS
 from pipeloom.planner.plan import Plan
 from pipeloom.planner.question import Question
+from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.console import wide_console
 from pipeloom.terminal.sections import WIDTH, Section, print_sections
 from pipeloom.terminal.words import amount, count, seconds, short, unit_bytes, unit_s
@@ -44,7 +46,7 @@ def plan_sections(plan: Plan, training: Training | None = None, goal: Goal | Non
         yield _nothing(plan)
         return
     yield _layouts(plan, training, goal)
-    fastest = _fastest_row(plan)
+    fastest = _row(plan, plan.best)
     if plan.rivals:
         name = unit_s(plan.best.prediction.step_time_s)[1]
         yield Section(
@@ -75,7 +77,7 @@ def _layouts(plan: Plan, training: Training | None, goal: Goal | None) -> Sectio
     room = " or ".join(short(size / unit) for size in sorted(sizes))
     title = f"The {count(len(plan.steps), 'best layout')}, the best one of each kind; a device has {room} {name}"
     is_priced = any(step.dollars_per_billion_tokens is not None for step in plan.steps)
-    key = _KEY + (f" {PRICE}: dollars for 1e9 tokens." if is_priced else "")
+    key = _KEY + (f" {PRICE}: dollars for 1e9 tokens{_on_price(plan.question)}." if is_priced else "")
     section = Section(title + _kept_free(plan.question), is_wide=True)
     section.parts += [_on_order(plan), best_table(plan), key, *layout_lines(plan.rows[0])]
     if training is not None:
@@ -152,23 +154,40 @@ def _kept_free(question: Question) -> str:
     return f", {question.headroom:.0%} of it kept free" if question.headroom else ""
 
 
-def _fastest_row(plan: Plan) -> int:
-    """Number of the row with the shortest predicted step, from 1."""
-    return [step is plan.best for step in plan.rows].index(True) + 1
+def _on_price(question: Question) -> str:
+    """The prices of the devices, and where they are from."""
+    kinds = [kind for kind, _ in _kinds(question)]
+    found = dict.fromkeys((kind.device.name, kind.price_per_device_hour, kind.price_source) for kind in kinds)
+    each = [
+        f"{f'{name}: ' if len(found) > 1 else ''}${price:.3g} a device-hour{f': {source}' if source else ''}"
+        for name, price, source in found
+        if price is not None
+    ]
+    return f" ({'; '.join(each)})"
+
+
+def _row(plan: Plan, step: SimulatedStep | None) -> int:
+    """Number of the row of a layout, from 1."""
+    return [each is step for each in plan.rows].index(True) + 1
 
 
 def _on_order(plan: Plan) -> str:
     """Which rows the predictions do not distinguish, and how the rows are sorted."""
-    bar, ties, fastest = plan.error_bar.tie, plan.num_equivalent, _fastest_row(plan)
+    bar, ties, fastest, plain = plan.error_bar.tie, plan.num_equivalent, _row(plan, plan.best), plan.simplest
     if len(plan.steps) == 1:
         return f"By prediction; two layouts are compared with an error of {bar:.1%}."
     if ties == 1:
         return f"Row 1 is faster than every other row by more than the error of a comparison, {bar:.1%}."
     rows = "Rows 1 and 2" if ties == 2 else f"Rows 1 to {ties}"
-    return (
-        f"{rows} (~) are equivalent: within {bar:.1%}, the error of a comparison. The simplest is first; by prediction "
-        f"row {fastest} is the fastest."
-    )
+    words = f"{rows} (~) are equivalent: within {bar:.1%}, the error of a comparison."
+    if fastest > 1:
+        words += f" By prediction row {fastest} is the fastest; row 1 is simpler and at most {SIMPLER:.1%} slower."
+    if plain is None or plain is plan.rows[0]:
+        return f"{words} Row 1 is the simplest of them."
+    more = plain.prediction.step_time_s / plan.steps[0].prediction.step_time_s - 1
+    begin = words if fastest > 1 else f"{words} Row 1 is the fastest by prediction."
+    number = _row(plan, plain)
+    return f"{begin} The simplest is row {number}, {more:.1%} slower by prediction."
 
 
 def _devices(question: Question) -> str:

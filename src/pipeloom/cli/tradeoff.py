@@ -13,15 +13,17 @@ from rich.table import Table
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cli.flags import SOURCE, read_flags
-from pipeloom.cli.goals import Goals, choice_lines, goal_of, priced, tokens_of
-from pipeloom.cli.plan_json import limits_to_json
+from pipeloom.cli.goals import Goals, choice_lines, cost_cells, goal_of, priced, tokens_of
+from pipeloom.cli.plan_json import limits_to_json, step_to_json
+from pipeloom.cli.plan_layouts import settings_words, short_cells, table_of_cells
 from pipeloom.cli.reference import Command, Output
 from pipeloom.cli.run_config import dtype_words
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.error_bar import error_bar
 from pipeloom.planner.goals import Goal, Training
-from pipeloom.planner.question import Question
+from pipeloom.planner.plan import make_question
+from pipeloom.planner.question import HEADROOM
 from pipeloom.planner.tradeoff import (
     DEVICE_COUNTS,
     METHODS,
@@ -34,12 +36,12 @@ from pipeloom.planner.tradeoff import (
     tradeoff,
     whole_batches,
 )
-from pipeloom.predict.describe import asked_precision, changed_cluster, load_or_note
+from pipeloom.predict.describe import changed_cluster, load_or_note
 from pipeloom.terminal.console import headed, print_table, table, wide_console
 from pipeloom.terminal.progress import Bar
-from pipeloom.terminal.words import in_days, in_dollars, unknown_name
+from pipeloom.terminal.words import in_dollars, unknown_name
 from pipeloom.workload.dtypes import Dtype, dtype_of
-from pipeloom.workload.limits import ClusterName, Common, ModelName, Names
+from pipeloom.workload.limits import ClusterName, Common, Headroom, ModelName, Names
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.run import Attention
 
@@ -85,6 +87,8 @@ class Options(Goals):
     CPUs."""
     attention: Attention = "flash2"
     """Attention kernel."""
+    headroom: Headroom = HEADROOM
+    """Fraction of the memory of every device that layouts leave free, as in pipeloom plan."""
     json: Common[bool] = False
     """Print JSON for programs. docs/tradeoff.md lists its keys."""
     plot: Common[Annotated[Path | None, Output("picture")]] = None
@@ -153,16 +157,16 @@ def inputs_of(options: Options, problems: list[str]) -> Tradeoff:
     if problems or shape is None or cluster is None or training is None:
         raise ConfigError(problems, SOURCE)
     return Tradeoff(
-        question=Question(
-            shape=shape,
-            cluster=cluster,
-            software=Software(name=""),
+        question=make_question(
+            shape,
+            cluster,
             num_devices=reference,
             global_batch=1,
             seq=options.seq,
-            precision=asked_precision(options.dtype, cluster, reference),
+            software=next(iter(methods.values())),
+            dtype=options.dtype,
             attention=options.attention,
-            has_default_dtype=options.dtype is None,
+            headroom=options.headroom,
         ),
         training=training,
         methods=methods,
@@ -232,7 +236,7 @@ def _print_choice(goal: Goal, curves: Curves) -> None:
 
     def name(point: Point) -> str:
         where = f"{point.num_devices:,} devices of {cluster.name}"
-        return f"{where}, {point.method}, {_layout(point)}, batch {point.run.global_batch:,}"
+        return f"{where}, {point.method}, {settings_words(point.step)}, batch {point.step.run.global_batch:,}"
 
     lines = choice_lines(goal, curves.points, name, lambda point: error_bar(cluster, inputs.methods[point.method]))
     print()
@@ -254,8 +258,8 @@ def print_curves(curves: Curves, *, has_default_batch: bool) -> None:
     console.print(headed("\nDays and dollars of each method at its own best batch"))
     print_table(console, _method_table(curves))
     console.print(
-        "layout: tensor/pipeline/data ranks, loops, micro-batches x their sequences, what is sharded, +what is "
-        f"recomputed\non {curves.inputs.question.num_devices}: MFU of the method with that batch per device"
+        "micro: micro-batches of each data-parallel rank x sequences in each; sharded, recomp: as pipeloom plan\n"
+        f"on {curves.inputs.question.num_devices}: MFU of the method with that batch per device"
     )
     _print_notes(console, curves)
 
@@ -283,24 +287,24 @@ def _print_headline(console: Console, curves: Curves, *, has_default_batch: bool
 
 
 def _best_table(curves: Curves) -> Table:
-    reference = f"on {curves.inputs.question.num_devices}"
-    columns = ("method", "layout", "batch", "MFU", reference, "days", "dollars")
-    rows = table("devices", columns, texts=["method", "layout"])
     front = {id(point) for point in curves.front}
+    rows: dict[str, dict[str, str]] = {}
     for count in curves.inputs.device_counts:
         point = curves.best(count)
         if point is not None:
-            rows.add_row(
-                f"{count:,}{'*' if id(point) in front else ''}",
-                point.method,
-                _layout(point),
-                f"{point.run.global_batch:,}",
-                f"{point.mfu:.1%}",
-                "-" if point.reference_mfu is None else f"{point.reference_mfu:.1%}",
-                in_days(point.days),
-                in_dollars(point.dollars),
-            )
-    return rows
+            cells = short_cells(point.step)
+            del cells["schedule"]  # which the method is
+            rows[f"{count:,}{'*' if id(point) in front else ''}"] = {
+                "method": point.method,
+                **cells,
+                "batch": f"{point.step.run.global_batch:,}",
+                "MFU": f"{point.step.mfu:.1%}",
+                f"on {curves.inputs.question.num_devices}": "-"
+                if point.reference_mfu is None
+                else f"{point.reference_mfu:.1%}",
+                **cost_cells(point),
+            }
+    return table_of_cells("devices", rows, texts=["method"])
 
 
 def _method_table(curves: Curves) -> Table:
@@ -308,18 +312,9 @@ def _method_table(curves: Curves) -> Table:
     rows = table("devices", methods)
     for count in curves.inputs.device_counts:
         found = (curves.best(count, method) for method in methods)
-        cells = ("-" if point is None else f"{in_days(point.days)} {in_dollars(point.dollars)}" for point in found)
+        cells = ("-" if point is None else " ".join(cost_cells(point).values()) for point in found)
         rows.add_row(f"{count:,}", *cells)
     return rows
-
-
-def _layout(point: Point) -> str:
-    """Axes, loops, micro-batches and sharding in one word each."""
-    run = point.run
-    recompute = "some" if run.recompute_layers else run.recompute
-    again = "" if recompute == "none" else f" +{recompute}"
-    shard = "" if run.shard == "none" else f" {run.shard}"
-    return f"{run.axes.words('{1}', '/')} {run.loops} {run.num_microbatches}x{run.micro_batch}{shard}{again}"
 
 
 def _print_notes(console: Console, curves: Curves) -> None:
@@ -355,18 +350,13 @@ def _draw(curves: Curves, file: Path) -> None:
 
 
 def _marks(points: list[Point]) -> list[tuple[float, float, str]]:
-    return [(point.dollars, point.days, f"{point.num_devices:,}") for point in points]
+    return [(point.dollars or 0.0, point.days, f"{point.num_devices:,}") for point in points]
 
 
 def to_json(curves: Curves, goal: Goal | None = None) -> dict[str, Any]:
     """What ``--json`` prints, in SI units but for dollars and days.
 
-    Keys: ``model``, ``cluster``, ``seq``, ``dtype``, ``tokens``, ``critical_batch`` (sequences),
-    ``price_per_device_hour``, ``reference_devices``, ``methods`` (method -> program), ``points`` (every method, cluster
-    size and batch that fits; ``run`` is the layout), ``best`` (for each cluster size the numbers of the best point, and
-    of each method's), ``front`` (numbers of the points of the Pareto front, the fastest first), ``missing`` (method and
-    batch per device that fit nowhere on the reference), ``goal`` (``deadline_s``, ``max_dollars``, ``objective``, and
-    ``point``, the number of the best one or null; null without a goal).
+    docs/tradeoff.md lists the keys; each of ``points`` has its layout as in the JSON of ``pipeloom plan``.
     """
     inputs = curves.inputs
     # By identity: equal points of two methods are two points.
@@ -385,10 +375,7 @@ def to_json(curves: Curves, goal: Goal | None = None) -> dict[str, Any]:
         "price_per_device_hour": inputs.question.cluster.price_per_device_hour,
         "reference_devices": inputs.question.num_devices,
         "methods": {method: software.name for method, software in inputs.methods.items()},
-        "points": [
-            {"num_devices": p.num_devices, "global_batch": p.run.global_batch, "days": p.days, **asdict(p)}
-            for p in curves.points
-        ],
+        "points": [_point_to_json(point) for point in curves.points],
         "best": [
             {
                 "num_devices": count,
@@ -405,3 +392,9 @@ def to_json(curves: Curves, goal: Goal | None = None) -> dict[str, Any]:
             "point": number_of(goal.best(curves.points)),
         },
     }
+
+
+def _point_to_json(point: Point) -> dict[str, Any]:
+    named = ("method", "num_devices", "batch_per_device", "reference_mfu", "tokens", "seconds", "days", "dollars")
+    own = {"program": point.step.software.name, "global_batch": point.step.run.global_batch}
+    return {**{name: getattr(point, name) for name in named}, **own, **step_to_json(point.step)}

@@ -271,6 +271,7 @@ class Cluster:
         host: link between a device and host memory while all devices of the node use theirs; ``None``: none, so that
             nothing can move to the host.
         price_per_device_hour: in dollars; ``None`` if unknown.
+        price_source: whose price it is, and of which date; empty if unknown.
         adapters_per_node: network adapters that the devices of a node share evenly; 0: one for each device.
         cores_per_node: cores that the devices of a node share, if devices are processes on a CPU; 0: not shared.
         pieces: measured seconds of models; for other models closed forms are used.
@@ -287,6 +288,7 @@ class Cluster:
     collective_curves: dict[Collective, tuple[CollectiveCurve, ...]] = field(default_factory=dict)
     host: Link | None = None
     price_per_device_hour: float | None = None
+    price_source: str = ""
     adapters_per_node: int = 0
     cores_per_node: int = 0
     pieces: tuple[MeasuredPieces, ...] = ()

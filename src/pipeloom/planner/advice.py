@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from pipeloom.families import FAMILIES
-from pipeloom.planner.comparison import ALONE, NO_PIPELINE, Change, Rival, causes, is_faster, num_axes, without_pipeline
+from pipeloom.planner.choice import is_tie, simplest
+from pipeloom.planner.comparison import ALONE, NO_PIPELINE, Change, Rival, causes, is_faster, without_pipeline
 from pipeloom.planner.error_bar import ErrorBar
 from pipeloom.planner.question import ONE_STAGE, Limits, Question
 from pipeloom.planner.search import Search, is_over, search
 from pipeloom.planner.strategies import STRATEGIES, strategy_of
 from pipeloom.predict.step import SimulatedStep
+from pipeloom.terminal.words import count
 
 TIGHT = 0.95
 """Fraction of a device's memory above which advice is given, since predictions of memory are not exact."""
@@ -34,7 +35,7 @@ def advice(
     yield from _on_pipelines(best, rivals, bar)
     yield from _on_bubble(best, changes)
     yield from _on_memory(best)
-    yield from _on_devices(question, best, deadline)
+    yield from on_devices(question, best, deadline)
     for rival in rivals:
         if rival.kind.endswith(ALONE) and rival.step is not None and _relative(best, rival.step) <= 0:
             yield f"Do not use the other nodes: on {rival.kind} a step takes {_difference(best, rival.step, bar)}."
@@ -52,38 +53,12 @@ def _difference(best: SimulatedStep, other: SimulatedStep, bar: ErrorBar) -> str
     return f"{abs(more):.1%} {'longer' if more >= 0 else 'less'}{tie}"
 
 
-def is_tie(best: SimulatedStep, other: SimulatedStep, bar: ErrorBar) -> bool:
-    """Whether the predicted step times of two layouts are a tie (``ErrorBar.tie``)."""
-    return bar.is_tie(best.prediction.step_time_s, other.prediction.step_time_s)
-
-
-def in_order(steps: Sequence[SimulatedStep], bar: ErrorBar) -> list[SimulatedStep]:
-    """Layouts in the order in which to choose: those that tie with the fastest, the simplest first, then the others.
-
-    The criteria of simplicity are, in this order: no strategy, fewest axes, fewest pipeline ranks, whole backwards
-    (more programs have such schedules), fewest stages, smallest tensor axis, no recomputation, shortest step.
-
-    Args:
-        steps: the fastest first.
-        bar: which decides what ties.
-    """
-    ties = [step for step in steps if is_tie(steps[0], step, bar)]
-    return [*sorted(ties, key=_complexity), *(step for step in steps if not is_tie(steps[0], step, bar))]
-
-
-def _complexity(step: SimulatedStep) -> tuple[bool, int, int, bool, int, int, bool]:
-    run, is_piped = step.run, step.run.pp > 1
-    splits = is_piped and FAMILIES[step.knobs.choice.family].splits_backward
-    recomputes = set(run.recompute_kinds) != {"none"}
-    return strategy_of(step) != "none", num_axes(run), run.pp, splits, run.num_stages, run.tp, recomputes
-
-
 def on_one_stage(searching: Search, steps: Sequence[SimulatedStep], bar: ErrorBar, deadline: float) -> Iterator[str]:
     """A tie without a pipeline and with one stage, where the table lists one whose weights are gathered in stages.
 
     The table has one layout of each group, the fastest, so it hides slower ones that differ in their stages alone.
     """
-    shown = in_order(steps, bar)[0].run
+    shown = simplest(steps, bar).run
     if shown.pp > 1 or shown.num_stages == 1 or is_over(deadline):
         return
     plain = searching.best(1, replace(ONE_STAGE, tp=(shown.tp,)), deadline=deadline).best
@@ -91,7 +66,7 @@ def on_one_stage(searching: Search, steps: Sequence[SimulatedStep], bar: ErrorBa
         return
     split = ", sequence parallel" if plain.run.sequence_parallel else ""
     yield (
-        f"A layout simpler than row 1 is equivalent, too: {plain.run.axes.words()}{split}, "
+        f"A layout simpler than all rows is equivalent, too: {plain.run.axes.words()}{split}, "
         f"loops 1, micro-batches of {plain.run.micro_batch}; a step takes "
         f"{_relative(steps[0], plain):.1%} longer than with the fastest."
     )
@@ -148,7 +123,7 @@ def _on_bubble(best: SimulatedStep, changes: Sequence[Change]) -> Iterator[str]:
 
 
 def _on_memory(best: SimulatedStep) -> Iterator[str]:
-    share = best.prediction.memory.total_bytes / best.prediction.device_bytes[best.prediction.fullest_rank]
+    share = best.prediction.filled
     if share > TIGHT:
         yield (
             f"By prediction the fullest device is {share:.0%} full. If it runs out of memory, take a row with less "
@@ -169,14 +144,18 @@ def on_values(best: SimulatedStep) -> Iterator[str]:
     )
 
 
-def _on_devices(question: Question, best: SimulatedStep, deadline: float) -> Iterator[str]:
+def on_devices(question: Question, best: SimulatedStep, deadline: float) -> Iterator[str]:
+    """That a step takes no longer on fewer devices, since devices or batch do not divide, or the batch is small."""
     # The largest smaller power of two, which divides most batches and axes.
     fewer = 2 ** ((question.num_devices - 1).bit_length() - 1)
-    if fewer < 1 or question.num_devices == 2 * fewer or is_over(deadline):
+    is_power = question.num_devices == 2 * fewer
+    # With a sequence for each device, half of the devices have twice the work.
+    if fewer < 1 or is_over(deadline) or (is_power and question.global_batch >= question.num_devices):
         return
     other = search(replace(question, num_devices=fewer), 1, deadline=deadline).best
     if other is not None and other.prediction.step_time_s <= best.prediction.step_time_s:
-        yield (
-            f"{question.num_devices} devices do not divide well: on {fewer} of them a step takes "
-            f"{other.prediction.step_time_s:.4g} s, no longer than on all."
-        )
+        why = f"{question.num_devices:,} devices do not divide well"
+        if is_power:
+            sequences = count(question.global_batch, "sequence")
+            why = f"{question.num_devices:,} devices are too many for {sequences} a step"
+        yield (f"{why}: on {fewer:,} of them a step takes {other.prediction.step_time_s:.4g} s, no longer than on all.")

@@ -12,7 +12,8 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software, with_optimizer
 from pipeloom.errors import ConfigError
-from pipeloom.planner.advice import advice, in_order, is_tie, on_one_stage, on_plain, on_values
+from pipeloom.planner.advice import advice, on_one_stage, on_plain, on_values
+from pipeloom.planner.choice import in_order, is_tie, simplest
 from pipeloom.planner.comparison import Change, Rival, changes, is_faster, rivals
 from pipeloom.planner.error_bar import ErrorBar, error_bar
 from pipeloom.planner.frontier import SortKey
@@ -77,8 +78,13 @@ class Plan:
 
     @property
     def rows(self) -> list[SimulatedStep]:
-        """The layouts in the order in which to choose (``advice.in_order``): of those that tie, the simplest first."""
+        """The layouts in the order in which to choose (``choice.in_order``)."""
         return in_order(self.steps, self.error_bar) if self.steps else []
+
+    @property
+    def simplest(self) -> SimulatedStep | None:
+        """The simplest of the layouts that tie with the fastest; ``None`` if nothing fits."""
+        return simplest(self.steps, self.error_bar) if self.steps else None
 
     @property
     def num_equivalent(self) -> int:

@@ -14,13 +14,12 @@ from typing import Any
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError
-from pipeloom.planner.goals import DAY_S, Training
+from pipeloom.planner.goals import Cost, Training
 from pipeloom.planner.question import Question, layout_limits
 from pipeloom.planner.search import Progress, search
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.words import unknown_name
 from pipeloom.workload.model import ModelShape
-from pipeloom.workload.run import Run
 
 BATCHES_PER_DEVICE = tuple(Fraction(2) ** power for power in range(-3, 4))
 """Sequences of a batch for each device, 1/8 to 8."""
@@ -176,49 +175,31 @@ def method_problems(question: Question, methods: Mapping[str, Software]) -> list
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
-    """A method with a batch on a cluster.
+class Point(Cost):
+    """A method with a batch on a cluster, and what the training takes with it.
 
     Attributes:
         method: of ``METHODS``.
-        program: name of the software.
-        family: of its schedule.
-        run: its layout.
-        batch_per_device: in sequences.
-        step_time_s: of a step.
-        tokens_per_s: of the cluster.
-        mfu: model FLOPs utilization, a fraction.
-        reference_mfu: the same on the reference's devices with the same batch per device, which the paper uses for all
-            sizes; ``None`` where nothing fits there.
-        memory_bytes: of the fullest device.
+        step: its layout, as a plan for the method, this batch and this number of devices finds it.
         tokens: of the training with this batch.
-        seconds: of the training.
-        dollars: of the training.
+        reference_mfu: MFU on the reference's devices with the same batch per device, which the paper uses for all
+            sizes; ``None`` where nothing fits there.
     """
 
     method: str
-    program: str
-    family: str
-    run: Run
-    batch_per_device: float
-    step_time_s: float
-    tokens_per_s: float
-    mfu: float
-    reference_mfu: float | None
-    memory_bytes: float
+    step: SimulatedStep
     tokens: float
-    seconds: float
-    dollars: float
+    reference_mfu: float | None
 
     @property
     def num_devices(self) -> int:
         """Of the cluster."""
-        return self.run.num_devices
+        return self.step.run.num_devices
 
     @property
-    def days(self) -> float:
-        """Of the whole training."""
-        return self.seconds / DAY_S
+    def batch_per_device(self) -> float:
+        """In sequences."""
+        return self.step.run.global_batch / self.num_devices
 
 
 @dataclass(frozen=True)
@@ -253,7 +234,8 @@ class Curves:
     @property
     def front(self) -> list[Point]:
         """Pareto-optimal points by time and cost, the fastest first."""
-        chosen = pareto_front([(point.seconds, point.dollars) for point in self.points])
+        # The inputs refuse a cluster without a price.
+        chosen = pareto_front([(point.seconds, point.dollars or 0.0) for point in self.points])
         return [self.points[number] for number in chosen]
 
 
@@ -317,21 +299,12 @@ def _best_scaled(question: Question, steps: Sequence[SimulatedStep]) -> Simulate
 
 
 def _point(training: Training, method: str, step: SimulatedStep, reference_mfu: float | None) -> Point:
-    run = step.run
-    cost = training.cost(step)
-    assert cost.dollars is not None, "the inputs refuse a cluster without a price"
+    cost, tokens = training.cost(step), training.needed_tokens(step.run.global_batch)
     return Point(
-        method=method,
-        program=step.software.name,
-        family=step.knobs.choice.family,
-        run=run,
-        batch_per_device=run.global_batch / run.num_devices,
-        step_time_s=step.prediction.step_time_s,
-        tokens_per_s=step.tokens_per_s,
-        mfu=step.mfu,
-        reference_mfu=reference_mfu,
-        memory_bytes=step.prediction.memory.total_bytes,
-        tokens=training.needed_tokens(run.global_batch),
         seconds=cost.seconds,
         dollars=cost.dollars,
+        method=method,
+        step=step,
+        tokens=tokens,
+        reference_mfu=reference_mfu,
     )

@@ -67,7 +67,12 @@ class Prediction:
     @property
     def fits(self) -> bool:
         """Whether the memory of every rank fits its devices."""
-        return self.memory.total_bytes <= self.device_bytes[self.fullest_rank]
+        return self.filled <= 1
+
+    @property
+    def filled(self) -> float:
+        """Share of the memory of the fullest device."""
+        return self.memory.total_bytes / self.device_bytes[self.fullest_rank]
 
     @property
     def memory(self) -> Memory:

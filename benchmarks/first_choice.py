@@ -1,0 +1,112 @@
+"""How much slower than the fastest measured layout the first row of a plan is: the regret of its order.
+
+Run by ``make first-choice TABLES="measured.csv modern.csv"``. A group has the measured layouts of one model, batch and
+number of devices. Of those that leave the headroom by prediction, the order of ``planner/choice.py`` chooses one. Its
+measured step time over that of the fastest measured layout of the group - 1 is the regret. Left out are disturbed runs,
+and sets whose "measurements" are sums of a simulator (``Software.is_composed``).
+"""
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import nan
+from pathlib import Path
+from statistics import fmean
+
+from pipeloom.accuracy.compare import Outcome, compare
+from pipeloom.accuracy.programs import known_cluster, program_of
+from pipeloom.accuracy.rows import Group, read_rows
+from pipeloom.accuracy.schedules import FAMILY_OF
+from pipeloom.planner.choice import SIMPLER, choice_order
+from pipeloom.planner.error_bar import error_bar
+from pipeloom.planner.question import HEADROOM
+
+MARGINS = (0.0, SIMPLER, 0.01, 0.02, 0.03, 0.05, 0.1)
+HEADROOMS = (0.0, HEADROOM)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A group of measured layouts with their predictions.
+
+    Attributes:
+        group: what they have in common.
+        outcomes: those with a measured step time.
+        tie: error of a comparison for the program on the device.
+    """
+
+    group: Group
+    outcomes: Sequence[Outcome]
+    tie: float
+
+    def regret(self, headroom: float, margin: float | None) -> float | None:
+        """Regret of the first choice; ``None`` if nothing leaves the headroom.
+
+        Args:
+            headroom: fraction of the memory that stays free.
+            margin: by how much a simpler layout may be slower, a fraction; ``None``: the error of a comparison.
+        """
+        fitting = [one for one in self.outcomes if one.filled <= 1 - headroom]
+        if not fitting:
+            return None
+        kinds = [(one.row.run, FAMILY_OF.get(one.row.schedule, "1f1b"), "none") for one in fitting]
+        first = choice_order([one.step_time_s for one in fitting], kinds, self.tie if margin is None else margin)[0]
+        return _seconds(fitting[first]) / min(map(_seconds, self.outcomes)) - 1
+
+
+def _seconds(outcome: Outcome) -> float:
+    assert outcome.row.step_time_s is not None
+    return outcome.row.step_time_s
+
+
+def measured_groups(tables: Sequence[Path], sets: Sequence[str] = ()) -> Iterator[Measured]:
+    """Groups of at least two undisturbed measured layouts.
+
+    Args:
+        tables: of measurements.
+        sets: beginnings of the names of the sets; empty for all.
+    """
+    rows = [row for table in tables for row in read_rows(table) if row.set_name.startswith(tuple(sets or ("",)))]
+    found: dict[Group, list[Outcome]] = defaultdict(list)
+    for one in compare(row for row in rows if not program_of(row)[1].is_composed).undisturbed.outcomes:
+        if one.error is not None:
+            found[one.row.group].append(one)
+    for group, outcomes in found.items():
+        if len(outcomes) > 1:
+            program = program_of(outcomes[0].row)[1]
+            cluster = known_cluster(outcomes[0].row, program)
+            assert cluster is not None, "the row was predicted"
+            yield Measured(group, outcomes, error_bar(cluster, program).tie)
+
+
+def mean_regret(groups: Sequence[Measured], headroom: float, margin: float | None) -> float:
+    """Mean over the groups in which something leaves the headroom; not a number without such a group."""
+    regrets = [regret for one in groups if (regret := one.regret(headroom, margin)) is not None]
+    return fmean(regrets) if regrets else nan
+
+
+def main() -> int:
+    """Print a table of the mean regrets."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tables", nargs="+", type=Path)
+    parser.add_argument("--sets", nargs="*", default=(), help="beginnings of the names of sets; default: all")
+    given = parser.parse_args()
+    groups = list(measured_groups(given.tables, given.sets))
+    layouts = sum(len(one.outcomes) for one in groups)
+    print(f"{len(groups)} groups, {layouts} layouts; a plan prefers a simpler layout within {SIMPLER:.1%}")
+    names = ["fastest" if not margin else f"within {margin:.1%}" for margin in MARGINS]
+    print(f"{'mean regret':40}" + "".join(f"{name:>12}" for name in [*names, "tie"]))
+    sets = defaultdict[str, list[Measured]](list)
+    for one in groups:
+        sets[one.group.set_name].append(one)
+    for headroom in HEADROOMS:
+        for name, part in {"all": groups, **sets}.items():
+            cells = "".join(f"{mean_regret(part, headroom, margin):12.1%}" for margin in (*MARGINS, None))
+            print(f"{f'{headroom:.0%} free, {name[:24]} ({len(part)})':40}{cells}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""The order of layouts in which to choose: by predicted time, and by simplicity where times hardly differ."""
+
+from collections.abc import Sequence
+
+from pipeloom.planner.comparison import complexity
+from pipeloom.planner.error_bar import ErrorBar
+from pipeloom.planner.strategies import strategy_of
+from pipeloom.predict.step import SimulatedStep
+from pipeloom.workload.run import Run
+
+SIMPLER = 0.005
+"""By how much a simpler layout may be slower, by prediction, and still come first (docs/decisions/0069)."""
+
+
+def is_tie(best: SimulatedStep, other: SimulatedStep, bar: ErrorBar) -> bool:
+    """Whether the predicted step times of two layouts are a tie (``ErrorBar.tie``)."""
+    return bar.is_tie(best.prediction.step_time_s, other.prediction.step_time_s)
+
+
+def in_order(steps: Sequence[SimulatedStep], bar: ErrorBar) -> list[SimulatedStep]:
+    """Layouts in the order in which to choose: the simplest of those that are hardly slower, then the others by time.
+
+    Args:
+        steps: the fastest first.
+        bar: error of a comparison; simplicity never decides beyond it.
+    """
+    kinds = [_kind(step) for step in steps]
+    order = choice_order([step.prediction.step_time_s for step in steps], kinds, min(SIMPLER, bar.tie))
+    return [steps[number] for number in order]
+
+
+def simplest(steps: Sequence[SimulatedStep], bar: ErrorBar) -> SimulatedStep:
+    """The simplest of the layouts that tie with the fastest, which is the first of them."""
+    return min((step for step in steps if is_tie(steps[0], step, bar)), key=lambda step: complexity(*_kind(step)))
+
+
+def choice_order(times_s: Sequence[float], kinds: Sequence[tuple[Run, str, str]], margin: float) -> list[int]:
+    """Numbers of layouts in the order in which to choose.
+
+    Those slower than the fastest by less than a margin are sorted by simplicity (``complexity``), and the others follow
+    by time.
+
+    Args:
+        times_s: predicted step times, in seconds.
+        kinds: for each layout its run, schedule family and strategy.
+        margin: relative difference to the fastest.
+    """
+    by_time = sorted(range(len(times_s)), key=times_s.__getitem__)
+    near = [number for number in by_time if times_s[number] / times_s[by_time[0]] - 1 < margin]
+    return [*sorted(near, key=lambda number: complexity(*kinds[number])), *by_time[len(near) :]]
+
+
+def _kind(step: SimulatedStep) -> tuple[Run, str, str]:
+    return step.run, step.knobs.choice.family, strategy_of(step)
