@@ -270,17 +270,16 @@ def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
 def _wanted(inputs: _Inputs, model: ModelConfig | ModelShape, precision: Precision) -> Wanted:
     """What a program has to run, by the flags and the run file."""
     options, config = inputs.options, inputs.config
-    flags = {"model": model, "seq": inputs.seq or 1, "precision": precision}
-    flags |= {"products": products_of(inputs.matmul_dtype)}
-    if config is None:
-        return Wanted(**flags, attention=options.attention or "flash2")
-    return Wanted(
-        **flags,
-        attention=options.attention or config.machine.attention,
-        optimizer=config.optimizer.name,
-        has_adapters=config.adapter.rank is not None,
-        by_document=config.data.by_document,
+    wanted = Wanted(
+        model=model,
+        seq=inputs.seq or 1,
+        precision=precision,
+        products=products_of(inputs.matmul_dtype),
+        attention=options.attention or (config.machine.attention if config is not None else "flash2"),
     )
+    if config is None:
+        return wanted
+    return replace(wanted, optimizer=config.optimizer.name, by_document=config.data.by_document)
 
 
 def _first(*values: Any) -> Any:
