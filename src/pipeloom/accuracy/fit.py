@@ -134,17 +134,19 @@ def _least(
     num_rows: int,
 ) -> tuple["NDArray[np.float64]", "NDArray[np.float64]"]:
     """Arguments of the smallest loss, and their variances."""
+    # SciPy's steps are relative to the arguments, which would be 0 where a logarithm is: they begin at 1 here.
+    offset = 1 - bounds[0]
     answer = optimize.least_squares(
-        residuals,
-        first,
-        bounds=bounds,
+        lambda shifted: residuals(shifted - offset),
+        first + offset,
+        bounds=(bounds[0] + offset, bounds[1] + offset),
         loss=partial(_losses, num_rows=num_rows),
         diff_step=1e-3,
         ftol=1e-5,
         max_nfev=40,
     )
     # SciPy scales the derivatives by the loss, and the prior makes the curvature regular.
-    return answer.x, np.diag(np.linalg.inv(answer.jac.T @ answer.jac))
+    return answer.x - offset, np.diag(np.linalg.inv(answer.jac.T @ answer.jac))
 
 
 def estimates(result: Fit) -> dict[str, Estimate]:
