@@ -19,18 +19,18 @@ from pipeloom.workload.layout import Layout
 
 SOURCE = Path(pipeloom.__file__).parent
 MOST_KIND = {
-    "FORWARD": 29,
-    "BACKWARD": 21,
-    "BACKWARD_INPUT": 19,
+    "FORWARD": 30,
+    "BACKWARD": 22,
+    "BACKWARD_INPUT": 20,
     "RECOMPUTE": 18,
     "UNSHARD": 16,
     "REDUCE_GRAD": 17,
-    "BACKWARD_WEIGHT": 15,
+    "BACKWARD_WEIGHT": 16,
 }
 MOST_AXIS = {
     "pp": 51,
     "loops": 39,
-    "num_microbatches": 38,
+    "num_microbatches": 39,
     "tp": 38,
     "recompute": 36,
     "shard": 33,
