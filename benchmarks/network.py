@@ -1,7 +1,8 @@
 """pipeloom and PyTorch's pipelining over a slow network, with emulated compute. Run by ``make bench-network``.
 
-Every case runs all contenders in the same processes, one step of each in turn. Ranks are on hosts of their own: network
-namespaces with a relay between them, which take root; elsewhere the benchmark says so and ends.
+Every case runs all contenders in the same processes, one step of each in turn. One of them is what ``pipeloom plan``
+chooses, or searches, for the network that ``pipeloom profile`` measures between the hosts before. Ranks are on hosts of
+their own: network namespaces with a relay between them, which take root; elsewhere the benchmark says so and ends.
 
     python benchmarks/network.py [--repetitions 5] [--only TEXT] [--folder outputs/side_by_side]
 """
@@ -14,6 +15,7 @@ from side_by_side.case import LOOPED, PYTORCH_SCHEDULES, Case, Contender, Link, 
 from side_by_side.contest import hold_the_cores, run, warm_up
 from side_by_side.hosts import relay_kind, why_not
 from side_by_side.picture import draw
+from side_by_side.planned import as_planned, profiled
 from side_by_side.results import (
     NETWORK_COLUMNS,
     Outcome,
@@ -27,6 +29,7 @@ from side_by_side.results import (
     wide_console,
     write,
 )
+from side_by_side.theory import bound_s
 
 EMULATED = {"forward_s": 0.010, "backward_s": 0.020}
 PIPELINES = [
@@ -55,16 +58,31 @@ REPLICATED = [
 ]
 
 
-def plan_of(case: Case, repetitions: int) -> Plan:
-    """Breadth-first of ours, and all schedules of PyTorch's; the looped ones with two loops as well as with all."""
+def plan_of(case: Case, planned: Contender, repetitions: int) -> Plan:
+    """Breadth-first of ours, the planner's order, and all of PyTorch's schedules; looped ones also with two loops."""
     theirs = [pytorch_contender(name, case.loops) for name in PYTORCH_SCHEDULES]
     if case.loops > 2:
         theirs += [pytorch_contender(name, 2) for name in LOOPED]
-    return Plan(case, (Contender("pipeloom", "breadth-first", case.loops), *theirs), repetitions)
+    return Plan(case, (Contender("pipeloom", "breadth-first", case.loops), planned, *theirs), repetitions)
+
+
+def planned_targets(outcome: Outcome) -> tuple[Target, ...]:
+    """What is to hold for the order of the planner."""
+    planned, best = next(one for one in outcome.measured if one.contender.given is not None), outcome.best_of_pytorch()
+    step_s = median_s(planned)
+    return (
+        Target(f"as planned / {best.contender} x{best.contender.loops}, PyTorch's best", step_s / median_s(best), 0.70),
+        Target("as planned / simulated", step_s / planned.theory_s, 1.03),
+    )
 
 
 def targets_of(outcome: Outcome) -> tuple[Target, ...]:
     """What is to hold for a case."""
+    return (*_own_targets(outcome), *planned_targets(outcome))
+
+
+def _own_targets(outcome: Outcome) -> tuple[Target, ...]:
+    """What is to hold for breadth-first."""
     ours = median_s(outcome.ours)
     to_theory = ours / outcome.ours.theory_s
     if outcome.plan.case.dp > 1:
@@ -105,8 +123,16 @@ def main() -> None:
     warm_up()
     outcomes: list[Outcome] = []
     for case in [one for one in PIPELINES + REPLICATED if chosen.only in one.name]:
-        outcomes.append(outcome_of(plan_of(case, chosen.repetitions), targets_of))
+        cluster = profiled(case)
+        planned = as_planned(case, cluster)
+        link = f"{planned.link} (nominal {case.link})"
+        outcomes.append(outcome_of(plan_of(case, planned, chosen.repetitions), targets_of))
         show(outcomes[-1], console, network_cells, NETWORK_COLUMNS)
+        step_s, least_s = outcomes[-1].measured[1].theory_s, bound_s(case, planned)
+        console.print(
+            f"  pipeloom profile measured {link}. {planned.order}, {planned.loops} loops, is simulated to take "
+            f"{step_s * 1e3:.0f} ms there; no order of these stages takes less than {least_s * 1e3:.0f} ms.\n"
+        )
         write(outcomes, about, chosen.folder, "network")
     draw([row for outcome in outcomes for row in rows(outcome)], chosen.folder / "network.svg")
     console.print(f"Written to {chosen.folder}: network.csv, network.json, network.svg")

@@ -6,6 +6,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeloom.schedule import Schedule
+
 Runtime = Literal["pipeloom", "PyTorch"]
 Gradient = NDArray[np.float32]
 
@@ -31,7 +33,7 @@ class Link:
 
     def __str__(self) -> str:
         """``200 Mbit/s, 5 ms``."""
-        return f"{self.rate_mbit:g} Mbit/s, {self.latency_ms:g} ms"
+        return f"{self.rate_mbit:.4g} Mbit/s, {self.latency_ms:.3g} ms"
 
     @property
     def bytes_per_s(self) -> float:
@@ -95,13 +97,17 @@ class Contender:
 
     Attributes:
         runtime: who runs it.
-        order: name of one of PyTorch's schedules, or of a family of pipeloom's.
+        order: name of one of PyTorch's schedules, or of a family of pipeloom's; of another order for people only.
         loops: stages on each rank.
+        given: the compute actions of an order that no name stands for; else ``None``.
+        link: the network as it was measured, for which the order was chosen; ``None`` for that of the case.
     """
 
     runtime: Runtime
     order: str
     loops: int
+    given: Schedule | None = None
+    link: Link | None = None
 
     def __str__(self) -> str:
         """``PyTorch LoopedBFS``."""

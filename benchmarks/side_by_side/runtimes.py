@@ -77,7 +77,11 @@ class Own:
         if groups is not None:
             self._parallel = DataParallel(schedule, modules.items(), "full", groups, self._lane)
         self._transport = _transport(case, schedule, outputs, world)
-        stages = {i: Stage(module, i, outputs[i], needs_input_gradient=i > 0) for i, module in modules.items()}
+        splits = schedule.split_stages
+        stages = {
+            i: Stage(module, i, outputs[i], needs_input_gradient=i > 0, splits=i in splits)
+            for i, module in modules.items()
+        }
         parts: list[Part] = [Compute(stages), Messages(outputs)]
         if self._parallel is not None:
             parts.append(self._parallel)

@@ -8,12 +8,14 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipeloom.model.deferred import Defers, Filed, add_to_leaves, file_deferred
 from side_by_side.case import Case
 
 _PR_SET_TIMERSLACK = 29
@@ -47,17 +49,36 @@ class _InputWork(torch.autograd.Function):
 
 
 class _WeightWork(torch.autograd.Function):
-    """Sleeps backward for the gradient of the weights, which is made and added in full."""
+    """Sleeps backward for the gradient of the weights, which is made and added in full; later where it is deferred."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, backward_s: float) -> Tensor:  # type: ignore[override]
-        ctx.backward_s, ctx.shape = backward_s, weights.shape
+    def forward(ctx: Any, weights: Tensor, backward_s: float, defers: bool) -> Tensor:  # type: ignore[override]
+        ctx.backward_s, ctx.weights, ctx.defers = backward_s, weights, defers
         return weights.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+        if ctx.defers:
+            file_deferred(ctx.weights, partial(_Later, taken=gradient, gradient=gradient, backward_s=ctx.backward_s))
+            return None, None, None
         _sleep(ctx.backward_s)
-        return gradient.new_ones(ctx.shape), None
+        return gradient.new_ones(ctx.weights.shape), None, None
+
+
+@dataclass(frozen=True)
+class _Later(Filed):
+    """A gradient of weights that is deferred."""
+
+    backward_s: float = 0.0
+
+    def add(self) -> None:
+        """Sleep, and add the gradient."""
+        _sleep(self.backward_s)
+        ones = torch.ones_like(self.leaf)
+        if self.leaf.grad is None:
+            add_to_leaves([self.leaf], [ones])
+        else:
+            self.leaf.grad.add_(ones)
 
 
 @dataclass(frozen=True)
@@ -68,7 +89,7 @@ class OwnCost:
     backward_s: float = 0.0
 
 
-class EmulatedStage(nn.Module):
+class EmulatedStage(nn.Module, Defers):
     """A stage of given times, message and weights.
 
     Args:
@@ -90,7 +111,9 @@ class EmulatedStage(nn.Module):
         """Sleep, and hand the input on."""
         if self.first is not None:
             tensor = tensor + self.first
-        return _InputWork.apply(tensor, self._forward_s, self._half_s) + _WeightWork.apply(self.weights, self._half_s)
+        return _InputWork.apply(tensor, self._forward_s, self._half_s) + _WeightWork.apply(
+            self.weights, self._half_s, self.defers
+        )
 
 
 class LightStage(nn.Module):

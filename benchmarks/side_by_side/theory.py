@@ -1,9 +1,10 @@
 """What a contender's order takes on an ideal runtime over the same network: pipeloom's simulation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from pipeloom.analysis.summary import summarize
+from pipeloom.orders.bound import least_step_s
 from pipeloom.passes import add_data_parallel, lower
 from pipeloom.passes.lower_sharding import exchanges
 from pipeloom.schedule import Action, Kind, Schedule
@@ -11,6 +12,7 @@ from pipeloom.schedule.kinds import SEND_KINDS
 from pipeloom.schedule.stage_swaps import Content
 from pipeloom.simulation import Sharing, simulate
 from side_by_side.case import Case, Contender
+from side_by_side.orders import compute_order
 
 PYTORCH_RESIDENCY = 3
 """Stages that PyTorch's lowering keeps gathered, those being gathered included."""
@@ -27,12 +29,14 @@ class NetworkCosts:
     Attributes:
         case: of which the costs are.
         loops: stages on each rank, which share the case's work.
+        has_whole_first: whether the first stage's backward is all in its second half, as in PyTorch's runtime.
     """
 
     ignores_microbatch: ClassVar[bool] = True
 
     case: Case
     loops: int
+    has_whole_first: bool = True
 
     def seconds(self, action: Action) -> float:
         """Seconds of an action alone."""
@@ -43,10 +47,10 @@ class NetworkCosts:
                 return case.forward_s * scale
             case Kind.BACKWARD:
                 return backward_s
-            case Kind.BACKWARD_INPUT:  # PyTorch leaves all of the first stage's backward to the second half
-                return 0.0 if action.stage == 0 else backward_s / 2
+            case Kind.BACKWARD_INPUT:
+                return 0.0 if self.has_whole_first and action.stage == 0 else backward_s / 2
             case Kind.BACKWARD_WEIGHT:
-                return backward_s if action.stage == 0 else backward_s / 2
+                return backward_s if self.has_whole_first and action.stage == 0 else backward_s / 2
         if case.link is None:
             return 0.0
         match action.kind:
@@ -80,10 +84,24 @@ def theory_s(case: Case, contender: Contender, order: Schedule) -> float:
 
     What a rank sends shares its uplink.
     """
+    case = case if contender.link is None else replace(case, link=contender.link)
     schedule = lowered(case, contender, order, case.num_microbatches)
+    costs, sharing = priced(case, contender)
+    return summarize(simulate(schedule, costs, sharing)).makespan_s
+
+
+def bound_s(case: Case, contender: Contender) -> float:
+    """Seconds that no order with as many stages takes less, on the network for which the order was chosen."""
+    case = case if contender.link is None else replace(case, link=contender.link)
+    schedule = lowered(case, contender, compute_order(case, contender), case.num_microbatches)
+    return least_step_s(schedule, *priced(case, contender))
+
+
+def priced(case: Case, contender: Contender) -> tuple[NetworkCosts, Sharing | None]:
+    """Seconds of actions, and the uplinks that ranks share."""
     moving = (*SEND_KINDS, Kind.UNSHARD, Kind.REDUCE_GRAD)
     sharing = None
     if case.link is not None:
         uplinks = dict.fromkeys(range(case.pp), 1.0)
         sharing = Sharing(lambda action, rank: rank if action.kind in moving else None, uplinks)
-    return summarize(simulate(schedule, NetworkCosts(case, contender.loops), sharing)).makespan_s
+    return NetworkCosts(case, contender.loops, contender.runtime == "PyTorch"), sharing

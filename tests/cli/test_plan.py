@@ -7,17 +7,19 @@ import signal
 import threading
 import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeloom.catalog import load_cluster
-from pipeloom.cli import main
+from pipeloom.cli import main, plan_each
 from pipeloom.cli.plan_progress import PlanProgress
 from pipeloom.cli.run_config import parse_config
 from pipeloom.cli.train import COMMAND
 from pipeloom.config import hyperparameter_problems, unset
 from pipeloom.config.file import read_run_file
+from pipeloom.planner.plan import plan
 
 MODEL = """
 name = "small"
@@ -201,6 +203,27 @@ def test_a_goal_that_nothing_meets_names_the_nearest_and_writes_nothing(model, t
     }
     assert main(command) == 1
     assert "goal: nothing is within" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_interrupted_answer_for_several_sizes_says_why_nothing_is_written(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        plan_each, "plan", lambda *args, **options: replace(plan(*args, **options), stopped="interrupt")
+    )
+    command = [
+        *words(model, cluster="dgx-a100"),
+        *SMALL,
+        "--devices",
+        "2",
+        "4",
+        "--tokens",
+        "10B",
+        "--deadline",
+        "900d",
+    ]
+    out = tmp_path / "planned"
+    assert main([*command, "--out", str(out)]) == 130
+    assert "nothing is written: the answer was interrupted" in " ".join(capsys.readouterr().out.split())
+    assert not out.exists()
 
 
 def test_a_size_without_a_layout_is_named_beside_the_others(model, capsys):

@@ -95,6 +95,9 @@ class Options(Goals):
     balance moves activations to ranks with free memory; offload moves them to the host; swap keeps most stages of a
     model on the host, on one device; slices cuts sequences. none: layouts without a strategy, which are also printed if
     the others lead to no layout. None: all that the training program has."""
+    search_orders: Count | None = None
+    """Also search an order of forwards and backwards for the seconds of the layouts with the lowest bounds, by so many
+    changes for each. --out writes it as a schedule file. None: the orders of families."""
     sequence_parallel: Literal["any", "on", "off"] = "any"
     """Sequence parallelism, with tensor parallelism, to search."""
     best: Common[Count] = 10

@@ -80,7 +80,10 @@ def run_each(options: "Options", requests: Mapping[Choice, Request | UserError],
     if chosen is not None and chosen.answer.request is not None and not is_interrupted:
         write_layout(chosen.answer.request, chosen.step)
     elif not options.json and (options.out or options.export):
-        print("\nnothing is written: there is no layout to write")
+        why = "there is no layout to write"
+        if is_interrupted:
+            why = "the answer was interrupted, and what was not searched might be a better choice"
+        print(f"\nnothing is written: {why}")
     if not options.json:
         _print_next(answers, chosen, words, is_written=options.out is not None or options.export is not None)
     if is_interrupted:

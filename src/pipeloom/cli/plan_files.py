@@ -21,8 +21,9 @@ def write_layout(request: Request, best: SimulatedStep) -> None:
     options = request.options
     config = planned_run(request, best, _cluster_file(request, best))
     folder = options.out or options.export
-    moves = best.software.has_lanes and best.knobs.moves.is_any
-    if folder is not None and moves:  # places of moves follow from seconds that `pipeloom train` does not have
+    moves = best.software.has_lanes and (best.knobs.moves.is_any or best.knobs.found is not None)
+    # Places of moves and found orders follow from seconds that `pipeloom train` does not have.
+    if folder is not None and moves:
         config = replace(config, schedule=replace(config.schedule, file=folder / SCHEDULE))
     if folder is not None and best.software.has_lanes and (moves or options.out is not None):
         write_text(folder / SCHEDULE, best.schedule_text, parents=True)

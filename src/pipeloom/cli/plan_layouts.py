@@ -116,6 +116,8 @@ def layout_cells(step: SimulatedStep) -> dict[str, str]:
 def family_words(step: SimulatedStep) -> str:
     """Schedule family with its group size, and the strategies."""
     choice = step.knobs.choice
+    if step.knobs.found is not None:
+        return "found order"
     family = choice.family if choice.group_size is None else f"{choice.family} {choice.group_size}"
     moved = [name for name in ("balance", "offload") if getattr(step.knobs.moves, name)]
     moved += ["swap"] if step.knobs.device_budget is not None else []

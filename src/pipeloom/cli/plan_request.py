@@ -247,7 +247,7 @@ def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
         question = of_training(question, config.optimizer.rule, config.pairs)
     return Request(
         options,
-        question,
+        replace(question, order_tries=options.search_orders),
         inputs.model,
         inputs.cluster_name,
         software_name,

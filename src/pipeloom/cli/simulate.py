@@ -16,13 +16,14 @@ from pipeloom.errors import UserError
 from pipeloom.planner.run_step import predict_step
 from pipeloom.predict.describe import described_problems, why_training_may_differ
 from pipeloom.predict.need import copy_bytes
+from pipeloom.predict.orders import least_step_s, with_order
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
 from pipeloom.runs.run_folder import CONFIG, SUMMARY
 from pipeloom.schedule import Level
 from pipeloom.system.files import read_text, write_text
 from pipeloom.terminal.words import seconds, unit_s
 from pipeloom.workload.dtypes import dtype_of
-from pipeloom.workload.limits import Common
+from pipeloom.workload.limits import Common, Count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,9 @@ class Options(RunConfig):
     by_seconds: bool = False
     """Place the moves of schedule.balance and schedule.offload by predicted seconds instead of nominal ones.
     `pipeloom train` executes it from the file of --schedule-out."""
+    search_order: Common[Count | None] = None
+    """Search an order of forwards and backwards for the seconds of this step, by so many changes of an order.
+    `pipeloom train` executes it from the file of --schedule-out. None: the order of the schedule."""
     lanes: bool = False
     """Also print every lane of communication. --json always has them."""
     swap_plan: bool = False
@@ -84,6 +88,7 @@ def run(words: list[str]) -> int:
             raise
         print_swap_plan(plan, refused=str(error), as_json=options.json)
         return 1
+    step, order = _with_order(options, step)
     if options.trace is not None:
         from pipeloom.trace import to_chrome
 
@@ -99,8 +104,17 @@ def run(words: list[str]) -> int:
         unit, name = unit_s(step.trace.end_s - step.trace.start_s)
         title = f"{options.title}, simulated"
         plot_timeline(step.trace, [options.plot], title=title, unit=name, scale=1 / unit, is_whole=False)
-    _print(options, step, plan, own, file)
+    _print(options, step, _Beside(plan, own, order), file)
     return 0 if step.prediction.fits else 1
+
+
+def _with_order(options: Options, step: SimulatedStep) -> tuple[SimulatedStep, dict[str, float] | None]:
+    """The step with the order that ``--search-order`` finds, and what it is compared with."""
+    if options.search_order is None:
+        return step, None
+    found = with_order(step, options.search_order)
+    times = {"schedule_step_time_s": step.prediction.step_time_s, "least_step_time_s": least_step_s(found)}
+    return found, times
 
 
 _OF_STEP = ("model", "data", "layout", "schedule", "training")
@@ -135,19 +149,30 @@ def _on_own_cluster(options: Options) -> SimulatedStep | None:
     return predict_step(replace(options, machine=machine), by_seconds=options.by_seconds)
 
 
-def _print(
-    options: Options, step: SimulatedStep, plan: ReportedPlan | None, own: SimulatedStep | None, run_file: Path | None
-) -> None:
+@dataclass(frozen=True)
+class _Beside:
+    """What is printed beside a step: the plan of its swaps, the step on the cluster as it is, what an order is
+    compared with.
+    """
+
+    plan: ReportedPlan | None
+    own: SimulatedStep | None
+    order: dict[str, float] | None
+
+
+def _print(options: Options, step: SimulatedStep, beside: _Beside, run_file: Path | None) -> None:
+    plan, own = beside.plan, beside.own
     tree = to_json(step, with_curves=options.memory_over_time)
     # What other programs do is not what ``pipeloom train`` runs.
     may_differ = why_training_may_differ(options, dtype_of(step.run.precision) if step.software.has_lanes else None)
     tree |= {"has_default_dtype": options.training.dtype is None, "may_differ": may_differ}
     tree["checkpoint_copy_bytes"] = copy_bytes(options, step.run, step.software)
+    tree["order"] = beside.order
     tree["own_step_time_s"] = None if own is None else own.prediction.step_time_s
     if options.json:
         print(json.dumps(tree if plan is None else tree | swap_plan_to_json(plan)))
         return
-    from pipeloom.cli.simulate_text import print_step
+    from pipeloom.cli.simulate_text import order_words, print_step
 
     print_step(step, tree, with_lanes=options.lanes)
     if own is not None:
@@ -155,6 +180,8 @@ def _print(
         print(
             f"\n{seconds(after)} a step, {after / before - 1:+.1%} of {seconds(before)} on {own.cluster.name} as it is"
         )
+    if beside.order is not None:
+        print(f"\n{order_words(step, beside.order)}")
     if may_differ is not None:
         print(f"\n{may_differ}")
     if step.fastest_partition is not None:
@@ -176,7 +203,9 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
     ``fixed_s``); ``tokens_per_s``, ``mfu``, ``hfu``, ``bubble_fraction``; ``run`` (the model's sizes and the
     layout), ``dtype``, ``has_default_dtype`` (whether it is the default), ``may_differ`` (why ``train`` may do
     something else, or null), ``own_step_time_s`` (with ``--machine.inter-bandwidth`` and its like, the step on
-    the cluster as it is), ``fastest_partition`` (where ranks are not equally fast, the ``layout.partition`` that
+    the cluster as it is), ``order`` (with ``--search-order``, the ``schedule_step_time_s`` of the run's own schedule
+    and ``least_step_time_s``, which no order of the placement goes below; else null), ``fastest_partition`` (where
+    ranks are not equally fast, the ``layout.partition`` that
     gives the slowest one least to do, unless the run has it), ``cluster``, ``software``, ``has_measured_pieces``,
     ``num_devices``; ``accounts`` (for each pipeline rank the seconds of each part of the step, which add up to
     ``step_time_s``); ``communication`` (for each rank and lane ``actions``, ``busy_s``, ``hidden_s``,

@@ -92,6 +92,21 @@ def print_step(step: SimulatedStep, tree: Mapping[str, Any], *, with_lanes: bool
         _print_misfit(console, tree)
 
 
+def order_words(step: SimulatedStep, order: Mapping[str, float]) -> str:
+    """A sentence about an order that was searched.
+
+    Args:
+        step: with the order.
+        order: what ``--json`` has of the order.
+    """
+    own_s, least_s, step_s = order["schedule_step_time_s"], order["least_step_time_s"], step.prediction.step_time_s
+    bound = f"no order of this placement takes less than {seconds(least_s)}, {1 - least_s / step_s:.1%} less"
+    if step.knobs.found is None:
+        return f"order: none was found that is faster than the schedule's; {bound}"
+    saved = f"{seconds(step_s)} instead of {seconds(own_s)} ({step_s / own_s - 1:+.1%})"
+    return f"order: found for this step, {saved}; {bound}"
+
+
 def _recomputation(step: SimulatedStep) -> str:
     run = step.run
     if run.recompute_layers is not None:
@@ -108,9 +123,10 @@ def _print_headline(console: Console, step: SimulatedStep, tree: Mapping[str, An
     peaks = dict.fromkeys(kind.device.peak_flops_per_s[run.peak_precision] / 1e12 for kind, _ in kinds)
     shard = "" if run.shard == "none" else f", {run.shard} sharding over {run.shard_size}"
     cut = f" in {count(len(run.slices), 'slice')}" if run.slices else ""
+    family = knobs.choice.family if knobs.found is None else "found order"
     passes = passes_of(knobs.choice.keep, balance=knobs.moves.balance, offload=knobs.moves.offload)
     console.print(
-        f"{run.shape.name or 'model'}, {amount(run.shape.parameters)} parameters; {knobs.choice.family}{passes}: "
+        f"{run.shape.name or 'model'}, {amount(run.shape.parameters)} parameters; {family}{passes}: "
         f"{run.axes.ranks}, {count(run.loops, 'loop')}; "
         f"{count(step.schedule.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq:,} tokens{cut}; "
         f"{dtype_words(run.precision, run.products, is_default=tree['has_default_dtype'])}{_recomputation(step)}{shard}"

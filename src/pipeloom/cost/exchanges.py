@@ -8,19 +8,13 @@ copy first, and each shard then between the copies.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeloom.cost.collectives import gather_s, reduce_s, sum_replicated_s
+from pipeloom.cost.collectives import gather_s, reduce_s, sum_replicated_s, together_s
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.matrices import stage_shards
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
-from pipeloom.cost.stages import (
-    rank_parameters,
-    tied_ranks,
-    trained_parameters,
-    trained_rank_parameters,
-    trained_replicated,
-)
+from pipeloom.cost.stages import tied_ranks, trained_parameters, trained_replicated
 from pipeloom.workload.run import Run
 
 
@@ -125,11 +119,11 @@ def step_terms(placed: Placed, backward_s: float) -> StepTerms:
         backward_s: seconds of a rank's backward of the last micro-batch, which can overlap with a reduction.
     """
     run, software, use = placed.run, placed.software, placed.software.efficiency
-    most: dict[Cluster, float] = {}
-    for part, held in zip(placed.parts, rank_parameters(run, software), strict=True):
-        most[part] = max(held, most.get(part, 0.0))
     exposed_s = 0.0
     if not software.has_reduction_lane:
+        most: dict[Cluster, float] = {}
+        for part, held in dict.fromkeys(zip(placed.parts, placed.rank_parameters, strict=True)):
+            most[part] = max(held, most.get(part, 0.0))
         exposed_s = max(_exposed_s(run, part, software, held, backward_s) for part, held in most.items())
     tied_s, ends = 0.0, tied_ranks(run)
     if ends is not None and not software.lends_tied:
@@ -150,8 +144,11 @@ def _exposed_s(run: Run, part: Cluster, software: Software, parameters: float, b
         share = max(share, software.replica_overlap)
     # The gather cannot overlap with the backward: the weights are updated after it.
     gather = gather_s(run, part, software, parameters)
-    hidden_s = software.gather_overlap * backward_s / _BACKWARDS
-    return whole_s - min(whole_s, share * backward_s) + gather - min(gather, hidden_s)
+    # What overlaps is compute of the pipeline, whose seconds are counted there.
+    beside_s = share * backward_s, software.gather_overlap * backward_s / _BACKWARDS
+    return sum(
+        together_s(each_s, moved_s) - each_s for each_s, moved_s in zip(beside_s, (whole_s, gather), strict=True)
+    )
 
 
 _BACKWARDS = 2
@@ -167,15 +164,16 @@ def _update_s(placed: Placed) -> float:
     """Seconds of the optimizer's step on the slowest rank, or on all ranks that share cores."""
     run, software = placed.run, placed.software
     shards = run.shard_size if run.sharded != "none" else 1
-    each_s: list[float] = []
-    of_matrices = _matrices_s(placed)
-    ranks = zip(placed.parts, trained_rank_parameters(run, software), of_matrices, strict=True)
-    for part, held, products_s in ranks:
+
+    def seconds(part: Cluster, held: float, products_s: float) -> float:
         if part.update is not None and part.update.precision == run.precision:
-            each_s.append(part.update.seconds(held / shards) + products_s)
-        else:
-            moved = software.efficiency.optimizer_bytes * (held / shards) + _CLEARED_BYTES * held
-            each_s.append(part.device.memory_s(moved) + products_s)
+            return part.update.seconds(held / shards) + products_s
+        moved = software.efficiency.optimizer_bytes * (held / shards) + _CLEARED_BYTES * held
+        return part.device.memory_s(moved) + products_s
+
+    ranks = list(zip(placed.parts, placed.trained_rank_parameters, _matrices_s(placed), strict=True))
+    of_rank = {rank: seconds(*rank) for rank in set(ranks)}  # most ranks are equal
+    each_s = [of_rank[rank] for rank in ranks]
     return max(*each_s, placed.cluster.crowding(run.num_devices) * sum(each_s) / len(each_s))
 
 

@@ -11,7 +11,7 @@ from pipeloom.cost.foreign import GATHERED_COPIES, layer_kept_bytes, layer_pendi
 from pipeloom.cost.kept import Kept
 from pipeloom.cost.ring import ring_buffer_bytes
 from pipeloom.cost.software import Software
-from pipeloom.cost.stages import layers_by_kind, num_frozen_stages, stage_layers
+from pipeloom.cost.stages import StageKinds, layers_by_kind, num_frozen_stages, of_each, stage_layers
 from pipeloom.workload.layout import Shard
 from pipeloom.workload.run import Run
 
@@ -34,6 +34,9 @@ class State:
     def total_bytes(self) -> float:
         """Their sum."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+_NOTHING = State(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -121,9 +124,11 @@ def lent_bytes(run: Run, software: Software, stages: Sequence[int]) -> State:
     The rank of the last stage holds borrowed weights and accumulates their gradient; that of the first stage receives
     this gradient. If both are one rank, the weights are borrowed in place, except with ``full`` sharding.
     """
+    if not (run.shape.tied and run.num_stages > 1 and software.lends_tied):
+        return _NOTHING
     first, last = 0 in stages, run.num_stages - 1 in stages
-    if not (run.shape.tied and run.num_stages > 1 and software.lends_tied and (first or last)):
-        return State(0.0, 0.0, 0.0)
+    if not (first or last):
+        return _NOTHING
     # Sizes are those of this program, the only one that lends.
     whole = state_bytes(run, run.shape.hidden * -(-run.shape.vocab // run.tp), software, "none")
     is_copied = last and not (first and run.shard != "full")
@@ -155,23 +160,22 @@ def frozen_bytes(run: Run, parameters: float) -> float:
 def stage_kept_bytes(run: Run, software: Software) -> list[float]:
     """For each stage the bytes that it keeps of one micro-batch for its backward, without the loss."""
     stages, own = layers_by_kind(run, software, trained=True), Kept(run)
-    # By identity: there are few kinds, and the hash of a run takes longer than everything else here.
-    kinds = {id(alike): alike for stage in stages for alike, _ in stage}
-    each = {key: kept_bytes(alike, software) for key, alike in kinds.items()}
-    kept = [sum(count * each[id(alike)] for alike, count in stage) for stage in stages]
+
+    def kept_of(stage: StageKinds) -> float:
+        kept = sum(count * kept_bytes(alike, software) for alike, count in stage)
+        return kept + (own.positions([alike for alike, count in stage if count]) if software.has_lanes else 0)
+
+    kept = of_each(stages, kept_of)
     place, first = first_trained(run, software)
     if first is not None:
-        less = Kept(first).layer(first.recompute) - Kept(first).layer(first.recompute, begins=True)
-        kept[place] -= less
+        kept[place] -= Kept(first).layer(first.recompute) - Kept(first).layer(first.recompute, begins=True)
     if not software.has_lanes:
         kept[0] += stage_input_bytes(run)
         return kept
-    present = [tuple(id(alike) for alike, count in stage if count) for stage in stages]
     if first is not None and not own.turns() and first.recompute != "full":
         # The only layer of its kind in a stage reads no angles.
-        present[place] = tuple(id(alike) for alike, count in stages[place] if count > (alike == first))
-    positions = {keys: own.positions([kinds[key] for key in keys]) for keys in set(present)}
-    kept = [held + positions[keys] for held, keys in zip(kept, present, strict=True)]
+        kept[place] -= own.positions([alike for alike, count in stages[place] if count])
+        kept[place] += own.positions([alike for alike, count in stages[place] if count > (alike == first)])
     kept[0] += 0 if run.frozen_pieces else own.embedding()
     kept[stage_layers(run, software)[1]] += own.head_norm()
     return kept
@@ -202,12 +206,10 @@ def stage_recomputed_bytes(run: Run, software: Software) -> list[float]:
     counts, _ = stage_layers(run, software)
     each = key_value_bytes(run) if run.slices else 0.0
     frozen = num_frozen_stages(run, software)
+    input_bytes = message_bytes(run, software)
     if not software.has_lanes:
-        return [stage_input_bytes(run) + count * each for count in counts]
-    return [
-        ((Kept(run).stage_input() if stage else 0.0) + count * each) * (stage >= frozen)
-        for stage, count in enumerate(counts)
-    ]
+        return [input_bytes + count * each for count in counts]
+    return [((input_bytes if stage else 0.0) + count * each) * (stage >= frozen) for stage, count in enumerate(counts)]
 
 
 def stage_pending_bytes(run: Run, software: Software) -> list[float]:

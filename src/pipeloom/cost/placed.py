@@ -10,21 +10,24 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from pipeloom.cost.collectives import layer_collectives_s
+from pipeloom.cost.collectives import layer_collectives_s, together_s
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.pieces import PieceSeconds, piece_seconds
 from pipeloom.cost.software import Software
 from pipeloom.cost.stages import (
+    StageKinds,
     frozen_layers,
     layers_by_kind,
     layers_of_pieces,
     num_frozen_stages,
     placement_of,
+    rank_parameters,
     stage_layers,
     stage_parameters,
     tied_ranks,
+    trained_rank_parameters,
 )
 from pipeloom.schedule import Placement
 from pipeloom.workload.layout import place_of
@@ -66,6 +69,26 @@ class Placed:
         """Number of parameters of each stage on one device."""
         return stage_parameters(self.run, self.software)
 
+    @cached_property
+    def rank_parameters(self) -> tuple[float, ...]:
+        """Number of parameters on one device of each pipeline rank."""
+        return rank_parameters(self.run, self.software)
+
+    @cached_property
+    def trained_rank_parameters(self) -> tuple[float, ...]:
+        """``rank_parameters`` of the pieces that are trained."""
+        if not self.run.frozen_pieces:
+            return self.rank_parameters
+        return trained_rank_parameters(self.run, self.software)
+
+    def with_sharding_of(self, run: Run) -> "Placed":
+        """A run that differs in its sharding alone: what sharding does not change is computed once for all of them."""
+        other = self.of(run)
+        # Layers that are gathered one by one are part of the seconds of a stage.
+        is_shared = _SHARED_BY_SHARDINGS - ({"costs"} if self.software.gathers_layers else set[str]())
+        other.__dict__.update({name: value for name, value in self.__dict__.items() if name in is_shared})
+        return other
+
     def first_device(self, rank: int) -> int:
         """Index of the first of a pipeline rank's adjacent devices."""
         return place_of(rank, self.run.pipeline_order) * self.run.stage_devices
@@ -90,6 +113,11 @@ class Placed:
         """Distinct ``parts``."""
         return _kinds(self.cluster, self.run.stage_devices, self.run.pp, self.run.pipeline_order)
 
+    @property
+    def has_equal_ranks(self) -> bool:
+        """Whether the devices of all pipeline ranks are of one kind."""
+        return len(self._kinds) == 1
+
     def route(self, one: int, other: int) -> Cluster:
         """A cluster with nodes of one kind that represents messages between two pipeline ranks."""
         size = self.run.stage_devices
@@ -99,17 +127,16 @@ class Placed:
     def device_bytes(self) -> tuple[float, ...]:
         """Memory of one device of each pipeline rank, in bytes."""
         # Most clusters have one kind of nodes, and need no lookup for each rank.
-        if len(self._kinds) == 1:
+        if self.has_equal_ranks:
             return (self._kinds[0].device.memory_bytes,) * self.run.pp
         return tuple(part.device.memory_bytes for part in self.parts)
 
     @cached_property
     def pieces(self) -> tuple[PieceSeconds, ...]:
         """For each pipeline rank the seconds of the model's pieces, if all layers recompute ``run.recompute``."""
-        kinds = self._kinds
-        if len(kinds) == 1:
-            return (piece_seconds(self.run, kinds[0], self.software),) * self.run.pp
-        of_part = {part: piece_seconds(self.run, part, self.software) for part in kinds}
+        of_part = {part: piece_seconds(self.run, part, self.software) for part in self._kinds}
+        if self.has_equal_ranks:
+            return tuple(of_part.values()) * self.run.pp
         return tuple(of_part[part] for part in self.parts)
 
     @property
@@ -228,6 +255,18 @@ class Placed:
         )
 
 
+_SHARED_BY_SHARDINGS = {
+    "placement",
+    "layers",
+    "parameters",
+    "rank_parameters",
+    "trained_rank_parameters",
+    "device_bytes",
+    "pieces",
+    "recompute_s",
+    "costs",
+}
+"""Cached members of ``Placed`` that are equal for all shardings."""
 _FIXED_SHARES = (0.4, 0.6)
 """Shares of forward and backward in the fixed seconds of a micro-batch. An assumption: calibrations determine only
 their sum, and a backward launches more kernels than a forward."""
@@ -249,7 +288,9 @@ def _layers_s(placed: Placed) -> list[tuple[float, float]]:
     stages = layers_by_kind(placed.run, placed.software)
     trained = layers_by_kind(placed.run, placed.software, trained=True)
     # By identity: the hash of a run takes long, and equal runs that are two objects are seldom.
-    kinds = {id(alike): alike for each in (*stages, *trained) for alike, _ in each}
+    kinds = {
+        id(alike): alike for each in {id(each): each for each in (*stages, *trained)}.values() for alike, _ in each
+    }
     each_s = {key: [pieces.layer for pieces in placed.of(alike).pieces] for key, alike in kinds.items()}
     frozen_s = each_s
     if placed.run.adapter is not None:  # layers that train nothing have no adapters
@@ -259,22 +300,34 @@ def _layers_s(placed: Placed) -> list[tuple[float, float]]:
         # A layer's collectives run while the layer before computes.
         moves = [layer_collectives_s(placed.run, part, placed.software) for part in placed.parts]
         each_s = {
-            key: [(max(one, move[0]), max(other, move[1])) for (one, other), move in zip(both, moves, strict=True)]
+            key: [
+                (together_s(one, move[0]), together_s(other, move[1]))
+                for (one, other), move in zip(both, moves, strict=True)
+            ]
             for key, both in each_s.items()
         }
-    return [
-        (
-            sum(count * frozen_s[id(alike)][rank][0] for alike, count in stage)
-            + sum(count * (each_s[id(alike)][rank][0] - frozen_s[id(alike)][rank][0]) for alike, count in going_back),
-            sum(count * each_s[id(alike)][rank][1] for alike, count in going_back),
-        )
-        for stage, going_back, rank in zip(stages, trained, placed.placement.rank_by_stage, strict=True)
-    ]
+
+    def seconds(stage: StageKinds, going_back: StageKinds, rank: int) -> tuple[float, float]:
+        forward_s = sum(count * frozen_s[id(alike)][rank][0] for alike, count in stage)
+        for alike, count in going_back:
+            forward_s += count * (each_s[id(alike)][rank][0] - frozen_s[id(alike)][rank][0])
+        return forward_s, sum(count * each_s[id(alike)][rank][1] for alike, count in going_back)
+
+    ranks = (0,) * placed.run.num_stages if placed.has_equal_ranks else placed.placement.rank_by_stage
+    places = {
+        (id(one), id(other), rank): (one, other, rank) for one, other, rank in zip(stages, trained, ranks, strict=True)
+    }
+    found = {key: seconds(*place) for key, place in places.items()}  # most stages are equal
+    return [found[id(one), id(other), rank] for one, other, rank in zip(stages, trained, ranks, strict=True)]
 
 
 def _boundary_s(placed: Placed) -> tuple[float, ...]:
     """For each boundary between consecutive stages the seconds of one message."""
     pairs = list(pairwise(placed.placement.rank_by_stage))
+    run = placed.run
+    if pairs and run.pipeline_order is None and len(placed.cluster.kinds(run.num_devices)) == 1:
+        # All boundaries count as the slowest.
+        return (_transfer_s(placed, placed.route(*pairs[0]), is_inside=_is_inside(placed, *pairs[0])),) * len(pairs)
     routes = {pair: (placed.route(*pair), _is_inside(placed, *pair)) for pair in set(pairs)}
     of_route = {route: _transfer_s(placed, route[0], is_inside=route[1]) for route in dict.fromkeys(routes.values())}
     of_pair = {pair: of_route[route] for pair, route in routes.items()}

@@ -1,9 +1,10 @@
 """Layers and parameters of each stage of a run."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 from pipeloom.cost.flops import piece_flops
 from pipeloom.cost.partition import fastest_partition
@@ -57,13 +58,17 @@ def _balanced(
 
 def frozen_layers(run: Run, software: Software) -> tuple[int, ...]:
     """For each stage the number of its layers that train nothing."""
+    if not run.frozen_pieces:
+        return (0,) * run.num_stages
     frozen = list(frozen_counts(pieces_of_layers(stage_layers(run, software)[0]), run.frozen_pieces))
-    frozen[0] -= run.frozen_pieces > 0  # the embedding
+    frozen[0] -= 1  # the embedding
     return tuple(frozen)
 
 
 def num_frozen_stages(run: Run, software: Software) -> int:
     """Number of stages from the first on that train nothing, and run no backward."""
+    if not run.frozen_pieces:
+        return 0
     return frozen_stages(pieces_of_layers(stage_layers(run, software)[0]), run.frozen_pieces)
 
 
@@ -115,21 +120,35 @@ def _by_cost(shape: ModelShape, num_stages: int) -> tuple[tuple[int, ...], int]:
     return tuple(counts), stage
 
 
-@lru_cache(maxsize=256)
-def layers_by_kind(run: Run, software: Software, *, trained: bool = False) -> tuple[tuple[tuple[Run, int], ...], ...]:
-    """For each stage its layers by kind: a run whose layers all recompute and see the same, and their number.
+StageKinds = tuple[tuple[Run, int], ...]
+"""The layers of a stage by kind: a run whose layers all recompute and see the same, and their number."""
 
-    All layers, or those that are trained.
-    """
+
+@lru_cache(maxsize=256)
+def layers_by_kind(run: Run, software: Software, *, trained: bool = False) -> tuple[StageKinds, ...]:
+    """For each stage its layers by kind: all layers, or those that are trained. Equal stages are one object."""
     counts, _ = stage_layers(run, software)
     left_out = frozen_layers(run, software) if trained else (0,) * len(counts)
     if run.has_equal_layers:
-        return tuple(((run, count - out),) for count, out in zip(counts, left_out, strict=True))
+        numbers = [count - out for count, out in zip(counts, left_out, strict=True)]
+        of_number: dict[int, StageKinds] = {number: ((run, number),) for number in set(numbers)}
+        return tuple(of_number[number] for number in numbers)
     kinds = run.layer_kinds
     alike = {kind: run.alike(kind) for kind in set(kinds)}
     places = zip(pairwise(accumulate(counts, initial=0)), left_out, strict=True)
     parts = [kinds[begin + out : end] for (begin, end), out in places]
-    return tuple(tuple((alike[kind], count) for kind, count in Counter(part).items()) for part in parts)
+    of_part = {part: tuple((alike[kind], count) for kind, count in Counter(part).items()) for part in set(parts)}
+    return tuple(of_part[part] for part in parts)
+
+
+_Value = TypeVar("_Value")
+
+
+def of_each(stages: Sequence[StageKinds], function: Callable[[StageKinds], _Value]) -> list[_Value]:
+    """``function`` of each stage of ``layers_by_kind``, called once for each distinct one: most stages are equal."""
+    # By identity: the hash of a run takes longer than what is computed for a stage.
+    found = {key: function(stage) for key, stage in {id(stage): stage for stage in stages}.items()}
+    return [found[id(stage)] for stage in stages]
 
 
 def tied_ranks(run: Run) -> tuple[int, int] | None:
@@ -146,6 +165,8 @@ def stage_parameters(run: Run, software: Software) -> tuple[float, ...]:
     program lends it (``Software.lends_tied``).
     """
     base = _parameters(run, software, stage_layers(run, software)[0])
+    if run.adapter is None:
+        return base
     return tuple(held + own for held, own in zip(base, _of_adapters(run, software), strict=True))
 
 
@@ -192,9 +213,11 @@ def _parameters(run: Run, software: Software, counts: Sequence[int]) -> tuple[fl
     """Number of parameters of each stage with ``counts`` layers, including embedding and head."""
     shape, (_, head) = run.shape, stage_layers(run, software)
     if software.has_lanes:
-        layer, embedding = _split_parameters(run)
-        whole = replicated_parameters(run, software)
-        held = [float(count * layer + more) for count, more in zip(counts, whole, strict=True)]
+        split, embedding = _split_parameters(run)
+        each = split + _replicated_in_layer(run)
+        held = [float(count * each) for count in counts]
+        held[0] += _positions(run)
+        held[head] += _head_norm(run)
     else:
         each = shape.layer_matrix_parameters / run.tp + shape.kind.layer_norms * shape.hidden
         held, embedding = [count * each for count in counts], shape.embedding_parameters / run.tp
@@ -223,7 +246,7 @@ def replicated_parameters(run: Run, software: Software) -> tuple[int, ...]:
     (counts, head), each = stage_layers(run, software), _replicated_in_layer(run)
     held = [count * each for count in counts]
     held[0] += _positions(run)
-    held[head] += run.shape.kind.norm_vectors * run.shape.hidden
+    held[head] += _head_norm(run)
     return tuple(held)
 
 
@@ -241,6 +264,11 @@ def _replicated_in_layer(run: Run) -> int:
     shape, family = run.shape, run.shape.kind
     vectors = family.layer_norms * family.norm_vectors + family.output_bias + family.mlp_biases
     return shape.hidden * vectors + shape.qk_norm_parameters
+
+
+def _head_norm(run: Run) -> int:
+    """Number of parameters of the norm before the head."""
+    return run.shape.kind.norm_vectors * run.shape.hidden
 
 
 def _positions(run: Run) -> int:

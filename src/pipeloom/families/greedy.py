@@ -147,7 +147,7 @@ def best_schedule(task: Task, aim: Aim = "step", tries: int = TRIES, ways: Seque
     def shortest(timed: TimedRows) -> float:
         return _merit(task, aim, timed)[0]
 
-    made = [(way, timed) for way in ways if (timed := way.rows(task)) is not None] or _candidates(task)
+    made = [(way, timed) for way in ways if (timed := way.rows(task)) is not None] or candidates(task)
     starts = sorted(made, key=lambda each: _merit(task, aim, each[1]))
     way, timed = starts[0]
     origin = str(way)
@@ -268,12 +268,13 @@ def best_ways(task: Task, most: int, aim: Aim = "rank") -> tuple[Way, ...]:
     the seconds, much less on the numbers of ranks and micro-batches.
     """
     found = sorted(
-        ((_merit(task, aim, timed), way, timed) for way, timed in _candidates(task)), key=lambda each: each[0]
+        ((_merit(task, aim, timed), way, timed) for way, timed in candidates(task)), key=lambda each: each[0]
     )
     return tuple(way for way, _ in _distinct([(way, timed) for _, way, timed in found])[:most])
 
 
-def _candidates(task: Task) -> Iterator[Candidate]:
+def candidates(task: Task) -> Iterator[Candidate]:
+    """What list scheduling and the families make of a task, some of it several times."""
     for way in _ways(task):
         timed = way.rows(task)
         if timed is not None:
@@ -307,12 +308,18 @@ def _families(placement: Placement, num_microbatches: int) -> tuple[str, ...]:
 @lru_cache(maxsize=256)
 def _order(name: str, placement: Placement, num_microbatches: int) -> tuple[Row, ...] | None:
     """A family's order of forwards and input gradients; ``None`` if it does not support the sizes."""
+    choice = choice_on(name, placement, num_microbatches)
+    return None if choice is None else tuple(map(without_weight_gradients, choice.make().rows))
+
+
+def choice_on(name: str, placement: Placement, num_microbatches: int) -> Choice | None:
+    """A family on a placement; ``None`` if it does not support the sizes."""
     pp = placement.num_ranks
     loops = placement.num_stages // pp
     for where in [where for where, make in PLACEMENTS.items() if make(pp, loops) == placement]:
         choice = Choice(family=name, pp=pp, loops=loops, num_microbatches=num_microbatches, placement=where)
         if not choice.problems():
-            return tuple(map(without_weight_gradients, choice.make().rows))
+            return choice
     return None
 
 

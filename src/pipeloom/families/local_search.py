@@ -72,7 +72,15 @@ def local_search(problem: SearchProblem, start: TimedRows, tries: int, seed: int
 def _changed(row: Row, chance: Random) -> Row | None:
     """A row with one action moved; ``None`` if a backward would pass the forward of its own micro-batch."""
     source = chance.randrange(len(row))
-    target = source + chance.choice([-1, 1]) * chance.randint(1, _FARTHEST)
+    return moved(row, source, source + chance.choice([-1, 1]) * chance.randint(1, _FARTHEST))
+
+
+def moved(row: Row, source: int, target: int) -> Row | None:
+    """A row with the action of one slot in another slot.
+
+    Returns:
+        The row; ``None`` if there is no such slot, or if the action would pass one of its own stage and micro-batch.
+    """
     if not 0 <= target < len(row):
         return None
     passed = slice(min(source, target), max(source, target) + 1)

@@ -139,3 +139,10 @@ def without_weight_gradients(row: Row) -> Row:
     """A row's forwards, and input gradients in place of its backwards: the input of ``insert_weight_gradients``."""
     kind = np.where(row.is_kind(Kind.BACKWARD), np.int32(Kind.BACKWARD_INPUT.code), row.kind)
     return Row(kind, *row.arrays[1:]).take(kind != Kind.BACKWARD_WEIGHT.code)
+
+
+def with_whole_backwards(row: Row) -> Row:
+    """A row with a whole backward in place of each first half, and without second halves."""
+    order = without_weight_gradients(row)
+    is_half = order.is_kind(Kind.BACKWARD_INPUT)
+    return Row(np.where(is_half, np.int32(Kind.BACKWARD.code), order.kind), *order.arrays[1:])

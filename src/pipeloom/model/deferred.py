@@ -11,7 +11,7 @@ operator's inputs, so the operators record copies.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -121,12 +121,23 @@ def filing(leaves: Iterable[Tensor]) -> Iterator[list[Filed]]:
 
 
 def _file(weight: Tensor, taken: Tensor, gradient: Tensor) -> None:
+    # Detached: a saved tensor keeps its graph alive.
+    file_deferred(weight, lambda leaf: Filed(leaf, taken.detach(), gradient))
+
+
+def file_deferred(weight: Tensor, make: Callable[[Tensor], Filed]) -> None:
+    """Record a deferred gradient, in the backward of a layer that defers.
+
+    Args:
+        weight: of which it is the gradient.
+        make: leaf -> what computes the gradient.
+    """
     assert _open, "a layer defers its weight gradient outside `filing`"
     here = _open.get(threading.get_ident())
     if here is None:  # autograd's thread of a CUDA device; only one stage runs a backward then
         (here,) = _open.values()
     leaf, filed = here[weight.data_ptr()]
-    filed.append(Filed(leaf, taken.detach(), gradient))  # detached: a saved tensor keeps its graph alive
+    filed.append(make(leaf))
 
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Sequence[Tensor]:

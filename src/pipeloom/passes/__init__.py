@@ -1,7 +1,7 @@
 """From one schedule to another: lowering to communication, splitting, slicing, recomputing, moving what is kept."""
 
 from pipeloom.passes.balance import balance
-from pipeloom.passes.cut import add_slices, sliced, split_backward
+from pipeloom.passes.cut import add_slices, join_backward, sliced, split_backward
 from pipeloom.passes.freeze import freeze
 from pipeloom.passes.lower_messages import lower
 from pipeloom.passes.lower_sharding import add_data_parallel, add_reduce_grad, add_unshard, exchanges
@@ -23,6 +23,7 @@ __all__ = [
     "balance",
     "exchanges",
     "freeze",
+    "join_backward",
     "lower",
     "offload",
     "place_of_updates",

@@ -79,3 +79,16 @@ def _split(row: Row, delay: int | None) -> Row:
     if delay is not None and delay < len(slots):
         later[: len(slots) - delay] = slots[delay:]
     return Row(kind, *row.arrays[1:]).insert(later.tolist(), halves)
+
+
+def join_backward(row: Row) -> Row:
+    """A row in which halves of a backward that follow each other are one whole backward."""
+    after = row.take(slice(1, None))
+    half, other = row.take(slice(None, -1)).is_kind(Kind.BACKWARD_INPUT), after.is_kind(Kind.BACKWARD_WEIGHT)
+    same = (row.stage[:-1] == after.stage) & (row.microbatch[:-1] == after.microbatch)
+    pairs = np.flatnonzero(half & other & same)
+    kind = row.kind.copy()
+    kind[pairs] = Kind.BACKWARD.code
+    keeps = np.ones(len(row), np.bool_)
+    keeps[pairs + 1] = False
+    return Row(kind, *row.arrays[1:]).take(keeps)

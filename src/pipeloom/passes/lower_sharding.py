@@ -61,10 +61,46 @@ def exchanges(
 
 @checked
 def add_data_parallel(schedule: Schedule, unshard: Unshard | None, reduce_grad: ReduceGrad | None) -> Schedule:
-    """Add gathers, and then reductions, which follow the gathers at the same place; ``None`` for neither."""
+    """Add gathers, and then reductions, which follow the gathers at the same place; ``None`` for neither.
+
+    Raises:
+        UserError: as ``add_unshard`` and ``add_reduce_grad``.
+    """
+    promises: dict[str, int | None] = {}
     if unshard is not None:
-        schedule = add_unshard(schedule, unshard.residency, unshard.prefetch)
-    return schedule if reduce_grad is None else add_reduce_grad(schedule, reduce_grad.gradient_buffers)
+        _refuse_gathers(schedule, unshard)
+        promises["max_gathered"] = unshard.residency
+    if reduce_grad is not None and _has_reductions(schedule, reduce_grad):
+        reduce_grad = None
+    if reduce_grad is not None:
+        promises["gradient_buffers"] = reduce_grad.gradient_buffers
+    if not promises:
+        return schedule
+    # Together: each new schedule is verified, which takes longer than making its rows.
+    rows = [row_with_exchanges(row, unshard, reduce_grad) for row in schedule.rows]
+    return schedule.with_rows(rows, Level.COMMUNICATION, **promises)
+
+
+def _refuse_gathers(schedule: Schedule, unshard: Unshard) -> None:
+    """Check that gathers can be added."""
+    if unshard.residency is not None and unshard.residency < 1:
+        raise UserError(f"residency must be at least 1, found {unshard.residency}")
+    if unshard.prefetch < 0:
+        raise UserError(f"prefetch must be at least 0, found {unshard.prefetch}")
+    if schedule.facts.has(Kind.UNSHARD, Kind.RESHARD):
+        raise UserError("the schedule gathers weights already; start from one without UNSHARD and RESHARD")
+
+
+def _has_reductions(schedule: Schedule, reduce_grad: ReduceGrad) -> bool:
+    """Whether a schedule has reductions, which it keeps; an error if they are to be limited."""
+    buffers = reduce_grad.gradient_buffers
+    if buffers is not None and buffers < 1:
+        raise UserError(f"gradient_buffers must be at least 1, found {buffers}")
+    if schedule.facts.has(Kind.REDUCE_GRAD):
+        if buffers is not None:
+            raise UserError("the schedule reduces gradients already; start from one without REDUCE_GRAD")
+        return True
+    return False
 
 
 def row_with_exchanges(row: Row, unshard: Unshard | None, reduce_grad: ReduceGrad | None) -> Row:
@@ -96,14 +132,7 @@ def add_unshard(schedule: Schedule, residency: int | None, prefetch: int) -> Sch
     Raises:
         UserError: ``residency`` or ``prefetch`` is too small, or stages are gathered already.
     """
-    if residency is not None and residency < 1:
-        raise UserError(f"residency must be at least 1, found {residency}")
-    if prefetch < 0:
-        raise UserError(f"prefetch must be at least 0, found {prefetch}")
-    if schedule.facts.has(Kind.UNSHARD, Kind.RESHARD):
-        raise UserError("the schedule gathers weights already; start from one without UNSHARD and RESHARD")
-    rows = [_with_gathers(row, residency, prefetch) for row in schedule.rows]
-    return schedule.with_rows(rows, Level.COMMUNICATION, max_gathered=residency)
+    return add_data_parallel(schedule, Unshard(residency, prefetch), None)
 
 
 def _with_gathers(row: Row, residency: int | None, prefetch: int) -> Row:
@@ -146,14 +175,7 @@ def add_reduce_grad(schedule: Schedule, gradient_buffers: int | None = None) -> 
     Raises:
         UserError: ``gradient_buffers`` is below 1, or the schedule has reductions already and they are to be limited.
     """
-    if gradient_buffers is not None and gradient_buffers < 1:
-        raise UserError(f"gradient_buffers must be at least 1, found {gradient_buffers}")
-    if schedule.facts.has(Kind.REDUCE_GRAD):
-        if gradient_buffers is not None:
-            raise UserError("the schedule reduces gradients already; start from one without REDUCE_GRAD")
-        return schedule
-    rows = [_with_reductions(row, gradient_buffers) for row in schedule.rows]
-    return schedule.with_rows(rows, Level.COMMUNICATION, gradient_buffers=gradient_buffers)
+    return add_data_parallel(schedule, None, ReduceGrad(gradient_buffers))
 
 
 def _with_reductions(row: Row, gradient_buffers: int | None) -> Row:

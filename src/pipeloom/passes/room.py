@@ -83,16 +83,23 @@ class _Lane:
 
     begins: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
+    _searched: dict[tuple[float, float], float] = field(default_factory=dict)
+    """(deadline, seconds) -> where a search for the latest start ended: every free interval of that length ends there
+    or earlier. Busy intervals that are added later do not change that, so the next search continues from there."""
 
     def latest(self, earliest_s: float, deadline_s: float, seconds: float) -> float | None:
         """The latest start of a free interval that ends by a deadline; ``None`` if it would start too early."""
-        number, end_s = bisect_left(self.begins, deadline_s), deadline_s
+        begins, ends = self.begins, self.ends
+        end_s = self._searched.get((deadline_s, seconds), deadline_s)
+        number, found = bisect_left(begins, end_s), None
         while end_s - seconds >= earliest_s:
-            if not number or self.ends[number - 1] <= end_s - seconds:
-                return end_s - seconds
+            if not number or ends[number - 1] <= end_s - seconds:
+                found = end_s - seconds
+                break
             number -= 1
-            end_s = min(end_s, self.begins[number])
-        return None
+            end_s = min(end_s, begins[number])
+        self._searched[deadline_s, seconds] = end_s
+        return found
 
     def earliest(self, earliest_s: float, seconds: float) -> float:
         """The earliest start of a free interval."""
@@ -109,6 +116,7 @@ class _Lane:
 
     def free(self, start_s: float, seconds: float) -> None:
         """Make an interval free that ``take`` made busy."""
+        self._searched.clear()
         self.begins.remove(start_s)
         self.ends.remove(start_s + seconds)
 

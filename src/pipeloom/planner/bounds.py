@@ -98,7 +98,7 @@ class Bounds(OfPlaced):
         return {}
 
     def _with(self, shard: Shard, replicate: int) -> Placed:
-        return self.placed.of(replace(self.run, shard=shard, replicate=replicate))
+        return self.placed.with_sharding_of(replace(self.run, shard=shard, replicate=replicate))
 
     @cached_property
     def stages(self) -> NDArray[np.int64]:

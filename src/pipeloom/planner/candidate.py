@@ -17,7 +17,7 @@ from pipeloom.cost.stages import stage_layers
 from pipeloom.families import Choice
 from pipeloom.planner.bounds import Sharded
 from pipeloom.planner.space import Leaf
-from pipeloom.predict.memory import Room, memory_with_room
+from pipeloom.predict.memory import Room, activation_room, memory_with_room
 from pipeloom.predict.step import Prediction, SimulatedStep, compute_schedule, graph_without_messages, simulate_step
 from pipeloom.recipe import Knobs
 from pipeloom.schedule.peaks import Peaks
@@ -84,6 +84,11 @@ class Candidate(OfPlaced):
         held = memory_with_room(self.run, self.software, rows, room)
         capacities = self.leaf.cut.memory.capacity_bytes.tolist()
         return [capacity - memory.total_bytes for capacity, memory in zip(capacities, held, strict=True)]
+
+    @property
+    def activation_room(self) -> tuple[float, ...]:
+        """For each rank the bytes for activations, those of the schedule included, which may be moved or replaced."""
+        return activation_room(self.run, self.software, compute_schedule(self.knobs.choice), self.free_bytes)
 
     @property
     def fits(self) -> bool:

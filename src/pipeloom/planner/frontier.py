@@ -1,7 +1,8 @@
 """State of one best-first query: open nodes in the order of their bounds, and the incumbents of each group."""
 
+from collections.abc import Iterable
 from dataclasses import replace
-from heapq import heappush, nsmallest
+from heapq import heapify, heappush, nsmallest
 from math import inf
 from typing import NamedTuple
 
@@ -89,16 +90,33 @@ class Frontier:
         self._incumbents: dict[GroupKey, tuple[SortKey, Candidate]] = {}
         self._steps: dict[GroupKey, tuple[Candidate, SimulatedStep]] = {}
         self.is_urgent = is_urgent
+        self._admitted: dict[int, bool] = {}
         self.queue: list[OpenNode] = []
         self.deferred: list[OpenNode] = []
         self.cutoff_s = within_s
 
+    def start(self, entries: Iterable[OpenNode]) -> None:
+        """Set the open nodes: those that the limits exclude go to ``deferred``."""
+        for entry in entries:
+            (self.queue if self._admits(entry.node) else self.deferred).append(entry)
+        heapify(self.queue)
+
     def push(self, entry: OpenNode) -> None:
         """Add an open node to the queue, or to ``deferred`` if the limits exclude it."""
-        if admits(self._limits, entry.node):
+        if self._admits(entry.node):
             heappush(self.queue, entry)
         else:
             self.deferred.append(entry)
+
+    def _admits(self, node: Node) -> bool:
+        """``admits``, with the answer for an arrangement cached: a query has far more nodes than arrangements."""
+        if not self._limits.names:
+            return True
+        *own, arrangement = _lineage(node)
+        # By identity: arrangements live as long as the search.
+        if (known := self._admitted.get(id(arrangement))) is None:
+            known = self._admitted[id(arrangement)] = _admits_itself(self._limits, arrangement)
+        return known and all(_admits_itself(self._limits, one) for one in own)
 
     def offer(self, key: SortKey, candidate: Candidate, step: SimulatedStep | None = None) -> None:
         """Make a simulated layout the incumbent of its group, if limits allow it and it is better.
@@ -160,20 +178,31 @@ class Frontier:
 
 def admits(limits: Limits, node: Node) -> bool:
     """Whether a layout below the node may satisfy the limits."""
-    if not limits.names:
-        return True
+    return not limits.names or all(_admits_itself(limits, one) for one in _lineage(node))
+
+
+def _lineage(node: Node) -> list[Node]:
+    """The node and those above it, up to its arrangement."""
+    found: list[Node] = [node]
     if isinstance(node, Candidate):
-        return admits(limits, node.leaf) and limits.allows(shards=node.run.shard)
+        found.append(node := node.leaf)
     if isinstance(node, Leaf):
-        is_sharded = any(limits.allows(shards=level) for level in node.sharding.levels)
-        return (
-            is_sharded
-            and limits.allows(strategies=node.strategy, families=node.choice.family)
-            and admits(limits, node.cut)
-        )
+        found.append(node := node.cut)
+    if isinstance(node, Cut):
+        found.append(node.arrangement)
+    return found
+
+
+def _admits_itself(limits: Limits, node: Node) -> bool:
+    """Whether limits allow what a node decides, whatever those above it decide."""
+    if isinstance(node, Candidate):
+        return limits.allows(shards=node.run.shard)
+    if isinstance(node, Leaf):
+        is_sharded = limits.shards is None or any(limits.allows(shards=level) for level in node.sharding.levels)
+        return is_sharded and limits.allows(strategies=node.strategy, families=node.choice.family)
     run = node.run
     if isinstance(node, Cut):
-        return limits.allows(loops=run.loops) and admits(limits, node.arrangement)
+        return limits.allows(loops=run.loops)
     # Some of the layers are recomputed where both nothing and all are allowed.
     recompute = ("none", "full") if node.recomputed == "some" else (node.recomputed,)
     return all(limits.allows(recompute=one) for one in recompute) and limits.allows(

@@ -87,6 +87,8 @@ class Question:
         attention: the attention kernel.
         fused_norm: whether norms are one kernel.
         headroom: fraction of the memory of every device that layouts leave free.
+        order_tries: for the strategy ``order``, changes of an order to try for each layout; ``None``: only if limits
+            name the strategy, ``ORDER_TRIES``.
         limits: of the search.
         has_default_dtype: whether the precision is the default of the devices.
         launcher: the program that can start every layout; pipeloom starts those of any training program.
@@ -104,6 +106,7 @@ class Question:
     attention: Attention = "flash2"
     fused_norm: bool = True
     headroom: float = 0.0
+    order_tries: int | None = None
     limits: Limits = field(default_factory=Limits)
     has_default_dtype: bool = False
     launcher: Launcher = PIPELOOM
@@ -148,7 +151,21 @@ class Question:
             )
         if self.adapter is not None and not self.software.has_lanes:
             found.append(f"adapter.rank needs the training program pipeloom, found {self.software.name}")
-        return found + limit_problems(self.limits, self.software, self.launcher, has_adapters=self.adapter is not None)
+        return (
+            found
+            + self._order_problems()
+            + limit_problems(self.limits, self.software, self.launcher, has_adapters=self.adapter is not None)
+        )
+
+    def _order_problems(self) -> list[str]:
+        """What is wrong with the search of orders."""
+        if self.order_tries is None:
+            return []
+        if self.order_tries < 1:
+            return [f"the changes of an order must be at least 1, found {self.order_tries}"]
+        if ORDER not in self.software.strategies:
+            return [f"{self.software.name} runs orders of its own, so none can be searched for it"]
+        return [] if self.limits.allows(strategies=ORDER) else [f"an order is searched only if strategies name {ORDER}"]
 
     @cached_property
     def families(self) -> tuple[str, ...]:
@@ -173,7 +190,13 @@ class Question:
     @cached_property
     def strategies(self) -> tuple[str, ...]:
         """Strategies to try."""
-        return tuple(name for name in self.software.strategies if self.limits.allows(strategies=name))
+        left_out = () if self.searches_orders else (ORDER,)
+        return tuple(n for n in self.software.strategies if n not in left_out and self.limits.allows(strategies=n))
+
+    @property
+    def searches_orders(self) -> bool:
+        """Whether orders are searched, which takes seconds for each layout: only on request."""
+        return self.order_tries is not None or ORDER in (self.limits.strategies or ())
 
     @cached_property
     def recompute(self) -> tuple[Recompute, ...]:
@@ -237,6 +260,10 @@ HEADROOM = 0.08
 """Default headroom of plans: the mean error of predicted memory (docs/accuracy.md, all rows with measured memory). It
 also has to cover what a run may need later: an allocator that fragments, buffers of the network."""
 (_HEADROOM,) = limits_of(Headroom)
+ORDER = "order"
+"""The strategy that is used only on request."""
+ORDER_TRIES = 500
+"""Changes of an order that are tried for each layout if the strategy is named without a number."""
 LEAST_CONTEXT = 4096
 """Tokens of a sequence on each rank of a context axis, at least, unless limits name its sizes. With few, the scores of
 a rank take less time than the exchange of its keys and values, since they shrink by the square. Published recipes have

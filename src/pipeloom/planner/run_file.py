@@ -13,6 +13,7 @@ from pipeloom.config import (
     TrainingConfig,
 )
 from pipeloom.cost.stages import pieces_of_layers
+from pipeloom.families.family import AUTO
 from pipeloom.predict.describe import with_model_sizes
 from pipeloom.predict.recipes import with_recipe
 from pipeloom.predict.step import SimulatedStep
@@ -38,8 +39,9 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
         data=DataConfig(seq_len=run.seq),
         layout=_layout(run),
         schedule=ScheduleConfig(
-            family=knobs.choice.family,
-            group_size=knobs.choice.group_size,
+            # An order that was found belongs to no family; it is in a schedule file.
+            family=knobs.choice.family if knobs.found is None else AUTO,
+            group_size=knobs.choice.group_size if knobs.found is None else None,
             placement=knobs.choice.placement_name if run.pp > 1 else None,
             keep=knobs.choice.keep,
             receive_buffers=knobs.receive_buffers if run.pp > 1 else ScheduleConfig.receive_buffers,

@@ -253,8 +253,7 @@ class Search:
 
     def _prove(self, frontier: Frontier, deadline: float) -> float | None:
         """Expand open nodes until none can be in the answer; returns the bound of the rest if the time is up before."""
-        for entry in self._queue:
-            frontier.push(entry)
+        frontier.start(self._queue)
         open_bound_s, self._is_proving = None, True
         while frontier.queue:
             entry = heappop(frontier.queue)

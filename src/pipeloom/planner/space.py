@@ -347,7 +347,8 @@ class Leaf:
 
     def placed(self, shard: Shard) -> Placed:
         """Its placed run with a sharding level."""
-        return self.cut.placed.of(replace(self.cut.run, shard=shard, replicate=self.sharding.replicate))
+        run = replace(self.cut.run, shard=shard, replicate=self.sharding.replicate)
+        return self.cut.placed.with_sharding_of(run)
 
     @property
     def stage_inputs(self) -> Floats | None:

@@ -13,6 +13,7 @@ from pipeloom.cost.kept import Kept
 from pipeloom.cost.matrices import stage_shards, state_of_rank
 from pipeloom.cost.memory import (
     Memory,
+    State,
     first_trained,
     frozen_bytes,
     kept_logits,
@@ -79,10 +80,8 @@ def _buffers(run: Run, software: Software, schedule: Schedule) -> list[_Buffers]
     if not software.has_reduction_lane:
         return _buffers_for(run, software, schedule.placement, 1, schedule.gradient_buffers)
     most = most_gathered(schedule, _gathered_bytes(run, software))
-    return [
-        _Buffers(gathered, _gradient_buffer_bytes(run, software, stages, schedule.gradient_buffers))
-        for gathered, stages in zip(most, _stages(schedule.placement), strict=True)
-    ]
+    gradients = _gradient_buffer_bytes(run, software, schedule.placement, schedule.gradient_buffers)
+    return list(map(_Buffers, most, gradients))
 
 
 def _buffers_for(
@@ -91,13 +90,12 @@ def _buffers_for(
     """The buffers of each rank for its ``gathered`` largest stages and for ``unreduced`` gradients."""
     # Without a reduction lane, layers are gathered one by one, which ``gathered_parameters`` counts for a stage.
     count, each = gathered if software.has_reduction_lane else 1, _gathered_bytes(run, software)
-    return [
-        _Buffers(
-            sum(sorted((each[stage] for stage in stages), reverse=True)[:count]),
-            _gradient_buffer_bytes(run, software, stages, unreduced),
-        )
-        for stages in _stages(placement)
-    ]
+    largest = [0.0] * placement.num_ranks
+    if any(each):
+        largest = [
+            sum(sorted((each[stage] for stage in stages), reverse=True)[:count]) for stages in _stages(placement)
+        ]
+    return list(map(_Buffers, largest, _gradient_buffer_bytes(run, software, placement, unreduced)))
 
 
 def _stages(placement: Placement) -> list[Sequence[int]]:
@@ -138,6 +136,19 @@ def memory_with_room(run: Run, software: Software, schedule: Schedule | Peaks, r
 def held_for_backwards(run: Run, software: Software, schedule: Schedule) -> list[float]:
     """For each rank the maximal bytes that its row holds for backwards, including the loss, before moves are added."""
     return most_in_rows(schedule, kept_with_loss(run, software))
+
+
+def activation_room(run: Run, software: Software, schedule: Schedule, free_bytes: Sequence[float]) -> tuple[float, ...]:
+    """For each rank the bytes for activations, without those that the allocator loses.
+
+    Args:
+        run: model and layout.
+        software: the training program.
+        schedule: compute actions.
+        free_bytes: for each rank the bytes that a device has left beside this schedule.
+    """
+    held, loss = held_for_backwards(run, software, schedule), 1 + software.fragmentation
+    return tuple(free / loss + own for free, own in zip(free_bytes, held, strict=True))
 
 
 def kept_with_loss(run: Run, software: Software) -> KeptBytes:
@@ -208,12 +219,15 @@ def _memory(
     # One slice computes at a time; the largest counts. What the loss keeps is part of ``kept``.
     working = working_bytes(run, software) * max(shares)
     logits_each = (logits_bytes(run, software) - kept_logits(run, software)) * max(shares)
-    kept = most_held(kept_with_loss(run, software))
-    found: list[Memory] = []
+    kept, message = most_held(kept_with_loss(run, software)), message_bytes(run, software) * max(shares)
+    found, states = list[Memory](), dict[float, State]()
     for rank, (stages, more) in enumerate(zip(_stages(placement), buffers, strict=True)):
         activations, logits = kept[rank] + masks[rank] + working, logits_each if head in stages else 0.0
-        state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
-        still = sum(frozen[stage] for stage in stages)
+        held = sum(by_stage[stage] for stage in stages)
+        # Most ranks have equally many parameters.
+        if (state := states.get(held)) is None:
+            state = states[held] = state_bytes(run, held, software)
+        still = sum(frozen[stage] for stage in stages) if run.frozen_pieces else 0.0
         lent = lent_bytes(run, software, stages)
         found.append(
             Memory(
@@ -222,10 +236,7 @@ def _memory(
                 optimizer_bytes=state.optimizer_bytes + state_of_rank(run, software, tuple(stages)),
                 activations_bytes=activations,
                 head_bytes=logits,
-                buffers_bytes=_num_peers(placement, stages)
-                * receive_buffers
-                * message_bytes(run, software)
-                * max(shares),
+                buffers_bytes=_num_peers(placement, stages) * receive_buffers * message,
                 reserve_bytes=software.reserve_bytes,
                 fragmentation_bytes=software.fragmentation * (activations + logits),
             )
@@ -298,11 +309,13 @@ def _frozen_parameters(run: Run, software: Software) -> tuple[float, ...]:
 
 def _padded(run: Run, software: Software, parameters: Sequence[float]) -> tuple[float, ...]:
     among = run.shard_size if _is_sharded(run) and software.has_lanes else 1
-    return tuple(-(-held // among) * among if among > 1 else held for held in parameters)
+    return tuple(parameters) if among == 1 else tuple(-(-held // among) * among for held in parameters)
 
 
 def _frozen_bytes(run: Run, software: Software) -> list[float]:
     """For each stage the bytes of its frozen weights, without gathered ones."""
+    if not run.frozen_pieces:
+        return [0.0] * run.num_stages
     return [frozen_bytes(run, held) for held in _frozen_parameters(run, software)]
 
 
@@ -323,24 +336,25 @@ def _gathered_bytes(run: Run, software: Software) -> list[float]:
     return [each * (held + still) for held, still in zip(trained, frozen, strict=True)]
 
 
-def _gradient_buffer_bytes(run: Run, software: Software, stages: Sequence[int], buffers: int | None) -> float:
-    """Bytes of a rank's unreduced gradients, without their shards.
+def _gradient_buffer_bytes(run: Run, software: Software, placement: Placement, buffers: int | None) -> list[float]:
+    """For each rank the bytes of its unreduced gradients, without their shards.
 
     Args:
         run: model and layout.
         software: the training program.
-        stages: of the rank.
+        placement: stage -> pipeline rank.
         buffers: number of buffers, each for the largest stage; ``None``: each stage has its own, which includes its
             shard.
     """
     # With level ``optimizer``, ``state_bytes`` includes whole gradients.
     if not (_is_sharded(run) and software.has_reduction_lane) or run.shard == "optimizer":
-        return 0.0
+        return [0.0] * placement.num_ranks
     each = state_bytes(replace(run, shard="none"), 1.0, software).gradients_bytes
     held = _trained_parameters(run, software)
-    own = [held[stage] for stage in stages]
-    whole = sum(own) * (1 - 1 / run.shard_size) if buffers is None else min(buffers, len(own)) * max(own)
-    return each * whole
+    of_rank = [[held[stage] for stage in stages] for stages in _stages(placement)]
+    if buffers is None:
+        return [each * (sum(own) * (1 - 1 / run.shard_size)) for own in of_rank]
+    return [each * (min(buffers, len(own)) * max(own)) for own in of_rank]
 
 
 def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:

@@ -319,7 +319,7 @@ def simulate_step(placed: Placed, knobs: Knobs, *, moves_by_seconds: bool = True
     """
     placed = placed_in(placed, knobs.choice)
     run, cluster, software = placed.run, placed.cluster, placed.software
-    costs = _with_collectives(placed)
+    costs = with_collectives(placed)
     terms = step_terms(placed, max(costs.backward_s))
     price = partial(SliceModel(placed).costs, lengths=run.slices) if run.slices else _whole
     how = recipe_of(run, software, knobs)
@@ -377,7 +377,8 @@ def _whole(costs: StageCosts) -> ActionCosts:
     return costs
 
 
-def _with_collectives(placed: Placed) -> StageCosts:
+def with_collectives(placed: Placed) -> StageCosts:
+    """Seconds of a run's actions; with those of gathers and reductions, if the program has a lane for them."""
     if not placed.software.has_reduction_lane or _shared_state(placed.run) is None:
         return placed.costs
     unshard_s, reduce_s = stage_collectives_s(placed)

@@ -1,7 +1,8 @@
 """States in which a rank's memory may peak, computed once for a schedule that many layouts share."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,8 @@ _AT_ONCE = 4096
 """Actions whose states are computed together."""
 
 
-class Peaks(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Peaks:
     """For each rank the states of which one is its peak, for any sizes of activations.
 
     All other states hold no more of anything. For schedules without moves, recomputation and slices these states decide
@@ -56,9 +58,19 @@ class Peaks(NamedTuple):
         """The same as ``ledger.most_in_rows`` for whole sequences."""
         whole = np.asarray(kept.whole if len(kept.whole) else [1.0] * self.placement.num_stages, np.float64)
         pending = np.asarray(kept.pending, np.float64) if len(kept.pending) else whole
-        own = (list(self.placement.stages_of(rank)) for rank in range(self.placement.num_ranks))
-        both = zip(self.whole, self.pending, own, strict=True)
-        return [float((counts @ whole[mine] + waiting @ pending[mine]).max()) for counts, waiting, mine in both]
+        stages, first, counts, waiting = self._of_all_ranks
+        held = np.einsum("ij,ij->i", counts, whole[stages])
+        if waiting.any():
+            held += np.einsum("ij,ij->i", waiting, pending[stages])
+        return np.maximum.reduceat(held, first).tolist()
+
+    @cached_property
+    def _of_all_ranks(self) -> tuple[NDArray[np.intp], NDArray[np.intp], Counts, Counts]:
+        """The states of all ranks in one array: [state, local stage] stages, the first state of each rank, counts."""
+        own = np.array([list(self.placement.stages_of(rank)) for rank in range(self.placement.num_ranks)], np.intp)
+        sizes = [len(counts) for counts in self.whole]
+        first = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.intp)
+        return np.repeat(own, sizes, axis=0), first, np.concatenate(self.whole), np.concatenate(self.pending)
 
 
 def _states(row: Row, stages: Sequence[int]) -> tuple[Counts, Counts]:

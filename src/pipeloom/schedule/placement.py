@@ -44,7 +44,7 @@ class Placement:
         """Number of stages."""
         return len(self.rank_by_stage)
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """Number of pipeline ranks."""
         return max(self.rank_by_stage) + 1

@@ -11,9 +11,9 @@ from pipeloom.workload.limits import Common, Count
 
 Shard = Literal["none", "optimizer", "gradients", "full"]
 Recompute = Literal["none", "selective", "full"]
-StrategyName = Literal["keep", "balance", "offload", "swap", "slices"]
+StrategyName = Literal["keep", "balance", "offload", "swap", "slices", "order"]
 """Strategies of the planner: recompute what exceeds memory (keep), evict activations to partners (balance), offload
-them to the host, swap whole stages, slice sequences."""
+them to the host, swap whole stages, slice sequences, search an order of compute actions."""
 
 
 def even_slices(num_tokens: int, number: int, multiple: int = 1) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pipeloom.cost.software import Software
 from pipeloom.families import FAMILIES
-from pipeloom.planner.strategies import activations, slices, swap
+from pipeloom.planner.strategies import activations, order, slices, swap
 from pipeloom.planner.strategies.strategy import STRATEGIES, SearchState, Strategy
 from pipeloom.predict.step import SimulatedStep
 
@@ -16,6 +16,7 @@ __all__ = [
     "SearchState",
     "Strategy",
     "activations",
+    "order",
     "slices",
     "strategy_of",
     "swap",

@@ -32,11 +32,15 @@ UNDER_WAY = 3
 
 
 def _infeasible(state: SearchState, strategy: StrategyName) -> Iterator[Leaf]:
-    """Leaves that do not fit and that a strategy may make fit, one for each sharding level."""
+    """Leaves that do not fit and that a strategy may make fit, one for each sharding level.
+
+    Without those that are too slow as they are: no strategy of this module makes a step faster.
+    """
     for leaf in state.infeasible:
         if leaf.stage_inputs is not None and leaf.cut.arrangement.recomputed != "some" and _may_help(leaf, strategy):
             for level in leaf.sharding.levels:
-                yield replace(leaf, sharding=leaf.sharding._replace(levels=(level,)))
+                if leaf.cut.time.sharded(level, leaf.sharding.replicate).step_s <= state.fastest_s:
+                    yield replace(leaf, sharding=leaf.sharding._replace(levels=(level,)))
 
 
 def _may_help(leaf: Leaf, strategy: StrategyName) -> bool:
@@ -118,7 +122,7 @@ def _keep(leaf: Leaf) -> Candidate | None:
     run, choice, schedule = plain.run, plain.knobs.choice, compute_schedule(plain.knobs.choice)
     kept, left = kept_by_stage(run, plain.software), stage_recomputed_bytes(run, plain.software)
     most, keep = list(schedule.peak_stage_inputs), list[int]()
-    for rank, room in enumerate(_activation_room(plain)):
+    for rank, room in enumerate(plain.activation_room):
         stages = schedule.placement.stages_of(rank)
         whole, input_only = max(kept[stage] for stage in stages), max(left[stage] for stage in stages)
         fits = (room - most[rank] * input_only) / max(1.0, whole - input_only)
@@ -138,7 +142,7 @@ def _move(leaf: Leaf) -> Candidate | None:
     """The leaf with activations moved to partners or to the host; ``None`` if it does not fit."""
     if (plain := _plain(leaf)) is None:
         return None
-    room = int(min(_activation_room(plain)))  # whole bytes, as a run file has them
+    room = int(min(plain.activation_room))  # whole bytes, as a run file has them
     if room <= 0:
         return None
     moves = Moves(balance=leaf.strategy == "balance", offload=leaf.strategy == "offload", budget_bytes=room)
@@ -165,14 +169,6 @@ def _step_s(chosen: Candidate) -> float:
     except UserError:  # the moves do not free enough memory
         return float("inf")
     return prediction.step_time_s if chosen.has_room_for(prediction) else float("inf")
-
-
-def _activation_room(chosen: Candidate) -> list[float]:
-    """For each rank the bytes for activations, without those that the allocator loses."""
-    schedule, loss = compute_schedule(chosen.knobs.choice), 1 + chosen.software.fragmentation
-    held = held_for_backwards(chosen.run, chosen.software, schedule)
-    # ``free_bytes`` excludes the activations of the plain schedule, which may be moved.
-    return [free / loss + own for free, own in zip(chosen.free_bytes, held, strict=True)]
 
 
 STRATEGIES.add(
