@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from faults import GAP, KINDS, Chaos, differences, faults, repeated, restarts
+from faults import GAP, KINDS, STALL_S, Chaos, differences, faults, repeated, restarts
 
 NUMBER = 50
 
@@ -26,7 +26,7 @@ def main() -> int:
         quiet.start()
         quiet.finish()
         print(f"{steps} steps without faults: {time.monotonic() - begin_s:.0f} s")
-        chaos = Chaos(Path(name) / "chaos", steps, f"--restart.times {number}")
+        chaos = Chaos(Path(name) / "chaos", steps, f"--restart.times {number}", STALL_S)
         chaos.start()
         times: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for fault in faults(number):

@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from pipeloom.accuracy import calculon
 from pipeloom.accuracy.baselines import constant_mfu, log_linear, mean_error
-from pipeloom.accuracy.compare import Comparison, Outcome, compare, measure, rankings
+from pipeloom.accuracy.compare import Comparison, Outcome, compare, measure, parts_of, rankings
 from pipeloom.accuracy.disturbed import disturbed
 from pipeloom.accuracy.fit import Fit, estimates, first_guess, fit
 from pipeloom.accuracy.prior import NAMES, Estimate, Prior, pooled
@@ -456,17 +457,34 @@ def without_composed(answer: Comparison) -> Comparison:
 def print_shipped(console: Console, rows: Sequence[Row]) -> None:
     """The errors of the programs as shipped, by set, and without disturbed runs."""
     answer = compare(rows)
-    lines = Table("as shipped", "timed", "error", "undisturbed", "bias", "regret", "of 3")
+    other = calculon.installed()
+    lines = Table("as shipped", "timed", "error", "undisturbed", "bias", "regret", "of 3", *["Calculon"] * bool(other))
     wholes = {ALL: answer, STEPS: without_composed(answer)}
     quiet = answer.undisturbed.by_set | {name: measure(part.undisturbed.outcomes) for name, part in wholes.items()}
-    for name, part in ({name: measure(part.outcomes) for name, part in wholes.items()} | answer.by_set).items():
-        if "/" not in name and part.timed_rows:
+    by_name = {name: part.outcomes for name, part in wholes.items()} | parts_of(answer.outcomes)
+    for name, outcomes in by_name.items():
+        part = measure(outcomes)
+        if part.timed_rows:
             less = quiet[name]
             shares = (part.mean_abs_error, less.mean_abs_error, part.bias, less.mean_top1_regret, less.mean_top3_regret)
-            lines.add_row(name, str(part.timed_rows), *("-" if share is None else f"{share:.1%}" for share in shares))
+            cells = ["-" if share is None else f"{share:.1%}" for share in shares]
+            lines.add_row(name, str(part.timed_rows), *cells, *([_calculon(other, outcomes)] if other else []))
     console.print(lines)
+    if other is None:
+        console.print("Calculon is not installed: its column is left out")
     for reason, number in answer.skipped.items():
         console.print(f"{number} rows not predicted: {reason}")
+
+
+def _calculon(module: Any, outcomes: Iterable[Outcome]) -> str:
+    """Calculon's mean error, and the number of rows that it predicts if these are not all."""
+    timed, errors = _timed(outcomes), []
+    for row in (outcome.row for outcome in timed):
+        software = program_of(row)[1]
+        seconds = calculon.step_s(module, row, cluster_of(row, software), software)
+        errors += [] if seconds is None else [abs(seconds / (row.step_time_s or 1.0) - 1)]
+    number = "" if len(errors) == len(timed) else f" of {len(errors)}"
+    return f"{np.mean(errors):.1%}{number}" if errors else "-"
 
 
 def _mean(held: Held) -> float:

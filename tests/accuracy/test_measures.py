@@ -1,6 +1,7 @@
 """Measures against brute force and against values worked out by hand."""
 
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -8,15 +9,40 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.accuracy.compare import Outcome, measure, rank_correlation, rankings, top_regret
+from pipeloom.accuracy.compare import Comparison, Outcome, measure, rank_correlation, rankings, top_regret
 from pipeloom.accuracy.rows import read_rows
 
 ROW = read_rows(Path(__file__).parents[2] / "examples" / "measured.csv")[0]
 
 
+NUMBERS = count(1000)
+
+
 def outcomes(*pairs, **changes):
+    """An outcome for each (measured, predicted), all of different layouts."""
     row = replace(ROW, **changes)
-    return [Outcome(replace(row, step_time_s=measured), predicted, 1e9, fits=True) for measured, predicted in pairs]
+    runs = [replace(row.run, micro_batch=next(NUMBERS)) for _ in pairs]
+    return [
+        Outcome(replace(row, run=run, step_time_s=measured), predicted, 1e9, fits=True)
+        for run, (measured, predicted) in zip(runs, pairs, strict=True)
+    ]
+
+
+def test_a_layout_that_was_measured_twice_is_one_of_a_ranking_with_its_mean_time():
+    first, other = outcomes((10, 5), (8, 6))
+    again = replace(first, row=replace(first.row, step_time_s=14, note="compiled"))
+    (ranking,) = rankings([first, other, again])
+    assert (ranking.layouts, ranking.first.step_time_s) == (2, 12)
+    assert rankings([first, again]) == []
+    # Errors are those of all rows.
+    assert measure([first, other, again]).timed_rows == 3
+
+
+def test_rows_with_an_observation_are_listed_apart():
+    first, other = outcomes((10, 5), (8, 8))
+    tree = Comparison((replace(first, is_observed=True), other), {}).to_json()
+    assert (tree["observed"]["rows"], tree["observed"]["mean_abs_error"]) == (1, 0.5)
+    assert (tree["physics"]["rows"], tree["physics"]["mean_abs_error"]) == (1, 0)
 
 
 def test_errors_are_fractions_of_the_measured_time():

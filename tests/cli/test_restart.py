@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from faults import Chaos, Fault, curve, differences, repeated, restarts
+from faults import LONG_S, STALL_S, Chaos, Fault, curve, differences, repeated, restarts
 from forked import Forked
 
 from pipeloom.checkpoint.kept_files import SHARED_MEMORY
@@ -30,7 +30,7 @@ def quiet(tmp_path_factory):
 @pytest.mark.parametrize("kinds", [("kill", "stop"), ("refused port", "cut file"), ("lost folder", "full disk")])
 def test_a_run_with_faults_ends_as_a_quiet_one(tmp_path, quiet, kinds):
     before = kept_folders()
-    chaos = Chaos(tmp_path / "chaos", STEPS, "--restart.times 3")
+    chaos = Chaos(tmp_path / "chaos", STEPS, "--restart.times 9", STALL_S if "stop" in kinds else LONG_S)
     chaos.start()
     for index, kind in enumerate(kinds):
         chaos.do(Fault(kind, 1 + index, 4 + 4 * index, 0.0))

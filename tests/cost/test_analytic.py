@@ -8,6 +8,7 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.exchanges import step_terms
 from pipeloom.cost.layers import Pieces
+from pipeloom.cost.memory import kept_bytes
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.stages import layers_of_stages, rank_parameters
 from pipeloom.schedule import Action
@@ -230,6 +231,26 @@ def test_a_score_costs_time_besides_its_products_so_small_heads_take_more_for_ea
         for pieces in (wide, narrow)
     ]
     assert rates[1] > 1.1 * rates[0]
+
+
+def test_early_flash_kernels_are_as_fast_with_small_heads():
+    narrow = replace(RUN.shape, heads=80, kv_heads=80)
+    for kernel, slower in (("flash1", 1), ("flash2", (64 + 48) / 64 * 128 / (128 + 48))):
+        each_s = [
+            Pieces(replace(RUN, shape=shape, attention=kernel), A100, PROGRAM).attention_s()[0] - A100.device.kernel_s
+            for shape in (RUN.shape, narrow)
+        ]
+        assert each_s[1] / each_s[0] == pytest.approx(slower)
+
+
+def test_selective_recomputation_may_repeat_a_share_of_a_layer():
+    half = replace(PROGRAM, selective_share=0.5)
+    forward, whole = (Pieces(RUN, A100, half).layer_forward(), Pieces(RUN, A100, half).layer_backward())
+    again = Pieces(replace(RUN, recompute="selective"), A100, half).layer_backward()
+    assert again.device_s == pytest.approx(whole.device_s + forward.device_s / 2)
+    assert again.num_kernels == pytest.approx(whole.num_kernels + forward.num_kernels / 2)
+    kept = {kind: kept_bytes(replace(RUN, recompute=kind), half) for kind in ("none", "selective", "full")}
+    assert kept["selective"] == pytest.approx((kept["none"] + kept["full"]) / 2)
 
 
 def test_a_vocabulary_that_matrix_units_do_not_take_is_slow_unless_it_is_padded():

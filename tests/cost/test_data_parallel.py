@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.cost.collectives import gather_s, layer_collectives_s, reduce_s
+from pipeloom.cost.collectives import SLOWDOWN, gather_s, layer_collectives_s, reduce_s, together_s
 from pipeloom.cost.exchanges import step_terms
 from pipeloom.cost.hardware import Group
 from pipeloom.cost.placed import Placed
@@ -45,6 +45,26 @@ def test_with_hybrid_sharding_gathers_stay_in_a_copy_and_shards_are_reduced_betw
     )
 
 
+def _both(costs):
+    return costs.forward_s[0], costs.backward_s[0]
+
+
+def test_compute_beside_a_collective_is_slower_and_ends_no_sooner_than_it():
+    # While the collective runs, compute makes 1 / 1.189 of its usual progress.
+    assert together_s(10.0, 2.0) == pytest.approx(2.0 + 10.0 - 2.0 / (1 + SLOWDOWN))
+    assert together_s(1.0, 2.0) == 2.0
+    assert together_s(0.0, 2.0) == 2.0
+    assert together_s(3.0, 0.0) == 3.0
+
+
+def test_a_reduction_beside_the_backward_costs_the_slowdown_and_what_the_backward_does_not_cover():
+    program = replace(OURS, has_reduction_lane=False, overlap=1.0, gather_overlap=1.0)
+    run = replace(RUN, shard="optimizer")
+    after = step_terms(Placed(run, A100, replace(program, overlap=0.0, gather_overlap=0.0)), 0.0).reduce_s
+    beside = step_terms(Placed(run, A100, program), 1e6).reduce_s
+    assert beside == pytest.approx(after * SLOWDOWN / (1 + SLOWDOWN))
+
+
 def test_gathers_and_reductions_of_layers_hide_behind_compute_or_determine_it():
     program = replace(load_software("fsdp"), efficiency=OURS.efficiency)
     run = replace(RUN, micro_batch=4, global_batch=64)
@@ -52,7 +72,10 @@ def test_gathers_and_reductions_of_layers_hide_behind_compute_or_determine_it():
     hidden = Placed(run, A100, program).costs
     slow = replace(A100, name="slow", inter=replace(A100.inter, bytes_per_s=1e9))
     exposed = Placed(run, slow, program).costs
-    assert hidden == plain
+    moved_s = layer_collectives_s(run, A100, program)
+    for direction, (with_s, without_s) in enumerate(zip(_both(hidden), _both(plain), strict=True)):
+        slowed_s = 40 * moved_s[direction] * SLOWDOWN / (1 + SLOWDOWN)
+        assert with_s == pytest.approx(without_s + slowed_s)
     gather_s_, both_s = layer_collectives_s(RUN, slow, program)
     held = RUN.shape.layer_matrix_parameters
     assert gather_s_ == gather_s(RUN, slow, program, held)

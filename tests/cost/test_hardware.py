@@ -1,11 +1,12 @@
 """Seconds of products, memory traffic and collectives."""
 
 from dataclasses import replace
+from math import log2
 
 import pytest
 
 from pipeloom.catalog import load_cluster
-from pipeloom.cost.hardware import CollectiveCurve, Group, bus_bytes, interpolate
+from pipeloom.cost.hardware import HOP_S, CollectiveCurve, Group, bus_bytes, interpolate
 from pipeloom.errors import UserError
 
 A100 = load_cluster("dgx-a100")
@@ -59,6 +60,17 @@ def test_a_group_over_nodes_gets_its_share_of_the_network():
     assert Group.strided(4, 4, 8).num_nodes == 2
     assert A100.bus_bytes_per_s("all_reduce", Group.strided(16, 1, 8)) == 200e9
     assert A100.bus_bytes_per_s("all_reduce", Group.strided(16, 8, 8)) == 25e9
+
+
+@pytest.mark.parametrize("num_nodes", [2, 16, 128])
+def test_latency_over_nodes_is_a_hop_for_each_rank_of_a_ring_and_for_each_level_of_a_tree(num_nodes):
+    group, hop_s = Group.strided(8 * num_nodes, 1, 8), A100.inter.latency_s
+    around_s = A100.intra.latency_s + 7 * num_nodes * HOP_S + (num_nodes - 1) * hop_s
+    assert A100.collective_s("all_gather", 0, group) == pytest.approx(around_s)
+    assert A100.collective_s("reduce_scatter", 0, group) == pytest.approx(around_s)
+    tree_s = A100.intra.latency_s + 2 * (7 * HOP_S + log2(num_nodes) * hop_s)
+    assert A100.collective_s("all_reduce", 0, group) == pytest.approx(tree_s)
+    assert A100.collective_s("all_gather", 0, Group.strided(8, 1, 8)) == A100.intra.latency_s
 
 
 def test_measured_curves_replace_the_links():

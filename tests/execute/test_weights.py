@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeloom.execute.stages.clipping import clip_gradients
 from pipeloom.execute.stages.flat_order import FlatOrder
 from pipeloom.execute.stages.weights import StageWeights
 
@@ -133,3 +134,8 @@ def test_a_stage_that_trains_nothing_has_no_part():
     assert weights.weights_bytes == weights.frozen.shard.nbytes
     weights.hold()
     assert weights.weights_bytes == weights.frozen.shard.nbytes + weights.frozen.nbytes
+
+
+def test_a_rank_without_trained_weights_has_nothing_to_clip():
+    clip_gradients([], 2.0, 1.0)
+    clip_gradients([nn.Parameter(torch.ones(2), requires_grad=False)], 2.0, 1.0)

@@ -36,7 +36,9 @@ MODEL = (
     "--training.validation-batches 1 --training.sample-tokens 0 --checkpoint.every 3 --checkpoint.keep 4"
 )
 LAYOUT = "--layout.pp 2 --layout.dp 2 --layout.loops 2 --layout.num-microbatches 4"
-STALL_S = 2.0
+STALL_S = 3.0
+"""``training.stall_timeout_s`` where a rank is stopped; a busy machine may let a rank wait as long by itself."""
+LONG_S = 60.0
 GAP = 4
 """Steps between two faults."""
 
@@ -121,12 +123,13 @@ class Chaos:
         folder: of the run, and of what its ranks note.
         steps: of the run.
         more: further words of the command.
+        stall_s: how long a rank waits.
     """
 
-    def __init__(self, folder, steps, more=""):
+    def __init__(self, folder, steps, more="", stall_s=LONG_S):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.run, self.steps = folder, folder / "run", steps
-        words = f"train {MODEL} {LAYOUT} --training.stall-timeout-s {STALL_S:g} --training.steps {steps} {more}"
+        words = f"train {MODEL} {LAYOUT} --training.stall-timeout-s {stall_s:g} --training.steps {steps} {more}"
         data = ["--data.path", str(write_text(folder)), "--data.cache", str(folder.parent / "cache")]
         self.words = [*words.split(), *data, "--output.folder", str(self.run)]
         self.command = None

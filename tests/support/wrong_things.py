@@ -479,11 +479,25 @@ OPTIMIZERS: list[Row] = [
     ("launch small.toml --out new --to megatron --training.z-loss 0.1", {}, "training.z_loss 0.1"),
     ("launch small.toml --out new --to torchtitan --optimizer.lr-decay-style wsd", {}, "optimizer.lr_decay_style wsd"),
 ]
+SPIKES: list[Row] = [
+    (f"{_SMALL} --training.on-spike ignore", {}, "training.on-spike"),
+    (f"{_SMALL} --training.spike-loss 1", {}, "training.spike_loss must be above 1"),
+    (f"{_SMALL} --training.spike-grad-norm -2", {}, "training.spike_grad_norm must be above 1"),
+    (f"{_SMALL} --training.on-spike rollback --restart.times 1", {}, "training.on_spike rollback does not work with"),
+    (
+        f"{_SMALL} --training.on-spike skip --schedule.device-budget 1MB --layout.loops 2",
+        {},
+        "schedule.device_budget does not work with training.on_spike skip",
+    ),
+    ("simulate small.toml --training.on-spike skip", {}, "--training.on-spike"),
+    ("verify small.toml --training.spike-loss 2", {}, "--training.spike-loss"),
+]
 GROUPS = (
     MODELS,
     ADAPTED,
     ADAPTERS,
     OPTIMIZERS,
+    SPIKES,
     WEIGHTS,
     DATA,
     MIXTURES,

@@ -2,9 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from pipeloom.errors import ConfigError
 from pipeloom.families import Choice
 from pipeloom.recipe import Recipe, build
 from pipeloom.simulation import simulate
+from pipeloom.workload.run import Run
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,15 @@ class Outcome:
         memory_bytes: predicted memory of the device that was measured: the fullest one, or one of the first stage
             (``Software.reports_first``).
         fits: whether the prediction fits the devices.
+        is_observed: whether the prediction contains an observation about rows of this model, which says nothing about
+            others (``Software.extra_drain_slots``).
     """
 
     row: Row
     step_time_s: float
     memory_bytes: float
     fits: bool
+    is_observed: bool = False
 
     @property
     def error(self) -> float | None:
@@ -127,7 +132,7 @@ class Ranking:
 
     Attributes:
         group: what the layouts have in common.
-        layouts: number of layouts with a measured step time, at least two.
+        layouts: number of different layouts with a measured step time, at least two.
         first, fastest: the one predicted fastest, and the one measured fastest.
         regret: measured step time of ``first`` / that of ``fastest`` - 1.
         regret_of_three: the same of the fastest measured of the three that are predicted fastest.
@@ -166,7 +171,7 @@ def rankings(outcomes: Sequence[Outcome]) -> list[Ranking]:
 
 
 def _ranking(group: Group, outcomes: Sequence[Outcome]) -> Ranking | None:
-    timed = [outcome for outcome in outcomes if outcome.error is not None]
+    timed = _layouts(outcome for outcome in outcomes if outcome.error is not None)
     if len(timed) < 2:
         return None
     measured = [outcome.row.step_time_s or 0.0 for outcome in timed]
@@ -184,6 +189,17 @@ def _ranking(group: Group, outcomes: Sequence[Outcome]) -> Ranking | None:
         rank_correlation=rank_correlation(np.array(measured), np.array(predicted)) if len(timed) > 2 else None,
         is_first_oom=any(o.fits and not o.row.is_ok and o.step_time_s < predicted[first] for o in outcomes),
     )
+
+
+def _layouts(timed: Iterable[Outcome]) -> list[Outcome]:
+    """Each layout once, with the mean of its measured step times: rows that differ in notes only are repeats of it."""
+    repeats: dict[tuple[Run, str], list[Outcome]] = defaultdict(list)
+    for outcome in timed:
+        repeats[outcome.row.run, outcome.row.schedule].append(outcome)
+    return [
+        replace(same[0], row=replace(same[0].row, step_time_s=fmean(one.row.step_time_s or 0.0 for one in same)))
+        for same in repeats.values()
+    ]
 
 
 def top_regret(measured: Sequence[float], predicted: Sequence[float], most: int = 1) -> float:
@@ -250,14 +266,18 @@ class Comparison:
         """``summary``: statistics of all rows; ``sets``: by set; ``groups``: rankings; ``skipped``.
 
         ``undisturbed`` is the summary without disturbed runs, and ``undisturbed_sets`` has the sets that lose rows.
+        ``observed`` is the summary of the rows whose prediction contains an observation, ``physics`` that of others.
         """
         whole, quiet = self.by_set, self.undisturbed.by_set
+        observed, others = ([one for one in self.outcomes if one.is_observed is kind] for kind in (True, False))
         return {
             "summary": measure(self.outcomes).to_json(),
             "undisturbed": measure(self.undisturbed.outcomes).to_json(),
             "undisturbed_sets": {
                 name: part.to_json() for name, part in quiet.items() if "/" not in name and part.rows < whole[name].rows
             },
+            "observed": measure(observed).to_json(),
+            "physics": measure(others).to_json(),
             "sets": {name: part.to_json() for name, part in whole.items()},
             "groups": [ranking.to_json() for ranking in rankings(self.outcomes)],
             "skipped": self.skipped,
@@ -280,12 +300,14 @@ def compare(rows: Iterable[Row], cluster: Cluster | None = None, software: Softw
         reason = _reason_to_skip(row, machine)
         if machine is not None and reason is None:
             try:
-                answer = predict(Placed(row.run, machine, program), row.schedule).prediction
+                step = predict(Placed(row.run, machine, program), row.schedule)
             except ConfigError:  # the family does not support the sizes, such as 1f1b with loops
                 reason = f"no family makes the schedule '{row.schedule}' in this size"
             else:
+                answer = step.prediction
                 memory = answer.memory_by_rank[0] if program.reports_first else answer.memory
-                outcomes.append(Outcome(row, answer.step_time_s, memory.total_bytes, answer.fits))
+                is_observed = step.drain_s > 0
+                outcomes.append(Outcome(row, answer.step_time_s, memory.total_bytes, answer.fits, is_observed))
         if reason is not None:
             skipped[reason] += 1
     return Comparison(tuple(outcomes), dict(skipped))

@@ -175,6 +175,8 @@ def _print_table(tree: dict[str, Any]) -> None:
     lines = {"all": whole}
     if num_disturbed := whole["rows"] - quiet["rows"]:
         lines["undisturbed"] = quiet
+    if num_observed := tree["observed"]["rows"]:
+        lines |= {"observed": tree["observed"], "others": tree["physics"]}
     for name, part in tree["sets"].items():
         lines[name] = part
         if name in tree["undisturbed_sets"]:
@@ -190,6 +192,8 @@ def _print_table(tree: dict[str, Any]) -> None:
     print("# of 3: the same for the fastest of the three that are ranked first")
     if num_disturbed:
         print(f"# undisturbed: without {count(num_disturbed, 'run')} that disagrees with its neighbors in the table")
+    if num_observed:
+        print(f"# observed: {count(num_observed, 'row')} whose prediction contains an observation about this model")
     for reason, number in tree["skipped"].items():
         print(f"# {count(number, 'row')} not predicted: {reason}")
 

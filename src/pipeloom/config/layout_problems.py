@@ -139,6 +139,7 @@ def swap_problems(config: RunConfig) -> Problems:
             f"found {layout.num_loops}"
         )
     others = {
+        f"training.on_spike {config.training.on_spike}": config.training.on_spike != "stop",
         "training.compile": config.training.compile,
         "schedule.offload": schedule.offload,
         "layout.token_slices": layout.token_slices not in (None, 1),

@@ -298,6 +298,15 @@ class TrainingConfig:
     """Number of batches for the validation loss; 0 for none."""
     validate_every: Count | None = None
     """Steps between validations. Step times do not include them. None: only after the last step."""
+    on_spike: Literal["stop", "skip", "rollback"] = "stop"
+    """What a run does with a step whose loss or gradient norm is NaN, infinite or above the limits below. stop: it
+    ends; checkpoints before remain. skip: weights and moments stay, and the next batch follows. rollback: it goes back
+    to its newest checkpoint, and leaves out the batches since. After ten such steps in a row it ends."""
+    spike_loss: Annotated[float, Limits(above=1)] | None = None
+    """Limit of a step's loss, as a multiple of the median of the last 50 good steps, once there are 20. None: no
+    limit."""
+    spike_grad_norm: Annotated[float, Limits(above=1)] | None = None
+    """The same of a step's gradient norm, before clipping. None: no limit."""
     z_loss: Annotated[float, Limits(least=0)] = 0.0
     """Factor of the squared logarithm of the sum of exponentials of each token's logits, which the loss of training has
     in addition (PaLM: 1e-4); it keeps logits small. Validation and evaluation leave it out."""

@@ -6,6 +6,15 @@ from pipeloom.cost.hardware import Cluster, Collective, Group
 from pipeloom.cost.software import Software
 from pipeloom.workload.run import Run
 
+SLOWDOWN = 0.189
+"""Mean slowdown of compute while a collective runs beside it: its kernels take multiprocessors and memory bandwidth
+(arXiv 2507.03114, on A100, H100, MI210 and MI250)."""
+
+
+def together_s(compute_s: float, collective_s: float) -> float:
+    """Seconds until both have ended, if a collective and compute start at the same time on a device."""
+    return max(collective_s, compute_s + collective_s * SLOWDOWN / (1 + SLOWDOWN))
+
 
 def reduce_s(run: Run, cluster: Cluster, software: Software, parameters: float) -> float:
     """Seconds of the data-parallel reduction of gradients.

@@ -8,7 +8,7 @@ copy first, and each shard then between the copies.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeloom.cost.collectives import gather_s, reduce_s, sum_replicated_s
+from pipeloom.cost.collectives import gather_s, reduce_s, sum_replicated_s, together_s
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.matrices import stage_shards
@@ -150,8 +150,11 @@ def _exposed_s(run: Run, part: Cluster, software: Software, parameters: float, b
         share = max(share, software.replica_overlap)
     # The gather cannot overlap with the backward: the weights are updated after it.
     gather = gather_s(run, part, software, parameters)
-    hidden_s = software.gather_overlap * backward_s / _BACKWARDS
-    return whole_s - min(whole_s, share * backward_s) + gather - min(gather, hidden_s)
+    # What overlaps is compute of the pipeline, whose seconds are counted there.
+    beside_s = share * backward_s, software.gather_overlap * backward_s / _BACKWARDS
+    return sum(
+        together_s(each_s, moved_s) - each_s for each_s, moved_s in zip(beside_s, (whole_s, gather), strict=True)
+    )
 
 
 _BACKWARDS = 2

@@ -15,6 +15,8 @@ With e = 2, F = 4 H and dropout that is the paper's s b H (10 + 24 / t + 5 a s /
 the first line by t, too. Full recomputation keeps each layer's input, and all of one layer while it is recomputed.
 """
 
+from dataclasses import replace
+
 from pipeloom.cost.software import Software
 from pipeloom.workload.run import Run
 
@@ -73,6 +75,11 @@ def layer_kept_bytes(run: Run, software: Software) -> float:
     """Bytes that one layer keeps of one micro-batch from its forward to its backward."""
     if run.recompute == "full":
         return stage_input_bytes(run)
-    return layer_activation_bytes(
-        run, dropout=software.dropout, keeps_gathered=software.keeps_gathered, norm_copies=software.norm_copy_bytes
+    again = software.selective_share if run.recompute == "selective" else 0.0
+    kept = layer_activation_bytes(
+        replace(run, recompute="none") if again else run,
+        dropout=software.dropout,
+        keeps_gathered=software.keeps_gathered,
+        norm_copies=software.norm_copy_bytes,
     )
+    return kept - again * (kept - stage_input_bytes(run))

@@ -9,7 +9,7 @@ processes work, without waiting. The simulator shares the cores among the ranks 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import log
+from math import log, log2
 from typing import Literal
 
 from pipeloom.errors import UserError
@@ -35,6 +35,10 @@ TILES = (
 """Tiles of a matrix product's output: (height, width, relative rate). A multiprocessor computes one tile at a time;
 small tiles load more bytes per operation. The sizes are cuBLAS's (NVIDIA, "Matrix multiplication background"); the
 rates are rounded from general experience, not fitted; those of 256 by 64 follow from their loads per operation."""
+
+HOP_S = 3.4e-6
+"""Seconds of a hop between devices of a node, in a collective over several nodes (NVIDIA/nccl, src/graph/tuning.cc,
+``hwLat``: NVLink, ring, simple protocol). A hop between nodes takes the latency of their link, 14 us there."""
 
 
 def interpolate(curve: Curve, x: float) -> float:
@@ -449,9 +453,20 @@ class Cluster:
         if self.bus_message_bytes and group.num_nodes > 1:
             latency = self._measured_latency_s(collective, group.num_nodes)
             return latency + moved / (self.bus_bytes_per_s(collective, group) * efficiency)
-        # An assumption: over n nodes a ring has n - 1 sequential hops and a tree about log n; the root is in between.
-        latency = self.intra.latency_s + self.inter.latency_s * (group.num_nodes - 1) ** 0.5
+        latency = self.intra.latency_s + self._hops_s(collective, group)
         return latency + moved / (self.bus_bytes_per_s(collective, group) * efficiency)
+
+    def _hops_s(self, collective: Collective, group: Group) -> float:
+        """Seconds of the sequential hops of a collective between nodes (``HOP_S``); 0 inside a node.
+
+        As NCCL's own model: all-gathers and reduce-scatters go around a ring of all ranks, all-reduces up and down a
+        tree of nodes, each a chain of its ranks.
+        """
+        if group.num_nodes == 1:
+            return 0.0
+        if collective == "all_reduce":
+            return 2 * ((group.per_node - 1) * HOP_S + log2(group.num_nodes) * self.inter.latency_s)
+        return (group.size - group.num_nodes) * HOP_S + (group.num_nodes - 1) * self.inter.latency_s
 
     def _measured_latency_s(self, collective: Collective, num_nodes: int) -> float:
         """Seconds of the measured message on whole nodes beyond those at the links' bandwidth."""

@@ -59,7 +59,8 @@ UNFUSED_NORM_KERNELS = 6
 EXPONENTIAL = 48.0
 """Time of a score's exponential in a flash kernel, in elements of a head: between 32 (A100) and 64 (H100). Per cycle, a
 multiprocessor computes 16 exponentials, or 2,048 (A100) or 4,096 (H100) operations in its matrix units (arXiv
-2407.08608, section 3)."""
+2407.08608, section 3). FlashAttention-1, and kernels like it, are as fast with heads of 64 as with 128: others of their
+steps limit them (arXiv 2307.08691, figures 4 to 6)."""
 WRITTEN_SCORE = 48.0
 """Time to write and read a score, in elements of a head, for the batched products of plain kernels: one product writes
 it and the other reads it, 4 bytes beside 4 operations for each element of a head, at the general rates of an A100
@@ -125,11 +126,17 @@ class Pieces:
             # two (arXiv 2205.05198, section 4.2.2).
             2 * self._num_collectives() * (1.5 if self.run.sequence_parallel else 1) + back,
         )
+        return backward + self._again(forward)
+
+    def _again(self, forward: Parts) -> Parts:
+        """What a layer's backward recomputes of its forward."""
         if self.run.recompute == "full" and not self.software.is_composed:
-            return backward + forward
-        if self.run.recompute == "selective":
-            return backward + Parts(attention_s=forward.attention_s, num_kernels=SELECTIVE_KERNELS)
-        return backward
+            return forward
+        if self.run.recompute != "selective":
+            return Parts()
+        if self.software.selective_share:
+            return forward.times(self.software.selective_share)
+        return Parts(attention_s=forward.attention_s, num_kernels=SELECTIVE_KERNELS)
 
     def layer_weight_s(self) -> float:
         """Seconds of the weight half of a layer's split backward."""
@@ -385,11 +392,12 @@ class Pieces:
         # Both kernels were written for the A100.
         share = (use.flash1 if kernel == "flash1" else use.flash2) * device.early_kernels
         rate = device.peak_flops_per_s[self.run.precision] * share
-        size = self.run.shape.head_size
-        # A soft cap's tanh is computed by an exponential, too.
-        exponential = EXPONENTIAL * (2 if self.run.shape.attn_softcap else 1)
-        # The calibrated rates are for heads of size 128.
-        rate *= (size / (size + exponential)) / (128 / (128 + EXPONENTIAL))
+        if kernel == "flash2":
+            size = self.run.shape.head_size
+            # A soft cap's tanh is computed by an exponential, too.
+            exponential = EXPONENTIAL * (2 if self.run.shape.attn_softcap else 1)
+            # The calibrated rates are for heads of size 128.
+            rate *= (size / (size + exponential)) / (128 / (128 + EXPONENTIAL))
         # Half of the FLOPs: flash kernels skip the blocks above the diagonal. Each head reads the mask.
         mask_s = self._memory_s(self.run.element_bytes * self._masked_scores())
         return self._attention_flops() / 2 / rate + mask_s + device.kernel_s * self.run.cp

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pipeloom.cost.hardware import Both, Cluster, MeasuredPieces
-from pipeloom.cost.layers import Parts, Pieces
+from pipeloom.cost.layers import Pieces
+from pipeloom.cost.parts import Parts
 from pipeloom.cost.software import Software
 from pipeloom.workload.run import Run
 

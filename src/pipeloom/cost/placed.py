@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from pipeloom.cost.collectives import layer_collectives_s
+from pipeloom.cost.collectives import layer_collectives_s, together_s
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.partition import fastest_partition
@@ -259,7 +259,10 @@ def _layers_s(placed: Placed) -> list[tuple[float, float]]:
         # A layer's collectives run while the layer before computes.
         moves = [layer_collectives_s(placed.run, part, placed.software) for part in placed.parts]
         each_s = {
-            key: [(max(one, move[0]), max(other, move[1])) for (one, other), move in zip(both, moves, strict=True)]
+            key: [
+                (together_s(one, move[0]), together_s(other, move[1]))
+                for (one, other), move in zip(both, moves, strict=True)
+            ]
             for key, both in each_s.items()
         }
     return [

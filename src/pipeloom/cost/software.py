@@ -73,7 +73,7 @@ FRACTIONS: dict[str, float] = {
 }
 """Efficiencies that are fractions -> upper limit; for ``matmul`` above 1, since the measured curve may be a little
 low."""
-SHARES = ("overlap", "replica_overlap", "gather_overlap", "fragmentation")
+SHARES = ("overlap", "replica_overlap", "gather_overlap", "fragmentation", "selective_share")
 """Attributes of ``Software`` that are fractions, 0 to 1."""
 
 
@@ -99,6 +99,8 @@ class Software:
             backward.
         overlaps_pieces: whether, with sequence parallelism, the other exchanges of a layer overlap with its products,
             too, piece by piece (Transformer Engine, tp_comm_overlap).
+        selective_share: share of a layer that selective recomputation repeats (torchtitan: every second product or
+            layer); 0: the core of attention (arXiv 2205.05198).
         gathers_layers: whether fully sharded weights are gathered layer by layer while the layer before computes, in
             the forward and the backward of each micro-batch, and gradients are scattered in the same way (FSDP).
         has_reduction_lane: whether data-parallel collectives run on a lane of their own during the pipeline; otherwise
@@ -165,6 +167,7 @@ class Software:
     fuses_accumulation: bool = False
     overlaps_columns: bool = False
     overlaps_pieces: bool = False
+    selective_share: float = 0.0
     gathers_layers: bool = False
     has_reduction_lane: bool = False
     lends_tied: bool = False

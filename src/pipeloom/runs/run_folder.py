@@ -161,9 +161,10 @@ class RunFolder:
             raise self._error(error) from None
 
     def close(self) -> None:
-        """Close the metrics."""
+        """Close the metrics; a further line opens them again."""
         if self._metrics is not None:
             self._metrics.close()
+            self._metrics = None
 
     def _error(self, error: OSError) -> RunError:
         return RunError(f"cannot write to the run folder {self.path} any more: {error.strerror}")

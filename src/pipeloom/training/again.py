@@ -93,6 +93,7 @@ class Restarts:
         folder = self._new_folder() if layout else self._again.folder
         self._again = Again(folder, step, before, is_again=True)
         where = f"step {step}, in memory" if step is not None else self._use_checkpoint()
+        self._forget_lost()
         remove_unfinished(self._folder.path)
         if not self._folder.is_starting:
             go_back(self._folder, self._done if step is None else step)
@@ -136,6 +137,14 @@ class Restarts:
         if not self._folder.is_starting and file.is_file():
             earlier, _ = read_run_file(file)
             self.config = replace(self.config, layout=earlier.layout, schedule=earlier.schedule)
+
+    def _forget_lost(self) -> None:
+        """Name another checkpoint than the one that the run began from, if that is not there any more."""
+        resume = self.config.checkpoint.resume
+        if resume is not None and not resume.exists():
+            found = list_checkpoints(self._folder.path)
+            resume = found[-1] if found else None
+            self.config = replace(self.config, checkpoint=replace(self.config.checkpoint, resume=resume))
 
     def _use_checkpoint(self) -> str:
         """Resume from the newest undamaged checkpoint of the run, if it has any."""

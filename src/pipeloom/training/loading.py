@@ -54,6 +54,18 @@ class Loading:
         self._begin()
         return batch
 
+    @property
+    def taken(self) -> int:
+        """Number of batches taken."""
+        return self._taken
+
+    def extend(self, num_steps: int) -> None:
+        """Let more steps follow, after some that are done again with other batches."""
+        was_over = self._taken == self._num_steps
+        self._num_steps += num_steps
+        if was_over:
+            self._begin()
+
     def close(self) -> None:
         """End the thread, before the last step too."""
         self._thread.leave(_PATIENCE_S)

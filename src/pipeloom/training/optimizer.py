@@ -112,6 +112,11 @@ class WholeUpdates:
         # Stages compute with a copy of the updated weights in training.dtype, or gather them.
         self._data_parallel.refresh()
 
+    def skip_step(self) -> None:
+        """Count a step without an update, as a checkpoint does, which has the number of steps alone."""
+        for state in self._optimizer.state.values():
+            state["step"] += 1
+
     def settle(self) -> None:
         """Do nothing: no update is pending between two steps."""
 

@@ -5,7 +5,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,7 +34,6 @@ from pipeloom.execute.processes.watch import Watch, where_threads_are
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.execute.stages.stage import Continued, Objective, Stage, StepDocuments
-from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.measure.moves import time_messages, time_moves, time_stage_swaps
 from pipeloom.measure.rehearsal import Rehearsal, warm_up
@@ -55,7 +53,7 @@ from pipeloom.passes import Moves
 from pipeloom.recipe import build, schedule_text
 from pipeloom.runs.action_log import ActionLog
 from pipeloom.schedule import Schedule
-from pipeloom.training.stages import StageSizes, saved_bytes, stage_of
+from pipeloom.training.stages import StageSizes, make_store, saved_bytes, stage_of
 
 _Own = TypeVar("_Own")
 
@@ -100,7 +98,7 @@ class Pipeline:
         self._context = ContextParallel(make_context_group(layout, world, _patience(config), log))
         assert config.model.vocab_size is not None, "the model configuration is not resolved"
         self._vocabulary = SplitVocabulary(self._parallel, config.model.vocab_size)
-        self.store = _make_store(config)
+        self.store = make_store(config)
         self.data_parallel = DataParallel(
             self.schedule,
             ((stage, self._build(self._pieces[stage], world.device, master_dtype(self._dtype))) for stage in own),
@@ -357,9 +355,8 @@ class Pipeline:
 
     def _position(self) -> str:
         """This rank's position in the schedule, for messages; with those on axes of several ranks."""
-        layout, exchange = self._config.layout, self._tensor_group.position() or self._context.group.position()
-        place = ", ".join([self._running.position(), *([exchange] if exchange else [])])
-        others = layout.words_of(self._place)
+        parts = self._running.position(), self._tensor_group.position(), self._context.group.position()
+        place, others = ", ".join(filter(None, parts)), self._config.layout.words_of(self._place)
         return f"process {self._world.rank} ({others}): {place}" if others else place
 
     def _loss_of(self, batch: Batch, z_loss: float = 0.0) -> Objective:
@@ -374,9 +371,7 @@ class Pipeline:
         return executor.run(inputs, objective, timeout_s, self._watch.positions, documents)
 
     def _build(self, pieces: range, device: torch.device | str, dtype: torch.dtype) -> StageModule:
-        module = stage_of(self._config, pieces, device, dtype=dtype, parallel=self._parallel)
-        if isinstance(module, Transformer):
-            module.set_context(self._context)
+        module = stage_of(self._config, pieces, device, dtype=dtype, parallel=self._parallel, context=self._context)
         module.set_recompute(self._config.layout.recompute_by_layer(self._config.model.num_layers))
         if self._config.training.compile and torch.device(device).type != "meta":
             assert isinstance(module, Transformer), "the configuration refuses to compile others"
@@ -469,24 +464,6 @@ class Pipeline:
         return Executor(
             schedule, rank, parts, transport=self._transport, clock=self._clock, run_ahead=training.run_ahead, log=log
         )
-
-
-def _make_store(config: RunConfig) -> StageStore | None:
-    """The store of swapped stages; ``None`` without swaps.
-
-    Raises:
-        UserError: ``schedule.swap_folder`` cannot be written.
-    """
-    budget, folder = config.schedule.budget_bytes, config.schedule.swap_folder
-    if budget is None:
-        return None
-    try:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise UserError(f"schedule.swap_folder: cannot write to {folder}: {error.strerror or error}") from None
-    return StageStore(budget, folder)
 
 
 def _patience(config: RunConfig) -> timedelta | None:

@@ -41,7 +41,15 @@ from pipeloom.training.checkpoints.saving import safe_steps
 from pipeloom.training.memory_check import check_kept, check_memory
 from pipeloom.training.pipeline import training_schedule
 from pipeloom.training.pretrained import check_init
-from pipeloom.training.session import check_processes, load_text, long_start, resolve, resolve_early, run_on_all_ranks
+from pipeloom.training.session import (
+    check_processes,
+    load_text,
+    load_text_with,
+    long_start,
+    resolve,
+    resolve_early,
+    run_on_all_ranks,
+)
 from pipeloom.training.trainer import RunResult, Trainer
 
 
@@ -130,7 +138,9 @@ def _run_in(path: Path, config: RunConfig, say: _Say, begun_s: float, *, quiet: 
     say(f"starting   {count(config.layout.num_ranks, 'process')}{patience if has_steps else ''}\n")
 
     def run(config: RunConfig, again: Again) -> RunResult:
-        return run_on_all_ranks(config, partial(_train, folder=folder, quiet=quiet, begun_s=begun_s, again=again))
+        job = partial(_train, folder=folder, quiet=quiet, begun_s=begun_s, again=again)
+        load = partial(load_text_with, data.tokenizer.files()) if again.is_again else None
+        return run_on_all_ranks(config, job, load=load)
 
     try:
         with ExitStack() as stack:

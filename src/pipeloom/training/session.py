@@ -130,6 +130,11 @@ def load_text(config: RunConfig) -> Data:
     return load_data(config.data, config.training.seed, _stored_tokenizer(config))
 
 
+def load_text_with(files: dict[str, str], config: RunConfig) -> Data:
+    """The data of a run whose tokenizer is loaded already, as its files: the checkpoint that had it may be lost."""
+    return load_data(config.data, config.training.seed, files)
+
+
 def load_whole_text(config: RunConfig) -> Whole:
     """All tokens of a text, otherwise as ``load_text``."""
     return load_whole(config.data, _stored_tokenizer(config))

@@ -6,6 +6,7 @@ Schedules use these bytes to move activations and to swap stages. Counting needs
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import prod
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 import torch
@@ -14,21 +15,22 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from pipeloom.config import RunConfig, ScheduleConfig
+from pipeloom.errors import UserError
 from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.stages.saved import Parcel
 from pipeloom.execute.stages.stage import split_backward_of
+from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.model import (
     Documents,
     SplitVocabulary,
     StageModule,
     TensorParallel,
-    Transformer,
     build_stage,
     stage_pieces,
 )
 from pipeloom.model.adapted import adapted_stage
-from pipeloom.model.context_parallel import ContextGroup, ContextParallel
+from pipeloom.model.context_parallel import WHOLE_SEQUENCES, ContextGroup, ContextParallel
 from pipeloom.model.deferred import defer
 from pipeloom.model.key_values import KeyValueCache
 from pipeloom.model.tensor_parallel import WHOLE, TensorGroup
@@ -45,6 +47,7 @@ def stage_of(
     *,
     dtype: torch.dtype | None = None,
     parallel: TensorParallel = WHOLE,
+    context: ContextParallel = WHOLE_SEQUENCES,
 ) -> StageModule:
     """Build and initialize a stage of a run, without recomputation and not compiled.
 
@@ -56,6 +59,7 @@ def stage_of(
         device: of its weights; on "meta" they take no memory.
         dtype: of the weights; ``None`` for that of the run.
         parallel: the tensor-parallel rank that it is built for.
+        context: the ranks that share the tokens of its sequences.
     """
     numbers = dtype or getattr(torch, config.training.known_dtype)
     if config.model.adapted is not None:
@@ -70,6 +74,7 @@ def stage_of(
         parallel=parallel,
         adapter=config.pairs,
     )
+    stage.set_context(context)
     stage.freeze(config.frozen_pieces) if config.pairs is None else stage.freeze_base()
     return stage
 
@@ -181,10 +186,9 @@ def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *,
     # The last of the tensor-parallel ranks has the largest share.
     parallel = TensorParallel(TensorGroup(layout.tp, layout.tp - 1), layout.sequence_parallel)
     vocabulary = SplitVocabulary(parallel, config.model.vocab_size or 0)
-    module = stage_of(config, pieces, "meta", parallel=parallel)
+    context = ContextParallel(ContextGroup(layout.cp, layout.cp - 1))
+    module = stage_of(config, pieces, "meta", parallel=parallel, context=context)
     module.set_recompute(by_layer)
-    if layout.cp > 1 and isinstance(module, Transformer):
-        module.set_context(ContextParallel(ContextGroup(layout.cp, layout.cp - 1)))
     if splits:
         defer(module)
     needs_gradient = pieces.start > config.frozen_pieces
@@ -267,3 +271,21 @@ class _Kernels(TorchFunctionMode):
                 args[0], args[0].new_empty((*args[0].shape[:-1], 2), dtype=dtype), kwargs["weight"], kwargs["bias"]
             )
         return func(*args, **kwargs)
+
+
+def make_store(config: RunConfig) -> StageStore | None:
+    """The store of swapped stages; ``None`` without swaps.
+
+    Raises:
+        UserError: ``schedule.swap_folder`` cannot be written.
+    """
+    budget, folder = config.schedule.budget_bytes, config.schedule.swap_folder
+    if budget is None:
+        return None
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"schedule.swap_folder: cannot write to {folder}: {error.strerror or error}") from None
+    return StageStore(budget, folder)

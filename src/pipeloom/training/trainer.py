@@ -4,8 +4,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from statistics import median_high
 from typing import Any
 
@@ -20,10 +19,10 @@ from pipeloom.execute.executor import StepResult
 from pipeloom.execute.processes.world import World
 from pipeloom.runs import run_folder
 from pipeloom.runs.run_folder import RunFolder
+from pipeloom.runs.run_start import go_back
 from pipeloom.runs.traced_step import median_step, traced_candidates
 from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
 from pipeloom.schedule.stage_swaps import defers_updates
-from pipeloom.terminal.words import count, seconds
 from pipeloom.trace import Trace, merge, to_chrome
 from pipeloom.training.again import NEVER, Again
 from pipeloom.training.checkpoints.checkpoint import Checkpoints
@@ -39,89 +38,12 @@ from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.pretrained import origin_of
 from pipeloom.training.profiled_step import simulate_profile
 from pipeloom.training.progress import StepProgress
+from pipeloom.training.results import RunResult, RunSummary
 from pipeloom.training.sample import sample_text
+from pipeloom.training.spikes import Spikes, newest_checkpoint
 from pipeloom.training.step_metrics import StepMeter
 from pipeloom.training.step_profile import StepProfiles
 from pipeloom.training.trained import load_trained
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """Results of a run.
-
-    If a run resumes after its last step, only validation and what follows are computed. Measurements of steps are then
-    read from the files of the earlier process if its settings were the same, and are ``None`` otherwise.
-
-    Attributes:
-        num_parameters: of the whole model.
-        steps: optimizer steps done, including those before the checkpoint that the run resumed from.
-        tokens: read in these steps.
-        traced_step: step whose trace was kept; ``None`` without trace.
-        train_loss: of the last step, nats per token; ``None`` if no metrics have it.
-        validation_loss: over ``training.validation_batches`` batches, nats per token; ``None`` without validation.
-        unigram_loss: loss of token frequencies alone, nats per token, on the validated tokens, or on the whole
-            validation text without validation.
-        step_time_s: median over the steps of this process; ``None`` without steps.
-        predicted_step_time_s: simulated before the first step, from profiled costs; ``None`` without prediction.
-        tokens_per_s: at the median step time; ``None`` without it.
-        exchange_s: seconds of the traced step spent in tensor-parallel collectives, mean over the ranks; traces count
-            them as compute. ``None`` without tensor parallelism, and on CUDA, where the host does not wait for them.
-        live_bytes: for each pipeline rank, peak bytes held for backwards in the traced step, including activations that
-            other ranks evicted to it; maximum over replicas. Zeros where not counted: with training.compile, unless
-            activations are moved. Empty if this process traced no step.
-        bubble_fraction: measured idle share of the ranks in the traced step, 0..1; ``None`` without trace.
-        predicted_bubble_fraction: the same, from the predicted trace.
-        corpus_sha256: fingerprint of the text.
-        peak_stage_bytes: peak bytes of swapped stages on the device, over all steps; ``None`` if none is swapped.
-        swap_s: seconds of the traced step with a swap under way, summed over both directions.
-        swap_hidden_s: the part of ``swap_s`` that overlaps with compute.
-    """
-
-    num_parameters: int
-    steps: int
-    tokens: int
-    traced_step: int | None
-    train_loss: float | None
-    validation_loss: float | None
-    unigram_loss: float
-    step_time_s: float | None
-    predicted_step_time_s: float | None
-    tokens_per_s: float | None
-    exchange_s: float | None
-    live_bytes: tuple[int, ...]
-    bubble_fraction: float | None
-    predicted_bubble_fraction: float | None
-    corpus_sha256: str
-    peak_stage_bytes: int | None = None
-    swap_s: float | None = None
-    swap_hidden_s: float | None = None
-
-
-@dataclass(frozen=True, repr=False)
-class RunResult:
-    """Result of ``train``.
-
-    Attributes:
-        folder: of the run, with its metrics, checkpoints, weights and report; ``pipeloom.load_run`` reads its
-            ``config.toml``.
-        summary: complete on rank 0.
-        measured: trace of the traced step, on rank 0; ``None`` if no step was traced.
-        predicted: predicted trace of a step, on rank 0; ``None`` without prediction.
-    """
-
-    folder: Path
-    summary: RunSummary
-    measured: Trace | None
-    predicted: Trace | None
-
-    def __repr__(self) -> str:
-        """Folder, steps, loss, and the step time with its prediction."""
-        summary = self.summary
-        loss = "" if summary.train_loss is None else f", training loss {summary.train_loss:.4f}"
-        step = "" if summary.step_time_s is None else f", {seconds(summary.step_time_s)} a step"
-        predicted = summary.predicted_step_time_s
-        also = "" if predicted is None or not step else f" ({seconds(predicted)} predicted)"
-        return f"RunResult({self.folder}: {count(summary.steps, 'step')}{loss}{step}{also})"
 
 
 class Trainer:
@@ -193,6 +115,10 @@ class Trainer:
         self._candidate_traces: dict[int, tuple[Trace, int, float]] = {}
         self._meter, self._profiles = StepMeter(config, world), StepProfiles(config, world, folder.path)
         self._sums: Sequence[float] = ()
+        self._spikes = Spikes(config.training)
+        self._problem: str | None = None
+        self._back_to: int | None = None
+        self._first_sequence = self._done.sequences
 
     def run(self) -> RunResult:
         """Train, validate, sample, and write the results.
@@ -227,29 +153,29 @@ class Trainer:
             StepProgress(config.training.known_steps, is_shown=is_writer and not self._quiet) as progress,
             MetricLog(config, self._folder.path) as log,
         ):
-            for step in range(self._done.step + 1, config.training.known_steps + 1):
+            step = self._done.step
+            while step < config.training.known_steps:
+                step += 1
                 self._saving.begin_step()
                 self._noted.begin_step(step)
                 begin, exchanged_s = time.perf_counter(), self._pipeline.exchange_s
                 with self._profiles.of(step):
                     loss, grad_norm, result = self._step(step)
+                if self._back_to is not None:
+                    step, self._back_to = self._back_to, None
+                    continue
                 # The whole step with the optimizer, as in the prediction.
                 step_s = time.perf_counter() - begin
-                speed = config.layout.batch_size * config.data.seq_len / step_s
-                validation = self._validate() if self._validates_after(step) else None
+                line = self._metrics(step, (loss, grad_norm), step_s)
                 if is_writer:
-                    lr = learning_rate(config.optimizer, step - 1, config.training.known_steps)
-                    line = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr}
-                    line |= {"tokens_per_s": speed, "step_time_s": step_s, **self._meter.metrics(self._sums, speed)}
-                    if validation is not None:
-                        line["validation_loss"] = validation
                     self._folder.add_metrics(line)
                     log.add(line)
+                validation, speed = line.get("validation_loss"), line["tokens_per_s"]
                 progress.show(step, loss=loss, grad_norm=grad_norm, tokens_per_s=speed, validation_loss=validation)
                 measured.loss = loss
                 measured.times_s.append(step_s)
                 measured.peak_stage_bytes = max(measured.peak_stage_bytes, result.held.swapped_bytes)
-                if step in self._candidates:
+                if step in self._candidates and measured.traced_step is None:  # not again after going back
                     own = result.trace, result.held.live_bytes, self._pipeline.exchange_s - exchanged_s
                     self._keep_traced(step, step_s, own)
                 self._saving.after_step(step)
@@ -261,6 +187,21 @@ class Trainer:
         if not has_steps:
             self._measured = self._end_again()
         return RunResult(self._folder.path, self._finish(), self._measured.trace, self._measured.predicted)
+
+    def _metrics(self, step: int, values: tuple[float, float], step_s: float) -> dict[str, Any]:
+        """The metrics of a step, with its validation if one is due; on rank 0 complete. Collective."""
+        config, (loss, grad_norm) = self._config, values
+        speed = config.layout.batch_size * config.data.seq_len / step_s
+        lr = learning_rate(config.optimizer, step - 1, config.training.known_steps)
+        line: dict[str, Any] = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr}
+        line |= {"tokens_per_s": speed, "step_time_s": step_s}
+        if self._world.rank == 0:
+            line |= self._meter.metrics(self._sums, speed)
+        if self._problem is not None:
+            line["skipped"] = True
+        if self._validates_after(step) and (validation := self._validate()) is not None:
+            line["validation_loss"] = validation
+        return line
 
     def _end_again(self) -> Measured:
         """Finish a run that has no steps left: measurements of the process that did them, on rank 0."""
@@ -345,7 +286,13 @@ class Trainer:
         loss, squares, *others = self._world.sum([*own, *measured, *self._saving.votes()])
         self._sums, votes = others[: len(measured)], others[len(measured) :]
         self._saving.count(votes)
-        # Checked on the sum, so that all ranks raise; one rank alone would leave the others waiting.
+        # Judged by the sums, so that all ranks do the same; one rank alone would leave the others waiting.
+        self._problem = self._spikes.problem(step, loss, squares**0.5)
+        if self._problem is not None and config.training.on_spike != "stop":
+            self._pass_over(step, self._problem)
+            return loss, squares**0.5, result
+        if self._problem is not None and math.isfinite(loss + squares):
+            raise RunError(f"{self._problem}; training.on_spike skip or rollback goes on without such a step")
         if not math.isfinite(loss + squares):
             raise RunError(
                 f"the loss of step {step} is {loss}, its gradient norm {squares**0.5}; "
@@ -363,6 +310,24 @@ class Trainer:
         with self._noted.updating:
             self._updates.end_step(grad_norm, lr)
         return loss, grad_norm, result
+
+    def _pass_over(self, step: int, problem: str) -> None:
+        """Leave weights and moments as they are, or go back to those of the newest checkpoint. Collective."""
+        text = f"{problem}; its batch is left out"
+        if self._config.training.on_spike == "skip":
+            assert isinstance(self._updates, WholeUpdates)
+            self._updates.skip_step()
+        else:
+            self._saving.settle()
+            done = self._checkpoints.restore(self._world.from_first(newest_checkpoint(self._folder.path, problem)))
+            text = f"{problem}; back to step {done.step}, without the batches since"
+            self._loading.extend(step - done.step)
+            sequences = self._first_sequence + self._loading.taken * self._config.layout.batch_size
+            self._done, self._back_to = replace(done, sequences=sequences), done.step
+            if self._world.rank == 0:
+                go_back(self._folder, done.step)
+        if self._world.rank == 0:
+            self._folder.add_warning(text)
 
     def _make_updates(self) -> WholeUpdates | StageUpdates:
         """The weight update: of all stages at once, or of each stage within the step if stages are swapped."""

@@ -106,7 +106,7 @@ class Run(WithAxes):
     @property
     def num_shards(self) -> int:
         """Ranks that share the optimizer's state of a stage."""
-        return self.shard_size if self.dp > 1 and self.shard != "none" else 1
+        return 1 if self.sharded == "none" else self.shard_size
 
     @property
     def recompute_kinds(self) -> tuple[Recompute, ...]:

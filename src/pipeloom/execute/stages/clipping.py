@@ -32,4 +32,5 @@ def clip_gradients(parameters: Sequence[nn.Parameter], norm: float, limit: float
     if norm <= limit:
         return
     gradients = [p.grad for p in parameters if p.grad is not None]
-    torch._foreach_mul_(gradients, limit / norm)
+    if gradients:  # a rank may have frozen stages only
+        torch._foreach_mul_(gradients, limit / norm)
