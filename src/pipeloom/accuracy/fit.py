@@ -136,8 +136,12 @@ def _least(
     """Arguments of the smallest loss, and their variances."""
     # SciPy's steps are relative to the arguments, which would be 0 where a logarithm is: they begin at 1 here.
     offset = 1 - bounds[0]
+
+    def of_shifted(shifted: "NDArray[np.float64]") -> "NDArray[np.float64]":
+        return residuals(shifted - offset)
+
     answer = optimize.least_squares(
-        lambda shifted: residuals(shifted - offset),
+        of_shifted,
         first + offset,
         bounds=(bounds[0] + offset, bounds[1] + offset),
         loss=partial(_losses, num_rows=num_rows),
