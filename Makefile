@@ -50,6 +50,7 @@ PIP_ARGS    ?=
 SYSTEM_SITE ?=
 TORCH_INDEX ?= $(if $(SYSTEM_SITE)$(wildcard /dev/nvidia* /dev/dxg /Library),,https://download.pytorch.org/whl/cpu)
 ARGS        ?=
+TABLES      ?=
 TRAINING    := pipeloom.training.trainer, pipeloom.training.export, torch._dynamo, torch.distributed.checkpoint
 BIN         := $(VENV)/bin
 PIP         := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile $(PIP_ARGS) -c $(CONSTRAINTS)

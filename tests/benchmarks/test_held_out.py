@@ -16,7 +16,7 @@ ROWS = read_rows(Path(__file__).parents[2] / "examples" / "measured.csv")
 
 def outcomes(*ratios):
     """Predictions of as many rows, off by these ratios."""
-    return [Outcome(replace(ROWS[0], step_time_s=10.0), 10 * ratio, 1e9, fits=True) for ratio in ratios]
+    return [Outcome(replace(ROWS[0], step_time_s=10.0), 10 * ratio, 1e9, filled=0.5) for ratio in ratios]
 
 
 def test_without_weights_the_errors_are_those_of_validate():
@@ -38,7 +38,7 @@ def test_weights_make_a_program_with_many_rows_count_as_one_with_few():
 def pair(ratio, other):
     """Layouts of one group that take 10 and 11 s, with predictions that are off by these ratios."""
     times = ((10.0, ratio), (11.0, other))
-    return [Outcome(replace(ROWS[0], step_time_s=took_s), took_s * off, 1e9, fits=True) for took_s, off in times]
+    return [Outcome(replace(ROWS[0], step_time_s=took_s), took_s * off, 1e9, filled=0.5) for took_s, off in times]
 
 
 def test_an_error_that_all_layouts_share_does_not_count_between_two():

@@ -155,7 +155,9 @@ def test_every_command_reports_all_wrong_flags_at_once(capsys, command):
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if command_of(name).settings])
 def test_a_flag_that_a_command_does_not_read_is_refused_by_name(capsys, command):
-    unread = "--checkpoint.every=2" if command in ("simulate", "slices", "verify") else "--machine.fused-norm"
+    unread = (
+        "--checkpoint.every=2" if command in ("simulate", "slices", "survive", "verify") else "--machine.fused-norm"
+    )
     if command == "launch":
         return  # reads everything
     assert main([command, unread]) == 2

@@ -97,21 +97,26 @@ class Place:
 
 
 def before_send(place):
-    start = Messages.start
+    starter = Messages.starter
 
     def hanging(self, row, slot):
-        if row.actions[slot].kind in SEND_KINDS and place.is_here():
-            place.stay(what=str(row.actions[slot]), slot=slot)
-        return start(self, row, slot)
+        start, action = starter(self, row, slot), row.actions[slot]
 
-    Messages.start = hanging
+        def watched():
+            if place.is_here():
+                place.stay(what=str(action), slot=slot)
+            return start()
+
+        return watched if action.kind in SEND_KINDS else start
+
+    Messages.starter = hanging
 
 
 def after_send(place):
     run = Executor._run
 
-    def hanging(self, slot):
-        run(self, slot)
+    def hanging(self, slot, job):
+        run(self, slot, job)
         if self._actions[slot].kind in SEND_KINDS and place.is_here():
             after = str(self._actions[slot + 1]) if slot + 1 < len(self._actions) else ""
             place.stay(what=after, slot=slot + 1)
@@ -169,12 +174,12 @@ def stopped(number, process):
     def prepare(place):
         run = Executor._run
 
-        def hanging(self, slot):
+        def hanging(self, slot, job):
             if place.is_here():
                 place.note(process=process)
                 os.kill(os.getpid(), number)
                 time.sleep(600)
-            run(self, slot)
+            run(self, slot, job)
 
         Executor._run = hanging
 

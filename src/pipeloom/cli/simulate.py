@@ -42,7 +42,7 @@ class Options(RunConfig):
     """Place the moves of schedule.balance and schedule.offload by predicted seconds instead of nominal ones.
     `pipeloom train` executes it from the file of --schedule-out."""
     search_order: Common[Count | None] = None
-    """Search an order of forwards and backwards for the seconds of this step, by so many changes of an order.
+    """Search an order of actions for the seconds of this step, with so many changes.
     `pipeloom train` executes it from the file of --schedule-out. None: the order of the schedule."""
     lanes: bool = False
     """Also print every lane of communication. --json always has them."""

@@ -74,7 +74,7 @@ COMMAND = Command(
         "pipeloom survive run.toml --trace failures.csv --checkpoint-time 20s": "failures of a file",
     },
     settings=PREDICTIONS,
-    brief=("model", "data.seq_len", "layout", "machine"),
+    brief=("model.preset", "layout.pp", "layout.dp", "machine.cluster"),
 )
 
 

@@ -254,11 +254,11 @@ class OptimizerConfig:
 class AdapterConfig:
     """Low-rank adapters (LoRA) of frozen weights, as in PEFT."""
 
-    rank: Common[Count | None] = None
+    rank: Count | None = None
     """Rank of the pair of matrices that each target gets. Pairs alone are trained: all other weights have neither
     gradient nor optimizer state. With training.freeze_layers, only the layers behind those have pairs. None: no
     adapters."""
-    targets: Common[tuple[Target, ...] | None] = None
+    targets: tuple[Target, ...] | None = None
     """Matrices of a layer that have a pair: q, k, v and o of attention; gate, up and down of the feed-forward block.
     None: q v."""
     alpha: Positive | None = None

@@ -121,8 +121,8 @@ class Layout(WithAxes):
     """Hybrid sharding: copies of the sharded state, each sharded over dp / replicate ranks (times cp). None: one copy,
     sharded over all of them."""
     shard: Common[Shard] = "none"
-    """State sharded over data-parallel ranks, with those of the context axis (ZeRO). optimizer: the optimizer's state
-    (ZeRO-1). gradients: also the gradients (ZeRO-2). full: also the weights (ZeRO-3, FSDP)."""
+    """State sharded over data-parallel ranks (ZeRO). optimizer: the optimizer's state (ZeRO-1). gradients: also the
+    gradients (ZeRO-2). full: also the weights (ZeRO-3, FSDP). The ranks of the context axis share it, too."""
     sequence_parallel: Common[bool] = False
     """Megatron's sequence parallelism, over tp ranks."""
     recompute: Common[Recompute] = "none"
