@@ -88,7 +88,7 @@ def test_a_run_leaves_everything_behind_and_can_be_repeated_from_its_configurati
     run, done = trained()
     expected = {"config.toml", "metrics.jsonl", "schedule.txt", "summary.json", "sample.txt"}
     pictures = {"timeline.png", "timeline.svg", "trace.json", "predicted_trace.json", "report.html"}
-    weights = {"checkpoints", "model.safetensors", "tokenizer.json"}
+    weights = {"actions", "checkpoints", "model.safetensors", "tokenizer.json"}
     assert {file.name for file in run.iterdir()} == expected | pictures | weights
     assert [line["step"] for line in metrics(run)] == [1, 2, 3]
     assert "validation loss" in done.stdout

@@ -146,7 +146,7 @@ def test_groups_are_listed_with_the_layout_that_was_ranked_first(capsys):
     assert main(["validate", EXAMPLE, "--groups"]) == 0
     out = capsys.readouterr().out
     assert "gpt-22b, 2048 tokens, 8 devices, batch 4, fused-softmax, fused norm, fp16: 2 layouts, regret 0.0%" in out
-    assert "first    1.100 s: dp 1 tp 8 pp 1" in out
+    assert "first    1.100 s: tp 8 pp 1 dp 1" in out
     assert "(1 group)" in out
 
 

@@ -295,7 +295,7 @@ def test_a_tie_with_one_stage_is_named_where_the_table_hides_it():
     steps = searching.best(3).steps
     assert all(step.run.loops > 1 for step in steps)
     (sentence,) = on_one_stage(searching, steps, bar, inf)
-    assert "tp 2+sp, pp 1, dp 4, loops 1, micro-batches of 1; a step takes" in sentence
+    assert "tp 2, pp 1, dp 4, sequence parallel, loops 1, micro-batches of 1; a step takes" in sentence
     assert list(on_one_stage(searching, steps, replace(bar, tie=1e-6), inf)) == []
 
 
