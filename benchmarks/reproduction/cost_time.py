@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipeloom.cost.flops import hardware_flops
-from pipeloom.planner.tradeoff import DAY_S, Training, default_critical_batch
+from pipeloom.planner.goals import DAY_S, Training
+from pipeloom.planner.tradeoff import default_critical_batch
 from reproduction.batch import METHODS, Setting, points
 from reproduction.fastest import fastest
 from reproduction.machine import MEGATRON, MODELS, NUM_DEVICES, OWN, Row, base_run, described, with_messages

@@ -152,7 +152,7 @@ def test_stage_inputs_and_loss_are_curves(tmp_path):
 def test_the_configuration_is_complete(tmp_path):
     run = read_run(write_run(tmp_path))
     assert "\n\n".join(page_contents(run)["config"]) == run.config_text.strip()
-    assert len(page_contents(run)["config"]) == 9
+    assert len(page_contents(run)["config"]) == 11
 
 
 @pytest.mark.parametrize("family", ["gpipe", "1f1b", "depth-first", "hybrid", "breadth-first"])

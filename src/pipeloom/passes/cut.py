@@ -81,6 +81,7 @@ def _split(row: Row, delay: int | None) -> Row:
     return Row(kind, *row.arrays[1:]).insert(later.tolist(), halves)
 
 
+@checked
 def join_backward(row: Row) -> Row:
     """A row in which halves of a backward that follow each other are one whole backward."""
     after = row.take(slice(1, None))

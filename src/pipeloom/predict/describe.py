@@ -86,7 +86,7 @@ def load_run(file: str | Path | None = None, **sections: Mapping[str, Any]) -> R
         Traceback (most recent call last):
         ...
         pipeloom.errors.ConfigError: the run has 1 problem:
-          - there is no setting 'layout.p'; did you mean 'layout.dp', 'layout.pp' or 'layout.tp'?
+          - there is no setting 'layout.p'; did you mean 'layout.cp', 'layout.dp' or 'layout.pp'?
 
     Args:
         file: a TOML file with the sections and keys of ``RunConfig``; its paths are relative to its folder. ``None``:

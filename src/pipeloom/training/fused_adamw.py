@@ -48,6 +48,12 @@ class FusedAdamW:
             for parameters in alike.values():
                 self._update(parameters, group)
 
+    def zero_grad(self) -> None:
+        """Drop the gradients, as optimizers of ``torch.optim`` do."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
     def _update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
         states = [self._state_of(parameter) for parameter in parameters]
         steps = [state["step"] for state in states]
