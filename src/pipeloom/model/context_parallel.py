@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pipeloom.model.core_attention import Block, Rows, Scores, VisibleKeys, blocks_of, wide
 from pipeloom.model.documents import Documents
+from pipeloom.model.graph_breaks import graph_break
 
 
 class ContextGroup:
@@ -130,7 +131,7 @@ def ring_attention(
     return _ring(query_BNTD, key_BKTD, value_BKTD, how)
 
 
-@torch.compiler.disable  # a graph break: exchanges are not compiled
+@graph_break  # exchanges are not compiled
 def _ring(query: Tensor, key: Tensor, value: Tensor, how: "_Ring") -> Tensor:
     return _RingAttention.apply(query, key, value, how)
 
