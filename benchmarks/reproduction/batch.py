@@ -48,10 +48,10 @@ class Setting:
     def runs(self, shards: tuple[Shard, ...]) -> Iterator[Run]:
         """Every way to lay the batch out on all devices, with one stage for each rank."""
         base, factor = replace(base_run(self.model), global_batch=self.batch * self.factor), self.factor
-        for tp, pp, dp in axes(NUM_DEVICES, TPS):
-            if self.batch % dp == 0:
-                laid = replace(base, tp=tp, pp=pp, dp=dp * factor)
-                for size, kind in product(divisors(self.batch // dp), self.recompute):
+        for sizes in axes(NUM_DEVICES, TPS):
+            if self.batch % sizes.dp == 0:
+                laid = replace(base, tp=sizes.tp, pp=sizes.pp, dp=sizes.dp * factor)
+                for size, kind in product(divisors(self.batch // sizes.dp), self.recompute):
                     for shard in shards if laid.dp > 1 else ("none",):
                         yield replace(laid, micro_batch=size, recompute=kind, shard=shard)
 

@@ -220,6 +220,8 @@ def quick(words: tuple[str, ...], number: int) -> tuple[str, ...]:
         extra.pop("data.bpe-vocab-size", None)
     if words[0] == "train" and "output.folder" not in flags:
         extra["output.folder"] = f"outputs/{number}"
+    if "search-orders" in flags:  # is a strategy
+        extra.pop("strategies", None)
     if "checkpoint.every" in flags:
         extra["training.steps"] = words[words.index("--checkpoint.every") + 1]
     if "checkpoint.resume" in flags and "training.steps" in extra:
