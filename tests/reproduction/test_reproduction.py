@@ -198,21 +198,21 @@ def test_breadth_first_is_ahead_of_megatron_on_every_cluster_and_less_so_by_the_
                 for is_simulated in (True, False)
             }
             for critical in cost_time.CRITICAL:
-                assert min(gains[critical, True].values()) > 0.22
+                assert min(gains[critical, True].values()) > 0.195
                 assert max(gains[critical, True].values()) < 0.325
                 assert 0.06 < gains[critical, False][4096] < 0.18
             for devices in cost_time.SIZES:
                 assert abs(gains["recalled", True][devices] - gains["fit", True][devices]) < 0.05
 
 
-@pytest.mark.parametrize(("model", "most"), [("gpt-52b", 256), ("gpt-6.6b", 1024)])
-def test_no_pipeline_is_the_cheapest_of_small_clusters_and_breadth_first_of_large_ones(model, most):
+@pytest.mark.parametrize("model", MODELS)
+def test_no_pipeline_is_the_cheapest_of_small_clusters_and_breadth_first_of_large_ones(model):
     curves = {
         method: cost_time.curve(SCALED, model, "cut", method, "recalled", is_simulated=True) for method in batch.METHODS
     }
     for number, devices in enumerate(cost_time.SIZES):
         best = min(curves, key=lambda method, n=number: curves[method][n].days)
-        assert best == ("no pipeline" if devices <= most else "breadth-first")
+        assert best == ("no pipeline" if devices <= 256 else "breadth-first")
 
 
 def test_without_recomputation_1f1b_passes_depth_first_and_never_breadth_first():
