@@ -56,7 +56,7 @@ def step_s(module: Any, row: Row, cluster: Cluster, software: Software) -> float
 
 
 def application_of(run: Run) -> dict[str, int]:
-    """The model. Calculon knows two matrices in an MLP: a third one, of SwiGLU, is a wider inner layer."""
+    """The model. Calculon has two matrices in an MLP: a third one, of SwiGLU, is a wider inner layer."""
     shape = run.shape
     return {
         "hidden": shape.hidden,

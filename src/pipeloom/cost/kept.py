@@ -93,8 +93,10 @@ class Kept:
         is_width = shape.kind.qk_norm == "width"
         # Over several ranks the norm of all heads is several kernels, with an exchange between them.
         is_fused = not (is_width and self.run.tp > 1)
-        apart = self._wide * (2 if self.run.adapter is None else 1)  # the gradient of the weight needs the normed input
-        each, sides = self.run.element_bytes if is_fused else apart, 0
+        separate = self._wide * (
+            2 if self.run.adapter is None else 1
+        )  # the gradient of the weight needs the normed input
+        each, sides = self.run.element_bytes if is_fused else separate, 0
         for width, heads, is_kept in (
             (shape.query_width, shape.heads, of_queries),
             (shape.kv_width, shape.kv_heads, of_keys),
