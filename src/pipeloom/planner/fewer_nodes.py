@@ -6,12 +6,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from pipeloom.config import RunConfig, decided_problems
+from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import PipeloomError
-from pipeloom.planner.plan import plan
-from pipeloom.planner.question import HEADROOM, Question
+from pipeloom.planner.plan import make_question, of_training, plan
+from pipeloom.planner.question import Question
 from pipeloom.planner.run_step import predict_step
 from pipeloom.predict.describe import describe
 from pipeloom.predict.step import SimulatedStep
+from pipeloom.workload.dtypes import dtype_of
+from pipeloom.workload.run import Run
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,34 @@ def _fitting(config: RunConfig) -> SimulatedStep | None:
     return step if step.prediction.fits else None
 
 
+def question_on(config: RunConfig, run: Run, cluster: str | Cluster, program: str, *, num_devices: int) -> Question:
+    """The question for the training of a run on another number of devices, with the same batch.
+
+    Args:
+        config: of the run.
+        run: described by it.
+        cluster: its name or file, or the cluster.
+        program: name or file of the training program.
+        num_devices: to use.
+
+    Raises:
+        UserError: cluster, program and run do not fit together.
+    """
+    question = make_question(
+        run.shape,
+        cluster,
+        num_devices=num_devices,
+        global_batch=config.layout.batch_size,
+        seq=run.seq,
+        software=program,
+        dtype=dtype_of(run.precision),
+        matmul_dtype=config.training.matmul_dtype,
+        attention=run.attention,
+        fused_norm=run.fused_norm,
+    )
+    return of_training(question, config.optimizer.rule, config.pairs)
+
+
 def planned(config: RunConfig, budget_s: float) -> Ways:
     """The fastest layout for the same batch on the most nodes for which there is one.
 
@@ -83,19 +114,9 @@ def planned(config: RunConfig, budget_s: float) -> Ways:
 
     @cache
     def best(num_nodes: int) -> SimulatedStep | None:
-        question = Question(
-            shape=placed.run.shape,
-            cluster=placed.cluster,
-            software=placed.software,
-            num_devices=num_nodes * per_node,
-            global_batch=config.layout.batch_size,
-            seq=placed.run.seq,
-            precision=placed.run.precision,
-            attention=placed.run.attention,
-            fused_norm=placed.run.fused_norm,
-            headroom=HEADROOM,
-        )
+        devices, program = num_nodes * per_node, config.machine.software
         try:
+            question = question_on(config, placed.run, placed.cluster, program, num_devices=devices)
             return plan(question, count=1, budget_s=budget_s, explains=False).best
         except PipeloomError:  # no layout divides the devices and the batch
             return None

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 from pipeloom.config import RunConfig, training_problems
 from pipeloom.errors import UserError
-from pipeloom.planner.plan import make_question, of_training, plan
+from pipeloom.planner.fewer_nodes import question_on
+from pipeloom.planner.plan import plan
 from pipeloom.planner.run_file import run_config
 from pipeloom.predict.describe import described_run
 from pipeloom.training.adapted import with_adapted_check
-from pipeloom.workload.dtypes import dtype_of, precision_of
+from pipeloom.workload.dtypes import precision_of
 
 _MOST_ROWS = 20
 
@@ -29,16 +30,8 @@ def with_fewer_ranks(config: RunConfig) -> RunConfig | None:
 def _planned(config: RunConfig, num_ranks: int) -> RunConfig | None:
     run = described_run(config, precision_of(config.training.known_dtype) or "fp32")
     try:
-        question = make_question(
-            run.shape,
-            config.machine.cluster,
-            num_devices=num_ranks,
-            global_batch=config.layout.batch_size,
-            seq=config.data.seq_len,
-            dtype=dtype_of(run.precision),
-            strategies=("none",),
-        )
-        question = of_training(question, config.optimizer.rule, config.pairs)
+        question = question_on(config, run, config.machine.cluster, "pipeloom", num_devices=num_ranks)
+        question = question.limited(strategies=("none",))
         steps = plan(question, _MOST_ROWS, explains=False, budget_s=10.0).steps
     except UserError:  # no layout divides the ranks and the batch
         return None
