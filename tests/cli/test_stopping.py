@@ -209,11 +209,13 @@ def test_a_signal_to_one_rank_of_a_launcher_ends_all_of_them_in_order(tmp_path, 
 def fills_disks(no_room, too_large=()):
     """Rank 0 finds the disk full at the end of some checkpoints; rank 1 may not write large files at others."""
     write, write_info = checkpoint.Checkpoints._write, checkpoint.write_info
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits = (1 << 40, most)  # a limit from the start: ranks whose files are limited do not send through shared memory
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     def all_or_not(self, info, held):
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if info.step in too_large and not self._is_writer:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, most))
         try:
             write(self, info, held)
         finally:

@@ -1,6 +1,7 @@
 """Both ends of an edge in shared memory: blocks that are used again, a rank that ends, and who may share."""
 
 import os
+import resource
 import socket
 import threading
 from contextlib import closing
@@ -148,3 +149,9 @@ def test_a_listener_takes_no_connection_without_memory():
             stranger.connect(b"\0pipeloom-" + bytes(listener.name.tolist()))
         with pytest.raises(PeerLostError):
             listener.accept(WAIT_S)
+
+
+def test_nobody_shares_under_a_limit_on_the_size_of_files(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: {resource.RLIMIT_FSIZE: (1 << 30, -1)}[limit])
+    with closing(Listener(is_open=True)) as listener:
+        assert connect(listener.name) is None

@@ -9,6 +9,7 @@ notices.
 import fcntl
 import mmap
 import os
+import resource
 import secrets
 import select
 import socket
@@ -107,8 +108,13 @@ class Listener:
 
 
 def connect(name: Tensor) -> Ends | None:
-    """Share memory with the receiver that listens under a name; ``None`` if it is not on this host."""
-    if not name.any():
+    """Share memory with the receiver that listens under a name.
+
+    Returns:
+        ``None`` if the receiver is not on this host, or if this process may not write large files (``ulimit -f``):
+        the system applies that limit to shared memory, too, and its blocks are made while the schedule runs.
+    """
+    if not name.any() or resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with connection:
