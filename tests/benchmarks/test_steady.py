@@ -1,8 +1,11 @@
 """A run takes no more descriptors with its steps; 2,000 of them are ``make steady``."""
 
+import pytest
+
 from steady import measure
 
 
+@pytest.mark.long
 def test_descriptors_stay_the_same(tmp_path):
     samples, times_s = measure(tmp_path, 60)
     assert len(times_s) == 60

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from faults import LONG_S, STALL_S, Chaos, Fault, curve, differences, repeated, restarts
 from forked import Forked
+from thinned import thinned
 
 from pipeloom.checkpoint.kept_files import SHARED_MEMORY
 from pipeloom.cli import main
@@ -27,7 +28,11 @@ def quiet(tmp_path_factory):
     return chaos
 
 
-@pytest.mark.parametrize("kinds", [("kill", "stop"), ("refused port", "cut file"), ("lost folder", "full disk")])
+FAULTS = [("kill", "stop"), ("refused port", "cut file"), ("lost folder", "full disk")]
+"""All of them together: ``make chaos``."""
+
+
+@pytest.mark.parametrize("kinds", thinned(((one,) for one in FAULTS), 3))
 def test_a_run_with_faults_ends_as_a_quiet_one(tmp_path, quiet, kinds):
     before = kept_folders()
     chaos = Chaos(tmp_path / "chaos", STEPS, "--restart.times 9", STALL_S if "stop" in kinds else LONG_S)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from any_runs import DATA, adapted_runs, context_runs, frozen_runs, on_cpus, runs
 from one_process import OneProcess
+from thinned import thinned
 
 from pipeloom.analysis.matching import match_spans
 from pipeloom.cost.memory import working_bytes
@@ -21,9 +22,8 @@ from pipeloom.trace import merge
 from pipeloom.training.session import resolve
 
 CHUNKS = 8
-"""Parts of the runs that are drawn: a step of all ranks of each run takes half a second."""
-ALWAYS = 2
-"""Parts that are compared at every commit."""
+"""Parts of the runs that are drawn, of which the first is compared at every commit: each step of all ranks of a run
+takes half a second."""
 ROUNDING = {"float32": 1e-5, "bfloat16": 0.15}
 """Largest relative difference of a gradient: ten times what these runs have, and half more. The norms of keys have few
 elements, whose sums cancel in bfloat16."""
@@ -113,9 +113,7 @@ def assert_step(config):
     return "evicted"
 
 
-@pytest.mark.parametrize(
-    "chunk", [pytest.param(chunk, marks=[pytest.mark.long] if chunk >= ALWAYS else []) for chunk in range(CHUNKS)]
-)
+@pytest.mark.parametrize("chunk", thinned(range(CHUNKS), CHUNKS))
 @pytest.mark.timeout(300)
 def test_a_step_equals_the_single_process_and_holds_the_bytes_that_are_predicted(chunk):
     seen = {assert_step(config) for config in runs()[chunk::CHUNKS]}
@@ -123,19 +121,19 @@ def test_a_step_equals_the_single_process_and_holds_the_bytes_that_are_predicted
     assert seen & {"offloaded", "evicted"}
 
 
-@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("part", thinned(range(2), 2))
 @pytest.mark.timeout(120)
-def test_a_step_with_frozen_layers_equals_the_single_process_and_holds_the_bytes_that_are_predicted(half):
-    assert {assert_step(config) for config in frozen_runs(24)[half::2]} == {"kept"}
+def test_a_step_with_frozen_layers_equals_the_single_process_and_holds_the_bytes_that_are_predicted(part):
+    assert {assert_step(config) for config in frozen_runs(24)[part::2]} == {"kept"}
 
 
-@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("part", thinned(range(4), 4))
 @pytest.mark.timeout(120)
-def test_a_step_with_adapters_equals_the_single_process_and_holds_the_bytes_that_are_predicted(half):
-    assert {assert_step(config) for config in adapted_runs(40)[half::2]} == {"kept"}
+def test_a_step_with_adapters_equals_the_single_process_and_holds_the_bytes_that_are_predicted(part):
+    assert {assert_step(config) for config in adapted_runs(40)[part::4]} == {"kept"}
 
 
-@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("part", thinned(range(4), 4))
 @pytest.mark.timeout(120)
-def test_a_step_with_shared_sequences_equals_the_single_process_and_holds_the_bytes_that_are_predicted(half):
-    assert {assert_step(config) for config in context_runs(24)[half::2]} == {"kept"}
+def test_a_step_with_shared_sequences_equals_the_single_process_and_holds_the_bytes_that_are_predicted(part):
+    assert {assert_step(config) for config in context_runs(24)[part::4]} == {"kept"}

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from families import SOME, TRAINING, fitting
 from gloo import differences_over_gloo
 from in_process import InProcessLanes, MovePost, Neighborhood, Post, play_in_process
 from small_run import small_run
+from thinned import thinned
 from toy import make_executor
 from transformer_ranks import NUM_TOKENS, ROWS, VOCAB, TransformerCluster, schedule_of
 
@@ -108,7 +110,7 @@ def worst(schedule, family, *, slices=None, recompute="none"):
 
 
 @pytest.mark.parametrize("slices", [None, SLICES], ids=["whole", "slices"])
-@pytest.mark.parametrize(("number", "family"), list(enumerate(TRAINING)))
+@pytest.mark.parametrize(("number", "family"), thinned(enumerate(TRAINING), 2))
 def test_a_window_of_three_documents_is_three_runs_alone(number, family, slices):
     sizes = {"num_microbatches": 2, "num_slices": 1 if slices is None else 4}
     schedule = lower(make_schedule(family, pp=2, loops=fitting(family, 2)["loops"], **sizes))
@@ -139,8 +141,7 @@ def test_so_it_is_with_moves_and_recomputation(family, change):
         assert worst(change(schedule), "llama", slices=slices) < 1e-12
 
 
-@pytest.mark.parametrize("family", SOME)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("family", "sequence_parallel"), thinned(product(SOME, (False, True)), 3))
 def test_and_with_tensor_parallelism_over_replicas(family, sequence_parallel):
     layout = Layout(pp=2, tp=2, dp=2, loops=fitting(family, 2)["loops"], num_microbatches=2)
     layout = replace(layout, sequence_parallel=sequence_parallel, shard="full")

@@ -132,7 +132,9 @@ RUNS = {
 
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # tracing asks for it, and goes on
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] if kind == "compiled" else []) for kind in RUNS]
+)
 def test_a_step_equals_the_single_process(tmp_path, kind):
     num_ranks, runs = RUNS[kind]
     names = ("model", "layout", "schedule", "training")

@@ -1,6 +1,7 @@
 """Backwards in two halves: whatever stands between them, the gradients are those of a single process."""
 
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from in_process import Post, run_in_process
 from replicas import Cluster
 from small_run import small_run, write_text
+from thinned import thinned
 from toy import Toy, make_executor, objective, reference, worst_difference
 from transformer_ranks import TransformerCluster, complete, differences
 
@@ -71,8 +73,7 @@ def test_transformers_equal_the_single_process_whatever_is_recomputed(family, mo
         assert worst(family, delay, tied=tied, model=model, recompute=recompute, pp=2, num_microbatches=3) < 1e-9
 
 
-@pytest.mark.parametrize("placement", ["looped", "v"])
-@pytest.mark.parametrize("shard", LEVELS)
+@pytest.mark.parametrize(("shard", "placement"), thinned(product(LEVELS, ("looped", "v")), 3))
 def test_at_every_level_of_sharding_with_few_buffers(shard, placement):
     for family, delay in (("breadth-first", 2), ("depth-first", None), ("hybrid", 0)):
         sizes = {"pp": 2, "dp": 2, "shard": shard, "num_microbatches": 4}
@@ -82,8 +83,7 @@ def test_at_every_level_of_sharding_with_few_buffers(shard, placement):
         assert found < 1e-9
 
 
-@pytest.mark.parametrize("splits_sequence", [False, True])
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize(("model", "splits_sequence"), thinned(product(("llama", "gpt2"), (False, True)), 3))
 def test_with_tensor_parallelism(model, splits_sequence):
     for delay, recompute, tied in ((0, "full", True), (None, "none", False), (1, "selective", True)):
         sizes = {"pp": 2, "tp": 2, "num_microbatches": 3, "sequence_parallel": splits_sequence}

@@ -28,7 +28,7 @@ def _stall(config, world, data):
     pipeline.train_step(pipeline.batch(data.train.batch(0, config.layout.batch_size)))
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_a_stalled_exchange_names_its_processes_its_action_and_who_is_missing(tmp_path, tp):
     config = small_run(tmp_path, model=SHAPES["gpt2"], layout=Layout(pp=1, tp=tp, num_microbatches=1))
     config = replace(config, training=replace(config.training, stall_timeout_s=2))

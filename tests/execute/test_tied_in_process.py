@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 from families import SOME, fitting
+from thinned import thinned
 from transformer_ranks import TransformerCluster, differences, plain_steps, tied_schedule
 
 from pipeloom.analysis.bubble import account_bubble
@@ -41,7 +42,7 @@ EVERY = [(family, *case, (1, 5)[(n + m) % 2]) for n, family in enumerate(SOME) f
 """Each family in each case, with one micro-batch and with many in turns."""
 
 
-@pytest.mark.parametrize(("family", "shard", "pp", "dp", "replicate", "num_microbatches"), EVERY)
+@pytest.mark.parametrize(("family", "shard", "pp", "dp", "replicate", "num_microbatches"), thinned(EVERY, 3))
 def test_steps_equal_the_single_process(family, shard, pp, dp, replicate, num_microbatches):
     sizes = {"pp": pp, "dp": dp, "replicate": replicate, "shard": shard, "num_microbatches": num_microbatches}
     layout = layout_of(family, **sizes)
@@ -53,7 +54,7 @@ PLACED = [
 ]
 
 
-@pytest.mark.parametrize(("family", "shard", "placement"), PLACED)
+@pytest.mark.parametrize(("family", "shard", "placement"), thinned(PLACED, 3))
 def test_so_they_do_in_every_placement(family, shard, placement):
     layout = layout_of(family, pp=2, dp=2, shard=shard, num_microbatches=3)
     schedule = tied_schedule(layout, family, fitting(family, 2, placement)["placement"])
@@ -67,7 +68,7 @@ FEW = [
 ]
 
 
-@pytest.mark.parametrize(("family", "buffers", "shard", "placement"), FEW)
+@pytest.mark.parametrize(("family", "buffers", "shard", "placement"), thinned(FEW, 5))
 def test_the_heads_gradient_is_in_the_last_of_several_reductions(family, buffers, shard, placement):
     layout = layout_of(family, pp=2, dp=2, loops=3, shard=shard, num_microbatches=4)
     schedule = tied_schedule(layout, family, placement, gradient_buffers=buffers, residency=1)

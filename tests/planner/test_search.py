@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from thinned import thinned
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.planner.question import Limits
@@ -35,7 +36,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", thinned(VARIANTS, 3))
 def test_bounds_leave_nothing_out_that_is_among_the_best(ask, name):
     question = ask(**VARIANTS[name])
     pruned, everything = searched(question), search(question, prunes=False)

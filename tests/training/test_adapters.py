@@ -158,7 +158,7 @@ def test_adapters_that_peft_cannot_have_are_merged(tmp_path):
 def test_evaluate_generate_and_a_second_run_take_the_adapters(run, tmp_path, capsys):
     text, cache = str(run.data.path), str(tmp_path / "cache")
     words = ["evaluate", str(run.output.folder), "--layout.pp", "1", "--layout.tp", "1", "--data.cache", cache]
-    assert main([*words, "--data.path", text, "--json"]) == 0
+    assert main([*words, "--data.path", text, "--json", "--batches", "9"]) == 0
     generate = ["generate", str(run.output.folder), "--prompt", "line", "--max-tokens", "2", "--layout.pp", "1"]
     assert main([*generate, "--layout.tp", "1"]) == 0
     capsys.readouterr()

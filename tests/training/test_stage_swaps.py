@@ -95,7 +95,7 @@ def weights(folder):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float64", marks=pytest.mark.long)])
 def test_a_model_of_four_budgets_trains_to_the_same_bits(tmp_path, dtype):
     configs = {}
     cases = product((False, True), (0.5, float("inf"))) if dtype == "float32" else ((False, float("inf")), (True, 0.5))
