@@ -21,3 +21,15 @@ def test_the_first_run_does_not_count_and_neither_does_what_comes_before_each(mo
 
     assert stopwatch.median_seconds(run, 3, torch.device("cpu"), before) == 3.0
     assert len(called) == 4
+
+
+def test_what_comes_before_the_runs_of_a_sample_is_not_timed():
+    clock, order = iter([10.0, 16.0]), []
+
+    def now():
+        order.append("clock")
+        return next(clock)
+
+    sample = stopwatch.sample_of(lambda: order.append("run"), now, factor=0.5, before=lambda: order.append("meet"))
+    assert sample(2) == 0.5 * 6 / 2
+    assert order == ["meet", "clock", "run", "run", "clock"]

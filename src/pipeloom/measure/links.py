@@ -57,8 +57,12 @@ def measure_messages(watch: Stopwatch, pairs: Pairs, between: str) -> Messages:
         for size, spec in specs.items():
             sample: Sample = _nothing
             if mine is not None:
-                exchange = partial(_there_and_back, world, transport, spec, mine)
-                sample = sample_of(exchange, partial(now, world.device), factor=0.5)
+                there_and_back = partial(_there_and_back, world, transport)
+                # Rank 0 begins a sample; its partner begins when the broadcast arrives, one or two latencies later. A
+                # message there and back that is not timed waits for that.
+                meet = partial(there_and_back, specs[min(specs)], mine)
+                clock = partial(now, world.device)
+                sample = sample_of(partial(there_and_back, spec, mine), clock, factor=0.5, before=meet)
             points.append((float(size), watch.time(f"messages of {size_text(size)} between {between}", sample)))
     return Messages(len(pairs), tuple(points))
 

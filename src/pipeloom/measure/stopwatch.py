@@ -118,7 +118,7 @@ def on_host(device: torch.device, run: Run) -> Sample:
     return sample_of(run, partial(now, device), time.perf_counter)
 
 
-def sample_of(run: Run, begin: Now, end: Now | None = None, factor: float = 1.0) -> Sample:
+def sample_of(run: Run, begin: Now, end: Now | None = None, factor: float = 1.0, before: Run | None = None) -> Sample:
     """Time consecutive runs.
 
     Args:
@@ -126,9 +126,12 @@ def sample_of(run: Run, begin: Now, end: Now | None = None, factor: float = 1.0)
         begin: the clock, read before the first run.
         end: the clock as read after the last run, for example without synchronization; ``None``: ``begin``.
         factor: applied to the seconds.
+        before: once before the runs of a sample, not timed.
     """
 
     def sample(runs: int) -> float:
+        if before is not None:
+            before()
         begin_s = begin()
         for _ in range(runs):
             run()
