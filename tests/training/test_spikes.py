@@ -10,6 +10,7 @@ from small_run import small_run
 from pipeloom.checkpoint.checkpoint_folder import list_checkpoints, read_info
 from pipeloom.config import CheckpointConfig, TrainingConfig
 from pipeloom.errors import RunError, WorkerError
+from pipeloom.runs.run_reading import read_run
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.run import train
 from pipeloom.training.spikes import LEAST, Spikes
@@ -53,7 +54,8 @@ def spoiled(monkeypatch):
 
 
 def lines(folder):
-    return {line["step"]: line for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+    text = (folder / "metrics.jsonl").read_text().splitlines()
+    return {line["step"]: line for line in (json.loads(line, parse_constant=pytest.fail) for line in text)}
 
 
 def test_a_step_is_skipped_on_every_rank_and_a_checkpoint_behind_it_resumes_to_equal_losses(tmp_path, spoiled):
@@ -61,7 +63,10 @@ def test_a_step_is_skipped_on_every_rank_and_a_checkpoint_behind_it_resumes_to_e
     spoiled(3)
     train(config, quiet=True)
     found = lines(config.output.folder)
-    assert [step for step, line in found.items() if line.get("skipped")] == [3]
+    reasons = {step: line["skipped"] for step, line in found.items() if "skipped" in line}
+    assert reasons == {3: "step 3: its gradient norm is nan"}
+    assert found[3]["grad_norm"] is None
+    assert read_run(config.output.folder).metrics[2]["grad_norm"] is None
     assert list(found) == list(range(1, STEPS + 1))
     assert "its gradient norm is nan" in (config.output.folder / "warnings.txt").read_text()
     spoiled(0)

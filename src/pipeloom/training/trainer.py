@@ -198,7 +198,7 @@ class Trainer:
         if self._world.rank == 0:
             line |= self._meter.metrics(self._sums, speed)
         if self._problem is not None:
-            line["skipped"] = True
+            line["skipped"] = self._problem
         if self._validates_after(step) and (validation := self._validate()) is not None:
             line["validation_loss"] = validation
         return line
