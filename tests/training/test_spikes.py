@@ -23,10 +23,13 @@ TRAINING = TrainingConfig(
 LAYOUT = Layout(pp=1, loops=1, dp=2, shard="optimizer", num_microbatches=1, microbatch_size=1)
 
 
-def config_of(folder, policy, **checkpoint):
+CONTEXT = replace(LAYOUT, dp=1, cp=2)
+
+
+def config_of(folder, policy, layout=LAYOUT, **checkpoint):
     return small_run(
         folder,
-        layout=LAYOUT,
+        layout=layout,
         training=replace(TRAINING, on_spike=policy),
         checkpoint=CheckpointConfig(final="none", every=2, **checkpoint),
     )
@@ -81,7 +84,7 @@ def test_a_step_is_skipped_on_every_rank_and_a_checkpoint_behind_it_resumes_to_e
 
 
 def test_a_run_goes_back_to_its_checkpoint_and_leaves_the_batches_out(tmp_path, spoiled):
-    config = config_of(tmp_path, "rollback")
+    config = config_of(tmp_path, "rollback", CONTEXT)
     spoiled(4)
     train(config, quiet=True)
     found = lines(config.output.folder)
@@ -89,11 +92,11 @@ def test_a_run_goes_back_to_its_checkpoint_and_leaves_the_batches_out(tmp_path, 
     assert not any(line.get("skipped") for line in found.values())
     assert "back to step 2" in (config.output.folder / "warnings.txt").read_text()
     last = list_checkpoints(config.output.folder)[-1]
-    batch = LAYOUT.batch_size
+    batch = CONTEXT.batch_size
     assert (read_info(last).step, read_info(last).sequences) == (STEPS, (STEPS + 2) * batch)
     # The same as a run that resumes at step 2 with the batch behind the bad one.
     spoiled(0)
-    quiet = config_of(tmp_path, "stop")
+    quiet = config_of(tmp_path, "stop", CONTEXT)
     quiet = replace(quiet, output=replace(quiet.output, folder=tmp_path / "quiet"))
     train(quiet, quiet=True)
     assert lines(tmp_path / "quiet")[2]["loss"] == found[2]["loss"]
