@@ -21,7 +21,9 @@ from pipeloom.workload.layout import Coordinates
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 WARNINGS = "warnings.txt"
-"""A line for each checkpoint that could not be written; most runs have no such file."""
+"""A line for each thing that went wrong without ending the run; most runs have no such file."""
+SLOW_RANKS = "slow_ranks.json"
+"""Ranks that compute for much longer than the others, at the step that named them."""
 SCHEDULE = "schedule.txt"
 TRACE = "trace.json"
 OTHER_TRACES = "trace-replica-*.json"
@@ -157,7 +159,7 @@ class RunFolder:
             for name in [METRICS, CONFIG, *sorted(names - {METRICS, CONFIG})]:
                 (drafts / name).replace(self.path / name)
             for name in self.damaged:
-                _put_aside(self.path / FOLDER / name)
+                put_aside(self.path / FOLDER / name)
             # Last, since this folder marks a run that has not begun (is_starting).
             drafts.rmdir()
         except OSError as error:
@@ -190,7 +192,7 @@ def _measured(path: Path) -> list[Path]:
     return [*path.glob(OTHER_TRACES), *(path / name for name in names if (path / name).exists())]
 
 
-def _put_aside(checkpoint: Path) -> None:
+def put_aside(checkpoint: Path) -> None:
     """Rename a damaged checkpoint, so that neither runs nor the limit on old checkpoints count it."""
     for number in count():
         target = checkpoint.with_name(f"{checkpoint.name}.damaged{f'-{number}' if number else ''}")
