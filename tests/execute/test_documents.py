@@ -11,6 +11,7 @@ from families import SOME, TRAINING, fitting
 from gloo import differences_over_gloo
 from in_process import InProcessLanes, MovePost, Neighborhood, Post, play_in_process
 from small_run import small_run
+from stage_outputs import stage_outputs
 from thinned import thinned
 from toy import make_executor
 from transformer_ranks import NUM_TOKENS, ROWS, VOCAB, TransformerCluster, schedule_of
@@ -18,7 +19,7 @@ from transformer_ranks import NUM_TOKENS, ROWS, VOCAB, TransformerCluster, sched
 from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.data.text import load_data
 from pipeloom.data.windows import mark_begins
-from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, stage_outputs
+from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.parts.moves import ActivationMoves
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.execute.stages.stage import StepDocuments

@@ -10,12 +10,13 @@ from families import SOME, fitting
 from gloo import differences_over_gloo
 from in_process import InProcessLanes, MovePost, Neighborhood, Post, run_in_process
 from small_run import small_run
+from stage_outputs import stage_outputs
 from toy import make_executor
 
 from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.data.text import load_data
 from pipeloom.errors import UserError
-from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, stage_outputs
+from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.parts.moves import ActivationMoves
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.families import FAMILIES, make_schedule

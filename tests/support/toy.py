@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from stage_outputs import stage_outputs
 from torch import Tensor, nn
 
 from pipeloom.execute.clock import Clock
-from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, stage_outputs
+from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.communication.transport import Transport
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.parts.compute import Compute

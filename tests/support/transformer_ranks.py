@@ -6,10 +6,11 @@ from functools import cache, partial
 import torch
 from in_process import Neighborhood, Post, blocking_groups_in_process, groups_in_process, play_in_process
 from replicas import adamw, parts_of
+from stage_outputs import stage_outputs
 
 from pipeloom.config import ModelConfig
 from pipeloom.execute.clock import Clock
-from pipeloom.execute.communication.boundary import TensorSpec, stage_outputs
+from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.communication.collectives import Groups
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.parts.compute import Compute

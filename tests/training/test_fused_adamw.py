@@ -54,7 +54,14 @@ from torch.nn import functional
 from pipeloom.model.graph_breaks import graph_break, keep_compiler_unloaded
 keep_compiler_unloaded()
 import pipeloom.training.run
+from pipeloom.model import build_stage
 from pipeloom.training.fused_adamw import FusedAdamW
+from pipeloom.workload.model import ModelConfig
+sizes = ModelConfig(num_layers=1, hidden_size=8, num_heads=2).resolve(11)
+stage = build_stage(sizes, range(3), max_positions=4, seed=0, dtype=torch.float32, device="cpu")
+stage(torch.zeros((1, 4), dtype=torch.int64)).sum().backward()
+found = [name for name in ("sympy", "pipeloom.planner.plan") if name in sys.modules]
+assert not found, found
 x = torch.ones(2, 3, device="meta", requires_grad=True)
 functional.silu(x.square().mean(-1, keepdim=True).rsqrt() * x).softmax(-1).sum().backward()
 weight = torch.nn.Parameter(torch.ones(3))
@@ -68,7 +75,7 @@ assert graph_break(lambda value: value + 1)(1) == 2
 """
 
 
-def test_a_run_without_compilation_loads_no_compiler_and_no_checkpoint_library():
+def test_a_run_without_compilation_loads_no_compiler_no_symbolic_shapes_no_planner_and_no_checkpoint_library():
     done = subprocess.run([sys.executable, "-c", WITHOUT_COMPILER], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

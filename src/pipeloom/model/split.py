@@ -7,6 +7,7 @@ therefore starts from bit-identical weights.
 import hashlib
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -75,7 +76,8 @@ def build_stage(
             # Detached: a module registers an nn.Parameter that is assigned to it as one of its own.
             stage.borrow(first.get_parameter(TIED_NAME).detach().requires_grad_(adapter is None))
         return stage
-    stage.to_empty(device=device)
+    # Not to_empty, whose empty_like of a tensor on meta loads PyTorch's symbolic shapes, half a second of a start.
+    stage._apply(partial(_without_values, torch.device(device)))  # noqa: SLF001
     slices = stage.slices()
     with torch.no_grad():
         # One parameter at a time: at most one whole matrix in float32 exists beside the stage.
@@ -88,6 +90,10 @@ def build_stage(
                 whole = _first_value(name, here.whole, seed, config)
             weight.copy_(here.of(whole, weight.shape))
     return stage
+
+
+def _without_values(device: torch.device, like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=device)
 
 
 def generator_seed(seed: int, name: str) -> int:

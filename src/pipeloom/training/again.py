@@ -19,7 +19,6 @@ from pipeloom.runs.run_folder import CONFIG, RunFolder
 from pipeloom.runs.run_start import go_back, remove_unfinished
 from pipeloom.runs.standstill import read_standstill
 from pipeloom.system.temporary import temporary_folder
-from pipeloom.training.fewer_ranks import with_fewer_ranks
 
 
 @dataclass(frozen=True)
@@ -123,6 +122,8 @@ class Restarts:
 
     def _leave_out(self, rank: int, error: RunError) -> str:
         """Go on with fewer ranks, or raise the error; returns the layout in words."""
+        from pipeloom.training.fewer_ranks import with_fewer_ranks  # not at the start: it loads the planner
+
         fewer = with_fewer_ranks(self.config) if self.config.restart.layout == "plan" else None
         if fewer is None:
             error.add_note(f"rank {rank} has failed {self._failures[rank]} times, more often than restart.times")

@@ -17,7 +17,7 @@ from pipeloom.data.entry import RENEW
 from pipeloom.data.windows import without_marks
 from pipeloom.errors import UserError
 from pipeloom.execute.clock import Clock, CudaClock
-from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, stage_outputs
+from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.communication.collectives import make_context_group, make_groups, make_tensor_group
 from pipeloom.execute.communication.transport import Transport, edges_of
 from pipeloom.execute.communication.wires import make_wires
@@ -53,7 +53,7 @@ from pipeloom.passes import Moves
 from pipeloom.recipe import build, schedule_text
 from pipeloom.runs.action_log import ActionLog
 from pipeloom.schedule import Schedule
-from pipeloom.training.stages import StageSizes, make_store, saved_bytes, stage_of
+from pipeloom.training.stages import StageSizes, make_store, output_specs, saved_bytes, stage_of
 from pipeloom.training.visits import Visits
 
 _Own = TypeVar("_Own")
@@ -427,15 +427,7 @@ class Pipeline:
 
     def _outputs(self, microbatch_size: int, num_tokens: int) -> tuple[TensorSpec, ...]:
         """The spec of every stage's output, for so many tokens of each sequence."""
-        tokens = TensorSpec((microbatch_size, num_tokens), torch.int64)
-        if self._config.model.adapted is not None:  # not run on meta: a model's code may look at values
-            sizes = self._config.model.hidden_size, self._config.model.vocab_size
-            shapes = [TensorSpec((*tokens.shape, size or 0), self._dtype) for size in sizes]
-            return (*[shapes[0]] * (self.schedule.num_stages - 1), shapes[1])
-        # Layers keep the shape of their input, so embedding and head suffice; running all layers on the meta device
-        # takes longer than training a small model.
-        ends = (self._pieces[0][:1], self._pieces[-1][-1:])
-        between, logits = stage_outputs(lambda end: self._build(ends[end], "meta", self._dtype), 2, tokens)
+        between, logits = output_specs(self._config, self._parallel, microbatch_size, num_tokens)
         return (*[between] * (self.schedule.num_stages - 1), logits)
 
     def _stages(

@@ -78,8 +78,8 @@ def run_on_all_ranks(
         # Each host may have its own cache folder, and then has to tokenize the text itself.
         world = join_launched(config.training.device, stall_s + max(patience_s, _LAUNCHED_PATIENCE_S))
         return _work(config, job, world, load or load_text)
-    # Imported before the fork, once instead of once in every worker: the first is loaded by shapes on the meta device.
-    needed = ["torch.fx.experimental.symbolic_shapes", *config.optimizer.rule.imports]
+    # Imported before the fork, once instead of once in every worker.
+    needed = [*config.optimizer.rule.imports]
     if config.training.compile:
         needed.append(
             "torch._inductor.compile_fx" if config.training.compile_backend == "inductor" else "torch._dynamo"

@@ -79,6 +79,26 @@ def stage_of(
     return stage
 
 
+def output_specs(
+    config: RunConfig, parallel: TensorParallel, microbatch_size: int, num_tokens: int
+) -> tuple[TensorSpec, TensorSpec]:
+    """Specs of a stage's output on a tensor-parallel rank: of every stage but the last, and the last one's logits.
+
+    Computed, since operators on the meta device load PyTorch's symbolic shapes, which takes a third of the time of
+    loading PyTorch.
+
+    Args:
+        config: resolved.
+        parallel: the tensor-parallel rank.
+        microbatch_size: sequences.
+        num_tokens: of each sequence, without those of other context-parallel ranks.
+    """
+    dtype, vocab_size = getattr(torch, config.training.known_dtype), config.model.vocab_size or 0
+    between = microbatch_size, num_tokens // parallel.size, config.model.hidden_size
+    logits = microbatch_size, num_tokens, len(parallel.share(vocab_size))
+    return TensorSpec(between, dtype), TensorSpec(logits, dtype)
+
+
 @dataclass(frozen=True)
 class StageSizes:
     """Bytes of the stages of a resolved configuration, counted; the ``sizes`` of ``recipe.build``.
@@ -199,9 +219,9 @@ def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *,
         for length in lengths:
             tokens = TensorSpec((layout.microbatch_size, length), torch.int64).empty("meta")
             given = tokens
-            if not module.has_embedding:  # a message between stages carries the rank's share of the tokens
-                own = (layout.microbatch_size, length // layout.tp, config.model.hidden_size)
-                given = TensorSpec(own, dtype).empty("meta").requires_grad_(needs_gradient)
+            if not module.has_embedding:
+                between, _ = output_specs(config, parallel, layout.microbatch_size, length)
+                given = between.empty("meta").requires_grad_(needs_gradient)
             targets = tokens.flatten()  # part of the batch, so not counted
             parcel, begin = Parcel(owns_input=not module.has_embedding), 0 if cache is None else cache.begin
             documents.append(Documents(tokens) if config.data.by_document else None)

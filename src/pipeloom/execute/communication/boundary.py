@@ -1,7 +1,7 @@
-"""Specs of the tensors between stages, which all ranks agree on once by running every stage on meta tensors."""
+"""Specs of the tensors between stages, which all ranks agree on."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -80,27 +80,6 @@ class TokenSlices:
     def cut(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of the slices of each tensor of whole sequences, one tensor after the other."""
         return [part.contiguous() for tensor in tensors for part in tensor.split(self.lengths, dim=1)]
-
-
-def stage_outputs(
-    build_stage: Callable[[int], Callable[[torch.Tensor], torch.Tensor]], num_stages: int, first_input: TensorSpec
-) -> tuple[TensorSpec, ...]:
-    """The spec of every stage's output for one micro-batch.
-
-    Every rank can compute all of them, since a stage on the meta device takes no memory.
-
-    Args:
-        build_stage: makes a stage's module on the meta device.
-        num_stages: stages of the whole pipeline.
-        first_input: what stage 0 takes.
-    """
-    specs: list[TensorSpec] = []
-    tensor = first_input.empty("meta")
-    with torch.no_grad():
-        for stage in range(num_stages):
-            tensor = build_stage(stage)(tensor)
-            specs.append(TensorSpec.of(tensor))
-    return tuple(specs)
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
