@@ -79,6 +79,22 @@ def test_rows_that_no_family_can_make_are_counted_and_the_others_predicted():
     assert answer.to_json()["summary"]["rows"] == 3
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"pp": 64, "dp": 1}, "the model has fewer layers than the pipeline has stages"),
+        (
+            {"global_batch": 1, "micro_batch": 2},
+            "the batch has fewer sequences than the replicas have in one micro-batch",
+        ),
+        ({"tp": 7}, "tp and kv_heads do not divide the heads"),
+    ],
+)
+def test_layouts_that_no_program_runs_are_counted(changes, reason):
+    (found,) = compare([replace(ROW, run=replace(ROW.run, **changes), schedule="1f1b")]).skipped
+    assert found.startswith(reason)
+
+
 def test_rows_of_an_unknown_device_are_counted_and_a_given_cluster_predicts_them():
     rows = [ROW, replace(ROW, device="abacus"), replace(ROW, device="abacus")]
     assert compare(rows).skipped == {"no cluster of the catalog has the device 'abacus': give --cluster": 2}

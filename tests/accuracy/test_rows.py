@@ -55,6 +55,11 @@ def test_a_wrong_cell_is_named_with_its_line(tmp_path, cells, message):
     assert message in str(caught.value)
 
 
+def test_words_are_read_in_any_case(tmp_path):
+    (row, *_) = read_rows(changed(tmp_path, status="OK", precision="BF16", attention="Flash2", device="A100 SXM 80GB"))
+    assert (row.is_ok, row.run.precision, row.run.attention, row.device) == (True, "bf16", "flash2", "a100-sxm-80gb")
+
+
 def test_context_parallelism_is_a_column_or_an_item_of_the_note(tmp_path):
     (first, *_) = read_rows(changed(tmp_path, dp="16", note="cp=2; bf16 gradients"))
     assert (first.run.cp, first.run.num_devices) == (2, 32)

@@ -165,6 +165,8 @@ def test_flash_kernels_reach_the_share_of_the_peak_that_kernels_of_earlier_devic
     able = replace(h100, device=replace(h100.device, early_kernels=1.0))
     early_s, own_s = (Pieces(flash, cluster, PROGRAM).attention_s()[0] for cluster in (h100, able))
     assert own_s / early_s == pytest.approx(h100.device.early_kernels, rel=1e-2)
+    native = replace(PROGRAM, native_attention=True)
+    assert Pieces(flash, h100, native).attention_s()[0] == own_s
 
 
 @pytest.mark.parametrize(("size", "share"), [(152, 1.0), (148, 0.5), (150, 0.25), (151, 0.125)])

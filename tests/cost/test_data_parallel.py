@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from pipeloom.accuracy.schedules import predict
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.collectives import SLOWDOWN, gather_s, layer_collectives_s, reduce_s, together_s
 from pipeloom.cost.exchanges import step_terms
@@ -84,6 +85,24 @@ def test_gathers_and_reductions_of_layers_hide_behind_compute_or_determine_it():
     assert layer_collectives_s(replace(RUN, shard="optimizer"), slow, program) == (0, 0)
     # What is gathered layer by layer is not gathered once more after the pipeline.
     assert step_terms(Placed(RUN, slow, program), 0.0).reduce_s == 0
+
+
+def test_with_a_pipeline_fully_sharded_weights_are_gathered_once_a_step():
+    program = replace(load_software("fsdp"), efficiency=OURS.efficiency)
+    run = replace(RUN, pp=2, dp=4, micro_batch=1, global_batch=64, shard="full")
+    each = Placed(run, A100, replace(program, gathers_layers=False)).costs
+    assert Placed(run, A100, program).costs == each
+    placed = Placed(run, A100, program)
+    held = max(placed.rank_parameters)
+    moved_s = gather_s(run, A100, program, held) + reduce_s(run, A100, program, held)
+    assert step_terms(placed, 0.0).reduce_s == pytest.approx(moved_s)
+    # A device then holds the weights of its rank gathered, and gradients of all of them until they are scattered.
+    once, alone = (
+        predict(Placed(run, A100, one), "1f1b").prediction.memory
+        for one in (program, replace(program, gathers_layers=False))
+    )
+    assert once.weights_bytes > alone.weights_bytes
+    assert once.gradients_bytes > alone.gradients_bytes
 
 
 def test_every_bucket_of_a_reduction_has_its_latency():

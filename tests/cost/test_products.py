@@ -12,10 +12,11 @@ from pipeloom.workload.run import Run
 CLUSTER, MEGATRON = load_cluster("dgx-h100"), load_software("megatron-core")
 WIDE = Run(shape=load_model("llama-3-70b", 8192), seq=8192, tp=4, sequence_parallel=True)
 NARROW = replace(WIDE, products="fp8")
+UNFUSED = replace(MEGATRON, fuses_casts=False)
 
 
 def test_linear_layers_are_faster_and_casts_are_added():
-    wide, narrow = (Pieces(run, CLUSTER, MEGATRON) for run in (WIDE, NARROW))
+    wide, narrow = (Pieces(run, CLUSTER, UNFUSED) for run in (WIDE, NARROW))
     for one, other, size in (
         (wide.layer_forward(), narrow.layer_forward(), 1),
         (wide.layer_backward(), narrow.layer_backward(), 2),
@@ -28,6 +29,17 @@ def test_linear_layers_are_faster_and_casts_are_added():
         moved = into if size == 1 else out
         rate = CLUSTER.device.memory_bytes_per_s * MEGATRON.efficiency.memory
         assert other.memory_s - one.memory_s == pytest.approx(4 * 8192 * moved / rate)
+
+
+def test_norms_and_activations_that_write_8_bits_leave_what_other_kernels_write_to_cast():
+    plain, fused = (Pieces(NARROW, CLUSTER, program) for program in (UNFUSED, MEGATRON))
+    rate = CLUSTER.device.memory_bytes_per_s * MEGATRON.efficiency.memory
+    # Inputs of both norms and of the product out of the MLP; the gradient of the activation.
+    for one, other, width in (
+        (plain.layer_forward(), fused.layer_forward(), 8192 + 8192 + 28672 / 4),
+        (plain.layer_backward(), fused.layer_backward(), 2 * 28672 / 4),
+    ):
+        assert one.memory_s - other.memory_s == pytest.approx(4 * 8192 * width / rate)
 
 
 def test_head_embedding_and_memory_are_as_before():

@@ -49,7 +49,10 @@ def write_run(
         (folder / run_folder.PREDICTED_TRACE).write_text(to_chrome(trace, "predicted"))
     tokens = layout.batch_size * config.data.seq_len
     lines = [_metrics(step, loss, tokens) for step in range(1, steps + 1)]
-    (folder / run_folder.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    strict = [
+        {name: None if run_folder.is_infinite(value) else value for name, value in line.items()} for line in lines
+    ]
+    (folder / run_folder.METRICS).write_text("".join(json.dumps(line) + "\n" for line in strict))
     if sample is not None:
         (folder / run_folder.SAMPLE).write_text(sample, encoding="utf-8")
     summary = {

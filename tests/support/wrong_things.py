@@ -492,12 +492,27 @@ SPIKES: list[Row] = [
     ("simulate small.toml --training.on-spike skip", {}, "--training.on-spike"),
     ("verify small.toml --training.spike-loss 2", {}, "--training.spike-loss"),
 ]
+CHECKS: list[Row] = [
+    (f"{_SMALL} --training.check-every 0", {}, "training.check_every must be at least 1"),
+    (f"{_SMALL} --training.check-every 1.5", {}, "training.check-every"),
+    (f"{_SMALL} --training.check-every 5 --layout.pp 1 --layout.loops 1", {}, "training.check_every has no effect"),
+    (f"{_SMALL} --training.check-every 5 --layout.pp 1 --layout.loops 1 --layout.tp 2", {}, "layout.pp x layout.dp of"),
+    (f"{_SMALL} --training.check-every 5 --restart.times 1", {}, "training.check_every does not work with restart"),
+    (
+        f"{_SMALL} --training.check-every 5 --schedule.device-budget 1MB --layout.pp 1 --layout.loops 2",
+        {},
+        "training.check_every has no effect without layout.pp x layout.dp of at least 2",
+    ),
+    ("simulate small.toml --training.check-every 5", {}, "--training.check-every"),
+    ("verify small.toml --training.check-every 5", {}, "--training.check-every"),
+]
 GROUPS = (
     MODELS,
     ADAPTED,
     ADAPTERS,
     OPTIMIZERS,
     SPIKES,
+    CHECKS,
     WEIGHTS,
     DATA,
     MIXTURES,

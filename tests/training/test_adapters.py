@@ -52,6 +52,7 @@ def tuned(folder, pretrained, layout, adapter, **training):
         (Layout(pp=2, tp=2, loops=1, sequence_parallel=True), {}),
         (Layout(pp=2, tp=2, loops=2, recompute="full"), {"freeze_layers": 1}),
         (Layout(pp=2, dp=2, loops=3, shard="full", partition=(1, 1, 1, 1, 1, 1)), {}),
+        (Layout(pp=1, cp=2, loops=2, shard="full"), {}),
     ],
 )
 @pytest.mark.timeout(120)

@@ -10,6 +10,7 @@ from small_run import small_run
 from pipeloom.checkpoint.checkpoint_folder import list_checkpoints, read_info
 from pipeloom.config import CheckpointConfig, TrainingConfig
 from pipeloom.errors import RunError, WorkerError
+from pipeloom.runs.run_reading import read_run
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.run import train
 from pipeloom.training.spikes import LEAST, Spikes
@@ -22,10 +23,13 @@ TRAINING = TrainingConfig(
 LAYOUT = Layout(pp=1, loops=1, dp=2, shard="optimizer", num_microbatches=1, microbatch_size=1)
 
 
-def config_of(folder, policy, **checkpoint):
+CONTEXT = replace(LAYOUT, dp=1, cp=2)
+
+
+def config_of(folder, policy, layout=LAYOUT, **checkpoint):
     return small_run(
         folder,
-        layout=LAYOUT,
+        layout=layout,
         training=replace(TRAINING, on_spike=policy),
         checkpoint=CheckpointConfig(final="none", every=2, **checkpoint),
     )
@@ -53,7 +57,8 @@ def spoiled(monkeypatch):
 
 
 def lines(folder):
-    return {line["step"]: line for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+    text = (folder / "metrics.jsonl").read_text().splitlines()
+    return {line["step"]: line for line in (json.loads(line, parse_constant=pytest.fail) for line in text)}
 
 
 def test_a_step_is_skipped_on_every_rank_and_a_checkpoint_behind_it_resumes_to_equal_losses(tmp_path, spoiled):
@@ -61,7 +66,10 @@ def test_a_step_is_skipped_on_every_rank_and_a_checkpoint_behind_it_resumes_to_e
     spoiled(3)
     train(config, quiet=True)
     found = lines(config.output.folder)
-    assert [step for step, line in found.items() if line.get("skipped")] == [3]
+    reasons = {step: line["skipped"] for step, line in found.items() if "skipped" in line}
+    assert reasons == {3: "step 3: its gradient norm is nan"}
+    assert found[3]["grad_norm"] is None
+    assert read_run(config.output.folder).metrics[2]["grad_norm"] is None
     assert list(found) == list(range(1, STEPS + 1))
     assert "its gradient norm is nan" in (config.output.folder / "warnings.txt").read_text()
     spoiled(0)
@@ -76,7 +84,7 @@ def test_a_step_is_skipped_on_every_rank_and_a_checkpoint_behind_it_resumes_to_e
 
 
 def test_a_run_goes_back_to_its_checkpoint_and_leaves_the_batches_out(tmp_path, spoiled):
-    config = config_of(tmp_path, "rollback")
+    config = config_of(tmp_path, "rollback", CONTEXT)
     spoiled(4)
     train(config, quiet=True)
     found = lines(config.output.folder)
@@ -84,11 +92,11 @@ def test_a_run_goes_back_to_its_checkpoint_and_leaves_the_batches_out(tmp_path, 
     assert not any(line.get("skipped") for line in found.values())
     assert "back to step 2" in (config.output.folder / "warnings.txt").read_text()
     last = list_checkpoints(config.output.folder)[-1]
-    batch = LAYOUT.batch_size
+    batch = CONTEXT.batch_size
     assert (read_info(last).step, read_info(last).sequences) == (STEPS, (STEPS + 2) * batch)
     # The same as a run that resumes at step 2 with the batch behind the bad one.
     spoiled(0)
-    quiet = config_of(tmp_path, "stop")
+    quiet = config_of(tmp_path, "stop", CONTEXT)
     quiet = replace(quiet, output=replace(quiet.output, folder=tmp_path / "quiet"))
     train(quiet, quiet=True)
     assert lines(tmp_path / "quiet")[2]["loss"] == found[2]["loss"]

@@ -26,13 +26,14 @@ LAYOUTS = {
     "gradients": Layout(pp=1, loops=2, dp=2, shard="gradients", num_microbatches=1, microbatch_size=1),
     "full": Layout(pp=1, loops=2, dp=2, shard="full", num_microbatches=1, microbatch_size=1),
     "hybrid": Layout(pp=1, loops=2, dp=4, replicate=2, shard="full", num_microbatches=1, microbatch_size=1),
+    "context": Layout(pp=1, loops=2, cp=2, shard="full", num_microbatches=1, microbatch_size=1),
 }
 
 
 def config_of(name, layout, **settings):
     config = RunConfig(
         model=ModelConfig(num_layers=2, hidden_size=8, num_heads=2, ffn_size=12),
-        data=DataConfig(seq_len=6),
+        data=DataConfig(seq_len=8),
         layout=layout,
         optimizer=OptimizerConfig(name=name, lr=0.01, **settings),
         training=TrainingConfig(dtype="float64"),

@@ -319,8 +319,11 @@ def compare(rows: Iterable[Row], cluster: Cluster | None = None, software: Softw
 
 
 def _reason_to_skip(row: Row, cluster: Cluster | None) -> str | None:
-    if row.run.num_stages > 1 and row.schedule not in FAMILY_OF:
+    run = row.run
+    if run.num_stages > 1 and row.schedule not in FAMILY_OF:
         return f"no family makes the schedule '{row.schedule}'"
+    if (reason := run.impossible) is not None:
+        return reason
     if cluster is None:
         return f"no cluster of the catalog has the device '{row.device}': give --cluster"
     for precision in (row.run.precision, row.run.peak_precision):

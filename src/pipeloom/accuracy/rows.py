@@ -41,6 +41,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "attention": get_args(Attention),
     "precision": (*get_args(Precision), *get_args(Products)),
 }
+_WORDS = (*_CHOICES, "mlp", "schedule", "device")
+"""Columns whose values may be in any case."""
 _FAMILIES = {"gelu": "gpt2", "swiglu": "llama"}
 """Feed-forward block, as in the column ``mlp`` -> family of models."""
 _MOST_PROBLEMS = 20
@@ -166,6 +168,9 @@ def _filled(line: dict[str, str]) -> dict[str, str]:
     noted = dict(item.strip().split("=", 1) for item in line["note"].split(";") if "=" in item)
     given = {**{name: noted.get(name, "") for name in _IN_NOTES}, **line}
     filled = {name: text or BLANKS.get(name, "") for name, text in given.items()}
+    # Tables differ in the case of words: BF16, H100-SXM-80GB.
+    filled |= {name: filled[name].lower() for name in _WORDS}
+    filled["device"] = filled["device"].replace(" ", "-")
     if _IN_NODE in line["note"] and not given["replicate"]:
         filled["replicate"] = _replicas_of_nodes(filled)
     filled["kv_heads"] = filled["kv_heads"] or filled["heads"]

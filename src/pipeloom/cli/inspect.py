@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pipeloom.cli.flags import SOURCE, or_note, read_flags
 from pipeloom.cli.reference import Command, Place
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, UserError, reason_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +15,7 @@ class Options:
 
     Reads what each rank noted last in the run folder, while the run hangs or after its processes have ended. Finds, by
     the dependencies of the schedule, what has all that it needs and has not ended: rank, slot, action, for how long.
+    Ranks that compute much longer than the others come first, with a layout without them.
     """
 
     folder: Annotated[Path, Place("RUN")]
@@ -26,6 +27,8 @@ COMMAND = Command(
 )
 _MOST_SHOWN = 3
 _MOST_RANKS = 32
+_SEARCH_S = 5.0
+"""Seconds of the search for a layout without slow ranks, for each number of ranks."""
 
 
 def run(words: list[str]) -> int:
@@ -38,6 +41,7 @@ def run(words: list[str]) -> int:
     state = or_note(lambda: read_standstill(options.folder), problems)
     if problems or state is None:
         raise ConfigError(problems, SOURCE)
+    _print_slow(options.folder)
     missing = sorted(set(range(state.ranks[0].size)) - {one.rank for one in state.ranks})
     step = max(one.step for one in state.ranks)
     if all(one.has_ended and not one.has_failed for one in state.ranks):
@@ -61,3 +65,31 @@ def run(words: list[str]) -> int:
     if missing:
         print(f"  no file of rank {', '.join(map(str, missing[:_MOST_RANKS]))}: on a host that does not see the folder")
     return 0
+
+
+def _print_slow(folder: Path) -> None:
+    """Print slow ranks, and what the planner finds without them."""
+    from pipeloom.config.file import read_run_file
+    from pipeloom.planner.fewer_nodes import without_ranks
+    from pipeloom.runs.run_folder import CONFIG
+    from pipeloom.runs.slow_ranks import read_slow
+
+    slow = read_slow(folder)
+    if not slow:
+        return
+    print(*(f"slow: {one}" for one in slow), sep="\n")
+    config, problems = read_run_file(folder / CONFIG)
+    try:
+        found = None if problems else without_ranks(config, len(slow), _SEARCH_S)
+    except UserError as error:  # such as a model without formulas, or a dtype without predictions
+        print(f"  the planner has no prediction of this run: {reason_of(error)}\n")
+        return
+    if found is None:
+        print("  without it no layout of the planner has the same batch\n")
+        return
+    own_s, other_s = (step.prediction.step_time_s for step in found)
+    run, times = found[1].run, max(one.times for one in slow)
+    words = (
+        f"without it the planner takes {run.axes.product()}, loops {run.loops}: {other_s / own_s:.2f} times the step"
+    )
+    print(f"  {words} of this layout; with it all ranks wait, up to {times:.2f} times the step\n")

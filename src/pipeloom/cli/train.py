@@ -54,7 +54,7 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
     described = {
         names.CONFIG: f"the complete configuration; `pipeloom train {folder / names.CONFIG}` runs it again",
         names.METRICS: "a line for each step",
-        names.WARNINGS: "checkpoints that could not be written",
+        names.WARNINGS: "what went wrong without ending the run",
         names.SCHEDULE: "what each rank did, in order",
         f"{names.TIMELINE}.png, .svg": "the traced step as a picture, measured and predicted",
         names.TRACE: "the traced step for ui.perfetto.dev",

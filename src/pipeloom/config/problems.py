@@ -102,6 +102,7 @@ _ADAPTED: _Need = ("adapter.rank", lambda run: run.adapter.rank is not None)
 _WINDOW: _Need = ("model.window", lambda run: run.model.window is not None)
 _LOCAL: _Need = ("model.family gemma3", lambda run: _has_local_angles(run.model.family))
 _RESTARTS: _Need = ("restart.times", lambda run: run.restart.times > 0)
+_PEERS: _Need = ("layout.pp x layout.dp of at least 2", lambda run: run.layout.num_computing_groups != 1)
 _NEEDS: dict[str, tuple[_Need, ...]] = {
     "restart.layout": (_RESTARTS,),
     "restart.keep_every": (_RESTARTS,),
@@ -140,6 +141,7 @@ _NEEDS: dict[str, tuple[_Need, ...]] = {
     "adapter.targets": (_ADAPTED,),
     "adapter.alpha": (_ADAPTED,),
     "adapter.init": (_ADAPTED,),
+    "training.check_every": (_PEERS,),
     "training.validate_every": (("training.validation_batches", lambda run: run.training.validation_batches > 0),),
     "training.compile_backend": (("training.compile", lambda run: run.training.compile),),
     "training.run_ahead": (("training.device cuda", lambda run: run.training.device == "cuda"),),
@@ -345,6 +347,8 @@ def _training_problems(config: RunConfig) -> Problems:
     """Problems that only training has, not predictions."""
     if config.training.on_spike == "rollback" and config.restart.times:
         yield "training.on_spike rollback does not work with restart.times, whose states are newer; leave one out"
+    if config.training.check_every is not None and config.restart.times:
+        yield "training.check_every does not work with restart.times, whose states may have the change; leave one out"
     steps, falling = config.training.known_steps, config.optimizer.lr_wsd_decay_steps or 0
     if falling and falling + config.optimizer.known_lr_warmup_steps > steps:
         rising = config.optimizer.known_lr_warmup_steps

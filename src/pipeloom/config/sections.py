@@ -307,6 +307,11 @@ class TrainingConfig:
     limit."""
     spike_grad_norm: Annotated[float, Limits(above=1)] | None = None
     """The same of a step's gradient norm, before clipping. None: no limit."""
+    check_every: Count | None = None
+    """Steps between checks of the ranks: copies of the same weights are compared, and all ranks compute the same
+    micro-batch of one stage. Between them, each step compares a digest of weights and optimizer state behind an update
+    with one before the next. A wrong rank is named; the run ends, or goes back with on_spike rollback. None: no
+    checks."""
     z_loss: Annotated[float, Limits(least=0)] = 0.0
     """Factor of the squared logarithm of the sum of exponentials of each token's logits, which the loss of training has
     in addition (PaLM: 1e-4); it keeps logits small. Validation and evaluation leave it out."""

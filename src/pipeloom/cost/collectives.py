@@ -73,7 +73,7 @@ def _shard_group(run: Run, cluster: Cluster) -> Group:
 
 def layer_collectives_s(run: Run, part: Cluster, software: Software) -> tuple[float, float]:
     """Seconds of the collectives of one layer in a forward and in a backward, where layers are gathered one by one."""
-    if not software.gathers_layers or run.sharded != "full":
+    if not software.gathers_layers or software.gathers_once(run.num_stages) or run.sharded != "full":
         return 0.0, 0.0
     held = run.shape.layer_matrix_parameters / run.tp
     gathered_s = gather_s(run, part, software, held)

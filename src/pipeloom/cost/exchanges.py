@@ -137,15 +137,18 @@ def step_terms(placed: Placed, backward_s: float) -> StepTerms:
 
 def _exposed_s(run: Run, part: Cluster, software: Software, parameters: float, backward_s: float) -> float:
     """Exposed seconds of a rank's collectives after the pipeline."""
+    whole_s, share, gather_share = reduce_s(run, part, software, parameters), software.overlap, software.gather_overlap
     if software.gathers_layers and run.shard == "full":
-        return 0.0
-    whole_s, share = reduce_s(run, part, software, parameters), software.overlap
+        if not software.gathers_once(run.num_stages):
+            return 0.0
+        # Layer by layer beside the first forward and the last backward.
+        share = gather_share = 1.0
     if run.shard == "none":
         share = max(share, software.replica_overlap)
     # The gather cannot overlap with the backward: the weights are updated after it.
     gather = gather_s(run, part, software, parameters)
     # What overlaps is compute of the pipeline, whose seconds are counted there.
-    beside_s = share * backward_s, software.gather_overlap * backward_s / _BACKWARDS
+    beside_s = share * backward_s, gather_share * backward_s / _BACKWARDS
     return sum(
         together_s(each_s, moved_s) - each_s for each_s, moved_s in zip(beside_s, (whole_s, gather), strict=True)
     )

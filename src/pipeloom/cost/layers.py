@@ -105,7 +105,7 @@ class Pieces:
         return Parts(
             sum(self._matmul_s(*size) for size in (*layer_products(self.run), *adapter_products(self.run))),
             self._attention_forward_s(),
-            self._memory_s(self._elementwise_bytes() + added_bytes(self.run) + cast_bytes(self.run, 0)),
+            self._memory_s(self._elementwise_bytes() + added_bytes(self.run) + self._cast_bytes(0)),
             self._forward_tensor_s() + forth_s,
             self._num_kernels(),
             2 * self._num_collectives() + forth,
@@ -119,7 +119,7 @@ class Pieces:
         backward = Parts(
             sum(self._input_s(*size) for size in products) + self.layer_weight_s(),
             self._attention_backward_s(),
-            self._memory_s(self._elementwise_backward_bytes() + added_bytes(self.run) + cast_bytes(self.run, 1)),
+            self._memory_s(self._elementwise_backward_bytes() + added_bytes(self.run) + self._cast_bytes(1)),
             self._backward_tensor_s() + back_s,
             2 * forward.num_kernels,
             # Sequence parallelism gathers inputs again for the gradients of the weights: three collectives instead of
@@ -137,6 +137,9 @@ class Pieces:
         if self.software.selective_share:
             return forward.times(self.software.selective_share)
         return Parts(attention_s=forward.attention_s, num_kernels=SELECTIVE_KERNELS)
+
+    def _cast_bytes(self, direction: int) -> float:
+        return cast_bytes(self.run, direction, is_fused=self.software.fuses_casts)
 
     def layer_weight_s(self) -> float:
         """Seconds of the weight half of a layer's split backward."""
@@ -390,7 +393,9 @@ class Pieces:
             products = 2 * device.matmul_s(self._attention_flops() / 2, moved / 2, self.run.precision, rate)
             return products + self._memory_s(self._scores() * self._score_bytes())
         # Both kernels were written for the A100.
-        share = (use.flash1 if kernel == "flash1" else use.flash2) * device.early_kernels
+        share = use.flash1 if kernel == "flash1" else use.flash2
+        if not self.software.native_attention:
+            share *= device.early_kernels
         rate = device.peak_flops_per_s[self.run.precision] * share
         if kernel == "flash2":
             size = self.run.shape.head_size

@@ -74,12 +74,23 @@ def adapter_kernels(run: Run) -> int:
     return 0 if run.adapter is None else ADAPTER_KERNELS * len(run.adapter.targets)
 
 
-def cast_bytes(run: Run, direction: int) -> float:
-    """Bytes of casting operands, 0: of inputs in a forward, 1: of gradients of outputs in a backward.
+def cast_bytes(run: Run, direction: int, *, is_fused: bool = False) -> float:
+    """Bytes of casting operands: of inputs in a forward, of gradients of outputs in a backward.
 
-    Each is read, and written twice, as rows and as columns, since both products of a backward need other ones.
+    Each is read, and written twice, as rows and as columns, since both products of a backward need other ones. A fused
+    kernel writes both instead of the 16 bits that it would write.
+
+    Args:
+        run: model and layout.
+        direction: 0 for a forward, 1 for a backward.
+        is_fused: whether kernels before a product write its operand in 8 bits (``Software.fuses_casts``).
     """
     if not run.products:
         return 0.0
     each = run.element_bytes + 2 * NARROW_BYTES
-    return sum(each * size[0] * size[1 + direction] for size in layer_products(run))
+    queries, output, into, out = layer_products(run)
+    cast = [queries, output, into, out]
+    if is_fused:
+        # A norm or an activation writes the other inputs, its gradient that of the product into the MLP.
+        cast = [output] if direction == 0 else [queries, output, out]
+    return sum(each * size[0] * size[1 + direction] for size in cast)

@@ -102,7 +102,12 @@ class Software:
         selective_share: share of a layer that selective recomputation repeats (torchtitan: every second product or
             layer); 0: the core of attention (arXiv 2205.05198).
         gathers_layers: whether fully sharded weights are gathered layer by layer while the layer before computes, in
-            the forward and the backward of each micro-batch, and gradients are scattered in the same way (FSDP).
+            the forward and the backward of each micro-batch, and gradients are scattered in the same way (FSDP). With a
+            pipeline once a step (``gathers_once``).
+        fuses_casts: whether norms, activations and their gradients write operands of products in 8 bits
+            (Transformer Engine, LayerNormLinear and LayerNormMLP). Other operands are cast.
+        native_attention: whether flash kernels are written for the device: cuDNN's, which Transformer Engine prefers
+            from the H100 on (``get_attention_backend``).
         has_reduction_lane: whether data-parallel collectives run on a lane of their own during the pipeline; otherwise
             after it.
         lends_tied: whether the first stage sends a tied matrix to the last one for each step and receives its gradient;
@@ -169,6 +174,8 @@ class Software:
     overlaps_pieces: bool = False
     selective_share: float = 0.0
     gathers_layers: bool = False
+    fuses_casts: bool = False
+    native_attention: bool = False
     has_reduction_lane: bool = False
     lends_tied: bool = False
     is_blocking: bool = True
@@ -198,6 +205,14 @@ class Software:
     def has_lanes(self) -> bool:
         """Whether all communication is actions on lanes of their own, as in ``pipeloom train``."""
         return self.has_reduction_lane and not self.is_blocking
+
+    def gathers_once(self, num_stages: int) -> bool:
+        """Whether fully sharded weights are gathered once a step, and gradients scattered once, for all micro-batches.
+
+        FSDP does with a pipeline, since gathers of each micro-batch would not overlap (pytorch/torchtitan,
+        ``reshard_after_forward``).
+        """
+        return self.gathers_layers and num_stages > 1
 
 
 def with_optimizer(software: Software, optimizer: Optimizer) -> Software:

@@ -201,10 +201,11 @@ def trained_parameters(run: Run, software: Software) -> tuple[float, ...]:
 def gathered_parameters(run: Run, software: Software) -> tuple[float, ...]:
     """For each stage the parameters that are gathered on one device while it computes the stage, with sharded weights.
 
-    Programs with a reduction lane gather whole stages, others a few layers (``Software.gathered_layers``).
+    Programs with a reduction lane gather whole stages, and so do those that gather once a step; others a few layers
+    (``Software.gathered_layers``).
     """
     counts, _ = stage_layers(run, software)
-    if not software.has_reduction_lane:
+    if not software.has_reduction_lane and not software.gathers_once(run.num_stages):
         counts = tuple(min(count, software.gathered_layers) for count in counts)
     return _parameters(run, software, counts)
 

@@ -16,6 +16,7 @@ import numpy as np
 from pipeloom.errors import ConfigError, ScheduleError
 from pipeloom.families.family import FAMILIES, Choice, Request, Rows, family
 from pipeloom.families.local_search import SearchProblem, local_search
+from pipeloom.families.steady import lengthened
 from pipeloom.families.weight_gradients import (
     StageProfile,
     TimedRows,
@@ -31,9 +32,15 @@ Aim = Literal["step", "rank"]
 """What to minimize: the time of the whole step; or the longest time from a rank's first action to its last, which is
 the time per step if ranks need not wait for each other between steps."""
 
+Rule = tuple[int, ...]
+"""Priorities of list scheduling (``clocked.list_schedule``)."""
+
 _PATIENCE = (0.0, 1.0)
 TRIES = 500
 """Changes that each run of the local search tries; fewer where there are many actions."""
+_STEADY_ROUNDS, _WORTH = 4, 1.5
+"""Micro-batches for each rank with which most steps are steady in their middle (``lengthened``), and how many times as
+many a step has for which this is tried."""
 _RUNS = 12
 """Runs of the local search; they begin with the best candidates in turn, each with another seed."""
 _MOST_ACTIONS = 100_000
@@ -155,8 +162,8 @@ def best_schedule(task: Task, aim: Aim = "step", tries: int = TRIES, ways: Seque
         changed = [(f"{name}, changed", better) for name, better in _changed(task, starts, shortest, tries)]
         origin, timed = min([(origin, timed), *changed], key=lambda each: _merit(task, aim, each[1]))
     step_s, rank_s = _times(task, timed)
-    rows = Schedule(timed.rows, task.placement, task.num_microbatches)
-    return Found(replace(rows, max_stage_inputs=rows.peak_stage_inputs), step_s, rank_s, origin)
+    schedule = Schedule(timed.rows, task.placement, task.num_microbatches).promising_its_peak()
+    return Found(schedule, step_s, rank_s, origin)
 
 
 def _unit_s(task: Task) -> float:
@@ -232,7 +239,7 @@ class Way:
         is_whole: whether a micro-batch is taken to keep all of its memory until its weight gradient.
     """
 
-    rule: tuple[int, ...] = ()
+    rule: Rule = ()
     family: str = ""
     patience: float = 0.0
     keeps_room: bool = True
@@ -247,6 +254,16 @@ class Way:
 
     def rows(self, task: Task) -> TimedRows | None:
         """Rows for a task; ``None`` where a rank runs out of memory, or the family does not support the sizes."""
+        few = _STEADY_ROUNDS * task.placement.num_ranks
+        if task.num_microbatches >= _WORTH * few:
+            short = self._clocked(replace(task, num_microbatches=few))
+            longer = None if short is None else lengthened(short, task.num_microbatches - few)
+            if longer is not None:
+                return longer
+        return self._clocked(task)
+
+    def _clocked(self, task: Task) -> TimedRows | None:
+        """``rows``, all of them run on the clock."""
         if self.rule:
             return _listed(task, self.rule, self.patience, keeps_room=self.keeps_room)
         orders = _order(self.family, task.placement, task.num_microbatches)
@@ -261,30 +278,35 @@ class Way:
             return None  # it does not fit
 
 
-def best_ways(task: Task, most: int, aim: Aim = "rank") -> tuple[Way, ...]:
+def best_ways(task: Task, most: int, rules: Sequence[Rule] | None = None, aim: Aim = "rank") -> tuple[Way, ...]:
     """The ``most`` ways that make the best distinct candidates of a task, the best first.
 
     For ``best_schedule`` of a larger task of the same proportions: which priority rule is best depends on the ratios of
     the seconds, much less on the numbers of ranks and micro-batches.
+
+    Args:
+        task: seconds, memory and sizes.
+        most: number of ways.
+        rules: priorities of list scheduling to try; ``None`` for all.
+        aim: what to minimize.
     """
-    found = sorted(
-        ((_merit(task, aim, timed), way, timed) for way, timed in candidates(task)), key=lambda each: each[0]
-    )
+    made = candidates(task, rules)
+    found = sorted(((_merit(task, aim, timed), way, timed) for way, timed in made), key=lambda each: each[0])
     return tuple(way for way, _ in _distinct([(way, timed) for _, way, timed in found])[:most])
 
 
-def candidates(task: Task) -> Iterator[Candidate]:
-    """What list scheduling and the families make of a task, some of it several times."""
-    for way in _ways(task):
+def candidates(task: Task, rules: Sequence[Rule] | None = None) -> Iterator[Candidate]:
+    """What list scheduling (with ``rules``) and the families make of a task, some of it several times."""
+    for way in _ways(task, rules):
         timed = way.rows(task)
         if timed is not None:
             yield way, timed
 
 
-def _ways(task: Task) -> Iterator[Way]:
+def _ways(task: Task, rules: Sequence[Rule] | None) -> Iterator[Way]:
     is_looped = task.placement.num_stages > task.placement.num_ranks
     among = range(3) if is_looped else range(1)
-    for rule in product(range(3), among, among, among):
+    for rule in product(range(3), among, among, among) if rules is None else rules:
         for patience, keeps_room in product(_PATIENCE, (True, False) if is_looped else (True,)):
             yield Way(rule=rule, patience=patience, keeps_room=keeps_room)
     has_whole = task.clock.keeping_all() is not task.clock

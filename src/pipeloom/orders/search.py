@@ -5,7 +5,7 @@ schedule, so the order that is found can be written to a file and executed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 import numpy as np
@@ -70,7 +70,7 @@ def search_order(work: Work, tries: int) -> FoundOrder:
     ]
     best = _joined(work, min([first, *changed], key=lambda one: one.step_s))
     return FoundOrder(
-        schedule=replace(best.schedule, max_stage_inputs=best.schedule.peak_stage_inputs),
+        schedule=best.schedule.promising_its_peak(),
         step_s=best.step_s,
         least_s=least_s,
         family_s=min((one.step_s for one in families), default=inf),

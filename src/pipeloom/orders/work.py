@@ -48,7 +48,7 @@ class Work:
             schedule = replace(self.start, rows=tuple(rows), max_stage_inputs=None)
             if not self.has_room(schedule):
                 return None
-            whole = self.complete(replace(schedule, max_stage_inputs=schedule.peak_stage_inputs))
+            whole = self.complete(schedule.promising_its_peak())
         # An order that deadlocks, or that leaves no place for an exchange.
         except UserError:
             return None

@@ -7,6 +7,7 @@ from functools import cache
 
 from pipeloom.config import RunConfig, decided_problems
 from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.placed import Placed
 from pipeloom.errors import PipeloomError
 from pipeloom.planner.plan import make_question, of_training, plan
 from pipeloom.planner.question import Question
@@ -102,6 +103,33 @@ def question_on(config: RunConfig, run: Run, cluster: str | Cluster, program: st
     return of_training(question, config.optimizer.rule, config.pairs)
 
 
+def without_ranks(config: RunConfig, num_ranks: int, budget_s: float) -> tuple[SimulatedStep, SimulatedStep] | None:
+    """The run's step, and that of the fastest layout for its batch without some of its ranks.
+
+    Args:
+        config: resolved.
+        num_ranks: how many ranks are left out at least.
+        budget_s: seconds of the search for each number of ranks.
+
+    Returns:
+        Both steps, predicted for the same cluster; ``None`` if no layout divides the batch among fewer ranks.
+    """
+    placed = describe(config)
+    for num_devices in range(config.layout.num_ranks - num_ranks, 0, -1):
+        found = _planned_on(config, placed, num_devices, budget_s)
+        if found is not None:
+            return predict_step(config), found
+    return None
+
+
+def _planned_on(config: RunConfig, placed: Placed, num_devices: int, budget_s: float) -> SimulatedStep | None:
+    try:
+        question = question_on(config, placed.run, placed.cluster, config.machine.software, num_devices=num_devices)
+        return plan(question, count=1, budget_s=budget_s, explains=False).best
+    except PipeloomError:  # no layout divides the devices and the batch
+        return None
+
+
 def planned(config: RunConfig, budget_s: float) -> Ways:
     """The fastest layout for the same batch on the most nodes for which there is one.
 
@@ -114,12 +142,7 @@ def planned(config: RunConfig, budget_s: float) -> Ways:
 
     @cache
     def best(num_nodes: int) -> SimulatedStep | None:
-        devices, program = num_nodes * per_node, config.machine.software
-        try:
-            question = question_on(config, placed.run, placed.cluster, program, num_devices=devices)
-            return plan(question, count=1, budget_s=budget_s, explains=False).best
-        except PipeloomError:  # no layout divides the devices and the batch
-            return None
+        return _planned_on(config, placed, num_nodes * per_node, budget_s)
 
     @cache
     def on(num_up: int) -> OnNodes:

@@ -90,6 +90,8 @@ def _buffers_for(
     """The buffers of each rank for its ``gathered`` largest stages and for ``unreduced`` gradients."""
     # Without a reduction lane, layers are gathered one by one, which ``gathered_parameters`` counts for a stage.
     count, each = gathered if software.has_reduction_lane else 1, _gathered_bytes(run, software)
+    if software.gathers_once(run.num_stages):
+        count = run.num_stages
     largest = [0.0] * placement.num_ranks
     if any(each):
         largest = [
@@ -354,7 +356,8 @@ def _gradient_buffer_bytes(run: Run, software: Software, placement: Placement, b
             shard.
     """
     # With level ``optimizer``, ``state_bytes`` includes whole gradients.
-    if not (_is_sharded(run) and software.has_reduction_lane) or run.shard == "optimizer":
+    has_buffers = software.has_reduction_lane or software.gathers_once(run.num_stages)
+    if not (_is_sharded(run) and has_buffers) or run.shard == "optimizer":
         return [0.0] * placement.num_ranks
     each = state_bytes(replace(run, shard="none"), 1.0, software).gradients_bytes
     held = _trained_parameters(run, software)

@@ -76,7 +76,7 @@ def _plain(run: Run, name: str, title: str, unit: str, scale: float = 1.0) -> di
     """A curve of one of the metrics, from zero; without points if any step lacks it."""
     # Only three metrics are in every line (run_reading), and a curve with gaps would mislead.
     is_known = all(name in line for line in run.metrics)
-    points = [[line["step"], _finite(line[name] * scale)] for line in run.metrics] if is_known else []
+    points = [[line["step"], _finite(line[name], scale)] for line in run.metrics] if is_known else []
     return {"title": title, "unit": unit, "points": points, "levels": [], "marks": [], "from_zero": True}
 
 
@@ -84,6 +84,6 @@ def _level(name: str, value: float, style: str) -> dict[str, Any]:
     return {"name": name, "value": _finite(value), "style": style}
 
 
-def _finite(value: float) -> float | None:
-    """A number for JSON; ``None`` if it is not finite, as a loss may be."""
-    return ink(value) if math.isfinite(value) else None
+def _finite(value: float | None, scale: float = 1.0) -> float | None:
+    """A number for JSON; ``None`` if it is not finite, as a loss may be (``RunFolder.add_metrics``)."""
+    return None if value is None or not math.isfinite(value) else ink(value * scale)

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import math
 import os
 import shutil
 from contextlib import suppress
@@ -20,7 +21,9 @@ from pipeloom.workload.layout import Coordinates
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 WARNINGS = "warnings.txt"
-"""A line for each checkpoint that could not be written; most runs have no such file."""
+"""A line for each thing that went wrong without ending the run; most runs have no such file."""
+SLOW_RANKS = "slow_ranks.json"
+"""Ranks that compute for much longer than the others, at the step that named them."""
 SCHEDULE = "schedule.txt"
 TRACE = "trace.json"
 OTHER_TRACES = "trace-replica-*.json"
@@ -104,9 +107,11 @@ class RunFolder:
     def add_metrics(self, metrics: dict[str, Any]) -> None:
         """Append one line to the metrics, without buffering. The first line calls ``begin``.
 
+        A number that is not finite becomes ``null``: JSON has no other word for it, and strict readers refuse ``NaN``.
         While the disk is full, lines are kept in memory.
         """
-        self._unwritten += json.dumps(metrics).encode() + b"\n"
+        finite = {name: None if is_infinite(value) else value for name, value in metrics.items()}
+        self._unwritten += json.dumps(finite, allow_nan=False).encode() + b"\n"
         try:
             if self._metrics is None:
                 self.begin()
@@ -154,7 +159,7 @@ class RunFolder:
             for name in [METRICS, CONFIG, *sorted(names - {METRICS, CONFIG})]:
                 (drafts / name).replace(self.path / name)
             for name in self.damaged:
-                _put_aside(self.path / FOLDER / name)
+                put_aside(self.path / FOLDER / name)
             # Last, since this folder marks a run that has not begun (is_starting).
             drafts.rmdir()
         except OSError as error:
@@ -170,6 +175,11 @@ class RunFolder:
         return RunError(f"cannot write to the run folder {self.path} any more: {error.strerror}")
 
 
+def is_infinite(value: object) -> bool:
+    """Whether a value is a number that JSON cannot express."""
+    return isinstance(value, float) and not math.isfinite(value)
+
+
 def _ends(path: Path) -> list[Path]:
     """The files that a run wrote at its end, the summary first."""
     files = [path / name for name in (SUMMARY, REPORT, SAMPLE)]
@@ -182,7 +192,7 @@ def _measured(path: Path) -> list[Path]:
     return [*path.glob(OTHER_TRACES), *(path / name for name in names if (path / name).exists())]
 
 
-def _put_aside(checkpoint: Path) -> None:
+def put_aside(checkpoint: Path) -> None:
     """Rename a damaged checkpoint, so that neither runs nor the limit on old checkpoints count it."""
     for number in count():
         target = checkpoint.with_name(f"{checkpoint.name}.damaged{f'-{number}' if number else ''}")

@@ -1,6 +1,7 @@
 """The value at the centre: what every pipeline rank does in one step, in order, without times."""
 
 from collections.abc import Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cached_property
@@ -123,6 +124,14 @@ class Schedule(Pictured, Promises):
     def split_stages(self) -> frozenset[int]:
         """Stages with a backward that is split into its halves."""
         return frozenset(np.flatnonzero(self.facts.is_split.any(axis=(1, 2))).tolist())
+
+    def promising_its_peak(self) -> "Schedule":
+        """The same with the stage inputs that its ranks hold as ``max_stage_inputs``."""
+        promising = copy(self)
+        # True by definition, so the rows, which are verified, are not verified again.
+        object.__setattr__(promising, "max_stage_inputs", self.peak_stage_inputs)
+        promising.__dict__.pop("facts", None)  # which contain the promises
+        return promising
 
     @property
     def peak_stage_inputs(self) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ def read_earlier(folder: RunFolder, config: RunConfig) -> Measured:
     """Read the measurements of an earlier process from the folder of a run that starts with all steps done."""
     steps = config.training.known_steps
     lines = [json.loads(line) for line in (folder.read(run_folder.METRICS) or "").splitlines()]
-    found = Measured(next((float(line["loss"]) for line in lines if line["step"] == steps), None))
+    found = Measured(next((line["loss"] for line in lines if line["step"] == steps), None))
     before = _config_before(folder)
     if before is None or _measuring(before) != _measuring(config):
         return found

@@ -46,11 +46,12 @@ class MetricLog:
         self._logger: Logger | None = None
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Log a line of metrics with its ``step``; an element of a list as ``NAME/rank INDEX``."""
+        """Log a line of metrics with its ``step``; an element of a list as ``NAME/rank INDEX``, a text as 1."""
         if self._name is None:
             return
         values: dict[str, float] = {}
-        for name, value in metrics.items():
+        for name, given in metrics.items():
+            value = 1.0 if isinstance(given, str) else given
             is_list = isinstance(value, list)
             values |= {f"{name}/rank {n}": one for n, one in enumerate(value)} if is_list else {name: value}
         step = int(values.pop("step"))

@@ -54,6 +54,7 @@ from pipeloom.recipe import build, schedule_text
 from pipeloom.runs.action_log import ActionLog
 from pipeloom.schedule import Schedule
 from pipeloom.training.stages import StageSizes, make_store, saved_bytes, stage_of
+from pipeloom.training.visits import Visits
 
 _Own = TypeVar("_Own")
 
@@ -181,8 +182,10 @@ class Pipeline:
             for name, here in _transformer(one.module).slices().items()
         }
 
-    def batch(self, windows: npt.NDArray[np.int64], num_counted: int | None = None) -> Batch:
-        """This replica's micro-batches from the windows of a whole step, of which the first or all count.
+    def batch(
+        self, windows: npt.NDArray[np.int64], num_counted: int | None = None, replica: int | None = None
+    ) -> Batch:
+        """A replica's micro-batches, by default this rank's, from a whole step's windows; the first or all count.
 
         Raises:
             UserError: a token is outside the vocabulary.
@@ -196,7 +199,7 @@ class Pipeline:
             windows,
             self._config.layout.num_microbatches,
             self._world.device,
-            replica=self._config.layout.replica_of(self._place),
+            replica=self._config.layout.replica_of(self._place) if replica is None else replica,
             context=self._context.group,
             num_replicas=self._config.layout.dp,
             num_counted=num_counted,
@@ -213,6 +216,20 @@ class Pipeline:
         for stage in self.data_parallel.weights:
             found |= self.data_parallel.gather_gradient(stage, timeout_s)
         return found
+
+    def visits(self) -> Visits:
+        """Visits of stages outside a step. Collective."""
+        return Visits(
+            self._config,
+            self._world,
+            self.schedule,
+            self.data_parallel,
+            self._outputs_in_training,
+            build=lambda stage: self._build(self._pieces[stage], self._world.device, self._dtype),
+            matrix=None if self._tied is None else self._tied.matrix,
+            objective_of=partial(self._loss_of, z_loss=self._config.training.z_loss),
+            log=self._log,
+        )
 
     def train_step(self, batch: Batch) -> StepResult:
         """Run forwards and backwards of a step, starting with zero gradients. Outputs are shares of the loss."""

@@ -65,13 +65,7 @@ class Spikes:
         )
 
 
-def newest_checkpoint(run: Path, problem: str) -> Path:
-    """The checkpoint that a run goes back to.
-
-    Raises:
-        RunError: there is none.
-    """
+def newest_checkpoint(run: Path) -> Path | None:
+    """The checkpoint that a run goes back to; ``None`` if there is none."""
     found = list_checkpoints(run)
-    if not found:
-        raise RunError(f"{problem}; there is no checkpoint to go back to (training.on_spike rollback)")
-    return found[-1]
+    return found[-1] if found else None

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from pipeloom.analysis.summary import communication, summarize
-from pipeloom.checkpoint.checkpoint_folder import Cause, CheckpointInfo, run_of
+from pipeloom.checkpoint.checkpoint_folder import Cause, CheckpointInfo, list_checkpoints, run_of, step_of
 from pipeloom.config import RunConfig
 from pipeloom.data.text import Data, unigram_loss
 from pipeloom.errors import PeerLostError, RunError
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.processes.world import World
 from pipeloom.runs import run_folder
-from pipeloom.runs.run_folder import RunFolder
+from pipeloom.runs.run_folder import RunFolder, put_aside
 from pipeloom.runs.run_start import go_back
 from pipeloom.runs.traced_step import median_step, traced_candidates
 from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
@@ -30,6 +30,7 @@ from pipeloom.training.checkpoints.contents import checkpoint_info
 from pipeloom.training.checkpoints.saving import Saving
 from pipeloom.training.earlier import Measured, read_earlier
 from pipeloom.training.evaluation import mean_loss
+from pipeloom.training.health import Damage, Health
 from pipeloom.training.loading import Loading
 from pipeloom.training.loggers import MetricLog
 from pipeloom.training.noted import Noted
@@ -40,6 +41,7 @@ from pipeloom.training.profiled_step import simulate_profile
 from pipeloom.training.progress import StepProgress
 from pipeloom.training.results import RunResult, RunSummary
 from pipeloom.training.sample import sample_text
+from pipeloom.training.slow_ranks import SlowRanks
 from pipeloom.training.spikes import Spikes, newest_checkpoint
 from pipeloom.training.step_metrics import StepMeter
 from pipeloom.training.step_profile import StepProfiles
@@ -75,8 +77,7 @@ class Trainer:
         self._config = config
         self._noted = Noted(config, world, folder)
         self._world = world = self._noted.world
-        self._data = data
-        self._folder = folder
+        self._data, self._folder = data, folder
         self._pipeline = Pipeline(config, world, log=self._noted.log)
         is_whole = self._pipeline.store is None  # swapped stages get their optimizer state one by one
         self._optimizer = make_optimizer(config.optimizer, self._pipeline.data_parallel.parts, begins=is_whole)
@@ -115,7 +116,8 @@ class Trainer:
         self._candidate_traces: dict[int, tuple[Trace, int, float]] = {}
         self._meter, self._profiles = StepMeter(config, world), StepProfiles(config, world, folder.path)
         self._sums: Sequence[float] = ()
-        self._spikes = Spikes(config.training)
+        self._spikes, self._slow = Spikes(config.training), SlowRanks(config, world, folder)
+        self._health = Health(config, world, self._pipeline, self._optimizer, self._done.step)
         self._problem: str | None = None
         self._back_to: int | None = None
         self._first_sequence = self._done.sequences
@@ -148,6 +150,7 @@ class Trainer:
         has_steps = self._done.step < config.training.known_steps
         if has_steps:
             self._predict()
+        self._health.note()
         measured = self._measured
         with (
             StepProgress(config.training.known_steps, is_shown=is_writer and not self._quiet) as progress,
@@ -198,7 +201,7 @@ class Trainer:
         if self._world.rank == 0:
             line |= self._meter.metrics(self._sums, speed)
         if self._problem is not None:
-            line["skipped"] = True
+            line["skipped"] = self._problem
         if self._validates_after(step) and (validation := self._validate()) is not None:
             line["validation_loss"] = validation
         return line
@@ -278,14 +281,23 @@ class Trainer:
         lr = learning_rate(config.optimizer, step - 1, config.training.known_steps)
         self._updates.begin_step(lr)
         with self._noted.reading:
-            batch = self._pipeline.batch(self._loading.take())
+            windows = self._loading.take()
+            batch = self._pipeline.batch(windows)
+        exchanged_s = self._pipeline.exchange_s
         result = self._pipeline.train_step(batch)
         # One all-reduce for loss, gradient norm and votes.
         own = [self._pipeline.counted_loss(result), self._updates.squares()]
-        measured = self._meter.own(result, self._loading.waited_s)
-        loss, squares, *others = self._world.sum([*own, *measured, *self._saving.votes()])
+        measured, changed = self._meter.own(result, self._loading.waited_s), self._health.own()
+        seconds = self._slow.own(result, self._pipeline.exchange_s - exchanged_s)
+        loss, squares, *others = self._world.sum([*own, *seconds, *changed, *measured, *self._saving.votes()])
+        seconds, others = others[: len(seconds)], others[len(seconds) :]
+        changed, others = others[: len(changed)], others[len(changed) :]
+        self._slow.take(step, seconds, self._measured.predicted)
         self._sums, votes = others[: len(measured)], others[len(measured) :]
         self._saving.count(votes)
+        if (damage := self._health.judge(step, changed, windows)) is not None:
+            self._mend(damage)
+            return loss, squares**0.5, result
         # Judged by the sums, so that all ranks do the same; one rank alone would leave the others waiting.
         self._problem = self._spikes.problem(step, loss, squares**0.5)
         if self._problem is not None and config.training.on_spike != "stop":
@@ -309,23 +321,50 @@ class Trainer:
         grad_norm = squares**0.5
         with self._noted.updating:
             self._updates.end_step(grad_norm, lr)
+        self._health.note()
         return loss, grad_norm, result
 
     def _pass_over(self, step: int, problem: str) -> None:
         """Leave weights and moments as they are, or go back to those of the newest checkpoint. Collective."""
-        text = f"{problem}; its batch is left out"
         if self._config.training.on_spike == "skip":
             assert isinstance(self._updates, WholeUpdates)
             self._updates.skip_step()
+            self._warn(f"{problem}; its batch is left out")
         else:
-            self._saving.settle()
-            done = self._checkpoints.restore(self._world.from_first(newest_checkpoint(self._folder.path, problem)))
-            text = f"{problem}; back to step {done.step}, without the batches since"
-            self._loading.extend(step - done.step)
-            sequences = self._first_sequence + self._loading.taken * self._config.layout.batch_size
-            self._done, self._back_to = replace(done, sequences=sequences), done.step
-            if self._world.rank == 0:
-                go_back(self._folder, done.step)
+            self._go_back(step, problem)
+
+    def _mend(self, damage: Damage) -> None:
+        """Go back to a checkpoint from before a damage, or end the run. Collective."""
+        self._saving.settle()
+        if self._world.rank == 0:
+            for checkpoint in list_checkpoints(self._folder.path):
+                if (step_of(checkpoint) or 0) > damage.good_step:
+                    put_aside(checkpoint)
+        if self._config.training.on_spike == "rollback":
+            self._go_back(damage.step, damage.words)
+            return
+        self._warn(damage.words)
+        raise RunError(
+            f"{damage.words}; checkpoints of later steps than {damage.good_step} may have it and are called *.damaged; "
+            "training.on_spike rollback would go back"
+        )
+
+    def _go_back(self, step: int, problem: str) -> None:
+        """Go back to the newest checkpoint, and leave out the batches since. Collective."""
+        self._saving.settle()
+        chosen = self._world.from_first(newest_checkpoint(self._folder.path) if self._world.rank == 0 else None)
+        if chosen is None:
+            raise RunError(f"{problem}; there is no checkpoint to go back to (training.on_spike rollback)")
+        done = self._checkpoints.restore(chosen)
+        self._loading.extend(step - done.step)
+        sequences = self._first_sequence + self._loading.taken * self._config.layout.batch_size
+        self._done, self._back_to = replace(done, sequences=sequences), done.step
+        self._health.go_back(done.step)
+        if self._world.rank == 0:
+            go_back(self._folder, done.step)
+        self._warn(f"{problem}; back to step {done.step}, without the batches since")
+
+    def _warn(self, text: str) -> None:
         if self._world.rank == 0:
             self._folder.add_warning(text)
 

@@ -260,6 +260,26 @@ class Layout(WithAxes):
             for tensor in range(self.tp)
         ]
 
+    def part_of(self, place: Coordinates) -> tuple[int, int]:
+        """Which part of a micro-batch's computation a position has: on the context and the tensor axis."""
+        return place.data % self.cp, place.tensor
+
+    @property
+    def num_computing_groups(self) -> int:
+        """Number of groups of ranks that compute stages on their own."""
+        return self.pp * self.dp
+
+    def computing_groups(self) -> list[list[list[int]]]:
+        """For each replica, by pipeline rank, the ranks that compute a stage together, in the order of their parts."""
+        ranks = range(self.cp * self.tp)
+        return [
+            [
+                [self.rank_at(Coordinates(stage, replica * self.cp + one // self.tp, one % self.tp)) for one in ranks]
+                for stage in range(self.pp)
+            ]
+            for replica in range(self.dp)
+        ]
+
     def shard_groups(self) -> list[list[int]]:
         """All groups of ranks that share one copy of the same stages, each in the order of the shards."""
         size = self.shard_size

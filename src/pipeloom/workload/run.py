@@ -89,6 +89,18 @@ class Run(WithAxes):
         return max(1, -(-self.global_batch // (self.dp * self.micro_batch)))
 
     @property
+    def impossible(self) -> str | None:
+        """Why no program can run these sizes; ``None`` if one may."""
+        # Embedding and head may be stages of their own.
+        if self.num_stages > self.shape.layers + 2:
+            return "the model has fewer layers than the pipeline has stages"
+        if self.global_batch < self.dp * self.micro_batch:
+            return "the batch has fewer sequences than the replicas have in one micro-batch each"
+        if self.shape.heads % self.tp or self.shape.heads % self.shape.kv_heads:
+            return "tp and kv_heads do not divide the heads"
+        return None
+
+    @property
     def num_stages(self) -> int:
         """Stages of the pipeline."""
         return self.pp * self.loops

@@ -258,6 +258,11 @@ def make_context_group(
     return RingGroup(_own_group(groups, world, _Note(log, "context-parallel exchange"), timeout), tuple(own))
 
 
+def make_pipeline_group(layout: Layout, world: World, log: ActionLog | None = None) -> Group:
+    """The ranks of a pipeline, for comparisons outside steps; errors and the order of calls as ``make_groups``."""
+    return _own_group(layout.pipelines(), world, _Note(log, "exchange of a pipeline"))
+
+
 class _Note(NamedTuple):
     """Where and as what the collectives of a group are noted, and the lane that runs them."""
 

@@ -212,6 +212,11 @@ class Tied(MessagePart):
         self._received = Held()
         self._lends_copy = lender is not None and lender.lends_copy
 
+    @property
+    def matrix(self) -> TensorSpec:
+        """The spec of the shared matrix."""
+        return self.specs[Kind.SEND_TIED]
+
     @contextmanager
     def rehearsal(self, device: torch.device) -> Iterator[None]:
         """Context outside a step in which the head has weights of zeros, so that it can be timed."""

@@ -166,6 +166,17 @@ class StageWeights:
             found.append((self.frozen.whole, self.frozen.shard))
         return found
 
+    @property
+    def resting(self) -> list[Tensor]:
+        """What no step changes before its update: master weights, a separate copy of them, and frozen weights.
+
+        Gathered weights are not among them.
+        """
+        found = [self.shard]
+        if self._level == "none" and self._is_mixed:
+            found.append(self.whole)
+        return found if self.frozen is None else [*found, self.frozen.shard]
+
     def num_parameters(self, *, with_replicated: bool) -> int:
         """Number of elements without padding, with or without those that every tensor-parallel rank holds."""
         orders = [self.order] if self.frozen is None else [self.order, self.frozen.order]

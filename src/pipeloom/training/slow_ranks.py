@@ -1,0 +1,79 @@
+"""Names slow ranks while the run goes on, from the seconds of compute that each step measures anyway."""
+
+import socket
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from pipeloom.config import RunConfig
+from pipeloom.execute.executor import StepResult
+from pipeloom.execute.processes.world import World
+from pipeloom.runs.run_folder import SLOW_RANKS, RunFolder
+from pipeloom.runs.slow_ranks import SlowRank, find_slow, slow_text
+from pipeloom.trace import Trace
+
+_STEPS = 10
+"""Steps whose median is compared: one slow step is no slow rank."""
+
+
+class SlowRanks:
+    """Watches the seconds in which ranks compute. Construction is collective.
+
+    Args:
+        config: resolved.
+        world: all ranks.
+        folder: of the run.
+    """
+
+    def __init__(self, config: RunConfig, world: World, folder: RunFolder) -> None:
+        self._layout, self._world, self._folder = config.layout, world, folder
+        self._own_pipeline = self._layout.coordinates(world.rank).pipeline
+        self._hosts: list[str] | None = world.gather(socket.gethostname())
+        self._seconds: deque[Sequence[float]] = deque(maxlen=_STEPS)
+        self._named: set[int] = set()
+
+    def own(self, result: StepResult, exchange_s: float) -> list[float]:
+        """Seconds of compute for each rank, as far as this rank knows them: its own.
+
+        Args:
+            result: of a step.
+            exchange_s: seconds within its compute in which it waited for the ranks of its tensor-parallel group.
+        """
+        found = [0.0] * self._world.size
+        spans = result.trace.compute(self._own_pipeline)
+        found[self._world.rank] = max(0.0, float(spans.duration_s.sum()) - exchange_s)
+        return found
+
+    def take(self, step: int, seconds: Sequence[float], predicted: Trace | None) -> None:
+        """Take the sums of ``own`` of a step; on rank 0, name ranks that have become slow.
+
+        Args:
+            step: counted from 1.
+            seconds: by rank.
+            predicted: the step of the profile; ``None`` without one: then the same stages of other replicas count.
+        """
+        self._seconds.append(seconds)
+        if self._hosts is None or len(self._seconds) < _STEPS or step % _STEPS:
+            return
+        usual = [median(one) for one in zip(*self._seconds, strict=True)]
+        found = find_slow(usual, self._expected(usual, predicted))
+        if found.keys() != self._named:
+            self._name(step, found, self._hosts)
+
+    def _expected(self, usual: Sequence[float], predicted: Trace | None) -> list[float]:
+        places = [self._layout.coordinates(rank).pipeline for rank in range(self._layout.num_ranks)]
+        if predicted is not None:
+            by_place = [float(predicted.compute(place).duration_s.sum()) for place in range(max(places) + 1)]
+            return [by_place[place] for place in places]
+        alike = {place: [usual[rank] for rank, one in enumerate(places) if one == place] for place in places}
+        # Of two replicas that differ, none is known to be the slow one; the faster one is what the other could be.
+        return [min(alike[place]) if len(alike[place]) > 1 else 0.0 for place in places]
+
+    def _name(self, step: int, found: Mapping[int, float], hosts: Sequence[str]) -> None:
+        slow = [SlowRank(rank, hosts[rank], times) for rank, times in found.items()]
+        again = sorted(self._named - found.keys())
+        texts = [*map(str, slow), *(f"rank {rank} on {hosts[rank]} is as fast as the others again" for rank in again)]
+        more = "; `pipeloom inspect` of the run says what a layout without it would do" if slow else ""
+        self._folder.add_warning(f"step {step}: {', '.join(texts)}{more}")
+        self._named = set(found)
+        self._folder.write(SLOW_RANKS, slow_text(step, slow))
