@@ -40,6 +40,10 @@ CASES = (
         "--model gpt-175b --cluster dgx-a100 --devices 4096 --global-batch 4096 --seq 2048",
     ),
     Case(
+        "405B on 16,384 H100, everything",
+        "--model llama-3-405b --cluster dgx-h100 --devices 16384 --global-batch 2048 --seq 8192",
+    ),
+    Case(
         "1T on 16,384 A100, everything",
         "--model gpt-1t --cluster dgx-a100 --devices 16384 --global-batch 4096 --seq 2048",
     ),

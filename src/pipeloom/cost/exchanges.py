@@ -14,7 +14,7 @@ from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.matrices import stage_shards
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
-from pipeloom.cost.stages import tied_ranks, trained_parameters, trained_replicated
+from pipeloom.cost.stages import tied_ranks, trained_replicated
 from pipeloom.workload.run import Run
 
 
@@ -26,7 +26,7 @@ def stage_collectives_s(placed: Placed) -> tuple[tuple[float, ...], tuple[float,
     """
     run, software = placed.run, placed.software
     parts = [placed.parts[rank] for rank in placed.placement.rank_by_stage]
-    trained = trained_parameters(run, software)
+    trained = placed.trained_parameters
     # Frozen weights are sharded, and gathered, at the level ``full`` only.
     gathered = placed.parameters if run.shard == "full" else trained
     gathers = tuple(

@@ -22,12 +22,12 @@ from pipeloom.cost.stages import (
     layers_by_kind,
     layers_of_pieces,
     num_frozen_stages,
+    parameters_by_rank,
     placement_of,
-    rank_parameters,
     stage_layers,
     stage_parameters,
     tied_ranks,
-    trained_rank_parameters,
+    trained_parameters,
 )
 from pipeloom.schedule import Placement
 from pipeloom.workload.layout import place_of
@@ -52,7 +52,7 @@ class Placed:
 
     def of(self, run: Run) -> "Placed":
         """Another run on the same cluster with the same program."""
-        return self if run is self.run else replace(self, run=run)
+        return self if run is self.run else Placed(run, self.cluster, self.software)
 
     @cached_property
     def placement(self) -> Placement:
@@ -72,18 +72,25 @@ class Placed:
     @cached_property
     def rank_parameters(self) -> tuple[float, ...]:
         """Number of parameters on one device of each pipeline rank."""
-        return rank_parameters(self.run, self.software)
+        return parameters_by_rank(self.run, self.parameters)
+
+    @cached_property
+    def trained_parameters(self) -> tuple[float, ...]:
+        """``parameters`` of the pieces, or adapters, that are trained."""
+        return trained_parameters(self.run, self.software) if self.run.frozen_pieces else self.parameters
 
     @cached_property
     def trained_rank_parameters(self) -> tuple[float, ...]:
         """``rank_parameters`` of the pieces that are trained."""
         if not self.run.frozen_pieces:
             return self.rank_parameters
-        return trained_rank_parameters(self.run, self.software)
+        return parameters_by_rank(self.run, self.trained_parameters)
 
     def with_sharding_of(self, run: Run) -> "Placed":
         """A run that differs in its sharding alone: what sharding does not change is computed once for all of them."""
         other = self.of(run)
+        # Every sharding needs these; computed here they are shared, too.
+        _ = self.placement, self.rank_parameters, self.trained_rank_parameters
         # Layers that are gathered one by one are part of the seconds of a stage.
         is_shared = _SHARED_BY_SHARDINGS - ({"costs"} if self.software.gathers_layers else set[str]())
         other.__dict__.update({name: value for name, value in self.__dict__.items() if name in is_shared})
@@ -259,6 +266,7 @@ _SHARED_BY_SHARDINGS = {
     "placement",
     "layers",
     "parameters",
+    "trained_parameters",
     "rank_parameters",
     "trained_rank_parameters",
     "device_bytes",

@@ -279,15 +279,16 @@ def _positions(run: Run) -> int:
 
 def rank_parameters(run: Run, software: Software) -> tuple[float, ...]:
     """Number of parameters on one device of each pipeline rank."""
-    return _by_rank(run, stage_parameters(run, software))
+    return parameters_by_rank(run, stage_parameters(run, software))
 
 
 def trained_rank_parameters(run: Run, software: Software) -> tuple[float, ...]:
     """``rank_parameters`` of the pieces that are trained."""
-    return _by_rank(run, trained_parameters(run, software))
+    return parameters_by_rank(run, trained_parameters(run, software))
 
 
-def _by_rank(run: Run, by_stage: Sequence[float]) -> tuple[float, ...]:
+def parameters_by_rank(run: Run, by_stage: Sequence[float]) -> tuple[float, ...]:
+    """Number of parameters of each pipeline rank, from those of each stage."""
     held = [0.0] * run.pp
     for rank, parameters in zip(placement_of(run).rank_by_stage, by_stage, strict=True):
         held[rank] += parameters

@@ -27,7 +27,7 @@ from pipeloom.cost.memory import (
 )
 from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.software import Software
-from pipeloom.cost.stages import gathered_parameters, num_frozen_stages, stage_layers, trained_parameters
+from pipeloom.cost.stages import gathered_parameters, num_frozen_stages, stage_layers
 from pipeloom.schedule import Kind, Placement
 from pipeloom.schedule.facts import Graph
 from pipeloom.schedule.kinds import KINDS
@@ -174,6 +174,43 @@ class Bounds(OfPlaced):
         if self.splits:
             kept = np.minimum(kept, stage_pending_bytes(self.run, self.software))
         return kept[self.stages]
+
+    @cached_property
+    def layer_bytes(self) -> tuple[NDArray[np.int64], float, float]:
+        """[rank, number of its stage] layers; the bytes that a recomputed layer saves, and those it needs once."""
+        run, software = self.run, self.software
+        full, layers = replace(run, recompute="full"), np.array(self.placed.layers)
+        lost = 1 + software.fragmentation
+        each = (kept_bytes(run, software) - kept_bytes(full, software)) * lost
+        more = working_bytes(full, software) - working_bytes(run, software)
+        return layers[self.stages], each, more * lost
+
+    @cached_property
+    def held_parameters(self) -> tuple[Floats, Floats]:
+        """For each rank the number of its parameters on one device, and of those that are trained."""
+        placed = self.placed
+        return np.array(placed.rank_parameters), np.array(placed.trained_rank_parameters)
+
+    @cached_property
+    def gathered(self) -> Floats:
+        """[rank, number] parameters of its stages that are gathered at once, the most first."""
+        return self._sorted(gathered_parameters(self.run, self.software))
+
+    @cached_property
+    def gathered_trained(self) -> Floats:
+        """``gathered`` where frozen weights are never sharded."""
+        return self._sorted(self.placed.trained_parameters)
+
+    def _sorted(self, by_stage: Sequence[float]) -> Floats:
+        return np.sort(np.array(by_stage)[self.stages], axis=1)[:, ::-1]
+
+    @cached_property
+    def computing_bytes(self) -> Floats:
+        """For each rank the bytes of a layer while it computes, and of the logits, as the allocator holds them."""
+        run, software = self.run, self.software
+        own = np.full(run.pp, working_bytes(run, software))
+        own[self.placed.placement.rank_by_stage[stage_layers(run, software)[1]]] += logits_bytes(run, software)
+        return own * (1 + software.fragmentation)
 
 
 @dataclass(frozen=True)
@@ -343,7 +380,7 @@ class Sharded(OfPlaced):
         Args:
             in_flight: [rank, number of its stage] stage inputs that it holds at once.
         """
-        layers, each, more = self._layer_bytes
+        layers, each, more = self.bounds.layer_bytes
         held = self.held_bytes(in_flight)
         room = self.bounds.capacity_bytes
         missing = np.where(held > room, (held + more - room) / each, 0.0)
@@ -358,16 +395,6 @@ class Sharded(OfPlaced):
         wanted = np.ceil((missing[:, None] - saved_before) / inputs - 1e-9)
         return np.clip(wanted, 0, counts).sum(axis=1)
 
-    @cached_property
-    def _layer_bytes(self) -> tuple[NDArray[np.int64], float, float]:
-        """[rank, number of its stage] layers; the bytes that a recomputed layer saves, and those it needs once."""
-        run, software = self.run, self.software
-        full, layers = replace(run, recompute="full"), np.array(stage_layers(run, software)[0])
-        lost = 1 + software.fragmentation
-        each = (kept_bytes(run, software) - kept_bytes(full, software)) * lost
-        more = working_bytes(full, software) - working_bytes(run, software)
-        return layers[self.bounds.stages], each, more * lost
-
     @property
     def _has_collectives(self) -> bool:
         return self.software.has_reduction_lane and self.run.data_ranks > 1
@@ -375,7 +402,7 @@ class Sharded(OfPlaced):
     @cached_property
     def _collectives_s(self) -> tuple[Floats, Floats]:
         """For each stage the seconds of its gather and of its reduction."""
-        trained = trained_parameters(self.run, self.software)
+        trained = self.bounds.placed.trained_parameters
         # Frozen weights are gathered at the level ``full`` only.
         gathered = self.bounds.placed.parameters if self.run.shard == "full" else trained
         return self._by_stage(gather_s, gathered), self._by_stage(reduce_s, trained)
@@ -396,9 +423,7 @@ class Sharded(OfPlaced):
     def _always_bytes(self, gathered: int) -> Floats:
         """For each rank the bytes that it holds besides stage inputs."""
         run, software, stages = self.run, self.software, self.bounds.stages
-        _, head = stage_layers(run, software)
-        whole = np.array(self.bounds.placed.parameters)[stages].sum(axis=1)
-        trained = np.array(trained_parameters(run, software))[stages].sum(axis=1)
+        whole, trained = self.bounds.held_parameters
         held = state_bytes(run, 1.0, software).total_bytes * trained + frozen_bytes(run, 1.0) * (whole - trained)
         owner = self.bounds.placed.placement.rank_by_stage
         for rank in {owner[0], owner[-1]}:
@@ -406,10 +431,8 @@ class Sharded(OfPlaced):
         if run.sharded == "full":
             alone = state_bytes(run, 1.0, software, "none")
             # The only rank of a copy has its frozen weights whole.
-            of_stage = gathered_parameters if run.shard_size > 1 or run.adapter is None else trained_parameters
-            largest = np.sort(np.array(of_stage(run, software))[stages], axis=1)[:, ::-1]
+            has_shards = run.shard_size > 1 or run.adapter is None
+            largest = self.bounds.gathered if has_shards else self.bounds.gathered_trained
             most = gathered if software.has_reduction_lane else 1
             held += largest[:, :most].sum(axis=1) * alone.weights_bytes
-        own = np.full(run.pp, working_bytes(run, software))
-        own[owner[head]] += logits_bytes(run, software)
-        return held + own * (1 + software.fragmentation) + software.reserve_bytes
+        return held + self.bounds.computing_bytes + software.reserve_bytes

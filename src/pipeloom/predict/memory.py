@@ -155,6 +155,13 @@ def activation_room(run: Run, software: Software, schedule: Schedule, free_bytes
 
 def kept_with_loss(run: Run, software: Software) -> KeptBytes:
     """Bytes that stages keep of a micro-batch for its backward, including those of the loss."""
+    return _kept_with_loss(replace(run, shard="none"), software)
+
+
+# A search tries many shardings and buffers of the same stages, which keep the same bytes.
+@lru_cache(maxsize=1024)
+def _kept_with_loss(run: Run, software: Software) -> KeptBytes:
+    """``kept_with_loss`` of a run that is not sharded."""
     if run.slices and software.has_lanes:
         return _kept_by_slice(run, software)
     whole, pending = stage_kept_bytes(run, software), stage_pending_bytes(run, software)
