@@ -8,7 +8,7 @@
 # make reproduce  the facts and figures of the breadth-first paper, and BPipe's, simulated: docs/reproduction/
 # make schedules  the table and the pictures of all families of schedules: docs/schedules/
 # make plan-demo  the planner's ranking of a small model's layouts beside all of them really run (7 minutes)
-# make plan-speed  how fast the planner answers, from the shell and on one core (2 minutes)
+# make plan-speed  how fast the planner answers, from the shell and on one core (some minutes; 405B takes most of them)
 # make recipes  published trainings beside plans for them: docs/recipes.md (1 minute)
 # make random-plans  300 random questions to the planner: budgets, memory, written runs, better clusters (15 minutes)
 # make bench-network   beside PyTorch's pipelining over slow networks between hosts (as root; 12 minutes)
