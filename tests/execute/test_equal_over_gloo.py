@@ -11,6 +11,7 @@ import pytest
 from families import SOME, TRAINING, fitting
 from gloo import differences_over_gloo
 from small_run import small_run
+from thinned import thinned
 
 from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig
 from pipeloom.families import FAMILIES
@@ -132,9 +133,7 @@ RUNS = {
 
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # tracing asks for it, and goes on
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.long] if kind == "compiled" else []) for kind in RUNS]
-)
+@pytest.mark.parametrize("kind", thinned(RUNS, 2))
 def test_a_step_equals_the_single_process(tmp_path, kind):
     num_ranks, runs = RUNS[kind]
     names = ("model", "layout", "schedule", "training")
