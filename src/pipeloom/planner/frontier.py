@@ -91,8 +91,6 @@ class Frontier:
         self._steps: dict[GroupKey, tuple[Candidate, SimulatedStep]] = {}
         self.is_urgent = is_urgent
         self._admitted: dict[int, bool] = {}
-        below = (limits.loops, limits.families, limits.shards, limits.strategies)
-        self._decides_below = any(among is not None for among in below)
         self.queue: list[OpenNode] = []
         self.deferred: list[OpenNode] = []
         self.cutoff_s = within_s
@@ -114,13 +112,11 @@ class Frontier:
         """``admits``, with the answer for an arrangement cached: a query has far more nodes than arrangements."""
         if not self._limits.names:
             return True
-        arrangement = _arrangement_of(node)
+        *own, arrangement = _lineage(node)
         # By identity: arrangements live as long as the search.
         if (known := self._admitted.get(id(arrangement))) is None:
             known = self._admitted[id(arrangement)] = _admits_itself(self._limits, arrangement)
-        if not known or not self._decides_below:
-            return known
-        return all(_admits_itself(self._limits, one) for one in _lineage(node)[:-1])
+        return known and all(_admits_itself(self._limits, one) for one in own)
 
     def offer(self, key: SortKey, candidate: Candidate, step: SimulatedStep | None = None) -> None:
         """Make a simulated layout the incumbent of its group, if limits allow it and it is better.
@@ -183,14 +179,6 @@ class Frontier:
 def admits(limits: Limits, node: Node) -> bool:
     """Whether a layout below the node may satisfy the limits."""
     return not limits.names or all(_admits_itself(limits, one) for one in _lineage(node))
-
-
-def _arrangement_of(node: Node) -> Arrangement:
-    """The arrangement above a node, or itself."""
-    if isinstance(node, Arrangement):
-        return node
-    cut = node if isinstance(node, Cut) else node.cut if isinstance(node, Leaf) else node.leaf.cut
-    return cut.arrangement
 
 
 def _lineage(node: Node) -> list[Node]:
