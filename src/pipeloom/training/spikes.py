@@ -5,10 +5,8 @@ All ranks have the same sums of a step, so all find the same steps and do the sa
 
 import math
 from collections import deque
-from pathlib import Path
 from statistics import median
 
-from pipeloom.checkpoint.checkpoint_folder import list_checkpoints
 from pipeloom.config import TrainingConfig
 from pipeloom.errors import RunError
 from pipeloom.terminal.words import count
@@ -63,9 +61,3 @@ class Spikes:
         return (
             f"its {name} is {value:.4g}, above {setting} {limit:g} x {usual:.4g}, the median of {len(good)} good steps"
         )
-
-
-def newest_checkpoint(run: Path) -> Path | None:
-    """The checkpoint that a run goes back to; ``None`` if there is none."""
-    found = list_checkpoints(run)
-    return found[-1] if found else None

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import chain, islice
 from statistics import median_high
 from typing import Any
 
@@ -42,7 +43,7 @@ from pipeloom.training.progress import StepProgress
 from pipeloom.training.results import RunResult, RunSummary
 from pipeloom.training.sample import sample_text
 from pipeloom.training.slow_ranks import SlowRanks
-from pipeloom.training.spikes import Spikes, newest_checkpoint
+from pipeloom.training.spikes import Spikes
 from pipeloom.training.step_metrics import StepMeter
 from pipeloom.training.step_profile import StepProfiles
 from pipeloom.training.trained import load_trained
@@ -286,14 +287,16 @@ class Trainer:
         exchanged_s = self._pipeline.exchange_s
         result = self._pipeline.train_step(batch)
         # One all-reduce for loss, gradient norm and votes.
-        own = [self._pipeline.counted_loss(result), self._updates.squares()]
-        measured, changed = self._meter.own(result, self._loading.waited_s), self._health.own()
-        seconds = self._slow.own(result, self._pipeline.exchange_s - exchanged_s)
-        loss, squares, *others = self._world.sum([*own, *seconds, *changed, *measured, *self._saving.votes()])
-        seconds, others = others[: len(seconds)], others[len(seconds) :]
-        changed, others = others[: len(changed)], others[len(changed) :]
+        own = (
+            [self._pipeline.counted_loss(result), self._updates.squares()],
+            self._slow.own(result, self._pipeline.exchange_s - exchanged_s),
+            self._health.own(),
+            self._meter.own(result, self._loading.waited_s),
+            self._saving.votes(),
+        )
+        sums = iter(self._world.sum([*chain(*own)]))
+        (loss, squares), seconds, changed, self._sums, votes = (list(islice(sums, len(part))) for part in own)
         self._slow.take(step, seconds, self._measured.predicted)
-        self._sums, votes = others[: len(measured)], others[len(measured) :]
         self._saving.count(votes)
         if (damage := self._health.judge(step, changed, windows)) is not None:
             self._mend(damage)
@@ -352,10 +355,10 @@ class Trainer:
     def _go_back(self, step: int, problem: str) -> None:
         """Go back to the newest checkpoint, and leave out the batches since. Collective."""
         self._saving.settle()
-        chosen = self._world.from_first(newest_checkpoint(self._folder.path) if self._world.rank == 0 else None)
-        if chosen is None:
+        newest = self._world.from_first(list_checkpoints(self._folder.path)[-1:] if self._world.rank == 0 else [])
+        if not newest:
             raise RunError(f"{problem}; there is no checkpoint to go back to (training.on_spike rollback)")
-        done = self._checkpoints.restore(chosen)
+        done = self._checkpoints.restore(newest[0])
         self._loading.extend(step - done.step)
         sequences = self._first_sequence + self._loading.taken * self._config.layout.batch_size
         self._done, self._back_to = replace(done, sequences=sequences), done.step
