@@ -98,7 +98,7 @@ class Health:
         self.note()
 
     def own(self) -> list[float]:
-        """For each rank whether its memory has changed, as far as this rank sees; called before the update."""
+        """By rank 1 if its memory has changed: that of this rank, and 0 for the others; called before the update."""
         if self._every is None:
             return []
         found = [0.0] * self._world.size

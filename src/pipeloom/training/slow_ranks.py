@@ -33,7 +33,7 @@ class SlowRanks:
         self._named: set[int] = set()
 
     def own(self, result: StepResult, exchange_s: float) -> list[float]:
-        """Seconds of compute for each rank, as far as this rank knows them: its own.
+        """Seconds of compute by rank: those of this rank, and 0 for the others.
 
         Args:
             result: of a step.
