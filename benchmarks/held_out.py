@@ -424,10 +424,11 @@ def main(words: list[str]) -> None:
     parts = [word for word in words if not word.endswith(".csv") and word != "--write"]
     if parts and "--write" in words:
         sys.exit("--write needs every line: leave out " + ", ".join(parts))
-    rows = [row for table in tables for row in read_rows(table)]
+    skipped: dict[str, int] = {}
+    rows = [row for table in tables for row in read_rows(table, skipped)]
     console = Console(width=200)
     # Others have no cluster, or no family makes their schedule.
-    rows = print_shipped(console, rows)
+    rows = print_shipped(console, rows, skipped)
     answers, known = [], Programs(rows)
     for split in splits(rows):
         if not parts or any(part in split.program for part in parts):
@@ -455,7 +456,7 @@ def without_composed(answer: Comparison) -> Comparison:
     return replace(answer, outcomes=tuple(ran))
 
 
-def print_shipped(console: Console, rows: Sequence[Row]) -> list[Row]:
+def print_shipped(console: Console, rows: Sequence[Row], skipped: dict[str, int]) -> list[Row]:
     """Print the errors of the programs as shipped, by set; returns the rows that were predicted."""
     answer = compare(rows)
     other = calculon.installed()
@@ -473,7 +474,7 @@ def print_shipped(console: Console, rows: Sequence[Row]) -> list[Row]:
     console.print(lines)
     if other is None:
         console.print("Calculon is not installed: its column is left out")
-    for reason, number in answer.skipped.items():
+    for reason, number in (skipped | answer.skipped).items():
         console.print(f"{number} rows not predicted: {reason}")
     return [outcome.row for outcome in answer.outcomes]
 

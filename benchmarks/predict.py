@@ -1,7 +1,8 @@
 """Predicted and measured step times on this machine, for several layouts. Run by ``make predict``.
 
 Each row is a run of its own: the stages are profiled, the step is simulated, then a few steps are trained and
-their median is taken. Nothing is carried over from one row to the next.
+their median is taken. Nothing is carried over from one row to the next. The bubble is the predicted one and that of the
+traced step.
 """
 
 import tempfile
@@ -37,7 +38,7 @@ def _train(folder: Path, config: RunConfig, world: World, data: Data) -> RunSumm
 
 def main() -> None:
     """Run every layout and print the table."""
-    table = Table("schedule", "ranks", "loops", "predicted ms", "measured ms", "predicted / measured")
+    table = Table("schedule", "ranks", "loops", "predicted ms", "measured ms", "predicted / measured", "bubble")
     for family, layout in LAYOUTS:
         config = RunConfig(
             layout=layout,
@@ -49,7 +50,8 @@ def main() -> None:
             summary = run_on_all_ranks(config, partial(_train, Path(folder)))
         predicted, measured = summary.predicted_step_time_s, summary.step_time_s
         cells = [family, layout.pp, layout.num_loops, f"{predicted * 1e3:.0f}", f"{measured * 1e3:.0f}"]
-        table.add_row(*map(str, cells), f"{predicted / measured:.2f}")
+        bubbles = f"{summary.predicted_bubble_fraction:.0%} / {summary.bubble_fraction:.0%}"
+        table.add_row(*map(str, cells), f"{predicted / measured:.2f}", bubbles)
     Console().print(table)
 
 

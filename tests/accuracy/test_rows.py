@@ -55,6 +55,15 @@ def test_a_wrong_cell_is_named_with_its_line(tmp_path, cells, message):
     assert message in str(caught.value)
 
 
+def test_rows_without_a_model_are_counted_by_reason_where_the_caller_reports_them(tmp_path):
+    skipped: dict[str, int] = {}
+    rows = read_rows(changed(tmp_path, precision="mxfp8"), skipped)
+    assert len(rows) == len(read_rows(EXAMPLE)) - 1
+    assert skipped == {"precision must be one of fp32, bf16, fp16, fp8, found 'mxfp8'": 1}
+    with pytest.raises(ConfigError, match="found 'many'"):
+        read_rows(changed(tmp_path, precision="mxfp8", layers="many"), skipped)
+
+
 def test_words_are_read_in_any_case(tmp_path):
     (row, *_) = read_rows(changed(tmp_path, status="OK", precision="BF16", attention="Flash2", device="A100 SXM 80GB"))
     assert (row.is_ok, row.run.precision, row.run.attention, row.device) == (True, "bf16", "flash2", "a100-sxm-80gb")

@@ -34,17 +34,19 @@ _TEXTS = ("set", "status", "step_time_s", "memory_bytes", "model", "mlp", "devic
 COLUMNS = tuple(name for name in (*_TEXTS, *_COUNTS, *_FLAGS, *_RUN_CHOICES) if name not in _IN_NOTES)
 """Columns that a table must have."""
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "status": ("ok", "oom"),
+_STATUSES = ("ok", "oom")
+_FAMILIES = {"gelu": "gpt2", "swiglu": "llama"}
+"""Feed-forward block, as in the column ``mlp`` -> family of models."""
+_MODELED: dict[str, tuple[str, ...]] = {
     "shard": get_args(Shard),
     "recompute": get_args(Recompute),
     "attention": get_args(Attention),
     "precision": (*get_args(Precision), *get_args(Products)),
+    "mlp": tuple(_FAMILIES),
 }
-_WORDS = (*_CHOICES, "mlp", "schedule", "device")
+"""Column -> what can be predicted of it. A program may well have another kernel or precision."""
+_WORDS = (*_MODELED, "status", "schedule", "device")
 """Columns whose values may be in any case."""
-_FAMILIES = {"gelu": "gpt2", "swiglu": "llama"}
-"""Feed-forward block, as in the column ``mlp`` -> family of models."""
 _MOST_PROBLEMS = 20
 
 BLANKS: dict[str, str] = {
@@ -143,19 +145,35 @@ def read_table(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
     return [{key: (value or "").strip() for key, value in line.items() if key} for line in lines]
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path, skipped: dict[str, int] | None = None) -> list[Row]:
     """Read a table of measurements.
+
+    Args:
+        path: of the table.
+        skipped: gets reason -> number of rows with kernels, precisions, sharding or recomputation that have no model,
+            which are left out. ``None``: these are wrong cells.
 
     Raises:
         UserError: the file cannot be read, or is not such a table; a ``ConfigError`` lists wrong cells.
     """
     problems: list[str] = []
-    rows = [
-        row
-        # Line 1 is the header.
-        for number, line in enumerate(read_table(path, COLUMNS), start=2)
-        if (row := _row(line, f"line {number}", problems)) is not None
-    ]
+    rows: list[Row] = []
+    # Line 1 is the header.
+    for number, line in enumerate(read_table(path, COLUMNS), start=2):
+        where, before = f"line {number}", len(problems)
+        cells = _filled(line)
+        values = _values(cells, where, problems)
+        unknown = [
+            f"{name} must be one of {', '.join(among)}, found '{cells[name]}'"
+            for name, among in _MODELED.items()
+            if cells[name] not in among
+        ]
+        if skipped is None:
+            problems += [f"{where}: {reason}" for reason in unknown]
+        if unknown and len(problems) == before and skipped is not None:
+            skipped[unknown[0]] = skipped.get(unknown[0], 0) + 1
+        elif len(problems) == before:
+            rows.append(_make(cells, values))
     if problems:
         rest = len(problems) - _MOST_PROBLEMS
         more = [f"and {rest} more"] if rest > 0 else []
@@ -181,7 +199,7 @@ def _filled(line: dict[str, str]) -> dict[str, str]:
         filled["ffn"] = filled["ffn"] or str(4 * int(filled["hidden"]))
         filled["devices"] = filled["devices"] or str(prod(int(filled[name]) for name in AXES))
     except ValueError:
-        pass  # _row reports cells that are not numbers
+        pass  # _values reports cells that are not numbers
     return filled
 
 
@@ -194,8 +212,9 @@ def _replicas_of_nodes(cells: dict[str, str]) -> str:
         return "1"
 
 
-def _row(cells: dict[str, str], where: str, problems: list[str]) -> Row | None:
-    before, line = len(problems), _filled(cells)
+def _values(line: dict[str, str], where: str, problems: list[str]) -> dict[str, Any]:
+    """The values of the cells; wrong ones are added to ``problems``."""
+    before = len(problems)
 
     def cell(name: str, convert: Callable[[str], Any], wanted: str) -> Any:
         try:
@@ -206,15 +225,14 @@ def _row(cells: dict[str, str], where: str, problems: list[str]) -> Row | None:
 
     values: dict[str, Any] = {name: cell(name, _count, "a whole number of at least 1") for name in _COUNTS}
     values |= {name: cell(name, _flag, "0 or 1") for name in _FLAGS}
-    for name, among in (*_CHOICES.items(), ("mlp", tuple(_FAMILIES))):
-        values[name] = line[name]
-        if line[name] not in among:
-            problems.append(f"{where}: {name} must be one of {', '.join(among)}, found '{line[name]}'")
+    values |= {name: line[name] for name in _MODELED}
+    if line["status"] not in _STATUSES:
+        problems.append(f"{where}: status must be one of {', '.join(_STATUSES)}, found '{line['status']}'")
     for name in ("step_time_s", "memory_bytes"):
         values[name] = cell(name, _positive, "a number above 0 or blank")
     if len(problems) == before:
         _check_sizes(values, where, problems)
-    return _make(line, values) if len(problems) == before else None
+    return values
 
 
 def _check_sizes(values: dict[str, Any], where: str, problems: list[str]) -> None:

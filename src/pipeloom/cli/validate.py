@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,7 +70,8 @@ def run(words: list[str]) -> int:
     options, problems = read_flags(COMMAND, words)
     if (options.table is None) == (options.stage_times is None):
         problems.append("expected one table: TABLE.csv, or --stage-times TABLE.csv")
-    table = None if options.table is None else or_note(lambda: read_rows(Path(options.table or "")), problems)
+    skipped: dict[str, int] = {}
+    table = None if options.table is None else or_note(lambda: read_rows(Path(options.table or ""), skipped), problems)
     if problems:
         raise ConfigError(problems, SOURCE)
     if options.stage_times is not None:
@@ -78,12 +79,16 @@ def run(words: list[str]) -> int:
         return 0
     rows = [row for row in table or () if _is_asked_for(row, options)]
     if not rows:
+        without = f"; not predicted: {'; '.join(skipped)}" if skipped else ""
         raise UserError(
-            f"no row of {options.table} is left: check --sets, --models and --attentions against its columns"
+            f"no row of {options.table} is left: check --sets, --models and --attentions against its columns{without}"
         )
     if options.fit is not None:
-        return _fit(options, rows)
+        _fit(options, rows)
+        _print_skipped(skipped)
+        return 0
     answer = _compare(options, rows)
+    answer = replace(answer, skipped=skipped | answer.skipped)
     if not answer.outcomes:
         raise UserError(f"no row of {options.table} can be predicted: {'; '.join(answer.skipped)}")
     if options.plot is not None:
@@ -119,7 +124,7 @@ def _compare(options: Options, rows: Sequence[Row]) -> Comparison:
     return compare(rows, cluster, software)
 
 
-def _fit(options: Options, chosen: list[Row]) -> int:
+def _fit(options: Options, chosen: list[Row]) -> None:
     from pipeloom.accuracy.fit import first_guess, fit, write
     from pipeloom.accuracy.prior import shipped
 
@@ -148,7 +153,6 @@ def _fit(options: Options, chosen: list[Row]) -> int:
     for parameter, began in result.starts.items():
         edge = "  at the edge of what is possible" if parameter in result.at_bounds else ""
         print(f"  {parameter:<20}{began:>10.4g} -> {getattr(result.software.efficiency, parameter):<10.4g}{edge}")
-    return 0
 
 
 def _share(value: float) -> str:
@@ -194,7 +198,11 @@ def _print_table(tree: dict[str, Any]) -> None:
         print(f"# undisturbed: without {count(num_disturbed, 'run')} that disagrees with its neighbors in the table")
     if num_observed:
         print(f"# observed: {count(num_observed, 'row')} whose prediction contains an observation about this model")
-    for reason, number in tree["skipped"].items():
+    _print_skipped(tree["skipped"])
+
+
+def _print_skipped(skipped: dict[str, int]) -> None:
+    for reason, number in skipped.items():
         print(f"# {count(number, 'row')} not predicted: {reason}")
 
 
