@@ -106,14 +106,19 @@ def left_out_residuals(features: Floats, values: Floats) -> tuple[Floats, Floats
     centered = features - features.mean(axis=0)
     distances = ((centered[:, None] - centered[None]) ** 2).sum(-1)
     trend = _TREND * (centered @ centered.T) + 10 * _TREND
-    best: tuple[float, Floats, Floats] | None = None
-    for length, smooth, noise in product(_LENGTHS, _SMOOTH, _NOISES):
-        covariance = trend + smooth * np.exp(-distances / (2 * length**2)) + noise * np.eye(len(values))
-        _, log_determinant = np.linalg.slogdet(covariance)
-        inverse = np.linalg.inv(covariance)
-        weighted = inverse @ values
-        likelihood = -0.5 * float(values @ weighted) - 0.5 * float(log_determinant)
-        if best is None or likelihood > best[0]:
-            best = likelihood, weighted / np.diag(inverse), np.diag(inverse) ** -0.5
-    assert best is not None
-    return best[1], best[2]
+    covariances = (
+        trend + smooth * np.exp(-distances / (2 * length**2)) + noise * np.eye(len(values))
+        for length, smooth, noise in product(_LENGTHS, _SMOOTH, _NOISES)
+    )
+    inverse = np.linalg.inv(max(covariances, key=lambda covariance: _log_likelihood(covariance, values)))
+    weighted, precisions = inverse @ values, np.diag(inverse)
+    return weighted / precisions, precisions**-0.5
+
+
+def _log_likelihood(covariance: Floats, values: Floats) -> float:
+    """Of values with a normal distribution around 0, without the constant."""
+    # The last row of a bordered matrix's Cholesky factor is L^-1 values: one factor instead of an inverse and a
+    # determinant. The corner only has to keep it positive definite.
+    corner = 1.0 + values @ values / _NOISES[0]
+    factor = np.linalg.cholesky(np.block([[covariance, values[:, None]], [values[None], np.array([[corner]])]]))
+    return -0.5 * float(factor[-1, :-1] @ factor[-1, :-1]) - float(np.log(np.diag(factor)[:-1]).sum())
