@@ -35,7 +35,6 @@ from pipeloom.accuracy.prior import NAMES, Estimate, Prior, pooled
 from pipeloom.accuracy.programs import DEFAULT_SOFTWARE, cluster_of, default_of, program_of
 from pipeloom.accuracy.rows import Group, Row, read_rows
 from pipeloom.catalog import CLUSTERS, load_software
-from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -163,8 +162,7 @@ class Programs:
 
 def fitted_on(rows: Sequence[Row], start: Software, prior: Prior) -> Fit:
     """A fit of a part of the rows, each on its own cluster."""
-    chosen = thinned(rows, MOST_FITTED)
-    return fit(chosen, cluster_of(chosen[0], start), start, (), _placed, prior=prior)
+    return fit(thinned(rows, MOST_FITTED), None, start, prior=prior)
 
 
 def held_out(split: Split, known: Programs, change: Callable[[Software], Software] = lambda program: program) -> Held:
@@ -181,10 +179,6 @@ def held_out(split: Split, known: Programs, change: Callable[[Software], Softwar
 def thinned(rows: Sequence[T], most: int) -> list[T]:
     """At most ``most`` rows, evenly spaced."""
     return [rows[number * len(rows) // most] for number in range(most)] if len(rows) > most else list(rows)
-
-
-def _placed(row: Row, program: Software) -> Placed:
-    return Placed(row.run, cluster_of(row, program), program)
 
 
 def _held(split: Split, fitted: Sequence[Row], before: tuple[Outcome, ...], after: tuple[Outcome, ...]) -> Held:

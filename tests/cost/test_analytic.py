@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pipeloom.catalog import load_cluster, load_model, load_software
+from pipeloom.cost.collectives import SLOWDOWN
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.exchanges import step_terms
 from pipeloom.cost.layers import Pieces
@@ -126,36 +127,31 @@ def test_a_product_that_adds_to_the_gradient_takes_the_longer_of_its_compute_and
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_exchanges_of_column_parallel_matrices_hide_behind_their_products(sequence_parallel):
-    run, overlapping = replace(RUN, tp=4, sequence_parallel=sequence_parallel), replace(PROGRAM, overlaps_columns=True)
-    exposed, hidden = (Pieces(run, A100, program).layer_backward().tensor_s for program in (PROGRAM, overlapping))
-    # With sequence parallelism the row-parallel matrices still gather first.
-    assert hidden < exposed
-    assert (hidden > 0) == sequence_parallel
-
-
-def test_exchanges_in_pieces_hide_behind_the_products_of_other_pieces():
-    run = replace(RUN, tp=4, sequence_parallel=True, micro_batch=4)
-    columns = replace(PROGRAM, overlaps_columns=True)
-    pieces = replace(columns, overlaps_pieces=True)
-    before, after = (Pieces(run, A100, program) for program in (columns, pieces))
-    assert after.layer_forward().tensor_s < before.layer_forward().tensor_s
-    assert after.layer_backward().tensor_s < before.layer_backward().tensor_s
-    alone = replace(run, sequence_parallel=False)
-    assert Pieces(alone, A100, pieces).layer_forward() == Pieces(alone, A100, columns).layer_forward()
+def test_exchanges_of_column_parallel_matrices_run_beside_their_products_and_slow_them_down(sequence_parallel):
+    # Exchanges of two matrices, which all products hide: they take multiprocessors of the products.
+    run = replace(RUN, tp=4, sequence_parallel=sequence_parallel)
+    overlapping = replace(PROGRAM, overlaps_columns=True)
+    exposed_s, beside_s = (Pieces(run, A100, program).layer_backward().tensor_s for program in (PROGRAM, overlapping))
+    pieces = Pieces(run, A100, PROGRAM)
+    # With sequence parallelism the row-parallel matrices gather first.
+    first_s = 2 * pieces._exchange_s("all_gather") if sequence_parallel else 0.0
+    hidden_s = 2 * sum(
+        map(pieces._exchange_s, ("all_gather", "reduce_scatter") if sequence_parallel else ("all_reduce",))
+    )
+    assert hidden_s == pytest.approx(exposed_s)
+    assert beside_s == pytest.approx(first_s + hidden_s * SLOWDOWN / (1 + SLOWDOWN))
 
 
 def test_a_link_slower_than_the_products_leaves_the_rest_of_an_exchange_exposed():
-    run = replace(RUN, tp=4, sequence_parallel=True)
-    pieces = replace(PROGRAM, overlaps_columns=True, overlaps_pieces=True)
+    run, overlapping = replace(RUN, tp=4), replace(PROGRAM, overlaps_columns=True)
     slow, slower = (
-        Pieces(run, replace(A100, intra=replace(A100.intra, bytes_per_s=rate), bus_curves={}), pieces)
+        Pieces(run, replace(A100, intra=replace(A100.intra, bytes_per_s=rate), bus_curves={}), overlapping)
         for rate in (1e9, 5e8)
     )
-    # Four exchanges of a quarter less than the tensor; what the products hide is the same for both.
-    added_s = slower.layer_forward().tensor_s - slow.layer_forward().tensor_s
-    moved = 4 * 3 / 4 * run.tokens * run.shape.hidden * run.element_bytes
-    assert added_s == pytest.approx(moved / 1e9 / pieces.efficiency.tensor_bus, rel=1e-6)
+    # Two all-reduces of three quarters of the tensor, twice; what the products hide is the same for both.
+    added_s = slower.layer_backward().tensor_s - slow.layer_backward().tensor_s
+    moved = 2 * 2 * 3 / 4 * run.tokens * run.shape.hidden * run.element_bytes
+    assert added_s == pytest.approx(moved / 1e9 / overlapping.efficiency.tensor_bus, rel=1e-6)
 
 
 @pytest.mark.parametrize("kernel", ["flash1", "flash2"])
@@ -245,12 +241,15 @@ def test_early_flash_kernels_are_as_fast_with_small_heads():
         assert each_s[1] / each_s[0] == pytest.approx(slower)
 
 
-def test_selective_recomputation_may_repeat_a_share_of_a_layer():
+def test_selective_recomputation_may_repeat_a_share_of_the_products_and_keep_attention():
     half = replace(PROGRAM, selective_share=0.5)
-    forward, whole = (Pieces(RUN, A100, half).layer_forward(), Pieces(RUN, A100, half).layer_backward())
-    again = Pieces(replace(RUN, recompute="selective"), A100, half).layer_backward()
-    assert again.device_s == pytest.approx(whole.device_s + forward.device_s / 2)
-    assert again.num_kernels == pytest.approx(whole.num_kernels + forward.num_kernels / 2)
+    run = replace(RUN, tp=2)
+    forward, whole = (Pieces(run, A100, half).layer_forward(), Pieces(run, A100, half).layer_backward())
+    again = Pieces(replace(run, recompute="selective"), A100, half).layer_backward()
+    assert again.matmul_s == pytest.approx(whole.matmul_s + forward.matmul_s / 2)
+    assert again.tensor_s == pytest.approx(whole.tensor_s + forward.tensor_s / 2)
+    assert again.memory_s == pytest.approx(whole.memory_s + forward.memory_s)
+    assert again.attention_s == whole.attention_s
     kept = {kind: kept_bytes(replace(RUN, recompute=kind), half) for kind in ("none", "selective", "full")}
     assert kept["selective"] == pytest.approx((kept["none"] + kept["full"]) / 2)
 

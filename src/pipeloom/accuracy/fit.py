@@ -12,6 +12,7 @@ import numpy as np
 
 from pipeloom.accuracy.disturbed import disturbed
 from pipeloom.accuracy.prior import RANGES, Estimate, Prior
+from pipeloom.accuracy.programs import cluster_of
 from pipeloom.accuracy.rows import Row
 from pipeloom.accuracy.schedules import predict
 from pipeloom.cost.hardware import Cluster
@@ -37,7 +38,7 @@ class Fit:
 
     Attributes:
         software: the program with fitted efficiencies.
-        cluster: the machine.
+        cluster: the machine, that of the first row if rows have several.
         rows: the rows of the fit.
         starts: fitted efficiency -> starting value.
         variances: fitted efficiency -> variance of its logarithm, given rows and prior.
@@ -70,10 +71,9 @@ def first_guess(software: Software, prior: Prior) -> Software:
 
 def fit(
     rows: Sequence[Row],
-    cluster: Cluster,
+    cluster: Cluster | None,
     start: Software,
     names: Sequence[str] = (),
-    placed: Callable[[Row, Software], Placed] | None = None,
     *,
     prior: Prior,
 ) -> Fit:
@@ -85,22 +85,25 @@ def fit(
     runs are left out.
 
     Args:
-        rows: of one machine and program.
-        cluster: the machine.
+        rows: of one program.
+        cluster: of all rows; ``None`` to choose by each row's device.
         start: the program with the starting values.
         names: of the efficiencies to fit; empty for all that influence a row.
-        placed: row and program -> where it ran, for rows of several machines; ``None`` for ``cluster``.
         prior: how far efficiencies of programs differ.
 
     Raises:
         UserError: no row is measured, a name is unknown, or SciPy is not installed.
     """
     timed, optimize = _checked(rows, names)
+    clusters = [cluster or cluster_of(row, start) for row, _ in timed]
 
     def errors(program: Software) -> "NDArray[np.float64]":
-        where = placed or (lambda row, program: Placed(row.run, cluster, program))
-        steps = (predict(where(row, program), row.schedule).prediction for row, _ in timed)
-        return np.log([step.step_time_s / measured for step, (_, measured) in zip(steps, timed, strict=True)])
+        return np.log(
+            [
+                predict(Placed(row.run, place, program), row.schedule).prediction.step_time_s / measured
+                for place, (row, measured) in zip(clusters, timed, strict=True)
+            ]
+        )
 
     before = errors(start)
     chosen = list(names) or [name for name in RANGES if _matters(name, start, errors, before)]
@@ -118,12 +121,12 @@ def fit(
         return np.concatenate([errors(at(logs)) / NOISE, (logs - center) / widths])
 
     found, variances = _least(optimize, residuals, first, (lowest, highest), len(timed))
-    program = replace(at(found), cluster=cluster.name)
+    program = replace(at(found), cluster=clusters[0].name)
     starts, spreads = (
         {name: float(one) for name, one in zip(chosen, each, strict=True)} for each in (np.exp(first), variances)
     )
     fitted = tuple(row for row, _ in timed)
-    return Fit(program, cluster, fitted, starts, spreads, _mean(before), _mean(errors(program)))
+    return Fit(program, clusters[0], fitted, starts, spreads, _mean(before), _mean(errors(program)))
 
 
 def _least(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pipeloom.accuracy.compare import Comparison, compare, compare_stage_times, rankings
-from pipeloom.accuracy.programs import cluster_of, program_of
+from pipeloom.accuracy.programs import program_of
 from pipeloom.accuracy.rows import Row, read_rows
 from pipeloom.catalog import load_cluster, load_software, source_of
 from pipeloom.cli.flags import SOURCE, or_note, read_flags
@@ -37,7 +37,7 @@ class Options:
     attentions: tuple[Attention, ...] = ()
     """Only rows with one of these attention kernels, since some sets have runs of two programs. None: all."""
     cluster: Common[ClusterName | None] = None
-    """Cluster for every row: a name of the catalog, or a file. None: by the device of the row."""
+    """Cluster for every row: a name of the catalog, or a file. None: by the device of the row, also with --fit."""
     software: Common[ProgramName | None] = None
     """Training program for every row: a name of the catalog, or a file. With --fit, the program with
     the initial efficiencies. None: by the set of the row; with --fit general values, which do not depend on held-out
@@ -142,13 +142,13 @@ def _fit(options: Options, chosen: list[Row]) -> None:
                 f"the rows belong to several programs ({', '.join([name, *others])}), and one file holds one: "
                 "choose rows with --sets and --attentions, or take one program for all with --software"
             )
-    cluster = load_cluster(options.cluster) if options.cluster else cluster_of(chosen[0], start)
+    cluster = load_cluster(options.cluster) if options.cluster else None
     result = fit(chosen, cluster, start, options.parameters, prior=prior)
     assert options.table is not None
     write(result, options.fit, options.table.name, source_of("software", name))
     print(
-        f"{name} on {cluster.name}: {len(result.rows)} rows, mean absolute error {result.error_before:.2%} before and "
-        f"{result.error_after:.2%} after; written to {options.fit}"
+        f"{name} on {result.cluster.name}: {len(result.rows)} rows, mean absolute error {result.error_before:.2%} before "
+        f"and {result.error_after:.2%} after; written to {options.fit}"
     )
     for parameter, began in result.starts.items():
         edge = "  at the edge of what is possible" if parameter in result.at_bounds else ""

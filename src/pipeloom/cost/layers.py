@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from math import ceil, floor, gcd
 from statistics import fmean
 
+from pipeloom.cost.collectives import together_s
 from pipeloom.cost.flops import seen
 from pipeloom.cost.hardware import Both, Cluster, Collective, Group
 from pipeloom.cost.parts import Parts
@@ -106,7 +107,7 @@ class Pieces:
             sum(self._matmul_s(*size) for size in (*layer_products(self.run), *adapter_products(self.run))),
             self._attention_forward_s(),
             self._memory_s(self._elementwise_bytes() + added_bytes(self.run) + self._cast_bytes(0)),
-            self._forward_tensor_s() + forth_s,
+            2 * self._tensor_s() + forth_s,
             self._num_kernels(),
             2 * self._num_collectives() + forth,
         )
@@ -134,8 +135,14 @@ class Pieces:
             return forward
         if self.run.recompute != "selective":
             return Parts()
-        if self.software.selective_share:
-            return forward.times(self.software.selective_share)
+        if share := self.software.selective_share:
+            return replace(
+                forward,
+                matmul_s=forward.matmul_s * share,
+                attention_s=0.0,
+                tensor_s=forward.tensor_s * share,
+                num_collectives=forward.num_collectives * share,
+            )
         return Parts(attention_s=forward.attention_s, num_kernels=SELECTIVE_KERNELS)
 
     def _cast_bytes(self, direction: int) -> float:
@@ -431,46 +438,25 @@ class Pieces:
         message = run.tokens * run.shape.hidden * run.element_bytes
         return self.cluster.collective_s(kind, message, group, self.software.efficiency.tensor_bus)
 
-    def _forward_tensor_s(self) -> float:
-        """Exposed seconds of the collectives of a layer's forward."""
-        if not self._is_piecewise:
-            return 2 * self._tensor_s()
-        queries, output, into, out = layer_products(self.run)
-        return sum(self._exposed_s("all_gather", self._matmul_s(*size)) for size in (queries, into)) + sum(
-            self._exposed_s("reduce_scatter", self._matmul_s(*size)) for size in (output, out)
-        )
-
-    @property
-    def _is_piecewise(self) -> bool:
-        return self.run.tp > 1 and self.run.sequence_parallel and self.software.overlaps_pieces
-
-    def _exposed_s(self, kind: Collective, product_s: float) -> float:
-        """Exposed seconds of an exchange in as many pieces as ranks; each runs beside the product of another piece."""
-        beside_s = product_s * (self.run.tp - 1) / self.run.tp
-        return max(0.0, self._exchange_s(kind) - beside_s)
-
     def _backward_tensor_s(self) -> float:
-        """Exposed seconds of the collectives of a layer's backward.
+        """Seconds that the collectives of a layer's backward add to it.
 
         With overlap, the two column-parallel matrices (queries, keys and values; into the MLP) reduce the gradient of
         their input while they compute that of their weights; with sequence parallelism they also gather their input
-        while they compute the gradient of it (arXiv 2205.05198, section 4.2.2). The row-parallel ones gather first, or
-        piece by piece.
+        while they compute the gradient of it (arXiv 2205.05198, section 4.2.2). The products are slower meanwhile
+        (``together_s``). The row-parallel ones gather first.
         """
         if self.run.tp == 1 or not self.software.overlaps_columns:
             return 2 * self._tensor_s()
-        queries, output, into, out = layer_products(self.run)
-        exposed_s = 0.0
-        for size, row in ((queries, output), (into, out)):
-            input_s, weight_s = self._input_s(*size), self._weight_s(*size)
+        queries, _, into, _ = layer_products(self.run)
+        added_s = 0.0
+        for size in (queries, into):
+            beside: list[tuple[float, Collective]] = [(self._weight_s(*size), "all_reduce")]
             if self.run.sequence_parallel:
-                gather_s = self._exchange_s("all_gather")
-                exposed_s += max(0.0, gather_s - input_s)
-                exposed_s += self._exposed_s("all_gather", self._input_s(*row)) if self._is_piecewise else gather_s
-                exposed_s += max(0.0, self._exchange_s("reduce_scatter") - weight_s)
-            else:
-                exposed_s += max(0.0, self._exchange_s("all_reduce") - weight_s)
-        return exposed_s
+                added_s += self._exchange_s("all_gather")
+                beside = [(self._input_s(*size), "all_gather"), (self._weight_s(*size), "reduce_scatter")]
+            added_s += sum(together_s(product_s, self._exchange_s(kind)) - product_s for product_s, kind in beside)
+        return added_s
 
     def _norm_exchanges(self) -> tuple[tuple[int, float], tuple[int, float]]:
         """Number and seconds of the tensor-parallel sums of norms of queries and keys, forward and backward."""

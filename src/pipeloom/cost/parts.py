@@ -34,17 +34,6 @@ class Parts:
             self.num_collectives + other.num_collectives,
         )
 
-    def times(self, share: float) -> "Parts":
-        """All of them times ``share``."""
-        return Parts(
-            self.matmul_s * share,
-            self.attention_s * share,
-            self.memory_s * share,
-            self.tensor_s * share,
-            self.num_kernels * share,
-            self.num_collectives * share,
-        )
-
     @property
     def device_s(self) -> float:
         """Seconds on the device."""

@@ -97,10 +97,9 @@ class Software:
             the longer of its compute and its bytes, not both.
         overlaps_columns: whether tensor-parallel exchanges of a column-parallel matrix overlap with its products in the
             backward.
-        overlaps_pieces: whether, with sequence parallelism, the other exchanges of a layer overlap with its products,
-            too, piece by piece (Transformer Engine, tp_comm_overlap).
-        selective_share: share of a layer that selective recomputation repeats (torchtitan: every second product or
-            layer); 0: the core of attention (arXiv 2205.05198).
+        selective_share: share of a layer's products and exchanges that selective recomputation repeats, besides all
+            element-wise kernels (torchtitan: every second product, and gathers but no sums; the output of attention is
+            kept); 0: the core of attention alone (arXiv 2205.05198).
         gathers_layers: whether fully sharded weights are gathered layer by layer while the layer before computes, in
             the forward and the backward of each micro-batch, and gradients are scattered in the same way (FSDP). With a
             pipeline once a step (``gathers_once``).
@@ -171,7 +170,6 @@ class Software:
     gather_overlap: float = 0.0
     fuses_accumulation: bool = False
     overlaps_columns: bool = False
-    overlaps_pieces: bool = False
     selective_share: float = 0.0
     gathers_layers: bool = False
     fuses_casts: bool = False
