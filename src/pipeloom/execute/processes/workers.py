@@ -1,6 +1,7 @@
 """Starts the processes of a run on this host and monitors them."""
 
 import ctypes
+import gc
 import math
 import multiprocessing
 import os
@@ -102,6 +103,8 @@ def run_workers(
 
 def _worker(work: Work, threads: int, writer: Connection, *, rendezvous: Path, rank: int, num_ranks: int) -> None:
     """The main function of a worker process: sends its result or its failure."""
+    # A collection writes to every object that it looks at, and a forked process would get its own copy of each.
+    gc.freeze()
     for number in STOPS:  # a terminal sends them to all of its processes; the parent passes them on as SIGTERM
         signal.signal(number, signal.SIG_DFL if number is signal.SIGTERM else signal.SIG_IGN)
     if sys.platform == "linux":
