@@ -1,6 +1,5 @@
 """The training loop of one rank."""
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from pipeloom.runs.run_start import go_back
 from pipeloom.runs.traced_step import median_step, traced_candidates
 from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
 from pipeloom.schedule.stage_swaps import defers_updates
+from pipeloom.system.files import strict_json
 from pipeloom.trace import Trace, merge, to_chrome
 from pipeloom.training.again import NEVER, Again
 from pipeloom.training.checkpoints.checkpoint import Checkpoints
@@ -436,7 +436,7 @@ class Trainer:
         if self._world.rank == 0:
             # Only now: a run without steps left keeps the earlier summary until it has one of its own.
             self._folder.begin(keeps_measured=measured.config is not None)
-            self._folder.write(run_folder.SUMMARY, json.dumps(asdict(summary), indent=2) + "\n")
+            self._folder.write(run_folder.SUMMARY, strict_json(asdict(summary), indent=2) + "\n")
         if config.training.sample_tokens:
             text = sample_text(self._pipeline, self._world, self._data, config)
             if self._world.rank == 0:
