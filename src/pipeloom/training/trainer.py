@@ -14,7 +14,7 @@ from pipeloom.analysis.summary import communication, summarize
 from pipeloom.checkpoint.checkpoint_folder import Cause, CheckpointInfo, list_checkpoints, run_of, step_of
 from pipeloom.config import RunConfig
 from pipeloom.data.text import Data, unigram_loss
-from pipeloom.errors import PeerLostError, RunError
+from pipeloom.errors import PeerLostError, RunError, WrongRankError
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.processes.world import World
 from pipeloom.runs import run_folder
@@ -346,10 +346,13 @@ class Trainer:
         if self._config.training.on_spike == "rollback":
             self._go_back(damage.step, damage.words)
             return
+        self._checkpoints.forget_kept(damage.good_step)
         self._warn(damage.words)
-        raise RunError(
-            f"{damage.words}; checkpoints of later steps than {damage.good_step} may have it and are called *.damaged; "
-            "training.on_spike rollback would go back"
+        advice = "" if self._config.restart.times else "; training.on_spike rollback would go back"
+        raise WrongRankError(
+            damage.rank,
+            f"{damage.words}; checkpoints of later steps than {damage.good_step} may have it and are called *.damaged"
+            f"{advice}",
         )
 
     def _go_back(self, step: int, problem: str) -> None:
