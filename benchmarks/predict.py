@@ -52,7 +52,7 @@ def main() -> None:
         cells = [family, layout.pp, layout.num_loops, f"{predicted * 1e3:.0f}", f"{measured * 1e3:.0f}"]
         bubbles = f"{summary.predicted_bubble_fraction:.0%} / {summary.bubble_fraction:.0%}"
         table.add_row(*map(str, cells), f"{predicted / measured:.2f}", bubbles)
-    Console().print(table)
+    Console(width=100).print(table)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What every test gets."""
 
+import gc
 import os
 import signal
 
@@ -30,6 +31,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     long = [item for item in items if item.get_closest_marker("long")]
     config.hook.pytest_deselected(items=long)
     items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+def pytest_collection_finish() -> None:
+    """Leave the tests' own objects out of collections, in the processes that fork from this one, too."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -61,6 +61,7 @@ def test_the_family_of_the_how_to_page_is_there_in_every_command(with_family, tm
     assert {layout["family"] for layout in planned["layouts"]} == {"eager"}
 
 
+@pytest.mark.long
 def test_tests_of_what_there_is_pass_with_the_family_of_the_how_to_page(with_family):
     root = Path(__file__).parents[1]
     tests = ["tests/test_schedule_pages.py::test_a_table_is_computed_again"]

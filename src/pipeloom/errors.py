@@ -11,6 +11,7 @@
     └── RunError                 correct input, but the run failed
         ├── BoundaryError        a tensor between two stages has another shape than both sides agreed on
         ├── ActionError          an action raised an error; its text and the rows around it
+        ├── WrongRankError       a rank stores or computes wrong values; which one
         ├── StallError           a rank waited too long; the position of every rank
         ├── PeerLostError        another rank closed its connection
         └── WorkerError          a worker process ended early; its reason
@@ -135,16 +136,31 @@ class PeerLostError(RunError):
     """Another rank closed its connection; the cause is in that rank's own error."""
 
 
+class WrongRankError(RunError):
+    """A rank stores or computes wrong values; every rank raises it.
+
+    Args:
+        rank: which one.
+        message: for the user.
+    """
+
+    def __init__(self, rank: int, message: str) -> None:
+        self.rank = rank
+        super().__init__(message)
+
+
 class WorkerError(RunError):
     """A worker process ended before the work was done.
 
     Attributes:
-        rank: the worker; ``None`` where it is not known.
+        rank: the worker, or the one that a ``WrongRankError`` names; ``None`` where it is not known.
         was_killed: whether a signal killed it, so that this is the reason and no consequence of another one.
+        is_wrong: whether it is the rank of a ``WrongRankError``.
     """
 
     rank: int | None = None
     was_killed = False
+    is_wrong = False
 
 
 class Interrupted(KeyboardInterrupt):

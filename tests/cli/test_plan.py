@@ -14,13 +14,14 @@ import pytest
 
 from pipeloom.catalog import load_cluster
 from pipeloom.cli import main, plan_each
+from pipeloom.cli.plan_layouts import settings_words
 from pipeloom.cli.plan_progress import PlanProgress
 from pipeloom.cli.run_config import parse_config
 from pipeloom.cli.train import COMMAND
 from pipeloom.config import hyperparameter_problems, unset
 from pipeloom.config.file import read_run_file
 from pipeloom.planner.choice import SIMPLER
-from pipeloom.planner.plan import plan
+from pipeloom.planner.plan import make_question, plan
 
 MODEL = """
 name = "small"
@@ -493,7 +494,7 @@ def test_ctrl_c_prints_the_answer_so_far(capsys):
     out = " ".join(printed.out.split())
     assert "interrupted: " in out
     assert "which take at least" in out or "nothing that fits was found before the interrupt" in out
-    assert re.match(r"planning: [\d,]+ of [\d,]+ layouts decided, \d+ s\n", printed.err)
+    assert re.search(r"^planning: [\d,]+ of [\d,]+ layouts decided, \d+ s$", printed.err, re.M)
 
 
 def test_without_a_terminal_progress_is_lines(capsys):
@@ -507,6 +508,22 @@ def test_without_a_terminal_progress_is_lines(capsys):
     with PlanProgress(is_shown=False, first_s=0.01):
         time.sleep(0.1)
     assert capsys.readouterr().err == ""
+
+
+def test_layouts_are_shown_as_they_are_found(model, capsys):
+    steps = []
+    question = make_question("gpt-6.6b", "dgx-a100", num_devices=16, global_batch=32, seq=1024, strategies=("none",))
+    answer = plan(question, 3, explains=False, found=steps.append)
+    seconds = [step.prediction.step_time_s for step in steps]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] == pytest.approx(answer.best.prediction.step_time_s)
+    with PlanProgress(is_shown=True, first_s=0.0) as progress:
+        progress.found(steps[0])
+    line = rf"^found so far, after \d+\.\d s: [\d,]+ ms: {re.escape(settings_words(steps[0]))}$"
+    assert re.search(line, capsys.readouterr().err, re.MULTILINE)
+    with PlanProgress(is_shown=True, first_s=60.0) as progress:
+        progress.found(steps[0])
+    assert capsys.readouterr().err == ""  # most answers come before that
 
 
 def test_sequences_that_fit_nowhere_are_named_with_a_length_that_would(model, capsys):

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 from any_runs import COUNT, DATA, TRAINED, context_runs, runs
+from thinned import thinned
 
 from pipeloom.cli import main
 from pipeloom.config.file import format_run, parse_run, read_run_file
@@ -19,6 +20,9 @@ from pipeloom.system.files import parse_toml
 from pipeloom.training.pipeline import training_schedule
 from pipeloom.training.session import resolve
 from pipeloom.training.stages import StageSizes
+
+PARTS = 3
+"""Of the runs that are drawn; the first is compared at every commit."""
 
 
 def trained(config):
@@ -61,28 +65,35 @@ def outcome(make, config):
 
 
 @cache
-def outcomes():
-    """For each run what it trains with; computed once."""
-    return [outcome(trained, config) for config in runs()]
+def drawn(part):
+    """Pairs of a run and what it trains with; computed once."""
+    return [(config, outcome(trained, config)) for config in runs()[part::PARTS]]
 
 
-def test_the_runs_are_drawn_over_every_knob():
-    refused = [found for found in outcomes() if found.startswith("refused")]
-    assert 5 < len(refused) < COUNT / 3
-    assert {config.schedule.family for config in runs()} == set(TRAINED)
-    kinds = {kind for found in outcomes() for kind in re.findall(r"\b\d+([A-Z_]+)", found)}
+every_part = pytest.mark.parametrize("part", thinned(range(PARTS), PARTS))
+every_command = pytest.mark.parametrize("make", [simulated, printed, planned])
+
+
+@every_part
+def test_the_runs_are_drawn_over_every_knob(part):
+    refused = [found for _, found in drawn(part) if found.startswith("refused")]
+    assert 1 < len(refused) < COUNT / PARTS / 3
+    assert {config.schedule.family for config, _ in drawn(part)} == set(TRAINED)
+    kinds = {kind for _, found in drawn(part) for kind in re.findall(r"\b\d+([A-Z_]+)", found)}
     assert kinds == set(Kind)
 
 
-@pytest.mark.parametrize("make", [simulated, printed, planned])
-def test_every_command_has_the_rows_that_are_trained_or_the_same_refusal(make):
-    for config, expected in zip(runs(), outcomes(), strict=True):
+@every_part
+@every_command
+def test_every_command_has_the_rows_that_are_trained_or_the_same_refusal(part, make):
+    for config, expected in drawn(part):
         assert outcome(make, config) == expected, config
 
 
-@pytest.mark.parametrize("make", [simulated, printed, planned])
-def test_every_command_has_the_rows_that_ranks_with_shared_sequences_train(make):
-    for config in context_runs(24):
+@every_part
+@every_command
+def test_every_command_has_the_rows_that_ranks_with_shared_sequences_train(part, make):
+    for config in context_runs(24)[part::PARTS]:
         assert outcome(make, config) == outcome(trained, config), config
 
 
@@ -98,17 +109,19 @@ def with_file(tmp_path):
     return give
 
 
-def test_a_schedule_file_is_executed_as_it_is(with_file):
-    for config, text in zip(runs(), outcomes(), strict=True):
+@every_part
+def test_a_schedule_file_is_executed_as_it_is(with_file, part):
+    for config, text in drawn(part):
         if not text.startswith("refused"):
             given = with_file(config, text)
             assert outcome(trained, given) == text
             assert outcome(simulated, given) == text
 
 
-def test_moves_that_are_placed_by_seconds_are_executed_where_they_were_planned(with_file):
+@every_part
+def test_moves_that_are_placed_by_seconds_are_executed_where_they_were_planned(with_file, part):
     others = []
-    for config, text in zip(runs(), outcomes(), strict=True):
+    for config, text in drawn(part):
         if "_bytes" in text and not text.startswith("refused"):
             placed = predict_step(config, by_seconds=True).schedule_text
             assert outcome(trained, with_file(config, placed)) == placed
@@ -116,11 +129,12 @@ def test_moves_that_are_placed_by_seconds_are_executed_where_they_were_planned(w
     assert 0 < sum(others) < len(others)
 
 
-def test_token_slices_that_a_simulation_chooses_are_trained(with_file):
+@every_part
+def test_token_slices_that_a_simulation_chooses_are_trained(with_file, part):
     """Wherever the drawn slices can be, a budget too small for whole sequences among them."""
     chosen, whole_fits = set(), set()
-    pairs = [pair for pair in zip(runs(), outcomes(), strict=True) if pair[0].layout.token_slices]
-    for config in [config for config, text in pairs if not text.startswith("refused")][::4]:
+    pairs = [pair for pair in drawn(part) if pair[0].layout.token_slices]
+    for config in [config for config, text in pairs if not text.startswith("refused")][::2]:
         step = predict_step(with_slices(config, "auto"))
         again = run_of(step, config)
         assert trained(again) == step.schedule_text == trained(with_file(again, step.schedule_text))
@@ -135,8 +149,7 @@ def with_slices(config, token_slices):
 
 
 def test_commands_write_what_the_functions_return(tmp_path, capsys):
-    pairs = zip(runs(), outcomes(), strict=True)
-    config, text = next(pair for pair in pairs if "OFFLOAD" in pair[1] and not pair[1].startswith("refused"))
+    config, text = next(pair for pair in drawn(0) if "OFFLOAD" in pair[1] and not pair[1].startswith("refused"))
     run, out = tmp_path / "run.toml", tmp_path / "schedule.txt"
     run.write_text(format_run(config), encoding="utf-8")
     assert main(["simulate", str(run), "--schedule-out", str(out)]) == 0

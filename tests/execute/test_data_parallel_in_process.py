@@ -6,6 +6,7 @@ import pytest
 from families import SOME, fitting
 from in_process import Post
 from replicas import Cluster, adamw, cluster_of, parts_of
+from thinned import thinned
 from torch import nn
 from toy import WIDTH, objective
 
@@ -81,7 +82,7 @@ def layout_of(shard, **changes):
 
 @pytest.mark.parametrize("family", ["depth-first", "breadth-first", "hybrid"])
 @pytest.mark.parametrize("shard", ["gradients", "full"])
-@pytest.mark.parametrize("buffers", [1, 2, 3])
+@pytest.mark.parametrize("buffers", thinned([1, 2, 3], 2))
 def test_several_reductions_of_a_stage_add_up_within_the_buffers(family, shard, buffers):
     cluster = cluster_of(layout_of(shard, num_microbatches=6), family, gradient_buffers=buffers)
     if family == "depth-first" and buffers == 1:
@@ -107,7 +108,7 @@ def test_a_reduction_behind_every_backward_adds_up(shard):
 
 @pytest.mark.parametrize("family", ["depth-first", "breadth-first", "hybrid"])
 @pytest.mark.parametrize("residency", [1, 2, 3])
-@pytest.mark.parametrize("prefetch", [0, 1, 4])
+@pytest.mark.parametrize("prefetch", thinned([0, 1, 4], 2))
 def test_gathered_weights_stay_within_the_residency_and_are_freed(family, residency, prefetch):
     cluster = cluster_of(layout_of("full"), family, residency=residency, prefetch=prefetch)
     gradients, parameters = differences(cluster)

@@ -111,7 +111,7 @@ def worst(schedule, family, *, slices=None, recompute="none"):
 
 
 @pytest.mark.parametrize("slices", [None, SLICES], ids=["whole", "slices"])
-@pytest.mark.parametrize(("number", "family"), thinned(enumerate(TRAINING), 2))
+@pytest.mark.parametrize(("number", "family"), thinned(enumerate(TRAINING), 3))
 def test_a_window_of_three_documents_is_three_runs_alone(number, family, slices):
     sizes = {"num_microbatches": 2, "num_slices": 1 if slices is None else 4}
     schedule = lower(make_schedule(family, pp=2, loops=fitting(family, 2)["loops"], **sizes))

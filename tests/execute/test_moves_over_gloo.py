@@ -16,6 +16,7 @@ from any_moves import move_newest
 from gloo import differences_over_gloo
 from in_process import Post
 from small_run import small_run
+from thinned import thinned
 from torch import nn
 from toy import Toy, make_executor, objective, reference, worst_difference
 
@@ -101,7 +102,7 @@ MOVED = [
 ]
 
 
-@pytest.mark.parametrize("kind", [Kind.EVICT, Kind.OFFLOAD])
+@pytest.mark.parametrize("kind", thinned([Kind.EVICT, Kind.OFFLOAD], 2))
 def test_runs_that_keep_one_part_each_equal_the_single_process(tmp_path, monkeypatch, kind):
     """A matrix for both ends, or two, takes turns: tied in one of the two kinds of moves for each layout."""
     monkeypatch.setattr(

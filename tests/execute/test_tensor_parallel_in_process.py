@@ -21,7 +21,7 @@ def worst(family, *, tied=False, model="llama", **sizes):
 CASES = list(enumerate(product(SOME, LEVELS)))
 
 
-@pytest.mark.parametrize(("number", "case"), thinned(CASES, 3))
+@pytest.mark.parametrize(("number", "case"), thinned(CASES, 5))
 def test_steps_over_eight_ranks_equal_the_single_process(number, case):
     """Each family at each level; recomputation, tied or not, split or not, and many or one take turns.
 
@@ -34,7 +34,7 @@ def test_steps_over_eight_ranks_equal_the_single_process(number, case):
     assert worst(family, **turns, **sizes) < 1e-9
 
 
-@pytest.mark.parametrize(("number", "case"), thinned(CASES, 3))
+@pytest.mark.parametrize(("number", "case"), thinned(CASES, 5))
 def test_so_they_do_without_tensor_parallelism(number, case):
     family, shard = case
     number += number // len(LEVELS)
@@ -42,7 +42,7 @@ def test_so_they_do_without_tensor_parallelism(number, case):
     assert worst(family, recompute=RECOMPUTE[number % 3], model="gpt2", **sizes) < 1e-9
 
 
-@pytest.mark.parametrize(("number", "family"), thinned([*enumerate(SOME), *enumerate(SOME, start=len(SOME))], 3))
+@pytest.mark.parametrize(("number", "family"), thinned([*enumerate(SOME), *enumerate(SOME, start=len(SOME))], 5))
 def test_and_with_tensor_parallelism_and_copies_or_alone(number, family):
     turns = {"tied": number % 2 == 0, "sequence_parallel": number // 2 % 2 == 0}
     sizes = {"model": "gpt2", "tp": 2, "num_microbatches": 3}

@@ -42,7 +42,7 @@ EVERY = [(family, *case, (1, 5)[(n + m) % 2]) for n, family in enumerate(SOME) f
 """Each family in each case, with one micro-batch and with many in turns."""
 
 
-@pytest.mark.parametrize(("family", "shard", "pp", "dp", "replicate", "num_microbatches"), thinned(EVERY, 3))
+@pytest.mark.parametrize(("family", "shard", "pp", "dp", "replicate", "num_microbatches"), thinned(EVERY, 5))
 def test_steps_equal_the_single_process(family, shard, pp, dp, replicate, num_microbatches):
     sizes = {"pp": pp, "dp": dp, "replicate": replicate, "shard": shard, "num_microbatches": num_microbatches}
     layout = layout_of(family, **sizes)

@@ -5,11 +5,12 @@
 
 import pytest
 from documented import Shown, check_page, parse, parse_part, shown_commands
+from thinned import thinned
 
 SHOWN = shown_commands()
 
 
-@pytest.mark.parametrize("page", SHOWN)
+@pytest.mark.parametrize("page", thinned(SHOWN, 2))
 def test_the_commands_of_a_page_work(page, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     (tmp_path / "here").mkdir()

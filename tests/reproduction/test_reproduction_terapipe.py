@@ -4,6 +4,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from thinned import thinned
 
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.slices import SliceModel
@@ -18,7 +19,7 @@ def fitted(name):
     return terapipe.fitted(terapipe.ABLATIONS[name])
 
 
-@pytest.mark.parametrize("name", terapipe.ABLATIONS)
+@pytest.mark.parametrize("name", thinned(terapipe.ABLATIONS, 2))
 def test_the_papers_program_follows_from_its_even_points(name):
     ablation = terapipe.ABLATIONS[name]
     even = terapipe.even_s(ablation, fitted(name))
@@ -68,9 +69,8 @@ def test_the_fit_is_that_of_the_page():
         assert found == pytest.approx(float(row["fitted_s"]), rel=2e-3)
 
 
-@pytest.mark.parametrize(
-    "ways", [("wait", "in tiles"), pytest.param(("lanes", "smooth"), marks=pytest.mark.long)], ids=" ".join
-)
+@pytest.mark.long
+@pytest.mark.parametrize("ways", [("wait", "in tiles"), ("lanes", "smooth")], ids=" ".join)
 def test_a_setting_is_simulated_again(ways):
     """The quickest of them."""
     assert terapipe.setting_row("175B (10)", *ways) in SETTINGS
@@ -144,7 +144,7 @@ def test_what_comes_before_is_a_small_part_of_the_last_slice():
         assert 0.055 < 1 - alone_s / behind_s < 0.145
 
 
-@pytest.mark.parametrize("products", terapipe.PRODUCTS)
+@pytest.mark.parametrize("products", thinned(terapipe.PRODUCTS, 2))
 def test_no_slice_8_tokens_longer_or_shorter_makes_175b_faster(products):
     setting, cluster, software = terapipe.SETTINGS["175B (10)"], terapipe.PRODUCTS[products], terapipe.MESSAGES["wait"]
     known = terapipe.modelled_table(Placed(terapipe.run_of(setting), cluster, software), terapipe.UNIT)

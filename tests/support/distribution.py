@@ -50,10 +50,12 @@ def build_wheel(sources: Path, folder: Path) -> Path:
     return wheel
 
 
-def run(words: list[str], cwd: Path, home: Path, text: str | None = None, timeout_s: float = 120.0) -> str:
+def run(
+    words: list[str], cwd: Path, home: Path, text: str | None = None, timeout_s: float = 120.0, **variables: str
+) -> str:
     """Run a command that sees no package and no cache of the caller; returns what it printed."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON") and name != "COLUMNS"}
-    env |= {"XDG_CACHE_HOME": str(home / ".cache"), "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
+    env |= {"XDG_CACHE_HOME": str(home / ".cache"), "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg", **variables}
     done = subprocess.run(
         words, cwd=cwd, env=env, input=text, capture_output=True, text=True, timeout=timeout_s, check=False
     )
@@ -100,15 +102,21 @@ def install(wheel: Path, folder: Path, *, with_dependencies: bool = False) -> Pa
     return python.parent
 
 
-def try_commands(commands: Path, folder: Path) -> None:
+def try_commands(commands: Path, folder: Path, **variables: str) -> None:
     """Run the README's lines of Python and the commands of an environment in an empty folder, and open the report."""
     folder.mkdir()
     (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 300, encoding="utf-8")
     found = run([str(commands / "python"), "-c", "import pipeloom; print(pipeloom.__file__)"], folder, folder.parent)
     assert Path(found.strip()).is_relative_to(commands.parent), f"the package is that of {found}"
-    run([str(commands / "python"), "-W", "error::SyntaxWarning", "-"], folder, folder.parent, text=readme_lines())
+    run(
+        [str(commands / "python"), "-W", "error::SyntaxWarning", "-"],
+        folder,
+        folder.parent,
+        text=readme_lines(),
+        **variables,
+    )
     for words, part in COMMANDS.items():
-        printed = run([str(commands / "pipeloom"), *words.split()], folder, folder.parent)
+        printed = run([str(commands / "pipeloom"), *words.split()], folder, folder.parent, **variables)
         assert part in printed, f"pipeloom {words} printed\n{printed}"
     page = _Page()
     page.feed((folder / "run" / "report.html").read_text(encoding="utf-8"))

@@ -38,7 +38,8 @@ def megatron(checkout: str) -> Callable[[Command], dict[str, Any]]:
         # Its default kernel for rotary positions is Transformer Engine's, which needs a GPU to be installed.
         args.apply_rope_fusion = False
         config = arguments.core_transformer_config_from_args(args)
-        return {**vars(args), "layers_of_config": config.num_layers}
+        # Without grouped queries the flag keeps its default, 1, which the transformer does not take.
+        return {**vars(args), "layers_of_config": config.num_layers, "num_query_groups": config.num_query_groups}
 
     return parse
 

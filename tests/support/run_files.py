@@ -1,6 +1,5 @@
 """A finished run's folder without a run: both traces simulated, the numbers invented."""
 
-import json
 import math
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from pipeloom.passes import lower
 from pipeloom.runs import run_folder
 from pipeloom.schedule import format_schedule
 from pipeloom.simulation import simulate
+from pipeloom.system.files import strict_json
 from pipeloom.trace import to_chrome
 from pipeloom.workload.layout import Layout
 
@@ -35,7 +35,7 @@ def write_run(
     config = RunConfig(
         layout=layout,
         schedule=ScheduleConfig(family=family),
-        training=TrainingConfig(steps=steps),
+        training=TrainingConfig(steps=steps, validation_batches=0 if validation_loss is None else 8),
         output=OutputConfig(trace_step=3),
     )
     (folder / run_folder.CONFIG).write_text(format_run(config))
@@ -49,10 +49,7 @@ def write_run(
         (folder / run_folder.PREDICTED_TRACE).write_text(to_chrome(trace, "predicted"))
     tokens = layout.batch_size * config.data.seq_len
     lines = [_metrics(step, loss, tokens) for step in range(1, steps + 1)]
-    strict = [
-        {name: None if run_folder.is_infinite(value) else value for name, value in line.items()} for line in lines
-    ]
-    (folder / run_folder.METRICS).write_text("".join(json.dumps(line) + "\n" for line in strict))
+    (folder / run_folder.METRICS).write_text("".join(strict_json(line) + "\n" for line in lines))
     if sample is not None:
         (folder / run_folder.SAMPLE).write_text(sample, encoding="utf-8")
     summary = {
@@ -67,7 +64,7 @@ def write_run(
         "tokens": steps * layout.batch_size * config.data.seq_len,
         "traced_step": min(3, steps),
     }
-    (folder / run_folder.SUMMARY).write_text(json.dumps(summary))
+    (folder / run_folder.SUMMARY).write_text(strict_json(summary))
     return folder
 
 

@@ -497,7 +497,6 @@ CHECKS: list[Row] = [
     (f"{_SMALL} --training.check-every 1.5", {}, "training.check-every"),
     (f"{_SMALL} --training.check-every 5 --layout.pp 1 --layout.loops 1", {}, "training.check_every has no effect"),
     (f"{_SMALL} --training.check-every 5 --layout.pp 1 --layout.loops 1 --layout.tp 2", {}, "layout.pp x layout.dp of"),
-    (f"{_SMALL} --training.check-every 5 --restart.times 1", {}, "training.check_every does not work with restart"),
     (
         f"{_SMALL} --training.check-every 5 --schedule.device-budget 1MB --layout.pp 1 --layout.loops 2",
         {},

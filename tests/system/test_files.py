@@ -1,5 +1,7 @@
 """Files that people hand in."""
 
+import json
+import math
 import os
 import re
 import threading
@@ -7,7 +9,7 @@ import threading
 import pytest
 
 from pipeloom.errors import UserError
-from pipeloom.system.files import parse_json, parse_toml, read_text
+from pipeloom.system.files import parse_json, parse_toml, read_text, strict_json
 
 
 def test_text_is_read_without_its_byte_order_mark(tmp_path):
@@ -97,3 +99,9 @@ def test_what_is_nested_as_people_do_it_is_read():
     assert parse_toml("a.b.c = [[1], {d = 2}]", "a file") == {"a": {"b": {"c": [[1], {"d": 2}]}}}
     assert parse_json('{"a": [[1], {"b": null}]}') == {"a": [[1], {"b": None}]}
     assert parse_json("5") == 5
+
+
+def test_numbers_that_json_cannot_express_become_null():
+    text = strict_json({"loss": math.nan, "norm": math.inf, "step": 3, "more": None, "rate": 0.5})
+    assert json.loads(text) == {"loss": None, "norm": None, "step": 3, "more": None, "rate": 0.5}
+    assert "NaN" not in text

@@ -13,7 +13,7 @@ from thinned import thinned
 
 from pipeloom.checkpoint.checkpoint_folder import list_checkpoints
 from pipeloom.cli import main
-from pipeloom.config import AdapterConfig, CheckpointConfig, ModelConfig, TrainingConfig
+from pipeloom.config import AdapterConfig, CheckpointConfig, ModelConfig, RestartConfig, TrainingConfig
 from pipeloom.errors import RunError, UserError
 from pipeloom.execute.stages.digest import digest
 from pipeloom.execute.stages.stage import Stage
@@ -97,6 +97,43 @@ def test_a_run_goes_back_to_a_checkpoint_from_before_the_change(tmp_path, change
     assert "back to step 2" in (config.output.folder / "warnings.txt").read_text()
     text = (config.output.folder / "metrics.jsonl").read_text()
     assert [json.loads(line)["step"] for line in text.splitlines()] == list(range(1, 7))
+
+
+def losses_of(config):
+    lines = [json.loads(line) for line in (config.output.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 7))
+    return [line["loss"] for line in lines]
+
+
+def test_a_run_is_started_again_from_a_state_in_memory_from_before_the_change(tmp_path, changes):
+    quiet = run_of(tmp_path, PIPELINE, every=None)
+    train(quiet, quiet=True)
+    changes(5, lambda weights: nudge(weights.shard))
+    config = replace(quiet, restart=RestartConfig(times=1), output=replace(quiet.output, folder=tmp_path / "again"))
+    train(config, quiet=True)
+    assert losses_of(config) == losses_of(quiet)
+    warnings = (config.output.folder / "warnings.txt").read_text()
+    assert re.search(r"started again from step 3, in memory, after: step 5: rank 1 on .* has memory", warnings)
+
+
+@pytest.mark.long
+def test_a_rank_that_stays_wrong_is_left_out(tmp_path, monkeypatch):
+    honest = Pipeline.train_step
+
+    def step(pipeline, batch):
+        result = honest(pipeline, batch)
+        if pipeline._world.rank == 1 and pipeline._world.size == 3:
+            nudge(matrix_of(next(iter(pipeline.data_parallel.weights.values())).module))
+        return result
+
+    monkeypatch.setattr(Pipeline, "train_step", step)
+    restart = RestartConfig(times=1, layout="plan")
+    config = replace(run_of(tmp_path, REPLICAS, every=None), restart=restart)
+    train(config, quiet=True)
+    warnings = (config.output.folder / "warnings.txt").read_text()
+    assert len(re.findall("started again", warnings)) == 2
+    assert "without rank 1" in warnings
+    assert len(losses_of(config)) == 6
 
 
 def test_a_change_of_what_a_rank_computes_with_is_found_by_the_other_ranks(tmp_path, changes):

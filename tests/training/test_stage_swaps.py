@@ -13,6 +13,7 @@ import torch
 import torch._dynamo  # imported once here, not once in every process
 from safetensors.torch import load_file
 from small_run import small_run
+from thinned import thinned
 
 from pipeloom.analysis.memory import memory_over_time
 from pipeloom.analysis.summary import communication
@@ -95,7 +96,7 @@ def weights(folder):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float64", marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", thinned(["bfloat16", "float32", "float64"], 3))
 def test_a_model_of_four_budgets_trains_to_the_same_bits(tmp_path, dtype):
     configs = {}
     cases = product((False, True), (0.5, float("inf"))) if dtype == "float32" else ((False, float("inf")), (True, 0.5))

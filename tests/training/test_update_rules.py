@@ -7,6 +7,7 @@ import pytest
 import torch
 from any_runs import DATA
 from one_process import OneProcess
+from thinned import thinned
 
 from pipeloom.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 from pipeloom.cost.matrices import stage_shards
@@ -98,7 +99,7 @@ def weights_of(ranks):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("level", LAYOUTS)
+@pytest.mark.parametrize("level", thinned(LAYOUTS, 2))
 def test_twenty_steps_equal_the_reference_under_every_level(rule, level):
     reference, settings = RULES[rule]
     config = config_of(rule, LAYOUTS[level], **settings)

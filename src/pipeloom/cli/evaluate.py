@@ -1,6 +1,5 @@
 """``pipeloom evaluate``: the loss of a trained model on a text."""
 
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +7,7 @@ from typing import Annotated
 from pipeloom.cli.reference import Command, Place
 from pipeloom.cli.run_config import EVALUATION, parse_words, starts_from_folder, tokenizer_problems
 from pipeloom.config import CheckpointConfig, RunConfig, decided_problems
+from pipeloom.system.files import strict_json
 from pipeloom.workload.limits import Common, Count
 
 
@@ -58,7 +58,7 @@ def run(words: list[str]) -> int:
     if found is None:  # on other ranks of a launcher
         return 0
     if options.json:
-        print(json.dumps({**asdict(found), "perplexity": found.perplexity}))
+        print(strict_json({**asdict(found), "perplexity": found.perplexity}))
         return 0
     part = "" if is_whole else ", its validation part"
     print(f"text       {found.text}{part}")

@@ -153,7 +153,12 @@ def _run_one(options: Options, request: Request, words: list[str]) -> int:
     # A program that reads JSON has no use for a bar.
     with PlanProgress(is_shown=not options.json) as progress:
         answer = plan(
-            request.question, options.best, budget_s=options.budget_s, explains=options.explain, progress=progress.show
+            request.question,
+            options.best,
+            budget_s=options.budget_s,
+            explains=options.explain,
+            progress=progress.show,
+            found=progress.found,
         )
     if options.json:
         print(json.dumps(to_json(answer, request.training, request.goal)))

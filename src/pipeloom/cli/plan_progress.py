@@ -1,4 +1,4 @@
-"""Progress of ``pipeloom plan``: a bar on a terminal, otherwise a line every few seconds."""
+"""Progress of ``pipeloom plan``: each layout that is faster than all before, and a bar or a line every few seconds."""
 
 import sys
 import threading
@@ -8,6 +8,8 @@ from typing import Self
 
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
+from pipeloom.cli.plan_layouts import settings_words
+from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.progress import Bar
 
 FIRST_S, EVERY_S = 1.0, 10.0
@@ -15,7 +17,7 @@ FIRST_S, EVERY_S = 1.0, 10.0
 
 
 class PlanProgress(Bar):
-    """Number of decided layouts.
+    """Number of decided layouts, and the fastest layout so far.
 
     Args:
         is_shown: whether to print anything.
@@ -26,14 +28,13 @@ class PlanProgress(Bar):
         columns = (TextColumn("planning"), BarColumn(), TextColumn("{task.fields[layouts]}"), TimeElapsedColumn())
         # Standard output is for the answer.
         super().__init__(sys.stderr, *columns, total=1, is_shown=is_shown, transient=True, layouts="finds layouts")
-        self._text, self._begin = "finds layouts", time.monotonic()
-        self._first_s, self._is_over = first_s, threading.Event()
-        self._has_lines = is_shown and self._bar is None
+        self._text, self._begin, self._is_shown = "finds layouts", time.monotonic(), is_shown
+        self._first_s, self._is_over, self._best = first_s, threading.Event(), ""
 
     def __enter__(self) -> Self:
-        """Start the bar or the lines."""
+        """Start the bar and the lines."""
         super().__enter__()
-        if self._has_lines:
+        if self._is_shown:
             # A thread, since one bound may take longer than the time between two lines; a daemon, so that it never
             # keeps the process alive.
             threading.Thread(target=self._write_lines, daemon=True).start()
@@ -53,8 +54,25 @@ class PlanProgress(Bar):
             self._bar.update(self._task, total=layouts)
         self.update(decided, layouts=self._text)
 
+    def found(self, step: SimulatedStep) -> None:
+        """Print a layout that is faster than all before, an answer long before it is proved; at first one at most."""
+        after_s = time.monotonic() - self._begin
+        layout = f"{step.prediction.step_time_s * 1e3:,.0f} ms: {settings_words(step)}"
+        self._best = f"found so far, after {after_s:.1f} s: {layout}"
+        # Most answers take less than that, and need no line before them.
+        if after_s >= self._first_s:
+            self._print_best()
+
+    def _print_best(self) -> None:
+        line, self._best = self._best, ""
+        if line and self._is_shown:
+            self._print_above(line)
+
     def _write_lines(self) -> None:
         wait_s = self._first_s
         while not self._is_over.wait(wait_s):
+            self._print_best()
+            if self._bar is not None:
+                return  # it shows the rest
             print(f"planning: {self._text}, {time.monotonic() - self._begin:.0f} s", file=sys.stderr, flush=True)
             wait_s = EVERY_S

@@ -347,8 +347,6 @@ def _training_problems(config: RunConfig) -> Problems:
     """Problems that only training has, not predictions."""
     if config.training.on_spike == "rollback" and config.restart.times:
         yield "training.on_spike rollback does not work with restart.times, whose states are newer; leave one out"
-    if config.training.check_every is not None and config.restart.times:
-        yield "training.check_every does not work with restart.times, whose states may have the change; leave one out"
     steps, falling = config.training.known_steps, config.optimizer.lr_wsd_decay_steps or 0
     if falling and falling + config.optimizer.known_lr_warmup_steps > steps:
         rising = config.optimizer.known_lr_warmup_steps

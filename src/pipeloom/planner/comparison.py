@@ -218,8 +218,9 @@ def _alone(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Quest
 def changes(question: Question, best: SimulatedStep, deadline: float) -> Iterator[Change]:
     """The best layouts of changed questions near the best one, as far as they are proved before the deadline.
 
-    Near: tensor, context and pipeline axis and micro-batch are at most one divisor away. A change moves the answer
-    little, and a search of everything for each change takes several times as long as the answer itself.
+    Near: tensor, context and pipeline axis and micro-batch are at most one divisor away; the strategy is the same.
+    A change moves the answer little, and a search of everything for each change takes several times as long as the
+    answer itself.
     """
     for what, changed in _changed(question, best):
         other = replace(changed, limits=_near(changed, best))
@@ -248,6 +249,7 @@ def _near(question: Question, best: SimulatedStep) -> Limits:
         cp=around("cp", question.context_sizes, run.cp),
         pp=around("pp", devices, run.pp),
         micro_batch=around("micro_batch", batch, run.micro_batch),
+        strategies=(strategy_of(best),),
     )
 
 

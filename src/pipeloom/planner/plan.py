@@ -20,7 +20,7 @@ from pipeloom.planner.frontier import SortKey
 from pipeloom.planner.infeasible import Closest, closest, no_layout, ways_out
 from pipeloom.planner.launch import Wanted, check_launch
 from pipeloom.planner.question import HEADROOM, Limits, Question
-from pipeloom.planner.search import Counts, Progress, Search, SearchResult
+from pipeloom.planner.search import Counts, Found, Progress, Search, SearchResult
 from pipeloom.planner.strategies import STRATEGIES, with_frozen, with_strategies
 from pipeloom.predict.describe import asked_precision, load_or_note
 from pipeloom.predict.step import SimulatedStep
@@ -214,6 +214,7 @@ def plan(
     budget_s: Positive | None = None,
     explains: bool = True,
     progress: Progress | None = None,
+    found: Found | None = None,
 ) -> Plan:
     """Find the fastest layouts of a question by branch and bound, and compare them with layouts of other kinds.
 
@@ -231,12 +232,13 @@ def plan(
         budget_s: time limit in seconds, after which the best layouts found so far are returned; ``None``: no limit.
         explains: whether to search the best layouts of other kinds and of changed questions.
         progress: callback ``(decided, total)``, in layouts.
+        found: callback with each step that is faster than all before, before it is proved to be the fastest.
 
     Raises:
         UserError: no layout divides the devices and the batch; the message has numbers that do.
     """
     deadline = inf if budget_s is None else time.monotonic() + budget_s
-    searching = Search(question, progress=progress)
+    searching = Search(question, progress=progress, found=found)
     answer = Plan(question, error_bar(question.cluster, question.software))
     stop = Stop(None if budget_s is None else deadline)
     stop.run(lambda: _answer(answer, searching, count, deadline, explains=explains))

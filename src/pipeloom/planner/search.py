@@ -24,6 +24,8 @@ from pipeloom.predict.step import SimulatedStep
 
 Progress = Callable[[int, int], object]
 """Callback ``(done, total)``, in layouts or other units of work."""
+Found = Callable[[SimulatedStep], object]
+"""Callback with a step that is faster than all steps before."""
 
 
 @dataclass
@@ -120,10 +122,18 @@ class Search:
         question: to answer.
         prunes: whether bounds prune.
         progress: callback ``(decided, total)``, in layouts.
+        found: callback with each step that is faster than all before.
     """
 
-    def __init__(self, question: Question, *, prunes: bool = True, progress: Progress | None = None) -> None:
-        self._question, self._prunes, self._progress = question, prunes, progress
+    def __init__(
+        self,
+        question: Question,
+        *,
+        prunes: bool = True,
+        progress: Progress | None = None,
+        found: Found | None = None,
+    ) -> None:
+        self._question, self._prunes, self._progress, self._found = question, prunes, progress, found
         self._counts = Counts()
         self._queue: list[OpenNode] = []
         self._pushed = 0
@@ -241,6 +251,8 @@ class Search:
         """Simulate a candidate and offer it as an incumbent to this query and to later ones."""
         step = candidate.simulate()
         key = SortKey.of(step)
+        if self._found is not None and all(key < other for other, _ in self._simulated):
+            self._found(step)
         self._simulated.append((key, candidate))
         frontier.offer(key, candidate, step)
 

@@ -106,9 +106,11 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         live, exchange_s = summary.get("live_bytes", ()), summary.get("exchange_s")
         held = ", ".join(f"{nbytes / 1e6:,.1f}" for nbytes in live)
         facts = {
-            "training loss": _text(summary["train_loss"], ".4f"),
-            "validation loss": _text(summary["validation_loss"], ".4f"),
-            "unigram loss": _text(summary["unigram_loss"], ".4f"),
+            "training loss": _loss(summary["train_loss"], is_measured=bool(metrics)),
+            "validation loss": _loss(
+                summary["validation_loss"], is_measured=run.config.training.validation_batches > 0
+            ),
+            "unigram loss": _loss(summary["unigram_loss"], is_measured=True),
             "steps": _text(summary["steps"], ","),
             "tokens seen": _text(summary["tokens"], ","),
             "tokens/s": _text(speed, ",.0f"),
@@ -117,6 +119,11 @@ def _facts(run: Run) -> list[tuple[str, str]]:
             "tensor-parallel exchanges of a rank": "" if exchange_s is None else f"{exchange_s * 1e3:,.0f} ms",
         }
     return [(label, value) for label, value in facts.items() if value]
+
+
+def _loss(value: float | None, *, is_measured: bool) -> str:
+    """A loss of a summary, which has ``null`` both for one that was not measured and for one that is not finite."""
+    return "not finite" if value is None and is_measured else _text(value, ".4f")
 
 
 def _text(value: float | None, form: str) -> str:

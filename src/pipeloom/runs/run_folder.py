@@ -2,8 +2,6 @@
 
 import errno
 import io
-import json
-import math
 import os
 import shutil
 from contextlib import suppress
@@ -16,6 +14,7 @@ from pipeloom.checkpoint.checkpoint_folder import FOLDER
 from pipeloom.config import RunConfig
 from pipeloom.config.file import format_run
 from pipeloom.errors import RunError
+from pipeloom.system.files import strict_json
 from pipeloom.workload.layout import Coordinates
 
 CONFIG = "config.toml"
@@ -107,11 +106,9 @@ class RunFolder:
     def add_metrics(self, metrics: dict[str, Any]) -> None:
         """Append one line to the metrics, without buffering. The first line calls ``begin``.
 
-        A number that is not finite becomes ``null``: JSON has no other word for it, and strict readers refuse ``NaN``.
         While the disk is full, lines are kept in memory.
         """
-        finite = {name: None if is_infinite(value) else value for name, value in metrics.items()}
-        self._unwritten += json.dumps(finite, allow_nan=False).encode() + b"\n"
+        self._unwritten += strict_json(metrics).encode() + b"\n"
         try:
             if self._metrics is None:
                 self.begin()
@@ -173,11 +170,6 @@ class RunFolder:
 
     def _error(self, error: OSError) -> RunError:
         return RunError(f"cannot write to the run folder {self.path} any more: {error.strerror}")
-
-
-def is_infinite(value: object) -> bool:
-    """Whether a value is a number that JSON cannot express."""
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _ends(path: Path) -> list[Path]:

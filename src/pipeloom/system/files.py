@@ -1,6 +1,7 @@
 """Reading and writing of users' files: limited in size, and every failure is a ``UserError`` of one sentence."""
 
 import json
+import math
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, MutableSequence
@@ -143,6 +144,17 @@ def parse_toml(text: str, source: object) -> dict[str, Any]:
         return _shallow(tomllib.loads(text))
     except (ValueError, RecursionError) as error:  # a ValueError such as a number of too many digits
         raise UserError(f"{source} is not TOML: {_reason(error)}") from error
+
+
+def strict_json(values: Mapping[str, Any], indent: int | None = None) -> str:
+    """JSON of a table in which a number that is not finite becomes ``null``.
+
+    JSON has no other word for it, and strict readers refuse ``NaN`` and ``Infinity``.
+    """
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
+    }
+    return json.dumps(finite, indent=indent, allow_nan=False)
 
 
 def parse_json(text: str) -> Any:

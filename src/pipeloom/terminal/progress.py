@@ -43,6 +43,7 @@ class Bar:
         **fields: Any,
     ) -> None:
         self._bar: Progress | None = None
+        self._stream = stream
         if is_shown and raw(stream).isatty():
             self._bar = Progress(*columns, console=make_console(stream), transient=transient)
             self._task = self._bar.add_task("", total=total, **fields)
@@ -63,10 +64,10 @@ class Bar:
                 self._bar.stop()
 
     def _print_above(self, line: str) -> None:
-        """Print a line, above the bar if there is one."""
+        """Print a line to the bar's stream, above the bar if there is one."""
         with suppress(OSError):
             if self._bar is None:
-                print(line, flush=True)  # noqa: T201  progress is output
+                print(line, file=self._stream, flush=True)
             else:
                 self._bar.console.print(line, highlight=False, soft_wrap=True, markup=False)
 

@@ -101,12 +101,12 @@ class Restarts:
         self._folder.add_warning(f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S}  {line}")
 
     def _refuse_repetition(self, step: int | None, error: RunError) -> None:
-        """Raise an error that another start does not mend: the same one from the same state, without a killed process.
+        """Raise an error that another start does not mend: the same one from the same state, and no rank is its reason.
 
         Such as a loss that is not finite, which all ranks compute again.
         """
         failure = (step, str(error).splitlines()[0])
-        if failure == self._last and not (isinstance(error, WorkerError) and error.was_killed):
+        if failure == self._last and not _has_culprit(error):
             error.add_note("this is the second failure of this kind at the same step; a new start would not mend it")
             raise error
         self._last = failure
@@ -166,9 +166,14 @@ class Restarts:
         return self._stack.enter_context(temporary_folder(SHARED_MEMORY))
 
 
+def _has_culprit(error: RunError) -> bool:
+    """Whether one rank is the reason: a signal killed it, or a check found it wrong."""
+    return isinstance(error, WorkerError) and (error.was_killed or error.is_wrong)
+
+
 def _culprit(error: RunError, run: Path) -> int:
     """The rank that is the reason of a failure."""
-    if isinstance(error, WorkerError) and error.rank is not None and error.was_killed:
+    if isinstance(error, WorkerError) and error.rank is not None and _has_culprit(error):
         return error.rank
     try:
         found = read_standstill(run).found

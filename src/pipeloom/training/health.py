@@ -38,11 +38,13 @@ class Damage:
 
     Attributes:
         step: in which.
+        rank: that has it; the first of those between which no majority decides.
         words: one sentence: what, ranks with their hosts, stage, step.
         good_step: checkpoints up to this step are from before it.
     """
 
     step: int
+    rank: int
     words: str
     good_step: int
 
@@ -122,7 +124,7 @@ class Health:
             ranks = [rank for rank, number in enumerate(changed) if number]
             words = f"{self._names(ranks)} has memory that changed since the update of step {step - 1}"
             # A checkpoint of the step before may have been written behind the change.
-            found: Damage | None = Damage(step, f"step {step}: {words}", max(self._begun, step - 2))
+            found: Damage | None = Damage(step, ranks[0], f"step {step}: {words}", max(self._begun, step - 2))
         elif step % self._every == 0:
             found = self._compare(step, windows)
             self._good = self._good if found else max(self._begun, step - 1)
@@ -140,11 +142,11 @@ class Health:
         assert self._noted is not None
         visited = self._visits.result(stage, self._pipeline.batch(windows, replica=0), step)
         every: list[_Own] | None = self._world.gather(_Own(self._noted, visited))
-        words = self._world.from_first(None if every is None else self._verdict(every, stage))
-        return None if words is None else Damage(step, f"step {step}: {words}", self._good)
+        found: tuple[int, str] | None = self._world.from_first(None if every is None else self._verdict(every, stage))
+        return None if found is None else Damage(step, found[0], f"step {step}: {found[1]}", self._good)
 
-    def _verdict(self, every: Sequence[_Own], stage: int) -> str | None:
-        """What is wrong, and where; ``None`` for nothing."""
+    def _verdict(self, every: Sequence[_Own], stage: int) -> tuple[int, str] | None:
+        """The first rank that is wrong, and what and where in words; ``None`` for nothing."""
         if self._is_alike:  # updates of unlike devices may round differently
             for ranks in self._config.layout.copy_groups():
                 if (odd := odd_ones({(rank,): every[rank].resting for rank in ranks})) is not None:
@@ -156,11 +158,11 @@ class Health:
         odd = with_owners(odd, values, self._replicas, owner)
         return self._words(odd, f"other results of stage {stage} than the other ranks, from the same micro-batch")
 
-    def _words(self, odd: Odd, what: str) -> str:
-        names = [self._names(one) for one in odd.groups]
+    def _words(self, odd: Odd, what: str) -> tuple[int, str]:
+        names, rank = [self._names(one) for one in odd.groups], odd.groups[0][0]
         if odd.is_decided:
-            return f"{' and '.join(names)} has {what}"
-        return f"{' or '.join(names)} has {what}; no majority says which one is wrong"
+            return rank, f"{' and '.join(names)} has {what}"
+        return rank, f"{' or '.join(names)} has {what}; no majority says which one is wrong"
 
     def _names(self, ranks: Sequence[int]) -> str:
         hosts = dict.fromkeys(self._hosts[rank] for rank in ranks)

@@ -1,6 +1,5 @@
 """The training loop of one rank."""
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from pipeloom.analysis.summary import communication, summarize
 from pipeloom.checkpoint.checkpoint_folder import Cause, CheckpointInfo, list_checkpoints, run_of, step_of
 from pipeloom.config import RunConfig
 from pipeloom.data.text import Data, unigram_loss
-from pipeloom.errors import PeerLostError, RunError
+from pipeloom.errors import PeerLostError, RunError, WrongRankError
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.processes.world import World
 from pipeloom.runs import run_folder
@@ -24,6 +23,7 @@ from pipeloom.runs.run_start import go_back
 from pipeloom.runs.traced_step import median_step, traced_candidates
 from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
 from pipeloom.schedule.stage_swaps import defers_updates
+from pipeloom.system.files import strict_json
 from pipeloom.trace import Trace, merge, to_chrome
 from pipeloom.training.again import NEVER, Again
 from pipeloom.training.checkpoints.checkpoint import Checkpoints
@@ -346,10 +346,13 @@ class Trainer:
         if self._config.training.on_spike == "rollback":
             self._go_back(damage.step, damage.words)
             return
+        self._checkpoints.forget_kept(damage.good_step)
         self._warn(damage.words)
-        raise RunError(
-            f"{damage.words}; checkpoints of later steps than {damage.good_step} may have it and are called *.damaged; "
-            "training.on_spike rollback would go back"
+        advice = "" if self._config.restart.times else "; training.on_spike rollback would go back"
+        raise WrongRankError(
+            damage.rank,
+            f"{damage.words}; checkpoints of later steps than {damage.good_step} may have it and are called *.damaged"
+            f"{advice}",
         )
 
     def _go_back(self, step: int, problem: str) -> None:
@@ -436,7 +439,7 @@ class Trainer:
         if self._world.rank == 0:
             # Only now: a run without steps left keeps the earlier summary until it has one of its own.
             self._folder.begin(keeps_measured=measured.config is not None)
-            self._folder.write(run_folder.SUMMARY, json.dumps(asdict(summary), indent=2) + "\n")
+            self._folder.write(run_folder.SUMMARY, strict_json(asdict(summary), indent=2) + "\n")
         if config.training.sample_tokens:
             text = sample_text(self._pipeline, self._world, self._data, config)
             if self._world.rank == 0:

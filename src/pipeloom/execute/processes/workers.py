@@ -1,6 +1,7 @@
 """Starts the processes of a run on this host and monitors them."""
 
 import ctypes
+import gc
 import math
 import multiprocessing
 import os
@@ -15,7 +16,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from pipeloom.errors import Interrupted, PeerLostError, PipeloomError, StallError, UserError, WorkerError
+from pipeloom.errors import (
+    Interrupted,
+    PeerLostError,
+    PipeloomError,
+    StallError,
+    UserError,
+    WorkerError,
+    WrongRankError,
+)
 from pipeloom.execute.processes.signals import PassedOn
 from pipeloom.system.end_signals import STOPS
 from pipeloom.system.processes import is_stopped
@@ -36,7 +45,7 @@ class Failure:
     """Why a worker ended.
 
     Attributes:
-        rank: the worker.
+        rank: the worker, or the one that its error names.
         message: for the user.
         is_user_error: the input was wrong, not the run.
         is_consequence: the worker only lost its connection to another one.
@@ -45,6 +54,7 @@ class Failure:
         number: of the signal that the worker handled.
         reason: whether the message is the reason, in place of a signal's name.
         was_killed: a signal killed the process.
+        is_wrong: the error names the rank that stores or computes wrong values.
     """
 
     rank: int
@@ -56,6 +66,7 @@ class Failure:
     number: int | None = None
     reason: bool = False
     was_killed: bool = False
+    is_wrong: bool = False
 
 
 def run_workers(
@@ -102,6 +113,8 @@ def run_workers(
 
 def _worker(work: Work, threads: int, writer: Connection, *, rendezvous: Path, rank: int, num_ranks: int) -> None:
     """The main function of a worker process: sends its result or its failure."""
+    # A collection writes to every object that it looks at, and a forked process would get its own copy of each.
+    gc.freeze()
     for number in STOPS:  # a terminal sends them to all of its processes; the parent passes them on as SIGTERM
         signal.signal(number, signal.SIG_DFL if number is signal.SIGTERM else signal.SIG_IGN)
     if sys.platform == "linux":
@@ -135,6 +148,8 @@ def describe(rank: int, error: BaseException) -> Failure:
     is_user_error, is_consequence = isinstance(error, UserError), isinstance(error, PeerLostError)
     if isinstance(error, Interrupted):
         return Failure(rank, str(error), number=error.number, reason=str(error) != str(Interrupted(error.number)))
+    if isinstance(error, WrongRankError):
+        return Failure(error.rank, message, is_wrong=True)
     return Failure(rank, message, is_user_error, is_consequence, trace, isinstance(error, StallError))
 
 
@@ -225,7 +240,7 @@ def _error(failures: Sequence[Failure], passed_on: int | None) -> PipeloomError 
         return UserError(cause.message)
     others = len({failure.rank for failure in failures} - {cause.rank})
     error = WorkerError(cause.message)
-    error.rank, error.was_killed = cause.rank, cause.was_killed
+    error.rank, error.was_killed, error.is_wrong = cause.rank, cause.was_killed, cause.is_wrong
     if cause.traceback:
         error.add_note(cause.traceback)
     if others:

@@ -263,6 +263,11 @@ class Checkpoints:
         assert self._kept is not None, "no memory was prepared"
         self._kept.keep(self._held(is_shared_out=False), info)
 
+    def forget_kept(self, step: int) -> None:
+        """Drop this rank's states of later steps from shared memory, if it keeps any."""
+        if self._kept is not None:
+            self._kept.forget_after(step)
+
     def recall(self, folder: Path, step: int) -> CheckpointInfo:
         """Read the state of a step from shared memory, written by ranks of any layout.
 

@@ -39,10 +39,14 @@ class Kept:
             KeptFile.create(draft, tensors, offset)
             draft.rename(file)
         self._file = KeptFile(file)
-        self._file.forget_after(step)
+        self.forget_after(step)
         self._views = [
             {one.key: values for one, values in _values(self._file, state)} for state in range(len(self._file.steps))
         ]
+
+    def forget_after(self, step: int) -> None:
+        """Drop states of later steps."""
+        self._file.forget_after(step)
 
     def keep(self, held: Mapping[str, Elements], info: CheckpointInfo) -> None:
         """Copy the state of a step over the older of the two."""
