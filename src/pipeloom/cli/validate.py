@@ -147,8 +147,8 @@ def _fit(options: Options, chosen: list[Row]) -> None:
     assert options.table is not None
     write(result, options.fit, options.table.name, source_of("software", name))
     print(
-        f"{name} on {result.cluster.name}: {len(result.rows)} rows, mean absolute error {result.error_before:.2%} before "
-        f"and {result.error_after:.2%} after; written to {options.fit}"
+        f"{name} on {result.cluster.name}: {len(result.rows)} rows, mean absolute error {result.error_before:.2%} "
+        f"before and {result.error_after:.2%} after; written to {options.fit}"
     )
     for parameter, began in result.starts.items():
         edge = "  at the edge of what is possible" if parameter in result.at_bounds else ""
