@@ -49,6 +49,18 @@ def test_a_fit_recovers_given_efficiencies(tmp_path):
     assert source_of("software", str(file)) == "a test"
 
 
+def test_without_a_cluster_each_row_has_that_of_its_device():
+    pytest.importorskip("scipy")
+    true = replace(PROGRAM, efficiency=replace(PROGRAM.efficiency, matmul=0.7))
+    rows = [replace(row, device=device) for row in ROWS for device in ("a100-sxm-80gb", "h100-sxm-80gb")]
+    outcomes = compare(rows, None, true).outcomes
+    measured = [replace(outcome.row, step_time_s=outcome.step_time_s) for outcome in outcomes]
+    result = fit(measured, None, PROGRAM, ["matmul"], prior=PRIOR)
+    assert result.software.efficiency.matmul == pytest.approx(0.7, rel=0.05)
+    assert result.error_after < 0.03
+    assert fit(measured, CLUSTER, PROGRAM, ["matmul"], prior=PRIOR).error_after > 0.2
+
+
 def test_the_file_states_the_source_of_its_values(tmp_path):
     pytest.importorskip("scipy")
     result = fit(ROWS, CLUSTER, PROGRAM, ["matmul"], prior=PRIOR)
