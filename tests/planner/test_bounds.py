@@ -64,6 +64,7 @@ def test_what_is_settled_fits_and_bounds_are_never_above_what_is_simulated(leaf)
     assert arrangement.missing_bytes <= held - room
     assert leaf.cut.bound_s <= step_s
     assert leaf.cut.missing_bytes <= held - room
+    assert leaf.cut.has_room(leaf.sharding)
     narrowed = leaf.without_large_levels()
     assert narrowed is not None
     assert narrowed.bound_s <= step_s

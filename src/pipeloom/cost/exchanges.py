@@ -175,8 +175,10 @@ def _update_s(placed: Placed) -> float:
         return part.device.memory_s(moved) + products_s
 
     ranks = list(zip(placed.parts, placed.trained_rank_parameters, _matrices_s(placed), strict=True))
-    of_rank = {rank: seconds(*rank) for rank in set(ranks)}  # most ranks are equal
-    each_s = [of_rank[rank] for rank in ranks]
+    # Most ranks are equal. By identity: equal parts are one object, and their hash takes longer.
+    keys = [(id(part), held, products_s) for part, held, products_s in ranks]
+    of_rank = {key: seconds(*rank) for key, rank in dict(zip(keys, ranks, strict=True)).items()}
+    each_s = [of_rank[key] for key in keys]
     return max(*each_s, placed.cluster.crowding(run.num_devices) * sum(each_s) / len(each_s))
 
 

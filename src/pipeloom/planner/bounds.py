@@ -297,12 +297,22 @@ class Sharded(OfPlaced):
         """Seconds of the step after the pipeline."""
         return step_terms(self.placed, max(self.bounds.placed.costs.backward_s)).total_s
 
-    @cached_property
+    @property
     def step_s(self) -> float:
         """Lower bound of the step time in seconds, with whole sequences."""
         return self.sliced_s(1)
 
     def sliced_s(self, num_slices: int) -> float:
+        """Lower bound of the step time in seconds, if even slices of a sequence take as long together as the whole."""
+        if num_slices not in self._sliced:
+            self._sliced[num_slices] = self._sliced_s(num_slices)
+        return self._sliced[num_slices]
+
+    @cached_property
+    def _sliced(self) -> dict[int, float]:
+        return {}
+
+    def _sliced_s(self, num_slices: int) -> float:
         """Lower bound of the step time in seconds, if even slices of a sequence take as long together as the whole.
 
         A rank starts when the first micro-batch has passed all stages before it and does all its work; then the last
@@ -374,6 +384,12 @@ class Sharded(OfPlaced):
         kept = (each if in_flight is None else in_flight * each).sum(axis=1)
         return self._always[gathered] + kept * (1 + self.software.fragmentation)
 
+    @property
+    def least_bytes(self) -> Floats:
+        """For each rank a lower bound of the bytes that a device holds, with one input of its largest stage alone."""
+        each = self.bounds.input_bytes
+        return self.held_bytes(0 * each) + each.max(axis=1) * (1 + self.software.fragmentation)
+
     def layers_to_recompute(self, in_flight: Floats) -> Floats:
         """For each rank a lower bound of the layers that it must recompute to fit a device.
 
@@ -412,8 +428,12 @@ class Sharded(OfPlaced):
     ) -> Floats:
         """Seconds of a collective for each stage, by its number of parameters; 0 for none."""
         parts, owner = self.placed.parts, self.bounds.placed.placement.rank_by_stage
-        of_stage = [(parts[rank], held) for rank, held in zip(owner, parameters, strict=True)]
-        found = {key: seconds(self.run, key[0], self.software, key[1]) if key[1] else 0.0 for key in set(of_stage)}
+        # By identity: equal parts are one object, and their hash takes longer.
+        of_stage = [(id(parts[rank]), held) for rank, held in zip(owner, parameters, strict=True)]
+        part_of = {id(part): part for part in parts}
+        found = {
+            key: seconds(self.run, part_of[key[0]], self.software, key[1]) if key[1] else 0.0 for key in set(of_stage)
+        }
         return np.array([found[key] for key in of_stage])
 
     @cached_property

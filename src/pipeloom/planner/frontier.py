@@ -1,6 +1,5 @@
 """State of one best-first query: open nodes in the order of their bounds, and the incumbents of each group."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from heapq import heapify, heappush, nsmallest
 from math import inf
@@ -93,13 +92,22 @@ class Frontier:
         self._admitted: dict[int, bool] = {}
         self.queue: list[OpenNode] = []
         self.deferred: list[OpenNode] = []
-        self.cutoff_s = within_s
+        self.cutoff_s = self._within_s = within_s
 
-    def start(self, entries: Iterable[OpenNode]) -> None:
-        """Set the open nodes: those that the limits exclude go to ``deferred``."""
+    def start(self, entries: list[OpenNode]) -> None:
+        """Set the open nodes: those that the bounds or the limits exclude go to ``deferred``."""
+        # Most nodes are too slow for all but the first query, and a bound is read faster than limits are.
         for entry in entries:
-            (self.queue if self._admits(entry.node) else self.deferred).append(entry)
+            is_open = entry.bound_s <= self.cutoff_s and self._admits(entry.node)
+            (self.queue if is_open else self.deferred).append(entry)
         heapify(self.queue)
+
+    @property
+    def has_slower(self) -> bool:
+        """Whether open nodes above the cutoff may satisfy the limits."""
+        return bool(self.queue) or any(
+            entry.bound_s > self.cutoff_s and self._admits(entry.node) for entry in self.deferred
+        )
 
     def push(self, entry: OpenNode) -> None:
         """Add an open node to the queue, or to ``deferred`` if the limits exclude it."""
@@ -158,8 +166,8 @@ class Frontier:
 
     @property
     def fastest_s(self) -> float:
-        """Step time of the fastest incumbent; infinite without one."""
-        return min((key.step_s for key, _ in self._incumbents.values()), default=inf)
+        """Step time of the fastest incumbent; ``within_s`` without one."""
+        return min((key.step_s for key, _ in self._incumbents.values()), default=self._within_s)
 
     @property
     def best(self) -> list[Candidate]:

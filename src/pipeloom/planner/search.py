@@ -209,7 +209,7 @@ class Search:
         self._counts.seconds += time.monotonic() - begin
         self._count_pruned(frontier, open_bound_s)
         steps = sorted((_refined(one, frontier.step_of(one)) for one in frontier.best), key=SortKey.of)
-        return SearchResult(tuple(steps), self._counts, open_bound_s, has_slower=bool(frontier.queue))
+        return SearchResult(tuple(steps), self._counts, open_bound_s, has_slower=frontier.has_slower)
 
     def so_far(self) -> SearchResult:
         """The best layouts of a search that was interrupted inside ``best``, without further simulations."""
@@ -229,8 +229,10 @@ class Search:
         """Count the open layouts as too slow, or as undecided if the search stopped early."""
         counts = self._counts
         left = counts.layouts - counts.too_large - counts.simulated
-        undecided = sum(entry.node.count for entry in self._queue if entry.bound_s <= frontier.cutoff_s)
-        counts.undecided = 0 if open_bound_s is None else min(left, undecided)
+        counts.undecided = 0
+        if open_bound_s is not None:
+            undecided = sum(entry.node.count for entry in self._queue if entry.bound_s <= frontier.cutoff_s)
+            counts.undecided = min(left, undecided)
         counts.too_slow = left - counts.undecided
 
     def _dive(self, frontier: Frontier, deadline: float) -> None:
@@ -295,7 +297,9 @@ class Search:
             if self._prunes and node.missing_bytes > 0:
                 self._counts.too_large += node.count
                 return
-            for leaf in node.leaves():
+            roomy = [one for one in node.shardings if not self._prunes or node.has_room(one)]
+            self._counts.too_large += (len(node.shardings) - len(roomy)) * len(node.choices)
+            for leaf in node.leaves(roomy):
                 frontier.push(self._numbered(max(entry.bound_s, leaf.quick_bound_s), leaf))
         elif isinstance(node, Leaf):
             if self._prunes and not node.has_close_bound:

@@ -8,7 +8,7 @@ Each has a lower bound of the step time and the number of leaves below it.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import ceil, gcd
@@ -303,13 +303,23 @@ class Cut(OfPlaced):
     def missing_bytes(self) -> float:
         """Lower bound of the bytes that the fullest device lacks, with any sharding."""
         levels = list(dict.fromkeys(level for sharding in self.shardings for level in sharding.levels))
-        if not self.run.shape.tied:  # with tied embeddings a rank may borrow the matrix of its own shards and hold more
-            levels = levels[-1:]
-        return min(self.memory.missing_bytes(self.memory.sharded(level).held_bytes()) for level in levels)
+        each = [self.memory.sharded(level) for level in self._leanest(levels)]
+        return min(self.memory.missing_bytes(one.held_bytes()) for one in each)
 
-    def leaves(self) -> Iterator["Leaf"]:
-        """Its children, one for each sharding and schedule."""
-        return (Leaf(self, sharding, choice) for sharding in self.shardings for choice in self.choices)
+    def has_room(self, sharding: Sharding) -> bool:
+        """Whether the devices may have room for one stage input on each rank, less than any strategy needs."""
+        each = [self.memory.sharded(level, sharding.replicate) for level in self._leanest(sharding.levels)]
+        return any(self.memory.missing_bytes(one.least_bytes) <= 0 for one in each)
+
+    def _leanest(self, levels: Sequence[Shard]) -> Sequence[Shard]:
+        """The sharding levels of which one holds least."""
+        # With tied embeddings a rank may borrow the matrix of its own shards and hold more.
+        return levels if self.run.shape.tied else levels[-1:]
+
+    def leaves(self, shardings: Sequence[Sharding] | None = None) -> Iterator["Leaf"]:
+        """Its children, one for each of its shardings, or of the given ones, and schedule."""
+        among = self.shardings if shardings is None else shardings
+        return (Leaf(self, sharding, choice) for sharding in among for choice in self.choices)
 
     @cached_property
     def bound_s(self) -> float:

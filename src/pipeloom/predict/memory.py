@@ -75,18 +75,25 @@ class _Buffers(NamedTuple):
     gradients_bytes: float
 
 
-def _buffers(run: Run, software: Software, schedule: Schedule) -> list[_Buffers]:
+def _buffers(run: Run, software: Software, schedule: Schedule) -> tuple[_Buffers, ...]:
     """The buffers of each rank in a schedule."""
     if not software.has_reduction_lane:
-        return _buffers_for(run, software, schedule.placement, 1, schedule.gradient_buffers)
+        return _buffers_for(_stored(run), software, schedule.placement, 1, schedule.gradient_buffers)
     most = most_gathered(schedule, _gathered_bytes(run, software))
     gradients = _gradient_buffer_bytes(run, software, schedule.placement, schedule.gradient_buffers)
-    return list(map(_Buffers, most, gradients))
+    return tuple(map(_Buffers, most, gradients))
 
 
+def _stored(run: Run) -> Run:
+    """A run that holds the same bytes besides activations, equal for all kinds of recomputation."""
+    # Without layers of stages, what is recomputed may decide which layers a stage has.
+    return run if run.layers_by_stage is None else replace(run, recompute="none", recompute_layers=None)
+
+
+@lru_cache(maxsize=1024)
 def _buffers_for(
     run: Run, software: Software, placement: Placement, gathered: int, unreduced: int | None
-) -> list[_Buffers]:
+) -> tuple[_Buffers, ...]:
     """The buffers of each rank for its ``gathered`` largest stages and for ``unreduced`` gradients."""
     # Without a reduction lane, layers are gathered one by one, which ``gathered_parameters`` counts for a stage.
     count, each = gathered if software.has_reduction_lane else 1, _gathered_bytes(run, software)
@@ -97,7 +104,7 @@ def _buffers_for(
         largest = [
             sum(sorted((each[stage] for stage in stages), reverse=True)[:count]) for stages in _stages(placement)
         ]
-    return list(map(_Buffers, largest, _gradient_buffer_bytes(run, software, placement, unreduced)))
+    return tuple(map(_Buffers, largest, _gradient_buffer_bytes(run, software, placement, unreduced)))
 
 
 def _stages(placement: Placement) -> list[Sequence[int]]:
@@ -128,7 +135,7 @@ def memory_with_room(run: Run, software: Software, schedule: Schedule | Peaks, r
         room: buffers of each rank.
     """
     most_held = schedule.most if isinstance(schedule, Peaks) else partial(most_in_rows, schedule)
-    buffers = _buffers_for(run, software, schedule.placement, room.gathered, room.unreduced)
+    buffers = _buffers_for(_stored(run), software, schedule.placement, room.gathered, room.unreduced)
     masks = _most_masks(run, software, schedule.placement, most_held)
     return _memory(
         run, software, schedule.placement, most_held, buffers, receive_buffers=room.receive_buffers, masks=masks
@@ -207,7 +214,7 @@ def _memory(
     software: Software,
     placement: Placement,
     most_held: Callable[[KeptBytes], Sequence[float]],
-    buffers: Sequence[_Buffers],
+    buffers: tuple[_Buffers, ...],
     *,
     receive_buffers: int,
     masks: Sequence[float],
@@ -224,14 +231,37 @@ def _memory(
         masks: bytes of each rank's masks of documents.
     """
     _, head = stage_layers(run, software)
-    shares, by_stage, frozen = run.slice_shares, _trained_parameters(run, software), _frozen_bytes(run, software)
+    shares, still = run.slice_shares, _besides_activations(_stored(run), software, placement, buffers)
     # One slice computes at a time; the largest counts. What the loss keeps is part of ``kept``.
     working = working_bytes(run, software) * max(shares)
     logits_each = (logits_bytes(run, software) - kept_logits(run, software)) * max(shares)
     kept, message = most_held(kept_with_loss(run, software)), message_bytes(run, software) * max(shares)
-    found, states = list[Memory](), dict[float, State]()
-    for rank, (stages, more) in enumerate(zip(_stages(placement), buffers, strict=True)):
+    found = list[Memory]()
+    for rank, (stages, state) in enumerate(zip(_stages(placement), still, strict=True)):
         activations, logits = kept[rank] + masks[rank] + working, logits_each if head in stages else 0.0
+        found.append(
+            Memory(
+                weights_bytes=state.weights_bytes,
+                gradients_bytes=state.gradients_bytes,
+                optimizer_bytes=state.optimizer_bytes,
+                activations_bytes=activations,
+                head_bytes=logits,
+                buffers_bytes=_num_peers(placement, stages) * receive_buffers * message,
+                reserve_bytes=software.reserve_bytes,
+                fragmentation_bytes=software.fragmentation * (activations + logits),
+            )
+        )
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _besides_activations(
+    run: Run, software: Software, placement: Placement, buffers: tuple[_Buffers, ...]
+) -> tuple[State, ...]:
+    """For each rank its weights, gradients and optimizer state, with buffers and a tied matrix."""
+    by_stage, frozen = _trained_parameters(run, software), _frozen_bytes(run, software)
+    found, states = list[State](), dict[float, State]()
+    for stages, more in zip(_stages(placement), buffers, strict=True):
         held = sum(by_stage[stage] for stage in stages)
         # Most ranks have equally many parameters.
         if (state := states.get(held)) is None:
@@ -239,15 +269,10 @@ def _memory(
         still = sum(frozen[stage] for stage in stages) if run.frozen_pieces else 0.0
         lent = lent_bytes(run, software, stages)
         found.append(
-            Memory(
-                weights_bytes=state.weights_bytes + still + lent.weights_bytes + more.gathered_bytes,
-                gradients_bytes=state.gradients_bytes + lent.gradients_bytes + more.gradients_bytes,
-                optimizer_bytes=state.optimizer_bytes + state_of_rank(run, software, tuple(stages)),
-                activations_bytes=activations,
-                head_bytes=logits,
-                buffers_bytes=_num_peers(placement, stages) * receive_buffers * message,
-                reserve_bytes=software.reserve_bytes,
-                fragmentation_bytes=software.fragmentation * (activations + logits),
+            State(
+                state.weights_bytes + still + lent.weights_bytes + more.gathered_bytes,
+                state.gradients_bytes + lent.gradients_bytes + more.gradients_bytes,
+                state.optimizer_bytes + state_of_rank(run, software, tuple(stages)),
             )
         )
     return tuple(found)
