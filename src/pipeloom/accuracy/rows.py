@@ -170,9 +170,11 @@ def read_rows(path: Path, skipped: dict[str, int] | None = None) -> list[Row]:
         ]
         if skipped is None:
             problems += [f"{where}: {reason}" for reason in unknown]
-        if unknown and len(problems) == before and skipped is not None:
+        if len(problems) > before:
+            continue
+        if unknown and skipped is not None:
             skipped[unknown[0]] = skipped.get(unknown[0], 0) + 1
-        elif len(problems) == before:
+        else:
             rows.append(_make(cells, values))
     if problems:
         rest = len(problems) - _MOST_PROBLEMS

@@ -74,5 +74,5 @@ class PlanProgress(Bar):
             self._print_best()
             if self._bar is not None:
                 return  # it shows the rest
-            print(f"planning: {self._text}, {time.monotonic() - self._begin:.0f} s", file=sys.stderr, flush=True)
+            self._print_above(f"planning: {self._text}, {time.monotonic() - self._begin:.0f} s")
             wait_s = EVERY_S

@@ -12,7 +12,7 @@ from pipeloom.cost.collectives import gather_s, reduce_s, sum_replicated_s, toge
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.matrices import stage_shards
-from pipeloom.cost.placed import Placed
+from pipeloom.cost.placed import Placed, seconds_of_parts
 from pipeloom.cost.software import Software
 from pipeloom.cost.stages import tied_ranks, trained_replicated
 from pipeloom.workload.run import Run
@@ -174,11 +174,7 @@ def _update_s(placed: Placed) -> float:
         moved = software.efficiency.optimizer_bytes * (held / shards) + _CLEARED_BYTES * held
         return part.device.memory_s(moved) + products_s
 
-    ranks = list(zip(placed.parts, placed.trained_rank_parameters, _matrices_s(placed), strict=True))
-    # Most ranks are equal. By identity: equal parts are one object, and their hash takes longer.
-    keys = [(id(part), held, products_s) for part, held, products_s in ranks]
-    of_rank = {key: seconds(*rank) for key, rank in dict(zip(keys, ranks, strict=True)).items()}
-    each_s = [of_rank[key] for key in keys]
+    each_s = seconds_of_parts(seconds, placed.parts, placed.trained_rank_parameters, _matrices_s(placed))
     return max(*each_s, placed.cluster.crowding(run.num_devices) * sum(each_s) / len(each_s))
 
 

@@ -5,7 +5,7 @@ devices. They work in lockstep, since tensor-parallel ranks meet at each
 collective and replicas at the end of a step: the slowest device determines their seconds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -289,6 +289,25 @@ def _parts(cluster: Cluster, size: int, pp: int, order: tuple[int, ...] | None) 
 @lru_cache(maxsize=4096)
 def _kinds(cluster: Cluster, size: int, pp: int, order: tuple[int, ...] | None) -> tuple[Cluster, ...]:
     return tuple(dict.fromkeys(_parts(cluster, size, pp, order)))
+
+
+def seconds_of_parts(seconds: Callable[..., float], parts: Iterable[Cluster], *values: Iterable[float]) -> list[float]:
+    """``seconds`` of each part of a cluster and its values, computed once for equal ones.
+
+    Args:
+        seconds: part and its values -> seconds.
+        parts: of ``Placed.parts``.
+        values: one for each part.
+    """
+    # Most ranks are equal. By identity: equal parts are one object, and their hash takes longer.
+    found: dict[tuple[float, ...], float] = {}
+    each_s = list[float]()
+    for part, *own in zip(parts, *values, strict=True):
+        key = (id(part), *own)
+        if key not in found:
+            found[key] = seconds(part, *own)
+        each_s.append(found[key])
+    return each_s
 
 
 def _layers_s(placed: Placed) -> list[tuple[float, float]]:

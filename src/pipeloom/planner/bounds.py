@@ -25,7 +25,7 @@ from pipeloom.cost.memory import (
     state_bytes,
     working_bytes,
 )
-from pipeloom.cost.placed import OfPlaced, Placed
+from pipeloom.cost.placed import OfPlaced, Placed, seconds_of_parts
 from pipeloom.cost.software import Software
 from pipeloom.cost.stages import gathered_parameters, num_frozen_stages, stage_layers
 from pipeloom.schedule import Kind, Placement
@@ -427,14 +427,12 @@ class Sharded(OfPlaced):
         self, seconds: Callable[[Run, Cluster, Software, float], float], parameters: Sequence[float]
     ) -> Floats:
         """Seconds of a collective for each stage, by its number of parameters; 0 for none."""
+
+        def of_stage(part: Cluster, held: float) -> float:
+            return seconds(self.run, part, self.software, held) if held else 0.0
+
         parts, owner = self.placed.parts, self.bounds.placed.placement.rank_by_stage
-        # By identity: equal parts are one object, and their hash takes longer.
-        of_stage = [(id(parts[rank]), held) for rank, held in zip(owner, parameters, strict=True)]
-        part_of = {id(part): part for part in parts}
-        found = {
-            key: seconds(self.run, part_of[key[0]], self.software, key[1]) if key[1] else 0.0 for key in set(of_stage)
-        }
-        return np.array([found[key] for key in of_stage])
+        return np.array(seconds_of_parts(of_stage, (parts[rank] for rank in owner), parameters))
 
     @cached_property
     def _always(self) -> dict[int, Floats]:
