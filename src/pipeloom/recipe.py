@@ -6,7 +6,7 @@ seconds as ``Sizes`` and ``Timing``.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -288,17 +288,21 @@ def communicating(recipe: Recipe) -> Schedule:
     return _SCHEDULES.get(_without_bytes(recipe))
 
 
-def without_messages(recipe: Recipe) -> Graph:
+def without_messages(recipe: Recipe, rank: int | None = None) -> Graph:
     """The graph of ``communicating`` without messages, whose step takes no longer and which is faster to make.
 
     Outputs reach other ranks at once. It is a lower bound for the planner, not executable and not verified.
+
+    Args:
+        recipe: of the schedule.
+        rank: the only one with actions, for which nothing of another rank has to end; ``None``: all have theirs.
 
     Raises:
         UserError: as ``build``.
     """
     # Recipes that differ only in messages are one here.
     bare = replace(_without_bytes(recipe), receive_buffers=None, lends_tied=False)
-    return _GRAPHS.get(bare) if _exchanges(bare) else communicating(bare).graph
+    return _GRAPHS.get((bare, rank)) if rank is not None or _exchanges(bare) else communicating(bare).graph
 
 
 def _without_bytes(recipe: Recipe) -> Recipe:
@@ -329,36 +333,38 @@ def _sending(schedule: Schedule, recipe: Recipe) -> Schedule:
     return add_tied(schedule, returns_gradient=recipe.trains_tied) if recipe.lends_tied else schedule
 
 
-def _make_without_messages(recipe: Recipe) -> Graph:
+def _make_without_messages(key: tuple[Recipe, int | None]) -> Graph:
+    recipe, rank = key
     schedule = communicating(replace(recipe, unshard=None, reduce_grad=None))
     add = partial(row_with_exchanges, unshard=recipe.unshard, reduce_grad=recipe.reduce_grad)
     buffers = None if recipe.reduce_grad is None else recipe.reduce_grad.gradient_buffers
-    rows = [add(row) for row in schedule.rows]
+    rows = [add(row) if rank in (None, number) else row[:0] for number, row in enumerate(schedule.rows)]
     return replace(schedule.facts, rows=rows, promises=Promises(gradient_buffers=buffers)).graph
 
 
+_Key = TypeVar("_Key", bound=Hashable)
 _Made = TypeVar("_Made", Schedule, Graph)
 
 
-class _Remembered(Generic[_Made]):
+class _Remembered(Generic[_Key, _Made]):
     """Least-recently-used cache with a limit on the sum of actions: layouts of a search share schedules.
 
     Args:
-        make: recipe -> value.
+        make: key -> value.
         most_actions: limit.
     """
 
-    def __init__(self, make: Callable[[Recipe], _Made], most_actions: int) -> None:
+    def __init__(self, make: Callable[[_Key], _Made], most_actions: int) -> None:
         self._make, self._most, self._actions = make, most_actions, 0
-        self._known: OrderedDict[Recipe, _Made] = OrderedDict()
+        self._known: OrderedDict[_Key, _Made] = OrderedDict()
 
-    def get(self, recipe: Recipe) -> _Made:
-        known = self._known.get(recipe)
+    def get(self, key: _Key) -> _Made:
+        known = self._known.get(key)
         if known is not None:
-            self._known.move_to_end(recipe)
+            self._known.move_to_end(key)
             return known
-        made = self._make(recipe)
-        self._known[recipe] = made
+        made = self._make(key)
+        self._known[key] = made
         self._actions += _num_actions(made)
         # By the number of actions, not of schedules: one large schedule takes as much memory as a thousand small ones.
         while self._actions > self._most:

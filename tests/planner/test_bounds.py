@@ -1,6 +1,6 @@
 """No bound is above what the simulator says, and memory is known before communication is added."""
 
-from itertools import islice
+from itertools import islice, product
 
 import numpy as np
 import pytest
@@ -14,10 +14,12 @@ from pipeloom.cost.placed import Placed
 from pipeloom.cost.what_if import with_memory
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.passes import lower
-from pipeloom.planner.bounds import Bounds
-from pipeloom.planner.candidate import complete
+from pipeloom.planner.bounds import Bounds, least_work_s
+from pipeloom.planner.candidate import Candidate, complete
 from pipeloom.planner.question import Question
-from pipeloom.planner.space import arrangements
+from pipeloom.planner.space import Sharding, arrangements
+from pipeloom.recipe import Knobs
+from pipeloom.schedule import Kind
 from pipeloom.simulation import simulate
 from pipeloom.workload.run import Run
 
@@ -69,11 +71,43 @@ def test_what_is_settled_fits_and_bounds_are_never_above_what_is_simulated(leaf)
     assert narrowed is not None
     assert narrowed.bound_s <= step_s
     assert chosen.bound_s <= step_s
+    assert chosen.bound_of_row_s <= step_s
     assert chosen.bound_without_messages_s <= step_s
     if leaf.cut.arrangement.recomputed == "some":
         kinds = chosen.run.recompute_layers
         assert "full" in kinds
         assert set(kinds) <= {"none", "full"}
+
+
+def test_the_bound_of_a_row_counts_every_gather_that_its_order_makes(ask):
+    """Depth-first gathers both stages of a rank for each group of micro-batches, breadth-first three times in all."""
+    question = ask(num_devices=16, global_batch=128).limited(
+        tp=(1,), pp=(2,), micro_batch=(1,), loops=(4,), recompute=("none",), families=("depth-first", "breadth-first")
+    )
+    (cut,) = (cut for one in arrangements(question)[0] if not one.splits for cut in one.cuts if cut.choices)
+    sharding = Sharding(("full",), 1)
+    bounds, gathers = {}, {}
+    for leaf in cut.leaves([sharding]):
+        knobs = Knobs(choice=leaf.choice, residency=1, prefetch=1, gradient_buffers=1)
+        chosen = Candidate(leaf.placed("full"), knobs, leaf)
+        step = chosen.simulate()
+        gathers[leaf.choice.family] = int(step.schedule.facts.row.is_kind(Kind.UNSHARD).sum())
+        bounds[leaf.choice.family] = chosen.bound_of_row_s
+        assert 0.97 * step.prediction.step_time_s <= chosen.bound_of_row_s <= step.prediction.step_time_s * (1 + 1e-9)
+        assert chosen.bound_of_row_s > chosen.bound_s
+    assert gathers["depth-first"] > 5 * gathers["breadth-first"]
+    assert bounds["depth-first"] > bounds["breadth-first"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 7), st.integers(1, 4), st.integers(1, 5), st.integers(0, 9))
+def test_the_least_work_of_the_busiest_rank_is_that_of_the_best_division(layers, ranks, layer_s, head_s):
+    found = min(
+        max(head_s + counts[0] * layer_s, *(count * layer_s for count in counts))
+        for counts in product(range(layers + 1), repeat=ranks)
+        if sum(counts) == layers
+    )
+    assert least_work_s(layers, ranks, float(layer_s), float(head_s)) == found
 
 
 def test_without_communication_the_bound_of_even_stages_is_exact(ask):

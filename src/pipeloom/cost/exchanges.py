@@ -5,8 +5,9 @@ Global ranks of one data-parallel group differ by multiples of ``tp``. With hybr
 copy first, and each shard then between the copies.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pipeloom.cost.collectives import gather_s, reduce_s, sum_replicated_s, together_s
 from pipeloom.cost.costs import StageCosts
@@ -25,19 +26,33 @@ def stage_collectives_s(placed: Placed) -> tuple[tuple[float, ...], tuple[float,
         UserError: the cluster has too few devices.
     """
     run, software = placed.run, placed.software
+    gathers, reductions = data_parallel_s(placed)
     parts = [placed.parts[rank] for rank in placed.placement.rank_by_stage]
-    trained = placed.trained_parameters
+    replicated = zip(parts, trained_replicated(run, software), strict=True)
+    own_s = [sum_replicated_s(run, part, software, parameters) for part, parameters in replicated]
+    return gathers, tuple(each_s + more_s for each_s, more_s in zip(reductions, own_s, strict=True))
+
+
+def data_parallel_s(placed: Placed) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """``stage_collectives_s`` without the reduction over tensor-parallel ranks; 0 for stages without parameters."""
+    return _data_parallel_s(placed.of_state)
+
+
+# A search has many runs with the same state of the same stages.
+@lru_cache(maxsize=4096)
+def _data_parallel_s(placed: Placed) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    run, software, trained = placed.run, placed.software, placed.trained_parameters
     # Frozen weights are sharded, and gathered, at the level ``full`` only.
     gathered = placed.parameters if run.shard == "full" else trained
-    gathers = tuple(
-        gather_s(run, part, software, number) if number else 0.0 for part, number in zip(parts, gathered, strict=True)
-    )
-    held = list(zip(parts, trained, trained_replicated(run, software), strict=True))
-    reductions = tuple(
-        reduce_s(run, part, software, parameters) + sum_replicated_s(run, part, software, replicated)
-        for part, parameters, replicated in held
-    )
-    return gathers, reductions
+
+    def by_stage(seconds: Callable[[Run, Cluster, Software, float], float], held: Sequence[float]) -> tuple[float, ...]:
+        def of_stage(part: Cluster, number: float) -> float:
+            return seconds(run, part, software, number) if number else 0.0
+
+        parts = (placed.parts[rank] for rank in placed.placement.rank_by_stage)
+        return tuple(seconds_of_parts(of_stage, parts, held))
+
+    return by_stage(gather_s, gathered), by_stage(reduce_s, trained)
 
 
 def evict_seconds(placed: Placed, partners: Sequence[int], input_bytes: Sequence[float]) -> tuple[float, ...]:
@@ -132,7 +147,7 @@ def step_terms(placed: Placed, backward_s: float) -> StepTerms:
         message = run.shape.embedding_parameters / run.tp * software.gradient_bytes
         tied_s = route.collective_s("all_reduce", message, pair, use.data_bus)
     crowding = placed.cluster.crowding(run.num_devices)
-    return StepTerms(exposed_s * crowding, tied_s * crowding, _update_s(placed), use.step_s)
+    return StepTerms(exposed_s * crowding, tied_s * crowding, _update_s(placed.of_state), use.step_s)
 
 
 def _exposed_s(run: Run, part: Cluster, software: Software, parameters: float, backward_s: float) -> float:
@@ -163,6 +178,7 @@ _CLEARED_BYTES = 8
 and set to zero. An assumption; ``Efficiency.optimizer_bytes`` is the sharded rest."""
 
 
+@lru_cache(maxsize=4096)
 def _update_s(placed: Placed) -> float:
     """Seconds of the optimizer's step on the slowest rank, or on all ranks that share cores."""
     run, software = placed.run, placed.software

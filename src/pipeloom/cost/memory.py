@@ -5,7 +5,7 @@ Activations of this program are exact (``pipeloom.cost.kept``); those of others 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pipeloom.cost.foreign import GATHERED_COPIES, layer_kept_bytes, layer_pending_bytes, stage_input_bytes
 from pipeloom.cost.kept import Kept
@@ -227,7 +227,7 @@ def stage_pending_bytes(run: Run, software: Software) -> list[float]:
 
 def working_bytes(run: Run, software: Software) -> float:
     """Bytes of a layer while it computes: what it recomputes, and the buffers of a context axis."""
-    again = kept_bytes(replace(run, recompute="none"), software) if "full" in run.recompute_kinds else 0.0
+    again = kept_bytes(run.changed(recompute="none"), software) if "full" in run.recompute_kinds else 0.0
     return again + ring_buffer_bytes(run)
 
 

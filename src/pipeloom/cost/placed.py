@@ -54,6 +54,11 @@ class Placed:
         """Another run on the same cluster with the same program."""
         return self if run is self.run else Placed(run, self.cluster, self.software)
 
+    @property
+    def of_state(self) -> "Placed":
+        """The run with only what affects its state (``Run.of_state``), equal for many runs of a search."""
+        return self.of(self.run.of_state)
+
     @cached_property
     def placement(self) -> Placement:
         """Stage -> pipeline rank."""
@@ -299,15 +304,11 @@ def seconds_of_parts(seconds: Callable[..., float], parts: Iterable[Cluster], *v
         parts: of ``Placed.parts``.
         values: one for each part.
     """
+    places = list(zip(parts, *values, strict=True))
     # Most ranks are equal. By identity: equal parts are one object, and their hash takes longer.
-    found: dict[tuple[float, ...], float] = {}
-    each_s = list[float]()
-    for part, *own in zip(parts, *values, strict=True):
-        key = (id(part), *own)
-        if key not in found:
-            found[key] = seconds(part, *own)
-        each_s.append(found[key])
-    return each_s
+    keys = [(id(part), *own) for part, *own in places]
+    found = {key: seconds(*place) for key, place in dict(zip(keys, places, strict=True)).items()}
+    return [found[key] for key in keys]
 
 
 def _layers_s(placed: Placed) -> list[tuple[float, float]]:

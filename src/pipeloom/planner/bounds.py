@@ -4,17 +4,15 @@ They never exceed the simulated values (``tests/planner/test_bounds.py``), so th
 ranks are rows and their stages are columns.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from math import ceil, floor
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.cost.collectives import gather_s, reduce_s
-from pipeloom.cost.exchanges import step_terms
-from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.exchanges import data_parallel_s, step_terms
 from pipeloom.cost.memory import (
     frozen_bytes,
     kept_bytes,
@@ -25,17 +23,15 @@ from pipeloom.cost.memory import (
     state_bytes,
     working_bytes,
 )
-from pipeloom.cost.placed import OfPlaced, Placed, seconds_of_parts
-from pipeloom.cost.software import Software
+from pipeloom.cost.pieces import PieceSeconds
+from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.stages import gathered_parameters, num_frozen_stages, stage_layers
+from pipeloom.planner.work import Floats, StageTimes, Work
 from pipeloom.schedule import Kind, Placement
 from pipeloom.schedule.facts import Graph
 from pipeloom.schedule.kinds import KINDS
 from pipeloom.workload.layout import Shard
-from pipeloom.workload.run import Run
 
-Floats = NDArray[np.float64]
-"""An array of seconds, bytes or counts."""
 _ROUNDING = 1e-9
 """Relative difference of sums in another order."""
 
@@ -63,7 +59,7 @@ class Bounds(OfPlaced):
     def least_step_s(self) -> float:
         """Lower bound of the step time in seconds for any sharding, without collectives."""
         level: Shard = "full" if self.run.data_ranks > 1 else "none"
-        terms = step_terms(self._with(level, 1), max(self.placed.costs.backward_s))
+        terms = step_terms(self.sharded(level).placed, max(self.placed.costs.backward_s))
         pipeline_s = max(float(work.end_s().max()) for work in self.work)
         return pipeline_s + terms.optimizer_s + terms.tied_s + terms.fixed_s
 
@@ -98,7 +94,7 @@ class Bounds(OfPlaced):
         return {}
 
     def _with(self, shard: Shard, replicate: int) -> Placed:
-        return self.placed.with_sharding_of(replace(self.run, shard=shard, replicate=replicate))
+        return self.placed.with_sharding_of(self.run.changed(shard=shard, replicate=replicate))
 
     @cached_property
     def stages(self) -> NDArray[np.int64]:
@@ -137,6 +133,11 @@ class Bounds(OfPlaced):
             Work(arrival_s[first], return_s[first], *(of[self.stages].sum(axis=1) for of in (busy_s, weights_s))),
             Work(arrival_s, return_s, busy_s, weights_s),
         )
+
+    @cached_property
+    def busiest_rank(self) -> int:
+        """The rank whose work ends last."""
+        return int(self.work[0].end_s().argmax())
 
     def in_flight_bound_s(self, in_flight: Floats) -> float:
         """Lower bound of the pipeline in seconds for schedules whose ranks hold at most these stage inputs.
@@ -186,25 +187,6 @@ class Bounds(OfPlaced):
         return layers[self.stages], each, more * lost
 
     @cached_property
-    def held_parameters(self) -> tuple[Floats, Floats]:
-        """For each rank the number of its parameters on one device, and of those that are trained."""
-        placed = self.placed
-        return np.array(placed.rank_parameters), np.array(placed.trained_rank_parameters)
-
-    @cached_property
-    def gathered(self) -> Floats:
-        """[rank, number] parameters of its stages that are gathered at once, the most first."""
-        return self._sorted(gathered_parameters(self.run, self.software))
-
-    @cached_property
-    def gathered_trained(self) -> Floats:
-        """``gathered`` where frozen weights are never sharded."""
-        return self._sorted(self.placed.trained_parameters)
-
-    def _sorted(self, by_stage: Sequence[float]) -> Floats:
-        return np.sort(np.array(by_stage)[self.stages], axis=1)[:, ::-1]
-
-    @cached_property
     def computing_bytes(self) -> Floats:
         """For each rank the bytes of a layer while it computes, and of the logits, as the allocator holds them."""
         run, software = self.run, self.software
@@ -214,71 +196,80 @@ class Bounds(OfPlaced):
 
 
 @dataclass(frozen=True)
-class StageTimes:
-    """Seconds of one micro-batch for each stage.
+class AnyStages(OfPlaced):
+    """Lower bounds of the steps of a run, whatever its stages. All ranks are taken to be as fast as the fastest one.
 
     Attributes:
-        forward_s: of its forward.
-        backward_s: of its backward.
-        weights_s: of the weight gradients in it, where backwards are split.
-        hops_s: of the messages from the first stage to it.
+        placed: the run; its loops, layers of stages and sharding are ignored.
+        splits: whether schedules split backwards; then no other rank waits for weight gradients.
     """
 
-    forward_s: Floats
-    backward_s: Floats
-    weights_s: Floats
-    hops_s: Floats
+    splits: bool
 
     @property
-    def both_s(self) -> Floats:
-        """Forward and backward."""
-        return self.forward_s + self.backward_s
+    def step_s(self) -> float:
+        """Lower bound of the step time in seconds."""
+        run, busy_s = self.run, self.busy_s
+        if run.pp == 1:
+            return busy_s
+        # On the busiest rank; where layers differ they are all taken to be as the lightest ones.
+        lightest = self.placed.of(run.with_lightest_layers).fastest_pieces
+        head_s, layer_s = sum(lightest.head), sum(lightest.layer)
+        most_s = run.num_microbatches * (least_work_s(run.shape.layers, run.pp, layer_s, head_s) + self._fixed_s)
+        if self.software.overlaps_steps:  # ranks fill and drain while others are in another step
+            return max(busy_s, most_s)
+        return max(busy_s + self._arrival_s(lightest), most_s, self._traversal_s)
 
     @property
-    def inputs_s(self) -> Floats:
-        """The part of a backward for which the stage before waits."""
-        return self.backward_s - self.weights_s
+    def busy_s(self) -> float:
+        """Lower bound of the step time in seconds without any bubble: the mean work of a rank."""
+        pieces = self.placed.fastest_pieces
+        whole_s = self._embedding_s + self.run.shape.layers * sum(pieces.layer) + sum(pieces.head)
+        return self.run.num_microbatches * (whole_s / self.run.pp + self._fixed_s)
+
+    def _arrival_s(self, lightest: PieceSeconds) -> float:
+        """Mean over ranks of the seconds before the first micro-batch arrives and after its gradient has left."""
+        run = self.run
+        embedding_s, layer_s = (both[0] if self.splits else sum(both) for both in (lightest.embedding, lightest.layer))
+        embedding_s = self._embedding_s if run.frozen_pieces else embedding_s
+        layers = min(run.pp - 2, run.shape.layers)  # at least one layer on each rank between the first and the last
+        before = layers * (run.pp - 1) - layers * (layers + 1) // 2
+        return (embedding_s * (run.pp - 1) + layer_s * before) / run.pp
 
     @property
-    def first_gradient_s(self) -> Floats:
-        """Earliest arrival of the gradient of the first micro-batch."""
-        behind_s = self.inputs_s.sum() - np.cumsum(self.inputs_s)
-        return self.forward_s.sum() + behind_s + 2 * self.hops_s[-1] - self.hops_s
+    def _traversal_s(self) -> float:
+        """Seconds in which one micro-batch passes all stages and its gradient returns."""
+        pieces = self.placed.fastest_pieces
+        layer_s, head_s = sum(pieces.layer), sum(pieces.head)
+        if self.splits:
+            layer_s, head_s = layer_s - pieces.weight_s, head_s - pieces.head_weight_s
+        return pieces.embedding[0] + self.run.shape.layers * layer_s + head_s
 
     @property
-    def drain_s(self) -> Floats:
-        """From a stage's last forward to the end of the first stage's last backward."""
-        behind_s = self.forward_s.sum() - np.cumsum(self.forward_s)
-        return behind_s + self.inputs_s.sum() + 2 * self.hops_s[-1] - self.hops_s + self.weights_s[0]
+    def _embedding_s(self) -> float:
+        """Seconds of the embedding on the fastest rank; without its backward where it is frozen."""
+        both_s = self.placed.fastest_pieces.embedding
+        return both_s[0] if self.run.frozen_pieces else sum(both_s)
+
+    @property
+    def _fixed_s(self) -> float:
+        return self.software.efficiency.microbatch_s
 
 
-@dataclass(frozen=True)
-class Work:
-    """Seconds of the work of a step, for each rank or for each stage.
+def least_work_s(layers: int, ranks: int, layer_s: float, head_s: float) -> float:
+    """The least seconds of the busiest rank, of all divisions of equal layers and a head over ranks.
 
-    Attributes:
-        arrival_s: until a micro-batch arrives at its first stage.
-        return_s: from there until the gradient has passed the first stage of the pipeline.
-        busy_s: of all its forwards and backwards.
-        weights_s: of them the weight gradients that no other rank waits for, where backwards are split.
+    Args:
+        layers: their number.
+        ranks: at least 1.
+        layer_s: seconds of a layer.
+        head_s: seconds of the head.
     """
-
-    arrival_s: Floats
-    return_s: Floats
-    busy_s: Floats
-    weights_s: Floats
-
-    def end_s(self, least_s: Floats | float = 0.0, share: float = 1.0) -> Floats:
-        """Earliest end of the work and of everything that waits for it.
-
-        A rank starts when the first micro-batch arrives. It may first run all backwards that other ranks wait for; the
-        last gradient then returns while the rank computes weight gradients.
-
-        Args:
-            least_s: seconds after the last action of each.
-            share: part of a micro-batch that ranks send at once.
-        """
-        return share * self.arrival_s + self.busy_s + np.maximum(least_s, share * self.return_s - self.weights_s)
+    # Either the rank of the head has room for so many layers less, or it is the busiest one itself.
+    fewer, more = ceil(head_s / layer_s), floor(head_s / layer_s)
+    beside = max(fewer, ceil((layers + fewer) / ranks)) * layer_s
+    own = head_s + max(0, ceil((layers - (ranks - 1) * more) / ranks)) * layer_s
+    return min(beside, own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -340,6 +331,27 @@ class Sharded(OfPlaced):
         """
         gather_s = self._collectives_s[0][0] if self._has_collectives else 0.0
         return float(gather_s) + self.bounds.in_flight_bound_s(in_flight) + self.after_s
+
+    def row_alone_s(self, graph: Graph, rank: int) -> float:
+        """Lower bound of the step time in seconds from the waits of one rank for itself.
+
+        It computes from the arrival of the first micro-batch on, and its last gradient then returns to the first stage.
+
+        Args:
+            graph: compute actions, gathers and reductions of the rank.
+            rank: whose row has them.
+        """
+        row, work = graph.facts.row, self.bounds.work[0]
+        seconds = self._seconds[row.kind, row.stage]
+        gather_s = self._seconds[Kind.UNSHARD.code]
+        first = int(row.is_kind(Kind.FORWARD).argmax())
+        if not self.software.overlaps_steps:
+            # Its own gather runs meanwhile, so only the rest of the way to the rank comes before the first forward.
+            own_s = gather_s[row.stage[first]] if row.kind[0] == Kind.UNSHARD.code else 0.0
+            seconds[first] += max(0.0, gather_s[0] + work.arrival_s[rank] - own_s)
+        _, ends_s = graph.times(seconds)
+        returns_s = ends_s[row.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT)].max(initial=0.0) + work.return_s[rank]
+        return float(max(ends_s.max(), returns_s)) + self.after_s
 
     def without_messages_s(self, graph: Graph) -> float:
         """Lower bound of the step time in seconds from the waits of a schedule without its messages.
@@ -418,21 +430,8 @@ class Sharded(OfPlaced):
     @cached_property
     def _collectives_s(self) -> tuple[Floats, Floats]:
         """For each stage the seconds of its gather and of its reduction."""
-        trained = self.bounds.placed.trained_parameters
-        # Frozen weights are gathered at the level ``full`` only.
-        gathered = self.bounds.placed.parameters if self.run.shard == "full" else trained
-        return self._by_stage(gather_s, gathered), self._by_stage(reduce_s, trained)
-
-    def _by_stage(
-        self, seconds: Callable[[Run, Cluster, Software, float], float], parameters: Sequence[float]
-    ) -> Floats:
-        """Seconds of a collective for each stage, by its number of parameters; 0 for none."""
-
-        def of_stage(part: Cluster, held: float) -> float:
-            return seconds(self.run, part, self.software, held) if held else 0.0
-
-        parts, owner = self.placed.parts, self.bounds.placed.placement.rank_by_stage
-        return np.array(seconds_of_parts(of_stage, (parts[rank] for rank in owner), parameters))
+        gathers, reductions = data_parallel_s(self.placed)
+        return np.array(gathers), np.array(reductions)
 
     @cached_property
     def _always(self) -> dict[int, Floats]:
@@ -440,17 +439,26 @@ class Sharded(OfPlaced):
 
     def _always_bytes(self, gathered: int) -> Floats:
         """For each rank the bytes that it holds besides stage inputs."""
-        run, software, stages = self.run, self.software, self.bounds.stages
-        whole, trained = self.bounds.held_parameters
-        held = state_bytes(run, 1.0, software).total_bytes * trained + frozen_bytes(run, 1.0) * (whole - trained)
-        owner = self.bounds.placed.placement.rank_by_stage
-        for rank in {owner[0], owner[-1]}:
-            held[rank] += lent_bytes(run, software, stages[rank].tolist()).total_bytes
-        if run.sharded == "full":
-            alone = state_bytes(run, 1.0, software, "none")
-            # The only rank of a copy has its frozen weights whole.
-            has_shards = run.shard_size > 1 or run.adapter is None
-            largest = self.bounds.gathered if has_shards else self.bounds.gathered_trained
-            most = gathered if software.has_reduction_lane else 1
-            held += largest[:, :most].sum(axis=1) * alone.weights_bytes
-        return held + self.bounds.computing_bytes + software.reserve_bytes
+        return _kept_state_bytes(self.placed.of_state, gathered) + self.bounds.computing_bytes
+
+
+# A search has many runs with the same state of the same stages.
+@lru_cache(maxsize=4096)
+def _kept_state_bytes(placed: Placed, gathered: int) -> Floats:
+    """For each rank the bytes of weights, gradients and optimizer state, and of what the program reserves."""
+    run, software, stages = placed.run, placed.software, stages_by_rank(placed.placement)
+    whole, trained = np.array(placed.rank_parameters), np.array(placed.trained_rank_parameters)
+    held = state_bytes(run, 1.0, software).total_bytes * trained + frozen_bytes(run, 1.0) * (whole - trained)
+    owner = placed.placement.rank_by_stage
+    for rank in {owner[0], owner[-1]}:
+        held[rank] += lent_bytes(run, software, stages[rank].tolist()).total_bytes
+    if run.sharded == "full":
+        alone = state_bytes(run, 1.0, software, "none")
+        # The only rank of a copy has its frozen weights whole.
+        has_shards = run.shard_size > 1 or run.adapter is None
+        # Frozen weights that are not sharded are not gathered.
+        by_stage = gathered_parameters(run, software) if has_shards else placed.trained_parameters
+        largest = np.sort(np.array(by_stage)[stages], axis=1)[:, ::-1]
+        most = gathered if software.has_reduction_lane else 1
+        held += largest[:, :most].sum(axis=1) * alone.weights_bytes
+    return held + software.reserve_bytes

@@ -37,12 +37,12 @@ class Candidate(OfPlaced):
         placed: the run, its cluster and its program.
         knobs: settings of its schedule.
         leaf: the leaf that it completes.
-        has_close_bound: whether its bound in the frontier is that of its schedule without messages.
+        num_bounds: how many closer bounds its bound in the frontier contains.
     """
 
     knobs: Knobs
     leaf: Leaf
-    has_close_bound: bool = False
+    num_bounds: int = 0
     count = 1
 
     def of(self, run: Run) -> "Candidate":
@@ -59,9 +59,24 @@ class Candidate(OfPlaced):
         return self._bounds.step_s
 
     @property
+    def bound_of_row_s(self) -> float:
+        """Lower bound of the step time in seconds, from the row of one rank with its gathers and reductions."""
+        rank = self._bounds.bounds.busiest_rank
+        graph = graph_without_messages(self.run, self.software, self.knobs, rank)
+        return self._bounds.row_alone_s(graph, rank)
+
+    @property
     def bound_without_messages_s(self) -> float:
         """Lower bound of the step time in seconds, from its schedule with gathers and reductions, without messages."""
         return self._bounds.without_messages_s(graph_without_messages(self.run, self.software, self.knobs))
+
+    @property
+    def closer_bound_s(self) -> float | None:
+        """The next lower bound of the step time in seconds, which takes longer to compute; ``None`` after the last."""
+        if self.num_bounds == 0:
+            return self.bound_of_row_s
+        # On one rank its row is the whole schedule.
+        return self.bound_without_messages_s if self.num_bounds == 1 and self.run.pp > 1 else None
 
     @property
     def _bounds(self) -> Sharded:

@@ -205,12 +205,18 @@ def _admits_itself(limits: Limits, node: Node) -> bool:
     """Whether limits allow what a node decides, whatever those above it decide."""
     if isinstance(node, Candidate):
         return limits.allows(shards=node.run.shard)
+    families = limits.families
     if isinstance(node, Leaf):
-        is_sharded = limits.shards is None or any(limits.allows(shards=level) for level in node.sharding.levels)
-        return is_sharded and limits.allows(strategies=node.strategy, families=node.choice.family)
+        # A query has so many leaves that calls of ``allows`` would take longer than most queries.
+        return (
+            (families is None or node.choice.family in families)
+            and (limits.strategies is None or node.strategy in limits.strategies)
+            and (limits.shards is None or any(level in limits.shards for level in node.sharding.levels))
+        )
     run = node.run
     if isinstance(node, Cut):
-        return limits.allows(loops=run.loops)
+        has_family = families is None or any(choice.family in families for choice in node.choices)
+        return has_family and limits.allows(loops=run.loops)
     # Some of the layers are recomputed where both nothing and all are allowed.
     recompute = ("none", "full") if node.recomputed == "some" else (node.recomputed,)
     return all(limits.allows(recompute=one) for one in recompute) and limits.allows(

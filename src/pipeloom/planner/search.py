@@ -21,6 +21,7 @@ from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.space import Arrangement, Cut, Leaf, each_arrangement
 from pipeloom.planner.strategies import STRATEGIES, SearchState
 from pipeloom.predict.step import SimulatedStep
+from pipeloom.schedule.compiled import expect_much
 
 Progress = Callable[[int, int], object]
 """Callback ``(done, total)``, in layouts or other units of work."""
@@ -82,6 +83,8 @@ MOST_OF_A_GROUP = 2
 """Of those, layouts with the same ``GroupKey``."""
 MANY = 200_000
 """Number of layouts above which a dive precedes the proof even without a time limit, so that Ctrl-C has an answer."""
+MUCH = 20_000
+"""Number of layouts above which kernels are compiled at once; with a time limit an answer may come before that pays."""
 FINDING = 0.3
 """Fraction of a time limit after which the enumeration of arrangements pauses until there is an answer."""
 DIVING = 0.3
@@ -200,6 +203,8 @@ class Search:
         if is_first and self._prunes and (is_urgent or self._counts.layouts > MANY):
             self._dive(frontier, begin + (FINDING + DIVING) * left_s)
         self._enumerate()
+        if self._counts.layouts > MUCH and not is_urgent:
+            expect_much()
         open_bound_s = self._prove(frontier, deadline)
         if open_bound_s is None and (limits.strategies is not None or not limits.names):
             wanted = frontier if has_plain else self._frontier(count, replace(limits, strategies=names))
@@ -287,45 +292,59 @@ class Search:
         return open_bound_s
 
     def _expand(self, frontier: Frontier, entry: OpenNode) -> None:
-        """Push the children of a node; a candidate is bounded once more, then simulated."""
+        """Push the children of a node, or the node with a closer bound; simulate a candidate with the closest."""
         node = entry.node
         if isinstance(node, Arrangement):
+            # Their own bounds take long, and not every query admits them.
             for cut in node.cuts:
-                frontier.push(self._numbered(cut.bound_s, cut))
+                frontier.push(self._numbered(entry.bound_s, cut))
         elif isinstance(node, Cut):
-            # Memory is bounded where time does not decide: most cuts and leaves are never taken from the queue.
-            if self._prunes and node.missing_bytes > 0:
-                self._counts.too_large += node.count
-                return
-            roomy = [one for one in node.shardings if not self._prunes or node.has_room(one)]
-            self._counts.too_large += (len(node.shardings) - len(roomy)) * len(node.choices)
-            for leaf in node.leaves(roomy):
-                frontier.push(self._numbered(max(entry.bound_s, leaf.quick_bound_s), leaf))
+            self._expand_cut(frontier, entry.bound_s, node)
         elif isinstance(node, Leaf):
-            if self._prunes and not node.has_close_bound:
-                fitting = node.without_large_levels()
-                if fitting is None:
-                    self._drop(node)
-                    return
-                # A bound never falls below that of its parent, or the queue's first would not bound the rest.
-                closer_s = max(entry.bound_s, fitting.bound_s)
-                frontier.push(self._numbered(closer_s, replace(fitting, has_close_bound=True)))
-                return
-            candidate = complete(node)
-            if candidate is None:
-                self._drop(node)
-            else:
-                frontier.push(self._numbered(max(entry.bound_s, candidate.bound_s), candidate))
+            self._complete_leaf(frontier, entry.bound_s, node)
         else:
             self._bound_or_simulate(frontier, entry.bound_s, node)
 
+    def _expand_cut(self, frontier: Frontier, bound_s: float, cut: Cut) -> None:
+        """Push a cut with its own bound, then its leaves, without those whose sharding cannot fit."""
+        if self._prunes and cut.bound_s > bound_s:
+            frontier.push(self._numbered(cut.bound_s, cut))
+            return
+        # Memory is bounded where time does not decide: most cuts and leaves are never taken from the queue.
+        if self._prunes and cut.missing_bytes > 0:
+            self._counts.too_large += cut.count
+            return
+        roomy = [one for one in cut.shardings if not self._prunes or cut.has_room(one)]
+        self._counts.too_large += (len(cut.shardings) - len(roomy)) * len(cut.choices)
+        for leaf in cut.leaves(roomy):
+            frontier.push(self._numbered(max(bound_s, leaf.quick_bound_s), leaf))
+
+    def _complete_leaf(self, frontier: Frontier, bound_s: float, leaf: Leaf) -> None:
+        """Push a leaf with the bound that follows from memory, then as a candidate."""
+        if self._prunes and not leaf.has_close_bound:
+            fitting = leaf.without_large_levels()
+            if fitting is None:
+                self._drop(leaf)
+                return
+            # A bound never falls below that of its parent, or the queue's first would not bound the rest.
+            closer_s = max(bound_s, fitting.bound_s)
+            frontier.push(self._numbered(closer_s, replace(fitting, has_close_bound=True)))
+            return
+        candidate = complete(leaf)
+        if candidate is None:
+            self._drop(leaf)
+        else:
+            frontier.push(self._numbered(max(bound_s, candidate.bound_s), candidate))
+
     def _bound_or_simulate(self, frontier: Frontier, bound_s: float, candidate: Candidate) -> None:
+        """Push a candidate with its next closer bound, or simulate it."""
         # An urgent query without an answer simulates at once: a closer bound would only delay the first answer.
-        bounds_first = frontier.cutoff_s < inf or not frontier.is_urgent
-        if self._prunes and not candidate.has_close_bound and bounds_first:
-            # This takes less time than adding messages and simulating.
-            closer_s = max(bound_s, candidate.bound_without_messages_s)
-            frontier.push(self._numbered(closer_s, replace(candidate, has_close_bound=True)))
+        bounds_first = self._prunes and (frontier.cutoff_s < inf or not frontier.is_urgent)
+        # The bounds of its schedule take less time than adding messages and simulating.
+        closer_s = candidate.closer_bound_s if bounds_first else None
+        if closer_s is not None:
+            bounded = replace(candidate, num_bounds=candidate.num_bounds + 1)
+            frontier.push(self._numbered(max(bound_s, closer_s), bounded))
         else:
             self._simulate(frontier, candidate)
             self._counts.simulated += 1

@@ -23,7 +23,7 @@ from pipeloom.cost.pieces import PieceSeconds
 from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.stages import layers_of_pieces, placement_of, stage_layers
 from pipeloom.families import FAMILIES, Choice
-from pipeloom.planner.bounds import Bounds, Floats
+from pipeloom.planner.bounds import AnyStages, Bounds, Floats
 from pipeloom.planner.question import LEVELS, Question, axes, divisors
 from pipeloom.schedule import Placement
 from pipeloom.workload.axes import Axes
@@ -58,34 +58,14 @@ class Arrangement(OfPlaced):
     splits: bool = False
 
     @property
+    def time(self) -> AnyStages:
+        """Lower bounds of the step time."""
+        return AnyStages(self.placed, self.splits)
+
+    @property
     def bound_s(self) -> float:
-        """Lower bound of the step time in seconds: the mean over ranks of their work and of the stages before them.
-
-        All ranks are taken to be as fast as the fastest one.
-        """
-        run = self.run
-        if run.pp == 1 or self.software.overlaps_steps:
-            return self.busy_s
-        # Where layers differ, those before a rank are at least as fast as the lightest ones.
-        pieces = self.placed.of(run.with_lightest_layers).fastest_pieces
-        embedding_s, layer_s = (both[0] if self.splits else sum(both) for both in (pieces.embedding, pieces.layer))
-        embedding_s = self._embedding_s if run.frozen_pieces else embedding_s
-        layers = min(run.pp - 2, run.shape.layers)  # at least one layer on each rank between the first and the last
-        before = layers * (run.pp - 1) - layers * (layers + 1) // 2
-        return self.busy_s + (embedding_s * (run.pp - 1) + layer_s * before) / run.pp
-
-    @property
-    def busy_s(self) -> float:
-        """Lower bound of the step time in seconds without any bubble: the mean work of a rank."""
-        pieces, fixed_s = self.placed.fastest_pieces, self.software.efficiency.microbatch_s
-        whole_s = self._embedding_s + self.run.shape.layers * sum(pieces.layer) + sum(pieces.head)
-        return self.run.num_microbatches * (whole_s / self.run.pp + fixed_s)
-
-    @property
-    def _embedding_s(self) -> float:
-        """Seconds of the embedding on the fastest rank; without its backward where it is frozen."""
-        both_s = self.placed.fastest_pieces.embedding
-        return both_s[0] if self.run.frozen_pieces else sum(both_s)
+        """Lower bound of the step time in seconds."""
+        return self.time.step_s
 
     @property
     def missing_bytes(self) -> float:
@@ -131,7 +111,7 @@ class Arrangement(OfPlaced):
     def cuts(self) -> tuple["Cut", ...]:
         """Its children, one for each number of loops and placement."""
         return tuple(
-            self._cut(replace(self.run, loops=loops, placement=placement))
+            self._cut(self.run.changed(loops=loops, placement=placement))
             for loops, placement in self._loops
             if self.choices(loops, placement)
         )
@@ -140,7 +120,7 @@ class Arrangement(OfPlaced):
         if self.software.partition == "balanced":
             pieces, slowness = self.placed.fastest_pieces, self.placed.slowness
             layers = _layers_by_stage(pieces, run.shape.layers, placement_of(run), slowness)
-            run = replace(run, layers_by_stage=layers)
+            run = run.changed(layers_by_stage=layers)
         return Cut(self.placed.of(run), self)
 
     def choices(self, loops: int, placement: str) -> tuple[Choice, ...]:
@@ -272,7 +252,7 @@ class Cut(OfPlaced):
     def memory(self) -> Bounds:
         """Bounds of the memory; with everything recomputed if memory decides that."""
         has_some = self.arrangement.recomputed == "some"
-        return self.bounds(replace(self.run, recompute="full")) if has_some else self.time
+        return self.bounds(self.run.changed(recompute="full")) if has_some else self.time
 
     def bounds(self, run: Run) -> Bounds:
         """Bounds of a run with these stages, cached by the question."""
@@ -292,12 +272,6 @@ class Cut(OfPlaced):
     def shardings(self) -> list[Sharding]:
         """Shardings of its leaves."""
         return self.arrangement.shardings()
-
-    @property
-    def _embedding_s(self) -> float:
-        """Seconds of the embedding on the fastest rank; without its backward where it is frozen."""
-        both_s = self.placed.fastest_pieces.embedding
-        return both_s[0] if self.run.frozen_pieces else sum(both_s)
 
     @property
     def missing_bytes(self) -> float:
@@ -357,7 +331,7 @@ class Leaf:
 
     def placed(self, shard: Shard) -> Placed:
         """Its placed run with a sharding level."""
-        run = replace(self.cut.run, shard=shard, replicate=self.sharding.replicate)
+        run = self.cut.run.changed(shard=shard, replicate=self.sharding.replicate)
         return self.cut.placed.with_sharding_of(run)
 
     @property

@@ -78,16 +78,10 @@ class _Buffers(NamedTuple):
 def _buffers(run: Run, software: Software, schedule: Schedule) -> tuple[_Buffers, ...]:
     """The buffers of each rank in a schedule."""
     if not software.has_reduction_lane:
-        return _buffers_for(_stored(run), software, schedule.placement, 1, schedule.gradient_buffers)
+        return _buffers_for(run.of_state, software, schedule.placement, 1, schedule.gradient_buffers)
     most = most_gathered(schedule, _gathered_bytes(run, software))
     gradients = _gradient_buffer_bytes(run, software, schedule.placement, schedule.gradient_buffers)
     return tuple(map(_Buffers, most, gradients))
-
-
-def _stored(run: Run) -> Run:
-    """A run that holds the same bytes besides activations, equal for all kinds of recomputation."""
-    # Without layers of stages, what is recomputed may decide which layers a stage has.
-    return run if run.layers_by_stage is None else replace(run, recompute="none", recompute_layers=None)
 
 
 @lru_cache(maxsize=1024)
@@ -135,7 +129,7 @@ def memory_with_room(run: Run, software: Software, schedule: Schedule | Peaks, r
         room: buffers of each rank.
     """
     most_held = schedule.most if isinstance(schedule, Peaks) else partial(most_in_rows, schedule)
-    buffers = _buffers_for(_stored(run), software, schedule.placement, room.gathered, room.unreduced)
+    buffers = _buffers_for(run.of_state, software, schedule.placement, room.gathered, room.unreduced)
     masks = _most_masks(run, software, schedule.placement, most_held)
     return _memory(
         run, software, schedule.placement, most_held, buffers, receive_buffers=room.receive_buffers, masks=masks
@@ -162,7 +156,7 @@ def activation_room(run: Run, software: Software, schedule: Schedule, free_bytes
 
 def kept_with_loss(run: Run, software: Software) -> KeptBytes:
     """Bytes that stages keep of a micro-batch for its backward, including those of the loss."""
-    return _kept_with_loss(replace(run, shard="none"), software)
+    return _kept_with_loss(run.unsharded, software)
 
 
 # A search tries many shardings and buffers of the same stages, which keep the same bytes.
@@ -231,7 +225,7 @@ def _memory(
         masks: bytes of each rank's masks of documents.
     """
     _, head = stage_layers(run, software)
-    shares, still = run.slice_shares, _besides_activations(_stored(run), software, placement, buffers)
+    shares, still = run.slice_shares, _besides_activations(run.of_state, software, placement, buffers)
     # One slice computes at a time; the largest counts. What the loss keeps is part of ``kept``.
     working = working_bytes(run, software) * max(shares)
     logits_each = (logits_bytes(run, software) - kept_logits(run, software)) * max(shares)

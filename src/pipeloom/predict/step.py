@@ -423,13 +423,19 @@ def lowered(run: Run, software: Software, knobs: Knobs) -> Schedule:
     return communicating(recipe_of(run, software, knobs))
 
 
-def graph_without_messages(run: Run, software: Software, knobs: Knobs) -> Graph:
+def graph_without_messages(run: Run, software: Software, knobs: Knobs, rank: int | None = None) -> Graph:
     """The dependency graph of ``lowered`` without messages: a lower bound of the step time, much faster to make.
+
+    Args:
+        run: model and layout.
+        software: the training program.
+        knobs: choices for the schedule.
+        rank: the only one with actions; ``None``: all have theirs.
 
     Raises:
         UserError: the schedule cannot be made.
     """
-    return without_messages(recipe_of(run, software, knobs))
+    return without_messages(recipe_of(run, software, knobs), rank)
 
 
 def compute_schedule(choice: Choice) -> Schedule:

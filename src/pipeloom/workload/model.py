@@ -277,7 +277,8 @@ class ModelShape:
 
     def with_window(self, window: int | None) -> "ModelShape":
         """The shape with this window in all layers, or with none."""
-        return replace(self, window=window, full_layers=())
+        is_same = window == self.window and not self.full_layers
+        return self if is_same else replace(self, window=window, full_layers=())
 
     @property
     def kind(self) -> ModelFamily:

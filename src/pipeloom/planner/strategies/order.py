@@ -25,7 +25,7 @@ def _small(state: SearchState) -> Iterator[Leaf]:
     for arrangement in state.arrangements:
         run = arrangement.run
         is_plain = not arrangement.splits and arrangement.recomputed != "some" and not run.frozen_pieces
-        if arrangement.placed.placement.num_ranks == 1 or not is_plain or arrangement.busy_s > state.fastest_s:
+        if arrangement.placed.placement.num_ranks == 1 or not is_plain or arrangement.time.busy_s > state.fastest_s:
             continue
         for cut in arrangement.cuts:
             leaves = list(cut.leaves())

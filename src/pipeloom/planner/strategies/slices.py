@@ -71,7 +71,7 @@ def _few_microbatches(state: SearchState) -> Iterator[Leaf]:
         run = arrangement.run
         is_short = run.pp > 1 and run.num_microbatches < FEW * run.pp
         is_plain = not arrangement.splits and arrangement.recomputed != "some"
-        if is_short and is_plain and arrangement.busy_s <= state.fastest_s:
+        if is_short and is_plain and arrangement.time.busy_s <= state.fastest_s:
             yield from (leaf for cut in arrangement.cuts for leaf in cut.leaves())
 
 
