@@ -21,7 +21,7 @@ from pipeloom.training.pipeline import training_schedule
 from pipeloom.training.session import resolve
 from pipeloom.training.stages import StageSizes
 
-PARTS = 5
+PARTS = 3
 """Of the runs that are drawn; the first is compared at every commit."""
 
 
