@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 
 import pytest
 from hypothesis import settings
@@ -43,3 +44,12 @@ def _not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests start their own processes, whatever started pytest."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def loses_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of signals that raise: a destructor or a callback of the collector loses the first exception.
+
+    The work raises it again. pytest would report the first one, or fail if the second one is raised in that report.
+    """
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)

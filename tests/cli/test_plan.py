@@ -483,8 +483,7 @@ def test_a_model_that_fits_nowhere_gets_the_missing_memory(model, capsys):
     assert "devices it fits" in out
 
 
-# A signal may arrive inside a callback of the collector, as Hypothesis has one, which swallows its exception.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("loses_exceptions")
 def test_ctrl_c_prints_the_answer_so_far(capsys):
     """A million devices without a budget take minutes."""
     threading.Timer(4.0, signal.raise_signal, [signal.SIGINT]).start()

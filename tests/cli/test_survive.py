@@ -45,8 +45,10 @@ def test_spares_replace_a_node(capsys, tmp_path):
     assert found["ways"]["wait for the node"]["waiting"] == 0
 
 
-def test_the_time_of_a_checkpoint_follows_from_the_bytes_of_the_state(capsys):
-    found = answer(capsys, "--mtbf", "30d", "--storage", "2")
+def test_the_time_of_a_checkpoint_follows_from_the_bytes_of_the_state(capsys, tmp_path):
+    table = tmp_path / "failures.csv"
+    table.write_text("hours,node,state\n10,3,down\n20,3,up\n")
+    found = answer(capsys, "--trace", str(table), "--spares", "1", "--storage", "2")
     parameters = 6.6e9
     assert found["checkpoint_s"] == pytest.approx(parameters * 12 / 2e9, rel=0.05)
 

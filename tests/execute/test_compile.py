@@ -5,6 +5,7 @@ Where nothing says otherwise nothing is generated, only traced (``aot_eager``): 
 
 import pytest
 import torch
+from thinned import thinned
 from torch._dynamo.utils import counters
 
 from pipeloom.config import ModelConfig
@@ -61,12 +62,16 @@ def test_layers_that_recompute_compile_too():
 
 @pytest.mark.timeout(600)  # a third of a minute where the compiler has not seen it, minutes where others need the cores
 @pytest.mark.skipif(bool(toolchain_problems("cpu")), reason="; ".join(toolchain_problems("cpu")))
-def test_generated_code_computes_the_same():
-    config = ModelConfig(family="gpt2", num_layers=2, hidden_size=16, num_heads=2, vocab_size=30).resolve(30)
+@pytest.mark.parametrize("recompute", thinned([(("none",),), (("full", "none"),)], 2), ids="-".join)
+def test_generated_code_computes_the_same(recompute):
+    num_layers = len(recompute)
+    config = ModelConfig(family="gpt2", num_layers=num_layers, hidden_size=16, num_heads=2, vocab_size=30).resolve(30)
     found = []
     for is_compiled in (False, True):
-        stage = build_stage(config, range(1, 3), max_positions=8, seed=0, dtype=torch.float64, device="cpu")
-        stage.set_recompute(("full", "none"))
+        stage = build_stage(
+            config, range(1, 1 + num_layers), max_positions=8, seed=0, dtype=torch.float64, device="cpu"
+        )
+        stage.set_recompute(recompute)
         if is_compiled:
             compile_pieces(stage, "inductor")
         torch.manual_seed(1)

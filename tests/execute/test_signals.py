@@ -4,6 +4,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from functools import partial
 
@@ -15,6 +16,7 @@ from pipeloom.execute.processes.workers import run_workers
 from pipeloom.system.end_signals import STOPS, raised_signals
 
 FORKED = multiprocessing.get_context("fork")
+HAS_SAID = threading.Event()  # each rank is a fork of its own
 
 
 class Rank:
@@ -30,7 +32,12 @@ class Rank:
     def _run(self, work, grace_s, writer):
         for number in STOPS:
             signal.signal(number, signal.SIG_DFL)
-        with StopSignals(grace_s, "the setting", writer.send, lambda number: writer.send(number.name)) as signals:
+
+        def say(text):
+            writer.send(text)
+            HAS_SAID.set()
+
+        with StopSignals(grace_s, "the setting", say, lambda number: writer.send(number.name)) as signals:
             work(signals, partial(writer.send, "begun"))
         os._exit(0)
 
@@ -61,6 +68,7 @@ def until_asked(signals, begin):
     begin()
     while signals.number is None:
         time.sleep(0.01)
+    HAS_SAID.wait(10)  # the number comes first
     os._exit(signals.number)
 
 

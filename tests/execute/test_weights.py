@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeloom.execute.stages.clipping import clip_gradients
+from pipeloom.execute.stages.clipping import clipped_step
 from pipeloom.execute.stages.flat_order import FlatOrder
 from pipeloom.execute.stages.weights import StageWeights
 
@@ -137,5 +137,6 @@ def test_a_stage_that_trains_nothing_has_no_part():
 
 
 def test_a_rank_without_trained_weights_has_nothing_to_clip():
-    clip_gradients([], 2.0, 1.0)
-    clip_gradients([nn.Parameter(torch.ones(2), requires_grad=False)], 2.0, 1.0)
+    for parameters in ([], [nn.Parameter(torch.ones(2), requires_grad=False)]):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
+        clipped_step(optimizer, parameters, 2.0, 1.0)

@@ -108,7 +108,7 @@ def test_a_family_on_a_v_says_so():
     assert Choice(family="zb-v", pp=4, num_microbatches=8, loops=2).placed() == Placement.v(4, 2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(SPLIT),
     st.integers(1, 7),

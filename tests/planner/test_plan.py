@@ -148,9 +148,6 @@ def test_the_budget_is_for_the_whole_answer(ask):
     assert (plan.rivals, plan.changes) == ([], [])
 
 
-# The time may be up inside a callback of the collector, as Hypothesis has one, which swallows the exception. It is
-# raised again, but pytest warns of the first.
-is_swallowed_once = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 MILLION = {
     "shape": load_model("llama-3-8b"),
     "cluster": load_cluster("dgx-h100"),
@@ -160,7 +157,7 @@ MILLION = {
 }
 
 
-@is_swallowed_once
+@pytest.mark.usefixtures("loses_exceptions")
 @pytest.mark.parametrize("phase", ["enumeration", "bounds", "simulation", "what a lack would need"])
 def test_a_plan_of_a_million_devices_ends_in_time_whatever_takes_long(ask, monkeypatch, phase):
     def stuck(*_, **__):
@@ -191,7 +188,7 @@ def test_a_plan_of_a_million_devices_ends_in_time_whatever_takes_long(ask, monke
         assert plan.counts.undecided == plan.counts.layouts - plan.counts.too_large
 
 
-@is_swallowed_once
+@pytest.mark.usefixtures("loses_exceptions")
 def test_a_short_time_is_enough_for_an_answer_and_a_bound_below_it(ask):
     question = ask(**MILLION, global_batch=1_000_000)
     # The first budget is enough where nothing else runs.
@@ -261,12 +258,14 @@ def test_the_run_of_a_plan_is_a_run_that_simulates_the_same(ask, limits):
 
 @pytest.mark.parametrize("families", [("zb-h1", "interleaved-zb"), ("gpipe", "breadth-first")])
 def test_a_schedule_with_two_names_is_one_row(ask, families):
-    both = search(ask().limited(families=families, loops=(1,), pp=(2, 4)), 20)
-    alone = search(ask().limited(families=families[:1], loops=(1,), pp=(2, 4)), 20)
+    both = search(ask().limited(families=families, loops=(1,), pp=(2, 4), micro_batch=(1, 2)), 20)
+    alone = search(ask().limited(families=families[:1], loops=(1,), pp=(2, 4), micro_batch=(1, 2)), 20)
     assert {step.knobs.choice.family for step in both.steps} == {families[0]}
     assert [step.run for step in both.steps] == [step.run for step in alone.steps]
     assert both.counts.layouts == alone.counts.layouts
-    other = search(ask().limited(families=families[1:], loops=(1,), pp=(2, 4)), 20)  # under the name that was asked for
+    other = search(
+        ask().limited(families=families[1:], loops=(1,), pp=(2, 4), micro_batch=(1, 2)), 20
+    )  # under the name that was asked for
     assert [step.prediction for step in other.steps] == [step.prediction for step in alone.steps]
 
 

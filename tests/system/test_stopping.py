@@ -46,7 +46,7 @@ def test_ctrl_c_ends_the_work_and_is_the_terminals_again_behind_it():
         signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the destructor, on purpose
+@pytest.mark.usefixtures("loses_exceptions")
 @pytest.mark.parametrize("is_interrupt", [True, False])
 def test_an_exception_that_a_destructor_swallows_is_raised_again(is_interrupt):
     class Slow:

@@ -1,14 +1,16 @@
 """Learning rate, weight decay and clipping."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from pipeloom.config import OptimizerConfig
-from pipeloom.execute.stages.clipping import clip_gradients, squared_gradient_norm
+from pipeloom.execute.stages.clipping import clipped_step, squared_gradient_norm
 from pipeloom.execute.stages.weights import FlatPart, StageWeights
+from pipeloom.training.fused_adamw import FusedAdamW
 from pipeloom.training.optimizer import learning_rate, make_optimizer
 from pipeloom.workload.optimizers import OPTIMIZERS
 
@@ -60,27 +62,44 @@ def test_an_update_of_pieces_is_that_of_the_whole_and_changes_its_state_in_place
     assert not torch.equal(results[0], values)
 
 
-def test_clipping_over_parts_equals_clipping_the_whole():
+def adamw(parameters):
+    return FusedAdamW([{"params": parameters}], lr=0.1, betas=(0.9, 0.95), eps=1e-8)
+
+
+def sgd(parameters, *, fused=True):
+    return torch.optim.SGD(parameters, lr=0.1, fused=fused)
+
+
+@pytest.mark.parametrize("make", [adamw, sgd, partial(sgd, fused=False)], ids=["adamw", "fused sgd", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_clipping_over_parts_equals_clipping_the_whole(make, dtype):
     torch.manual_seed(0)
-    parts = [[nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(4))], [nn.Parameter(torch.zeros(5))]]
-    for part in parts:
-        for parameter in part:
-            parameter.grad = torch.randn_like(parameter)
+    kind = {"dtype": dtype}
+    first = [nn.Parameter(torch.ones(3, 2, **kind)), nn.Parameter(torch.ones(4, **kind))]
+    parts = [first, [nn.Parameter(torch.ones(5, **kind))]]
+    optimizers = [make(part) for part in parts]
     whole = [nn.Parameter(p.detach().clone()) for part in parts for p in part]
-    for copy, original in zip(whole, [p for part in parts for p in part], strict=True):
-        copy.grad = original.grad.clone()
-    norm = sum(squared_gradient_norm([p.grad for p in part]) for part in parts) ** 0.5
-    for part in parts:
-        clip_gradients(part, norm, 0.5)
-    expected = torch.nn.utils.clip_grad_norm_(whole, 0.5)
-    assert norm == pytest.approx(float(expected), rel=1e-6)
-    for copy, original in zip(whole, [p for part in parts for p in part], strict=True):
-        torch.testing.assert_close(copy.grad, original.grad)
+    reference = make(whole)
+    for _ in range(2):
+        for copy, original in zip(whole, [p for part in parts for p in part], strict=True):
+            original.grad = torch.randn_like(original)
+            copy.grad = original.grad.clone()
+        norm = sum(squared_gradient_norm([p.grad for p in part]) for part in parts) ** 0.5
+        for optimizer, part in zip(optimizers, parts, strict=True):
+            clipped_step(optimizer, part, norm, 0.5)
+        total = torch.cat([copy.grad.flatten() for copy in whole]).norm()
+        for copy in whole:
+            copy.grad *= 0.5 / total
+        reference.step()
+        tolerance = {"rtol": 1e-6, "atol": 1e-7} if dtype is torch.float32 else {"rtol": 1e-12, "atol": 1e-13}
+        for copy, original in zip(whole, [p for part in parts for p in part], strict=True):
+            torch.testing.assert_close(copy, original, **tolerance)
 
 
 @pytest.mark.parametrize("limit", [float("inf"), 100.0])
 def test_small_gradients_and_no_limit_change_nothing(limit):
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([3.0, 4.0])
-    clip_gradients([parameter], 5.0, limit)
+    clipped_step(sgd([parameter]), [parameter], 5.0, limit)
     assert parameter.grad.tolist() == [3.0, 4.0]
+    assert parameter.tolist() == pytest.approx([-0.3, -0.4])

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from pipeloom.execute.processes.world import World
-from pipeloom.execute.stages.clipping import clip_gradients, squared_gradient_norm
+from pipeloom.execute.stages.clipping import clipped_step, squared_gradient_norm
 from pipeloom.execute.stages.weights import FlatPart
 
 MakeOptimizer = Callable[[list[FlatPart]], torch.optim.Optimizer]
@@ -43,5 +43,4 @@ class Update:
     def step(self) -> None:
         """Compute the norm over all ranks, clip, and do an optimizer step. Collective."""
         squares = self._world.sum([0.0, squared_gradient_norm(self._gradients)])[1]
-        clip_gradients(self._copies, squares**0.5, self._limit)
-        self._optimizer.step()
+        clipped_step(self._optimizer, self._copies, squares**0.5, self._limit)

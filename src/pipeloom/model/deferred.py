@@ -1,5 +1,6 @@
-"""Deferred weight gradients, for split backwards (arXiv 2401.10241, section 2).
+"""Weight gradients that layers compute by themselves: deferred ones, and those that the product adds to the sum.
 
+Deferred weight gradients are for split backwards (arXiv 2401.10241, section 2).
 The first half of a split backward computes the gradient of the stage input, for which another stage waits; the second
 half computes the weight gradients, whenever the rank has time. In the first half, layers with ``defers`` return only
 the gradient of their input, and record their input and output gradient (``filing``). In the second half ``Filed.add``
@@ -8,6 +9,9 @@ computes the weight gradients from these. Autograd keeps nothing in between.
 In eager mode this is an ``autograd.Function``. ``torch.compile`` cannot trace its backward, which has a side effect, so
 compiled code calls opaque custom operators instead, without a graph break. Compiled code reuses the memory of an
 operator's inputs, so the operators record copies.
+
+In a whole backward autograd makes each weight gradient in memory of its own and adds it to ``grad``. Layers with
+``adds`` add it in the matrix product, as Megatron's fused accumulation does.
 """
 
 import threading
@@ -27,21 +31,54 @@ run_backward = torch.autograd.Variable._execution_engine.run_backward  # noqa: S
 backward. Both ends of every stage boundary have compared shapes before."""
 
 
-class Defers:
-    """A module that can defer its weight gradients.
+_LEAST_ADDED = 2**18
+"""Elements of a weight from which its product adds the gradient (decision 79): autograd's own operators take less of
+the host, and smaller sums stay in the cache of a core."""
+
+
+class OwnGradients:
+    """A module that can compute its weight gradients by itself.
 
     Attributes:
-        defers: whether it does, if gradients are enabled.
+        defers: whether they wait for the second half of the backward.
+        adds: whether the product adds them to ``grad``, where there is one, in a backward that is whole.
     """
 
     defers: bool = False
+    adds: bool = False
+
+    @property
+    def has_own(self) -> bool:
+        """Whether the module, rather than autograd, computes weight gradients of the present forward."""
+        return (self.defers or (self.adds and not torch.compiler.is_compiling())) and torch.is_grad_enabled()
 
 
 def defer(module: nn.Module) -> None:
     """Defer the weight gradients of all parts of a module that support it."""
     for part in module.modules():
-        if isinstance(part, Defers):
+        if isinstance(part, OwnGradients):
             part.defers = True
+
+
+def add_in_products(module: nn.Module) -> None:
+    """Let products add the gradients of large trained weights, whose ``grad`` stays between backwards."""
+    for part in module.modules():
+        own = part.parameters(recurse=False)
+        if isinstance(part, OwnGradients) and any(one.requires_grad and one.numel() >= _LEAST_ADDED for one in own):
+            part.adds = True
+
+
+@contextmanager
+def gradients_by_autograd(module: nn.Module) -> Iterator[None]:
+    """Context in which autograd computes all gradients of a module and returns them; none is deferred or added."""
+    parts = [(part, part.defers, part.adds) for part in module.modules() if isinstance(part, OwnGradients)]
+    for part, _, _ in parts:
+        part.defers = part.adds = False
+    try:
+        yield
+    finally:
+        for part, defers, adds in parts:
+            part.defers, part.adds = defers, adds
 
 
 def leaves_of(module: nn.Module) -> list[Tensor]:
@@ -79,22 +116,23 @@ class Filed:
 
     def add(self) -> None:
         """Compute the weight's gradient; add it to ``grad`` in place if there is one, else through autograd's hooks."""
+        made = self.compute()
+        if made is not None:
+            add_to_leaves([self.leaf], [made])
+
+    def compute(self) -> Tensor | None:
+        """Compute the weight's gradient; add it to ``grad`` in place if there is one, else return it."""
         rows, total = self.gradient.flatten(0, -2), self.leaf.grad
         if self.is_lookup:
-            self._add_rows(rows, total)
+            found = rows.new_zeros(self.leaf.shape) if total is None else total
+            # A token may occur several times in a batch; `found[taken] += rows` would add only one of its rows.
+            found.index_add_(0, self.taken.flatten(), rows)
         elif total is None:
-            add_to_leaves([self.leaf], [rows.t() @ self.taken.flatten(0, -2)])
+            found = rows.t() @ self.taken.flatten(0, -2)
         else:
             # addmm adds in place, without a temporary tensor of the weight's size.
-            total.addmm_(rows.t(), self.taken.flatten(0, -2))
-
-    def _add_rows(self, rows: Tensor, total: Tensor | None) -> None:
-        if total is not None:
-            # A token may occur several times in a batch; `total[taken] += rows` would add only one of its rows.
-            total.index_add_(0, self.taken.flatten(), rows)
-            return
-        found = rows.new_zeros(self.leaf.shape)
-        add_to_leaves([self.leaf], [found.index_add_(0, self.taken.flatten(), rows)])
+            found = total.addmm_(rows.t(), self.taken.flatten(0, -2))
+        return found if total is None else None
 
 
 def add_to_leaves(leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -120,6 +158,14 @@ def filing(leaves: Iterable[Tensor]) -> Iterator[list[Filed]]:
         del _open[threading.get_ident()]
 
 
+def _own_gradient(weight: Tensor, taken: Tensor, gradient: Tensor, defers: bool) -> Tensor | None:
+    """The gradient that a layer's backward returns for its weight; ``None`` if it is deferred or added already."""
+    if not defers:
+        return Filed(weight, taken, gradient).compute()
+    _file(weight, taken, gradient)
+    return None
+
+
 def _file(weight: Tensor, taken: Tensor, gradient: Tensor) -> None:
     # Detached: a saved tensor keeps its graph alive.
     file_deferred(weight, lambda leaf: Filed(leaf, taken.detach(), gradient))
@@ -140,13 +186,14 @@ def file_deferred(weight: Tensor, make: Callable[[Tensor], Filed]) -> None:
     filed.append(make(leaf))
 
 
-def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Linear layers with a common input, which is kept once for all, and with deferred weight gradients.
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, defers: bool) -> Sequence[Tensor]:
+    """Linear layers with a common input, which is kept once for all, and with weight gradients of their own.
 
     Args:
         x: [..., in].
         weights: [out, in] of each layer.
-        biases: [out] of each layer, or empty. Their gradients, which are cheap sums, are not deferred.
+        biases: [out] of each layer, or empty. Their gradients, which are cheap sums, are autograd's.
+        defers: whether weight gradients are deferred; otherwise products add them. Compiled code only defers.
 
     Returns:
         [..., out] of each layer.
@@ -154,13 +201,13 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> S
     # A call of a custom operator takes 266 us, of an autograd.Function 123 us (docs/decisions/0023).
     if torch.compiler.is_compiling():
         return _linears_op(x, list(weights), list(biases))
-    return _Linears.apply(x, len(weights), *weights, *biases)
+    return _Linears.apply(x, defers, len(weights), *weights, *biases)
 
 
 @graph_break  # its backward operator would have no output, and would be eliminated as dead code
-def lookup(indices: Tensor, weight: Tensor) -> Tensor:
-    """Rows of an embedding, [..., H]; the gradient of its weight, [V, H], is deferred."""
-    return _Lookup.apply(indices, weight)
+def lookup(indices: Tensor, weight: Tensor, *, defers: bool) -> Tensor:
+    """Rows of an embedding, [..., H]; the gradient of its weight, [V, H], is deferred, or added row by row."""
+    return _Lookup.apply(indices, weight, defers)
 
 
 def _outputs(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
@@ -185,33 +232,32 @@ def _bias_gradients(gradients: Sequence[Tensor], count: int) -> list[Tensor]:
 class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(*args: Any, **_: Any) -> Any:
-        ctx, x, count, *parameters = args
+        ctx, x, defers, count, *parameters = args
         weights, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(x, *weights)
-        ctx.num_biases = len(biases)
+        ctx.defers, ctx.num_biases = defers, len(biases)
         return tuple(_outputs(x, weights, biases))
 
     @staticmethod
     def backward(ctx: Any, *args: Any) -> Any:
         x, *weights = ctx.saved_tensors
-        for weight, gradient in zip(weights, args, strict=True):
-            _file(weight, x, gradient)
+        made = [_own_gradient(one, x, given, ctx.defers) for one, given in zip(weights, args, strict=True)]
         own = _input_gradient(args, weights) if ctx.needs_input_grad[0] else None
-        return own, None, *[None] * len(weights), *_bias_gradients(args, ctx.num_biases)
+        return own, None, None, *made, *_bias_gradients(args, ctx.num_biases)
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(*args: Any, **_: Any) -> Any:
-        ctx, indices, weight = args
+        ctx, indices, weight, defers = args
         ctx.save_for_backward(indices, weight)
+        ctx.defers = defers
         return functional.embedding(indices, weight)
 
     @staticmethod
     def backward(ctx: Any, *args: Any) -> Any:
         indices, weight = ctx.saved_tensors
-        _file(weight, indices, args[0])
-        return None, None
+        return None, _own_gradient(weight, indices, args[0], ctx.defers), None
 
 
 @torch.library.custom_op("pipeloom::linears", mutates_args=())

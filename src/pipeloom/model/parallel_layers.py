@@ -6,11 +6,10 @@ PyTorch's weight.
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeloom.model.deferred import Defers, linears, lookup
+from pipeloom.model.deferred import OwnGradients, linears, lookup
 from pipeloom.model.tensor_parallel import TensorParallel, TensorSlice
 
 
@@ -74,7 +73,7 @@ class LowRankPair(nn.Module):
         return functional.linear(functional.linear(x, first) * self._scale, second)
 
 
-class Adaptable(Split, nn.Linear, Defers):
+class Adaptable(Split, nn.Linear, OwnGradients):
     """A linear layer that may have an adapter.
 
     Attributes:
@@ -111,17 +110,15 @@ class ColumnParallelLinear(Adaptable):
 def project(x: Tensor, *layers: ColumnParallelLinear) -> Sequence[Tensor]:
     """The outputs of layers with a common input, which deferred weight gradients then keep once for all."""
     first = layers[0]
-    if first.defers and torch.is_grad_enabled():  # then no layer has an adapter
+    if first.has_own:  # then no layer has an adapter
         biases = [layer.bias for layer in layers if layer.bias is not None]
-        return linears(x, [layer.weight for layer in layers], biases)
+        return linears(x, [layer.weight for layer in layers], biases, defers=first.defers)
     return [layer.adapted(x, functional.linear(x, layer.weight, layer.bias)) for layer in layers]
 
 
-def product(x: Tensor, weight: Tensor, *, defers: bool) -> Tensor:
-    """``x @ weight.T``; ``defers`` leaves the weight's gradient for later (``model.deferred``)."""
-    if defers and torch.is_grad_enabled():
-        return linears(x, [weight], [])[0]
-    return functional.linear(x, weight)
+def product(x: Tensor, weight: Tensor, layer: OwnGradients) -> Tensor:
+    """``x @ weight.T`` of a layer, which may compute the weight's gradient by itself."""
+    return linears(x, [weight], [], defers=layer.defers)[0] if layer.has_own else functional.linear(x, weight)
 
 
 class RowParallelLinear(Adaptable):
@@ -139,17 +136,17 @@ class RowParallelLinear(Adaptable):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002, D102
         # PyTorch's own call adds the bias inside the product.
-        if self._parallel.size == 1 and not self.defers:
+        if self._parallel.size == 1 and not self.has_own:
             return self.adapted(input, super().forward(input))
-        output = self._parallel.leave(self.adapted(input, product(input, self.weight, defers=self.defers)))
+        output = self._parallel.leave(self.adapted(input, product(input, self.weight, self)))
         return output if self.bias is None else output + self.bias
 
 
-class Lookup(nn.Embedding, Defers):
-    """An embedding that can defer its weight gradient."""
+class Lookup(nn.Embedding, OwnGradients):
+    """An embedding that can compute its weight gradient by itself."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002, D102
-        return lookup(input, self.weight) if self.defers and torch.is_grad_enabled() else super().forward(input)
+        return lookup(input, self.weight, defers=self.defers) if self.has_own else super().forward(input)
 
 
 class VocabParallelEmbedding(Split, Lookup):

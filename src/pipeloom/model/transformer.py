@@ -28,7 +28,7 @@ from torch.nn import functional
 from pipeloom.errors import UserError
 from pipeloom.model.attention import Attention
 from pipeloom.model.context_parallel import WHOLE_SEQUENCES, ContextParallel
-from pipeloom.model.deferred import Defers
+from pipeloom.model.deferred import OwnGradients
 from pipeloom.model.documents import Documents
 from pipeloom.model.key_values import EarlierTokens, KeyValueCache
 from pipeloom.model.norms import residual_norm
@@ -157,7 +157,7 @@ class Layer(nn.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
-class Head(nn.Module, Defers):
+class Head(nn.Module, OwnGradients):
     """The last piece: norm and projection to the vocabulary, without bias; Gemma 2 bounds the logits."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
@@ -178,7 +178,7 @@ class Head(nn.Module, Defers):
             # Logits of this rank's part of the vocabulary; the loss exchanges three numbers per token.
             return self._capped(self.output(x_BTH))
         assert tied_VH is not None, "a tied head without the embedding's matrix: call borrow first"
-        return self._capped(product(x_BTH, tied_VH, defers=self.defers))
+        return self._capped(product(x_BTH, tied_VH, self))
 
     def _capped(self, logits_BTV: Tensor) -> Tensor:
         """``c tanh(logit / c)``, each logit by itself; for the backward it keeps the tanh."""

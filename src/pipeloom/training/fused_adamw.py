@@ -21,7 +21,10 @@ class FusedAdamW:
         param_groups: the groups with all settings, which may be changed.
         state: for each parameter ``step``, ``exp_avg`` and ``exp_avg_sq``; made in its first step, if it is not there.
         defaults: the settings.
+        grad_scale: what the kernel divides the gradients by; ``None`` for nothing.
     """
+
+    _step_supports_amp_scaling = True  # the name that PyTorch gives to optimizers that read grad_scale
 
     def __init__(
         self, groups: Iterable[dict[str, Any]], lr: float, betas: Sequence[float], eps: float, weight_decay: float = 0.0
@@ -35,6 +38,7 @@ class FusedAdamW:
         }
         self.param_groups = [{**self.defaults, **group} for group in groups]
         self.state: dict[Tensor, dict[str, Tensor]] = {}
+        self.grad_scale: Tensor | None = None
 
     @torch.no_grad()
     def step(self) -> None:
@@ -73,6 +77,7 @@ class FusedAdamW:
             eps=group["eps"],
             amsgrad=False,
             maximize=False,
+            grad_scale=self.grad_scale,
         )
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:

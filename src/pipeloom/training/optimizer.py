@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeloom.config import OptimizerConfig
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.processes.world import World
-from pipeloom.execute.stages.clipping import clip_gradients, gradient_norms, squared_gradient_norm, squared_norm
+from pipeloom.execute.stages.clipping import clipped_step, gradient_norms, squared_gradient_norm, squared_norm
 from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.execute.stages.weights import FlatPart, StageWeights
 from pipeloom.measure.stopwatch import median_seconds
@@ -107,8 +107,7 @@ class WholeUpdates:
     def end_step(self, norm: float, lr: float) -> None:  # noqa: ARG002  StageUpdates needs the rate here
         """Clip by the gradient norm of the whole model, and update."""
         # By the norm over all ranks: clipping each part by its own norm would change the gradient's direction.
-        clip_gradients(self._parameters, norm, self._config.known_clip_grad_norm)
-        self._optimizer.step()
+        clipped_step(self._optimizer, self._parameters, norm, self._config.known_clip_grad_norm)
         # Stages compute with a copy of the updated weights in training.dtype, or gather them.
         self._data_parallel.refresh()
 
@@ -199,9 +198,8 @@ class StageUpdates:
         for parameter in parameters:
             # The optimizer skips parameters without a gradient, so its step updates this stage alone.
             parameter.grad = self._gradients[parameter]
-        if self._config.clips:
-            clip_gradients(parameters, self._squares**0.5, self._config.known_clip_grad_norm)
-        self._optimizer.step()
+        norm = self._squares**0.5 if self._config.clips else 0.0
+        clipped_step(self._optimizer, parameters, norm, self._config.known_clip_grad_norm)
         for parameter in parameters:
             parameter.grad = None
         weights.refresh()

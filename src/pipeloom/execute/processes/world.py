@@ -141,6 +141,9 @@ def _join(store: dist.Store, rank: int, size: int, device_type: str, *, local_ra
     if device_type == "cuda":
         # Before the group is made: NCCL takes the current device.
         torch.cuda.set_device(local_rank)
+    else:
+        # PyTorch records the last 2,000 collectives of gloo, too, so the memory of a rank would grow for many steps.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
     timeout = timedelta(seconds=timeout_s)
     backend = "nccl" if device_type == "cuda" else "gloo"

@@ -1,6 +1,7 @@
 """Gradient norm and clipping for a model that is distributed over ranks."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +22,26 @@ def squared_norm(norms: Sequence[Tensor]) -> float:
     return float(torch.linalg.vector_norm(torch.stack(list(norms))).double() ** 2) if norms else 0.0
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], norm: float, limit: float) -> None:
-    """Scale this rank's gradients by the whole model's gradient norm.
+def clipped_step(optimizer: Any, parameters: Sequence[nn.Parameter], norm: float, limit: float) -> None:
+    """Scale this rank's gradients by the whole model's gradient norm, and do an optimizer step.
 
     Args:
-        parameters: this rank's.
+        optimizer: of ``torch.optim``, or what has its ``step``. Fused ones scale in their kernel, which saves a pass
+            over the gradients; they have the attributes that ``torch.amp.GradScaler`` uses for that.
+        parameters: this rank's, or those of them that have a gradient now.
         norm: of the whole model's gradient.
         limit: largest norm; infinity changes nothing.
     """
-    if norm <= limit:
-        return
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if gradients:  # a rank may have frozen stages only
+    if norm <= limit or not gradients:  # a rank may have frozen stages only
+        optimizer.step()
+    # The kernels read the scale in single precision.
+    elif getattr(optimizer, "_step_supports_amp_scaling", False) and gradients[0].dtype != torch.float64:
+        optimizer.grad_scale = torch.tensor(norm / limit, dtype=torch.float32, device=gradients[0].device)
+        try:
+            optimizer.step()
+        finally:
+            optimizer.grad_scale = None
+    else:
         torch._foreach_mul_(gradients, limit / norm)
+        optimizer.step()

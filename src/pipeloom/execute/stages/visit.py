@@ -1,17 +1,16 @@
 """A visit of a stage outside a step: forward and backward of one micro-batch, whose results ranks compare."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeloom.execute.stages.digest import digest
 from pipeloom.execute.stages.stage import Objective
 from pipeloom.model import Documents, StageModule
-from pipeloom.model.deferred import Defers
+from pipeloom.model.deferred import gradients_by_autograd
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 3e-2
@@ -79,18 +78,18 @@ def visit(module: StageModule, given: Given) -> Visited:
     if given.matrix is not None:
         module.borrow(given.matrix)
     try:
-        with _at_once(module), torch.set_grad_enabled(given.trains):
-            output = module(tensor) if given.documents is None else module(tensor, documents=given.documents)
-            if given.objective is not None:
-                output = given.objective(output, 0)
-        found = [output.detach()]
-        wanted = [tensor, *leaves] if given.needs_gradient else leaves
-        if given.trains and wanted:
-            gradient = torch.ones_like(output) if given.objective is not None else given.draw(output.shape)
-            with _at_once(module):
+        with gradients_by_autograd(module):
+            with torch.set_grad_enabled(given.trains):
+                output = module(tensor) if given.documents is None else module(tensor, documents=given.documents)
+                if given.objective is not None:
+                    output = given.objective(output, 0)
+            found = [output.detach()]
+            wanted = [tensor, *leaves] if given.needs_gradient else leaves
+            if given.trains and wanted:
+                gradient = torch.ones_like(output) if given.objective is not None else given.draw(output.shape)
                 # Not backward(): gradients of the step must stay.
                 made = torch.autograd.grad(output, wanted, gradient.to(output.dtype), allow_unused=True)
-            found += [one for one in made if one is not None]
+                found += [one for one in made if one is not None]
     finally:
         if given.matrix is not None:
             module.borrow(None)
@@ -103,16 +102,3 @@ def _projection(tensor: Tensor) -> tuple[float, float]:
     # Golden-angle phases: no two elements of a tensor have the same weight.
     angles = torch.arange(flat.numel(), dtype=torch.float64, device=flat.device) * (math.pi * (3 - math.sqrt(5)))
     return (float(flat @ angles.cos()) / norm if norm else 0.0), norm
-
-
-@contextmanager
-def _at_once(module: nn.Module) -> Iterator[None]:
-    """Context in which layers do not defer weight gradients to the second half of a split backward."""
-    parts = [part for part in module.modules() if isinstance(part, Defers) and part.defers]
-    for part in parts:
-        part.defers = False
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.defers = True

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pipeloom.execute.stages.flat_order import FlatOrder, nothing_whole
 from pipeloom.execute.stages.frozen import FrozenWeights
+from pipeloom.model.deferred import add_in_products
 from pipeloom.workload.layout import Shard
 
 
@@ -98,6 +99,8 @@ class StageWeights:
         self._is_mixed = self.whole is not master
         if self._is_mixed:
             self._compute_narrow()
+        else:
+            add_in_products(module)
         share = self.order.size // num_shards
         self.begin = 0 if level == "none" else index * share
         self.shard = master if level == "none" else master[self.begin : self.begin + share].clone()
