@@ -209,27 +209,34 @@ class AnyStages(OfPlaced):
     @property
     def step_s(self) -> float:
         """Lower bound of the step time in seconds."""
-        run, busy_s = self.run, self.busy_s
-        if run.pp == 1:
-            return busy_s
-        # On the busiest rank; where layers differ they are all taken to be as the lightest ones.
-        lightest = self.placed.of(run.with_lightest_layers).fastest_pieces
-        head_s, layer_s = sum(lightest.head), sum(lightest.layer)
-        most_s = run.num_microbatches * (least_work_s(run.shape.layers, run.pp, layer_s, head_s) + self._fixed_s)
-        if self.software.overlaps_steps:  # ranks fill and drain while others are in another step
-            return max(busy_s, most_s)
-        return max(busy_s + self._arrival_s(lightest), most_s, self._traversal_s)
+        # With overlapping steps ranks fill and drain while others are in another step.
+        if self.run.pp == 1 or self.software.overlaps_steps:
+            return self.busy_s
+        return max(self.busy_s, self._mean_work_s + self._arrival_s, self._traversal_s)
 
     @property
     def busy_s(self) -> float:
-        """Lower bound of the step time in seconds without any bubble: the mean work of a rank."""
+        """Lower bound of the step time in seconds without any bubble: the work of the busiest rank."""
+        run, lightest = self.run, self._lightest
+        busiest_s = least_work_s(run.shape.layers, run.pp, sum(lightest.layer), sum(lightest.head)) + self._fixed_s
+        return max(self._mean_work_s, run.num_microbatches * busiest_s)
+
+    @property
+    def _mean_work_s(self) -> float:
+        """Mean over ranks of the seconds of their work."""
         pieces = self.placed.fastest_pieces
         whole_s = self._embedding_s + self.run.shape.layers * sum(pieces.layer) + sum(pieces.head)
         return self.run.num_microbatches * (whole_s / self.run.pp + self._fixed_s)
 
-    def _arrival_s(self, lightest: PieceSeconds) -> float:
+    @property
+    def _lightest(self) -> PieceSeconds:
+        """Seconds of the pieces, where layers differ of one that sees fewest tokens."""
+        return self.placed.of(self.run.with_lightest_layers).fastest_pieces
+
+    @property
+    def _arrival_s(self) -> float:
         """Mean over ranks of the seconds before the first micro-batch arrives and after its gradient has left."""
-        run = self.run
+        run, lightest = self.run, self._lightest
         embedding_s, layer_s = (both[0] if self.splits else sum(both) for both in (lightest.embedding, lightest.layer))
         embedding_s = self._embedding_s if run.frozen_pieces else embedding_s
         layers = min(run.pp - 2, run.shape.layers)  # at least one layer on each rank between the first and the last

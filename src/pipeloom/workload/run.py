@@ -77,6 +77,12 @@ class Run(WithAxes):
     frozen_pieces: int = 0
     adapter: Adapter | None = None
 
+    def __hash__(self) -> int:
+        """Hash of what the layouts of a search differ in, which is fast: runs are keys of caches."""
+        axes = self.tp, self.cp, self.dp, self.pp, self.loops
+        recompute = self.recompute, self.recompute_layers, self.sequence_parallel
+        return hash((*axes, *recompute, self.shard, self.replicate, self.micro_batch, self.layers_by_stage))
+
     def changed(self, **changes: Any) -> "Run":
         """``dataclasses.replace`` in a fraction of its time: a search makes hundreds of thousands of runs."""
         assert changes.keys() <= self.__dict__.keys(), "a run has no such field"
