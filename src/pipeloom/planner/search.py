@@ -12,14 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import inf
 
 from pipeloom.planner.candidate import Candidate, complete, repartitioned
 from pipeloom.planner.frontier import Frontier, GroupKey, Node, OpenNode, SortKey, admits
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.space import Arrangement, Cut, Leaf, each_arrangement
-from pipeloom.planner.strategies import STRATEGIES, SearchState
+from pipeloom.planner.strategies import STRATEGIES, SearchState, Strategy
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.schedule.compiled import expect_much
 
@@ -355,14 +355,12 @@ class Search:
 
     def _try_strategy(self, frontier: Frontier, name: str, deadline: float) -> None:
         """Build and simulate the layouts of a strategy with the lowest estimates, while these are below the fastest."""
-        strategy, fastest_s = STRATEGIES[name], frontier.fastest_s
-        admitted = frontier.admits_with_any_strategy
-        state = SearchState(filter(admitted, self._arrangements), [*filter(admitted, self._infeasible)], fastest_s)
-        leaves = (replace(leaf, strategy=name) for leaf in filter(admitted, strategy.applies(state)))
-        estimates = ((strategy.estimate(leaf), leaf) for leaf in leaves)
-        promising = [one for one in estimates if one[0] <= fastest_s]
+        strategy, admitted = STRATEGIES[name], frontier.admits_with_any_strategy
+        arrangements, infeasible = filter(admitted, self._arrangements), [*filter(admitted, self._infeasible)]
+        state = SearchState(arrangements, infeasible, frontier.fastest_s)
+        leaves = [replace(leaf, strategy=name) for leaf in filter(admitted, strategy.applies(state))]
         of_group = Counter[GroupKey]()
-        for estimate_s, leaf in sorted(promising, key=lambda one: one[0]):
+        for estimate_s, leaf in _by_estimate(strategy, leaves):
             if is_over(deadline) or of_group.total() == MOST_TRIED or estimate_s > frontier.fastest_s:
                 return
             group = GroupKey.of(leaf)
@@ -374,6 +372,18 @@ class Search:
                 self._counts.tried += 1
                 if (candidate := strategy.build(leaf)) is not None:
                     self._simulate(frontier, candidate)
+
+
+def _by_estimate(strategy: Strategy, leaves: Sequence[Leaf]) -> Iterator[tuple[float, Leaf]]:
+    """Leaves in the order of their estimates. Few are built, so that most need no more than the bound of theirs."""
+    queue = [(strategy.least(leaf), False, number) for number, leaf in enumerate(leaves)]
+    heapify(queue)
+    while queue:
+        seconds, is_estimate, number = heappop(queue)
+        if is_estimate:
+            yield seconds, leaves[number]
+        else:
+            heappush(queue, (max(seconds, strategy.estimate(leaves[number])), True, number))
 
 
 def _refined(candidate: Candidate, step: SimulatedStep | None) -> SimulatedStep:

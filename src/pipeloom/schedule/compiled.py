@@ -73,10 +73,13 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
 def _compile_all(module: ModuleType) -> dict[str, Any]:
     """The module's names with every function of its own compiled, so that they call each other compiled."""
     import numba
+    from numba.core.registry import cpu_target
 
     if _is_lean:
         with _hidden("scipy.linalg"):
             importlib.import_module("numba.np.arraymath")
+    # The first compiled call would import the rest, outside of the shield.
+    cpu_target.target_context.refresh()  # type: ignore[missing-attribute]
     # The compiler keeps what it compiled until the module's own file changes. Constants that come from another module
     # are compiled in, so they are part of the name under which it is kept.
     constants = sorted((name, value) for name, value in vars(module).items() if name.isupper())

@@ -75,6 +75,11 @@ def _estimate_s(leaf: Leaf) -> float:
     return max(sharded.step_s, float(more_s.max())) + late_s
 
 
+def _least_s(leaf: Leaf) -> float:
+    """Lower bound of the estimate: the step without the strategy, whose bound decided whether it applies."""
+    return leaf.quick_bound_s
+
+
 def _share(leaf: Leaf) -> Floats | None:
     """For each rank the share of its activations that does not fit; ``None`` if it is too large for the strategy."""
     held, bounds, (shard,) = leaf.stage_inputs, leaf.cut.memory, leaf.sharding.levels
@@ -178,6 +183,7 @@ STRATEGIES.add(
         without="no micro-batch recomputed by itself",
         applies=partial(_infeasible, strategy="keep"),
         estimate=_estimate_s,
+        least=_least_s,
         build=_keep,
         is_in=lambda step: step.knobs.choice.keep is not None,
     ),
@@ -189,6 +195,7 @@ STRATEGIES.add(
         without="no activations moved to partners",
         applies=partial(_infeasible, strategy="balance"),
         estimate=_estimate_s,
+        least=_least_s,
         build=_move,
         is_in=lambda step: step.knobs.moves.balance,
         takes_frozen=False,
@@ -201,6 +208,7 @@ STRATEGIES.add(
         without="no activations moved to the host",
         applies=partial(_infeasible, strategy="offload"),
         estimate=_estimate_s,
+        least=_least_s,
         build=_move,
         is_in=lambda step: step.knobs.moves.offload and not step.knobs.moves.balance,
         takes_frozen=False,

@@ -82,6 +82,7 @@ STRATEGIES.add(
         without="whole sequences",
         applies=_few_microbatches,
         estimate=_estimate_s,
+        least=lambda leaf: leaf.cut.arrangement.time.busy_s,
         build=_build,
         is_in=lambda step: step.knobs.choice.num_slices > 1,
         refine=_with_programmed_lengths,

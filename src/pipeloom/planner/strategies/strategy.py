@@ -36,6 +36,7 @@ class Strategy:
             estimates and builds them.
         estimate: leaf -> estimated seconds of its step; infinite if the strategy does not help. Only the leaves with
             the lowest estimates are built.
+        least: leaf -> lower bound of its estimate, which takes less time.
         build: leaf -> candidate; ``None`` if it does not fit.
         is_in: whether a step uses it.
         refine: candidate of the answer -> further steps, if they take too long for every candidate.
@@ -51,6 +52,7 @@ class Strategy:
     estimate: Callable[[Leaf], float]
     build: Callable[[Leaf], Candidate | None]
     is_in: Callable[[SimulatedStep], bool]
+    least: Callable[[Leaf], float] = lambda _: 0.0
     refine: Callable[[Candidate], Iterable[SimulatedStep]] = lambda _: ()
     hint: Callable[[Question], str | None] = lambda _: None
     limit: Callable[[Question], str | None] = lambda _: None
