@@ -59,7 +59,7 @@ def read(tmp_path, text):
     return read_run_file(file)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(runs)
 def test_a_run_file_repeats_the_configuration(tmp_path_factory, config):
     folder = tmp_path_factory.getbasetemp()

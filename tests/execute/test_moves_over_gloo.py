@@ -102,7 +102,7 @@ MOVED = [
 ]
 
 
-@pytest.mark.parametrize("kind", thinned([Kind.EVICT, Kind.OFFLOAD], 2))
+@pytest.mark.parametrize("kind", thinned([Kind.OFFLOAD, Kind.EVICT], 2))
 def test_runs_that_keep_one_part_each_equal_the_single_process(tmp_path, monkeypatch, kind):
     """A matrix for both ends, or two, takes turns: tied in one of the two kinds of moves for each layout."""
     monkeypatch.setattr(

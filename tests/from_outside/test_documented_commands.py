@@ -10,7 +10,7 @@ from thinned import thinned
 SHOWN = shown_commands()
 
 
-@pytest.mark.parametrize("page", thinned(SHOWN, 2))
+@pytest.mark.parametrize("page", thinned(SHOWN, 3))
 def test_the_commands_of_a_page_work(page, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     (tmp_path / "here").mkdir()

@@ -144,7 +144,7 @@ def test_what_comes_before_is_a_small_part_of_the_last_slice():
         assert 0.055 < 1 - alone_s / behind_s < 0.145
 
 
-@pytest.mark.parametrize("products", thinned(terapipe.PRODUCTS, 2))
+@pytest.mark.parametrize("products", thinned(terapipe.PRODUCTS, len(terapipe.PRODUCTS)))
 def test_no_slice_8_tokens_longer_or_shorter_makes_175b_faster(products):
     setting, cluster, software = terapipe.SETTINGS["175B (10)"], terapipe.PRODUCTS[products], terapipe.MESSAGES["wait"]
     known = terapipe.modelled_table(Placed(terapipe.run_of(setting), cluster, software), terapipe.UNIT)

@@ -74,7 +74,7 @@ def uncached(run, tmp_path):
     return found
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, 3))
+@pytest.mark.parametrize("family", thinned(FAMILIES, 4))
 def test_cached_tokens_over_the_pipeline_are_those_of_the_whole_model(trained, tmp_path, family):
     expected, run = uncached(trained[family], tmp_path), trained[family]
     layouts = {

@@ -197,7 +197,8 @@ class DataParallel(Part):
         self._most_held = Held()
         if trains:
             for weights in self.weights.values():
-                if not weights.is_swapped:  # its first backward begins it with zeros
+                # A whole gradient begins with zeros at its first backward, as that of a swapped stage does.
+                if weights.whole_gradient is None and not weights.is_swapped:
                     weights.gradient.zero_()
         self._count()  # a rank without gathers and backwards has weights, too
 
