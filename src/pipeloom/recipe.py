@@ -104,6 +104,7 @@ class Knobs:
         device_budget: most bytes of stages on the device at the same time; ``None``: all stages stay there. One rank
             only.
         needs_norm: whether an update needs the norm of the whole gradient (``place_of_updates``).
+        updates_stages: whether stages that stay on the device are updated within the step, too.
         moves: of activations, between forward and backward.
         found: compute-only schedule that was searched for the seconds of a run; ``None``: the family's own.
         given: a schedule from a file; ``None`` for none.
@@ -116,6 +117,7 @@ class Knobs:
     gradient_buffers: int | None = None
     device_budget: int | None = None
     needs_norm: bool = False
+    updates_stages: bool = False
     moves: Moves = field(default_factory=Moves)
     found: Schedule | None = None
     given: ScheduleFile | None = None
@@ -139,6 +141,9 @@ def run_recipe(
         unshard, reduce_grad = exchanges(
             shard, residency=knobs.residency, prefetch=knobs.prefetch, gradient_buffers=knobs.gradient_buffers
         )
+    updates: UpdatePlace | None = "at once" if knobs.updates_stages else None
+    if budget is not None:
+        updates = place_of_updates(choice.pp * choice.loops, needs_norm=knobs.needs_norm)
     return Recipe(
         start=choice if knobs.found is None else knobs.found,
         receive_buffers=knobs.receive_buffers if sends else None,
@@ -146,7 +151,7 @@ def run_recipe(
         trains_tied=trains_tied,
         unshard=unshard,
         reduce_grad=reduce_grad,
-        updates=None if budget is None else place_of_updates(choice.pp * choice.loops, needs_norm=knobs.needs_norm),
+        updates=updates,
         residence=None if budget is None else Residence(budget),
         moves=knobs.moves,
         given=knobs.given,
@@ -248,8 +253,9 @@ def recipe_lines(recipe: Recipe, schedule: Schedule, sizes: Sizes | None = None)
         lines |= {"residency": recipe.unshard.residency or "all", "prefetch": recipe.unshard.prefetch}
     if recipe.reduce_grad is not None:
         lines["gradient_buffers"] = recipe.reduce_grad.gradient_buffers or "all"
+    lines["updates"] = recipe.updates
     if residence is not None:
-        lines |= {"updates": recipe.updates, "device_budget": residence.room}
+        lines["device_budget"] = residence.room
     if moves.is_any:
         kept = KeptBytes() if sizes is None else sizes.kept(schedule)
         lines |= {name: "true" for name in ("balance", "offload") if getattr(moves, name)}

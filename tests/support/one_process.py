@@ -23,12 +23,12 @@ from in_process import (
 
 from pipeloom.execute.communication.collectives import Groups
 from pipeloom.execute.stages.batch import Batch
-from pipeloom.schedule.stage_swaps import defers_updates
 from pipeloom.training import pipeline as module
 from pipeloom.training.equivalence import Gradients, _joined, compare, reference_gradients
 from pipeloom.training.evaluation import MeanLoss, mean_loss
-from pipeloom.training.optimizer import StageUpdates, make_optimizer
+from pipeloom.training.optimizer import make_optimizer
 from pipeloom.training.pipeline import Pipeline
+from pipeloom.training.updates_within import make_updates
 
 
 class OneProcess:
@@ -40,7 +40,7 @@ class OneProcess:
 
     Attributes:
         config: as given.
-        pipelines, optimizers: by rank.
+        pipelines, optimizers, updates: by rank.
     """
 
     def __init__(self, config, *, trains=True):
@@ -90,16 +90,14 @@ class OneProcess:
                 return Pipeline(config, world, trains=trains)
 
         self.pipelines = [build(rank) for rank in range(layout.num_ranks)]
+        self.updates = []
         self.optimizers = [self._optimizer(pipeline) for pipeline in self.pipelines if trains]
 
     def _optimizer(self, pipeline):
         """As the trainer makes it."""
         parts, store = pipeline.data_parallel.parts, pipeline.store
         optimizer = make_optimizer(self.config.optimizer, parts, begins=store is None)
-        if store is not None:
-            deferred = defers_updates(pipeline.schedule.rows[0])
-            weights = pipeline.data_parallel.weights
-            pipeline.updates.does = StageUpdates(self.config.optimizer, optimizer, weights, store, is_deferred=deferred)
+        self.updates.append(make_updates(self.config.optimizer, optimizer, pipeline))
         return optimizer
 
     def step(self):

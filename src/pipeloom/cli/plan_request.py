@@ -304,6 +304,11 @@ def _read(path: Path, seq: int | None, problems: list[str]) -> RunConfig:
             "training.freeze_layers: the search prices layouts that train all weights; leave it out (`pipeloom "
             "simulate` prices one layout with frozen layers)"
         )
+    if config.optimizer.update == "stage":
+        values.append(
+            "optimizer.update stage: the search prices updates behind the pipeline; leave it out (`pipeloom simulate` "
+            "prices one layout with it)"
+        )
     problems += in_order([*found, *unknown, *values, *optimizer_problems(config), *adapter_problems(config)])
     return config
 

@@ -21,12 +21,14 @@ from pipeloom.workload.layout import ONE_RANK
 
 PREDICTIONS = (
     *("model", "layout", "schedule", "machine", "data.seq_len", "data.tokenizer", "data.bpe_vocab_size"),
-    *("optimizer.name", "optimizer.clip_grad_norm", "training.dtype", "training.device", "training.freeze_layers"),
+    *("optimizer.name", "optimizer.clip_grad_norm", "optimizer.clip", "optimizer.update"),
+    *("training.dtype", "training.device", "training.freeze_layers"),
     *("adapter.rank", "adapter.targets"),
 )
 """Settings that predictions of a run read: sections and single ones. A flag of another setting is refused."""
 VERIFICATION = (
-    *("model", "data", "layout", "schedule", "optimizer.name", "optimizer.clip_grad_norm"),
+    *("model", "data", "layout", "schedule", "optimizer.name", "optimizer.clip_grad_norm", "optimizer.clip"),
+    "optimizer.update",
     *("training.dtype", "training.device", "training.threads", "training.seed", "training.compile"),
     *("training.compile_backend", "training.run_ahead", "training.stall_timeout_s", "training.freeze_layers"),
     "training.z_loss",

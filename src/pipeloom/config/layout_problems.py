@@ -149,6 +149,34 @@ def swap_problems(config: RunConfig) -> Problems:
             yield f"schedule.device_budget does not work with {name}; leave one of them out"
 
 
+def update_problems(config: RunConfig) -> Problems:
+    """Updates of stages within the step, before the gradients of others are complete."""
+    optimizer, layout, training = config.optimizer, config.layout, config.training
+    if optimizer.update == "step":
+        return
+    if optimizer.needs_norm:
+        yield (
+            "optimizer.update stage updates a stage before the gradients of others are complete, so the norm of the "
+            "whole gradient is not known (optimizer.clip whole); use optimizer.clip none or stage"
+        )
+    # The norm of a stage whose gradient is divided between ranks would be one more exchange within the row.
+    divides = layout.tp > 1 or (layout.data_ranks > 1 and layout.shard != "none")
+    if optimizer.clip == "stage" and divides:
+        yield (
+            "optimizer.update stage with optimizer.clip stage needs each stage's whole gradient on a rank, which "
+            "layout.shard and layout.tp divide; use optimizer.clip none, or neither of them"
+        )
+    others = {
+        "schedule.device_budget, which does so without it": config.schedule.device_budget is not None,
+        "schedule.gradient_buffers, since each stage is reduced once": config.schedule.gradient_buffers is not None,
+        "training.on_spike skip, which decides by all gradients": training.on_spike == "skip",
+        "training.check_every, which compares weights before updates": training.check_every is not None,
+    }
+    for name, is_on in others.items():
+        if is_on:
+            yield f"optimizer.update stage does not work with {name}; leave one of them out"
+
+
 def freeze_problems(config: RunConfig) -> Problems:
     """Frozen layers, and adapters, which leave all else frozen."""
     number, family = config.training.freeze_layers, FAMILIES.get(config.family)

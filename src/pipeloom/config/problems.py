@@ -35,6 +35,7 @@ from pipeloom.config.layout_problems import (
     stage_problems,
     swap_problems,
     tensor_problems,
+    update_problems,
 )
 from pipeloom.config.run import RunConfig, value_of
 from pipeloom.config.tokenizer_files import num_tokens
@@ -58,6 +59,7 @@ def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: boo
     checks = [_range_problems, order_problems, loops_problems, slice_problems, context_problems]
     checks += [_model_problems, stage_problems, tensor_problems, recompute_problems] if is_model_known else []
     checks += [_unused_problems, adapted_problems, move_problems, swap_problems, freeze_problems]
+    checks += [update_problems]
     checks += [place_problems, file_problems, optimizer_problems, _tokenizer_problems, _source_problems]
     if trains:
         checks += [_text_problems, _checkpoint_problems, _training_problems]
@@ -138,6 +140,7 @@ _NEEDS: dict[str, tuple[_Need, ...]] = {
     "optimizer.lr_wsd_decay_steps": (
         ("optimizer.lr_decay_style wsd", lambda run: run.optimizer.lr_decay_style == "wsd"),
     ),
+    "optimizer.clip_grad_norm": (("an optimizer.clip other than none", lambda run: run.optimizer.clip != "none"),),
     "adapter.targets": (_ADAPTED,),
     "adapter.alpha": (_ADAPTED,),
     "adapter.init": (_ADAPTED,),
@@ -248,6 +251,8 @@ def optimizer_problems(config: RunConfig) -> Problems:
     if optimizer.rule.matrices is not None and config.layout.tp > 1:
         whole = f"optimizer.name {optimizer.name} updates whole matrices"
         yield f"{whole}, which layout.tp {config.layout.tp} divides between ranks; set layout.tp 1"
+    if optimizer.clip == "stage" and math.isinf(optimizer.known_clip_grad_norm):
+        yield "optimizer.clip stage clips nothing with optimizer.clip_grad_norm inf; leave one of them out"
     taken = optimizer.rule.settings
     for name in optimizer.given:
         if name not in taken:

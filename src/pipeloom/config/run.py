@@ -167,7 +167,8 @@ class RunConfig:
             prefetch=settings.known_prefetch,
             gradient_buffers=settings.gradient_buffers,
             device_budget=settings.budget_bytes,
-            needs_norm=self.optimizer.clips,
+            needs_norm=self.optimizer.needs_norm,
+            updates_stages=self.optimizer.update == "stage",
             given=None if settings.file is None else read_schedule(settings.file),
             moves=Moves(balance=settings.balance, offload=settings.offload, budget_bytes=settings.activation_bytes),
         )

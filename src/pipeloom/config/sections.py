@@ -202,7 +202,13 @@ class OptimizerConfig:
     settings: tuple[str, ...] = ()
     """Settings of a plug-in's update rule that have no key here, each as name=number."""
     clip_grad_norm: Annotated[float, Limits(above=0, most=math.inf)] | None = None
-    """Gradient clipping by the norm of the whole model; inf for none. None: 1."""
+    """Largest gradient norm; larger gradients are scaled down to it. inf for no clipping. None: 1."""
+    clip: Literal["whole", "stage", "none"] = "whole"
+    """Of which gradient clip_grad_norm limits the norm. whole: of the whole model. stage: of each stage by itself, so
+    that the result depends on the stages. none: no clipping."""
+    update: Literal["step", "stage"] = "step"
+    """When weights are updated. step: after the gradients of all stages. stage: each stage within the step, when its
+    gradient is complete, whose memory the next stages then use. With the same results."""
 
     @property
     def rule(self) -> Optimizer:
@@ -241,13 +247,15 @@ class OptimizerConfig:
 
     @property
     def known_clip_grad_norm(self) -> float:
-        """``clip_grad_norm``, or its default."""
+        """``clip_grad_norm``, or its default; infinity without clipping."""
+        if self.clip == "none":
+            return math.inf
         return 1.0 if self.clip_grad_norm is None else self.clip_grad_norm
 
     @property
-    def clips(self) -> bool:
+    def needs_norm(self) -> bool:
         """Whether an update needs the norm of the whole model's gradient."""
-        return self.known_clip_grad_norm < math.inf
+        return self.clip == "whole" and self.known_clip_grad_norm < math.inf
 
 
 @dataclass(frozen=True, kw_only=True)

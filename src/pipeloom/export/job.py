@@ -128,6 +128,10 @@ class Job:
         config, found = self.config, list[str]()
         if config.training.z_loss:
             found.append(f"training.z_loss {config.training.z_loss}: the export is of runs without it; leave it out")
+        if config.optimizer.clip == "stage":
+            found.append("optimizer.clip stage: the program clips by the norm of the whole gradient; leave it out")
+        if config.optimizer.update == "stage":
+            found.append("optimizer.update stage: the program updates weights behind the pipeline; leave it out")
         sliced, only = config.layout.token_slices, "the export is of runs that train all weights; leave it out"
         if sliced not in (None, 1):
             found.append(f"layout.token_slices {sliced}: the program runs whole sequences only; leave it out")

@@ -42,5 +42,11 @@ class Update:
 
     def step(self) -> None:
         """Compute the norm over all ranks, clip, and do an optimizer step. Collective."""
-        squares = self._world.sum([0.0, squared_gradient_norm(self._gradients)])[1]
+        self._clip_and_step(self._world.sum([0.0, squared_gradient_norm(self._gradients)])[1])
+
+    def step_alone(self) -> None:
+        """As ``step`` by the norm of these parameters, without other ranks."""
+        self._clip_and_step(squared_gradient_norm(self._gradients))
+
+    def _clip_and_step(self, squares: float) -> None:
         clipped_step(self._optimizer, self._copies, squares**0.5, self._limit)

@@ -9,14 +9,22 @@ from pipeloom.calls import checked
 from pipeloom.errors import UserError
 from pipeloom.passes.lower_sharding import visits
 from pipeloom.schedule.action import Action
-from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, COMPUTE_KINDS, STAGE_SWAP_KINDS, TIED_KINDS, USES_STAGE, Kind
+from pipeloom.schedule.kinds import (
+    ADDS_TO_GRADIENT,
+    CHANGES_GRADIENT,
+    COMPUTE_KINDS,
+    STAGE_SWAP_KINDS,
+    TIED_KINDS,
+    USES_STAGE,
+    Kind,
+)
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
 from pipeloom.schedule.sharding import arrivals, fewest_stays
 
 UpdatePlace = Literal["at once", "at the end", "in the next step"]
-"""Where a row has the update of a stage: right after its gradient is complete; at the end of the row; or before the
-stage's first use in the next step. Then each row begins with the updates of the step before."""
+"""Where a row has the update of a stage: when its gradient is complete; at the end of the row; or before the stage's
+first use in the next step. Then each row begins with the updates of the step before."""
 
 
 @checked
@@ -41,6 +49,8 @@ def add_updates(schedule: Schedule, place: UpdatePlace) -> Schedule:
     Args:
         schedule: with its other communication.
         place: see ``UpdatePlace``. At the end the stages that were used last are updated first: they are on the device.
+            At once means right behind the last backward, or, where a reduction follows it, behind the backwards of the
+            next stage, which hide the reduction.
 
     Raises:
         UserError: the schedule has updates already; or they need the norm of a gradient that several ranks hold.
@@ -56,20 +66,28 @@ def add_updates(schedule: Schedule, place: UpdatePlace) -> Schedule:
 
 
 def _with_updates(row: Row, place: UpdatePlace) -> Row:
-    finals = row.is_kind(*ADDS_TO_GRADIENT, Kind.REDUCE_GRAD)
     used = row.is_kind(*COMPUTE_KINDS)
     added: list[tuple[int, int, Action]] = []  # (slot that it follows, order among equal slots, action)
-    for stage in np.unique(row.stage[finals]).tolist():
-        mine = row.stage == stage
-        uses = np.flatnonzero(mine & used).tolist()
-        slot = {
-            "at once": int(np.flatnonzero(mine & finals)[-1]),
-            "at the end": len(row) - 1,
-            "in the next step": uses[0] - 1,
-        }[place]
-        # Of several at one place the stage that was used last is first: it is still on the device.
-        added.append((slot, -uses[-1], Action(Kind.UPDATE, stage)))
+    for stage in np.unique(row.stage[row.is_kind(*ADDS_TO_GRADIENT)]).tolist():
+        uses = np.flatnonzero((row.stage == stage) & used).tolist()
+        slot = {"at the end": len(row) - 1, "in the next step": uses[0] - 1}.get(place)
+        if slot is None:
+            added.append((_at_once(row, stage), uses[-1], Action(Kind.UPDATE, stage)))
+        else:
+            # Of several at one place the stage that was used last is first: it is still on the device.
+            added.append((slot, -uses[-1], Action(Kind.UPDATE, stage)))
     return row.with_actions(added)
+
+
+def _at_once(row: Row, stage: int) -> int:
+    """The slot behind which a stage is updated when its gradient is complete."""
+    changed, firsts = row.is_kind(*CHANGES_GRADIENT) & (row.stage == stage), visits(row, ADDS_TO_GRADIENT)[0]
+    complete = int(np.flatnonzero(changed)[-1])
+    if not (changed & row.is_kind(Kind.REDUCE_GRAD)).any():
+        return complete
+    # As late as the stage after the next one takes its gradient's memory: until then nobody needs it.
+    later = firsts[firsts > np.flatnonzero(changed & row.is_kind(*ADDS_TO_GRADIENT))[-1]]
+    return max(complete, int(later[1]) - 1 if len(later) > 1 else len(row) - 1)
 
 
 @checked

@@ -24,7 +24,7 @@ from pipeloom.cost.placed import Placed
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
 from pipeloom.passes import place_of_updates
-from pipeloom.predict.stage_swaps import swapped_amounts, swapped_costs
+from pipeloom.predict.stage_swaps import swapped_amounts, swapped_costs, with_updates
 from pipeloom.recipe import Recipe, Residence, build
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.ledger import KeptBytes
@@ -95,7 +95,7 @@ def question_of(placed: Placed, budget: int, *, needs_norm: bool) -> SwapQuestio
     run = replace(placed.run, pp=1, loops=layers + 2, layers_by_stage=(0, *(1,) * layers, 0))
     pieces = placed.of(run)
     update_s = step_terms(pieces, max(pieces.costs.backward_s)).optimizer_s
-    costs = swapped_costs(pieces.costs, pieces, update_s)
+    costs = with_updates(swapped_costs(pieces.costs, pieces), pieces, update_s)
     return SwapQuestion(
         forward_s=costs.forward_s,
         backward_s=costs.backward_s,

@@ -172,6 +172,7 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
         own = {"schedule.file": (config.schedule.file is not None, ", which has its own order")}
         own["data.attention document"] = config.data.by_document, ", which has its own attention"
         own["training.freeze_layers"] = config.training.freeze_layers is not None, ""
+        own["optimizer.update stage"] = config.optimizer.update == "stage", ""
         own["adapter.rank"] = config.adapter.rank is not None, ""
         problems += [
             f"{name} needs machine.software pipeloom, found {software.name}{what}"

@@ -42,6 +42,7 @@ from pipeloom.schedule.facts import Seconds
 from pipeloom.schedule.kinds import MOVE_KINDS
 from pipeloom.schedule.ledger import HeldBytes, KeptBytes, Ledger, most_gathered, most_in_rows
 from pipeloom.schedule.peaks import Peaks
+from pipeloom.schedule.stage_swaps import gradient_room, gradient_rooms
 from pipeloom.trace import Trace
 from pipeloom.workload.run import Run
 
@@ -69,10 +70,18 @@ def memory_by_rank(
 
 
 class _Buffers(NamedTuple):
-    """Maximal bytes of a rank for gathered weights, and for unreduced gradients."""
+    """Maximal bytes of a rank for gathered weights and for unreduced gradients.
+
+    Attributes:
+        gathered_bytes: of the weights.
+        gradients_bytes: of the gradients.
+        has_all: whether these are all gradients of the rank, since stages are updated within the step; otherwise each
+            stage has its own, or its shard, as well.
+    """
 
     gathered_bytes: float
     gradients_bytes: float
+    has_all: bool = False
 
 
 def _buffers(run: Run, software: Software, schedule: Schedule) -> tuple[_Buffers, ...]:
@@ -80,6 +89,11 @@ def _buffers(run: Run, software: Software, schedule: Schedule) -> tuple[_Buffers
     if not software.has_reduction_lane:
         return _buffers_for(run.of_state, software, schedule.placement, 1, schedule.gradient_buffers)
     most = most_gathered(schedule, _gathered_bytes(run, software))
+    if all(gradient_rooms(row) is not None for row in schedule.rows):
+        each = state_bytes(replace(run, shard="none"), 1.0, software).gradients_bytes
+        sizes = [each * held for held in _trained_parameters(run, software)]
+        rooms = [gradient_room(row, sizes) for row in schedule.rows]
+        return tuple(_Buffers(gathered, room, has_all=True) for gathered, room in zip(most, rooms, strict=True))
     gradients = _gradient_buffer_bytes(run, software, schedule.placement, schedule.gradient_buffers)
     return tuple(map(_Buffers, most, gradients))
 
@@ -265,7 +279,7 @@ def _besides_activations(
         found.append(
             State(
                 state.weights_bytes + still + lent.weights_bytes + more.gathered_bytes,
-                state.gradients_bytes + lent.gradients_bytes + more.gradients_bytes,
+                state.gradients_bytes * (not more.has_all) + lent.gradients_bytes + more.gradients_bytes,
                 state.optimizer_bytes + state_of_rank(run, software, tuple(stages)),
             )
         )
@@ -386,6 +400,11 @@ def _gradient_buffer_bytes(run: Run, software: Software, placement: Placement, b
     return [each * (min(buffers, len(own)) * max(own)) for own in of_rank]
 
 
+def _total_bytes(state: State, more: _Buffers) -> float:
+    """Of a rank's weights, gradients and optimizer state, without the gradients that are part of its buffers."""
+    return state.total_bytes - state.gradients_bytes * more.has_all
+
+
 def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     """Sizes of everything that the ranks of a schedule hold, without fragmentation."""
     _, head = stage_layers(run, software)
@@ -394,7 +413,7 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     working[head] += max(0.0, logits_bytes(run, software) - kept_logits(run, software))
     by_stage = _trained_parameters(run, software)
     always = [
-        state_bytes(run, sum(by_stage[stage] for stage in stages), software).total_bytes
+        _total_bytes(state_bytes(run, sum(by_stage[stage] for stage in stages), software), more)
         + state_of_rank(run, software, tuple(stages))
         + sum(frozen[stage] for stage in stages)
         + lent_bytes(run, software, stages).total_bytes

@@ -32,6 +32,8 @@ def with_recipe(config: _Config) -> _Config:
     if recipe is None or own.lr is not None or own.name != "adamw":
         return config
     unset: dict[str, Any] = {name: value for name, value in recipe.optimizer.items() if getattr(own, name) is None}
+    if own.clip == "none":
+        unset.pop("clip_grad_norm", None)
     steps = recipe.steps_of(_batch_tokens(config)) if config.training.steps is None else config.training.steps
     return replace(config, optimizer=replace(own, **unset), training=replace(config.training, steps=steps))
 

@@ -38,25 +38,32 @@ def with_alike_stages(run: Run, software: Software) -> Run:
     return replace(run, layers_by_stage=layers_of_pieces(fastest_partition(sizes, placement_of(run))))
 
 
-def swapped_costs(costs: StageCosts, placed: Placed, update_s: float) -> StageCosts:
-    """Add the seconds of moving and of updating each stage to costs.
+def swapped_costs(costs: StageCosts, placed: Placed) -> StageCosts:
+    """Add the seconds of moving each stage to costs.
 
     Args:
         costs: of the same run without swaps.
         placed: the run.
-        update_s: seconds of updating all stages.
 
     Raises:
         UserError: the cluster's file has no ``[host]`` link.
     """
-    link, parameters = placed.cluster.host_link, placed.parameters
-    whole = sum(parameters)
-    return replace(
-        costs,
-        moves=tuple(amounts.times(1 / link.bytes_per_s) for amounts in swapped_amounts(placed.run, placed.software)),
-        # In proportion to parameters: an update reads and writes each of them once.
-        update_s=tuple(update_s * held / whole for held in parameters),
-    )
+    link = placed.cluster.host_link
+    each = swapped_amounts(placed.run, placed.software)
+    return replace(costs, moves=tuple(amounts.times(1 / link.bytes_per_s) for amounts in each))
+
+
+def with_updates(costs: StageCosts, placed: Placed, update_s: float) -> StageCosts:
+    """Add the seconds of updating each stage, for schedules with updates.
+
+    Args:
+        costs: of the same run.
+        placed: the run.
+        update_s: seconds of updating all stages of a rank, of the slowest one.
+    """
+    most = max(placed.trained_rank_parameters)
+    # In proportion to parameters: an update reads and writes each of them once.
+    return replace(costs, update_s=tuple(update_s * held / most for held in placed.trained_parameters))
 
 
 def swapped_memory(memory: Memory, run: Run, software: Software, schedule: Schedule) -> Memory:

@@ -22,7 +22,7 @@ from pipeloom.predict.memory import held_bytes, memory_by_rank
 from pipeloom.predict.moves import by_seconds, with_moves
 from pipeloom.predict.places import Place, rank_places, shared_links
 from pipeloom.predict.sizes import ClosedSizes
-from pipeloom.predict.stage_swaps import swapped_amounts, swapped_costs, swapped_memory
+from pipeloom.predict.stage_swaps import swapped_amounts, swapped_costs, swapped_memory, with_updates
 from pipeloom.recipe import (
     Knobs,
     Recipe,
@@ -333,7 +333,9 @@ def simulate_step(placed: Placed, knobs: Knobs, *, moves_by_seconds: bool = True
     if how.moves.is_any:
         costs = with_moves(costs, placed, how.moves, schedule.partners, sizes.kept(schedule))
     if knobs.device_budget is not None:
-        costs = swapped_costs(costs, placed, terms.optimizer_s)
+        costs = swapped_costs(costs, placed)
+    if how.updates is not None:
+        costs = with_updates(costs, placed, terms.optimizer_s)
         # Updates are actions of the schedule.
         terms = replace(terms, optimizer_s=0.0)
     # Without messages no links are shared, but cores may be.

@@ -150,6 +150,8 @@ USES_WEIGHTS = COMPUTE_KINDS - {Kind.BACKWARD_WEIGHT}
 """Kinds that use the stage's weights; a weight gradient uses only activations and output gradients."""
 ADDS_TO_GRADIENT = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 """Kinds that add to the stage's gradient."""
+CHANGES_GRADIENT = ADDS_TO_GRADIENT | {Kind.REDUCE_GRAD, Kind.RECV_TIED_GRAD}
+"""Kinds behind which the stage's gradient is another one."""
 USES_STAGE = COMPUTE_KINDS | {Kind.UPDATE, Kind.REDUCE_GRAD}
 """Kinds that use the stage's weights or its gradient."""
 SEND_KINDS, RECEIVE_KINDS = _of(Group.SEND), _of(Group.RECEIVE)

@@ -174,6 +174,42 @@ def defers_updates(row: Row) -> bool:
     return not (row.is_kind(*COMPUTE_KINDS) & (row.stage == stage))[: updates[0]].any()
 
 
+def gradient_rooms(row: Row) -> dict[int, int] | None:
+    """The number of the buffer of each stage's gradient, where a row updates stages when their gradients are complete.
+
+    A gradient takes a buffer from its first backward to its update. Of stages in one buffer no two have a gradient at
+    the same time, and there are as few buffers as possible: so if each is as large as the largest of its stages, all
+    ``n`` buffers together are at most as large as the ``n`` largest stages.
+
+    Returns:
+        Stage -> number; ``None`` for a row without updates, or with those of the step before.
+    """
+    updates, begins = (_first_slots(row, *kinds) for kinds in ((Kind.UPDATE,), ADDS_TO_GRADIENT))
+    if not updates or defers_updates(row):
+        return None
+    free_at: list[int] = []  # slot of the update that frees a buffer
+    rooms: dict[int, int] = {}
+    for stage, begin in begins.items():
+        number = next((number for number, slot in enumerate(free_at) if slot < begin), len(free_at))
+        free_at[number : number + 1] = [updates[stage]]
+        rooms[stage] = number
+    return rooms
+
+
+def gradient_room(row: Row, sizes: Sequence[float]) -> float:
+    """Size of all buffers of ``gradient_rooms``, from the size of each stage's gradient; 0 without any."""
+    rooms = gradient_rooms(row) or {}
+    return sum(max(sizes[stage] for stage, own in rooms.items() if own == number) for number in set(rooms.values()))
+
+
+def _first_slots(row: Row, *kinds: Kind) -> dict[int, int]:
+    """Stage -> slot of its first action of some kinds, in the order of the row."""
+    slots = np.flatnonzero(row.is_kind(*kinds))
+    stages, firsts = np.unique(row.stage[slots], return_index=True)
+    by_slot = np.argsort(firsts)
+    return dict(zip(stages[by_slot].tolist(), slots[firsts[by_slot]].tolist(), strict=True))
+
+
 def stage_moves(row: Row) -> dict[int, Content]:
     """Slot of each ``SWAP_IN`` and ``SWAP_OUT`` -> what it moves."""
     stays = stage_stays(row)

@@ -24,6 +24,7 @@ from pipeloom.training.memory_check import check_memory
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.session import check_processes, run_on_all_ranks
 from pipeloom.training.stages import stage_of
+from pipeloom.training.updates_within import KeptGradients
 from pipeloom.workload.limits import Count
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}
@@ -203,6 +204,7 @@ def compare_with_reference(config: RunConfig, world: World, data: Data, num_batc
         On rank 0 the largest relative difference over the batches, by name; ``None`` elsewhere.
     """
     pipeline, layout = Pipeline(config, world), config.layout
+    pipeline.updates.does = KeptGradients(pipeline.data_parallel)
     windows = [data.train.batch(index, layout.batch_size) for index in range(num_batches)]
     found = [world.gather(_step(pipeline, pipeline.batch(one))) for one in windows]
     slices = world.gather(pipeline.slices())

@@ -7,20 +7,58 @@ import torch
 from torch import Tensor
 
 
-class FusedAdamW:
+class Rule:
+    """What the run needs of an optimizer, with ``_update`` to be written.
+
+    Args:
+        groups: each with ``params``, and its own value of any setting.
+        settings: the defaults of the groups.
+
+    Attributes:
+        param_groups: the groups with all settings, which may be changed.
+        state: for each parameter ``step`` and the tensors of the rule.
+        defaults: the settings.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], settings: dict[str, Any]) -> None:
+        self.defaults = settings
+        self.param_groups = [{**self.defaults, **group} for group in groups]
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the parameters that have a gradient."""
+        for group in self.param_groups:
+            # Kernels take lists of one device and type.
+            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    alike.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+            for parameters in alike.values():
+                self._update(parameters, [one.grad for one in parameters if one.grad is not None], group)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients, as optimizers of ``torch.optim`` do."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def _update(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], group: dict[str, Any]) -> None:
+        """Update parameters of one device and type, with the settings of their group."""
+        raise NotImplementedError
+
+
+class FusedAdamW(Rule):
     """Adam with decoupled weight decay (arXiv 1711.05101), bit for bit that of ``torch.optim.AdamW(fused=True)``.
 
     Args:
-        groups: each with ``params``, and its own value of any setting below.
+        groups: as of ``Rule``.
         lr: learning rate.
         betas: of the two means.
         eps: added to the root of the second mean.
         weight_decay: of the weights.
 
     Attributes:
-        param_groups: the groups with all settings, which may be changed.
-        state: for each parameter ``step``, ``exp_avg`` and ``exp_avg_sq``; made in its first step, if it is not there.
-        defaults: the settings.
         grad_scale: what the kernel divides the gradients by; ``None`` for nothing.
     """
 
@@ -29,43 +67,18 @@ class FusedAdamW:
     def __init__(
         self, groups: Iterable[dict[str, Any]], lr: float, betas: Sequence[float], eps: float, weight_decay: float = 0.0
     ) -> None:
-        self.defaults: dict[str, Any] = {
-            "lr": lr,
-            "betas": tuple(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "fused": True,
-        }
-        self.param_groups = [{**self.defaults, **group} for group in groups]
-        self.state: dict[Tensor, dict[str, Tensor]] = {}
+        settings = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "fused": True}
+        super().__init__(groups, settings)
         self.grad_scale: Tensor | None = None
 
-    @torch.no_grad()
-    def step(self) -> None:
-        """Update the parameters that have a gradient."""
-        for group in self.param_groups:
-            # The kernel takes lists of one device and type.
-            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    alike.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-            for parameters in alike.values():
-                self._update(parameters, group)
-
-    def zero_grad(self) -> None:
-        """Drop the gradients, as optimizers of ``torch.optim`` do."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-
-    def _update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+    def _update(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], group: dict[str, Any]) -> None:
         states = [self._state_of(parameter) for parameter in parameters]
         steps = [state["step"] for state in states]
         beta1, beta2 = group["betas"]
         torch._foreach_add_(steps, 1)
         torch._fused_adamw_(
             list(parameters),
-            [parameter.grad for parameter in parameters if parameter.grad is not None],
+            list(gradients),
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],

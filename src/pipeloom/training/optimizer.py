@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from pipeloom.config import OptimizerConfig
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.processes.world import World
-from pipeloom.execute.stages.clipping import clipped_step, gradient_norms, squared_gradient_norm, squared_norm
+from pipeloom.execute.stages.clipping import clip, clipped_step, gradient_norms, squared_gradient_norm, squared_norm
 from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.execute.stages.weights import FlatPart, StageWeights
 from pipeloom.measure.stopwatch import median_seconds
 from pipeloom.measure.update import Update
 from pipeloom.schedule.stage_swaps import Content
 
-_REPEATS = 3
+REPEATS = 3
+"""Runs of an update that is timed."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
@@ -84,7 +85,8 @@ def _no_steps(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.get_default_dtype())
 
 
-def _set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of all parameters."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -98,16 +100,33 @@ class WholeUpdates:
 
     def begin_step(self, lr: float) -> None:
         """Set the learning rate of the step; called before the pipeline."""
-        _set_rate(self._optimizer, lr)
+        set_rate(self._optimizer, lr)
 
-    def squares(self) -> float:
-        """This rank's share of the squared gradient norm of the whole model; called after the pipeline."""
-        return squared_gradient_norm(self._data_parallel.counted_gradients())
+    def squares(self) -> list[float]:
+        """This rank's share of the squared norm of each gradient that is clipped; called after the pipeline.
 
-    def end_step(self, norm: float, lr: float) -> None:  # noqa: ARG002  StageUpdates needs the rate here
-        """Clip by the gradient norm of the whole model, and update."""
-        # By the norm over all ranks: clipping each part by its own norm would change the gradient's direction.
-        clipped_step(self._optimizer, self._parameters, norm, self._config.known_clip_grad_norm)
+        Of the whole model's, or with ``optimizer.clip`` stage of each stage's.
+        """
+        parallel = self._data_parallel
+        if self._config.clip != "stage":
+            return [squared_gradient_norm(parallel.counted_gradients())]
+        return [squared_gradient_norm(parallel.counted_gradients(stage)) for stage in range(parallel.num_stages)]
+
+    def end_step(self, squares: Sequence[float], lr: float) -> None:  # noqa: ARG002  StageUpdates needs the rate here
+        """Clip, and update.
+
+        Args:
+            squares: sums of ``squares`` over all ranks.
+            lr: learning rate of the step.
+        """
+        limit = self._config.known_clip_grad_norm
+        if self._config.clip == "stage":
+            for stage, weights in self._data_parallel.weights.items():
+                clip([part.parameter for part in weights.parts], squares[stage] ** 0.5, limit)
+            self._optimizer.step()
+        else:
+            # By the norm over all ranks: clipping each part by its own norm would change the gradient's direction.
+            clipped_step(self._optimizer, self._parameters, sum(squares) ** 0.5, limit)
         # Stages compute with a copy of the updated weights in training.dtype, or gather them.
         self._data_parallel.refresh()
 
@@ -138,7 +157,7 @@ class WholeUpdates:
             update.step()
             self._data_parallel.refresh()  # weights are unchanged
 
-        every = world.gather(median_seconds(once, _REPEATS, world.device, before))
+        every = world.gather(median_seconds(once, REPEATS, world.device, before))
         return (), max(every) if every else 0.0
 
 
@@ -166,7 +185,7 @@ class StageUpdates:
         self._is_deferred, self._is_owed = is_deferred, False
         self._gradients: dict[Tensor, Tensor] = {}
         self._norms: dict[int, list[Tensor]] = {}
-        self._squares = 0.0
+        self._squares, self._own_squares = 0.0, dict[int, float]()
         for stage, one in weights.items():
             for part in one.parts:
                 begin_state(optimizer, config, [part])
@@ -182,6 +201,8 @@ class StageUpdates:
         """Note the norm of a stage's gradient; after the last stage, compute that of the whole gradient."""
         # Summed in a fixed order, so that the result does not depend on the order in which stages complete.
         self._norms[stage] = gradient_norms(self._weights[stage].counted_gradients(with_replicated=True))
+        if self._config.clip == "stage":
+            self._own_squares[stage] = squared_norm(self._norms[stage])
         if len(self._norms) == len(self._weights):
             self._squares = squared_norm([norm for index in self._weights for norm in self._norms[index]])
             self._norms.clear()
@@ -198,7 +219,8 @@ class StageUpdates:
         for parameter in parameters:
             # The optimizer skips parameters without a gradient, so its step updates this stage alone.
             parameter.grad = self._gradients[parameter]
-        norm = self._squares**0.5 if self._config.clips else 0.0
+        squares = self._own_squares[stage] if self._config.clip == "stage" else self._squares
+        norm = squares**0.5 if self._config.known_clip_grad_norm < math.inf else 0.0
         clipped_step(self._optimizer, parameters, norm, self._config.known_clip_grad_norm)
         for parameter in parameters:
             parameter.grad = None
@@ -208,16 +230,16 @@ class StageUpdates:
         """As ``WholeUpdates``."""
         # Deferred updates of the previous step run within this one, with the previous learning rate.
         if not self._is_deferred:
-            _set_rate(self._optimizer, lr)
+            set_rate(self._optimizer, lr)
 
-    def squares(self) -> float:
-        """As ``WholeUpdates``; the share of the only rank is the whole."""
-        return self._squares
+    def squares(self) -> list[float]:
+        """As ``WholeUpdates``, of the whole gradient; the share of the only rank is the whole."""
+        return [self._squares]
 
-    def end_step(self, norm: float, lr: float) -> None:  # noqa: ARG002  updates use self._squares
+    def end_step(self, squares: Sequence[float], lr: float) -> None:  # noqa: ARG002  updates use their own
         """Mark deferred updates as pending, with the learning rate of this step; others are done."""
         if self._is_deferred:
-            _set_rate(self._optimizer, lr)
+            set_rate(self._optimizer, lr)
             self._is_owed = True
 
     def seconds(self, world: World) -> tuple[tuple[float, ...], float]:
@@ -231,10 +253,11 @@ class StageUpdates:
         done, owed = [step.clone() for step in steps], (self._squares, self._is_owed)
         # A norm of twice the limit, so that clipping is part of the measurement.
         self._squares, self._is_owed = 4 * self._config.known_clip_grad_norm**2, True
+        self._own_squares[stage] = self._squares
         try:
             # Without contents to write back, so weights and moments at rest stay unchanged.
             with self._store.visit(stage, Content.WEIGHTS | Content.STATE | Content.GRADIENT):
-                return median_seconds(lambda: self.update(stage), _REPEATS, device)
+                return median_seconds(lambda: self.update(stage), REPEATS, device)
         finally:
             self._squares, self._is_owed = owed
             # Step counters are not part of the store.

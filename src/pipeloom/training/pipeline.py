@@ -468,7 +468,8 @@ class Pipeline:
         parts += [part for part in (self.data_parallel, self._tied, moves) if part is not None]
         if self.store is not None:
             swaps = StageSwaps(self.store, self._lanes, training.stall_timeout_s)
-            parts += [swaps, self.updates]  # after the tied matrix, whose gradient has to be added before the update
+            parts.append(swaps)
+        parts.append(self.updates)  # after the tied matrix, whose gradient has to be added before the update
         log = None if self._log is None or name is None else self._log.row(name, schedule, rank)
         return Executor(
             schedule, rank, parts, transport=self._transport, clock=self._clock, run_ahead=training.run_ahead, log=log

@@ -22,7 +22,6 @@ from pipeloom.runs.run_folder import RunFolder, put_aside
 from pipeloom.runs.run_start import go_back
 from pipeloom.runs.traced_step import median_step, traced_candidates
 from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
-from pipeloom.schedule.stage_swaps import defers_updates
 from pipeloom.system.files import strict_json
 from pipeloom.trace import Trace, merge, to_chrome
 from pipeloom.training.again import NEVER, Again
@@ -35,7 +34,7 @@ from pipeloom.training.health import Damage, Health
 from pipeloom.training.loading import Loading
 from pipeloom.training.loggers import MetricLog
 from pipeloom.training.noted import Noted
-from pipeloom.training.optimizer import StageUpdates, WholeUpdates, learning_rate, make_optimizer
+from pipeloom.training.optimizer import WholeUpdates, learning_rate, make_optimizer
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.pretrained import origin_of
 from pipeloom.training.profiled_step import simulate_profile
@@ -47,6 +46,7 @@ from pipeloom.training.spikes import Spikes
 from pipeloom.training.step_metrics import StepMeter
 from pipeloom.training.step_profile import StepProfiles
 from pipeloom.training.trained import load_trained
+from pipeloom.training.updates_within import make_updates
 
 
 class Trainer:
@@ -82,7 +82,7 @@ class Trainer:
         self._pipeline = Pipeline(config, world, log=self._noted.log)
         is_whole = self._pipeline.store is None  # swapped stages get their optimizer state one by one
         self._optimizer = make_optimizer(config.optimizer, self._pipeline.data_parallel.parts, begins=is_whole)
-        self._updates = self._make_updates()
+        self._updates = make_updates(config.optimizer, self._optimizer, self._pipeline)
         self._checkpoints = Checkpoints(
             config,
             world,
@@ -288,14 +288,15 @@ class Trainer:
         result = self._pipeline.train_step(batch)
         # One all-reduce for loss, gradient norm and votes.
         own = (
-            [self._pipeline.counted_loss(result), self._updates.squares()],
+            [self._pipeline.counted_loss(result), *self._updates.squares()],
             self._slow.own(result, self._pipeline.exchange_s - exchanged_s),
             self._health.own(),
             self._meter.own(result, self._loading.waited_s),
             self._saving.votes(),
         )
         sums = iter(self._world.sum([*chain(*own)]))
-        (loss, squares), seconds, changed, self._sums, votes = (list(islice(sums, len(part))) for part in own)
+        (loss, *each), seconds, changed, self._sums, votes = (list(islice(sums, len(part))) for part in own)
+        squares = sum(each)
         self._slow.take(step, seconds, self._measured.predicted)
         self._saving.count(votes)
         if (damage := self._health.judge(step, changed, windows)) is not None:
@@ -323,7 +324,7 @@ class Trainer:
             )
         grad_norm = squares**0.5
         with self._noted.updating:
-            self._updates.end_step(grad_norm, lr)
+            self._updates.end_step(each, lr)
         self._health.note()
         return loss, grad_norm, result
 
@@ -373,16 +374,6 @@ class Trainer:
     def _warn(self, text: str) -> None:
         if self._world.rank == 0:
             self._folder.add_warning(text)
-
-    def _make_updates(self) -> WholeUpdates | StageUpdates:
-        """The weight update: of all stages at once, or of each stage within the step if stages are swapped."""
-        optimizer, parallel, store = self._config.optimizer, self._pipeline.data_parallel, self._pipeline.store
-        if store is None:
-            return WholeUpdates(optimizer, self._optimizer, parallel)
-        is_deferred = defers_updates(self._pipeline.schedule.rows[0])
-        updates = StageUpdates(optimizer, self._optimizer, parallel.weights, store, is_deferred=is_deferred)
-        self._pipeline.updates.does = updates
-        return updates
 
     def _keep_traced(self, step: int, step_s: float, own: tuple[Trace, int, float]) -> None:
         """Keep a rank's trace; behind the last candidate gather those of the chosen step on rank 0, and write them.

@@ -144,20 +144,45 @@ OPTIMIZERS.add(
         ),
     ),
 )
+_RELATIVE: Mapping[str, Setting] = {"weight_decay": 0.0, "beta2_decay": -0.8, "clip": 1.0, "least_size": 1e-3}
+_FACTORED = Matrices(
+    takes=lambda _name, _shape: True,  # also of vectors the update depends on all elements
+    state={
+        "row_var": lambda shape: (*shape[:-1], 1) if len(shape) > 1 else None,
+        "col_var": lambda shape: (*shape[:-2], 1, shape[-1]) if len(shape) > 1 else None,
+        "variance": lambda shape: None if len(shape) > 1 else shape,
+    },
+)
 OPTIMIZERS.add(
     "adafactor",
     Optimizer(
         summary="second moments as rows and columns, updates relative to the size of a parameter (arXiv 1804.04235)",
-        settings={"weight_decay": 0.0, "beta2_decay": -0.8, "clip": 1.0, "least_size": 1e-3},
+        settings=_RELATIVE,
         state=("variance",),
         make=_of_module("pipeloom.training.update_rules", "adafactor"),
-        matrices=Matrices(
-            takes=lambda _name, _shape: True,  # also of vectors the update depends on all elements
-            state={
-                "row_var": lambda shape: (*shape[:-1], 1) if len(shape) > 1 else None,
-                "col_var": lambda shape: (*shape[:-2], 1, shape[-1]) if len(shape) > 1 else None,
-                "variance": lambda shape: None if len(shape) > 1 else shape,
-            },
-        ),
+        matrices=_FACTORED,
+    ),
+)
+_LOMO = "pipeloom.training.lomo"
+OPTIMIZERS.add(
+    "lomo",
+    Optimizer(
+        summary="gradient descent with decoupled weight decay, without state (LOMO, arXiv 2306.09782)",
+        settings={"weight_decay": 0.0},
+        state=(),
+        make=_of_module(_LOMO, "Lomo"),
+        imports=(_LOMO,),
+    ),
+)
+OPTIMIZERS.add(
+    "adalomo",
+    Optimizer(
+        summary="second moments as rows and columns, normalized updates relative to the size of a parameter (AdaLomo, "
+        "arXiv 2310.10195)",
+        settings=_RELATIVE,
+        state=("variance",),
+        make=_of_module(_LOMO, "AdaLomo"),
+        matrices=_FACTORED,
+        imports=(_LOMO,),
     ),
 )

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from pipeloom.errors import UserError
 from pipeloom.execute.communication.collectives import Groups, Job
 from pipeloom.execute.communication.under_way import UnderWay, finish
 from pipeloom.execute.lanes import Lane
@@ -17,7 +18,7 @@ from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.execute.stages.weights import FlatPart, StageWeights
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, COLLECTIVE_KINDS
-from pipeloom.schedule.stage_swaps import Content
+from pipeloom.schedule.stage_swaps import Content, gradient_rooms
 from pipeloom.workload.layout import Shard
 
 
@@ -86,6 +87,10 @@ class DataParallel(Part):
         dtype: in which the stages compute, where it is narrower than that of the modules, which the optimizer updates.
         store: holds the stages where they are swapped; ``None`` without swaps.
         is_whole: (name, shape) -> whether the optimizer updates a parameter as a whole.
+
+    Attributes:
+        weights: of each stage of the rank.
+        num_stages: of the model.
     """
 
     kinds = COLLECTIVE_KINDS
@@ -106,9 +111,12 @@ class DataParallel(Part):
     ) -> None:
         self._store = store
         self._groups = groups
+        self.num_stages = schedule.num_stages
         self._sums_replicated = sums_replicated
         self._lane = lane
         reduced = [action.stage for _, _, action in schedule.actions() if action.kind is Kind.REDUCE_GRAD]
+        # Swapped stages have their gradients in the store.
+        self._rooms = {} if store is not None else _rooms_of(schedule)
         self.weights: dict[int, StageWeights] = {}
         for index, module in modules:
             self.weights[index] = StageWeights(
@@ -121,21 +129,32 @@ class DataParallel(Part):
                 replicated=replicated(module),
                 dtype=dtype,
                 is_whole=is_whole,
+                owns_gradient=index not in self._rooms,
             )
             if store is not None:
                 store.adopt(index, self.weights[index])
-        self._buffers = _buffers(self.weights, schedule.gradient_buffers, Counter(reduced))
+        if self._rooms:
+            _refuse_parts_of_sums(Counter(reduced))
+            self._buffers = _pools(self.weights, self._rooms)
+        else:
+            self._buffers = _buffers(self.weights, schedule.gradient_buffers, Counter(reduced))
         self._gathered: set[int] = set()
         self._open: dict[int, Tensor] = {}
+        self._summed: dict[int, Tensor] = {}  # reduced in their buffers, until the update
         self._most_held = Held()
         self._start_of = {Kind.UNSHARD: self.unshard, Kind.RESHARD: self.reshard, Kind.REDUCE_GRAD: self.reduce}
 
-    def counted_gradients(self) -> list[Tensor]:
-        """This rank's part of the gradients; over all ranks every element is included once."""
+    def counted_gradients(self, stage: int | None = None) -> list[Tensor]:
+        """This rank's part of the gradients; over all ranks every element is included once.
+
+        Args:
+            stage: whose; ``None`` for all. Empty for a stage of another rank.
+        """
         if self._groups.copies.index > 0:
             return []
         is_first = self._groups.tensor.index == 0
-        return [g for one in self.weights.values() for g in one.counted_gradients(with_replicated=is_first)]
+        weights = [one for index, one in self.weights.items() if stage in (None, index)]
+        return [g for one in weights for g in one.counted_gradients(with_replicated=is_first)]
 
     @property
     def copy_share(self) -> tuple[int, int]:
@@ -229,7 +248,26 @@ class DataParallel(Part):
         """Start reducing the gradient that backwards have accumulated since the last reduction."""
         weights, buffer = self.weights[stage], self._open.pop(stage)
         weights.close_gradient()
+        if stage in self._rooms:
+            self._summed[stage] = buffer
+            return self._lane.start(self._reduction(weights, buffer, None))
         return self._lane.start(self._reduction(weights, buffer, self._buffers.get(stage)))
+
+    @contextmanager
+    def complete_gradient(self, stage: int) -> Iterator[StageWeights]:
+        """Context in which a stage has its gradient, which is complete, for its update within the step.
+
+        Its buffer is free afterwards.
+        """
+        weights = self.weights[stage]
+        buffer = self._summed.pop(stage, None)
+        if buffer is None:
+            buffer = self._open.pop(stage)
+            weights.close_gradient()
+        weights.lend_gradient(buffer)
+        yield weights
+        weights.forget_gradient()
+        self._buffers[stage].give_back(buffer)
 
     def _reduction(self, weights: StageWeights, buffer: Tensor, buffers: GradientBuffers | None) -> Job:
         if not weights.order.size:  # backwards pass through a stage that trains nothing itself
@@ -284,7 +322,11 @@ class DataParallel(Part):
     def _close_all(self) -> None:
         for stage in self._open:
             self.weights[stage].close_gradient()
+        for stage, buffer in (self._open | self._summed).items():
+            if stage in self._rooms:
+                self._buffers[stage].give_back(buffer)
         self._open.clear()
+        self._summed.clear()
 
     def _count(self) -> None:
         """Update the peaks."""
@@ -299,6 +341,34 @@ class DataParallel(Part):
             gradients_bytes=sum(one.nbytes for one in buffers) + sum(one.gradients_bytes for one in weights),
         )
         self._most_held = self._most_held.most(now)
+
+
+def _rooms_of(schedule: Schedule) -> dict[int, int]:
+    """Stage -> number of its gradient's buffer on its rank (``gradient_rooms``), of all ranks."""
+    return {stage: room for row in schedule.rows for stage, room in (gradient_rooms(row) or {}).items()}
+
+
+def _refuse_parts_of_sums(num_reductions: Mapping[int, int]) -> None:
+    """Check that stages which are updated within the step are reduced once: there is no memory for parts of sums."""
+    found = [stage for stage, number in num_reductions.items() if number > 1]
+    if found:
+        raise UserError(f"stage {found[0]} is reduced more than once before its update; reduce it once")
+
+
+def _pools(weights: Mapping[int, StageWeights], rooms: Mapping[int, int]) -> dict[int, GradientBuffers]:
+    """For each stage the pool of its room, which has one buffer of the size of its largest stage."""
+    found: dict[int, GradientBuffers] = {}
+    pools: dict[int, GradientBuffers] = {}
+    for index, one in weights.items():
+        if index in rooms:
+            number = rooms[index]
+            if number not in pools:
+                size = max(
+                    other.order.size for other_index, other in weights.items() if rooms.get(other_index) == number
+                )
+                pools[number] = GradientBuffers(1, size, one.gradient, reuses=True)
+            found[index] = pools[number]
+    return found
 
 
 def _buffers(

@@ -22,6 +22,13 @@ def squared_norm(norms: Sequence[Tensor]) -> float:
     return float(torch.linalg.vector_norm(torch.stack(list(norms))).double() ** 2) if norms else 0.0
 
 
+def clip(parameters: Sequence[nn.Parameter], norm: float, limit: float) -> None:
+    """Scale gradients to a norm of at most ``limit``; ``norm`` is that of all of them, on all ranks."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if norm > limit and gradients:
+        torch._foreach_mul_(gradients, limit / norm)
+
+
 def clipped_step(optimizer: Any, parameters: Sequence[nn.Parameter], norm: float, limit: float) -> None:
     """Scale this rank's gradients by the whole model's gradient norm, and do an optimizer step.
 
@@ -43,5 +50,5 @@ def clipped_step(optimizer: Any, parameters: Sequence[nn.Parameter], norm: float
         finally:
             optimizer.grad_scale = None
     else:
-        torch._foreach_mul_(gradients, limit / norm)
+        clip(parameters, norm, limit)
         optimizer.step()

@@ -66,6 +66,8 @@ class StageWeights:
         replicated: parameters that every tensor-parallel rank holds whole.
         dtype: of compute; ``None``: that of the module.
         is_whole: (name, shape) -> whether the optimizer updates a parameter as a whole, so that one shard has it.
+        owns_gradient: whether there is memory for the gradient; otherwise it is lent for its update, and empty
+            at other times (``lend_gradient``).
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class StageWeights:
         replicated: Collection[str] = (),
         dtype: torch.dtype | None = None,
         is_whole: Callable[[str, tuple[int, ...]], bool] = nothing_whole,
+        owns_gradient: bool = True,
     ) -> None:
         self.module = module
         every = dict(module.named_parameters())
@@ -104,9 +107,12 @@ class StageWeights:
         share = self.order.size // num_shards
         self.begin = 0 if level == "none" else index * share
         self.shard = master if level == "none" else master[self.begin : self.begin + share].clone()
-        self.whole_gradient = torch.zeros_like(master) if reduces_in_place else None
-        own = slice(self.begin, self.begin + self.shard.numel())
-        self.gradient = torch.zeros_like(self.shard) if self.whole_gradient is None else self.whole_gradient[own]
+        self._owns_gradient = owns_gradient
+        self.whole_gradient = torch.zeros_like(master) if reduces_in_place and owns_gradient else None
+        if self.whole_gradient is None:
+            self.gradient = torch.zeros_like(self.shard) if owns_gradient else self.shard.new_empty(0)
+        else:
+            self.gradient = self.whole_gradient[self.begin : self.begin + self.shard.numel()]
         self.whole_bytes = self.whole.nbytes
         self.is_held = True
         self.is_swapped = False
@@ -228,6 +234,19 @@ class StageWeights:
         for parameter in self._parameters.values():
             parameter.grad = None
 
+    def lend_gradient(self, buffer: Tensor) -> None:
+        """Take the gradient of the shard from a buffer with the whole one, until ``forget_gradient``."""
+        self.gradient = buffer[self.begin : self.begin + self.shard.numel()]
+        for part in self.parts:
+            begin, shape = part.begin - self.begin, part.parameter.shape
+            part.parameter.grad = self.gradient[begin : begin + shape.numel()].view(shape)
+
+    def forget_gradient(self) -> None:
+        """End ``lend_gradient``."""
+        self.gradient = self.shard.new_empty(0)
+        for part in self.parts:
+            part.parameter.grad = None
+
     def _in_shard(self, element: int) -> int:
         """An index of the buffer as index of the shard, clamped to its ends."""
         return min(max(0, element - self.begin), self.shard.numel())
@@ -248,6 +267,7 @@ class StageWeights:
             own = slice(begin - self.begin, end - self.begin)
             shape = (end - begin,) if whole is None else whole.shape
             parameter = nn.Parameter(self.shard[own].view(shape))
-            parameter.grad = self.gradient[own].view(shape)
+            if self._owns_gradient:
+                parameter.grad = self.gradient[own].view(shape)
             found.append(FlatPart(parameter, begin, decays, None if whole is None else whole.name))
         return found

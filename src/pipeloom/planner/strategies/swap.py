@@ -70,7 +70,7 @@ def _estimate_s(leaf: Leaf) -> float:
 
 def _question(leaf: Leaf) -> SwapQuestion:
     """The pieces of a leaf's model, without a budget."""
-    return question_of(leaf.cut.placed, 0, needs_norm=OptimizerConfig().clips)
+    return question_of(leaf.cut.placed, 0, needs_norm=OptimizerConfig().needs_norm)
 
 
 def _budget(leaf: Leaf, question: SwapQuestion) -> float:

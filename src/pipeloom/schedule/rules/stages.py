@@ -11,7 +11,15 @@ from pipeloom.schedule.facts import Facts
 from pipeloom.schedule.kernels import order
 from pipeloom.schedule.kernels.order import LOOK, OFF, ON
 from pipeloom.schedule.kernels.types import Bytes
-from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, KINDS, STAGE_SWAP_KINDS, USES_STAGE, USES_WEIGHTS, Kind
+from pipeloom.schedule.kinds import (
+    ADDS_TO_GRADIENT,
+    CHANGES_GRADIENT,
+    KINDS,
+    STAGE_SWAP_KINDS,
+    USES_STAGE,
+    USES_WEIGHTS,
+    Kind,
+)
 from pipeloom.schedule.row import Bools, Ints, is_one_of
 from pipeloom.schedule.rules.fault import Fault, Nodes, Say, fault_at, with_missing
 
@@ -172,7 +180,7 @@ def update_each_stage_once(facts: Facts) -> Fault | None:
     is_first = updated_at[stage] == updates
     # whether all are of the step before is what the first of them is
     is_odd = is_first & (is_deferred != is_deferred[0])
-    final = facts.where(*ADDS_TO_GRADIENT, Kind.REDUCE_GRAD)
+    final = facts.where(*CHANGES_GRADIENT)
     is_late = uses_up[facts.columns.stage[final]] & (final > updated_at[facts.columns.stage[final]])
     fault = fault_at(
         facts,
