@@ -1,4 +1,4 @@
-"""What the papers of breadth-first (arXiv 2211.05953), BPipe, TeraPipe and zero-bubble report, from simulation.
+"""What the papers of breadth-first (arXiv 2211.05953), BPipe, TeraPipe, LOMO and zero-bubble report, from simulation.
 
 Run by ``make reproduce``. Writes data files, pictures and the tables of ``docs/reproduction/``, where nothing is typed.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markdown import Markdown
 
-from reproduction import bpipe, bpipe_cases, bpipe_tables, zero_bubble
+from reproduction import bpipe, bpipe_cases, bpipe_tables, lomo, zero_bubble
 from reproduction.batch import best, points
 from reproduction.bpipe_links import link_rows
 from reproduction.cost_time import scaled, scaled_points, with_devices
@@ -53,10 +53,14 @@ def main() -> None:
     sliced = {"ablation": ablation_rows(), "curve": curve_rows(), "settings": setting_rows()}
     for name, rows in sliced.items():
         write_rows(f"terapipe_{name}", rows)
+    console.print("LOMO ...")
+    updates = lomo.memory_rows()
+    write_rows(lomo.NAME, updates)
     console.print("Zero bubble ...")
     pages = zero_bubble_page(console) | {
         PAGE: filled(PAGE.read_text(encoding="utf-8"), data),
         bpipe_tables.PAGE: bpipe_tables.filled(bpipe_tables.PAGE.read_text(encoding="utf-8"), *pairs.values()),
+        lomo.PAGE: fill(lomo.PAGE.read_text(encoding="utf-8"), lomo.memory_blocks(updates)),
         TERAPIPE: fill(TERAPIPE.read_text(encoding="utf-8"), terapipe_blocks(*sliced.values())),
     }
     for path, page in pages.items():
