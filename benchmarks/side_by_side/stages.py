@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeloom.model.deferred import Defers, Filed, add_to_leaves, file_deferred
+from pipeloom.model.deferred import Filed, OwnGradients, add_to_leaves, file_deferred
 from side_by_side.case import Case
 
 _PR_SET_TIMERSLACK = 29
@@ -89,7 +89,7 @@ class OwnCost:
     backward_s: float = 0.0
 
 
-class EmulatedStage(nn.Module, Defers):
+class EmulatedStage(nn.Module, OwnGradients):
     """A stage of given times, message and weights.
 
     Args:
