@@ -111,9 +111,9 @@ def test_a_family_on_a_v_says_so():
 @settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(SPLIT),
-    st.integers(1, 7),
+    st.integers(1, 6),
     st.integers(1, 3),
-    st.integers(1, 20),
+    st.integers(1, 12),
     st.integers(0, 3),
     st.integers(1, 3),
 )

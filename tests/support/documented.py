@@ -36,8 +36,8 @@ from pipeloom.cli.reference import command_of
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("pipeloom", "make", "torchrun", "python", "python3", "pip")
-SLOW = ("train", "verify", "export", "profile")
-"""Commands that start processes, or need what such a command leaves; the quick test only parses them."""
+SLOW = ("train", "verify", "export", "profile", "tradeoff")
+"""Commands that start processes, need what such a command leaves, or take long; the quick test only parses them."""
 
 
 @dataclass(frozen=True)
@@ -372,7 +372,7 @@ def check_page(commands: list[Shown], folder: Path, *, executes_all: bool) -> It
             yield _judged(shown, parse(words, folder), why)
         elif words[0] in SLOW and not executes_all and "--help" not in words:
             problem = parse_part(words) if plugins else parse(words, folder)
-            yield _judged(shown, problem, "starts processes: make docs-commands")
+            yield _judged(shown, problem, "starts processes, or takes long: make docs-commands")
         else:
             status, printed, cpu_s = _execute(quick(words, number), folder, plugins)
             is_wrong = bool(status) != shown.fails
