@@ -130,7 +130,8 @@ def test_everything_that_a_rank_does_takes_time_before_the_first_step(profiles, 
     if "split" in name:
         for part in profile.slices:
             assert all(0 < half < both for half, both in zip(part.weight_s, part.backward_s, strict=True))
-            assert set(part.weight_s) != set(profile.costs.weight_s)  # measured of each slice
+            # Measured of each slice. The clock has steps of 10 ns, so two times may be equal by chance.
+            assert len(set(part.weight_s) & set(profile.costs.weight_s)) <= 1
     # The receive of a tied matrix carries its time. A small message may arrive while it is posted, which takes time.
     sent = {Kind.SEND_F, Kind.SEND_B, Kind.SEND_TIED, Kind.SEND_TIED_GRAD, Kind.RECV_F, Kind.RECV_B}
     assert {str(span.action) for span in spans if span.end_s == span.start_s and span.action.kind not in sent} == set()

@@ -134,6 +134,14 @@ class RunConfig:
         return self.with_loops(earlier.layout.num_loops, family) if is_alike else self
 
     @property
+    def least_gradients(self) -> float:
+        """Least share of a rank's gradients that exist at the same time.
+
+        Of stages that are updated within the step at least one has a gradient, and the largest is at least the mean.
+        """
+        return 1 / self.layout.num_loops if self.optimizer.update == "stage" else 1.0
+
+    @property
     def title(self) -> str:
         """Name of the schedule in titles: the family, or the name of the file."""
         file = self.schedule.file

@@ -32,8 +32,8 @@ backward. Both ends of every stage boundary have compared shapes before."""
 
 
 _LEAST_ADDED = 2**18
-"""Elements of a weight from which its product adds the gradient (decision 79): autograd's own operators take less of
-the host, and smaller sums stay in the cache of a core."""
+"""Elements of a weight from which its product adds the gradient (decision 79): autograd's own operators take less host
+time, and smaller sums stay in the cache of a core."""
 
 
 class OwnGradients:
@@ -53,11 +53,15 @@ class OwnGradients:
         return (self.defers or (self.adds and not torch.compiler.is_compiling())) and torch.is_grad_enabled()
 
 
+def _own_parts(module: nn.Module) -> list[OwnGradients]:
+    """The parts of a module that can compute their weight gradients."""
+    return [part for part in module.modules() if isinstance(part, OwnGradients)]
+
+
 def defer(module: nn.Module) -> None:
     """Defer the weight gradients of all parts of a module that support it."""
-    for part in module.modules():
-        if isinstance(part, OwnGradients):
-            part.defers = True
+    for part in _own_parts(module):
+        part.defers = True
 
 
 def add_in_products(module: nn.Module) -> None:
@@ -71,7 +75,7 @@ def add_in_products(module: nn.Module) -> None:
 @contextmanager
 def gradients_by_autograd(module: nn.Module) -> Iterator[None]:
     """Context in which autograd computes all gradients of a module and returns them; none is deferred or added."""
-    parts = [(part, part.defers, part.adds) for part in module.modules() if isinstance(part, OwnGradients)]
+    parts = [(part, part.defers, part.adds) for part in _own_parts(module)]
     for part, _, _ in parts:
         part.defers = part.adds = False
     try:

@@ -117,10 +117,7 @@ def _state(
     state, width = state_bytes(run, parameters, software), _width(config)
     parts = {
         "weights": state.weights_bytes * width + frozen,
-        # Updated within the step, one stage at a time has a gradient at least, and the largest at least the mean.
-        "gradients": state.gradients_bytes
-        * width
-        / (config.layout.num_loops if config.optimizer.update == "stage" else 1),
+        "gradients": state.gradients_bytes * width * config.least_gradients,
         "the optimizer's state": 0.0 if verifies else state.optimizer_bytes * width,
     }
     budget, whole = config.schedule.budget_bytes, sum(parts.values())

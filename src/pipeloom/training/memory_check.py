@@ -79,7 +79,7 @@ def _check_adapted(config: RunConfig, text: str, *, verifies: bool, trains: bool
     size = number * getattr(torch, config.training.known_dtype).itemsize
     parts = {"weights": size * here}
     if trains:
-        parts["gradients"] = size * here / (config.layout.num_loops if config.optimizer.update == "stage" else 1)
+        parts["gradients"] = size * here * config.least_gradients
     if trains and not verifies:
         parts["the optimizer's state"] = number * config.optimizer.rule.state_bytes * here
     if verifies and is_first():

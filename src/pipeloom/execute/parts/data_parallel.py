@@ -248,10 +248,10 @@ class DataParallel(Part):
         """Start reducing the gradient that backwards have accumulated since the last reduction."""
         weights, buffer = self.weights[stage], self._open.pop(stage)
         weights.close_gradient()
-        if stage in self._rooms:
-            self._summed[stage] = buffer
-            return self._lane.start(self._reduction(weights, buffer, None))
-        return self._lane.start(self._reduction(weights, buffer, self._buffers.get(stage)))
+        buffers = self._buffers.get(stage)
+        if stage in self._rooms:  # the update frees the buffer
+            self._summed[stage], buffers = buffer, None
+        return self._lane.start(self._reduction(weights, buffer, buffers))
 
     @contextmanager
     def complete_gradient(self, stage: int) -> Iterator[StageWeights]:
@@ -357,18 +357,13 @@ def _refuse_parts_of_sums(num_reductions: Mapping[int, int]) -> None:
 
 def _pools(weights: Mapping[int, StageWeights], rooms: Mapping[int, int]) -> dict[int, GradientBuffers]:
     """For each stage the pool of its room, which has one buffer of the size of its largest stage."""
-    found: dict[int, GradientBuffers] = {}
-    pools: dict[int, GradientBuffers] = {}
-    for index, one in weights.items():
-        if index in rooms:
-            number = rooms[index]
-            if number not in pools:
-                size = max(
-                    other.order.size for other_index, other in weights.items() if rooms.get(other_index) == number
-                )
-                pools[number] = GradientBuffers(1, size, one.gradient, reuses=True)
-            found[index] = pools[number]
-    return found
+    sizes: dict[int, int] = {}
+    own = [(rooms[index], one) for index, one in weights.items() if index in rooms]
+    for number, one in own:
+        sizes[number] = max(sizes.get(number, 0), one.order.size)
+    like = {number: one.gradient for number, one in own}
+    pools = {number: GradientBuffers(1, size, like[number], reuses=True) for number, size in sizes.items()}
+    return {index: pools[rooms[index]] for index in weights if index in rooms}
 
 
 def _buffers(

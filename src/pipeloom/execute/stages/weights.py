@@ -1,6 +1,6 @@
 """The weights of a stage under data parallelism: one flat buffer, sharded over ranks."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -237,9 +237,7 @@ class StageWeights:
     def lend_gradient(self, buffer: Tensor) -> None:
         """Take the gradient of the shard from a buffer with the whole one, until ``forget_gradient``."""
         self.gradient = buffer[self.begin : self.begin + self.shard.numel()]
-        for part in self.parts:
-            begin, shape = part.begin - self.begin, part.parameter.shape
-            part.parameter.grad = self.gradient[begin : begin + shape.numel()].view(shape)
+        self._show_gradient(self.parts)
 
     def forget_gradient(self) -> None:
         """End ``lend_gradient``."""
@@ -267,7 +265,13 @@ class StageWeights:
             own = slice(begin - self.begin, end - self.begin)
             shape = (end - begin,) if whole is None else whole.shape
             parameter = nn.Parameter(self.shard[own].view(shape))
-            if self._owns_gradient:
-                parameter.grad = self.gradient[own].view(shape)
             found.append(FlatPart(parameter, begin, decays, None if whole is None else whole.name))
+        if self._owns_gradient:
+            self._show_gradient(found)
         return found
+
+    def _show_gradient(self, parts: Sequence[FlatPart]) -> None:
+        """Set the gradients of the optimizer's parameters to views of the shard's."""
+        for part in parts:
+            begin, shape = part.begin - self.begin, part.parameter.shape
+            part.parameter.grad = self.gradient[begin : begin + shape.numel()].view(shape)
