@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import zlib
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from pipeloom.checkpoint.checkpoint_folder import list_checkpoints
 from pipeloom.errors import UserError
 from pipeloom.runs.action_log import read_ranks
 from pipeloom.runs.run_folder import ACTIONS, METRICS, WARNINGS, RunFolder
+from pipeloom.training import again
 from pipeloom.training.checkpoints.saving import Saving
 from pipeloom.training.loading import Loading
 from pipeloom.training.trainer import Trainer
@@ -52,7 +53,7 @@ class Commands:
     def install(self):
         """Before the ranks fork: they all get a thread, and places where faults act."""
         run, begin, write = Trainer.run, Saving.begin_step, FileSystemWriter.write_data
-        take, add = Loading.take, RunFolder.add_metrics
+        take, add, keep = Loading.take, RunFolder.add_metrics, again.temporary_folder
         me = self
 
         def run_watched(trainer):
@@ -80,6 +81,13 @@ class Commands:
             add(folder, metrics)
             me.append("done", str(metrics["step"]))
 
+        @contextmanager
+        def folder_noted(place):
+            with keep(place) as folder:
+                me.append("kept", str(folder))
+                yield folder
+
+        again.temporary_folder = folder_noted
         Trainer.run, Saving.begin_step, FileSystemWriter.write_data = run_watched, begin_step, write_data
         Loading.take, RunFolder.add_metrics = take_noted, add_noted
 
