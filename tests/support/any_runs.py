@@ -96,6 +96,35 @@ def context_runs(count):
     return found
 
 
+@cache
+def expert_runs(count):
+    """Runs with experts in some layers or in all."""
+    draw, found = random.Random(4), []
+    while len(found) < count:
+        config = with_windows(draw, with_layers(draw, with_sharding(draw, any_run(draw))))
+        if config.model.family == "gpt2":
+            continue
+        experts = draw.choice((2, 3, 4))
+        model = replace(
+            config.model,
+            experts=experts,
+            experts_per_token=draw.randint(1, experts),
+            expert_every=draw.choice((None, 2, 3)),
+            expert_ffn=draw.choice((None, 10)),
+            shared_experts=draw.choice((None, 1, 2)),
+            balance=draw.choice(("batch", "microbatch", "none", "bias")),
+        )
+        if model.balance in ("batch", "microbatch"):
+            model = replace(model, balance_weight=draw.choice((0.1, 1.0)))
+        # Budgets were drawn for layers that keep less; in bfloat16 rounding chooses other experts.
+        still = {"balance": False, "offload": False, "activation_budget": None, "device_budget": None}
+        schedule, training = replace(config.schedule, **still), replace(config.training, dtype="float32")
+        config = replace(config, model=model, schedule=schedule, training=training)
+        if not find_problems(config, trains=False):
+            found.append(config)
+    return found
+
+
 def with_layers(draw, config):
     """The run with other layers, which change no other draw and no schedule."""
     model, moves = config.model, config.schedule.balance or config.schedule.offload

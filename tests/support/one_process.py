@@ -23,12 +23,23 @@ from in_process import (
 
 from pipeloom.execute.communication.collectives import Groups
 from pipeloom.execute.stages.batch import Batch
+from pipeloom.training import expert_loads
 from pipeloom.training import pipeline as module
 from pipeloom.training.equivalence import Gradients, _joined, compare, reference_gradients
 from pipeloom.training.evaluation import MeanLoss, mean_loss
 from pipeloom.training.optimizer import make_optimizer
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.updates_within import make_updates
+
+
+def loads_in_process(replicas, config, world, modules, *_):
+    """The part that sums loads of experts, over ranks that are threads: each sum blocks where it is needed."""
+
+    def all_reduce(counts):
+        return lambda: replicas.size == 1 or replicas.sum(counts)
+
+    with patch.object(expert_loads, "make_load_group", lambda *_: SimpleNamespace(all_reduce=all_reduce)):
+        return expert_loads.loads_of(config, world, modules, None, None)
 
 
 class OneProcess:
@@ -49,6 +60,7 @@ class OneProcess:
         groups = [groups_in_process(one()) for one in (layout.shard_groups, layout.copy_groups, layout.tensor_groups)]
         teams = blocking_groups_in_process(layout.tensor_groups())
         rings = context_groups_in_process(layout.context_groups())
+        replicas = blocking_groups_in_process(layout.data_groups())
 
         # What every rank makes for itself where there are processes.
         shapes, honest = {}, Pipeline._outputs
@@ -70,6 +82,7 @@ class OneProcess:
                 "make_groups": lambda *_: Groups(*(one[rank] for one in groups)),
                 "make_tensor_group": lambda *_: teams[rank],
                 "make_context_group": lambda *_: rings[rank],
+                "loads_of": partial(loads_in_process, replicas[rank]),
                 "Lanes": lambda *_: InProcessLanes(lanes),
                 "Transport": lambda own, *_: posts[place(rank)].transport(own),
                 "make_wires": lambda schedule, *_: wires[place(rank)].wires(schedule),
@@ -106,7 +119,8 @@ class OneProcess:
         draw = np.random.default_rng(0)
         self._windows = draw.integers(config.model.vocab_size, size=(config.layout.batch_size, config.data.seq_len + 1))
         ranks = [self._steps(pipeline, self._windows) for pipeline in self.pipelines]
-        return play_in_process(ranks, in_turns=config.layout.tp * config.layout.cp > 1)
+        blocks = self.config.model.experts is not None and config.layout.dp > 1
+        return play_in_process(ranks, in_turns=config.layout.tp * config.layout.cp > 1 or blocks)
 
     def mean_loss(self, batches):
         """Loss and tokens of batches, as evaluation and validation compute them."""

@@ -21,6 +21,7 @@ from pipeloom.checkpoint.checkpoint_folder import (
     step_of,
 )
 from pipeloom.config.automatic_loops import loops_problems
+from pipeloom.config.expert_problems import balance_problems, expert_problems, expert_size_problems
 from pipeloom.config.layout_problems import (
     Problems,
     adapted_problems,
@@ -57,9 +58,10 @@ def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: boo
         is_model_known: whether the sizes of the model are final; otherwise they are not checked.
     """
     checks = [_range_problems, order_problems, loops_problems, slice_problems, context_problems]
-    checks += [_model_problems, stage_problems, tensor_problems, recompute_problems] if is_model_known else []
+    of_model = [_model_problems, expert_size_problems, stage_problems, tensor_problems, recompute_problems]
+    checks += of_model if is_model_known else []
     checks += [_unused_problems, adapted_problems, move_problems, swap_problems, freeze_problems]
-    checks += [update_problems]
+    checks += [update_problems, expert_problems, balance_problems]
     checks += [place_problems, file_problems, optimizer_problems, _tokenizer_problems, _source_problems]
     if trains:
         checks += [_text_problems, _checkpoint_problems, _training_problems]
@@ -103,6 +105,8 @@ _BY_TURNS: _Need = ("model.rope_scaling llama3 or yarn", lambda run: run.model.r
 _ADAPTED: _Need = ("adapter.rank", lambda run: run.adapter.rank is not None)
 _WINDOW: _Need = ("model.window", lambda run: run.model.window is not None)
 _LOCAL: _Need = ("model.family gemma3", lambda run: _has_local_angles(run.model.family))
+_EXPERTS: _Need = ("model.experts", lambda run: run.model.experts is not None)
+_LOSS: _Need = ("model.balance batch or microbatch", lambda run: run.model.known_balance in ("batch", "microbatch"))
 _RESTARTS: _Need = ("restart.times", lambda run: run.restart.times > 0)
 _PEERS: _Need = ("layout.pp x layout.dp of at least 2", lambda run: run.layout.num_computing_groups != 1)
 _NEEDS: dict[str, tuple[_Need, ...]] = {
@@ -118,6 +122,10 @@ _NEEDS: dict[str, tuple[_Need, ...]] = {
     "model.rope_slow_turns": (_BY_TURNS,),
     "model.rope_fast_turns": (_BY_TURNS,),
     "model.rope_attention_factor": (("model.rope_scaling yarn", lambda run: run.model.rope_scaling == "yarn"),),
+    **dict.fromkeys((f"model.{key}" for key in ("experts_per_token", "expert_every", "expert_ffn")), (_EXPERTS,)),
+    **dict.fromkeys((f"model.{key}" for key in ("shared_experts", "balance")), (_EXPERTS,)),
+    "model.balance_weight": (_EXPERTS, _LOSS),
+    "model.balance_rate": (_EXPERTS, ("model.balance bias", lambda run: run.model.balance == "bias")),
     "data.bpe_vocab_size": (("data.tokenizer bpe", lambda run: run.data.tokenizer == "bpe"),),
     "layout.replicate": (_SHARD, _REPLICAS),
     "layout.shard": (_REPLICAS,),
@@ -206,7 +214,8 @@ def _range_problems(config: RunConfig) -> Problems:
 
 def model_problems(config: RunConfig) -> list[str]:
     """Problems of the values of the model, one sentence each."""
-    return [*(one for one in _range_problems(config) if one.startswith("model.")), *_model_problems(config)]
+    own = [one for one in _range_problems(config) if one.startswith("model.")]
+    return [*own, *_model_problems(config), *expert_size_problems(config)]
 
 
 def _model_problems(config: RunConfig) -> Problems:

@@ -80,9 +80,12 @@ class RunConfig:
 
         With a pipeline, breadth-first. Without one all orders take the same compute, and depth-first holds least: a
         micro-batch goes back right after its forward. There, too, breadth-first is used where each visit of a stage
-        takes a transfer, since it visits a stage once for all micro-batches.
+        takes a transfer, since it visits a stage once for all micro-batches, and where a balance loss of experts needs
+        the loads of the whole batch before its backwards.
         """
-        return "breadth-first" if self.layout.has_pipeline or self._visits_cost() else "depth-first"
+        counts_first = self.model.experts is not None and self.model.known_balance == "batch"
+        is_needed = self.layout.has_pipeline or counts_first or self._visits_cost()
+        return "breadth-first" if is_needed else "depth-first"
 
     def _visits_cost(self) -> bool:
         """Whether a rank without a pipeline gathers, reduces or swaps in a stage at each visit."""

@@ -45,18 +45,20 @@ def seen_per_token(shape: ModelShape, seq_len: int) -> list[float]:
     return [by_window[window] for window in shape.windows]
 
 
-def layer_forward_flops(shape: ModelShape, seen_tokens: float) -> float:
+def layer_forward_flops(shape: ModelShape, seen_tokens: float, matrices: int) -> float:
     """FLOPs of one layer's forward per token.
 
     With hidden size H, query heads of total width Q, key and value heads of total width G, inner width F
     and T tokens: 2 H (2 Q + 2 G) for the four projections; 2 T Q for scores and weighted sum, half of 4 T Q by the
-    causal mask; 6 H F for SwiGLU's three matrices or 4 H F for GELU's two.
+    causal mask; 6 H F for SwiGLU's three matrices or 4 H F for GELU's two. With experts F is the width that a token
+    takes, and the router of E experts adds 2 H E.
 
     Args:
         shape: of the model.
         seen_tokens: T, fewer with a window (``seen_per_token``).
+        matrices: parameters of the layer's matrices that a token takes (``ModelShape.active_by_layer``).
     """
-    return 2 * shape.layer_matrix_parameters + 2 * seen_tokens * shape.query_width
+    return 2 * matrices + 2 * seen_tokens * shape.query_width
 
 
 def piece_forward_flops(shape: ModelShape, seq_len: int) -> list[float]:
@@ -68,7 +70,8 @@ def piece_forward_flops(shape: ModelShape, seq_len: int) -> list[float]:
         shape: of the model.
         seq_len: tokens of a sequence.
     """
-    layers = [layer_forward_flops(shape, seen_tokens) for seen_tokens in seen_per_token(shape, seq_len)]
+    each = zip(seen_per_token(shape, seq_len), shape.active_by_layer, strict=True)
+    layers = [layer_forward_flops(shape, seen_tokens, matrices) for seen_tokens, matrices in each]
     return [0.0, *layers, 2.0 * shape.embedding_parameters]
 
 
@@ -135,7 +138,7 @@ def recomputed_flops(shape: ModelShape, seq_len: int, recompute: Recompute) -> f
         return 0.0
     # Two products of 2 T Q for each token and layer: scores, and weighted sum.
     attention = 4.0 * shape.query_width * sum(seen_per_token(shape, seq_len))
-    return attention + (2.0 * shape.layers * shape.layer_matrix_parameters if recompute == "full" else 0.0)
+    return attention + (2.0 * sum(shape.active_by_layer) if recompute == "full" else 0.0)
 
 
 def mfu(
@@ -166,7 +169,7 @@ def mfu(
 
 
 def shape_model_flops(shape: ModelShape, seq_len: int, frozen_pieces: int = 0, adapter: Adapter | None = None) -> float:
-    """``model_flops`` of a shape, whose number of parameters excludes norms and biases.
+    """``model_flops`` of a shape, whose number of parameters excludes norms, biases and experts a token does not take.
 
     Pieces from the first on that train nothing count with their forward, a third. With adapters the other layers and
     the head count without the product for the gradient of their weights; adapters count whole.
@@ -177,9 +180,9 @@ def shape_model_flops(shape: ModelShape, seq_len: int, frozen_pieces: int = 0, a
         mean = sum(tokens[:layers]) / max(1, layers)
         return model_flops(parameters=parameters, layers=layers, hidden=shape.query_width, seq_len=mean)
 
-    parameters = layers * shape.layer_matrix_parameters + (frozen_pieces > 0) * shape.embedding_parameters
+    parameters = sum(shape.active_by_layer[:layers]) + (frozen_pieces > 0) * shape.embedding_parameters
     if adapter is None:
-        return flops(shape.parameters, shape.layers) - 2 / 3 * flops(parameters, layers)
+        return flops(shape.active_parameters, shape.layers) - 2 / 3 * flops(parameters, layers)
     trained = shape.layers - layers
     attention = flops(0, shape.layers) - 2 / 3 * flops(0, layers)
     back = 2 * (trained * shape.layer_matrix_parameters + shape.embedding_parameters)

@@ -41,7 +41,7 @@ def layer_activation_bytes(
     """
     shape, size = run.shape, run.element_bytes
     whole = shape.hidden * (4 * size + (2 if dropout else 0) + (0 if run.fused_norm else 2 * norm_copies))
-    inner = shape.kind.inner_kept * size * shape.ffn
+    inner = shape.kind.inner_kept * size * shape.inner
     split = size * (2 * shape.query_width + 2 * shape.kv_width) + inner
     scores = 0.0
     if run.attention in ("plain", "fused-softmax") and run.recompute != "selective":
@@ -67,7 +67,7 @@ def layer_pending_bytes(run: Run) -> float:
     """
     shape, size = run.shape, run.element_bytes
     whole = 4 * size * shape.hidden / (run.tp if run.sequence_parallel else 1)
-    split = size * (2 * shape.query_width + 2 * shape.kv_width + (1 + shape.kind.gates) * shape.ffn) / run.tp
+    split = size * (2 * shape.query_width + 2 * shape.kv_width + (1 + shape.kind.gates) * shape.inner) / run.tp
     return run.tokens * (whole + split)
 
 

@@ -15,6 +15,10 @@ a sequence, n in a micro-batch, t tensor-parallel ranks, m = n / t with sequence
     norms of queries     input and deviation as above, for (Q + G) n / t elements, and for (a + k) n / t heads, k of
     and keys             them key heads, or for 2 n norms of all heads; no output
     GELU, SwiGLU         input and output 2 e F n / t; gate, up, activated gate and product 4 e F n / t
+    experts              in place of the block's input and SwiGLU: the router's input e H m and scores e' E m; indices
+                         and weights of the k experts of each token, ((8 + e') k + e') m and (16 + e) k n; for each pair
+                         of a token and an expert a row into it and out of it, 2 e H, and 4 e F / t; of shared ones
+                         their SwiGLU, and with sequence parallelism their input e H n
     rotary positions     cosines and sines of a sequence, 2 e' s Q / a, once per stage, if no layer is fully recomputed;
                          twice, with that condition each, where layers with a window have their own
     embedding            indices of learned positions 8 s; with several tensor-parallel ranks 9 n: which tokens are in
@@ -39,6 +43,7 @@ from dataclasses import dataclass
 
 from pipeloom.workload.adapter import Target
 from pipeloom.workload.layout import Recompute
+from pipeloom.workload.model_shape import Experts
 from pipeloom.workload.run import Run
 
 _INDEX_BYTES = 8
@@ -117,14 +122,26 @@ class Kept:
         queries, keys, inner = map(self._share, (shape.query_width, shape.kv_width, shape.ffn))
         is_output_kept = reads("o") or (has_core and kind != "selective")
         split = queries * (has_core + is_output_kept) + 2 * keys * has_core
-        split += int(self._inner_kept(flows=has_attention) * inner)
+        split += int(self._inner_kept(flows=has_attention) * inner) if shape.experts is None else 0
         split += 0 if self.run.adapter is None else len(self.run.adapter.targets) * self.run.adapter.rank
         scores = 4 * self._share(shape.heads) if has_core and kind != "selective" else 0
         heads = self._head_norms(of_queries=flows or reads("q"), of_keys=flows or reads("k"))
         followed = has_attention + (has_attention or reads("gate", "up", "down"))
         norms = shape.kind.norms_precede * (flows + has_attention) + shape.kind.norms_follow * followed
-        inputs = (reads("q", "k", "v") + reads("gate", "up")) * self._block_input()
+        of_block = reads("gate", "up") * self._block_input() if shape.experts is None else self._experts(shape.experts)
+        inputs = reads("q", "k", "v") * self._block_input() + of_block
         return inputs + norms * self._norm() + (size * split + scores + heads) * self.run.tokens
+
+    def _experts(self, experts: Experts) -> int:
+        """Bytes of a block with experts, its input included."""
+        run, size, wide, hidden = self.run, self.run.element_bytes, self._wide, self.run.shape.hidden
+        taken, inner = experts.per_token, run.shape.kind.inner_kept
+        own = size * hidden + wide * experts.count + (_INDEX_BYTES + wide) * taken + wide
+        each = taken * (2 * size * hidden + size * int(inner * self._share(experts.ffn)) + 2 * _INDEX_BYTES + size)
+        each += size * int(inner * self._share(experts.shared * experts.ffn))
+        if experts.shared and run.sequence_parallel and run.tp > 1:
+            each += size * hidden
+        return own * self._residual_tokens + each * run.tokens
 
     def _inner_kept(self, *, flows: bool) -> float:
         """Numbers that the feed-forward block keeps for each inner element; ``flows``: its input needs a gradient."""
@@ -210,13 +227,21 @@ class Kept:
         """Bytes of one layer between the halves of a split backward."""
         shape, size = self.run.shape, self.run.element_bytes
         queries, keys, inner = map(self._share, (shape.query_width, shape.kv_width, shape.ffn))
-        family = shape.kind
-        split = 2 * queries + 2 * keys + (1 + family.gates) * inner
+        family, experts = shape.kind, shape.experts
+        block = 2 * shape.hidden + (1 + family.gates) * inner
+        router = 0
+        if experts is not None:
+            # Of each pair, and of the shared experts if there are any.
+            block = experts.per_token * (2 * shape.hidden + (1 + family.gates) * self._share(experts.ffn))
+            shared = experts.shared * experts.ffn
+            block += 2 * shape.hidden + (1 + family.gates) * self._share(shared) if shared else 0
+            router = experts.count * shape.hidden
+        split = 2 * queries + 2 * keys + block
         vectors = family.layer_norms * family.norm_vectors * shape.hidden
         vectors += (queries + 2 * keys) * family.qkv_biases + family.gates * inner * family.mlp_biases
         vectors += shape.hidden * (family.output_bias + family.mlp_biases) + shape.qk_norm_parameters
-        vectors += (queries + keys) * (family.qk_norm == "width")
-        return size * ((4 * shape.hidden + split) * self.run.tokens + vectors)
+        vectors += (queries + keys) * (family.qk_norm == "width") + router
+        return size * ((2 * shape.hidden + split) * self.run.tokens + vectors)
 
     def pending_embedding(self) -> int:
         """Bytes of the embedding between the halves: the gradient of its output."""

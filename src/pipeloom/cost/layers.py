@@ -22,6 +22,7 @@ With a vocabulary of 0 there is no embedding and no head.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil, floor, gcd
 from statistics import fmean
@@ -36,8 +37,12 @@ from pipeloom.cost.products import (
     adapter_products,
     added_bytes,
     cast_bytes,
+    expert_bytes,
+    expert_kernels,
+    expert_products,
     layer_products,
     product_s,
+    router_products,
 )
 from pipeloom.cost.ring import Ring
 from pipeloom.cost.software import Software
@@ -104,7 +109,7 @@ class Pieces:
         """One layer's forward."""
         (forth, forth_s), _ = self._norm_exchanges()
         return Parts(
-            sum(self._matmul_s(*size) for size in (*layer_products(self.run), *adapter_products(self.run))),
+            self._each_product(self._matmul_s),
             self._attention_forward_s(),
             self._memory_s(self._elementwise_bytes() + added_bytes(self.run) + self._cast_bytes(0)),
             2 * self._tensor_s() + forth_s,
@@ -116,9 +121,8 @@ class Pieces:
         """One layer's backward, including recomputation."""
         forward = self.layer_forward()
         _, (back, back_s) = self._norm_exchanges()
-        products = (*layer_products(self.run), *adapter_products(self.run))
         backward = Parts(
-            sum(self._input_s(*size) for size in products) + self.layer_weight_s(),
+            self._each_product(self._input_s) + self.layer_weight_s(),
             self._attention_backward_s(),
             self._memory_s(self._elementwise_backward_bytes() + added_bytes(self.run) + self._cast_bytes(1)),
             self._backward_tensor_s() + back_s,
@@ -150,8 +154,15 @@ class Pieces:
 
     def layer_weight_s(self) -> float:
         """Seconds of the weight half of a layer's split backward."""
-        trained = layer_products(self.run) if self.run.adapter is None else adapter_products(self.run)
-        return sum(self._weight_s(*size) for size in trained)
+        if self.run.adapter is not None:
+            return sum(self._weight_s(*size) for size in adapter_products(self.run))
+        return self._each_product(self._weight_s)
+
+    def _each_product(self, seconds: Callable[[float, float, float], float]) -> float:
+        """Sum of ``seconds`` of a layer's products, those of experts and adapters included."""
+        number, of_expert = expert_products(self.run)
+        others = (*layer_products(self.run), *router_products(self.run), *adapter_products(self.run))
+        return sum(seconds(*size) for size in others) + number * sum(seconds(*size) for size in of_expert)
 
     def _weight_s(self, rows: float, inner: float, columns: float) -> float:
         """Seconds of the product for a weight gradient, and of adding it to the gradients of earlier micro-batches."""
@@ -288,9 +299,11 @@ class Pieces:
         whole = 6 * size + (2 if self.software.dropout else 0)
         queries = shape.query_width
         heads = (queries + shape.kv_width) * (8 if shape.kind.is_rotary else size) + 2 * size * queries
-        inner = shape.kind.inner_moved * size * shape.ffn
-        return self._norms_bytes() + run.tokens * (
-            shape.hidden * whole / self._whole_split() + (heads + inner) / run.tp
+        inner = shape.kind.inner_moved * size * shape.inner
+        return (
+            self._norms_bytes()
+            + expert_bytes(run)
+            + run.tokens * (shape.hidden * whole / self._whole_split() + (heads + inner) / run.tp)
         )
 
     def _elementwise_backward_bytes(self) -> float:
@@ -448,9 +461,9 @@ class Pieces:
         """
         if self.run.tp == 1 or not self.software.overlaps_columns:
             return 2 * self._tensor_s()
-        queries, _, into, _ = layer_products(self.run)
+        products = layer_products(self.run)
         added_s = 0.0
-        for size in (queries, into):
+        for size in products[::2]:
             beside: list[tuple[float, Collective]] = [(self._weight_s(*size), "all_reduce")]
             if self.run.sequence_parallel:
                 added_s += self._exchange_s("all_gather")
@@ -482,4 +495,5 @@ class Pieces:
         norms *= 1 if self.run.fused_norm else UNFUSED_NORM_KERNELS
         rotation = 8 if self.run.shape.kind.is_rotary else 2
         casts = 4 if self.run.products else 0
-        return 4 + norms + rotation + attention * self.run.cp + 6 + casts + adapter_kernels(self.run)
+        more = casts + adapter_kernels(self.run) + expert_kernels(self.run)
+        return 4 + norms + rotation + attention * self.run.cp + 6 + more

@@ -137,7 +137,12 @@ def lent_bytes(run: Run, software: Software, stages: Sequence[int]) -> State:
 
 
 def kept_bytes(run: Run, software: Software) -> float:
-    """Bytes that one layer keeps of one micro-batch for its backward."""
+    """Bytes that one layer keeps of one micro-batch for its backward; where some have experts, the mean."""
+    if not run.shape.has_equal_layers and run.shape.experts is not None:
+        window = run.shape.window
+        kinds = [run.changed(shape=run.shape.alike(window, experts=one)) for one in (False, True)]
+        plain, routed = (kept_bytes(one, software) for one in kinds)
+        return plain + (routed - plain) * sum(run.shape.with_experts) / run.shape.layers
     own = Kept(run).layer(run.recompute) if software.has_lanes else layer_kept_bytes(run, software)
     return own + (key_value_bytes(run) if run.slices and run.recompute == "full" else 0.0)
 
@@ -218,8 +223,8 @@ def stage_pending_bytes(run: Run, software: Software) -> list[float]:
     if not software.has_lanes:
         each = layer_pending_bytes(run)
         return [each * count for count in counts]
-    each = own.pending_layer()
-    pending = [float(each * count) for count in counts]
+    stages = layers_by_kind(run, software)
+    pending = of_each(stages, lambda kinds: float(sum(Kept(one).pending_layer() * count for one, count in kinds)))
     pending[0] += own.pending_embedding()
     pending[head] += own.pending_head()
     return pending

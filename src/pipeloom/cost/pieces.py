@@ -56,19 +56,20 @@ def piece_seconds(run: Run, cluster: Cluster, software: Software) -> PieceSecond
     """
     # The only property of the pipeline that pieces depend on is an argument, so that layouts share cache entries.
     is_dragged = run.pp > 1 and run.num_devices > cluster.devices_per_node
-    if not run.shape.full_layers:
+    if run.shape.has_equal_layers:
         return _piece_seconds(run.of_pieces, cluster, software, is_dragged)
     return _mean_of_kinds(run.of_pieces, cluster, software, is_dragged)
 
 
 @lru_cache(maxsize=4096)
 def _mean_of_kinds(run: Run, cluster: Cluster, software: Software, is_dragged: bool) -> PieceSeconds:
-    """The pieces of a run whose layers have different windows: of the layer the mean."""
+    """The pieces of a run whose layers have different windows, or some of them experts: of the layer the mean."""
+    shape, number = run.shape, run.shape.layers
+    counted = Counter(zip(shape.windows, shape.with_experts, strict=True))
     kinds = [
-        (_piece_seconds(replace(run, shape=run.shape.with_window(window)), cluster, software, is_dragged), count)
-        for window, count in sorted(Counter(run.shape.windows).items(), key=lambda one: one[0] or 0)
+        (_piece_seconds(replace(run, shape=shape.alike(window, experts=one)), cluster, software, is_dragged), count)
+        for (window, one), count in sorted(counted.items(), key=lambda one: (one[0][0] or 0, one[0][1]))
     ]
-    number = run.shape.layers
 
     def mean(both: Callable[[PieceSeconds], Both]) -> Both:
         forward_s, backward_s = (sum(both(kind)[side] * count for kind, count in kinds) / number for side in (0, 1))

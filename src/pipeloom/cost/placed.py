@@ -174,12 +174,22 @@ class Placed:
     def recompute_s(self) -> tuple[float, ...]:
         """For each pipeline rank the additional seconds of a layer's backward with full recomputation.
 
-        Where layers differ, of one that sees fewest tokens. They may differ from a forward's, since launches of the
-        host overlap with compute of the device.
+        Where layers differ, of the one that takes least. They may differ from a forward's, since launches of the host
+        overlap with compute of the device.
         """
-        lightest = replace(self.run.with_lightest_layers, recompute_layers=None)
-        plain, again = (self.of(replace(lightest, recompute=kind)).pieces for kind in ("none", "full"))
-        return tuple(max(0.0, full.layer[1] - none.layer[1]) for none, full in zip(plain, again, strict=True))
+        found: list[tuple[float, ...]] = []
+        for run in self.run.with_lightest_layers:
+            alike = replace(run, recompute_layers=None)
+            plain, again = (self.of(replace(alike, recompute=kind)).pieces for kind in ("none", "full"))
+            both = zip(plain, again, strict=True)
+            found.append(tuple(max(0.0, full.layer[1] - none.layer[1]) for none, full in both))
+        return found[0] if len(found) == 1 else tuple(map(min, *found))
+
+    @property
+    def lightest_pieces(self) -> PieceSeconds:
+        """``fastest_pieces``, where layers differ of the one that takes least."""
+        every = [self.of(run).fastest_pieces for run in self.run.with_lightest_layers]
+        return min(every, key=lambda each: sum(each.layer))
 
     @property
     def piece_seconds(self) -> list[float]:

@@ -4,6 +4,7 @@ from math import gcd
 
 from pipeloom.cost.hardware import Device
 from pipeloom.cost.software import Efficiency
+from pipeloom.workload.model_shape import ModelShape
 from pipeloom.workload.run import Run
 
 NARROW_BYTES = 1
@@ -14,6 +15,10 @@ multiplication background", table 1); other products take slower kernels."""
 ALIGNED_RATES = {ALIGNED: 1.0, 4: 0.5, 2: 0.38, 1: 0.31}
 """Largest power of two that divides the sizes of a product -> share of the rate. Below 8 they are what vTrain's
 profiled products with a vocabulary of 50,257, 12,564 and 6,282 show beside those with 25,128."""
+EXPERT_KERNELS = 5
+"""Of the forward of an expert: three products, an activation and a product of its two inputs."""
+ROUTER_KERNELS = 24
+"""Of the forward of a router, of the choice of experts, of sorting tokens and of the sum of outputs."""
 ADAPTER_KERNELS = 4
 """Of the forward of an adapter: two products, a factor and a sum."""
 
@@ -42,9 +47,54 @@ Product = tuple[float, float, float]
 
 
 def layer_products(run: Run) -> list[Product]:
-    """The products of a layer: queries, keys and values; output of attention; into the MLP; out of it."""
+    """The products of a layer: queries, keys and values; output of attention; into the MLP; out of it.
+
+    Not those of experts (``expert_products``), in place of which the MLP is what all tokens take of them.
+    """
     shape, tokens = run.shape, run.tokens
-    hidden, inner = shape.hidden, shape.ffn / run.tp
+    hidden, inner = shape.hidden, dense_inner(shape) / run.tp
+    products = _attention_and_mlp(run, tokens, hidden, inner)
+    return products if inner else products[:2]
+
+
+def dense_inner(shape: ModelShape) -> int:
+    """Inner width of the feed-forward block that all tokens take; of a layer with experts, of the shared ones."""
+    return shape.ffn if shape.experts is None else shape.experts.shared * shape.experts.ffn
+
+
+def expert_products(run: Run) -> tuple[int, list[Product]]:
+    """Number of a layer's experts, and the products of each: into it and out of it, with equal shares of the tokens."""
+    shape, experts = run.shape, run.shape.experts
+    if experts is None:
+        return 0, []
+    tokens, inner = run.tokens * experts.per_token / experts.count, experts.ffn / run.tp
+    return experts.count, [(tokens, shape.hidden, inner * shape.kind.gates), (tokens, inner, shape.hidden)]
+
+
+def router_products(run: Run) -> list[Product]:
+    """The product of a layer's router, if it has experts."""
+    experts = run.shape.experts
+    tokens = run.tokens / (run.tp if run.sequence_parallel else 1)
+    return [] if experts is None else [(tokens, run.shape.hidden, experts.count)]
+
+
+def expert_bytes(run: Run) -> float:
+    """Bytes that a layer's forward moves to sort the tokens by expert, and to sum what the experts return.
+
+    Each pair of a token and an expert is read and written in both directions, then read once for the sum.
+    """
+    experts = run.shape.experts
+    pairs = 0 if experts is None else run.tokens * experts.per_token
+    return pairs * run.shape.hidden * run.element_bytes * 5.0
+
+
+def expert_kernels(run: Run) -> int:
+    """Kernels of the forward of a layer's experts: those of each, and of router, choice and sorting."""
+    return 0 if run.shape.experts is None else EXPERT_KERNELS * run.shape.experts.count + ROUTER_KERNELS
+
+
+def _attention_and_mlp(run: Run, tokens: float, hidden: int, inner: float) -> list[Product]:
+    shape = run.shape
     return [
         (tokens, hidden, (shape.query_width + 2 * shape.kv_width) / run.tp),
         (tokens, shape.query_width / run.tp, hidden),

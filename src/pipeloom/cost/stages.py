@@ -13,6 +13,7 @@ from pipeloom.schedule import PLACEMENTS, Placement
 from pipeloom.workload.adapter import Adapter
 from pipeloom.workload.layout import Recompute, frozen_counts, frozen_stages
 from pipeloom.workload.model import ModelShape
+from pipeloom.workload.model_shape import Experts
 from pipeloom.workload.run import Run
 
 
@@ -189,11 +190,9 @@ def trained_parameters(run: Run, software: Software) -> tuple[float, ...]:
     assert software.has_lanes, f"{software.name} freezes nothing"
     if run.adapter is not None:
         return _of_adapters(run, software)
-    layer, embedding = _split_parameters(run)
-    each = layer + _replicated_in_layer(run)
     # The rest is frozen: layers, and the embedding on the first stage.
-    frozen = [count * each for count in frozen_layers(run, software)]
-    frozen[0] += embedding + _positions(run)
+    frozen = _of_layers(run, software, frozen_layers(run, software), _in_layer)
+    frozen[0] += _embedding(run) + _positions(run)
     whole = stage_parameters(run, software)
     return tuple(float(held - less) for held, less in zip(whole, frozen, strict=True))
 
@@ -214,9 +213,8 @@ def _parameters(run: Run, software: Software, counts: Sequence[int]) -> tuple[fl
     """Number of parameters of each stage with ``counts`` layers, including embedding and head."""
     shape, (_, head) = run.shape, stage_layers(run, software)
     if software.has_lanes:
-        split, embedding = _split_parameters(run)
-        each = split + _replicated_in_layer(run)
-        held = [float(count * each) for count in counts]
+        embedding = _embedding(run)
+        held = [float(number) for number in _of_layers(run, software, counts, _in_layer)]
         held[0] += _positions(run)
         held[head] += _head_norm(run)
     else:
@@ -228,15 +226,40 @@ def _parameters(run: Run, software: Software, counts: Sequence[int]) -> tuple[fl
     return tuple(held)
 
 
-def _split_parameters(run: Run) -> tuple[int, int]:
-    """The largest number of a layer's split parameters, and of the embedding's, on a tensor-parallel rank."""
+def _embedding(run: Run) -> int:
+    """The largest number of the embedding's parameters on a tensor-parallel rank."""
+    return run.shape.hidden * -(-run.shape.vocab // run.tp)
+
+
+def _of_layers(
+    run: Run, software: Software, counts: Sequence[int], number: Callable[[Run, Experts | None], int]
+) -> list[int]:
+    """For each stage the sum of ``number`` over its first ``counts`` layers, of a layer with experts or without."""
+    shape = run.shape
+    if shape.has_equal_layers:
+        each = number(run, shape.experts)
+        return [count * each for count in counts]
+    kinds = number(run, None), number(run, shape.experts)
+    sums = list(accumulate((kinds[has_experts] for has_experts in shape.with_experts), initial=0))
+    begins = accumulate(stage_layers(run, software)[0], initial=0)
+    return [sums[begin + count] - sums[begin] for begin, count in zip(begins, counts, strict=False)]
+
+
+def _in_layer(run: Run, experts: Experts | None) -> int:
+    """The largest number of a layer's parameters on a tensor-parallel rank."""
+    return _split_in_layer(run, experts) + _replicated_in_layer(run, experts)
+
+
+def _split_in_layer(run: Run, experts: Experts | None) -> int:
+    """The largest number of a layer's split parameters on a tensor-parallel rank; of one with experts, or without."""
     shape, family = run.shape, run.shape.kind
-    wholes = (shape.query_width, shape.kv_width, shape.ffn, shape.vocab)
-    queries, keys, inner, rows = (-(-whole // run.tp) for whole in wholes)
+    queries, keys = (-(-whole // run.tp) for whole in (shape.query_width, shape.kv_width))
+    inner = -(-shape.ffn // run.tp)
+    if experts is not None:
+        inner = experts.count * -(-experts.ffn // run.tp) + -(-experts.shared * experts.ffn // run.tp)
     matrices = shape.hidden * (2 * queries + 2 * keys + (family.gates + 1) * inner)
     vectors = (queries + 2 * keys) * family.qkv_biases + family.gates * inner * family.mlp_biases
-    vectors += (queries + keys) * (family.qk_norm == "width")
-    return matrices + vectors, shape.hidden * rows
+    return matrices + vectors + (queries + keys) * (family.qk_norm == "width")
 
 
 def replicated_parameters(run: Run, software: Software) -> tuple[int, ...]:
@@ -244,8 +267,8 @@ def replicated_parameters(run: Run, software: Software) -> tuple[int, ...]:
 
     Without those of adapters: norms, also those of heads; biases of row-parallel matrices, and learned positions.
     """
-    (counts, head), each = stage_layers(run, software), _replicated_in_layer(run)
-    held = [count * each for count in counts]
+    counts, head = stage_layers(run, software)
+    held = _of_layers(run, software, counts, _replicated_in_layer)
     held[0] += _positions(run)
     held[head] += _head_norm(run)
     return tuple(held)
@@ -256,15 +279,17 @@ def trained_replicated(run: Run, software: Software) -> tuple[int, ...]:
     if run.adapter is not None:
         _, replicated = run.adapter.layer_parameters(run.shape, run.tp)
         return tuple(count * replicated for count in _trained_layers(run, software))
-    held, each = list(replicated_parameters(run, software)), _replicated_in_layer(run)
+    held, frozen = list(replicated_parameters(run, software)), frozen_layers(run, software)
     held[0] -= _positions(run) if run.frozen_pieces else 0
-    return tuple(one - count * each for one, count in zip(held, frozen_layers(run, software), strict=True))
+    still = _of_layers(run, software, frozen, _replicated_in_layer)
+    return tuple(one - less for one, less in zip(held, still, strict=True))
 
 
-def _replicated_in_layer(run: Run) -> int:
+def _replicated_in_layer(run: Run, experts: Experts | None) -> int:
+    """Number of a layer's parameters that every tensor-parallel rank holds; with experts those of the router, too."""
     shape, family = run.shape, run.shape.kind
     vectors = family.layer_norms * family.norm_vectors + family.output_bias + family.mlp_biases
-    return shape.hidden * vectors + shape.qk_norm_parameters
+    return shape.hidden * (vectors + (0 if experts is None else experts.count)) + shape.qk_norm_parameters
 
 
 def _head_norm(run: Run) -> int:

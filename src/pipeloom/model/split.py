@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from pipeloom.model.experts import balances_of
 from pipeloom.model.tensor_parallel import WHOLE, TensorParallel
 from pipeloom.model.transformer import TIED_NAME, Transformer
 from pipeloom.workload.adapter import FIRST, SECOND, Adapter
@@ -21,8 +22,8 @@ from pipeloom.workload.model_families import MODELS
 
 _INIT_STD = 0.02
 """Standard deviation of initial matrices and embeddings, as in GPT-2 and llama models."""
-_RESIDUAL_OUTPUTS = ("attention.output.weight", "feed_forward.down.weight")
-"""Projections into the residual stream; two in each layer."""
+_RESIDUAL_OUTPUTS = ("attention.output.weight", ".down.weight")
+"""Projections into the residual stream; two in each layer, the second one of each expert."""
 
 
 def stage_pieces(partition: Sequence[int]) -> list[range]:
@@ -89,6 +90,8 @@ def build_stage(
             else:
                 whole = _first_value(name, here.whole, seed, config)
             weight.copy_(here.of(whole, weight.shape))
+    for balance in balances_of(stage).values():
+        balance.make_bias(device)
     return stage
 
 

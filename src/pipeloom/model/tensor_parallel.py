@@ -135,9 +135,28 @@ class TensorParallel:
         """Of values per token that every rank has, [..., T], those of the tokens of this rank's residual stream."""
         return x.chunk(self.size, -1)[self.group.index] if self.splits_sequence else x
 
+    def every_token(self, x: Tensor) -> Tensor:
+        """Of values per token of this rank's residual stream, [B, t, ...], those of all tokens; without gradient."""
+        return _gathered(x, self.group) if self.splits_sequence and self.size > 1 else x
+
+    @property
+    def shares_only(self) -> "TensorParallel":
+        """The same shares of parameters, for layers between one ``enter`` and one ``leave`` that are not theirs."""
+        return self if self.size == 1 else _SharesOnly(self.group)
+
     @graph_break  # graph break: collectives are not compiled
     def _exchange(self, x: Tensor, forth: "_Op", back: "_Op") -> Tensor:
         return _Exchange.apply(x, self.group, forth, back)
+
+
+class _SharesOnly(TensorParallel):
+    """Ranks that exchange nothing around a pair of matrices."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def leave(self, x: Tensor) -> Tensor:
+        return x
 
 
 WHOLE = TensorParallel()

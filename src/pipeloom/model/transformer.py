@@ -8,7 +8,7 @@ with the head but without the embedding borrows it.
 Names of tensors end in their shape, one letter for each dim:
 
     B  sequences          N  query heads            F  inner width of the feed-forward layer
-    T  tokens             K  key and value heads    V  vocabulary
+    T  tokens             K  key and value heads    V  vocabulary       E  experts
     H  hidden             D  size of one head       R  rotary pairs of a head, D / 2
     Q  N x D              G  K x D
 
@@ -19,28 +19,27 @@ or this rank's share (``model.tensor_parallel``).
 # ruff: noqa: N803, N806 (upper-case letters in names are shapes)
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pipeloom.errors import UserError
 from pipeloom.model.attention import Attention
 from pipeloom.model.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from pipeloom.model.deferred import OwnGradients
 from pipeloom.model.documents import Documents
+from pipeloom.model.experts import ExpertFeedForward
+from pipeloom.model.feed_forward import feed_forward
 from pipeloom.model.key_values import EarlierTokens, KeyValueCache
 from pipeloom.model.norms import residual_norm
 from pipeloom.model.parallel_layers import (
     Adaptable,
     ColumnParallelLinear,
     Lookup,
-    RowParallelLinear,
     Split,
     VocabParallelEmbedding,
     product,
-    project,
 )
 from pipeloom.model.rotary import Rotary
 from pipeloom.model.run_part import run_part
@@ -79,61 +78,23 @@ class Embedding(nn.Module):
         return x_BTH if self.positions is None else x_BTH + self.positions(self._parallel.own_tokens(positions))
 
 
-class GatedFeedForward(nn.Module):
-    """SwiGLU, ``down(silu(gate(x)) * up(x))``, without biases; Gemma has the tanh form of GELU instead of SiLU.
-
-    ``ffn_size`` is F of all ranks.
-    """
-
-    def __init__(self, hidden_size: int, ffn_size: int, parallel: TensorParallel, gate: str = "silu") -> None:
-        super().__init__()
-        self._parallel = parallel
-        self._activation = functional.silu if gate == "silu" else partial(functional.gelu, approximate="tanh")
-        self.gate = ColumnParallelLinear(hidden_size, ffn_size, bias=False, parallel=parallel)
-        self.up = ColumnParallelLinear(hidden_size, ffn_size, bias=False, parallel=parallel)
-        self.down = RowParallelLinear(ffn_size, hidden_size, bias=False, parallel=parallel)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Each token by itself; returns what is added to the residual stream."""
-        x_BTH = self._parallel.enter(x)
-        gate_BTF, up_BTF = project(x_BTH, self.gate, self.up)
-        return self.down(self._activation(gate_BTF) * up_BTF)
-
-
-class GeluFeedForward(nn.Module):
-    """The gpt2 family's feed-forward layer: ``down(gelu(up(x)))`` with biases and the tanh form of GELU.
-
-    ``ffn_size`` is F of all ranks.
-    """
-
-    def __init__(self, hidden_size: int, ffn_size: int, parallel: TensorParallel) -> None:
-        super().__init__()
-        self._parallel = parallel
-        self.up = ColumnParallelLinear(hidden_size, ffn_size, bias=True, parallel=parallel)
-        self.down = RowParallelLinear(ffn_size, hidden_size, bias=True, parallel=parallel)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Each token by itself; returns what is added to the residual stream."""
-        # The tanh form is what GPT-2 was trained with ("gelu_new" in Hugging Face's files).
-        inner_BTF = functional.gelu(self.up(self._parallel.enter(x)), approximate="tanh")
-        return self.down(inner_BTF)
-
-
 class Layer(nn.Module):
-    """One transformer layer: attention, then feed-forward.
+    """One transformer layer: attention, then feed-forward, perhaps with experts.
 
     Each reads a normed copy of the residual stream, or what it adds to the stream is normed, or both. With both, the
     latter norms are ``attention_post_norm`` and ``feed_forward_post_norm``.
     """
 
+    feed_forward: nn.Module
+
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
         assert config.ffn_size is not None, "the model configuration is not resolved"
-        family, sizes = MODELS[config.family], (config.hidden_size, config.ffn_size, parallel)
+        family = MODELS[config.family]
         self.attention_norm = residual_norm(config)
         self.attention = Attention(config, parallel)
         self.feed_forward_norm = residual_norm(config)
-        self.feed_forward = GatedFeedForward(*sizes, family.gate) if family.gates > 1 else GeluFeedForward(*sizes)
+        self.feed_forward = feed_forward(config, config.ffn_size, parallel)
         self._norms_precede, self._norms_follow = family.norms_precede, family.norms_follow
         if self._norms_precede and self._norms_follow:
             self.attention_post_norm, self.feed_forward_post_norm = residual_norm(config), residual_norm(config)
@@ -226,6 +187,8 @@ class Transformer(nn.Module):
         for name, built in self.layers.items():
             assert isinstance(built, Layer)
             built.attention.window = config.window_of(int(name))
+            if config.expert_layout is not None and config.expert_layout.are_in(int(name)):
+                built.feed_forward = ExpertFeedForward(config, parallel)
             if adapter is not None and int(name) >= adapter.first_layer:
                 _adapt(built, adapter, parallel)
         self.head = Head(config, parallel) if last in pieces else None

@@ -230,8 +230,8 @@ class AnyStages(OfPlaced):
 
     @property
     def _lightest(self) -> PieceSeconds:
-        """Seconds of the pieces, where layers differ of one that sees fewest tokens."""
-        return self.placed.of(self.run.with_lightest_layers).fastest_pieces
+        """Seconds of the pieces, where layers differ of the one that takes least."""
+        return self.placed.lightest_pieces
 
     @property
     def _arrival_s(self) -> float:

@@ -133,7 +133,7 @@ def _activations(config: RunConfig, run: Run, software: Software) -> list[float]
     shape, whole = run.shape, run.shape.hidden / (run.tp if run.sequence_parallel else 1)
     # A lower bound: if any layer is fully recomputed, all layers count as fully recomputed.
     inputs = (
-        [whole] if "full" in run.recompute_kinds else [whole, whole, shape.query_width / run.tp, shape.ffn / run.tp]
+        [whole] if "full" in run.recompute_kinds else [whole, whole, shape.query_width / run.tp, shape.inner / run.tp]
     )
     kept = run.tokens * sum(inputs) * run.element_bytes * _width(config)
     trained = zip(stage_layers(run, software)[0], frozen_layers(run, software), strict=True)

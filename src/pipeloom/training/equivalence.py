@@ -15,8 +15,9 @@ from pipeloom.errors import ConfigError, UserError
 from pipeloom.execute.processes.world import World, is_first
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.execute.stages.weights import master_dtype
-from pipeloom.model import Documents, TensorSlice
+from pipeloom.model import Documents, StageModule, TensorSlice
 from pipeloom.model.cross_entropy import summed_cross_entropy
+from pipeloom.model.experts import balances_of
 from pipeloom.predict.describe import completed
 from pipeloom.terminal.words import count
 from pipeloom.training.adapted import with_adapted_check
@@ -166,6 +167,8 @@ def reference_gradients(config: RunConfig, batch: Batch) -> Gradients:
     dtype = master_dtype(getattr(torch, config.training.known_dtype))
     model = stage_of(config, range(config.model.num_layers + 2), batch.inputs[0].device, dtype=dtype)
     total, cross_entropy = 0.0, partial(summed_cross_entropy, z_loss=config.training.z_loss)
+    if config.model.experts is not None and config.model.known_balance == "batch":
+        _count_loads(model, batch)
     # One micro-batch at a time, as in the pipeline: all at once would take M times the memory.
     for microbatch, tokens in enumerate(batch.inputs):
         documents = None if batch.firsts is None else Documents(batch.firsts[microbatch])
@@ -173,6 +176,19 @@ def reference_gradients(config: RunConfig, batch: Batch) -> Gradients:
         loss.backward()
         total += loss.item()
     return Gradients(total, {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None})
+
+
+def _count_loads(model: StageModule, batch: Batch) -> None:
+    """Count the loads of experts in the whole batch, by forwards without backwards."""
+    balances = balances_of(model).values()
+    for one in balances:
+        one.begin(batch.inputs[0].device)
+        one.is_counting = True
+    with torch.no_grad():
+        for microbatch, tokens in enumerate(batch.inputs):
+            model(tokens, documents=None if batch.firsts is None else Documents(batch.firsts[microbatch]))
+    for one in balances:
+        one.is_counting = False
 
 
 def compare(found: Gradients, expected: Gradients) -> dict[str, float]:

@@ -53,6 +53,7 @@ from pipeloom.passes import Moves
 from pipeloom.recipe import build, schedule_text
 from pipeloom.runs.action_log import ActionLog
 from pipeloom.schedule import Schedule
+from pipeloom.training.expert_loads import loads_of
 from pipeloom.training.stages import StageSizes, make_store, output_specs, saved_bytes, stage_of
 from pipeloom.training.visits import Visits
 
@@ -113,6 +114,8 @@ class Pipeline:
             is_whole=config.optimizer.rule.takes_whole,
         )
         self._tied = self._share_matrix()
+        modules = {stage: one.module for stage, one in self.data_parallel.weights.items()}
+        self.loads = loads_of(config, world, modules, _patience(config), log) if trains else None
         lengths = layout.slice_lengths(config.data.seq_len)
         outputs = self._outputs(layout.microbatch_size, sum(lengths))
         self._moves_anything = config.schedule.balance or config.schedule.offload
@@ -469,6 +472,8 @@ class Pipeline:
         if self.store is not None:
             swaps = StageSwaps(self.store, self._lanes, training.stall_timeout_s)
             parts.append(swaps)
+        if self.loads is not None:
+            parts.append(self.loads)
         parts.append(self.updates)  # after the tied matrix, whose gradient has to be added before the update
         log = None if self._log is None or name is None else self._log.row(name, schedule, rank)
         return Executor(

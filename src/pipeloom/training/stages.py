@@ -32,6 +32,7 @@ from pipeloom.model import (
 from pipeloom.model.adapted import adapted_stage
 from pipeloom.model.context_parallel import WHOLE_SEQUENCES, ContextGroup, ContextParallel
 from pipeloom.model.deferred import defer
+from pipeloom.model.experts import balances_of
 from pipeloom.model.key_values import KeyValueCache
 from pipeloom.model.tensor_parallel import WHOLE, TensorGroup
 from pipeloom.schedule import Kind, Schedule
@@ -75,6 +76,8 @@ def stage_of(
         adapter=config.pairs,
     )
     stage.set_context(context)
+    for balance in balances_of(stage).values():
+        balance.num_tokens = config.layout.batch_size * config.data.seq_len
     stage.freeze(config.frozen_pieces) if config.pairs is None else stage.freeze_base()
     return stage
 

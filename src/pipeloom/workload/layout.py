@@ -284,12 +284,12 @@ class Layout(WithAxes):
         """All groups of ranks that share one copy of the same stages, each in the order of the shards."""
         size = self.shard_size
         begins = range(0, self.data_ranks, size)
-        return [ranks[begin : begin + size] for ranks in self._data_groups() for begin in begins]
+        return [ranks[begin : begin + size] for ranks in self.data_groups() for begin in begins]
 
     def copy_groups(self) -> list[list[int]]:
         """All groups of ranks that hold the same shard of the same stages."""
         size = self.shard_size
-        return [ranks[first::size] for ranks in self._data_groups() for first in range(size)]
+        return [ranks[first::size] for ranks in self.data_groups() for first in range(size)]
 
     def tensor_groups(self) -> list[list[int]]:
         """All groups of ranks that share the matrices of the same stages of the same replica."""
@@ -298,15 +298,15 @@ class Layout(WithAxes):
     def context_groups(self) -> list[list[int]]:
         """All groups of ranks that share the tokens of the same sequences, in the order of their parts."""
         begins = range(0, self.data_ranks, self.cp)
-        return [ranks[begin : begin + self.cp] for ranks in self._data_groups() for begin in begins]
+        return [ranks[begin : begin + self.cp] for ranks in self.data_groups() for begin in begins]
 
     def lockstep_groups(self) -> list[list[int]]:
         """All groups of ranks that compute the same stages of the same micro-batches, and exchange within them."""
         size = self.tp * self.cp
         return [list(range(first, first + size)) for first in range(0, self.num_ranks, size)]
 
-    def _data_groups(self) -> list[list[int]]:
-        """For each place on the pipeline and tensor axes, the ranks along the data axis."""
+    def data_groups(self) -> list[list[int]]:
+        """For each place on the pipeline and tensor axes, the ranks with the same weights and other tokens."""
         return [
             [self.rank_at(Coordinates(pipeline, data, tensor)) for data in range(self.data_ranks)]
             for pipeline in range(self.pp)

@@ -8,12 +8,15 @@ from typing import Annotated, Any, Literal
 
 from pipeloom.errors import UserError
 from pipeloom.workload.limits import Common, Count, Limits, Names, Positive
-from pipeloom.workload.model_families import MODELS, ModelFamily
+from pipeloom.workload.model_families import MODELS
+from pipeloom.workload.model_shape import Experts, ModelShape
 
 NO_FORMULAS = (
     "predictions have no formulas for models that classes of transformers compute; train, evaluate, verify and export "
     "take them"
 )
+_NO_SIZES = ("preset", "file", "balance", "balance_weight", "balance_rate")
+"""Settings of a model that are none of its sizes."""
 MOST_LAYERS = 100_000
 """Most layers of a model: every command makes lists with an element for each."""
 
@@ -106,6 +109,24 @@ class ModelConfig:
     """Bound of the logits, by the same formula; 0 for none. None: 30 for gemma2, 0 for others."""
     tied: bool = False
     """Embedding and head share one matrix."""
+    experts: Annotated[int, Limits(least=2)] | None = None
+    """Experts of a layer: feed-forward blocks, of which a router gives each token some. None: one block for all."""
+    experts_per_token: Count | None = None
+    """Experts that each token takes; their weights add up to 1. No token is dropped. None: 2."""
+    expert_every: Count | None = None
+    """Every layer of this number has experts, and the others one feed-forward block. None: every layer."""
+    expert_ffn: Count | None = None
+    """Hidden size of an expert. None: ffn_size."""
+    shared_experts: Count | None = None
+    """Experts that every token takes as well, with weight 1: one block of their joint size. None: none."""
+    balance: Literal["batch", "microbatch", "bias", "none"] | None = None
+    """What keeps the loads of experts equal. batch: a loss with the loads of the whole batch, for schedules in which
+    all forwards of a stage precede its first backward. microbatch: a loss with those of each micro-batch. bias: a bias
+    of each expert in the choice, not in the weights, which moves after every step. none: nothing. None: batch."""
+    balance_weight: Annotated[float, Limits(least=0)] | None = None
+    """Factor of the balance loss of each layer with experts. None: 0.01."""
+    balance_rate: Positive | None = None
+    """With balance bias: by how much the bias of an expert moves after a step. None: 0.001."""
     adapted: str | None = None
     """The config.json of a model without a family here, as model.file has it. The classes of transformers then compute
     the model, and of the settings above num_layers, hidden_size, vocab_size and tied alone have an effect; needs
@@ -151,6 +172,25 @@ class ModelConfig:
     def known_logit_softcap(self) -> float:
         """With its default; 0 for none."""
         return MODELS[self.family].logit_softcap if self.logit_softcap is None else self.logit_softcap
+
+    @property
+    def expert_layout(self) -> "Experts | None":
+        """The experts of the model, with their defaults; ``None`` for none."""
+        if self.experts is None:
+            return None
+        assert self.ffn_size is not None, "the model configuration is not resolved"
+        return Experts(
+            count=self.experts,
+            per_token=self.experts_per_token or 2,
+            ffn=self.expert_ffn or self.ffn_size,
+            every=self.expert_every or 1,
+            shared=self.shared_experts or 0,
+        )
+
+    @property
+    def known_balance(self) -> Literal["batch", "microbatch", "bias", "none"]:
+        """With its default."""
+        return self.balance or "batch"
 
     def window_of(self, layer: int) -> int | None:
         """The window of a layer; ``None`` for one that sees all earlier tokens."""
@@ -219,107 +259,10 @@ class ModelConfig:
             query_pre_attn_scalar=None if is_plain else self.query_pre_attn_scalar,
             attn_softcap=None if self.attn_softcap == family.attn_softcap else self.attn_softcap,
             logit_softcap=None if self.logit_softcap == family.logit_softcap else self.logit_softcap,
+            experts_per_token=None if self.experts_per_token == 2 else self.experts_per_token,
+            expert_every=None if self.expert_every == 1 else self.expert_every,
+            expert_ffn=None if self.expert_ffn == self.ffn_size else self.expert_ffn,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """Sizes of a transformer language model.
-
-    Attributes:
-        layers: transformer layers.
-        hidden: width of the residual stream.
-        heads: attention heads.
-        kv_heads: key and value heads; fewer than ``heads`` is grouped-query attention.
-        ffn: inner width of the feed-forward block.
-        family: key of ``MODELS``.
-        vocab: rows of the embedding; 0 for layers alone, without embedding and head.
-        tied: whether the embedding and the head are one matrix.
-        own_head_size: width of one head; ``None`` for ``hidden / heads``.
-        name: for messages.
-        window: keys that a query of a layer with a window sees; ``None`` if no layer has one.
-        full_layers: layers without a window, from 0; empty without windows.
-        attn_softcap, logit_softcap: bounds of attention scores and logits; 0 for none.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    family: str
-    vocab: int
-    tied: bool
-    own_head_size: int | None = None
-    name: str = ""
-    window: int | None = None
-    full_layers: tuple[int, ...] = ()
-    attn_softcap: float = 0.0
-    logit_softcap: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Remove a head size that is the default, so that equal shapes compare equal."""
-        if self.own_head_size is not None and self.own_head_size * self.heads == self.hidden:
-            object.__setattr__(self, "own_head_size", None)
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer; ``None`` for one that sees all earlier tokens."""
-        full = frozenset(self.full_layers)
-        return tuple(None if layer in full else self.window for layer in range(self.layers))
-
-    def has_fused_attention(self, window: int | None, num_keys: int) -> bool:
-        """Whether a layer with a window computes plain attention with so many keys, for which there are fused kernels.
-
-        Others have kernels that take soft caps, and windows that are narrower than the keys.
-        """
-        return not self.attn_softcap and (window is None or window >= num_keys)
-
-    def with_window(self, window: int | None) -> "ModelShape":
-        """The shape with this window in all layers, or with none."""
-        is_same = window == self.window and not self.full_layers
-        return self if is_same else replace(self, window=window, full_layers=())
-
-    @property
-    def kind(self) -> ModelFamily:
-        """Properties of its layers."""
-        return MODELS[self.family]
-
-    @property
-    def head_size(self) -> int:
-        """Width of one head."""
-        return self.own_head_size or self.hidden // self.heads
-
-    @property
-    def query_width(self) -> int:
-        """Total width of the queries, and of attention's output before its projection."""
-        return self.head_size * self.heads
-
-    @property
-    def kv_width(self) -> int:
-        """Total width of the keys; the values have the same."""
-        return self.head_size * self.kv_heads
-
-    @property
-    def qk_norm_parameters(self) -> int:
-        """Parameters of one layer's norms of the heads of queries and keys."""
-        return 2 * self.head_size if self.kind.qk_norm == "head" else 0
-
-    @property
-    def layer_matrix_parameters(self) -> int:
-        """Parameters of one layer's matrices: four of attention, those into the feed-forward block and one back."""
-        attention = 2 * self.hidden * (self.query_width + self.kv_width)
-        return attention + (self.kind.gates + 1) * self.hidden * self.ffn
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Parameters of the embedding; of the head as well, where it has its own."""
-        return self.vocab * self.hidden
-
-    @property
-    def parameters(self) -> int:
-        """Parameters without norms and biases, which are below 0.1 %."""
-        return self.layers * self.layer_matrix_parameters + (1 if self.tied else 2) * self.embedding_parameters
 
 
 def shape_of(model: ModelConfig) -> ModelShape:
@@ -351,11 +294,13 @@ def shape_of(model: ModelConfig) -> ModelShape:
         full_layers=() if model.window is None else model.known_full_attention_layers,
         attn_softcap=model.known_attn_softcap,
         logit_softcap=model.known_logit_softcap,
+        experts=model.expert_layout,
     )
 
 
 def model_of(shape: ModelShape, model: ModelConfig) -> ModelConfig:
     """A model's settings with the sizes of a shape; the inverse of ``shape_of``."""
+    experts = shape.experts
     return replace(
         model,
         family=shape.family,
@@ -371,6 +316,11 @@ def model_of(shape: ModelShape, model: ModelConfig) -> ModelConfig:
         full_attention_layers=None if shape.window is None else shape.full_layers,
         attn_softcap=shape.attn_softcap,
         logit_softcap=shape.logit_softcap,
+        experts=None if experts is None else experts.count,
+        experts_per_token=None if experts is None else experts.per_token,
+        expert_every=None if experts is None else experts.every,
+        expert_ffn=None if experts is None else experts.ffn,
+        shared_experts=None if experts is None else experts.shared or None,
     ).canonical
 
 
@@ -417,5 +367,5 @@ def other_settings(model: ModelConfig, others: Mapping[str, Any], whose: str) ->
 
 
 def model_settings(model: ModelConfig) -> dict[str, Any]:
-    """The model's sizes, without the preset or file that they were read from."""
-    return {name: value for name, value in asdict(model).items() if name not in ("preset", "file")}
+    """The model's sizes, without the preset or file that they were read from, and without what it is trained for."""
+    return {name: value for name, value in asdict(model).items() if name not in _NO_SIZES}

@@ -11,8 +11,8 @@ from pipeloom.workload.model import ModelShape
 
 Attention = Literal["plain", "fused-softmax", "flash1", "flash2"]
 
-LayerKind = tuple[Recompute, int | None]
-"""What a layer recomputes, and its window; ``None`` if it sees all earlier tokens."""
+LayerKind = tuple[Recompute, int | None, bool]
+"""What a layer recomputes, its window (``None`` if it sees all earlier tokens), and whether it has experts."""
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one number."""
@@ -112,6 +112,8 @@ class Run(WithAxes):
             return "the batch has fewer sequences than the replicas have in one micro-batch each"
         if self.shape.heads % self.tp or self.shape.heads % self.shape.kv_heads:
             return "tp and kv_heads do not divide the heads"
+        if self.shape.experts is not None and self.tp > 1:
+            return "tensor-parallel ranks do not divide experts"
         return None
 
     @property
@@ -141,25 +143,31 @@ class Run(WithAxes):
 
     @property
     def layer_kinds(self) -> "tuple[LayerKind, ...]":
-        """What each layer recomputes, and its window."""
+        """What each layer recomputes, its window, and whether it has experts."""
         recompute = self.recompute_layers or (self.recompute,) * self.shape.layers
-        return tuple(zip(recompute, self.shape.windows, strict=True))
+        return tuple(zip(recompute, self.shape.windows, self.shape.with_experts, strict=True))
 
     @property
     def has_equal_layers(self) -> bool:
-        """Whether all layers recompute and see the same."""
-        return self.recompute_layers is None and not self.shape.full_layers
+        """Whether all layers recompute and see the same, and all of them have experts or none."""
+        return self.recompute_layers is None and self.shape.has_equal_layers
 
     def alike(self, kind: "LayerKind") -> "Run":
         """The run with all layers of one of its kinds."""
-        recompute, window = kind
-        return self.changed(recompute=recompute, recompute_layers=None, shape=self.shape.with_window(window))
+        recompute, window, experts = kind
+        shape = self.shape.alike(window, experts=experts)
+        return self.changed(recompute=recompute, recompute_layers=None, shape=shape)
 
     @property
-    def with_lightest_layers(self) -> "Run":
-        """The run with the window of some layers in all, for lower bounds."""
-        shape = self.shape.with_window(self.shape.window)
-        return self if shape is self.shape else self.changed(shape=shape)
+    def with_lightest_layers(self) -> "tuple[Run, ...]":
+        """The run with the window of some layers in all, for lower bounds; without and with experts if some have any.
+
+        Which of the two layers takes less time depends on the device.
+        """
+        experts, shape = self.shape.experts, self.shape
+        kinds = (experts is not None,) if experts is None or experts.every == 1 else (False, True)
+        shapes = [shape.alike(shape.window, experts=one) for one in kinds]
+        return tuple(self if one is shape else self.changed(shape=one) for one in shapes)
 
     @property
     def tokens(self) -> int:
@@ -238,6 +246,6 @@ class Run(WithAxes):
         # The seconds of a layer do not depend on depth, so models with equal layers share a measurement.
         shape = replace(self.shape, layers=1, tied=False, name="")
         if shape.window is not None and shape.window >= self.seq:
-            shape = shape.with_window(None)
+            shape = replace(shape, window=None, full_layers=())
         of_pieces = replace(self.of_pieces, shape=shape, adapter=None)
         return replace(of_pieces, attention="flash2", fused_norm=True, by_document=False)

@@ -258,6 +258,13 @@ def make_context_group(
     return RingGroup(_own_group(groups, world, _Note(log, "context-parallel exchange"), timeout), tuple(own))
 
 
+def make_load_group(
+    layout: Layout, world: World, timeout: timedelta | None = None, log: ActionLog | None = None
+) -> Group:
+    """The ranks that sum the loads of their experts; arguments, errors and the order of calls as for a tensor group."""
+    return _own_group(layout.data_groups(), world, _Note(log, "sum of the loads of experts"), timeout)
+
+
 def make_pipeline_group(layout: Layout, world: World, log: ActionLog | None = None) -> Group:
     """The ranks of a pipeline, for comparisons outside steps; errors and the order of calls as ``make_groups``."""
     return _own_group(layout.pipelines(), world, _Note(log, "exchange of a pipeline"))

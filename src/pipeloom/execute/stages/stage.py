@@ -1,7 +1,7 @@
 """A stage on a rank: forward and backward of micro-batches, and what it keeps between them."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.stages.saved import Parcel, hollow
 from pipeloom.model import Documents, KeyValueCache
 from pipeloom.model.deferred import Filed, add_to_leaves, defer, filing, leaves_of, run_backward
+from pipeloom.model.experts import balances_of
 
 Objective = Callable[[Tensor, int], Tensor]
 """(last stage's output, micro-batch) -> the result of the step: a scalar loss in training, anything in evaluation. With
@@ -214,6 +215,7 @@ class Stage:
         self._seen: dict[Portion, Documents] = {}
         self.tally = Tally()
         self._one: Tensor | None = None
+        self._balances = tuple(balances_of(module).values())
 
     @property
     def cached_bytes(self) -> int:
@@ -244,10 +246,22 @@ class Stage:
         Raises:
             BoundaryError: the output does not have the agreed spec.
         """
-        output = self._forward(part, tensor, objective, trains=trains, parcel=parcel)
+        with self._counting() if trains and self._balances else nullcontext():
+            output = self._forward(part, tensor, objective, trains=trains, parcel=parcel)
         if not trains and self._slices is not None and part.slice == len(self._slices.lengths) - 1:
             del self._caches[part.microbatch]
         return output
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Context of the one forward of a micro-batch in which the loads of experts count, however often it runs."""
+        for one in self._balances:
+            one.is_counting = True
+        try:
+            yield
+        finally:
+            for one in self._balances:
+                one.is_counting = False
 
     def _forward(
         self, part: Portion, tensor: Tensor, objective: Objective | None, *, trains: bool, parcel: Parcel | None = None
@@ -310,7 +324,8 @@ class Stage:
         self, part: Portion, tensor: Tensor, objective: Objective | None, parcel: Parcel | None = None
     ) -> Tensor:
         """As ``forward``, if ``recompute`` follows: only the input is kept, which a parcel may collect."""
-        output = self._forward(part, tensor, objective, trains=False)
+        with self._counting():
+            output = self._forward(part, tensor, objective, trains=False)
         self._inputs[part] = (lambda: tensor) if parcel is None else parcel.keep(tensor)
         self.tally.hold(tensor.nbytes)
         return output

@@ -1,0 +1,67 @@
+"""Problems of a run whose model has experts: one sentence each."""
+
+from collections.abc import Iterator
+
+from pipeloom.config.run import RunConfig
+from pipeloom.errors import ConfigError, UserError
+from pipeloom.schedule import Schedule, read_schedule
+from pipeloom.schedule.whole_batch import WHOLE_BATCH, interleaved_stage
+from pipeloom.workload.model_families import MODELS
+
+Problems = Iterator[str]
+
+
+def expert_problems(config: RunConfig) -> Problems:
+    """What experts do not work with."""
+    model, layout = config.model, config.layout
+    if model.experts is None or model.experts < 2:
+        return
+    if model.adapted is not None:
+        yield "model.experts has no effect on a model that classes of transformers compute (model.file); leave it out"
+        return
+    refused = {
+        f"adapter.rank {config.adapter.rank}, whose pairs belong to matrices of all tokens": config.adapter.rank,
+        "training.compile, which compiles for a fixed number of tokens": config.training.compile,
+        f"training.matmul_dtype {config.training.matmul_dtype}": config.training.matmul_dtype,
+    }
+    for name, is_on in refused.items():
+        if is_on:
+            yield f"model.experts does not work with {name}; leave one of them out"
+    if model.balance == "microbatch":
+        if layout.cp > 1:
+            yield "model.balance microbatch counts in one rank, and layout.cp divides micro-batches; use batch"
+        if layout.token_slices not in (None, 1):
+            yield "model.balance microbatch counts whole micro-batches, and layout.token_slices cuts them; use batch"
+
+
+def expert_size_problems(config: RunConfig) -> Problems:
+    """Sizes of experts that do not fit the model."""
+    model = config.model
+    if model.experts is None or model.family not in MODELS:
+        return
+    taken, every = model.experts_per_token or 2, model.expert_every or 1
+    if taken > model.experts:
+        yield f"model.experts_per_token must be at most model.experts {model.experts}, found {taken}"
+    if every > model.num_layers:
+        yield f"model.expert_every must be at most model.num_layers {model.num_layers}, found {every}"
+    if MODELS[model.family].gates < 2:
+        yield f"model.experts needs gated feed-forward blocks, found model.family {model.family}; use llama"
+
+
+def balance_problems(config: RunConfig) -> Problems:
+    """A balance loss of the whole batch with a schedule that goes back before all forwards have ended."""
+    if config.model.experts is None or config.model.known_balance != "batch" or config.choice().problems():
+        return
+    schedule = _order(config)
+    found = None if schedule is None else interleaved_stage(schedule)
+    if found is not None:
+        yield WHOLE_BATCH.format(found)
+
+
+def _order(config: RunConfig) -> Schedule | None:
+    """The order of a run's actions; ``None`` if it cannot be made, which is reported elsewhere."""
+    file = config.schedule.file
+    try:
+        return config.choice().make() if file is None else read_schedule(file).schedule
+    except (UserError, ConfigError):
+        return None

@@ -1,0 +1,86 @@
+"""Loads of experts: counted in forwards, summed over replicas before the backwards that need them."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import UserError
+from pipeloom.execute.communication.collectives import Finish, Group
+from pipeloom.execute.parts.part import Part, RankRow, Service
+from pipeloom.model.experts import balances_of
+from pipeloom.schedule import Kind
+from pipeloom.schedule.whole_batch import WHOLE_BATCH, interleaved_stage
+
+_BEGINS_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+class ExpertLoads(Part):
+    """Sums the counts of a stage's experts over the replicas, while the rank goes on.
+
+    The sum starts behind the last forward of the stage. Where a balance loss has the loads of the whole batch, it ends
+    before the stage's first backward, otherwise with the step. Rows of all replicas are equal, so that they start
+    their sums in one order.
+
+    Args:
+        modules: this rank's stages by index.
+        group: the replicas; used for nothing else.
+        device: of the stages.
+    """
+
+    kinds = frozenset()
+
+    def __init__(self, modules: Mapping[int, nn.Module], group: Group, device: torch.device) -> None:
+        found = {stage: list(balances_of(module).values()) for stage, module in modules.items()}
+        self._balances = {stage: every for stage, every in found.items() if every}
+        self._group, self._device = group, device
+        self._sums: dict[int, tuple[Tensor, Finish]] = {}
+        self._trains = False
+
+    def bind(self, row: RankRow) -> None:
+        """Add hooks behind the last forward of each stage, and before its first backward."""
+        forwards, backwards = row.slots_of(Kind.FORWARD), row.slots_of(*_BEGINS_BACKWARD)
+        last = {row.actions[slot].stage: slot for slot in forwards}
+        first = {row.actions[slot].stage: slot for slot in reversed(backwards)}
+        for stage in self._balances.keys() & first.keys():
+            row.after[last[stage]].append(partial(self._start, stage))
+            if self._balances[stage][0].kind == "batch":
+                row.before[first[stage]].append(partial(self._finish, stage))
+        if any(every[0].kind == "batch" for every in self._balances.values()):
+            found = interleaved_stage(row.schedule)
+            if found is not None:
+                raise UserError(WHOLE_BATCH.format(found))
+
+    def begin(self, row: RankRow) -> Sequence[Service]:
+        """Count from zero."""
+        self._trains = row.schedule.first_backward_stage < row.schedule.num_stages
+        for every in self._balances.values() if self._trains else ():
+            for one in every:
+                one.begin(self._device)
+        return ()
+
+    def end(self, row: RankRow) -> None:  # noqa: ARG002
+        """Finish the sums that no backward needed."""
+        for stage in list(self._sums):
+            self._finish(stage)
+
+    def forget(self) -> None:
+        """Sums of a failed step do not count."""
+        self._sums.clear()
+
+    def move_biases(self) -> None:
+        """Move the biases of experts by the counts of the last training step."""
+        for every in self._balances.values():
+            for one in every:
+                one.move()
+
+    def _start(self, stage: int) -> None:
+        counts = torch.stack([one.counts for one in self._balances[stage] if one.counts is not None])
+        self._sums[stage] = counts, self._group.all_reduce(counts)
+
+    def _finish(self, stage: int) -> None:
+        counts, finish = self._sums.pop(stage)
+        finish()
+        for one, own in zip(self._balances[stage], counts, strict=True):
+            one.counts = own

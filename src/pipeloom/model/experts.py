@@ -1,0 +1,257 @@
+"""A feed-forward block of several experts, of which a router gives each token some (arXiv 1701.06538, 2101.03961).
+
+The router's scores are a softmax over the experts, in single precision at least. A token takes the experts with its
+largest scores, and its output is the sum of theirs with these scores, divided by their sum, as in Mixtral and
+Qwen3-MoE. Tokens are sorted by expert, so that each expert has a few products over a slice; none is dropped.
+
+Letters of shapes are those of ``model.transformer``; k is the number of experts that a token takes, R that of pairs of
+a token and an expert. With tensor parallelism each rank has a share of every expert's inner width, and all tokens. The
+router reads the residual stream before the exchange, so a rank computes the scores of its own tokens of it.
+"""
+
+# ruff: noqa: N803, N806 (upper-case letters in names are shapes)
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.model.feed_forward import feed_forward
+from pipeloom.model.parallel_layers import Split
+from pipeloom.model.tensor_parallel import TensorParallel
+from pipeloom.workload.model import ModelConfig
+
+_WEIGHT = 0.01
+"""Default factor of the balance loss (arXiv 2101.03961, section 2.2)."""
+_RATE = 0.001
+"""Default step of a bias (arXiv 2408.15664, section 4.1)."""
+BIAS = "balance_bias"
+"""Name of the biases of a block with experts, which are no parameters, in checkpoints."""
+
+
+class Balance:
+    """What keeps the loads of a layer's experts equal.
+
+    The loss is w x E x the sum over experts of load x mean score (arXiv 2101.03961, section 2.2). The load of an expert
+    is its share of the pairs, a constant for the gradient; the mean score is over all tokens of a step. With equal
+    loads the sum is 1 / E. Forwards count pairs, and backwards add the gradient of the loss to that of the scores.
+
+    Where the loads are those of the whole batch, the counts of all forwards and replicas must be complete before the
+    first backward. A forward that is repeated for its backward does not count again.
+
+    Without a loss, each expert may have a bias that is added to its scores in the choice of experts, but not in their
+    weights. After a step it moves by a fixed rate: up if the expert had fewer pairs than the mean, else down
+    (arXiv 2408.15664, algorithm 1).
+
+    Args:
+        kind: as ``ModelConfig.balance``.
+        num_experts: E.
+        per_token: experts that a token takes.
+        weight: w.
+        rate: by which biases move.
+
+    Attributes:
+        kind: as given.
+        bias: of the experts, [E] float32; ``None`` unless the kind is ``bias``, and on meta tensors.
+        counts: for each expert the pairs of this step, [E] int64; ``None`` before the first step.
+        is_counting: whether forwards count.
+        num_tokens: of a step of all replicas; ``None`` for those counted.
+    """
+
+    def __init__(
+        self,
+        kind: Literal["batch", "microbatch", "bias", "none"],
+        num_experts: int,
+        per_token: int,
+        weight: float = _WEIGHT,
+        rate: float = _RATE,
+    ) -> None:
+        self.kind = kind
+        self._num_experts, self._per_token, self._weight, self._rate = num_experts, per_token, weight, rate
+        self.bias: Tensor | None = None
+        self.counts: Tensor | None = None
+        self.is_counting = False
+        self.num_tokens: int | None = None
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether there is a loss."""
+        return self.kind in ("batch", "microbatch") and self._weight > 0
+
+    def begin(self, device: torch.device) -> None:
+        """Count from zero."""
+        self.counts = torch.zeros(self._num_experts, dtype=torch.int64, device=device)
+
+    def make_bias(self, device: torch.device | str) -> None:
+        """Begin with zeros, if there are biases."""
+        if self.kind == "bias":
+            self.bias = torch.zeros(self._num_experts, device=device)
+
+    def move(self) -> None:
+        """Move the biases after a step, whose counts are those of all replicas."""
+        if self.bias is not None and self.counts is not None:
+            self.bias += self._rate * (self.counts.sum() - self._num_experts * self.counts).sign()
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """For each token the indices of its experts, [..., k]."""
+        plain = scores.detach()
+        return (plain if self.bias is None else plain + self.bias).topk(self._per_token).indices
+
+    def watch(self, scores: Tensor, loads: Tensor) -> Tensor:
+        """Count the pairs of a forward.
+
+        Args:
+            scores: [..., E].
+            loads: for each expert the pairs, [E] int64.
+
+        Returns:
+            The scores; their backward adds the gradient of the loss.
+        """
+        if self.is_counting and self.counts is not None:
+            self.counts += loads
+        return _Watched.apply(scores, self, loads) if self.has_loss and torch.is_grad_enabled() else scores
+
+    def gradient(self, loads: Tensor) -> Tensor:
+        """The gradient of the loss for the scores of one token, [E] float64; ``loads`` are those of its micro-batch."""
+        counted = self.counts if self.kind == "batch" and self.counts is not None else loads
+        pairs = counted.sum().double()
+        num_tokens = pairs / self._per_token if self.num_tokens is None else self.num_tokens
+        return counted * (self._weight * self._num_experts / (pairs * num_tokens))
+
+
+class _Watched(torch.autograd.Function):
+    """Returns the scores, and adds the gradient of their balance loss in the backward."""
+
+    @staticmethod
+    def forward(*args: Any, **_: Any) -> Any:
+        # Counts are no activations: they are not moved, and are complete only when the backward reads them.
+        ctx, scores, ctx.balance, ctx.loads = args
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, *args: Any) -> Any:
+        return args[0] + ctx.balance.gradient(ctx.loads).to(args[0].dtype), None, None
+
+
+class Router(Split, nn.Module):
+    """Scores of experts for tokens: a matrix, replicated over tensor-parallel ranks, and a softmax."""
+
+    def __init__(self, hidden_size: int, num_experts: int) -> None:
+        super().__init__()
+        self.splits = {}
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] to [..., E], in single precision at least."""
+        return _WideLinear.apply(x, self.weight).softmax(-1)
+
+
+class _WideLinear(torch.autograd.Function):
+    """``x @ weight.T`` in single precision at least, which keeps both in their own types."""
+
+    @staticmethod
+    def forward(*args: Any, **_: Any) -> Any:
+        ctx, x, weight = args
+        ctx.save_for_backward(x, weight)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return x.to(wide) @ weight.to(wide).t()
+
+    @staticmethod
+    def backward(ctx: Any, *args: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        own = (args[0] @ weight.to(args[0].dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return own, None
+        rows, taken = args[0].flatten(0, -2), x.flatten(0, -2).to(args[0].dtype)
+        return own, (rows.t() @ taken).to(weight.dtype)
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a matrix in another order, each ``number`` times; the gradient is a sum in a fixed order."""
+
+    @staticmethod
+    def forward(*args: Any, **_: Any) -> Any:
+        ctx, x, order, ctx.number = args
+        ctx.save_for_backward(order)
+        return x.index_select(0, order if ctx.number == 1 else order // ctx.number)
+
+    @staticmethod
+    def backward(ctx: Any, *args: Any) -> Any:
+        (order,) = ctx.saved_tensors
+        own = args[0].index_select(0, _inverse(order))
+        # Not index_add, which on GPUs adds rows in any order.
+        return own if ctx.number == 1 else own.view(-1, ctx.number, own.shape[-1]).sum(1), None, None
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """The inverse of a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+class ExpertFeedForward(nn.Module):
+    """Experts in place of a layer's feed-forward block, and perhaps one block that every token takes.
+
+    Attributes:
+        balance: of the loads.
+    """
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+        super().__init__()
+        layout, within = config.expert_layout, parallel.shares_only
+        assert layout is not None, "a model without experts"
+        self._parallel, self._per_token = parallel, layout.per_token
+        self.router = Router(config.hidden_size, layout.count)
+        self.experts = nn.ModuleList(feed_forward(config, layout.ffn, within) for _ in range(layout.count))
+        self.shared = feed_forward(config, layout.shared * layout.ffn, within) if layout.shared else None
+        weight = _WEIGHT if config.balance_weight is None else config.balance_weight
+        self.balance = Balance(
+            config.known_balance, layout.count, layout.per_token, weight, config.balance_rate or _RATE
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each token by itself; returns what is added to the residual stream."""
+        parallel, scores = self._parallel, self.router(x)
+        chosen = self.balance.choose(scores)
+        chosen_BTk = parallel.every_token(chosen)
+        loads = chosen_BTk.flatten().bincount(minlength=len(self.experts)) if not x.is_meta else None
+        if loads is not None:
+            scores = self.balance.watch(scores, loads)
+        weights = scores.gather(-1, chosen)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        x_BTH, weights_BTk = parallel.enter(x), parallel.enter(weights)
+        y_BTH = self._mixed(x_BTH, weights_BTk, chosen_BTk, self._sizes(loads, chosen_BTk.numel()))
+        return parallel.leave(y_BTH if self.shared is None else y_BTH + self.shared(x_BTH))
+
+    def _sizes(self, loads: Tensor | None, num_pairs: int) -> Sequence[int]:
+        """For each expert its number of pairs; equal ones on meta tensors, of which no choice is known."""
+        if loads is not None:
+            return loads.tolist()
+        number = len(self.experts)
+        return [num_pairs * (one + 1) // number - num_pairs * one // number for one in range(number)]
+
+    def _mixed(self, x_BTH: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The weighted sum of the experts' outputs."""
+        order_R = chosen_BTk.flatten().argsort(stable=True)
+        rows_RH = _Rows.apply(x_BTH.flatten(0, 1), order_R, self._per_token)
+        # An expert without tokens runs, too: its weights get a gradient, zeros.
+        outputs = [expert(rows) for expert, rows in zip(self.experts, rows_RH.split(sizes), strict=True)]
+        mixed_RH = _Rows.apply(torch.cat(outputs), _inverse(order_R), 1)
+        mixed_BTkH = mixed_RH.view(*weights_BTk.shape, -1)
+        return (mixed_BTkH * weights_BTk.unsqueeze(-1)).sum(-2)
+
+
+def balances_of(module: nn.Module) -> dict[str, Balance]:
+    """The balances of a module's blocks with experts, by the names of the blocks."""
+    return {name: one.balance for name, one in module.named_modules() if isinstance(one, ExpertFeedForward)}
+
+
+def biases_of(module: nn.Module) -> dict[str, Tensor]:
+    """Biases of a module's experts by name, where they have some."""
+    found = {f"{name}.{BIAS}": one.bias for name, one in balances_of(module).items()}
+    return {name: bias for name, bias in found.items() if bias is not None}
+
+
+def is_bias(name: str) -> bool:
+    """Whether a name in a checkpoint is that of biases of experts."""
+    return name.endswith(f".{BIAS}")

@@ -1,0 +1,59 @@
+"""Feed-forward blocks: each token by itself."""
+
+# ruff: noqa: N806 (upper-case letters in names are shapes)
+
+from functools import partial
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeloom.model.parallel_layers import ColumnParallelLinear, RowParallelLinear, project
+from pipeloom.model.tensor_parallel import TensorParallel
+from pipeloom.workload.model import ModelConfig
+from pipeloom.workload.model_families import MODELS
+
+
+class GatedFeedForward(nn.Module):
+    """SwiGLU, ``down(silu(gate(x)) * up(x))``, without biases; Gemma has the tanh form of GELU instead of SiLU.
+
+    ``ffn_size`` is F of all ranks.
+    """
+
+    def __init__(self, hidden_size: int, ffn_size: int, parallel: TensorParallel, gate: str = "silu") -> None:
+        super().__init__()
+        self._parallel = parallel
+        self._activation = functional.silu if gate == "silu" else partial(functional.gelu, approximate="tanh")
+        self.gate = ColumnParallelLinear(hidden_size, ffn_size, bias=False, parallel=parallel)
+        self.up = ColumnParallelLinear(hidden_size, ffn_size, bias=False, parallel=parallel)
+        self.down = RowParallelLinear(ffn_size, hidden_size, bias=False, parallel=parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each token by itself; returns what is added to the residual stream."""
+        x_BTH = self._parallel.enter(x)
+        gate_BTF, up_BTF = project(x_BTH, self.gate, self.up)
+        return self.down(self._activation(gate_BTF) * up_BTF)
+
+
+class GeluFeedForward(nn.Module):
+    """The gpt2 family's feed-forward layer: ``down(gelu(up(x)))`` with biases and the tanh form of GELU.
+
+    ``ffn_size`` is F of all ranks.
+    """
+
+    def __init__(self, hidden_size: int, ffn_size: int, parallel: TensorParallel) -> None:
+        super().__init__()
+        self._parallel = parallel
+        self.up = ColumnParallelLinear(hidden_size, ffn_size, bias=True, parallel=parallel)
+        self.down = RowParallelLinear(ffn_size, hidden_size, bias=True, parallel=parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each token by itself; returns what is added to the residual stream."""
+        # The tanh form is what GPT-2 was trained with ("gelu_new" in Hugging Face's files).
+        inner_BTF = functional.gelu(self.up(self._parallel.enter(x)), approximate="tanh")
+        return self.down(inner_BTF)
+
+
+def feed_forward(config: ModelConfig, ffn_size: int, parallel: TensorParallel) -> GatedFeedForward | GeluFeedForward:
+    """The family's feed-forward block of an inner width."""
+    family, sizes = MODELS[config.family], (config.hidden_size, ffn_size, parallel)
+    return GatedFeedForward(*sizes, family.gate) if family.gates > 1 else GeluFeedForward(*sizes)

@@ -1,0 +1,24 @@
+"""Whether the backwards of a stage know the whole batch: all of its forwards precede its first backward."""
+
+from pipeloom.schedule.kinds import Kind
+from pipeloom.schedule.schedule import Schedule
+
+WHOLE_BATCH = (
+    "model.balance batch needs the loads of experts in the whole batch before the first backward, but a backward of "
+    "stage {} precedes one of its forwards; use schedule.family breadth-first, or model.balance microbatch"
+)
+
+
+def interleaved_stage(schedule: Schedule) -> int | None:
+    """The first stage with a backward before one of its forwards in its row; ``None`` if there is none."""
+    found: list[int] = []
+    for row in schedule.rows:
+        is_backward = row.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT).tolist()
+        is_forward = row.is_kind(Kind.FORWARD).tolist()
+        begun: set[int] = set()
+        for stage, goes_back, goes_forth in zip(row.stage.tolist(), is_backward, is_forward, strict=True):
+            if goes_back:
+                begun.add(stage)
+            elif goes_forth and stage in begun:
+                found.append(stage)
+    return min(found, default=None)
