@@ -28,6 +28,7 @@ _LLAMA3 = {
 }
 _UPPER = {"max_window_layers": 2}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0}
+_SPARSE = {"moe_intermediate_size": 12, "decoder_sparse_step": 2, "mlp_only_layers": []}
 _GEMMA = {**_LLAMA, "head_dim": 8, "sliding_window": 3}
 MODELS = {
     "llama": ("LlamaConfig", {**_LLAMA, "rms_norm_eps": 1e-6, "rope_theta": 5e5}),
@@ -38,6 +39,11 @@ MODELS = {
         {**_LLAMA, "head_dim": 16, "rope_scaling": _LLAMA3, "use_sliding_window": True, "sliding_window": 4, **_UPPER},
     ),
     "qwen3": ("Qwen3Config", {**_LLAMA, "head_dim": 16, "rope_scaling": _YARN, "tie_word_embeddings": True}),
+    "mixtral": ("MixtralConfig", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {**_LLAMA, "head_dim": 8, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True, **_SPARSE},
+    ),
     "olmo2": ("Olmo2Config", {**_LLAMA, "rms_norm_eps": 1e-6, "num_key_value_heads": 4}),
     "gemma2": (
         "Gemma2Config",
@@ -86,6 +92,8 @@ def make_model(name: str, dtype: torch.dtype = torch.float32):
     torch.manual_seed(list(MODELS).index(name))
     with wide():
         model = transformers.AutoModelForCausalLM.from_config(config)
+    if "experts" in "".join(name for name, _ in model.named_parameters()):
+        model.set_experts_implementation("eager")  # the others do not compute in float64
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)

@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from pipeloom.catalog.weight_files import GEMMA_WEIGHTS, GPT2_WEIGHTS, LLAMA_WEIGHTS, OLMO2_WEIGHTS, WeightFiles
+from pipeloom.catalog.weight_files import (
+    GEMMA_WEIGHTS,
+    GPT2_WEIGHTS,
+    LLAMA_WEIGHTS,
+    MIXTRAL_WEIGHTS,
+    OLMO2_WEIGHTS,
+    QWEN3_MOE_WEIGHTS,
+    WeightFiles,
+)
 from pipeloom.registry import Registry
 from pipeloom.workload.model_families import MODELS, ModelFamily
 
@@ -34,6 +42,29 @@ class Fixed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertKeys:
+    """The keys of an architecture whose layers have experts.
+
+    Attributes:
+        counts: names of the number of experts, the first of which is written, and its default.
+        per_token: default of ``num_experts_per_tok``.
+        ffn: name and default of the inner width of an expert; ``None`` where it is that of any block.
+        every: name of the number of layers of which the last has experts, 1 by default; ``None`` where all have.
+    """
+
+    counts: tuple[tuple[str, ...], int]
+    per_token: int
+    ffn: tuple[str, int] | None = None
+    every: str | None = None
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Names of all keys."""
+        named = [*self.counts[0], "num_experts_per_tok", self.every, None if self.ffn is None else self.ffn[0]]
+        return frozenset(name for name in named if name is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """The keys of files of one ``model_type``.
 
@@ -53,6 +84,7 @@ class Architecture:
             ``None`` for architectures that do not read them.
         head_size: value of a missing ``head_dim``; ``None`` for an equal share of ``hidden``.
         groups_follow: whether a missing ``num_key_value_heads`` means as many as query heads, not a fixed number.
+        experts: the keys of experts; ``None`` for architectures without them.
     """
 
     classes: tuple[str, ...]
@@ -75,6 +107,7 @@ class Architecture:
     logit_softcap: float | None = None
     head_size: int | None = None
     groups_follow: bool = True
+    experts: ExpertKeys | None = None
 
     @property
     def model_family(self) -> ModelFamily:
@@ -85,7 +118,8 @@ class Architecture:
     def keys(self) -> frozenset[str]:
         """All supported keys of a file."""
         sizes = {self.layers, self.hidden, self.heads, self.ffn, self.eps, "vocab_size", "tie_word_embeddings"}
-        return UNUSED | self.used | self.unused | sizes | set(self.fixed)
+        experts = frozenset[str]() if self.experts is None else self.experts.keys
+        return UNUSED | self.used | self.unused | sizes | set(self.fixed) | experts
 
 
 _ALL = MappingProxyType(
@@ -175,6 +209,43 @@ ARCHITECTURES.add(
 )
 ARCHITECTURES.add(
     "qwen3", replace(_qwen("qwen3", "Qwen3ForCausalLM", without=("mlp_bias", "use_sliding_window")), head_size=128)
+)
+# The balance loss of transformers, and whether scores are returned.
+_ROUTING = _keys("output_router_logits router_aux_loss_coef")
+ARCHITECTURES.add(
+    "mixtral",
+    replace(
+        ARCHITECTURES["mistral"],
+        classes=("MixtralForCausalLM",),
+        window=None,
+        default_eps=1e-5,
+        fixed={**_LLAMA_FIXED, "router_jitter_noise": Fixed((0,), "as scores have no noise here", 0.0)},
+        unused=_LLAMA_NAMES["unused"] | _ROUTING,
+        weights=MIXTRAL_WEIGHTS,
+        experts=ExpertKeys(counts=(("num_local_experts",), 8), per_token=2),
+    ),
+)
+ARCHITECTURES.add(
+    "qwen3_moe",
+    replace(
+        ARCHITECTURES["qwen3"],
+        classes=("Qwen3MoeForCausalLM",),
+        head_size=None,
+        fixed={
+            **ARCHITECTURES["qwen3"].fixed,
+            "norm_topk_prob": Fixed((True,), "as the weights of a token's experts add up to 1 here", default=False),
+            "mlp_only_layers": Fixed(([], None), "as decoder_sparse_step says which layers have experts", None),
+        },
+        unused=_LLAMA_NAMES["unused"] | _ROUTING,
+        weights=QWEN3_MOE_WEIGHTS,
+        # transformers 5 writes another name than 4, and reads both.
+        experts=ExpertKeys(
+            counts=(("num_experts", "num_local_experts"), 128),
+            per_token=8,
+            ffn=("moe_intermediate_size", 768),
+            every="decoder_sparse_step",
+        ),
+    ),
 )
 ARCHITECTURES.add(
     "olmo2",
@@ -274,7 +345,7 @@ ARCHITECTURES.add(
     ),
 )
 
-_EXPERTS = "it is a mixture of experts"
+_EXPERTS = "its experts are not those of Mixtral or Qwen3-MoE"
 ELSEWHERE = {
     "bert": "it is an encoder",
     "roberta": "it is an encoder",
@@ -293,9 +364,7 @@ ELSEWHERE = {
     "phi3": "it has scaled rotary positions or windows",
     "granite": "it has factors on embeddings, attention, residuals and logits",
     "cohere": "it has LayerNorm without biases, and attention beside the feed-forward block",
-    "mixtral": _EXPERTS,
     "qwen2_moe": _EXPERTS,
-    "qwen3_moe": _EXPERTS,
     "deepseek_v2": _EXPERTS,
     "deepseek_v3": _EXPERTS,
 }

@@ -22,6 +22,7 @@ from pipeloom.errors import UserError
 from pipeloom.system.files import parse_json, read_text
 from pipeloom.workload.model import MOST_LAYERS, ModelConfig, ModelShape, head_problems, model_of
 from pipeloom.workload.model_families import MODELS
+from pipeloom.workload.model_shape import Experts
 
 CONFIG_JSON = "config.json"
 """File of a Hugging Face folder that describes the model."""
@@ -196,6 +197,7 @@ def _table(model: ModelConfig, seq_len: int, name: str, known: Architecture) -> 
         known.hidden: model.hidden_size,
         known.heads: model.num_heads,
         known.ffn: model.ffn_size,
+        **_expert_keys(model, known),
         known.eps: model.norm_eps,
         "vocab_size": model.vocab_size,
         "tie_word_embeddings": model.tied,
@@ -207,6 +209,40 @@ def _table(model: ModelConfig, seq_len: int, name: str, known: Architecture) -> 
     if known.head_size is not None or model.head_size is not None:
         table["head_dim"] = model.known_head_size
     return table | rope_keys(model) | window_keys(model, known.windowed) | _score_keys(model, known)
+
+
+def _expert_keys(model: ModelConfig, known: Architecture) -> dict[str, Any]:
+    """The keys of a model's experts that an architecture has."""
+    experts, keys = model.expert_layout, known.experts
+    if experts is None or keys is None:
+        return {}
+    table: dict[str, Any] = {keys.counts[0][0]: experts.count, "num_experts_per_tok": experts.per_token}
+    if keys.ffn is not None:
+        table[keys.ffn[0]] = experts.ffn
+    if keys.every is not None:
+        table[keys.every] = experts.every
+    return table
+
+
+def _experts(file: ConfigJson, ffn: int) -> Experts | None:
+    """The experts of a file's model, whose feed-forward blocks are otherwise this wide."""
+    keys, reader = file.known.experts, file.reader
+    if keys is None:
+        return None
+    names, default = keys.counts
+    given = [name for name in names if file.table.get(name) is not None]
+    count = reader.integer(given[0] if given else names[0], default)
+    if len({file.table[name] for name in given if isinstance(file.table[name], int)}) > 1:
+        reader.complain(f"{' and '.join(given)} must be equal where a file has both")
+    per_token = reader.integer("num_experts_per_tok", keys.per_token)
+    if not reader.has_problems and per_token > count:
+        reader.complain(f"num_experts_per_tok must be at most {given[0] if given else names[0]}, found {per_token}")
+    return Experts(
+        count=count,
+        per_token=per_token,
+        ffn=ffn if keys.ffn is None else reader.integer(*keys.ffn),
+        every=1 if keys.every is None else reader.integer(keys.every, 1),
+    )
 
 
 def _score_keys(model: ModelConfig, known: Architecture) -> dict[str, Any]:
@@ -230,6 +266,7 @@ def _model(file: ConfigJson, seq_len: int | None) -> ModelFile:
     # GPT-2 files may omit n_inner, for 4 x n_embd.
     has_ffn = is_rotary or file.table.get(known.ffn) is not None
     ffn = reader.integer(known.ffn) if has_ffn else 4 * hidden
+    experts = _experts(file, ffn)
     # Without the key, some have as many as heads, others a fixed number, for which the reader requires the key.
     has_groups = is_rotary and (file.table.get("num_key_value_heads") is not None or not known.groups_follow)
     kv_heads = reader.integer("num_key_value_heads") if has_groups else heads
@@ -252,7 +289,7 @@ def _model(file: ConfigJson, seq_len: int | None) -> ModelFile:
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
-        ffn=ffn,
+        ffn=ffn if experts is None or experts.every > 1 else experts.ffn,
         family=known.family,
         vocab=reader.integer("vocab_size"),
         tied=reader.flag("tie_word_embeddings", default=known.tied),
@@ -261,6 +298,7 @@ def _model(file: ConfigJson, seq_len: int | None) -> ModelFile:
         full_layers=full_layers,
         attn_softcap=attn_softcap,
         logit_softcap=logit_softcap,
+        experts=experts,
     )
     eps = reader.positive(known.eps, known.default_eps)
     if not is_rotary:

@@ -8,6 +8,7 @@ from pipeloom.catalog.reading import Reader
 from pipeloom.catalog.training_recipes import TrainingRecipe, read_recipe
 from pipeloom.workload.model import MOST_LAYERS, ModelShape, head_problems
 from pipeloom.workload.model_families import MODELS, ModelFamily
+from pipeloom.workload.model_shape import Experts
 
 _TURNS = ("rope_slow_turns", "rope_fast_turns")
 _SCALINGS: dict[str, tuple[str, ...]] = {
@@ -42,13 +43,15 @@ def read_toml_model(name_or_path: str) -> TomlModel:
     family = reader.text("family", among=tuple(MODELS))
     kind, layers = MODELS[family], reader.integer("layers", most=MOST_LAYERS)
     window, full_layers = _windows(reader, table, kind, layers)
+    ffn = reader.integer("ffn")
+    experts = _experts(reader, table, ffn)
     shape = ModelShape(
         name=reader.text("name"),
         layers=layers,
         hidden=reader.integer("hidden"),
         heads=reader.integer("heads"),
         kv_heads=reader.integer("kv_heads", table.get("heads")),
-        ffn=reader.integer("ffn"),
+        ffn=ffn if experts is None or experts.every > 1 else experts.ffn,
         family=family,
         vocab=reader.integer("vocab"),
         tied=reader.flag("tied"),
@@ -57,6 +60,7 @@ def read_toml_model(name_or_path: str) -> TomlModel:
         full_layers=full_layers,
         attn_softcap=reader.number("attn_softcap", kind.attn_softcap),
         logit_softcap=reader.number("logit_softcap", kind.logit_softcap),
+        experts=experts,
     )
     if not reader.has_problems:
         sizes, names = (shape.hidden, shape.heads, shape.kv_heads), ("hidden", "heads", "kv_heads", "head_size")
@@ -70,6 +74,22 @@ def read_toml_model(name_or_path: str) -> TomlModel:
     recipe = read_recipe(reader.table("recipe")) if "recipe" in table else None
     reader.check({"source"})
     return TomlModel(shape, norm_eps, rope_theta, settings, recipe)
+
+
+def _experts(reader: Reader, table: Mapping[str, Any], ffn: int) -> Experts | None:
+    """The experts of layers, in models that have some."""
+    if "experts" not in table:
+        return None
+    found = Experts(
+        count=reader.integer("experts"),
+        per_token=reader.integer("experts_per_token", 2),
+        ffn=reader.integer("expert_ffn", ffn),
+        every=reader.integer("expert_every", 1),
+        shared=reader.integer("shared_experts") if "shared_experts" in table else 0,
+    )
+    if not reader.has_problems and found.per_token > found.count:
+        reader.complain(f"experts_per_token must be at most experts {found.count}, found {found.per_token}")
+    return found
 
 
 def _windows(

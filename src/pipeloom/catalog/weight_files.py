@@ -1,13 +1,15 @@
 """Tensors of weight files, as Hugging Face's models name and arrange them, and the parameters that they contain.
 
 A tensor of a file contains one parameter, or several side by side, as GPT-2's ``c_attn`` contains the matrices of
-queries, keys and values. In the names ``*`` is the number of a layer. Sources are transformers 4 and 5:
-``models/*/modeling_*.py``.
+queries, keys and values. In the names ``*`` is the number of a layer, and ``#`` that of an expert. Sources are
+transformers 4 and 5: ``models/*/modeling_*.py``.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 LAYERS = "layers.*."
 """Beginning of the names of a layer's parameters."""
 
@@ -26,10 +28,18 @@ class FileTensor:
     parameters: tuple[str, ...]
     is_transposed: bool = False
 
-    def of_layer(self, layer: int) -> "FileTensor":
-        """The tensor of one layer."""
-        names = (name.replace("*", str(layer)) for name in self.parameters)
-        return FileTensor(self.name.replace("*", str(layer)), tuple(names), self.is_transposed)
+    def each(self, mark: str, numbers: Iterable[int]) -> "list[FileTensor]":
+        """The tensor with these numbers in place of a mark; itself where it has none."""
+        if mark not in self.name:
+            return [self]
+        return [
+            FileTensor(
+                self.name.replace(mark, str(number)),
+                tuple(name.replace(mark, str(number)) for name in self.parameters),
+                self.is_transposed,
+            )
+            for number in numbers
+        ]
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """Shape in the file, from the shapes of parameters by name."""
@@ -70,9 +80,10 @@ class WeightFiles:
             num_layers: of the model.
         """
         present, found = set(parameters), list[FileTensor]()
+        experts = {int(number[1]) for name in parameters if (number := _EXPERT.search(name)) is not None}
         for tensor in self.tensors:
-            layers = [tensor.of_layer(layer) for layer in range(num_layers)] if "*" in tensor.name else [tensor]
-            found += [one for one in layers if present.issuperset(one.parameters)]
+            every = [one for layer in tensor.each("*", range(num_layers)) for one in layer.each("#", sorted(experts))]
+            found += [one for one in every if present.issuperset(one.parameters)]
         placed = [name for one in found for name in one.parameters]
         assert sorted(placed) == sorted(parameters), f"no tensor, or two, for {present.symmetric_difference(placed)}"
         return found
@@ -120,6 +131,30 @@ LLAMA_WEIGHTS = WeightFiles(
     buffers=("model.layers.*.self_attn.rotary_emb.inv_freq",),
 )
 """Files of the llama architecture and of those that add to it; the layers may have biases."""
+
+_OWN_EXPERT = f"{LAYERS}feed_forward.experts.#"
+
+
+def _expert_files(block: str, gate: str, up: str, down: str) -> WeightFiles:
+    """Files of llama with experts, whose block and matrices have these names."""
+    names = {gate: "gate", up: "up", down: "down"}
+    return replace(
+        LLAMA_WEIGHTS,
+        tensors=(
+            *LLAMA_WEIGHTS.tensors,
+            FileTensor(f"model.layers.*.{block}.gate.weight", (f"{LAYERS}feed_forward.router.weight",)),
+            *(
+                FileTensor(f"model.layers.*.{block}.experts.#.{theirs}.weight", (f"{_OWN_EXPERT}.{ours}.weight",))
+                for theirs, ours in names.items()
+            ),
+        ),
+    )
+
+
+MIXTRAL_WEIGHTS = _expert_files("block_sparse_moe", "w1", "w3", "w2")
+"""Files of Mixtral; transformers 5 has one tensor of all experts in memory, and writes these."""
+QWEN3_MOE_WEIGHTS = _expert_files("mlp", "gate_proj", "up_proj", "down_proj")
+"""Files of Qwen3-MoE."""
 
 _OLMO2_NORMS = {
     "model.layers.*.post_attention_layernorm.weight": f"{LAYERS}attention_norm.weight",

@@ -14,6 +14,7 @@ from pipeloom.catalog.weight_files import FileTensor
 from pipeloom.checkpoint.checkpoint_folder import read_info, read_origin
 from pipeloom.config import ModelConfig
 from pipeloom.errors import UserError
+from pipeloom.model.experts import is_bias
 from pipeloom.runs.run_folder import WEIGHTS_INDEX
 from pipeloom.system.files import parse_json
 from pipeloom.training.pretrained import DTYPES, Origin, read_description, weight_files_of
@@ -78,6 +79,11 @@ def hugging_face_content(
 ) -> Content:
     """The content of a Hugging Face folder; that of the folder that the run started from, with other values."""
     model, first, table = _model_of(checkpoint)
+    if any(map(is_bias, stated)):
+        raise UserError(
+            f"the checkpoint {checkpoint} has biases of experts (model.balance bias), for which files of "
+            f"{table['model_type']} models have no place; export it without --format hf"
+        )
     files = weight_files_of(model, table["model_type"])
     if first is not None:
         files = files.named_as_in([name for part in first.tensors.values() for name in part])

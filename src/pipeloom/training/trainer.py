@@ -325,6 +325,8 @@ class Trainer:
         grad_norm = squares**0.5
         with self._noted.updating:
             self._updates.end_step(each, lr)
+            if self._pipeline.loads is not None:
+                self._pipeline.loads.move_biases()
         self._health.note()
         return loss, grad_norm, result
 

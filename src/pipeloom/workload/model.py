@@ -250,6 +250,9 @@ class ModelConfig:
         is_usual = window is None or layers == set(family.full_layers(self.num_layers))
         has_base = window is not None and self.rope_local_theta != family.rope_local_theta
         is_plain = self.query_pre_attn_scalar == self.known_head_size
+        # A model with experts in every layer has no other block.
+        has_others = self.experts is None or (self.expert_every or 1) > 1
+        ffn = self.ffn_size if has_others else self.expert_ffn or self.ffn_size
         return replace(
             self,
             **self._turns_and_factor,
@@ -261,7 +264,8 @@ class ModelConfig:
             logit_softcap=None if self.logit_softcap == family.logit_softcap else self.logit_softcap,
             experts_per_token=None if self.experts_per_token == 2 else self.experts_per_token,
             expert_every=None if self.expert_every == 1 else self.expert_every,
-            expert_ffn=None if self.expert_ffn == self.ffn_size else self.expert_ffn,
+            ffn_size=ffn,
+            expert_ffn=None if self.expert_ffn == ffn else self.expert_ffn,
         )
 
 

@@ -44,6 +44,7 @@ from pipeloom.errors import RunError, UserError
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.flat_order import FlatOrder
 from pipeloom.execute.stages.weights import StageWeights
+from pipeloom.model.experts import biases_of, is_bias
 from pipeloom.system.host_memory import available_memory
 from pipeloom.training.background import Background
 from pipeloom.training.checkpoints.boxes import Box, Elements
@@ -296,7 +297,7 @@ class Checkpoints:
 
         def fill_all() -> None:
             for key, held in self._held(is_shared_out=False).items():
-                if key.startswith(MODEL):
+                if key.startswith(MODEL) and not is_bias(key):
                     for box, view in held.boxes():
                         read(key.removeprefix(MODEL), box, view)
 
@@ -387,11 +388,19 @@ class Checkpoints:
                 for prefix, held, begin in segment.buffers:
                     buffer = prefix, self._at_rest(held), begin
                     found |= self._elements(segment.order, buffer, own, is_shared_out=is_shared_out)
+            if not is_shared_out or self._is_first:
+                for name, bias in biases_of(weights.module).items():
+                    found[MODEL + name] = Elements(bias, tuple(bias.shape), (0,), tuple(bias.shape), 0)
             if not is_shared_out or self._data_parallel.copy_share[0] == 0:
                 for key, held in self._of_matrices(weights):
                     shape = tuple(held.shape)
                     found[key] = Elements(self._at_rest(held).view(-1), shape, (0,) * len(shape), shape, 0)
         return found
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this rank writes what all ranks of its stages hold."""
+        return self._tensor_rank == 0 and self._data_parallel.replica_share[0] == 0
 
     def _at_rest(self, held: Tensor) -> Tensor:
         return held if self._store is None else self._store.at_rest(held)

@@ -12,6 +12,7 @@ from pipeloom.checkpoint.checkpoint_folder import CheckpointInfo, is_hugging_fac
 from pipeloom.config import RunConfig
 from pipeloom.data.text import Data
 from pipeloom.errors import UserError
+from pipeloom.model.experts import BIAS, balances_of, is_bias
 from pipeloom.runs.run_folder import CONFIG
 from pipeloom.terminal.words import count
 from pipeloom.training.checkpoints.differences import Shapes, differences
@@ -98,6 +99,8 @@ def weights_only(config: RunConfig, path: Path) -> tuple[Shapes, Shapes]:
     expected, stored = ({key: one[key] for key in one if key.startswith(MODEL)} for one in found)
     if not any(map(is_pair, stored)):  # adapters of these weights begin anew
         expected = {key: expected[key] for key in without_pairs(expected)}
+    if not any(map(is_bias, stored)):  # and so do biases of experts
+        expected = {key: shape for key, shape in expected.items() if not is_bias(key)}
     return expected, stored
 
 
@@ -153,7 +156,15 @@ def expected_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     for name, parameter in parameters:
         states = config.optimizer.rule.state_shapes(name, tuple(parameter.shape)) if parameter.requires_grad else {}
         found |= {state_prefix(key) + name: its_shape for key, its_shape in states.items()}
-    return found
+    return found | {MODEL + name: shape for name, shape in _bias_shapes(config).items()}
+
+
+def _bias_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the biases of experts by name, which no optimizer updates."""
+    if config.model.experts is None or config.model.balance != "bias":
+        return {}
+    stage = stage_of(config, range(config.model.num_layers + 2), "meta")
+    return {f"{block}.{BIAS}": (config.model.experts,) for block in balances_of(stage)}
 
 
 def state_prefix(name: str) -> str:
