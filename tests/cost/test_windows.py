@@ -22,7 +22,9 @@ def seconds(run):
 def test_seconds_of_stages_are_those_of_their_own_layers():
     by_stage = replace(RUN, layers_by_stage=(5, 1, 20, 6))
     placed = Placed(by_stage, CLUSTER, SOFTWARE)
-    local, whole = (piece_seconds(RUN.alike(("none", window)), CLUSTER, SOFTWARE).layer for window in (1024, None))
+    local, whole = (
+        piece_seconds(RUN.alike(("none", window, False)), CLUSTER, SOFTWARE).layer for window in (1024, None)
+    )
     assert local[0] < whole[0]
     forward_s = placed.costs.forward_s
     assert forward_s[1] - forward_s[0] == pytest.approx(
@@ -37,12 +39,12 @@ def test_seconds_of_stages_are_those_of_their_own_layers():
 def test_a_narrower_window_is_never_slower():
     times = [seconds(replace(RUN, shape=replace(SHAPE, window=window))) for window in (128, 1024, 4096, 8192)]
     assert times == sorted(times)
-    without = seconds(replace(RUN, shape=SHAPE.with_window(None)))
+    without = seconds(replace(RUN, shape=SHAPE.alike(None, experts=False)))
     assert times[-1] == pytest.approx(without)
 
 
 def test_slices_of_a_window_see_no_more_than_it():
-    placed = Placed(replace(RUN, shape=SHAPE.with_window(1024)), CLUSTER, SOFTWARE)
+    placed = Placed(replace(RUN, shape=SHAPE.alike(1024, experts=False)), CLUSTER, SOFTWARE)
     model = SliceModel(placed)
     first, second, later = (sum(model.stage_costs(1024, before).forward_s) for before in (0, 1024, 6144))
     assert first < second

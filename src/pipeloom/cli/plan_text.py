@@ -23,7 +23,7 @@ from pipeloom.planner.question import Question
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.console import wide_console
 from pipeloom.terminal.sections import WIDTH, Section, print_sections
-from pipeloom.terminal.words import amount, count, seconds, short, unit_bytes, unit_s
+from pipeloom.terminal.words import count, parameters, seconds, short, unit_bytes, unit_s
 from pipeloom.workload.launchers import Launcher
 
 _KEY = (
@@ -122,8 +122,9 @@ def print_command(text: str, words: Sequence[str]) -> None:
 
 def _question_lines(plan: Plan) -> Iterator[str]:
     question, counts = plan.question, plan.counts
+    shape = question.shape
     yield (
-        f"{question.shape.name or 'model'}, {amount(question.shape.parameters)} parameters, {question.global_batch:,} "
+        f"{shape.name or 'model'}, {parameters(shape.parameters, shape.active_parameters)}, {question.global_batch:,} "
         f"sequences of {question.seq:,} tokens a step, "
         f"{dtype_words(question.precision, question.products, is_default=question.has_default_dtype)}; "
         f"{question.num_devices:,} x {_devices(question)} ({question.cluster.name}), trained by {_program(question)}"

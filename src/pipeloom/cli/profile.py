@@ -167,6 +167,11 @@ def _piece_problems(options: Options, request: "Request", model: "ModelConfig") 
         )
     if model.attn_softcap is not None or model.logit_softcap is not None:
         found.append(f"--model must have the soft caps of its family {model.family}, as a cluster file has no others")
+    if model.experts is not None and (model.expert_every or 1) > 1:
+        found.append(
+            f"--model must have experts in every layer or in none, found model.expert_every {model.expert_every}: a "
+            "cluster file has the seconds of equal layers"
+        )
     # Layers are the difference between stages of two sizes.
     if model.num_layers < 2:
         found.append(f"--model must have 2 layers or more, to separate a layer from a stage, found {model.num_layers}")

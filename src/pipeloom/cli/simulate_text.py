@@ -14,7 +14,7 @@ from pipeloom.predict.step import SimulatedStep
 from pipeloom.schedule.kinds import LOAD_OF
 from pipeloom.schedule.lanes import DATA_PARALLEL_LANE, Lane
 from pipeloom.terminal.console import headed, print_table, table, wide_console
-from pipeloom.terminal.words import amount, count, passes_of, seconds, short, unit_bytes, unit_s
+from pipeloom.terminal.words import count, parameters, passes_of, seconds, short, unit_bytes, unit_s
 
 _ACCOUNT = {
     "compute_s": "compute",
@@ -119,6 +119,7 @@ def _recomputation(step: SimulatedStep) -> str:
 
 def _print_headline(console: Console, step: SimulatedStep, tree: Mapping[str, Any]) -> None:
     run, knobs = step.run, step.knobs
+    sizes = parameters(run.shape.parameters, run.shape.active_parameters)
     kinds = step.cluster.kinds(run.num_devices)
     peaks = dict.fromkeys(kind.device.peak_flops_per_s[run.peak_precision] / 1e12 for kind, _ in kinds)
     shard = "" if run.shard == "none" else f", {run.shard} sharding over {run.shard_size}"
@@ -126,7 +127,7 @@ def _print_headline(console: Console, step: SimulatedStep, tree: Mapping[str, An
     family = knobs.choice.family if knobs.found is None else "found order"
     passes = passes_of(knobs.choice.keep, balance=knobs.moves.balance, offload=knobs.moves.offload)
     console.print(
-        f"{run.shape.name or 'model'}, {amount(run.shape.parameters)} parameters; {family}{passes}: "
+        f"{run.shape.name or 'model'}, {sizes}; {family}{passes}: "
         f"{run.axes.ranks}, {count(run.loops, 'loop')}; "
         f"{count(step.schedule.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq:,} tokens{cut}; "
         f"{dtype_words(run.precision, run.products, is_default=tree['has_default_dtype'])}{_recomputation(step)}{shard}"

@@ -12,7 +12,7 @@ router reads the residual stream before the exchange, so a rank computes the sco
 # ruff: noqa: N803, N806 (upper-case letters in names are shapes)
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pipeloom.model.feed_forward import feed_forward
 from pipeloom.model.parallel_layers import Split
 from pipeloom.model.tensor_parallel import TensorParallel
+from pipeloom.workload.model import Balance as BalanceKind
 from pipeloom.workload.model import ModelConfig
 
 _WEIGHT = 0.01
@@ -61,7 +62,7 @@ class Balance:
 
     def __init__(
         self,
-        kind: Literal["batch", "microbatch", "bias", "none"],
+        kind: BalanceKind,
         num_experts: int,
         per_token: int,
         weight: float = _WEIGHT,

@@ -100,7 +100,7 @@ def question_on(config: RunConfig, run: Run, cluster: str | Cluster, program: st
         attention=run.attention,
         fused_norm=run.fused_norm,
     )
-    return of_training(question, config.optimizer.rule, config.pairs)
+    return of_training(question, config.optimizer.rule, config.pairs, config.model.known_balance)
 
 
 def without_ranks(config: RunConfig, num_ranks: int, budget_s: float) -> tuple[SimulatedStep, SimulatedStep] | None:

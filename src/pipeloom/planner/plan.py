@@ -31,7 +31,7 @@ from pipeloom.workload.adapter import Adapter
 from pipeloom.workload.dtypes import Dtype, MatmulDtype, products_of
 from pipeloom.workload.launchers import LAUNCHERS, LauncherName
 from pipeloom.workload.limits import Count, Headroom, Positive
-from pipeloom.workload.model import ModelShape
+from pipeloom.workload.model import Balance, ModelShape
 from pipeloom.workload.optimizers import Optimizer
 from pipeloom.workload.run import Attention
 
@@ -155,19 +155,23 @@ def make_question(
     )
 
 
-def of_training(question: Question, optimizer: Optimizer, adapter: Adapter | None) -> Question:
-    """The question for another optimizer than AdamW, and for low-rank adapters.
+def of_training(
+    question: Question, optimizer: Optimizer, adapter: Adapter | None, balance: Balance = "batch"
+) -> Question:
+    """The question for another optimizer than AdamW, for low-rank adapters, and for a balance of experts.
 
     Args:
         question: to change.
         optimizer: whose state the ranks hold.
         adapter: of all layers, whose other weights are frozen; ``None``: all weights are trained.
+        balance: what keeps the loads of experts equal.
 
     Raises:
         ConfigError: the program or the limits do not go with adapters.
     """
     program = with_optimizer(question.software, optimizer)
-    return replace(question, adapter=adapter, software=program if adapter is None else with_frozen(program))
+    program = program if adapter is None else with_frozen(program)
+    return replace(question, adapter=adapter, balance=balance, software=program)
 
 
 def _loaded(

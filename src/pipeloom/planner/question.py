@@ -2,16 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from pipeloom.cost.flops import shape_model_flops
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError
-from pipeloom.families import FAMILIES
+from pipeloom.families import FAMILIES, Choice
 from pipeloom.planner.bounds import Bounds
 from pipeloom.predict.describe import dtype_problem
+from pipeloom.schedule.whole_batch import interleaved_stage
 from pipeloom.terminal.words import count, did_you_mean
 from pipeloom.workload.adapter import Adapter
 from pipeloom.workload.axes import IN_SENTENCES, Axes
@@ -19,7 +20,7 @@ from pipeloom.workload.dtypes import Precision, Products, dtype_of
 from pipeloom.workload.launchers import PIPELOOM, Launcher
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.limits import Headroom, limits_of
-from pipeloom.workload.model import ModelShape
+from pipeloom.workload.model import Balance, ModelShape
 from pipeloom.workload.run import Attention, Run
 
 
@@ -93,6 +94,7 @@ class Question:
         has_default_dtype: whether the precision is the default of the devices.
         launcher: the program that can start every layout; pipeloom starts those of any training program.
         adapter: low-rank adapters of all layers, whose other weights are frozen; ``None``: all weights are trained.
+        balance: what keeps the loads of experts equal, in models with some (``ModelConfig.balance``).
     """
 
     shape: ModelShape
@@ -111,6 +113,7 @@ class Question:
     has_default_dtype: bool = False
     launcher: Launcher = PIPELOOM
     adapter: Adapter | None = None
+    balance: Balance = "batch"
 
     def __repr__(self) -> str:
         """Model, cluster and sizes."""
@@ -151,6 +154,8 @@ class Question:
             )
         if self.adapter is not None and not self.software.has_lanes:
             found.append(f"adapter.rank needs the training program pipeloom, found {self.software.name}")
+        if self.shape.experts is not None and not self.software.has_lanes:
+            found.append(f"model.experts needs the training program pipeloom, found {self.software.name}")
         return (
             found
             + self._order_problems()
@@ -169,9 +174,19 @@ class Question:
 
     @cached_property
     def families(self) -> tuple[str, ...]:
-        """Families to search; one whose orders are found by a search of their own only if limits name it."""
-        offered = _families_of(self.software)
-        return self.limits.families or tuple(name for name in offered if not FAMILIES[name].is_found)
+        """Families to search; one whose orders are found by a search of their own only if limits name it.
+
+        So are those that do not know the loads of experts in the whole batch before a backward, if the loss needs them.
+        """
+        offered = tuple(name for name in _families_of(self.software) if not FAMILIES[name].is_found)
+        if self.shape.experts is not None and self.balance == "batch":
+            offered = tuple(name for name in offered if _knows_whole_batch(name))
+        return self.limits.families or offered
+
+    @property
+    def _counts_microbatches(self) -> bool:
+        """Whether a loss has the loads of experts in whole micro-batches, so that a rank must have them."""
+        return self.shape.experts is not None and self.balance == "microbatch"
 
     @cached_property
     def families_by_split(self) -> dict[bool, tuple[str, ...]]:
@@ -191,6 +206,7 @@ class Question:
     def strategies(self) -> tuple[str, ...]:
         """Strategies to try."""
         left_out = () if self.searches_orders else (ORDER,)
+        left_out = (*left_out, "slices") if self._counts_microbatches else left_out
         return tuple(n for n in self.software.strategies if n not in left_out and self.limits.allows(strategies=n))
 
     @property
@@ -214,6 +230,8 @@ class Question:
         """
         if self.limits.cp is not None:
             return self.limits.cp
+        if self._counts_microbatches:
+            return (1,)
         most = self.seq // LEAST_CONTEXT if self.launcher.has_context and not self.launcher.is_own else 1
         return tuple(2**power for power in range(max(1, most).bit_length()))
 
@@ -327,6 +345,13 @@ def limit_problems(
         for name in wanted or ()
         if name not in has
     ]
+
+
+@cache
+def _knows_whole_batch(family: str) -> bool:
+    """Whether all forwards of a stage precede its first backward, by the rows of a small schedule of the family."""
+    loops = FAMILIES[family].only_loops or 2
+    return interleaved_stage(Choice(family=family, pp=2, num_microbatches=4, loops=loops).make()) is None
 
 
 def _families_of(software: Software) -> tuple[str, ...]:

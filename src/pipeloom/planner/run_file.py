@@ -17,6 +17,7 @@ from pipeloom.families.family import AUTO
 from pipeloom.predict.describe import with_model_sizes
 from pipeloom.predict.recipes import with_recipe
 from pipeloom.predict.step import SimulatedStep
+from pipeloom.schedule.whole_batch import interleaved_stage
 from pipeloom.workload.dtypes import dtype_of, matmul_dtype_of
 from pipeloom.workload.layout import Layout
 from pipeloom.workload.model import ModelShape, model_of
@@ -34,8 +35,12 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
     """
     run, knobs, moves = step.run, step.knobs, step.knobs.moves
     is_sharded = run.sharded != "none"
+    known = _model(run.shape, model, run.seq)
+    if run.shape.experts is not None and interleaved_stage(step.schedule) is not None:
+        # Sequences that ranks or slices share have no loads of a micro-batch in one place.
+        known = replace(known, balance="none" if run.slices or run.cp > 1 else "microbatch")
     config = RunConfig(
-        model=_model(run.shape, model, run.seq),
+        model=known,
         data=DataConfig(seq_len=run.seq),
         layout=_layout(run),
         schedule=ScheduleConfig(

@@ -174,6 +174,7 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
         own["training.freeze_layers"] = config.training.freeze_layers is not None, ""
         own["optimizer.update stage"] = config.optimizer.update == "stage", ""
         own["adapter.rank"] = config.adapter.rank is not None, ""
+        own["model.experts"] = config.model.experts is not None, ""
         problems += [
             f"{name} needs machine.software pipeloom, found {software.name}{what}"
             for name, (is_given, what) in own.items()

@@ -170,6 +170,11 @@ def amount(number: float) -> str:
     return f"{number / scale:.3g} {letter}".strip()
 
 
+def parameters(whole: float, active: float) -> str:
+    """Numbers of parameters in words: 8.03 B parameters; 46.7 B parameters (12.9 B for a token)."""
+    return f"{amount(whole)} parameters{'' if active == whole else f' ({amount(active)} for a token)'}"
+
+
 def ms(value_s: float) -> str:
     """A time in milliseconds, without the unit."""
     return f"{value_s * 1e3:,.1f}"

@@ -17,6 +17,8 @@ NO_FORMULAS = (
 )
 _NO_SIZES = ("preset", "file", "balance", "balance_weight", "balance_rate")
 """Settings of a model that are none of its sizes."""
+Balance = Literal["batch", "microbatch", "bias", "none"]
+"""What keeps the loads of experts equal."""
 MOST_LAYERS = 100_000
 """Most layers of a model: every command makes lists with an element for each."""
 
@@ -119,7 +121,7 @@ class ModelConfig:
     """Hidden size of an expert. None: ffn_size."""
     shared_experts: Count | None = None
     """Experts that every token takes as well, with weight 1: one block of their joint size. None: none."""
-    balance: Literal["batch", "microbatch", "bias", "none"] | None = None
+    balance: Balance | None = None
     """What keeps the loads of experts equal. batch: a loss with the loads of the whole batch, for schedules in which
     all forwards of a stage precede its first backward. microbatch: a loss with those of each micro-batch. bias: a bias
     of each expert in the choice, not in the weights, which moves after every step. none: nothing. None: batch."""
@@ -188,7 +190,7 @@ class ModelConfig:
         )
 
     @property
-    def known_balance(self) -> Literal["batch", "microbatch", "bias", "none"]:
+    def known_balance(self) -> Balance:
         """With its default."""
         return self.balance or "batch"
 
