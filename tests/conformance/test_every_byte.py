@@ -6,7 +6,7 @@ executor counts: state, and what is kept for backwards.
 
 import numpy as np
 import pytest
-from any_runs import DATA, adapted_runs, context_runs, frozen_runs, on_cpus, runs
+from any_runs import DATA, adapted_runs, context_runs, expert_runs, frozen_runs, on_cpus, runs
 from one_process import OneProcess
 from thinned import thinned
 
@@ -137,3 +137,9 @@ def test_a_step_with_adapters_equals_the_single_process_and_holds_the_bytes_that
 @pytest.mark.timeout(120)
 def test_a_step_with_shared_sequences_equals_the_single_process_and_holds_the_bytes_that_are_predicted(part):
     assert {assert_step(config) for config in context_runs(24)[part::12]} == {"kept"}
+
+
+@pytest.mark.parametrize("part", thinned(range(30), 30))
+@pytest.mark.timeout(120)
+def test_a_step_with_experts_equals_the_single_process_and_holds_the_bytes_that_are_predicted(part):
+    assert {assert_step(config) for config in expert_runs(120)[part::30]} == {"kept"}

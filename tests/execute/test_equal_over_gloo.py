@@ -60,6 +60,17 @@ def sharded():
         yield LLAMA, layout, order
 
 
+def with_experts():
+    model = replace(LLAMA, experts=4, expert_every=2, expert_ffn=10, shared_experts=1, balance_weight=1.0)
+    sizes = {"num_microbatches": 3, "microbatch_size": 2}
+    for shard, recompute in (("full", "none"), ("gradients", "full"), ("none", "selective")):
+        yield model, Layout(pp=2, dp=2, loops=2, shard=shard, recompute=recompute, **sizes), ScheduleConfig()
+    tensor = Layout(pp=1, tp=2, dp=2, loops=2, sequence_parallel=True, shard="full", **sizes)
+    yield model, tensor, ScheduleConfig(residency=1)
+    yield model, Layout(pp=1, cp=2, dp=2, loops=2, **sizes), ScheduleConfig()
+    yield replace(model, balance="microbatch"), Layout(pp=4, **sizes), ScheduleConfig(family="zb-h1")
+
+
 def tied_and_sharded():
     model, few = replace(LLAMA, tied=True), ScheduleConfig(family="depth-first", gradient_buffers=1)
     for shard, order in [*((shard, ScheduleConfig()) for shard in LEVELS), ("full", few)]:
@@ -121,7 +132,8 @@ RUNS = {
     "families on four ranks": (4, list(of_families(4, placed(TRAINING, ["looped"])))),
     "families, tied, on two ranks": (2, list(tied_of_families(2, ("v",)))),
     "families, tied, on three ranks": (3, list(tied_of_families(3, ("looped",)))),
-    "sharded": (4, list(sharded())),
+    "sharded": (4, [*sharded(), next(with_experts())]),
+    "experts": (4, list(with_experts())),
     "sharded, tied": (4, list(tied_and_sharded())),
     "recomputed, sharded": (4, list(recomputed_and_sharded())),
     "tensor-parallel": (4, list(tensor_parallel())),

@@ -108,7 +108,7 @@ def expert_runs(count):
         model = replace(
             config.model,
             experts=experts,
-            experts_per_token=draw.randint(1, experts),
+            experts_per_token=draw.randint(1, max(1, experts - 1)),
             expert_every=draw.choice((None, 2, 3)),
             expert_ffn=draw.choice((None, 10)),
             shared_experts=draw.choice((None, 1, 2)),
@@ -116,6 +116,8 @@ def expert_runs(count):
         )
         if model.balance in ("batch", "microbatch"):
             model = replace(model, balance_weight=draw.choice((0.1, 1.0)))
+        if model.balance == "batch":
+            config = replace(config, schedule=replace(config.schedule, family=draw.choice(("breadth-first", "gpipe"))))
         # Budgets were drawn for layers that keep less; in bfloat16 rounding chooses other experts.
         still = {"balance": False, "offload": False, "activation_budget": None, "device_budget": None}
         schedule, training = replace(config.schedule, **still), replace(config.training, dtype="float32")

@@ -308,10 +308,14 @@ def trained(tmp_path_factory):
         layout = Layout(pp=1, loops=2, num_microbatches=1, microbatch_size=1)
         config = small_run(folder, model=model, output=output, checkpoint=checkpoint, training=training, layout=layout)
         found[family] = train(config, quiet=True).folder
+        if family == "llama":
+            experts = replace(model, experts=3, expert_ffn=12)
+            config = replace(config, model=experts, output=OutputConfig(folder=folder / "mixtral"))
+            found["mixtral"] = train(config, quiet=True).folder
     return found
 
 
-@pytest.mark.parametrize("family", thinned(["gpt2", "llama", "gemma3", "gemma2"], 2))
+@pytest.mark.parametrize("family", thinned(["gpt2", "llama", "mixtral", "gemma3", "gemma2"], 2))
 def test_transformers_loads_what_was_trained_here(trained, tmp_path, family):
     transformers = require_transformers()
     assert main(["export", str(trained[family]), str(tmp_path / "out"), "--format", "hf"]) == 0

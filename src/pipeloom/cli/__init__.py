@@ -20,6 +20,7 @@ GROUPS = {
         "inspect": "show what each rank of a run does, and what a run that hangs stands still for",
         "tokenize": "encode a text of any size into a folder of tokens, which a run reads",
         "export": "write the weights of a checkpoint as safetensors files",
+        "convert": "make another model of a trained one, such as one with experts",
     },
     "plan and predict": {
         "plan": "find the fastest layouts of a model on a cluster, with reasons",

@@ -88,7 +88,7 @@ def build_stage(
             if name.endswith((FIRST, SECOND)):
                 whole = _first_of_pair(name, here.whole, seed, adapter)
             else:
-                whole = _first_value(name, here.whole, seed, config)
+                whole = first_value(name, here.whole, seed, config)
             weight.copy_(here.of(whole, weight.shape))
     for balance in balances_of(stage).values():
         balance.make_bias(device)
@@ -114,7 +114,7 @@ def _first_of_pair(name: str, shape: tuple[int, ...], seed: int, adapter: Adapte
     return torch.empty(*shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
 
 
-def _first_value(name: str, shape: Sequence[int], seed: int, config: ModelConfig) -> Tensor:
+def first_value(name: str, shape: Sequence[int], seed: int, config: ModelConfig) -> Tensor:
     """Initial value of a whole parameter; float32, on the CPU."""
     if name.endswith(".bias"):
         return torch.zeros(*shape, dtype=torch.float32)

@@ -100,7 +100,7 @@ def export_weights(
         raise UserError(refusal(checkpoint))
     if weight_files(folder) or (folder / PEFT_WEIGHTS).exists():
         raise UserError(f"{folder} already has weights; choose another folder, or move them")
-    stored, adapter = _stored(CheckpointReader(checkpoint)), stored_adapter(checkpoint)
+    stored, adapter = stored_parameters(CheckpointReader(checkpoint)), stored_adapter(checkpoint)
     if merge and adapter is None:
         raise UserError(f"the checkpoint {checkpoint} has no adapters to merge; leave merge out")
     merged = adapter if merge else None
@@ -118,7 +118,7 @@ def export_weights(
     return _write_files(folder, stored, content, merged=merged, file_bytes=file_bytes or FILE_BYTES)
 
 
-class _Stored(NamedTuple):
+class Stored(NamedTuple):
     """The parameters of a checkpoint: what reads them, and their shapes and types by name."""
 
     reader: CheckpointReader
@@ -126,7 +126,8 @@ class _Stored(NamedTuple):
     dtypes: dict[str, torch.dtype]
 
 
-def _stored(reader: CheckpointReader) -> _Stored:
+def stored_parameters(reader: CheckpointReader) -> Stored:
+    """The parameters of a checkpoint, which are not read yet."""
     found = {
         key.removeprefix(MODEL): found
         for key, found in reader.read_metadata().state_dict_metadata.items()
@@ -135,11 +136,11 @@ def _stored(reader: CheckpointReader) -> _Stored:
     if not found:
         raise UserError(f"expected a checkpoint with weights, found none in {reader.path}")
     shapes = {name: tuple(one.size) for name, one in found.items()}
-    return _Stored(reader, shapes, {name: one.properties.dtype for name, one in found.items()})
+    return Stored(reader, shapes, {name: one.properties.dtype for name, one in found.items()})
 
 
 def _write_files(
-    folder: Path, stored: _Stored, content: Content, *, merged: Adapter | None, file_bytes: int
+    folder: Path, stored: Stored, content: Content, *, merged: Adapter | None, file_bytes: int
 ) -> list[Path]:
     """Write all files or none; returns them.
 
@@ -236,7 +237,7 @@ def _named_parts(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
 
 
 def _read(
-    stored: _Stored, wanted: Sequence[FileTensor], dtypes: Mapping[str, torch.dtype], merged: Adapter | None
+    stored: Stored, wanted: Sequence[FileTensor], dtypes: Mapping[str, torch.dtype], merged: Adapter | None
 ) -> dict[str, Tensor]:
     """Tensors of a file by name, with the parameters of the checkpoint, to which these adapters are added."""
     found: dict[str, Tensor] = {}
@@ -245,7 +246,7 @@ def _read(
         tensor = found[one.name] = torch.empty(one.shape(stored.shapes), dtype=dtypes[one.name])
         parts = (tensor.T if one.is_transposed else tensor).split([stored.shapes[name][0] for name in one.parameters])
         views |= dict(zip(one.parameters, parts, strict=True))
-    _load(stored, views)
+    load_stored(stored, views)
     if merged is None:
         return found
     for name, view in views.items():
@@ -253,14 +254,14 @@ def _read(
         if pair[0] in stored.shapes:
             # W + (alpha / rank) B A, in the widest type of the checkpoint; one at a time, which takes least memory.
             read = {each: torch.empty(stored.shapes[each], dtype=stored.dtypes[each]) for each in (name, *pair)}
-            _load(stored, read)
+            load_stored(stored, read)
             base, first, second = read.values()
             wide = torch.promote_types(base.dtype, first.dtype)
             view.copy_(base.to(wide) + merged.scale * (second.to(wide) @ first.to(wide)))
     return found
 
 
-def _load(stored: _Stored, parameters: Mapping[str, Tensor]) -> None:
+def load_stored(stored: Stored, parameters: Mapping[str, Tensor]) -> None:
     """Read parameters by name."""
     views = {MODEL + name: tensor for name, tensor in parameters.items()}
     try:

@@ -55,6 +55,7 @@ NARROW = ("one rank", "full")
 FROZEN = ("one rank", "full", "hybrid")
 ADAPTED = ("one rank", "gradients", "loops", "tensor, full")
 MATRICES = ("one rank", "full", "gradients", "hybrid")
+EXPERTS = ("one rank", "gradients", "tensor, full", "hybrid")
 PLAIN = ("one rank", "loops", "full", "hybrid")
 """Of every commit, in which a run of another kind goes on from its first layout under its last one, and back."""
 
@@ -83,12 +84,16 @@ def chains(tmp_path_factory, request):
         "narrow": (NARROW, list(product(NARROW, repeat=2)), {"dtype": "bfloat16"}),
         "matrices": (some(MATRICES), circle(some(MATRICES)), {"optimizer": NAME}),
         "frozen": (some(FROZEN), circle(some(FROZEN)), {"freeze_layers": 2}),
+        "experts": (some(EXPERTS), circle(some(EXPERTS)), {"experts": 3}),
         "adapters": (some(ADAPTED), circle(some(ADAPTED)), {"freeze_layers": 1, "rank": 3}),
     }
 
     def run(kind, name, **checkpoint):
         config, changes = config_of(folder, name, **checkpoint), kinds[kind][2]
         model = replace(config.model, tied=changes.get("tied", False))
+        if "experts" in changes:
+            biased = {"experts": changes["experts"], "expert_every": 2, "balance": "bias", "balance_rate": 0.03}
+            model = replace(model, family="llama", head_size=6, **biased)
         dtype, freeze_layers = changes.get("dtype", config.training.dtype), changes.get("freeze_layers")
         optimizer = replace(config.optimizer, name=changes.get("optimizer", "adamw"))
         training = replace(config.training, dtype=dtype, freeze_layers=freeze_layers)
@@ -112,7 +117,7 @@ def description(run):
     return FileSystemReader(middle(run)).read_metadata().state_dict_metadata
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied", "matrices", "frozen", "adapters"])
+@pytest.mark.parametrize("kind", ["plain", "tied", "matrices", "frozen", "adapters", "experts"])
 def test_a_run_goes_on_under_another_layout(chains, kind):
     whole, rest = chains[kind]
     expected = losses(whole["one rank"])
@@ -163,6 +168,12 @@ def test_frozen_weights_have_no_state(chains):
         keys = description(run)
         assert "model.layers.1.attention.query.weight" in keys
         assert {key.split(".")[3] for key in keys if key.startswith("optimizer.exp_avg.layers")} == {"2", "3"}
+
+
+def test_biases_of_experts_are_part_of_a_checkpoint(chains):
+    for run in chains["experts"][0].values():
+        keys = {key: tuple(one.size) for key, one in description(run).items() if "balance_bias" in key}
+        assert keys == {f"model.layers.{layer}.feed_forward.balance_bias": (3,) for layer in (1, 3)}
 
 
 def test_the_state_of_whole_matrices_has_the_shape_that_the_optimizer_declares(chains):
