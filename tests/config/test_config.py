@@ -334,6 +334,45 @@ AXES = {
         {"training__run_ahead": 8},
         "training.run_ahead has no effect without training.device cuda; give both or leave it out",
     ),
+    "more experts of a token than there are": (
+        {"model__experts": 2, "model__experts_per_token": 3},
+        "model.experts_per_token must be at most model.experts 2, found 3",
+    ),
+    "no layer with experts": (
+        {"model__experts": 2, "model__expert_every": 9},
+        "model.expert_every must be at most model.num_layers 8, found 9",
+    ),
+    "experts of blocks without gates": (
+        {"model__experts": 2, "model__family": "gpt2"},
+        "model.experts needs gated feed-forward blocks, found model.family gpt2; use llama",
+    ),
+    "sizes of no experts": (
+        {"model__expert_ffn": 64},
+        "model.expert_ffn has no effect without model.experts; give both or leave it out",
+    ),
+    "experts with adapters": (
+        {"model__experts": 2, "adapter__rank": 4},
+        (
+            "model.experts does not work with adapter.rank 4, whose pairs belong to matrices of all tokens; leave one "
+            "of them out"
+        ),
+    ),
+    "the whole batch in an order that does not know it": (
+        {"model__experts": 2, "schedule__family": "depth-first"},
+        (
+            "model.balance batch needs the loads of experts in the whole batch before the first backward, but a "
+            "backward of stage 2 precedes one of its forwards; use schedule.family breadth-first, or model.balance "
+            "microbatch"
+        ),
+    ),
+    "loads of parts of micro-batches": (
+        {"model__experts": 2, "model__balance": "microbatch", "layout__token_slices": 2},
+        "model.balance microbatch counts whole micro-batches, and layout.token_slices cuts them; use batch",
+    ),
+    "a loss without a weight": (
+        {"model__experts": 2, "model__balance": "bias", "model__balance_weight": 0.1},
+        "model.balance_weight has no effect without model.balance batch or microbatch; give both or leave it out",
+    ),
     "a limit of nothing": (
         {"schedule__activation_budget": "0", "schedule__balance": True},
         "schedule.activation_budget: expected a size such as 64MiB or 1.5GB, found '0'",

@@ -86,7 +86,9 @@ def assert_step(config):
         assert found[0][3] == round(expected[0][3]), config
         return "swapped"
     differences = ranks.differences(results)
-    assert max(differences.values()) < ROUNDING[config.training.dtype], config
+    # Scores of a router add up to 1, so that its gradients are differences of larger numbers.
+    more = 1 if config.model.experts is None else 10
+    assert max(differences.values()) < ROUNDING[config.training.dtype] * more, config
     assert differences["loss"] < ROUNDING["float32"] * 10, config
     assert [one[:3] for one in found] == [tuple(map(round, one[:3])) for one in expected], config
     if not moves_anything(schedule):

@@ -68,7 +68,7 @@ def with_experts():
     tensor = Layout(pp=1, tp=2, dp=2, loops=2, sequence_parallel=True, shard="full", **sizes)
     yield model, tensor, ScheduleConfig(residency=1)
     yield model, Layout(pp=1, cp=2, dp=2, loops=2, **sizes), ScheduleConfig()
-    yield replace(model, balance="microbatch"), Layout(pp=4, **sizes), ScheduleConfig(family="zb-h1")
+    yield replace(model, balance="microbatch"), Layout(pp=4, loops=1, **sizes), ScheduleConfig(family="zb-h1")
 
 
 def tied_and_sharded():

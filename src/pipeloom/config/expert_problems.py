@@ -13,7 +13,7 @@ Problems = Iterator[str]
 
 def expert_problems(config: RunConfig) -> Problems:
     """What experts do not work with."""
-    model, layout = config.model, config.layout
+    model = config.model
     if model.experts is None or model.experts < 2:
         return
     if model.adapted is not None:
@@ -27,11 +27,6 @@ def expert_problems(config: RunConfig) -> Problems:
     for name, is_on in refused.items():
         if is_on:
             yield f"model.experts does not work with {name}; leave one of them out"
-    if model.balance == "microbatch":
-        if layout.cp > 1:
-            yield "model.balance microbatch counts in one rank, and layout.cp divides micro-batches; use batch"
-        if layout.token_slices not in (None, 1):
-            yield "model.balance microbatch counts whole micro-batches, and layout.token_slices cuts them; use batch"
 
 
 def expert_size_problems(config: RunConfig) -> Problems:

@@ -101,6 +101,17 @@ def context_problems(config: RunConfig) -> Problems:
         yield "layout.token_slices cuts sequences that layout.cp divides among ranks; leave one of them out"
 
 
+def load_problems(config: RunConfig) -> Problems:
+    """Loads of experts in a micro-batch of which no rank has all tokens."""
+    layout = config.layout
+    if config.model.experts is None or config.model.balance != "microbatch":
+        return
+    if layout.cp > 1:
+        yield "model.balance microbatch counts in one rank, and layout.cp divides micro-batches; use batch"
+    if layout.token_slices not in (None, 1):
+        yield "model.balance microbatch counts whole micro-batches, and layout.token_slices cuts them; use batch"
+
+
 def recompute_problems(config: RunConfig) -> Problems:
     """Recomputation by layer."""
     by_layer, wanted = config.layout.recompute_layers, config.model.num_layers

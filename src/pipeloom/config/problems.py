@@ -28,6 +28,7 @@ from pipeloom.config.layout_problems import (
     context_problems,
     file_problems,
     freeze_problems,
+    load_problems,
     move_problems,
     order_problems,
     place_problems,
@@ -61,7 +62,7 @@ def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: boo
     of_model = [_model_problems, expert_size_problems, stage_problems, tensor_problems, recompute_problems]
     checks += of_model if is_model_known else []
     checks += [_unused_problems, adapted_problems, move_problems, swap_problems, freeze_problems]
-    checks += [update_problems, expert_problems, balance_problems]
+    checks += [update_problems, expert_problems, balance_problems, load_problems]
     checks += [place_problems, file_problems, optimizer_problems, _tokenizer_problems, _source_problems]
     if trains:
         checks += [_text_problems, _checkpoint_problems, _training_problems]

@@ -74,8 +74,7 @@ def expert_products(run: Run) -> tuple[int, list[Product]]:
 def router_products(run: Run) -> list[Product]:
     """The product of a layer's router, if it has experts."""
     experts = run.shape.experts
-    tokens = run.tokens / (run.tp if run.sequence_parallel else 1)
-    return [] if experts is None else [(tokens, run.shape.hidden, experts.count)]
+    return [] if experts is None else [(run.tokens, run.shape.hidden, experts.count)]
 
 
 def expert_bytes(run: Run) -> float:

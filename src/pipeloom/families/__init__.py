@@ -17,6 +17,7 @@ from pipeloom.families.family import (
     backward,
     family,
     forward,
+    knows_whole_batch,
     make_schedule,
 )
 
@@ -35,5 +36,6 @@ __all__ = [
     "backward",
     "family",
     "forward",
+    "knows_whole_batch",
     "make_schedule",
 ]

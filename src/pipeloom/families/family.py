@@ -6,6 +6,7 @@ lowering, simulation, pictures and training take the schedule that it returns.
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import cache
 
 from pipeloom.calls import checked
 from pipeloom.errors import ConfigError, FamilyError
@@ -14,6 +15,7 @@ from pipeloom.passes import add_slices, freeze
 from pipeloom.passes.recompute import recompute_beyond
 from pipeloom.registry import Registry
 from pipeloom.schedule import PLACEMENTS, Action, Kind, Placement, Row, Schedule
+from pipeloom.schedule.whole_batch import interleaved_stage
 from pipeloom.system.host_memory import available_memory
 from pipeloom.terminal.words import count, format_bytes, unknown_name
 
@@ -416,6 +418,13 @@ def default_loops(family: str) -> int:
     """Stages on each rank if none are given: the only number that the family takes, else 1."""
     known = FAMILIES.get(family)
     return (known.only_loops if known is not None else None) or 1
+
+
+@cache
+def knows_whole_batch(name: str) -> bool:
+    """Whether in a family all forwards of a stage precede its first backward, by the rows of a small schedule."""
+    choice = Choice(family=name, pp=2, num_microbatches=4, loops=FAMILIES[name].only_loops or 2)
+    return interleaved_stage(choice.make()) is None
 
 
 def forward(stage: int, microbatch: int) -> Action:

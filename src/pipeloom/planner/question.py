@@ -2,17 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 from pipeloom.cost.flops import shape_model_flops
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError
-from pipeloom.families import FAMILIES, Choice
+from pipeloom.families import FAMILIES, knows_whole_batch
 from pipeloom.planner.bounds import Bounds
 from pipeloom.predict.describe import dtype_problem
-from pipeloom.schedule.whole_batch import interleaved_stage
 from pipeloom.terminal.words import count, did_you_mean
 from pipeloom.workload.adapter import Adapter
 from pipeloom.workload.axes import IN_SENTENCES, Axes
@@ -180,7 +179,7 @@ class Question:
         """
         offered = tuple(name for name in _families_of(self.software) if not FAMILIES[name].is_found)
         if self.shape.experts is not None and self.balance == "batch":
-            offered = tuple(name for name in offered if _knows_whole_batch(name))
+            offered = tuple(name for name in offered if knows_whole_batch(name))
         return self.limits.families or offered
 
     @property
@@ -345,13 +344,6 @@ def limit_problems(
         for name in wanted or ()
         if name not in has
     ]
-
-
-@cache
-def _knows_whole_batch(family: str) -> bool:
-    """Whether all forwards of a stage precede its first backward, by the rows of a small schedule of the family."""
-    loops = FAMILIES[family].only_loops or 2
-    return interleaved_stage(Choice(family=family, pp=2, num_microbatches=4, loops=loops).make()) is None
 
 
 def _families_of(software: Software) -> tuple[str, ...]:

@@ -150,6 +150,10 @@ USES_WEIGHTS = COMPUTE_KINDS - {Kind.BACKWARD_WEIGHT}
 """Kinds that use the stage's weights; a weight gradient uses only activations and output gradients."""
 ADDS_TO_GRADIENT = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 """Kinds that add to the stage's gradient."""
+GOES_FORTH = frozenset({Kind.FORWARD})
+"""Kinds of the one forward of a micro-batch; a recomputation repeats it."""
+GOES_BACK = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
+"""Kinds that begin the backward of a micro-batch."""
 CHANGES_GRADIENT = ADDS_TO_GRADIENT | {Kind.REDUCE_GRAD, Kind.RECV_TIED_GRAD}
 """Kinds behind which the stage's gradient is another one."""
 USES_STAGE = COMPUTE_KINDS | {Kind.UPDATE, Kind.REDUCE_GRAD}

@@ -1,6 +1,6 @@
 """Whether the backwards of a stage know the whole batch: all of its forwards precede its first backward."""
 
-from pipeloom.schedule.kinds import Kind
+from pipeloom.schedule.kinds import GOES_BACK, GOES_FORTH
 from pipeloom.schedule.schedule import Schedule
 
 WHOLE_BATCH = (
@@ -13,8 +13,8 @@ def interleaved_stage(schedule: Schedule) -> int | None:
     """The first stage with a backward before one of its forwards in its row; ``None`` if there is none."""
     found: list[int] = []
     for row in schedule.rows:
-        is_backward = row.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT).tolist()
-        is_forward = row.is_kind(Kind.FORWARD).tolist()
+        is_backward = row.is_kind(*GOES_BACK).tolist()
+        is_forward = row.is_kind(*GOES_FORTH).tolist()
         begun: set[int] = set()
         for stage, goes_back, goes_forth in zip(row.stage.tolist(), is_backward, is_forward, strict=True):
             if goes_back:

@@ -112,8 +112,9 @@ def _with_experts(stored: Stored, model: ModelConfig, seed: int) -> dict[str, Te
     load_stored(stored, read)
     found: dict[str, Tensor] = {}
     for name, tensor in read.items():
-        layer, _, matrix = name.partition(_BLOCK)
-        if not matrix or not layout.are_in(int(layer.rpartition(".")[2])):
+        layer, *rest = name.split(_BLOCK)
+        matrix = "".join(rest)
+        if not matrix or not layout.are_in(int(layer.split(".")[-1])):
             found[name] = tensor
             continue
         found |= {f"{layer}{_BLOCK}experts.{number}.{matrix}": tensor for number in range(layout.count)}

@@ -10,10 +10,8 @@ from pipeloom.errors import UserError
 from pipeloom.execute.communication.collectives import Finish, Group
 from pipeloom.execute.parts.part import Part, RankRow, Service
 from pipeloom.model.experts import balances_of
-from pipeloom.schedule import Kind
+from pipeloom.schedule.kinds import GOES_BACK, GOES_FORTH
 from pipeloom.schedule.whole_batch import WHOLE_BATCH, interleaved_stage
-
-_BEGINS_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 class ExpertLoads(Part):
@@ -40,7 +38,7 @@ class ExpertLoads(Part):
 
     def bind(self, row: RankRow) -> None:
         """Add hooks behind the last forward of each stage, and before its first backward."""
-        forwards, backwards = row.slots_of(Kind.FORWARD), row.slots_of(*_BEGINS_BACKWARD)
+        forwards, backwards = row.slots_of(*GOES_FORTH), row.slots_of(*GOES_BACK)
         last = {row.actions[slot].stage: slot for slot in forwards}
         first = {row.actions[slot].stage: slot for slot in reversed(backwards)}
         for stage in self._balances.keys() & first.keys():
