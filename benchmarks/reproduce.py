@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markdown import Markdown
 
-from reproduction import bpipe, bpipe_cases, bpipe_tables, lomo, zero_bubble
+from reproduction import bpipe, bpipe_cases, bpipe_tables, lomo, moesys, zero_bubble
 from reproduction.batch import best, points
 from reproduction.bpipe_links import link_rows
 from reproduction.cost_time import scaled, scaled_points, with_devices
@@ -21,7 +21,7 @@ from reproduction.loops import loop_rows
 from reproduction.machine import Row
 from reproduction.pictures import draw_batch, draw_cost_time, draw_loops
 from reproduction.sensitivity import gain_rows, needed_rows
-from reproduction.tables import FOLDER, PAGE, fill, filled, write_rows
+from reproduction.tables import FOLDER, PAGE, fill, filled, read_rows, write_rows
 from reproduction.terapipe import ablation_rows, curve_rows, setting_rows, terapipe_blocks
 
 TERAPIPE = FOLDER / "terapipe.md"
@@ -56,11 +56,15 @@ def main() -> None:
     console.print("LOMO ...")
     updates = lomo.memory_rows()
     write_rows(lomo.NAME, updates)
+    console.print("Experts ...")
+    routed = moesys.step_rows()
+    write_rows(moesys.NAME, routed)
     console.print("Zero bubble ...")
     pages = zero_bubble_page(console) | {
         PAGE: filled(PAGE.read_text(encoding="utf-8"), data),
         bpipe_tables.PAGE: bpipe_tables.filled(bpipe_tables.PAGE.read_text(encoding="utf-8"), *pairs.values()),
         lomo.PAGE: fill(lomo.PAGE.read_text(encoding="utf-8"), lomo.memory_blocks(updates)),
+        moesys.PAGE: fill(moesys.PAGE.read_text(encoding="utf-8"), moesys.blocks(routed, read_rows(moesys.BALANCE))),
         TERAPIPE: fill(TERAPIPE.read_text(encoding="utf-8"), terapipe_blocks(*sliced.values())),
     }
     for path, page in pages.items():

@@ -19,7 +19,7 @@ def loads_of(
     timeout: timedelta | None,
     log: ActionLog | None,
 ) -> ExpertLoads | None:
-    """The part; ``None`` if nothing depends on the loads of other replicas.
+    """The part; ``None`` for a model without experts.
 
     Args:
         config: resolved.
@@ -28,6 +28,6 @@ def loads_of(
         timeout: longest wait for another replica; ``None`` for the world's.
         log: where sums are noted.
     """
-    if config.model.experts is None or config.model.known_balance not in ("batch", "bias"):
+    if config.model.experts is None:
         return None
     return ExpertLoads(modules, make_load_group(config.layout, world, timeout, log), world.device)

@@ -10,6 +10,7 @@ from pipeloom.analysis.summary import exposed_s
 from pipeloom.config import RunConfig
 from pipeloom.cost.flops import shape_model_flops
 from pipeloom.execute.executor import StepResult
+from pipeloom.execute.parts.expert_loads import ExpertLoads
 from pipeloom.execute.processes.world import World
 from pipeloom.measure.describe import datasheet_peaks
 from pipeloom.workload.dtypes import precision_of
@@ -35,18 +36,21 @@ class StepMeter:
         if config.model.adapted is None:
             shape = shape_of(config.model)
             self._flops = shape_model_flops(shape, config.data.seq_len, config.frozen_pieces, config.pairs)
+        experts = None if config.model.adapted is not None else config.model.expert_layout
+        layers = range(config.model.num_layers)
+        self._num_routed = 0 if experts is None else sum(map(experts.are_in, layers))
         is_cuda = world.device.type == "cuda"
         peaks = datasheet_peaks(torch.cuda.get_device_name(world.device))[0] if is_cuda else {}
         self._peak = peaks.get(precision_of(config.training.known_dtype) or "")
 
-    def own(self, result: StepResult, waited_s: float) -> list[float]:
-        """This rank's terms: seconds of compute, of the step, of exposed communication, of waits; bytes by rank."""
+    def own(self, result: StepResult, waited_s: float, loads: ExpertLoads | None = None) -> list[float]:
+        """This rank's terms: seconds of compute, of the step, of exposed communication, of waits; loads; bytes."""
         trace = result.trace
         own = self._pipeline_rank
         bytes_ = [0.0] * self._pp
         bytes_[own] = float(_peak_bytes(self._device))
         busy_s, step_s = float(trace.compute(own).duration_s.sum()), trace.end_s - trace.start_s
-        return [busy_s, step_s, exposed_s(trace, own), waited_s, *bytes_]
+        return [busy_s, step_s, exposed_s(trace, own), waited_s, 0.0 if loads is None else loads.most, *bytes_]
 
     def metrics(self, sums: Sequence[float], tokens_per_s: float) -> dict[str, Any]:
         """The metrics of a step.
@@ -61,15 +65,19 @@ class StepMeter:
             ``data_wait_s``: mean over the ranks of seconds that the step waited for its batch.
             ``memory_bytes``: for each pipeline rank the peak since the start, mean over its replicas: allocated on the
             CUDA device, or resident memory of the process. ``model_flops_per_s``: of a device, without recomputation;
-            missing for models without formulas. ``mfu``: their share of the datasheet's peak, on devices with one.
+            missing for models without formulas. ``expert_load``: of models with experts, the load of the expert with
+            most tokens / the mean load, mean over the layers; 1 if all are equal. ``mfu``: the share of
+            ``model_flops_per_s`` in the datasheet's peak, on devices with one.
         """
-        busy_s, step_s, exposed, waited_s, *bytes_ = sums
+        busy_s, step_s, exposed, waited_s, most_loaded, *bytes_ = sums
         found: dict[str, Any] = {
             "bubble_fraction": 1 - busy_s / step_s if step_s else 0.0,
             "exposed_communication_s": exposed / self._num_ranks,
             "data_wait_s": waited_s / self._num_ranks,
             "memory_bytes": [round(one / self._num_pipelines) for one in bytes_],
         }
+        if self._num_routed:
+            found["expert_load"] = most_loaded / (self._num_pipelines * self._num_routed)
         if self._flops is None:
             return found
         rate = tokens_per_s * self._flops / self._num_ranks

@@ -291,7 +291,7 @@ class Trainer:
             [self._pipeline.counted_loss(result), *self._updates.squares()],
             self._slow.own(result, self._pipeline.exchange_s - exchanged_s),
             self._health.own(),
-            self._meter.own(result, self._loading.waited_s),
+            self._meter.own(result, self._loading.waited_s, self._pipeline.loads),
             self._saving.votes(),
         )
         sums = iter(self._world.sum([*chain(*own)]))

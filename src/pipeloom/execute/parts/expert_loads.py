@@ -67,6 +67,14 @@ class ExpertLoads(Part):
         """Sums of a failed step do not count."""
         self._sums.clear()
 
+    @property
+    def most(self) -> float:
+        """Sum over this rank's layers of the load of the expert with most tokens / the mean load, in the last step."""
+        every = (one.counts for balances in self._balances.values() for one in balances)
+        return sum(
+            float(counts.max() * len(counts) / counts.sum().clamp(min=1)) for counts in every if counts is not None
+        )
+
     def move_biases(self) -> None:
         """Move the biases of experts by the counts of the last training step."""
         for every in self._balances.values():

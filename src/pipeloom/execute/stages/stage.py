@@ -15,7 +15,7 @@ from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.stages.saved import Parcel, hollow
 from pipeloom.model import Documents, KeyValueCache
 from pipeloom.model.deferred import Filed, add_to_leaves, defer, filing, leaves_of, run_backward
-from pipeloom.model.experts import balances_of
+from pipeloom.model.experts import Balance, balances_of
 
 Objective = Callable[[Tensor, int], Tensor]
 """(last stage's output, micro-batch) -> the result of the step: a scalar loss in training, anything in evaluation. With
@@ -215,7 +215,6 @@ class Stage:
         self._seen: dict[Portion, Documents] = {}
         self.tally = Tally()
         self._one: Tensor | None = None
-        self._balances = tuple(balances_of(module).values())
 
     @property
     def cached_bytes(self) -> int:
@@ -251,6 +250,10 @@ class Stage:
         if not trains and self._slices is not None and part.slice == len(self._slices.lengths) - 1:
             del self._caches[part.microbatch]
         return output
+
+    @cached_property
+    def _balances(self) -> tuple[Balance, ...]:
+        return tuple(balances_of(self.module).values())
 
     @contextmanager
     def _counting(self) -> Iterator[None]:

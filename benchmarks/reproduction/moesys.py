@@ -1,0 +1,106 @@
+"""MoESys' case (arXiv 2205.10034): what experts cost beside dense models, and what is one message of many tensors."""
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from pipeloom import load_run, predict_step
+from pipeloom.predict.step import SimulatedStep
+from pipeloom.schedule import Kind
+from reproduction.machine import Row
+from reproduction.tables import FOLDER, table
+
+PAGE = FOLDER / "moesys.md"
+NAME = "moesys_steps"
+BALANCE = "moesys_balance"
+"""Trained, not predicted."""
+MEASURED = {"validation_loss": "validation loss", "load": "load"}
+FFN, EXPERTS = 14336, 8
+SIZES: dict[str, Any] = {
+    "family": "llama",
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "vocab_size": 32000,
+}
+"""Mixtral 8x7B (arXiv 2401.04088, table 1), whose blocks the other models have in other numbers."""
+MODELS: dict[str, dict[str, Any]] = {
+    "8 experts, 2 of a token": {"ffn_size": FFN, "experts": EXPERTS},
+    "dense, one block": {"ffn_size": FFN},
+    "dense, as active": {"ffn_size": 2 * FFN},
+    "dense, as all": {"ffn_size": EXPERTS * FFN},
+}
+
+
+def step_of(model: str) -> SimulatedStep:
+    """A step on 64 H100: breadth-first, everything sharded and recomputed."""
+    layout = {"pp": 4, "dp": 16, "loops": 8, "shard": "full", "recompute": "full"}
+    return predict_step(
+        load_run(
+            model={**SIZES, **MODELS[model]},
+            data={"seq_len": 4096},
+            layout={**layout, "num_microbatches": 8, "microbatch_size": 2},
+            schedule={"family": "breadth-first"},
+            machine={"cluster": "dgx-h100"},
+        )
+    )
+
+
+def num_tensors(model: str) -> int:
+    """Parameters of a layer: four of attention, two norms, three of each block, and the router."""
+    experts = MODELS[model].get("experts", 0)
+    return 6 + (3 * experts + 1 if experts else 3)
+
+
+def step_rows() -> list[Row]:
+    """A row for each model."""
+    found: list[Row] = []
+    for model in MODELS:
+        step = step_of(model)
+        shape, memory = step.run.shape, step.prediction.memory
+        layers = shape.layers / step.run.num_stages
+        gathers = sum(row.is_kind(Kind.UNSHARD).sum() for row in step.schedule.rows)
+        found.append(
+            {
+                "model": model,
+                "parameters_b": f"{shape.parameters / 1e9:.1f}",
+                "active_b": f"{shape.active_parameters / 1e9:.1f}",
+                "step_ms": f"{step.prediction.step_time_s * 1e3:.0f}",
+                "state_gb": f"{(memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes) / 1e9:.1f}",
+                "exposed_ms": f"{_exposed_s(step) * 1e3:.0f}",
+                "tensors_of_a_stage": f"{num_tensors(model) * layers:.0f}",
+                "gathers_of_a_stage": f"{gathers / step.run.num_stages:g}",
+            }
+        )
+    return found
+
+
+def _exposed_s(step: SimulatedStep) -> float:
+    exposed = (account.pipeline.exposed_data_parallel_s + account.data_parallel_s for account in step.accounts)
+    return sum(exposed) / len(step.accounts)
+
+
+def blocks(rows: Sequence[Row], balances: Sequence[Row]) -> dict[str, str]:
+    """The tables of the page: predicted steps, and trained runs (``benchmarks/expert_balance.py``)."""
+    names = (
+        "parameters_b",
+        "active_b",
+        "step_ms",
+        "state_gb",
+        "exposed_ms",
+        "tensors_of_a_stage",
+        "gathers_of_a_stage",
+    )
+    head = ("model", "parameters, B", "of a token, B", "step, ms", "state, GB", "exposed, ms", "tensors", "gathers")
+    steps = table(head, [[row["model"], *(row[name] for name in names)] for row in rows])
+    lines = [
+        [f"`{one}`", *(_of_seeds([row[key] for row in balances if row["balance"] == one]) for key in MEASURED)]
+        for one in dict.fromkeys(row["balance"] for row in balances)
+    ]
+    return {"steps": steps, "balance": table(("balance", *MEASURED.values()), lines)}
+
+
+def _of_seeds(values: Sequence[str]) -> str:
+    numbers = sorted(map(float, values))
+    return f"{fmean(numbers):.3f} ({numbers[0]:.3f} to {numbers[-1]:.3f})"
