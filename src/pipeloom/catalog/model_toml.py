@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pipeloom.catalog.bases import read_based
+from pipeloom.catalog.expert_keys import read_experts
 from pipeloom.catalog.reading import Reader
 from pipeloom.catalog.training_recipes import TrainingRecipe, read_recipe
 from pipeloom.workload.model import MOST_LAYERS, ModelShape, head_problems
 from pipeloom.workload.model_families import MODELS, ModelFamily
-from pipeloom.workload.model_shape import Experts
 
 _TURNS = ("rope_slow_turns", "rope_fast_turns")
 _SCALINGS: dict[str, tuple[str, ...]] = {
@@ -44,7 +44,7 @@ def read_toml_model(name_or_path: str) -> TomlModel:
     kind, layers = MODELS[family], reader.integer("layers", most=MOST_LAYERS)
     window, full_layers = _windows(reader, table, kind, layers)
     ffn = reader.integer("ffn")
-    experts = _experts(reader, table, ffn)
+    experts = read_experts(reader, ffn)
     shape = ModelShape(
         name=reader.text("name"),
         layers=layers,
@@ -74,22 +74,6 @@ def read_toml_model(name_or_path: str) -> TomlModel:
     recipe = read_recipe(reader.table("recipe")) if "recipe" in table else None
     reader.check({"source"})
     return TomlModel(shape, norm_eps, rope_theta, settings, recipe)
-
-
-def _experts(reader: Reader, table: Mapping[str, Any], ffn: int) -> Experts | None:
-    """The experts of layers, in models that have some."""
-    if "experts" not in table:
-        return None
-    found = Experts(
-        count=reader.integer("experts"),
-        per_token=reader.integer("experts_per_token", 2),
-        ffn=reader.integer("expert_ffn", ffn),
-        every=reader.integer("expert_every", 1),
-        shared=reader.integer("shared_experts") if "shared_experts" in table else 0,
-    )
-    if not reader.has_problems and found.per_token > found.count:
-        reader.complain(f"experts_per_token must be at most experts {found.count}, found {found.per_token}")
-    return found
 
 
 def _windows(

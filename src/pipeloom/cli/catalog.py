@@ -74,7 +74,8 @@ def _of_cluster(cluster: Cluster) -> dict[str, Any]:
 def _of_model(name: str) -> dict[str, Any]:
     shape = load_model(name)
     sizes = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
-    return {"parameters": shape.parameters, **{size: getattr(shape, size) for size in sizes}}
+    counts = {"parameters": shape.parameters, "active_parameters": shape.active_parameters}
+    return {**counts, **{size: getattr(shape, size) for size in sizes}}
 
 
 def _of_program(name: str) -> dict[str, Any]:
@@ -119,6 +120,7 @@ KINDS: Mapping[str, _Kind] = {
         str,
         {
             "parameters": ("billions", _in(1e9, 1)),
+            "active_parameters": ("of a token", _in(1e9, 1)),
             "family": ("family", str),
             **{size: (size, str) for size in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")},
         },

@@ -11,7 +11,8 @@ router reads the residual stream before the exchange, so a rank computes the sco
 
 # ruff: noqa: N803, N806 (upper-case letters in names are shapes)
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -245,6 +246,20 @@ class ExpertFeedForward(nn.Module):
 def balances_of(module: nn.Module) -> dict[str, Balance]:
     """The balances of a module's blocks with experts, by the names of the blocks."""
     return {name: one.balance for name, one in module.named_modules() if isinstance(one, ExpertFeedForward)}
+
+
+@contextmanager
+def without_history(module: nn.Module) -> Iterator[None]:
+    """Context in which experts are chosen and balanced by a forward alone: no counts of a step, and no biases."""
+    balances = list(balances_of(module).values())
+    kept = [(one.counts, one.bias) for one in balances]
+    for one in balances:
+        one.counts = one.bias = None
+    try:
+        yield
+    finally:
+        for one, (counts, bias) in zip(balances, kept, strict=True):
+            one.counts, one.bias = counts, bias
 
 
 def biases_of(module: nn.Module) -> dict[str, Tensor]:

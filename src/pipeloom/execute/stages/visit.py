@@ -11,6 +11,7 @@ from pipeloom.execute.stages.digest import digest
 from pipeloom.execute.stages.stage import Objective
 from pipeloom.model import Documents, StageModule
 from pipeloom.model.deferred import gradients_by_autograd
+from pipeloom.model.experts import without_history
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 3e-2
@@ -78,7 +79,8 @@ def visit(module: StageModule, given: Given) -> Visited:
     if given.matrix is not None:
         module.borrow(given.matrix)
     try:
-        with gradients_by_autograd(module):
+        # Ranks that do not train the stage build it, without what it has counted.
+        with gradients_by_autograd(module), without_history(module):
             with torch.set_grad_enabled(given.trains):
                 output = module(tensor) if given.documents is None else module(tensor, documents=given.documents)
                 if given.objective is not None:

@@ -1,0 +1,58 @@
+"""Runs with experts whose losses are those of one rank: swapped stages, moved activations, updates within the step."""
+
+from dataclasses import replace
+
+import pytest
+from resumed import losses, train_all
+from small_run import small_run
+from thinned import thinned
+
+from pipeloom.config import CheckpointConfig, ModelConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
+from pipeloom.workload.layout import Layout
+
+MODEL = ModelConfig(num_layers=4, hidden_size=16, num_heads=2, ffn_size=24, experts=3, expert_every=2, shared_experts=1)
+BATCH, BIAS = replace(MODEL, balance_weight=0.5), replace(MODEL, balance="bias", balance_rate=0.1)
+ONE = Layout(pp=1, loops=1, num_microbatches=4, microbatch_size=1)
+TWO = replace(ONE, pp=2, loops=2)
+REPLICAS = Layout(pp=1, loops=2, dp=2, shard="full", num_microbatches=2, microbatch_size=1)
+ADALOMO = {"name": "adalomo", "clip": "none"}
+RUNS = {
+    "compared by replicas": (BIAS, replace(REPLICAS, shard="none"), {}, {}, {"check_every": 1}),
+    "swapped": (BATCH, replace(ONE, loops=3), {}, {"device_budget": "700kB"}, {}),
+    "compared over a pipeline": (
+        BIAS,
+        Layout(pp=2, dp=2, loops=1, num_microbatches=2, microbatch_size=1),
+        {},
+        {},
+        {"check_every": 1},
+    ),
+    "moved": (BATCH, TWO, {}, {"balance": True}, {}),
+    "updated within the step": (BATCH, TWO, {**ADALOMO, "update": "stage"}, {}, {}),
+    "whole matrices of shards": (BATCH, REPLICAS, {"name": "muon"}, {}, {}),
+}
+
+
+@pytest.mark.parametrize("name", thinned(RUNS, len(RUNS)))
+def test_losses_are_those_of_one_rank(tmp_path, name):
+    model, layout, optimizer, schedule, training = RUNS[name]
+
+    def run(layout, optimizer, schedule, training):
+        return small_run(
+            tmp_path,
+            model=model,
+            layout=layout,
+            optimizer=OptimizerConfig(lr=0.02, lr_warmup_steps=1, **optimizer),
+            schedule=ScheduleConfig(**schedule),
+            training=TrainingConfig(
+                steps=3, validation_batches=0, sample_tokens=0, predict=False, dtype="float64", **training
+            ),
+            checkpoint=CheckpointConfig(final="none"),
+        )
+
+    behind = {key: value for key, value in optimizer.items() if key != "update"}
+    folders = tmp_path / "one", tmp_path / "other"
+    runs = run(ONE, behind, {}, {}), run(layout, optimizer, schedule, training)
+    train_all(dict(zip(folders, runs, strict=True)))
+    expected, found = map(losses, folders)
+    assert found == pytest.approx(expected, rel=1e-11)
+    assert len(set(expected.values())) == 3
