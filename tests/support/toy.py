@@ -18,6 +18,7 @@ from pipeloom.execute.parts.moves import ActivationMoves
 from pipeloom.execute.stages.stage import Stage
 from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.schedule import Schedule
+from pipeloom.workload.boundary import Boundary
 
 WIDTH = 6
 ROWS = 3
@@ -82,6 +83,7 @@ def make_executor(
     transport: Transport,
     moves: ActivationMoves | None = None,
     slices: TokenSlices | None = None,
+    boundary: Boundary | None = None,
 ) -> Executor:
     """One rank's executor over its own of all the modules."""
     first, split = schedule.first_backward_stage, schedule.split_stages
@@ -96,7 +98,8 @@ def make_executor(
         )
         for index in schedule.placement.stages_of(rank)
     }
-    parts = [Compute(stages, slices=slices, keeper=moves), Messages(outputs, slices), *([moves] if moves else [])]
+    messages = Messages(outputs, slices, boundary)
+    parts = [Compute(stages, slices=slices, keeper=moves), messages, *([moves] if moves else [])]
     return Executor(schedule, rank, parts, transport=transport, clock=Clock())
 
 

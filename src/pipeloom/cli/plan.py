@@ -17,6 +17,7 @@ from pipeloom.cli.reference import Command, Flag, Output, Place
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.plan import plan
 from pipeloom.planner.question import HEADROOM
+from pipeloom.workload.boundary import Boundary
 from pipeloom.workload.dtypes import Dtype, MatmulDtype
 from pipeloom.workload.launchers import LauncherName
 from pipeloom.workload.layout import Recompute, Shard
@@ -106,6 +107,9 @@ class Options(Goals):
     changes for each. --out writes it as a schedule file. None: the orders of families."""
     sequence_parallel: Literal["any", "on", "off"] = "any"
     """Sequence parallelism, with tensor parallelism, to search."""
+    boundary: Boundary | None = None
+    """Code of messages between pipeline ranks, as layout.boundary. int8: about a quarter of the bytes of float32. None:
+    that of the run file, or as they are."""
     best: Common[Count] = 10
     """Number of layouts to print."""
     budget_s: Common[Positive | None] = None

@@ -87,7 +87,7 @@ def _or_null(step: SimulatedStep | None) -> dict[str, Any] | None:
 
 _OF_RUN = (
     *IN_SENTENCES, "loops", "replicate", "shard", "micro_batch", "num_microbatches", "sequence_parallel",
-    "recompute", "recompute_layers", "layers_by_stage", "placement", "pipeline_order",
+    "recompute", "recompute_layers", "layers_by_stage", "placement", "pipeline_order", "boundary",
 )  # fmt: skip
 _OF_KNOBS = ("residency", "prefetch", "gradient_buffers", "receive_buffers")
 _OF_STEP = ("tokens_per_s", "mfu", "hfu", "bubble_fraction", "dollars_per_billion_tokens")

@@ -24,6 +24,7 @@ from pipeloom.planner.run_file import named_model
 from pipeloom.planner.strategies import with_strategies
 from pipeloom.predict.describe import asked_precision, changed_cluster, load_or_note, with_model_sizes
 from pipeloom.runs.run_folder import SCHEDULE
+from pipeloom.workload.boundary import Boundary
 from pipeloom.workload.dtypes import Dtype, MatmulDtype, Precision, products_of
 from pipeloom.workload.launchers import LAUNCHERS, LauncherName
 from pipeloom.workload.model import ModelConfig, ModelShape, shape_of
@@ -116,6 +117,11 @@ class _Inputs:
     def matmul_dtype(self) -> MatmulDtype | None:
         """Of the operands of linear layers; ``None`` for ``dtype``."""
         return self.options.matmul_dtype or (self.config.training.matmul_dtype if self.config is not None else None)
+
+    @property
+    def boundary(self) -> Boundary | None:
+        """Code of messages between stages; ``None``: they travel as they are."""
+        return self.options.boundary or (self.config.layout.boundary if self.config is not None else None)
 
     @property
     def choices(self) -> list[Choice]:
@@ -249,6 +255,7 @@ def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
         matmul_dtype=inputs.matmul_dtype,
         attention=options.attention or (machine.attention if machine is not None else "flash2"),
         fused_norm=_first(options.fused_norm, machine.fused_norm if machine is not None else True),
+        boundary=inputs.boundary,
         headroom=options.headroom,
         **limits,
     )
@@ -276,6 +283,7 @@ def _wanted(inputs: _Inputs, model: ModelConfig | ModelShape, precision: Precisi
         precision,
         products_of(inputs.matmul_dtype),
         options.attention or ("flash2" if config is None else config.machine.attention),
+        boundary=inputs.boundary,
     )
     if config is None:
         return wanted

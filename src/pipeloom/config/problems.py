@@ -131,6 +131,7 @@ _NEEDS: dict[str, tuple[_Need, ...]] = {
     "layout.replicate": (_SHARD, _REPLICAS),
     "layout.shard": (_REPLICAS,),
     "layout.sequence_parallel": (("layout.tp of at least 2", lambda run: run.layout.tp != 1),),
+    "layout.boundary": (_PIPELINE,),
     "layout.pipeline_order": (_PIPELINE,),
     "schedule.placement": (_PIPELINE,),
     "schedule.receive_buffers": (_PIPELINE,),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
+from pipeloom.cost.coding import coding_s_of
 from pipeloom.cost.collectives import layer_collectives_s, together_s
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
@@ -257,7 +258,7 @@ class Placed:
             seconds[head] += pieces[head].head[direction]
             if software.is_blocking:
                 seconds = [value + sum(both_s) / 2 for value, both_s in zip(seconds, pairwise(around_s), strict=True)]
-            sides.append(tuple(seconds))
+            sides.append(tuple(_with_coding(self, seconds, direction)))
         weight_s = [count * piece.weight_s for count, piece in zip(counts, pieces, strict=True)]
         whole_s = sum(backward_s for _, backward_s in layers_s)  # 0 if all layers are frozen
         share = sum(weight_s) / whole_s if whole_s else 0.0
@@ -359,6 +360,21 @@ def _layers_s(placed: Placed) -> list[tuple[float, float]]:
     return [found[id(one), id(other), rank] for one, other, rank in zip(stages, trained, ranks, strict=True)]
 
 
+def _with_coding(placed: Placed, seconds: list[float], direction: int) -> list[float]:
+    """Seconds of the stages in one direction with those of coding what they send, and of decoding what they receive."""
+    if placed.run.boundary is None:
+        return seconds
+    coding_s = [coding_s_of(placed.run, part, placed.software) for part in placed.parts]
+    owner, first_trained = placed.placement.rank_by_stage, num_frozen_stages(placed.run, placed.software)
+    for stage in range(placed.run.num_stages - 1):
+        # No gradient goes below the first stage that is trained.
+        if placed.placement.crosses(stage) and (direction == 0 or stage >= first_trained):
+            sender, receiver = (stage, stage + 1) if direction == 0 else (stage + 1, stage)
+            seconds[sender] += coding_s[owner[sender]][0]
+            seconds[receiver] += coding_s[owner[receiver]][1]
+    return seconds
+
+
 def _boundary_s(placed: Placed) -> tuple[float, ...]:
     """For each boundary between consecutive stages the seconds of one message."""
     pairs = list(pairwise(placed.placement.rank_by_stage))
@@ -411,11 +427,8 @@ def _transfer_s(placed: Placed, route: Cluster, *, is_inside: bool) -> float:
     measured_s = piece_seconds(run, route, software).message_s
     # Processes that share cores copy messages themselves; the seconds of a core for that were measured.
     if is_inside and measured_s:
-        return measured_s
-    # Each tensor-parallel rank sends its share, with Megatron's scatter/gather (arXiv 2104.04473, section 4.1) or
-    # sequence parallelism.
-    is_cut = run.tp > 1 and (software.scatter_gather or run.sequence_parallel)
-    message = run.tokens * run.shape.hidden * run.element_bytes / (run.tp if is_cut else 1)
+        return measured_s * run.sent_bytes(is_cut=False) / (run.sent_numbers(is_cut=False) * run.element_bytes)
+    message = run.sent_bytes(is_cut=software.cuts_messages(run.sequence_parallel))
     use, sharing = software.efficiency, route.sharing(run.stage_devices)
     seconds = route.p2p_s(message, is_inside=is_inside, sharing=sharing, efficiency=use.p2p)
     # A program that is not ``is_both_ways`` sends and receives one after the other.

@@ -99,6 +99,7 @@ def question_on(config: RunConfig, run: Run, cluster: str | Cluster, program: st
         matmul_dtype=config.training.matmul_dtype,
         attention=run.attention,
         fused_norm=run.fused_norm,
+        boundary=run.boundary,
     )
     return of_training(question, config.optimizer.rule, config.pairs, config.model.known_balance)
 

@@ -6,6 +6,7 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import ConfigError
 from pipeloom.planner.run_file import named_model
 from pipeloom.predict.places import node_problems
+from pipeloom.workload.boundary import Boundary
 from pipeloom.workload.dtypes import Precision, Products
 from pipeloom.workload.launchers import Launcher, optimizer_problems, own_attention_problems
 from pipeloom.workload.model import ModelConfig, ModelShape, model_of
@@ -25,6 +26,7 @@ class Wanted:
         optimizer: name of the update rule.
         by_document: whether attention ends at the borders of documents.
         has_adapters: whether it trains low-rank adapters of frozen weights.
+        boundary: the code of messages between stages; ``None``: they travel as they are.
     """
 
     model: str | ModelConfig | ModelShape
@@ -35,6 +37,7 @@ class Wanted:
     optimizer: str = "adamw"
     by_document: bool = False
     has_adapters: bool = False
+    boundary: Boundary | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -59,6 +62,8 @@ def launch_problems(launcher: Launcher, wanted: Wanted, cluster: Cluster, num_de
     ]
     if wanted.has_adapters:
         found.append(f"adapter.rank: the export to {title} is of runs that train all weights; leave it out")
+    if wanted.boundary is not None:
+        found.append(f"layout.boundary {wanted.boundary}: {title} sends tensors as they are; leave it out")
     if wanted.attention != "flash2" and not launcher.takes_attention:
         found.append(f"attention {wanted.attention}: {title} chooses its kernel itself; use flash2")
     return found

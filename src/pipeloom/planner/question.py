@@ -15,6 +15,7 @@ from pipeloom.predict.describe import dtype_problem
 from pipeloom.terminal.words import count, did_you_mean
 from pipeloom.workload.adapter import Adapter
 from pipeloom.workload.axes import IN_SENTENCES, Axes
+from pipeloom.workload.boundary import Boundary
 from pipeloom.workload.dtypes import Precision, Products, dtype_of
 from pipeloom.workload.launchers import PIPELOOM, Launcher
 from pipeloom.workload.layout import Recompute, Shard
@@ -94,6 +95,7 @@ class Question:
         launcher: the program that can start every layout; pipeloom starts those of any training program.
         adapter: low-rank adapters of all layers, whose other weights are frozen; ``None``: all weights are trained.
         balance: what keeps the loads of experts equal, in models with some (``ModelConfig.balance``).
+        boundary: the code of messages between stages; ``None``: they travel as they are.
     """
 
     shape: ModelShape
@@ -113,6 +115,7 @@ class Question:
     launcher: Launcher = PIPELOOM
     adapter: Adapter | None = None
     balance: Balance = "batch"
+    boundary: Boundary | None = None
 
     def __repr__(self) -> str:
         """Model, cluster and sizes."""
@@ -155,6 +158,8 @@ class Question:
             found.append(f"adapter.rank needs the training program pipeloom, found {self.software.name}")
         if self.shape.experts is not None and not self.software.has_lanes:
             found.append(f"model.experts needs the training program pipeloom, found {self.software.name}")
+        if self.boundary is not None and not self.software.has_lanes:
+            found.append(f"layout.boundary needs the training program pipeloom, found {self.software.name}")
         return (
             found
             + self._order_problems()
@@ -270,6 +275,7 @@ class Question:
             products=self.products,
             frozen_pieces=0 if self.adapter is None else 1,  # the embedding
             adapter=self.adapter,
+            boundary=self.boundary,
         )
 
 

@@ -109,6 +109,7 @@ def _layout(run: Run) -> Layout:
         recompute=run.recompute if run.recompute_layers is None else "none",
         recompute_layers=run.recompute_layers,
         token_slices=run.slices or None,
+        boundary=run.boundary if run.pp > 1 else None,
         pipeline_order=run.pipeline_order,
     )
     return layout if run.layers_by_stage is None else replace(layout, partition=pieces_of_layers(run.layers_by_stage))

@@ -173,6 +173,7 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
         own["data.attention document"] = config.data.by_document, ", which has its own attention"
         own["training.freeze_layers"] = config.training.freeze_layers is not None, ""
         own["optimizer.update stage"] = config.optimizer.update == "stage", ""
+        own["layout.boundary"] = config.layout.boundary is not None, ", which sends tensors as they are"
         own["adapter.rank"] = config.adapter.rank is not None, ""
         own["model.experts"] = config.model.experts is not None, ""
         problems += [
@@ -283,6 +284,7 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
         by_document=config.data.by_document,
         frozen_pieces=config.frozen_pieces,
         adapter=config.pairs,
+        boundary=layout.boundary,
     )
 
 

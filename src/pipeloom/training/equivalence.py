@@ -120,7 +120,7 @@ def verify_gradients(config: RunConfig, *, num_batches: Count = 2, quiet: bool =
 
     Raises:
         ConfigError: lists all problems of the configuration.
-        UserError: the run cannot be verified: it swaps stages, or the host lacks memory.
+        UserError: the run cannot be verified: it swaps stages or rounds messages, or the host lacks memory.
         WorkerError: a process failed.
     """
     if config.training.dtype is None:
@@ -136,6 +136,12 @@ def verify_gradients(config: RunConfig, *, num_batches: Count = 2, quiet: bool =
         raise UserError(
             "expected no schedule.device_budget: it drops gradients before the end of the step, when they are "
             "compared; leave it out (the losses of `pipeloom train` are the same with and without it)"
+        )
+    # Its rounding is larger than any tolerance that would still find a lost micro-batch.
+    if config.layout.boundary is not None:
+        raise UserError(
+            f"expected no layout.boundary: {config.layout.boundary} rounds what travels between ranks, which a single "
+            "process does not; leave it out (all else is the same without it)"
         )
     check_processes(config)
     check_memory(config, verifies=True)

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from pipeloom.terminal.words import count
 from pipeloom.workload.axes import WithAxes
+from pipeloom.workload.boundary import Boundary
 from pipeloom.workload.limits import Common, Count
 
 Shard = Literal["none", "optimizer", "gradients", "full"]
@@ -130,6 +131,10 @@ class Layout(WithAxes):
     recompute_layers: tuple[Recompute, ...] | None = None
     """Activation recomputation of each layer, in order. None: recompute for all layers."""
 
+    boundary: Boundary | None = None
+    """How activations and their gradients travel between pipeline ranks in training steps. int8: rounded to 8 bits,
+    with a scale for each 128 numbers; about a quarter of the bytes of float32, for networks that limit the step. None:
+    as they are, in training.dtype."""
     pipeline_order: tuple[int, ...] | None = None
     """Pipeline ranks in the order of the devices. With 0 7 1 6 2 5 3 4, partners that exchange activations share a
     node. None: ascending."""

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pipeloom.workload.adapter import Adapter
 from pipeloom.workload.axes import WithAxes
+from pipeloom.workload.boundary import Boundary, boundary_bytes
 from pipeloom.workload.dtypes import Precision, Products
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.model import ModelShape
@@ -49,6 +50,7 @@ class Run(WithAxes):
         by_document: whether attention ends at the borders of documents.
         frozen_pieces: pieces from the first on (embedding, layers) that train nothing.
         adapter: of the layers that train, whose other weights are frozen, as the head is; ``None``: they are trained.
+        boundary: the code of messages between stages; ``None``: they travel as they are.
     """
 
     shape: ModelShape
@@ -76,6 +78,7 @@ class Run(WithAxes):
     by_document: bool = False
     frozen_pieces: int = 0
     adapter: Adapter | None = None
+    boundary: Boundary | None = None
 
     def __hash__(self) -> int:
         """Hash of what the layouts of a search differ in, which is fast: runs are keys of caches."""
@@ -183,6 +186,18 @@ class Run(WithAxes):
     def element_bytes(self) -> int:
         """Bytes of an activation or a weight."""
         return BYTES[self.precision]
+
+    def sent_numbers(self, *, is_cut: bool) -> float:
+        """Numbers of a message between two stages, on one device.
+
+        Args:
+            is_cut: whether tensor-parallel ranks send a share each.
+        """
+        return self.tokens * self.shape.hidden / (self.tp if is_cut else 1)
+
+    def sent_bytes(self, *, is_cut: bool) -> float:
+        """Bytes of a message between two stages, as it travels."""
+        return boundary_bytes(self.sent_numbers(is_cut=is_cut), self.element_bytes, self.boundary)
 
     @property
     def peak_precision(self) -> str:

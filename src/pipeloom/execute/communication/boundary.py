@@ -82,7 +82,7 @@ class TokenSlices:
         return [part.contiguous() for tensor in tensors for part in tensor.split(self.lengths, dim=1)]
 
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
 _MAX_DIMS = 6
 
 

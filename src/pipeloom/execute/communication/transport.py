@@ -21,12 +21,14 @@ from torch import Tensor
 from pipeloom.errors import BoundaryError, PeerLostError
 from pipeloom.execute.clock import Mark
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, decode, encode
+from pipeloom.execute.communication.coding import wire_spec
 from pipeloom.execute.communication.shared_memory import Listener, SharedReceiver, SharedSender, connect
 from pipeloom.execute.communication.under_way import UnderWay
 from pipeloom.execute.processes.world import peer_errors
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import SEND_KINDS, TIED_SEND_KINDS
 from pipeloom.schedule.lanes import lane_of
+from pipeloom.workload.boundary import Boundary
 
 Edge = tuple[int, int]
 """(from rank, to rank)"""
@@ -43,6 +45,7 @@ def edges_of(
     outputs: Sequence[TensorSpec],
     tied: Mapping[Kind, TensorSpec] | None = None,
     slices: TokenSlices | None = None,
+    boundary: Boundary | None = None,
 ) -> dict[Edge, list[TensorSpec]]:
     """The directed edges of a schedule, sorted, with the specs of their messages, sorted by stage and slice.
 
@@ -51,6 +54,7 @@ def edges_of(
         outputs: for every stage the agreed spec of its output.
         tied: specs of a tied matrix by the kind that sends it, where the schedule has such kinds.
         slices: token slices of a micro-batch; ``None`` for whole sequences.
+        boundary: the code of messages between stages; ``None``: they travel as they are.
     """
     found: dict[Edge, dict[tuple[int, Kind, int], TensorSpec]] = {}
     for rank, _, action in schedule.actions():
@@ -59,7 +63,7 @@ def edges_of(
             assert peer is not None
             if action.kind in SEND_KINDS:
                 spec = outputs[action.stage if action.kind is Kind.SEND_F else action.stage - 1]
-                spec = spec if slices is None else slices.spec(spec, action.slice)
+                spec = wire_spec(spec if slices is None else slices.spec(spec, action.slice), boundary)
             else:
                 assert tied is not None, "the schedule sends a tied matrix of unknown shape"
                 spec = tied[action.kind]

@@ -202,7 +202,7 @@ class Stage:
         self.module = module
         self.index = index
         self._output = output
-        self._needs_input_gradient = needs_input_gradient
+        self.needs_input_gradient = needs_input_gradient
         self.splits = splits
         if splits:
             defer(module)
@@ -289,7 +289,7 @@ class Stage:
         self, part: Portion, tensor: Tensor, objective: Objective | None, documents: Documents | None, *, trains: bool
     ) -> tuple[Tensor, Tensor]:
         """The input as the graph has it, and the output of module and objective."""
-        if trains and (self._needs_input_gradient or (self.splits and tensor.is_floating_point())):
+        if trains and (self.needs_input_gradient or (self.splits and tensor.is_floating_point())):
             tensor = tensor.detach().requires_grad_()
         output = self._run(part, tensor, documents)
         if objective is not None:
@@ -399,7 +399,7 @@ class Stage:
         # Backwards of slices are in reverse order, so the first slice is the last that needs keys and values.
         if part.slice == 0:
             self._caches.pop(part.microbatch, None)
-        if not self._needs_input_gradient:
+        if not self.needs_input_gradient:
             return None
         assert gradient is not None, f"stage {self.index} does not use its input"
         return gradient
