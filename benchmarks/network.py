@@ -1,6 +1,7 @@
 """pipeloom and PyTorch's pipelining over a slow network, with emulated compute. Run by ``make bench-network``.
 
-Every case runs all contenders in the same processes, one step of each in turn. One of them is what ``pipeloom plan``
+Every case runs all contenders in the same processes, one step of each in turn. The last case compares messages in 8
+bits (``layout.boundary int8``) with messages as they are. In all others one contender is what ``pipeloom plan``
 chooses, or searches, for the network that ``pipeloom profile`` measures between the hosts before. Ranks are on hosts of
 their own: network namespaces with a relay between them, which take root; elsewhere the benchmark says so and ends.
 
@@ -9,6 +10,7 @@ their own: network namespaces with a relay between them, which take root; elsewh
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from side_by_side.case import LOOPED, PYTORCH_SCHEDULES, Case, Contender, Link, Plan, pytorch_contender
@@ -56,6 +58,23 @@ REPLICATED = [
         **SHARDED,
     ),
 ]
+CODED = [Case(name="4 hosts, 8 bits", pp=4, message_bytes=256 * 1024, link=Link(50, 1), **EMULATED)]
+"""Messages take longer than the compute beside them, so that their bytes decide the step."""
+
+
+def coded_plan(case: Case, repetitions: int) -> Plan:
+    """Breadth-first of ours with messages as they are and in 8 bits, and the same order of PyTorch's."""
+    exact, theirs = Contender("pipeloom", "breadth-first", case.loops), pytorch_contender("LoopedBFS", case.loops)
+    return Plan(case, (exact, replace(exact, boundary="int8"), theirs), repetitions)
+
+
+def coded_targets(outcome: Outcome) -> tuple[Target, ...]:
+    """What is to hold for messages in 8 bits."""
+    exact, coded, _ = outcome.measured
+    return (
+        Target("8 bits / as they are", median_s(coded) / median_s(exact), 0.60),
+        Target("8 bits / simulated", median_s(coded) / coded.theory_s, 1.10),
+    )
 
 
 def plan_of(case: Case, planned: Contender, repetitions: int) -> Plan:
@@ -133,6 +152,10 @@ def main() -> None:
             f"  pipeloom profile measured {link}. {planned.order}, {planned.loops} loops, is simulated to take "
             f"{step_s * 1e3:.0f} ms there; no order of these stages takes less than {least_s * 1e3:.0f} ms.\n"
         )
+        write(outcomes, about, chosen.folder, "network")
+    for case in [one for one in CODED if chosen.only in one.name]:
+        outcomes.append(outcome_of(coded_plan(case, chosen.repetitions), coded_targets))
+        show(outcomes[-1], console, network_cells, NETWORK_COLUMNS)
         write(outcomes, about, chosen.folder, "network")
     draw([row for outcome in outcomes for row in rows(outcome)], chosen.folder / "network.svg")
     console.print(f"Written to {chosen.folder}: network.csv, network.json, network.svg")

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.schedule import Schedule
+from pipeloom.workload.boundary import Boundary
 
 Runtime = Literal["pipeloom", "PyTorch"]
 Gradient = NDArray[np.float32]
@@ -101,6 +102,7 @@ class Contender:
         loops: stages on each rank.
         given: the compute actions of an order that no name stands for; else ``None``.
         link: the network as it was measured, for which the order was chosen; ``None`` for that of the case.
+        boundary: pipeloom's code of messages between stages; ``None``: they travel as they are.
     """
 
     runtime: Runtime
@@ -108,10 +110,16 @@ class Contender:
     loops: int
     given: Schedule | None = None
     link: Link | None = None
+    boundary: Boundary | None = None
+
+    @property
+    def label(self) -> str:
+        """The order, and how its messages travel."""
+        return self.order if self.boundary is None else f"{self.order}, {self.boundary}"
 
     def __str__(self) -> str:
         """``PyTorch LoopedBFS``."""
-        return f"{self.runtime} {self.order}"
+        return f"{self.runtime} {self.label}"
 
 
 def pytorch_contender(order: str, loops: int) -> Contender:

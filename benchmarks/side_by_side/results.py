@@ -109,7 +109,7 @@ def rows(outcome: Outcome) -> list[Row]:
             "case": case.name,
             "network": str(case.link) if case.link is not None else "loopback",
             "runtime": one.contender.runtime,
-            "order": one.contender.order,
+            "order": one.contender.label,
             "loops": one.contender.loops,
             "median_ms": round(median_s(one) * 1e3, 3),
             "min_ms": round(min(one.seconds) * 1e3, 3),

@@ -76,13 +76,13 @@ class Own:
         self._parallel, self._lane = None, ThreadLane(clock)
         if groups is not None:
             self._parallel = DataParallel(schedule, modules.items(), "full", groups, self._lane)
-        self._transport = _transport(case, schedule, outputs, world)
+        self._transport = _transport(case, contender, schedule, outputs, world)
         splits = schedule.split_stages
         stages = {
             i: Stage(module, i, outputs[i], needs_input_gradient=i > 0, splits=i in splits)
             for i, module in modules.items()
         }
-        parts: list[Part] = [Compute(stages), Messages(outputs)]
+        parts: list[Part] = [Compute(stages), Messages(outputs, boundary=contender.boundary)]
         if self._parallel is not None:
             parts.append(self._parallel)
         self._executor = Executor(schedule, rank, parts, transport=self._transport, clock=clock)
@@ -142,11 +142,14 @@ class PyTorch:
         """Nothing to close."""
 
 
-def _transport(case: Case, schedule: Schedule, outputs: Sequence[TensorSpec], world: World) -> Transport:
+def _transport(
+    case: Case, contender: Contender, schedule: Schedule, outputs: Sequence[TensorSpec], world: World
+) -> Transport:
     pipelines = [range(replica, case.num_ranks, case.dp) for replica in range(case.dp)]
     timeout = timedelta(seconds=_TIMEOUT_S)
     rank = world.rank // case.dp
-    return Transport(rank, edges_of(schedule, outputs), world.device, timeout, pipelines)
+    edges = edges_of(schedule, outputs, boundary=contender.boundary)
+    return Transport(rank, edges, world.device, timeout, pipelines)
 
 
 def _modules(case: Case, contender: Contender, placement: Placement, rank: int, own: OwnCost) -> dict[int, nn.Module]:

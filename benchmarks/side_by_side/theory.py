@@ -11,6 +11,7 @@ from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.schedule.kinds import SEND_KINDS
 from pipeloom.schedule.stage_swaps import Content
 from pipeloom.simulation import Sharing, simulate
+from pipeloom.workload.boundary import Boundary, boundary_bytes
 from side_by_side.case import Case, Contender
 from side_by_side.orders import compute_order
 
@@ -30,6 +31,7 @@ class NetworkCosts:
         case: of which the costs are.
         loops: stages on each rank, which share the case's work.
         has_whole_first: whether the first stage's backward is all in its second half, as in PyTorch's runtime.
+        boundary: the code of messages; ``None``: they travel as they are.
     """
 
     ignores_microbatch: ClassVar[bool] = True
@@ -37,6 +39,7 @@ class NetworkCosts:
     case: Case
     loops: int
     has_whole_first: bool = True
+    boundary: Boundary | None = None
 
     def seconds(self, action: Action) -> float:
         """Seconds of an action alone."""
@@ -55,7 +58,7 @@ class NetworkCosts:
             return 0.0
         match action.kind:
             case Kind.SEND_F | Kind.SEND_B:
-                return case.message_bytes / case.link.bytes_per_s
+                return boundary_bytes(case.message_bytes / 4, 4, self.boundary) / case.link.bytes_per_s
             case Kind.RECV_F | Kind.RECV_B:
                 return case.link.latency_s
             case Kind.UNSHARD | Kind.REDUCE_GRAD:
@@ -104,4 +107,4 @@ def priced(case: Case, contender: Contender) -> tuple[NetworkCosts, Sharing | No
     if case.link is not None:
         uplinks = dict.fromkeys(range(case.pp), 1.0)
         sharing = Sharing(lambda action, rank: rank if action.kind in moving else None, uplinks)
-    return NetworkCosts(case, contender.loops, contender.runtime == "PyTorch"), sharing
+    return NetworkCosts(case, contender.loops, contender.runtime == "PyTorch", contender.boundary), sharing

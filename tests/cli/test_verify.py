@@ -81,3 +81,8 @@ def test_a_device_budget_is_no_question_for_verify(capsys):
     words = ["--layout.pp", "1", "--layout.loops", "4", "--schedule.device-budget", "20MiB"]
     assert main(["verify", *words]) == 2
     assert "expected no schedule.device_budget" in capsys.readouterr().err
+
+
+def test_rounded_messages_are_no_question_for_verify(capsys):
+    assert main(["verify", "--layout.boundary", "int8"]) == 2
+    assert "expected no layout.boundary: int8 rounds what travels between ranks" in capsys.readouterr().err

@@ -225,6 +225,10 @@ AXES = {
         {"layout__sequence_parallel": True},
         "layout.sequence_parallel has no effect without layout.tp of at least 2; give both or leave it out",
     ),
+    "a code of messages that nobody sends": (
+        {"layout__boundary": "int8", "layout__pp": 1},
+        "layout.boundary has no effect without layout.pp of at least 2; give both or leave it out",
+    ),
     "a sequence that does not split": (
         {"layout__sequence_parallel": True, "layout__tp": 3},
         "layout.tp must divide data.seq_len, found 3 and 128",

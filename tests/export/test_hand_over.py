@@ -35,6 +35,13 @@ def test_other_programs_do_not_cut_sequences(tmp_path, target):
     assert done.refused[0].reasons[0].startswith("layout.token_slices 2: ")
 
 
+@pytest.mark.parametrize("target", ["torch", "torchtitan", "megatron"])
+def test_other_programs_do_not_code_messages(tmp_path, target):
+    done = hand_over(run_of(layout={"boundary": "int8"}), CLUSTER, tmp_path, [target])
+    assert [len(refused.reasons) for refused in done.refused] == [1]
+    assert done.refused[0].reasons[0].startswith("layout.boundary: ")
+
+
 def test_files_of_others_are_neither_replaced_nor_removed(tmp_path):
     for name in ("torchrun.toml", "megatron.sh"):
         (tmp_path / name).write_text("mine\n")

@@ -13,6 +13,7 @@ from pipeloom.planner.strategies import strategy_of
 from pipeloom.predict.places import describe_places
 from pipeloom.predict.stage_swaps import swapped_amounts
 from pipeloom.predict.step import SimulatedStep
+from pipeloom.predict.traffic import boundary_traffic
 from pipeloom.terminal.console import table
 from pipeloom.terminal.words import count, format_bytes, short, unit_bytes, unit_s
 from pipeloom.workload.axes import IN_SENTENCES
@@ -253,6 +254,9 @@ def layout_lines(best: SimulatedStep) -> Iterator[str]:
     if run.placement != "looped":
         parts.append(f"stages placed as a {run.placement}")
     yield f"row 1: {', '.join(parts)}"
+    traffic = boundary_traffic(best.placed)
+    if traffic is not None:
+        yield f"between its stages: {traffic}"
     if len(best.cluster.kinds(run.num_devices)) > 1:
         yield f"pipeline ranks {'; '.join(describe_places(best.places))}"
 

@@ -255,7 +255,6 @@ def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
         matmul_dtype=inputs.matmul_dtype,
         attention=options.attention or (machine.attention if machine is not None else "flash2"),
         fused_norm=_first(options.fused_norm, machine.fused_norm if machine is not None else True),
-        boundary=inputs.boundary,
         headroom=options.headroom,
         **limits,
     )
@@ -263,7 +262,7 @@ def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
         question = of_training(question, config.optimizer.rule, config.pairs, config.model.known_balance)
     return Request(
         options,
-        replace(question, order_tries=options.search_orders),
+        replace(question, order_tries=options.search_orders, boundary=inputs.boundary),
         inputs.model,
         inputs.cluster_name,
         software_name,

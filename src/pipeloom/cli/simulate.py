@@ -18,6 +18,7 @@ from pipeloom.predict.describe import described_problems, why_training_may_diffe
 from pipeloom.predict.need import copy_bytes
 from pipeloom.predict.orders import least_step_s, with_order
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
+from pipeloom.predict.traffic import boundary_traffic
 from pipeloom.runs.run_folder import CONFIG, SUMMARY
 from pipeloom.schedule import Level
 from pipeloom.system.files import read_text, write_text
@@ -209,7 +210,9 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
     gives the slowest one least to do, unless the run has it), ``cluster``, ``software``, ``has_measured_pieces``,
     ``num_devices``; ``accounts`` (for each pipeline rank the seconds of each part of the step, which add up to
     ``step_time_s``); ``communication`` (for each rank and lane ``actions``, ``busy_s``, ``hidden_s``,
-    ``exposed_s``; empty for programs whose exchanges block); ``memory`` (for each pipeline rank ``total_bytes`` and
+    ``exposed_s``; empty for programs whose exchanges block); ``between_stages`` (``message_bytes`` and ``message_s`` of
+    an activation, mean ``forward_s`` of a stage, ``enough_bytes_per_s`` and ``enough_width`` from which a forward takes
+    as long as a message; null without messages over a link); ``memory`` (for each pipeline rank ``total_bytes`` and
     what it is made of), ``device_memory_bytes``, ``fullest_rank``, ``fits``, ``help`` (a setting that lowers the
     fullest rank -> its bytes then), ``checkpoint_copy_bytes`` (for each pipeline rank the host memory of a process for
     a checkpoint that a thread writes, which ``memory`` does not contain). With ``--memory-over-time`` also
@@ -221,7 +224,7 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
     ``help``, are those of the fullest rank's devices. With ``--swap-plan`` also ``swap_plan``: ``partition``,
     ``num_microbatches``, ``device_budget``, ``step_s``, and as fractions ``utilization`` and ``hidden``.
     """
-    prediction = step.prediction
+    prediction, traffic = step.prediction, boundary_traffic(step.placed)
     # Programs whose exchanges block have no lanes beside compute.
     uses: list[LaneUse] = [] if step.schedule.level is Level.COMPUTE else communication(step.trace)
     tree: dict[str, Any] = {
@@ -246,6 +249,7 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
             {"total_bytes": memory.total_bytes, **asdict(memory)} for memory in prediction.memory_by_rank
         ],
         "device_memory_bytes": prediction.device_bytes[prediction.fullest_rank],
+        "between_stages": None if traffic is None else traffic.to_dict(),
         "fullest_rank": prediction.fullest_rank,
         "fits": prediction.fits,
         "help": {} if prediction.fits else memory_that_would_fit(step),

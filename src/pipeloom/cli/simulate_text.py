@@ -11,6 +11,7 @@ from rich.table import Table
 from pipeloom.cli.run_config import dtype_words
 from pipeloom.predict.places import describe_places
 from pipeloom.predict.step import SimulatedStep
+from pipeloom.predict.traffic import boundary_traffic
 from pipeloom.schedule.kinds import LOAD_OF
 from pipeloom.schedule.lanes import DATA_PARALLEL_LANE, Lane
 from pipeloom.terminal.console import headed, print_table, table, wide_console
@@ -144,6 +145,9 @@ def _print_headline(console: Console, step: SimulatedStep, tree: Mapping[str, An
         "HFU": f"{tree['hfu']:.1%}, what is recomputed counted",
         "bubble fraction": f"{tree['bubble_fraction']:.1%} of the ranks' time in the pipeline",
     }
+    traffic = boundary_traffic(step.placed)
+    if traffic is not None:
+        lines["between stages"] = str(traffic)
     for name, text in lines.items():
         console.print(f"{name:<18}{text}")
     for number, text in enumerate(describe_places(step.places) if len(kinds) > 1 else ()):

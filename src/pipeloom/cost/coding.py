@@ -21,7 +21,7 @@ _DECODED_BYTES = 5 + 8
 
 def coding_s_of(run: Run, cluster: Cluster, software: Software) -> tuple[float, float]:
     """Seconds of coding a message between two stages on a device, and of decoding it."""
-    numbers = run.sent_numbers(is_cut=software.cuts_messages(run.sequence_parallel))
+    numbers = run.sent_numbers(scatters=software.scatter_gather)
     casts = run.element_bytes != _WIDE_BYTES
     cast_bytes = casts * (run.element_bytes + _WIDE_BYTES)
     coded_s, decoded_s = (

@@ -381,14 +381,14 @@ def _boundary_s(placed: Placed) -> tuple[float, ...]:
     run = placed.run
     if pairs and run.pipeline_order is None and len(placed.cluster.kinds(run.num_devices)) == 1:
         # All boundaries count as the slowest.
-        return (_transfer_s(placed, placed.route(*pairs[0]), is_inside=_is_inside(placed, *pairs[0])),) * len(pairs)
-    routes = {pair: (placed.route(*pair), _is_inside(placed, *pair)) for pair in set(pairs)}
+        return (_transfer_s(placed, placed.route(*pairs[0]), is_inside=is_inside(placed, *pairs[0])),) * len(pairs)
+    routes = {pair: (placed.route(*pair), is_inside(placed, *pair)) for pair in set(pairs)}
     of_route = {route: _transfer_s(placed, route[0], is_inside=route[1]) for route in dict.fromkeys(routes.values())}
     of_pair = {pair: of_route[route] for pair, route in routes.items()}
     return tuple(of_pair[pair] for pair in pairs)
 
 
-def _is_inside(placed: Placed, one: int, other: int) -> bool:
+def is_inside(placed: Placed, one: int, other: int) -> bool:
     """Whether messages between two pipeline ranks stay inside a node.
 
     Without ``pipeline_order`` all boundaries count as the slowest, which limits the pipeline.
@@ -406,11 +406,11 @@ def _tied_message_s(placed: Placed) -> tuple[float, float]:
     run, software, ends = placed.run, placed.software, tied_ranks(placed.run)
     if ends is None or not software.lends_tied:
         return 0.0, 0.0
-    route, is_inside = placed.route(*ends), _is_inside(placed, *ends)
+    route, inside = placed.route(*ends), is_inside(placed, *ends)
     use, sharing = software.efficiency, route.sharing(run.stage_devices)
     held = run.shape.embedding_parameters / run.tp
     weights_s, gradient_s = (
-        route.p2p_s(held * size, is_inside=is_inside, sharing=sharing, efficiency=use.p2p) + use.exchange_s
+        route.p2p_s(held * size, is_inside=inside, sharing=sharing, efficiency=use.p2p) + use.exchange_s
         for size in (run.element_bytes, software.gradient_bytes)
     )
     return weights_s, gradient_s
@@ -427,8 +427,8 @@ def _transfer_s(placed: Placed, route: Cluster, *, is_inside: bool) -> float:
     measured_s = piece_seconds(run, route, software).message_s
     # Processes that share cores copy messages themselves; the seconds of a core for that were measured.
     if is_inside and measured_s:
-        return measured_s * run.sent_bytes(is_cut=False) / (run.sent_numbers(is_cut=False) * run.element_bytes)
-    message = run.sent_bytes(is_cut=software.cuts_messages(run.sequence_parallel))
+        return measured_s * run.sent_bytes() / (run.sent_numbers() * run.element_bytes)
+    message = run.sent_bytes(scatters=software.scatter_gather)
     use, sharing = software.efficiency, route.sharing(run.stage_devices)
     seconds = route.p2p_s(message, is_inside=is_inside, sharing=sharing, efficiency=use.p2p)
     # A program that is not ``is_both_ways`` sends and receives one after the other.

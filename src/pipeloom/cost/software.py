@@ -199,13 +199,6 @@ class Software:
     efficiency: Efficiency = Efficiency()
     optimizer: Optimizer | None = None
 
-    def cuts_messages(self, sequence_parallel: bool) -> bool:
-        """Whether each tensor-parallel rank sends a share of a message between stages.
-
-        Because the program scatters messages (arXiv 2104.04473, section 4.1), or with sequence parallelism.
-        """
-        return self.scatter_gather or sequence_parallel
-
     @property
     def has_lanes(self) -> bool:
         """Whether all communication is actions on lanes of their own, as in ``pipeloom train``."""

@@ -28,7 +28,6 @@ from pipeloom.system.stopping import Reason, Stop
 from pipeloom.terminal.words import count as count_of
 from pipeloom.terminal.words import seconds, unknown_name
 from pipeloom.workload.adapter import Adapter
-from pipeloom.workload.boundary import Boundary
 from pipeloom.workload.dtypes import Dtype, MatmulDtype, products_of
 from pipeloom.workload.launchers import LAUNCHERS, LauncherName
 from pipeloom.workload.limits import Count, Headroom, Positive
@@ -107,7 +106,6 @@ def make_question(
     matmul_dtype: MatmulDtype | None = None,
     attention: Attention = "flash2",
     fused_norm: bool = True,
-    boundary: Boundary | None = None,
     headroom: Headroom = HEADROOM,
     **limits: Sequence[Any],
 ) -> Question:
@@ -130,7 +128,6 @@ def make_question(
         matmul_dtype: of the operands of linear layers; ``None``: ``dtype``.
         attention: the attention kernel.
         fused_norm: whether norms are one kernel.
-        boundary: the code of messages between stages; ``None``: they travel as they are.
         headroom: fraction of the memory of every device that layouts leave free.
         limits: values to search, by the attributes of ``Limits``, such as ``pp=(4, 8)``; by default all.
 
@@ -139,9 +136,7 @@ def make_question(
     """
     shape, machine, program = _loaded(model, cluster, software, launcher, seq=seq, limits=limits)
     precision, products = asked_precision(dtype, machine, num_devices), products_of(matmul_dtype)
-    check_launch(
-        LAUNCHERS[launcher], Wanted(model, seq, precision, products, attention, boundary=boundary), machine, num_devices
-    )
+    check_launch(LAUNCHERS[launcher], Wanted(model, seq, precision, products, attention), machine, num_devices)
     return Question(
         shape=shape,
         cluster=machine,
@@ -153,7 +148,6 @@ def make_question(
         products=products,
         attention=attention,
         fused_norm=fused_norm,
-        boundary=boundary,
         headroom=headroom,
         limits=Limits(**{name: tuple(among) for name, among in limits.items()}),
         has_default_dtype=dtype is None,

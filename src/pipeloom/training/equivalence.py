@@ -131,18 +131,7 @@ def verify_gradients(config: RunConfig, *, num_batches: Count = 2, quiet: bool =
     config, problems = completed(config, with_adapted_check(decided_problems))
     if problems:
         raise ConfigError(problems, "the run")
-    # Swapped stages update and drop their gradients within the step.
-    if config.schedule.device_budget is not None:
-        raise UserError(
-            "expected no schedule.device_budget: it drops gradients before the end of the step, when they are "
-            "compared; leave it out (the losses of `pipeloom train` are the same with and without it)"
-        )
-    # Its rounding is larger than any tolerance that would still find a lost micro-batch.
-    if config.layout.boundary is not None:
-        raise UserError(
-            f"expected no layout.boundary: {config.layout.boundary} rounds what travels between ranks, which a single "
-            "process does not; leave it out (all else is the same without it)"
-        )
+    _check_comparable(config)
     check_processes(config)
     check_memory(config, verifies=True)
     if is_first():
@@ -159,6 +148,21 @@ def verify_gradients(config: RunConfig, *, num_batches: Count = 2, quiet: bool =
         load_data(config.data, config.training.seed)
     differences = run_on_all_ranks(config, partial(_compare, num_batches), _REFERENCE_S)
     return Equality(differences or {}, TOLERANCES[config.training.known_dtype])
+
+
+def _check_comparable(config: RunConfig) -> None:
+    # Swapped stages update and drop their gradients within the step.
+    if config.schedule.device_budget is not None:
+        raise UserError(
+            "expected no schedule.device_budget: it drops gradients before the end of the step, when they are "
+            "compared; leave it out (the losses of `pipeloom train` are the same with and without it)"
+        )
+    # Its rounding is larger than any tolerance that would still find a lost micro-batch.
+    if config.layout.boundary is not None:
+        raise UserError(
+            f"expected no layout.boundary: {config.layout.boundary} rounds what travels between ranks, which a single "
+            "process does not; leave it out (all else is the same without it)"
+        )
 
 
 def _compare(num_batches: int, config: RunConfig, world: World, data: Data) -> dict[str, float] | None:

@@ -187,17 +187,19 @@ class Run(WithAxes):
         """Bytes of an activation or a weight."""
         return BYTES[self.precision]
 
-    def sent_numbers(self, *, is_cut: bool) -> float:
+    def sent_numbers(self, *, scatters: bool = False) -> float:
         """Numbers of a message between two stages, on one device.
 
         Args:
-            is_cut: whether tensor-parallel ranks send a share each.
+            scatters: whether each tensor-parallel rank sends a share without sequence parallelism, too (Megatron's
+                scatter/gather, arXiv 2104.04473, section 4.1).
         """
+        is_cut = scatters or self.sequence_parallel
         return self.tokens * self.shape.hidden / (self.tp if is_cut else 1)
 
-    def sent_bytes(self, *, is_cut: bool) -> float:
-        """Bytes of a message between two stages, as it travels."""
-        return boundary_bytes(self.sent_numbers(is_cut=is_cut), self.element_bytes, self.boundary)
+    def sent_bytes(self, *, scatters: bool = False) -> float:
+        """Bytes of that message, as it travels."""
+        return boundary_bytes(self.sent_numbers(scatters=scatters), self.element_bytes, self.boundary)
 
     @property
     def peak_precision(self) -> str:

@@ -38,7 +38,7 @@ class Messages(MessagePart):
         for slot, source in enumerate(row.sources):
             if source is None:
                 continue
-            if row.actions[slot].kind in SEND_KINDS and self._is_coded(self._sent(row.actions[slot])):
+            if row.actions[slot].kind in SEND_KINDS and self._boundary is not None:
                 row.after[source].append(partial(_encode, row, source))
             elif row.actions[source].kind in RECEIVE_KINDS:
                 spec = self._received(row.actions[source])
@@ -59,14 +59,8 @@ class Messages(MessagePart):
         if tensor is not None:  # a send has no result
             row.values[slot] = tensor
 
-    def _sent(self, action: Action) -> TensorSpec:
-        return self._spec(action.stage if action.kind is Kind.SEND_F else action.stage - 1, action)
-
     def _received(self, action: Action) -> TensorSpec:
-        return self._spec(action.stage - 1 if action.kind is Kind.RECV_F else action.stage, action)
-
-    def _spec(self, stage: int, action: Action) -> TensorSpec:
-        spec = self._outputs[stage]
+        spec = self._outputs[action.stage - 1 if action.kind is Kind.RECV_F else action.stage]
         return spec if self._slices is None else self._slices.spec(spec, action.slice)
 
     def _is_coded(self, spec: TensorSpec) -> bool:
@@ -74,7 +68,8 @@ class Messages(MessagePart):
 
 
 def _encode(row: RankRow, source: int) -> None:
-    row.values[source] = encode_blocks(row.values[source])
+    if row.values[source].is_floating_point():
+        row.values[source] = encode_blocks(row.values[source])
 
 
 def _decode(row: RankRow, source: int, spec: TensorSpec) -> None:
