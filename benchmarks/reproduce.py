@@ -1,4 +1,4 @@
-"""What the papers of breadth-first (arXiv 2211.05953), BPipe, TeraPipe, LOMO and zero-bubble report, from simulation.
+"""What papers of breadth-first (arXiv 2211.05953), BPipe, TeraPipe, LOMO, SWARM and zero-bubble report, from simulation.
 
 Run by ``make reproduce``. Writes data files, pictures and the tables of ``docs/reproduction/``, where nothing is typed.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markdown import Markdown
 
-from reproduction import bpipe, bpipe_cases, bpipe_tables, lomo, moesys, zero_bubble
+from reproduction import bpipe, bpipe_cases, bpipe_tables, lomo, moesys, swarm, zero_bubble
 from reproduction.batch import best, points
 from reproduction.bpipe_links import link_rows
 from reproduction.cost_time import scaled, scaled_points, with_devices
@@ -59,12 +59,16 @@ def main() -> None:
     console.print("Experts ...")
     routed = moesys.step_rows()
     write_rows(moesys.NAME, routed)
+    console.print("SWARM ...")
+    traffic = swarm.traffic_rows()
+    write_rows(swarm.NAME, traffic)
     console.print("Zero bubble ...")
     pages = zero_bubble_page(console) | {
         PAGE: filled(PAGE.read_text(encoding="utf-8"), data),
         bpipe_tables.PAGE: bpipe_tables.filled(bpipe_tables.PAGE.read_text(encoding="utf-8"), *pairs.values()),
         lomo.PAGE: fill(lomo.PAGE.read_text(encoding="utf-8"), lomo.memory_blocks(updates)),
         moesys.PAGE: fill(moesys.PAGE.read_text(encoding="utf-8"), moesys.blocks(routed, read_rows(moesys.BALANCE))),
+        swarm.PAGE: fill(swarm.PAGE.read_text(encoding="utf-8"), swarm.traffic_blocks(traffic)),
         TERAPIPE: fill(TERAPIPE.read_text(encoding="utf-8"), terapipe_blocks(*sliced.values())),
     }
     for path, page in pages.items():

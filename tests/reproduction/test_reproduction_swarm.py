@@ -1,0 +1,24 @@
+"""docs/reproduction/swarm.md: its data file is computed again, its table is the data file, its sentences hold."""
+
+from itertools import pairwise
+
+import pytest
+from reproduction import swarm
+from reproduction.tables import fill, read_rows
+
+
+def test_the_data_file_is_what_is_computed_now():
+    assert read_rows(swarm.NAME) == [{name: str(value) for name, value in row.items()} for row in swarm.traffic_rows()]
+
+
+def test_the_table_of_the_page_is_the_data_file():
+    text = swarm.PAGE.read_text(encoding="utf-8")
+    assert fill(text, swarm.traffic_blocks(read_rows(swarm.NAME))) == text
+
+
+def test_bytes_for_each_millisecond_of_compute_fall_with_the_width():
+    rates = [float(row["kb_per_ms"]) for row in swarm.traffic_rows()]
+    assert rates[1:] == sorted(rates[1:], reverse=True)
+    falls = [after / before for before, after in pairwise(rates)]
+    assert falls == sorted(falls, reverse=True)[:1] + sorted(falls[1:], reverse=True)
+    assert falls[-1] == pytest.approx(0.59, abs=0.01)
