@@ -1,4 +1,4 @@
-"""What papers of breadth-first (arXiv 2211.05953), BPipe, TeraPipe, LOMO, SWARM and zero-bubble report, from simulation.
+"""What papers of breadth-first (arXiv 2211.05953), BPipe, TeraPipe, LOMO, SWARM and zero-bubble report, simulated.
 
 Run by ``make reproduce``. Writes data files, pictures and the tables of ``docs/reproduction/``, where nothing is typed.
 """

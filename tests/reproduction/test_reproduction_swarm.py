@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import pytest
+
 from reproduction import swarm
 from reproduction.tables import fill, read_rows
 

@@ -94,9 +94,9 @@ def boundary_traffic(placed: Placed) -> Traffic | None:
         processes of a host copy messages.
     """
     run, software, costs = placed.run, placed.software, placed.costs
-    if run.pp == 1 or software.is_blocking:
-        return None
     crossing = [stage for stage in range(run.num_stages - 1) if placed.placement.crosses(stage)]
+    if not crossing or software.is_blocking:
+        return None
     slowest = max(crossing, key=costs.over_s)
     ends = placed.placement.rank_by_stage[slowest], placed.placement.rank_by_stage[slowest + 1]
     route, inside = placed.route(*ends), is_inside(placed, *ends)
