@@ -68,7 +68,7 @@ def kept_on_its_clock(config, schedule, results, kept):
 
 
 def assert_step(config):
-    config = resolve(on_cpus(config), DATA)
+    config = resolve(exact(on_cpus(config)), DATA)
     try:
         ranks = OneProcess(config)
     except UserError:  # test_every_command has what all of them refuse

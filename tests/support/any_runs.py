@@ -166,6 +166,11 @@ def on_cpus(config):
     return replace(config, training=replace(config.training, device="cpu"))
 
 
+def exact(config):
+    """The run with messages as they are, whose gradients are those of a single process."""
+    return replace(config, layout=replace(config.layout, boundary=None))
+
+
 def any_run(draw):
     """A small run; some have problems, such as a budget that cannot be kept."""
     config = _any_run(draw)

@@ -121,8 +121,7 @@ class Pipeline:
         outputs = self._outputs(layout.microbatch_size, sum(lengths))
         self._moves_anything = config.schedule.balance or config.schedule.offload
         self._slices = TokenSlices(lengths) if len(lengths) > 1 else None
-        tied_specs = None if self._tied is None else self._tied.specs
-        edges = edges_of(self.schedule, outputs, tied_specs, self._slices, layout.boundary)
+        edges = edges_of(self.schedule, outputs, self._tied and self._tied.specs, self._slices, layout.boundary)
         self._transport = Transport(self._place.pipeline, edges, world.device, world.timeout, layout.pipelines())
         self._outputs_in_training = outputs
         self._wires = make_wires(self.schedule, self._place.pipeline, world, layout.pipelines())
