@@ -6,7 +6,7 @@ executor counts: state, and what is kept for backwards.
 
 import numpy as np
 import pytest
-from any_runs import DATA, adapted_runs, context_runs, expert_runs, frozen_runs, on_cpus, runs
+from any_runs import DATA, adapted_runs, context_runs, exact, expert_runs, frozen_runs, on_cpus, runs
 from one_process import OneProcess
 from thinned import thinned
 
