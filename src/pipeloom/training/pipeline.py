@@ -56,7 +56,6 @@ from pipeloom.schedule import Schedule
 from pipeloom.training.expert_loads import loads_of
 from pipeloom.training.stages import StageSizes, make_store, output_specs, saved_bytes, stage_of
 from pipeloom.training.visits import Visits
-from pipeloom.workload.boundary import Boundary
 
 _Own = TypeVar("_Own")
 
@@ -118,12 +117,12 @@ class Pipeline:
         modules = {stage: one.module for stage, one in self.data_parallel.weights.items()}
         self.loads = loads_of(config, world, modules, _patience(config), log) if trains else None
         lengths = layout.slice_lengths(config.data.seq_len)
-        outputs = self._outputs(layout.microbatch_size, sum(lengths))
+        outputs = self._outputs_in_training = self._outputs(layout.microbatch_size, sum(lengths))
         self._moves_anything = config.schedule.balance or config.schedule.offload
         self._slices = TokenSlices(lengths) if len(lengths) > 1 else None
-        edges = edges_of(self.schedule, outputs, self._tied and self._tied.specs, self._slices, layout.boundary)
+        tied = self._tied.specs if self._tied else None
+        edges = edges_of(self.schedule, outputs, tied, self._slices, layout.boundary)
         self._transport = Transport(self._place.pipeline, edges, world.device, world.timeout, layout.pipelines())
-        self._outputs_in_training = outputs
         self._wires = make_wires(self.schedule, self._place.pipeline, world, layout.pipelines())
         self.updates = StageUpdates()
         self._moves = ActivationMoves(
@@ -133,7 +132,7 @@ class Pipeline:
             self._wires,
             counts=self._moves_anything or not config.training.compile,  # hooks would cause a recompilation
         )
-        self._trainer = self._executor(self.schedule, outputs, self._moves, name="training", boundary=layout.boundary)
+        self._trainer = self._executor(self.schedule, outputs, self._moves, name="training")
         self._evaluator = self._executor(self._forwards(layout.num_microbatches), outputs, name="validation")
         with self._context.off():
             self._sampler = self._executor(self._forwards(1), self._outputs(1, config.data.seq_len), name="sample")
@@ -464,11 +463,12 @@ class Pipeline:
         *,
         continues: bool = False,
         name: str | None = None,
-        boundary: Boundary | None = None,
     ) -> Executor:
         training, rank = self._config.training, self._place.pipeline
         slices = self._slices if schedule.num_slices > 1 else None  # only the training schedule has token slices
         stages = self._stages(schedule, outputs, slices, continues=continues)
+        # What is not trained with is of the model alone: no message of it is rounded.
+        boundary = self._config.layout.boundary if name == "training" else None
         parts: list[Part] = [Compute(stages, slices=slices, keeper=moves), Messages(outputs, slices, boundary)]
         parts += [part for part in (self.data_parallel, self._tied, moves) if part is not None]
         if self.store is not None:
