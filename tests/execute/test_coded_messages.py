@@ -18,7 +18,7 @@ from pipeloom.execute.communication.transport import Transport
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.families import make_schedule
-from pipeloom.measure import rehearsal
+from pipeloom.measure import coded as measured
 from pipeloom.measure.rehearsal import warm_up
 from pipeloom.passes import lower
 from pipeloom.training.pipeline import Pipeline
@@ -161,7 +161,7 @@ def _steps(configs, rendezvous, rank, size):
             found.append((loss if pipeline.is_first_replica else 0.0, grads, sent[0]))
             if boundary is not None and number == 0:  # what a profile times codes, too
                 made = []
-                rehearsal.encode_blocks = partial(_noting, made, rehearsal.encode_blocks)
+                measured.encode_blocks = partial(_noting, made, measured.encode_blocks)
                 with pipeline._rehearsal(batch) as stages:
                     warm_up(stages)
                 # A message and its gradient, and once more in a run, at each boundary of the rank.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
-from pipeloom.execute.communication.coding import decode_blocks, encode_blocks
 from pipeloom.execute.communication.transport import Transport
 from pipeloom.execute.communication.under_way import UnderWay, finish
 from pipeloom.execute.parts.data_parallel import DataParallel
@@ -54,8 +53,6 @@ class StageRun:
         gradient: of its output; ``None`` on the last stage.
         objective: the loss, on the last stage; ``None`` on others.
         trains: whether it has a backward.
-        coded_input: its input as another rank sends it, if that is coded; the gradient of it is, too, then.
-        coded_gradient: the same of the output's gradient.
     """
 
     stage: Stage
@@ -63,8 +60,6 @@ class StageRun:
     gradient: Tensor | None
     objective: Objective | None
     trains: bool = True
-    coded_input: Tensor | None = None
-    coded_gradient: Tensor | None = None
 
     def __call__(self, clock: Now, held: int = 1) -> Times:
         """Mean seconds of a micro-batch.
@@ -83,30 +78,20 @@ class StageRun:
 
     def forward(self, part: Portion) -> None:
         """Run the forward of a part."""
-        tensor = _decoded(self.coded_input, self.tensor)
-        self.stage.forward(part, tensor, self.objective, trains=self.trains)
-        if self.coded_gradient is not None and self.gradient is not None:
-            encode_blocks(self.gradient)  # in place of the output, which has its spec
+        self.stage.forward(part, self.tensor, self.objective, trains=self.trains)
 
     def backward(self, part: Portion, clock: Now) -> tuple[float, float]:
         """Run and time the backward of a part; returns seconds of both halves, the second 0 if it is not split."""
         if not self.trains:
             return 0.0, 0.0
         begin = clock()
-        gradient = None if self.gradient is None else _decoded(self.coded_gradient, self.gradient)
-        (self.stage.backward_input if self.stage.splits else self.stage.backward)(part, gradient)
-        if self.coded_input is not None and self.stage.needs_input_gradient:
-            encode_blocks(self.tensor)  # in place of its gradient, which has its spec
-        middle = clock()
         if not self.stage.splits:
-            return middle - begin, 0.0
+            self.stage.backward(part, self.gradient)
+            return clock() - begin, 0.0
+        self.stage.backward_input(part, self.gradient)
+        middle = clock()
         self.stage.backward_weight(part)
         return middle - begin, clock() - middle
-
-
-def _decoded(coded: Tensor | None, like: Tensor) -> Tensor:
-    """A tensor as it is, or from its code."""
-    return like if coded is None else decode_blocks(coded, TensorSpec.of(like))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,18 +158,11 @@ class Rehearsal:
 
         stage.documents = None if self.firsts is None else _Alike(self.firsts, len(self.firsts))
         tensor = self.tokens[number] if stage.index == 0 else random(stage.index - 1, 1.0)
-        coded = encode_blocks(tensor) if stage.index and self._is_coded(stage.index - 1) else None
         if stage.index == len(self.outputs) - 1:
-            return StageRun(stage, tensor, None, self.objective, coded_input=coded)
+            return StageRun(stage, tensor, None, self.objective)
         trains = stage.index >= self.schedule.first_backward_stage
         # A small output gradient, since all runs accumulate weight gradients.
-        gradient = random(stage.index, 1e-6)
-        coded_gradient = encode_blocks(gradient) if self._is_coded(stage.index) else None
-        return StageRun(stage, tensor, gradient, None, trains, coded, coded_gradient)
-
-    def _is_coded(self, stage: int) -> bool:
-        """Whether what a stage and the next one send each other is coded."""
-        return self.layout.boundary is not None and self.schedule.placement.crosses(stage)
+        return StageRun(stage, tensor, random(stage.index, 1e-6), None, trains)
 
 
 class _Alike(StepDocuments):

@@ -12,7 +12,6 @@ import numpy as np
 from pipeloom.cost.costs import ActionCosts, StageCosts
 from pipeloom.cost.slices import SliceCosts
 from pipeloom.execute.clock import Clock
-from pipeloom.execute.communication.coding import wire_spec
 from pipeloom.execute.communication.transport import Transport
 from pipeloom.execute.communication.under_way import UnderWay, finish
 from pipeloom.execute.processes.world import World
@@ -87,7 +86,7 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
         The profile on rank 0, ``None`` elsewhere.
     """
     world, layout = rehearsal.world, rehearsal.layout
-    exchange = Exchange(world, transport, wire_spec(rehearsal.outputs[0], layout.boundary), layout)
+    exchange = Exchange(world, transport, rehearsal.outputs[0], layout)
     collective_s: dict[int, tuple[float, float]] = {}
     alone: dict[int, Times] = {}
     shares_clock = _share_clock(world)

@@ -35,6 +35,7 @@ from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.execute.stages.stage import Continued, Objective, Stage, StepDocuments
 from pipeloom.execute.stages.weights import master_dtype
+from pipeloom.measure.coded import with_codes
 from pipeloom.measure.moves import time_messages, time_moves, time_stage_swaps
 from pipeloom.measure.rehearsal import Rehearsal, warm_up
 from pipeloom.measure.slices import profile_slices, with_slices
@@ -351,7 +352,7 @@ class Pipeline:
         cut = batch if slices is None else batch.cut(slices)
         outputs = self._outputs_in_training
         with nullcontext() if self._tied is None else self._tied.rehearsal(self._world.device):
-            yield Rehearsal(
+            exact = Rehearsal(
                 world=self._world,
                 layout=self._config.layout,
                 schedule=self.schedule,
@@ -363,6 +364,7 @@ class Pipeline:
                 slices=slices,
                 firsts=None if cut.firsts is None else cut.firsts[: 1 if slices is None else len(slices.lengths)],
             )
+            yield with_codes(exact)
 
     def _beat(self, is_quiet: bool) -> None:
         """Note in the log that this process lives, and in a standstill what has ended and where its threads are."""
