@@ -15,7 +15,7 @@ from pipeloom.execute.processes.world import join_forked
 from pipeloom.families import make_schedule
 from pipeloom.measure.rehearsal import Times
 from pipeloom.measure.slices import with_slices
-from pipeloom.measure.stages import Profile, message_s, most_held
+from pipeloom.measure.stages import Profile, message_s, most_held, num_served
 from pipeloom.passes import lower
 from pipeloom.passes.moves import Moves, add_moves
 from pipeloom.schedule import Action, Kind
@@ -70,6 +70,26 @@ def test_as_many_micro_batches_are_timed_at_once_as_a_stage_holds(family, sizes,
 def test_a_rank_that_is_short_of_memory_is_timed_with_one_micro_batch():
     schedule = add_moves(make_schedule("1f1b", pp=4, num_microbatches=8), Moves(balance=True), KeptBytes())
     assert [most_held(schedule, rank) for rank in range(4)] == [1, 1, 1, 1]
+
+
+TWO, NONE = frozenset({0, 1}), None
+
+
+@pytest.mark.parametrize(
+    ("slowdowns", "cores", "expected"),
+    [
+        ([2.0, 2.0, 2.0, 2.0], [NONE] * 4, 2.0),
+        ([1.8, 1.9, 1.7, 1.8], [NONE] * 4, 4 / 1.8),
+        ([0.9, 0.9], [NONE] * 2, 2.0),
+        ([1.0, 1.1, 1.0, 1.1], [TWO] * 4, 2 / 1.05),
+        ([0.9, 0.9, 0.9, 0.9], [TWO] * 4, 2.0),  # slow by chance while alone: two cores are two cores
+        ([1.0, 1.0], [frozenset({0}), frozenset({5})], 2.0),
+        ([1.0, 1.5], [frozenset({3}), frozenset({3})], 0.8),
+        ([2.0, 2.0], [TWO, NONE], 1.0),
+    ],
+)
+def test_a_host_serves_its_ranks_as_they_slow_down_and_no_more_than_its_cores(slowdowns, cores, expected):
+    assert num_served(slowdowns, cores) == pytest.approx(expected)
 
 
 CASES = {

@@ -13,7 +13,6 @@ An entry is written under another name and then renamed, so an existing one is c
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import sys
 from array import array
@@ -38,6 +37,7 @@ from pipeloom.data.tokenizer import (
 )
 from pipeloom.data.tokenizing import UNIT_BYTES, Job, tokenize
 from pipeloom.errors import UserError
+from pipeloom.system.cores import own_cores
 from pipeloom.terminal.progress import Bar
 
 TOKENS, INDEX, TARGETS, COUNTS, SUMMARY = "tokens.bin", "tokens.idx", "targets.bin", "counts.npy", "summary.json"
@@ -184,7 +184,7 @@ def write_entry(folder: Path, corpus: Corpus, num_workers: int | None = None, *,
         tokenizer = corpus.make_tokenizer()
         job = Job(corpus.sources, corpus.field, tokenizer.files(), parts, corpus.unit_bytes)
         total = sum(source.num_bytes for source in corpus.sources)
-        workers = num_workers or (len(os.sched_getaffinity(0)) if total >= _SEVERAL_BYTES else 1)
+        workers = num_workers or (len(own_cores()) if total >= _SEVERAL_BYTES else 1)
         columns = (TextColumn("tokenizing"), BarColumn(bar_width=24), DownloadColumn(), TransferSpeedColumn())
         with Bar(sys.stderr, *columns, TimeRemainingColumn(), total=total, is_shown=has_bar, transient=True) as bar:
             try:

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 
 from pipeloom.measure.findings import Host
+from pipeloom.system.cores import own_cores
 
 
 def num_devices(kind: str) -> int:
     """GPUs of this host, or cores that this process may use."""
     if kind == "cuda":
         return torch.cuda.device_count()
-    # Containers and job schedulers bind processes to some cores, which ``cpu_count`` ignores. macOS lacks the call.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(own_cores())
 
 
 def describe_host(device: torch.device) -> Host:

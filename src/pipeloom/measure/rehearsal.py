@@ -123,9 +123,15 @@ class Rehearsal:
     firsts: Sequence[Tensor] | None = None
 
     @property
+    def is_one_thread(self) -> bool:
+        """Whether a stage's seconds are those of one thread of this process, which waits for nothing."""
+        is_alone = all(len(group) == 1 for group in self.layout.lockstep_groups())
+        return self.world.device.type == "cpu" and torch.get_num_threads() == 1 and is_alone
+
+    @property
     def clock(self) -> Now:
-        """A clock that synchronizes this rank's device."""
-        return partial(now, self.world.device)
+        """A clock that synchronizes this rank's device, or the CPU time of the only thread, without other programs."""
+        return time.thread_time if self.is_one_thread else partial(now, self.world.device)
 
     def visits(self) -> Iterator[tuple[int, Stage]]:
         """Iterate over the stages; each has its whole weights meanwhile. Gradients are dropped afterwards."""
@@ -232,19 +238,26 @@ class Exchange:
         for transfer in transfers:
             finish(transfer, self._world.timeout.total_seconds())
 
-    def around(self, run: Callable[[], object], count: int) -> list[Turn]:
-        """Time ``count`` runs, each with one message from and one to each neighbor, as in the steady phase of 1F1B."""
+    def around(self, run: Callable[[], object], count: int, clock: Now | None = None) -> list[Turn]:
+        """Time ``count`` runs, each with one message from and one to each neighbor, as in the steady phase of 1F1B.
+
+        Args:
+            run: the run.
+            count: number of runs.
+            clock: of the runs; by default wall time.
+        """
+        clock = clock or partial(now, self._world.device)
         turns: list[Turn] = []
         under_way: list[UnderWay] = []
-        num_peers, device = max(1, len(self.peers)), self._world.device
+        num_peers = max(1, len(self.peers))
         for _ in range(count):
             # CPU time: waiting for a core is simulated, so it must not be in the cost.
             posting = [time.thread_time()]
             posted = [self.receive(peer) for peer in self.peers]
             posting.append(time.thread_time())
-            begin = now(device)
+            begin = clock()
             run()
-            run_s = now(device) - begin
+            run_s = clock() - begin
             posting.append(time.thread_time())
             posted += [self.send(peer) for peer in self.peers]
             posting.append(time.thread_time())

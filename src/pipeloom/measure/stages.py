@@ -19,6 +19,7 @@ from pipeloom.measure.rehearsal import Exchange, Rehearsal, Times, Turn
 from pipeloom.measure.stopwatch import now
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import OUT_OF
+from pipeloom.system.cores import own_cores
 
 _REPEATS = 5
 _MOST_HELD = 4
@@ -71,6 +72,7 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
 
     1. its weights are all-gathered;
     2. one group of ranks in lockstep after the other is timed alone, with as many micro-batches in flight as in a step;
+       ranks of one thread in CPU time, which excludes other programs, here and in 4;
     3. the second rank sends tensors to the first one, which waits for them, while it computes as all others do (only
        for the first stage);
     4. all ranks compute and exchange messages at once, which shows how much they slow each other down, and how long the
@@ -104,12 +106,13 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
         # Ranks that share cores slow each other down by a factor of up to their number; half of it is assumed.
         count = max(1, load.num_runs(_CROWD_S / len(rehearsal.stages) / max(1, world.size / 2)))
         world.wait_for_all()
-        turns += exchange.around(run, count)
+        turns += exchange.around(run, count, rehearsal.clock)
         collective_s[index] = _time_collectives(rehearsal, clock, index, load)
         expected += count * load.run_s
     slowdown = sum(turn.run_s for turn in turns) / expected
     posts = median(turn.receive_s for turn in turns), median(turn.send_s for turn in turns)
-    part = _Part(socket.gethostname(), alone, slowdown, transfers, posts, collective_s)
+    cores = own_cores() if rehearsal.is_one_thread else None
+    part = _Part(socket.gethostname(), alone, slowdown, cores, transfers, posts, collective_s)
     parts: list[_Part] | None = world.gather(part)
     return None if parts is None else _joined(parts, layout.pipelines()[0], world.device.type == "cuda")
 
@@ -121,7 +124,8 @@ class _Part:
     Attributes:
         host: its name.
         alone: times by stage, computing alone.
-        slowdown: factor by which stages are slower while all ranks compute.
+        slowdown: factor by which the seconds of stages are larger while all ranks compute, wall time or CPU time.
+        cores: that the process may use, if its seconds are CPU time; else ``None``.
         transfers: as ``_time_one_way`` returns them.
         posts: seconds to post a receive and a send.
         collective_s: by stage, seconds of weight gather and gradient reduction.
@@ -130,6 +134,7 @@ class _Part:
     host: str
     alone: dict[int, Times]
     slowdown: float
+    cores: frozenset[int] | None
     transfers: list[float]
     posts: tuple[float, float]
     collective_s: dict[int, tuple[float, float]]
@@ -143,17 +148,32 @@ def _joined(parts: Sequence[_Part], pipeline: Sequence[int], has_own_device: boo
     hosts = [part.host for part in own]
     capacity: dict[str, float] = {}
     for host in set(hosts):
-        slowdowns = [part.slowdown for part in parts if part.host == host]
-        num_ranks = len(slowdowns)
-        # n ranks with a mean slowdown s do the work of n / s ranks.
-        served = num_ranks if has_own_device else min(num_ranks, num_ranks * num_ranks / sum(slowdowns))
-        capacity[host] = served * hosts.count(host) / num_ranks  # this pipeline's share among the replicas
+        here = [part for part in parts if part.host == host]
+        served = (
+            len(here) if has_own_device else num_served([part.slowdown for part in here], [part.cores for part in here])
+        )
+        capacity[host] = served * hosts.count(host) / len(here)  # this pipeline's share among the replicas
     # Only on a CPU does the thread that posts messages also compute.
     has_posts = len(own) > 1 and not has_own_device
     receive_s, send_s = map(mean, zip(*(part.posts for part in own), strict=True)) if has_posts else (0.0, 0.0)
     transfer_s = message_s(own[0].transfers, own[1].transfers, send_s) if len(own) > 1 else 0.0
     around = StageCosts((), (), transfer_s, unshard_s, reduce_s)
     return Profile(timed(around, times), tuple(hosts), capacity, receive_s=receive_s, send_s=send_s)
+
+
+def num_served(slowdowns: Sequence[float], cores: Sequence[frozenset[int] | None]) -> float:
+    """Number of ranks that a host could serve at full speed.
+
+    Args:
+        slowdowns: factor by which the seconds of each rank are larger while all compute.
+        cores: that each rank may use, if its seconds are CPU time of one thread; ``None`` if they are wall time.
+    """
+    num_ranks = len(slowdowns)
+    known = [own for own in cores if own is not None]
+    # Wall time contains the waiting for a core: n ranks with a mean slowdown s do the work of n / s ranks. CPU time
+    # does not, and other programs do not change it: c cores do the work of c / s ranks.
+    at_once = num_ranks if len(known) < num_ranks else min(num_ranks, len(frozenset[int]().union(*known)))
+    return min(at_once, at_once * num_ranks / sum(slowdowns))
 
 
 def message_s(arrived_s: Sequence[float], begun_s: Sequence[float], send_s: float) -> float:
