@@ -183,7 +183,8 @@ def _with_some_layers(leaf: Leaf) -> Candidate | None:
 
 
 def _recomputing(plain: Candidate, free: Sequence[float]) -> Candidate | None:
-    """The candidate with layers recomputed on ranks that lack bytes; ``None`` if all layers are not enough."""
+    """The candidate with layers recomputed on ranks that lack bytes; ``None`` if all layers are needed, or not enough."""
+    question = plain.leaf.cut.arrangement.question
     counts, _ = stage_layers(plain.run, plain.software)
     saved, owner = _saved_bytes(plain), plain.placed.placement.rank_by_stage
     layers = [0] * plain.run.pp
@@ -199,8 +200,10 @@ def _recomputing(plain: Candidate, free: Sequence[float]) -> Candidate | None:
         if any(number > most for number, most in zip(recomputed, layers, strict=True)):
             return None
         kinds = _spread(owner, counts, recomputed)
-        if not plain.leaf.cut.arrangement.question.launcher.is_own:
+        if not question.launcher.is_own:
             kinds = _first_of_every_stage(kinds, counts)
+        if "none" not in kinds and "full" in question.recompute:
+            return None  # another leaf, which would appear twice
         candidate = plain.of(replace(plain.run, recompute_layers=kinds))
         free = candidate.free_bytes
         if min(free) >= 0:
