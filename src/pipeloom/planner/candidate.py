@@ -183,7 +183,7 @@ def _with_some_layers(leaf: Leaf) -> Candidate | None:
 
 
 def _recomputing(plain: Candidate, free: Sequence[float]) -> Candidate | None:
-    """The candidate with layers recomputed on ranks that lack bytes; ``None`` if all layers are needed, or not enough."""
+    """The candidate with layers recomputed on ranks that lack bytes; ``None`` if all are needed, or not enough."""
     question = plain.leaf.cut.arrangement.question
     counts, _ = stage_layers(plain.run, plain.software)
     saved, owner = _saved_bytes(plain), plain.placed.placement.rank_by_stage
