@@ -44,7 +44,7 @@ def test_the_metrics_of_a_step_are_those_of_its_trace():
     config = small_run_config()
     layout = config.layout
     trace = simulate(lower(make_schedule("breadth-first", pp=2, loops=2, num_microbatches=4)), Costs(1.0, 2.0))
-    sums = [0.0] * (4 + layout.pp)
+    sums = [0.0] * (5 + layout.pp)
     for rank in range(layout.num_ranks):
         meter = StepMeter(config, SimpleNamespace(rank=rank, device=torch.device("cpu")))
         own = meter.own(SimpleNamespace(trace=trace), 0.25)
