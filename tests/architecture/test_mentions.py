@@ -37,6 +37,7 @@ MOST_AXIS = {
     "boundary": 32,  # half of them are places between stages, and the module of their specs
     "sequence_parallel": 29,
     "partition": 25,
+    "microbatches": 19,
     "cp": 16,
     "dp": 15,
     "replicate": 14,

@@ -7,7 +7,7 @@ import pytest
 
 import plan_demo
 from pipeloom.planner.search import search
-from pipeloom.training.pipeline import training_schedule
+from pipeloom.training.schedules import training_schedule
 
 ASKED = plan_demo.question(Path("laptop"))
 FOUND = plan_demo.layouts(ASKED)

@@ -17,7 +17,7 @@ from pipeloom.predict.sizes import sizes_in_training
 from pipeloom.recipe import build, schedule_text
 from pipeloom.schedule import Kind
 from pipeloom.system.files import parse_toml
-from pipeloom.training.pipeline import training_schedule
+from pipeloom.training.schedules import training_schedule
 from pipeloom.training.session import resolve
 from pipeloom.training.stages import StageSizes
 

@@ -36,7 +36,7 @@ from pipeloom.passes import lower
 from pipeloom.schedule import Action, Kind
 from pipeloom.schedule.kinds import MOVE_KINDS
 from pipeloom.trace import merge
-from pipeloom.training.pipeline import training_schedule
+from pipeloom.training.schedules import training_schedule
 from pipeloom.workload.layout import Layout
 
 FAMILIES = [("1f1b", 1), ("depth-first", 2), ("breadth-first", 2), ("hybrid", 2)]

@@ -27,7 +27,7 @@ from pipeloom.runs.run_reading import read_run
 from pipeloom.schedule import Kind
 from pipeloom.trace import from_chrome
 from pipeloom.training.equivalence import TOLERANCES
-from pipeloom.training.pipeline import training_schedule
+from pipeloom.training.schedules import training_schedule
 from pipeloom.training.session import resolve
 from pipeloom.workload.layout import Layout
 

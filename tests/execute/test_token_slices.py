@@ -25,7 +25,7 @@ from pipeloom.model import build_stage, stage_pieces
 from pipeloom.passes import balance, lower, offload
 from pipeloom.schedule.kinds import MOVE_KINDS
 from pipeloom.training.equivalence import Gradients, compare, reference_gradients
-from pipeloom.training.pipeline import training_schedule
+from pipeloom.training.schedules import training_schedule
 from pipeloom.training.session import resolve
 from pipeloom.workload.layout import Layout
 

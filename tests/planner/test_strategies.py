@@ -20,7 +20,7 @@ from pipeloom.predict.describe import describe
 from pipeloom.predict.stage_swaps import swapped_amounts
 from pipeloom.predict.step import simulate_step
 from pipeloom.schedule import Kind
-from pipeloom.training.pipeline import training_schedule
+from pipeloom.training.schedules import training_schedule
 from pipeloom.training.stages import stage_amounts
 from pipeloom.workload.layout import Layout
 from pipeloom.workload.model import ModelShape

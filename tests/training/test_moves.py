@@ -14,7 +14,8 @@ from pipeloom.passes.budget import kept_on
 from pipeloom.schedule import Kind
 from pipeloom.schedule.clock import nominal_s, times
 from pipeloom.schedule.ledger import KeptBytes
-from pipeloom.training.pipeline import Pipeline, training_schedule
+from pipeloom.training.pipeline import Pipeline
+from pipeloom.training.schedules import training_schedule
 from pipeloom.training.session import resolve
 from pipeloom.training.stages import saved_bytes
 from pipeloom.workload.layout import Layout

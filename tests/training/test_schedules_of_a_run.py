@@ -15,7 +15,7 @@ from pipeloom.model.tensor_parallel import TensorGroup
 from pipeloom.predict.describe import describe, described_run
 from pipeloom.predict.step import simulate_step
 from pipeloom.schedule import Kind
-from pipeloom.training.pipeline import forward_schedule, training_schedule
+from pipeloom.training.schedules import forward_schedule, training_schedule
 from pipeloom.training.stages import stage_of
 from pipeloom.workload.layout import Layout
 

@@ -25,7 +25,7 @@ from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.memory import memory_by_rank
 from pipeloom.predict.sizes import sizes_in_training
 from pipeloom.schedule import Kind
-from pipeloom.training.pipeline import training_schedule
+from pipeloom.training.schedules import training_schedule
 from pipeloom.training.session import resolve
 from pipeloom.workload.layout import Layout
 

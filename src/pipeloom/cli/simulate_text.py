@@ -125,12 +125,13 @@ def _print_headline(console: Console, step: SimulatedStep, tree: Mapping[str, An
     peaks = dict.fromkeys(kind.device.peak_flops_per_s[run.peak_precision] / 1e12 for kind, _ in kinds)
     shard = "" if run.shard == "none" else f", {run.shard} sharding over {run.shard_size}"
     cut = f" in {count(len(run.slices), 'slice')}" if run.slices else ""
+    most = "" if run.microbatches is None else " (the replica with most)"
     family = knobs.choice.family if knobs.found is None else "found order"
     passes = passes_of(knobs.choice.keep, balance=knobs.moves.balance, offload=knobs.moves.offload)
     console.print(
         f"{run.shape.name or 'model'}, {sizes}; {family}{passes}: "
         f"{run.axes.ranks}, {count(run.loops, 'loop')}; "
-        f"{count(step.schedule.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq:,} tokens{cut}; "
+        f"{count(step.schedule.num_microbatches, 'micro-batch')}{most} of {run.micro_batch} x {run.seq:,} tokens{cut}; "
         f"{dtype_words(run.precision, run.products, is_default=tree['has_default_dtype'])}{_recomputation(step)}{shard}"
     )
     devices = " and ".join(f"{number:,} x {kind.device.name}" for kind, number in kinds)

@@ -112,6 +112,34 @@ def load_problems(config: RunConfig) -> Problems:
         yield "model.balance microbatch counts whole micro-batches, and layout.token_slices cuts them; use batch"
 
 
+def replica_problems(config: RunConfig) -> Problems:
+    """Replicas with micro-batches of their own."""
+    layout, schedule, own = config.layout, config.schedule, config.layout.microbatches
+    if own is None:
+        return
+    if len(own) != layout.dp:
+        yield f"layout.microbatches must name {count(layout.dp, 'replica')} (layout.dp), found {len(own)}"
+    if not own or min(own) < 1:
+        yield f"layout.microbatches must give every replica at least one micro-batch, found {list(own)}"
+    elif layout.num_microbatches != max(own):
+        yield f"layout.num_microbatches {layout.num_microbatches} has no effect with layout.microbatches; leave it out"
+    others = {
+        # Their gathers and reductions follow micro-batches, and those of all replicas have to meet.
+        f"layout.shard {layout.shard}": layout.shard in ("gradients", "full"),
+        "layout.loops auto": layout.is_automatic,
+        "layout.token_slices": layout.token_slices not in (None, 1),
+        "schedule.keep": schedule.keep is not None,
+        "schedule.balance": schedule.balance,
+        "schedule.offload": schedule.offload,
+        "schedule.file": schedule.file is not None,
+        "optimizer.update stage": config.optimizer.update == "stage",
+        "training.check_every": config.training.check_every is not None,
+    }
+    for name, is_on in others.items():
+        if is_on:
+            yield f"layout.microbatches does not work with {name}; leave one of them out"
+
+
 def recompute_problems(config: RunConfig) -> Problems:
     """Recomputation by layer."""
     by_layer, wanted = config.layout.recompute_layers, config.model.num_layers

@@ -33,6 +33,7 @@ from pipeloom.config.layout_problems import (
     order_problems,
     place_problems,
     recompute_problems,
+    replica_problems,
     slice_problems,
     stage_problems,
     swap_problems,
@@ -63,7 +64,14 @@ def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: boo
     checks += of_model if is_model_known else []
     checks += [_unused_problems, adapted_problems, move_problems, swap_problems, freeze_problems]
     checks += [update_problems, expert_problems, balance_problems, load_problems]
-    checks += [place_problems, file_problems, optimizer_problems, _tokenizer_problems, _source_problems]
+    checks += [
+        replica_problems,
+        place_problems,
+        file_problems,
+        optimizer_problems,
+        _tokenizer_problems,
+        _source_problems,
+    ]
     if trains:
         checks += [_text_problems, _checkpoint_problems, _training_problems]
     return [problem for check in checks for problem in check(config)]
@@ -132,6 +140,7 @@ _NEEDS: dict[str, tuple[_Need, ...]] = {
     "layout.shard": (_REPLICAS,),
     "layout.sequence_parallel": (("layout.tp of at least 2", lambda run: run.layout.tp != 1),),
     "layout.boundary": (_PIPELINE,),
+    "layout.microbatches": (("layout.dp of at least 2", lambda run: run.layout.dp != 1),),
     "layout.pipeline_order": (_PIPELINE,),
     "schedule.placement": (_PIPELINE,),
     "schedule.receive_buffers": (_PIPELINE,),

@@ -126,6 +126,17 @@ class RunConfig:
             return self
         return replace(self, layout=replace(self.layout, loops=only))
 
+    def with_most_microbatches(self) -> Self:
+        """The same run with the number of micro-batches of the replica with most, where replicas have their own.
+
+        What memory, descriptions and predictions take from one replica is then that of the largest.
+        """
+        return replace(self, layout=self.layout.with_most_microbatches())
+
+    def of_replica(self, replica: int) -> Self:
+        """The same run with the schedule of a replica."""
+        return replace(self, layout=self.layout.of_replica(replica))
+
     def with_loops(self, loops: int, family: str) -> Self:
         """The same run with a number of stages on each rank, in a family."""
         return replace(self, layout=replace(self.layout, loops=loops), schedule=replace(self.schedule, family=family))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean, median
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +41,7 @@ class Profile:
         slices: for each token slice its seconds in each stage; empty without token slices.
         receive_s: to post a receive, on the thread that computes; 0 where the device computes.
         send_s: to post a send, in the same way.
+        others: profiles of the replicas behind the first one, where each has its own number of micro-batches.
     """
 
     costs: StageCosts
@@ -48,6 +50,12 @@ class Profile:
     slices: tuple[StageCosts, ...] = ()
     receive_s: float = 0.0
     send_s: float = 0.0
+    others: "tuple[Profile, ...]" = ()
+
+    def with_costs(self, **costs: Any) -> "Profile":
+        """The profile, of all replicas, with some costs."""
+        others = tuple(one.with_costs(**costs) for one in self.others)
+        return replace(self, costs=replace(self.costs, **costs), others=others)
 
     @property
     def action_costs(self) -> ActionCosts:
@@ -114,7 +122,15 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
     cores = own_cores() if rehearsal.is_one_thread else None
     part = _Part(socket.gethostname(), alone, slowdown, cores, transfers, posts, collective_s)
     parts: list[_Part] | None = world.gather(part)
-    return None if parts is None else _joined(parts, layout.pipelines()[0], world.device.type == "cuda")
+    if parts is None:
+        return None
+    first, *others = layout.replicas()
+    profile = _joined(parts, first, world.device.type == "cuda")
+    if layout.microbatches is None:  # replicas are taken to be equally fast
+        return profile
+    # Messages are timed in the first replica.
+    own = [_joined(parts, other, world.device.type == "cuda", profile.costs.transfer_s) for other in others]
+    return replace(profile, others=tuple(own))
 
 
 @dataclass(frozen=True)
@@ -140,7 +156,10 @@ class _Part:
     collective_s: dict[int, tuple[float, float]]
 
 
-def _joined(parts: Sequence[_Part], pipeline: Sequence[int], has_own_device: bool) -> Profile:
+def _joined(
+    parts: Sequence[_Part], pipeline: Sequence[int], has_own_device: bool, transfer_s: float | None = None
+) -> Profile:
+    """The profile of a pipeline; ``transfer_s`` of another one's messages, ``None`` if it timed its own."""
     own = [parts[rank] for rank in pipeline]
     by_stage = {index: (times, part.collective_s[index]) for part in own for index, times in part.alone.items()}
     times, collective_s = zip(*(by_stage[index] for index in sorted(by_stage)), strict=True)
@@ -156,7 +175,8 @@ def _joined(parts: Sequence[_Part], pipeline: Sequence[int], has_own_device: boo
     # Only on a CPU does the thread that posts messages also compute.
     has_posts = len(own) > 1 and not has_own_device
     receive_s, send_s = map(mean, zip(*(part.posts for part in own), strict=True)) if has_posts else (0.0, 0.0)
-    transfer_s = message_s(own[0].transfers, own[1].transfers, send_s) if len(own) > 1 else 0.0
+    if transfer_s is None:
+        transfer_s = message_s(own[0].transfers, own[1].transfers, send_s) if len(own) > 1 else 0.0
     around = StageCosts((), (), transfer_s, unshard_s, reduce_s)
     return Profile(timed(around, times), tuple(hosts), capacity, receive_s=receive_s, send_s=send_s)
 

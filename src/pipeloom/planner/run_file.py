@@ -102,6 +102,7 @@ def _layout(run: Run) -> Layout:
         **run.axes._asdict(),
         loops=run.loops,
         num_microbatches=run.num_microbatches,
+        microbatches=run.microbatches,
         microbatch_size=run.micro_batch,
         shard=run.sharded,
         replicate=run.replicate if run.sharded != "none" and run.replicate > 1 else None,

@@ -62,7 +62,9 @@ def completed(config: _Config, judge: Callable[..., list[str]]) -> tuple[_Config
         config: of a run.
         judge: returns the problems of a configuration; called with ``is_model_known``.
     """
-    config, problems = with_model_sizes(with_pretrained(with_recipe(config.with_known_loops())))
+    config, problems = with_model_sizes(
+        with_pretrained(with_recipe(config.with_known_loops().with_most_microbatches()))
+    )
     return config, [*problems, *judge(config, is_model_known=not problems)]
 
 
@@ -174,6 +176,7 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
         own["training.freeze_layers"] = config.training.freeze_layers is not None, ""
         own["optimizer.update stage"] = config.optimizer.update == "stage", ""
         own["layout.boundary"] = config.layout.boundary is not None, ", which sends tensors as they are"
+        own["layout.microbatches"] = config.layout.microbatches is not None, ", whose replicas have as many"
         own["adapter.rank"] = config.adapter.rank is not None, ""
         own["model.experts"] = config.model.experts is not None, ""
         problems += [
@@ -285,6 +288,7 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
         frozen_pieces=config.frozen_pieces,
         adapter=config.pairs,
         boundary=layout.boundary,
+        microbatches=layout.microbatches,
     )
 
 

@@ -43,7 +43,7 @@ def page_contents(run: Run) -> dict[str, Any]:
     nothing: list[Any] = []
     contents = {
         "title": f"{order}: {count(layout.pp, 'rank')} x {count(layout.num_loops, 'loop')}, "
-        f"{count(layout.num_microbatches, 'micro-batch')}{_other_axes(layout)}",
+        f"{layout.microbatch_words}{_other_axes(layout)}",
         "folder": run.folder.resolve().name,
         "unfinished": unfinished_contents(run),
         "verdict": asdict(verdict) if (verdict := verdict_of(run)) is not None else None,

@@ -11,8 +11,9 @@ from pipeloom.errors import HostError
 from pipeloom.execute.processes.world import World
 from pipeloom.measure.stages import Profile
 from pipeloom.training.memory_check import check_memory
-from pipeloom.training.pipeline import Pipeline, training_schedule
+from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.profiled_step import simulate_profile
+from pipeloom.training.schedules import training_schedule
 from pipeloom.training.session import resolve
 
 ERROR = 0.05

@@ -1,6 +1,7 @@
 """Measurements of a run's steps, also read back from the run folder for a resumed run with no steps left."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ class Measured:
         traced_step: step whose trace is kept; ``None`` before it is chosen.
         trace: measured trace of that step, on rank 0.
         predicted: predicted trace, on rank 0.
+        predicted_by_replica: the same of each replica; one where all run the same schedule, empty without a profile.
         predicted_s: predicted seconds of a step.
         exchange_s, live_bytes: as in ``RunSummary``.
         peak_stage_bytes: peak bytes of swapped stages on the device, over all steps.
@@ -37,6 +39,7 @@ class Measured:
     traced_step: int | None = None
     trace: Trace | None = None
     predicted: Trace | None = None
+    predicted_by_replica: Sequence[Trace] = ()
     predicted_s: float | None = None
     exchange_s: float | None = None
     live_bytes: tuple[int, ...] = ()

@@ -140,7 +140,7 @@ def verify_gradients(config: RunConfig, *, num_batches: Count = 2, quiet: bool =
             print(  # noqa: T201  start message
                 f"{config.title} ({placement}) over {count(layout.pp, 'pipeline rank')} x "
                 f"{count(layout.num_loops, 'stage')}{layout.other_axes}; "
-                f"{count(layout.num_microbatches, 'micro-batch')}, {config.training.known_dtype}, "
+                f"{layout.microbatch_words}, {config.training.known_dtype}, "
                 f"{count(num_batches, 'batch')}",
                 flush=True,
             )
@@ -236,7 +236,7 @@ def compare_with_reference(config: RunConfig, world: World, data: Data, num_batc
     slices = world.gather(pipeline.slices())
     pipeline.close()
     # One process computes the micro-batches of all replicas.
-    number, by_document = layout.dp * layout.num_microbatches, config.data.by_document
+    number, by_document = sum(layout.microbatches_by_replica), config.data.by_document
     batches = [Batch.of(one, number, world.device, by_document=by_document) for one in windows]
     worst: dict[str, float] = {}
     for batch, parts in zip(batches, found, strict=True):

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -50,28 +49,15 @@ from pipeloom.model import (
 )
 from pipeloom.model.compile import as_written, compile_pieces
 from pipeloom.model.context_parallel import ContextParallel
-from pipeloom.passes import Moves
-from pipeloom.recipe import build, schedule_text
+from pipeloom.recipe import schedule_text
 from pipeloom.runs.action_log import ActionLog
 from pipeloom.schedule import Schedule
 from pipeloom.training.expert_loads import loads_of
+from pipeloom.training.schedules import forward_schedule, run_of_replica, training_schedule
 from pipeloom.training.stages import StageSizes, make_store, output_specs, saved_bytes, stage_of
 from pipeloom.training.visits import Visits
 
 _Own = TypeVar("_Own")
-
-
-def training_schedule(config: RunConfig) -> Schedule:
-    """The executable schedule of a training step; from a resolved configuration."""
-    return build(config.recipe(), StageSizes(config))
-
-
-def forward_schedule(config: RunConfig, num_microbatches: int, *, trains: bool = True) -> Schedule:
-    """An executable forward-only schedule over the same stages, which also train or have weights only."""
-    sizes = {"num_microbatches": num_microbatches, "group_size": None, "keep": None, "num_slices": 1}
-    choice = config.choice()  # with the placement of the training schedule
-    forward_only = replace(choice, family="forward-only", placement=choice.placement_name, **sizes)
-    return build(replace(config.recipe(), start=forward_only, moves=Moves(), given=None), StageSizes(config, trains))
 
 
 class Pipeline:
@@ -85,14 +71,14 @@ class Pipeline:
     """
 
     def __init__(self, config: RunConfig, world: World, *, trains: bool = True, log: ActionLog | None = None) -> None:
-        self._config, self._trains, self._log = config, trains, log
-        self._world = world
+        self._world, self._config, self._trains, self._log = world, config, trains, log
         self._dtype = getattr(torch, config.training.known_dtype)
         assert config.layout.partition is not None
         self._pieces = stage_pieces(config.layout.partition)
         layout = config.layout
         self._place = layout.coordinates(world.rank)
-        self.schedule = training_schedule(config) if trains else self._forwards(layout.num_microbatches)
+        self._own = run_of_replica(config, layout.replica_of(self._place))
+        self.schedule = training_schedule(self._own) if trains else self._forwards()
         self._clock = CudaClock(world.device.index) if world.device.type == "cuda" else Clock()
         self._lanes = Lanes(self._clock, world.device)
         own = self.schedule.placement.stages_of(self._place.pipeline)
@@ -134,7 +120,7 @@ class Pipeline:
             counts=self._moves_anything or not config.training.compile,  # hooks would cause a recompilation
         )
         self._trainer = self._executor(self.schedule, outputs, self._moves, name="training")
-        self._evaluator = self._executor(self._forwards(layout.num_microbatches), outputs, name="validation")
+        self._evaluator = self._executor(self._forwards(), outputs, name="validation")
         with self._context.off():
             self._sampler = self._executor(self._forwards(1), self._outputs(1, config.data.seq_len), name="sample")
         self._decoders: dict[tuple[int, ...], Executor] = {}
@@ -148,7 +134,7 @@ class Pipeline:
     @property
     def schedule_text(self) -> str:
         """The training schedule as the text of a schedule file."""
-        return schedule_text(self._config.recipe(), self.schedule, StageSizes(self._config))
+        return schedule_text(self._own.recipe(), self.schedule, StageSizes(self._own))
 
     @property
     def is_first_replica(self) -> bool:
@@ -201,7 +187,7 @@ class Pipeline:
             raise UserError(f"the text has the token {largest}, the model's vocabulary 0..{vocab_size - 1}; {RENEW}")
         return Batch.of(
             windows,
-            self._config.layout.num_microbatches,
+            self._config.layout.microbatches_by_replica,
             self._world.device,
             replica=self._config.layout.replica_of(self._place) if replica is None else replica,
             context=self._context.group,
@@ -260,7 +246,7 @@ class Pipeline:
         if self.store is not None:
             more["moves"] = time_stage_swaps(self.store, self.data_parallel.weights, self._world.device)
         if found is not None:
-            found = replace(found, costs=replace(found.costs, **more))
+            found = found.with_costs(**more)
         if self._slices is None:
             return found
         # Last: slices take their share of all other costs.
@@ -402,8 +388,8 @@ class Pipeline:
             module.requires_grad_(requires_grad=False)
         return module
 
-    def _forwards(self, num_microbatches: int) -> Schedule:
-        return forward_schedule(self._config, num_microbatches, trains=self._trains)
+    def _forwards(self, number: int | None = None) -> Schedule:
+        return forward_schedule(self._own, number or self._own.layout.num_microbatches, trains=self._trains)
 
     def _share_matrix(self) -> Tied | None:
         """The executor part for a tied matrix, if embedding and head are on different stages."""

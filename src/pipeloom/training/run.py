@@ -39,8 +39,8 @@ from pipeloom.training.automatic import with_chosen_loops
 from pipeloom.training.checkpoints.contents import check_resumable, new_order
 from pipeloom.training.checkpoints.saving import safe_steps
 from pipeloom.training.memory_check import check_kept, check_memory
-from pipeloom.training.pipeline import training_schedule
 from pipeloom.training.pretrained import check_init
+from pipeloom.training.schedules import training_schedule
 from pipeloom.training.session import (
     check_processes,
     load_text,
@@ -246,7 +246,7 @@ def _draw(config: RunConfig, folder: Path, result: RunResult) -> None:
     layout = config.layout
     what = (
         f"{count(layout.num_stages, 'stage')} on {count(layout.pp, 'pipeline rank')}, "
-        f"{count(layout.num_microbatches, 'micro-batch')}{_cut(config)}{_passes(config)}"
+        f"{layout.microbatch_words}{_cut(config)}{_passes(config)}"
     )
     step = result.summary.traced_step
     panels = {f"{config.title}, measured in step {step}: {what}": result.measured}
@@ -276,7 +276,7 @@ def _announce(config: RunConfig, say: _Say) -> None:
     order, stages = (schedule.family, "stages to be chosen") if layout.is_automatic else (config.title, stages)
     lines = {
         "pipeline": f"{order}: {count(layout.pp, 'pipeline rank')} x {stages}{layout.other_axes}",
-        "batch": f"{count(layout.num_microbatches, 'micro-batch')} of {count(layout.microbatch_size, 'sequence')} of "
+        "batch": f"{layout.microbatch_words} of {count(layout.microbatch_size, 'sequence')} of "
         f"{count(config.data.seq_len, 'token')}{_cut(config)}",
         "dtype": f"{training.known_dtype}{default}",
     }

@@ -44,13 +44,14 @@ class SlowRanks:
         found[self._world.rank] = max(0.0, float(spans.duration_s.sum()) - exchange_s)
         return found
 
-    def take(self, step: int, seconds: Sequence[float], predicted: Trace | None) -> None:
+    def take(self, step: int, seconds: Sequence[float], predicted: Sequence[Trace]) -> None:
         """Take the sums of ``own`` of a step; on rank 0, name ranks that have become slow.
 
         Args:
             step: counted from 1.
             seconds: by rank.
-            predicted: the step of the profile; ``None`` without one: then the same stages of other replicas count.
+            predicted: the step of the profile, of each replica, or one for all; empty without a profile: then the same
+                stages of other replicas count, if these have as many micro-batches.
         """
         self._seconds.append(seconds)
         if self._hosts is None or len(self._seconds) < _STEPS or step % _STEPS:
@@ -60,11 +61,17 @@ class SlowRanks:
         if found.keys() != self._named:
             self._name(step, found, self._hosts)
 
-    def _expected(self, usual: Sequence[float], predicted: Trace | None) -> list[float]:
-        places = [self._layout.coordinates(rank).pipeline for rank in range(self._layout.num_ranks)]
-        if predicted is not None:
-            by_place = [float(predicted.compute(place).duration_s.sum()) for place in range(max(places) + 1)]
-            return [by_place[place] for place in places]
+    def _expected(self, usual: Sequence[float], predicted: Sequence[Trace]) -> list[float]:
+        layout = self._layout
+        every = [layout.coordinates(rank) for rank in range(layout.num_ranks)]
+        places = [place.pipeline for place in every]
+        if predicted:
+            by_place = [
+                [float(one.compute(place).duration_s.sum()) for place in range(max(places) + 1)] for one in predicted
+            ]
+            return [by_place[layout.replica_of(place) % len(predicted)][place.pipeline] for place in every]
+        if layout.microbatches is not None:
+            return [0.0] * len(usual)
         alike = {place: [usual[rank] for rank, one in enumerate(places) if one == place] for place in places}
         # Of two replicas that differ, none is known to be the slow one; the faster one is what the other could be.
         return [min(alike[place]) if len(alike[place]) > 1 else 0.0 for place in places]

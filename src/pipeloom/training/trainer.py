@@ -41,6 +41,7 @@ from pipeloom.training.profiled_step import simulate_profile
 from pipeloom.training.progress import StepProgress
 from pipeloom.training.results import RunResult, RunSummary
 from pipeloom.training.sample import sample_text
+from pipeloom.training.schedules import schedules_by_replica
 from pipeloom.training.slow_ranks import SlowRanks
 from pipeloom.training.spikes import Spikes
 from pipeloom.training.step_metrics import StepMeter
@@ -271,10 +272,13 @@ class Trainer:
             within_s, behind_s = self._updates.seconds(self._world)
         if profile is None:  # on all ranks but 0
             return
-        profile = replace(profile, costs=replace(profile.costs, update_s=within_s))
-        trace = simulate_profile(self._pipeline.schedule, profile)
-        self._measured.predicted, self._measured.predicted_s = trace, trace.end_s + behind_s
-        self._folder.write(run_folder.PREDICTED_TRACE, to_chrome(trace, "predicted"))
+        profile = profile.with_costs(update_s=within_s)
+        schedules = schedules_by_replica(self._config) if profile.others else [self._pipeline.schedule]
+        traces = [simulate_profile(*one) for one in zip(schedules, (profile, *profile.others), strict=True)]
+        # All replicas wait for the slowest one; the trace is that of the first one alone.
+        self._measured.predicted_s = max(trace.end_s for trace in traces) + behind_s
+        self._measured.predicted, self._measured.predicted_by_replica = traces[0], traces
+        self._folder.write(run_folder.PREDICTED_TRACE, to_chrome(traces[0], "predicted"))
 
     def _step(self, step: int) -> tuple[float, float, StepResult]:
         """Do one optimizer step, counted from 1; returns loss, gradient norm, and this rank's result."""
@@ -297,7 +301,7 @@ class Trainer:
         sums = iter(self._world.sum([*chain(*own)]))
         (loss, *each), seconds, changed, self._sums, votes = (list(islice(sums, len(part))) for part in own)
         squares = sum(each)
-        self._slow.take(step, seconds, self._measured.predicted)
+        self._slow.take(step, seconds, self._measured.predicted_by_replica)
         self._saving.count(votes)
         if (damage := self._health.judge(step, changed, windows)) is not None:
             self._mend(damage)

@@ -100,6 +100,9 @@ class Layout(WithAxes):
     num_microbatches: Common[int] = 8
     """Micro-batches of a step, per replica. With fewer than pp, ranks are idle while the pipeline fills and drains;
     a little above pp hides the transfers between ranks."""
+    microbatches: tuple[int, ...] | None = None
+    """Micro-batches of a step of each replica, where replicas are not equally fast, such as 5 2 5 4 with dp 4: slow
+    ones get fewer. Every token counts alike. None: num_microbatches for all."""
     microbatch_size: Common[Count] = 2
     """Micro-batch size, in sequences."""
     token_slices: int | tuple[int, ...] | Literal["auto"] | None = None
@@ -184,9 +187,35 @@ class Layout(WithAxes):
         return even_slices(num_tokens // self.cp, self.num_slices, self.tp)
 
     @property
+    def microbatches_by_replica(self) -> tuple[int, ...]:
+        """Micro-batches of a step of each replica."""
+        return self.microbatches or (self.num_microbatches,) * self.dp
+
+    @property
+    def microbatch_words(self) -> str:
+        """The same in words, such as ``5, 2, 5 and 4 micro-batches``."""
+        if self.microbatches is None:
+            return count(self.num_microbatches, "micro-batch")
+        *first, last = map(str, self.microbatches)
+        return f"{', '.join(first)} and {last} micro-batches"
+
+    def with_most_microbatches(self) -> "Layout":
+        """The layout with ``num_microbatches`` of the replica with most, unless that was given and is wrong."""
+        own, given = self.microbatches, self.num_microbatches
+        if not own or given not in (Layout.num_microbatches, max(own)):
+            return self
+        return replace(self, num_microbatches=max(own))
+
+    def of_replica(self, replica: int) -> "Layout":
+        """The layout of the schedule of a replica: with its number of micro-batches for all."""
+        if self.microbatches is None:
+            return self
+        return replace(self, num_microbatches=self.microbatches[replica], microbatches=None)
+
+    @property
     def batch_size(self) -> int:
         """Sequences of a step, over all replicas."""
-        return self.dp * self.num_microbatches * self.microbatch_size
+        return sum(self.microbatches_by_replica) * self.microbatch_size
 
     @property
     def other_axes(self) -> str:
@@ -228,9 +257,9 @@ class Layout(WithAxes):
     def with_fewer_replicas(self, num_ranks: int) -> Iterator["Layout"]:
         """The same pipeline and batch with the most replicas that so many ranks hold, and with fewer of them."""
         for replicas in range(min(self.dp - 1, num_ranks * self.dp // self.num_ranks), 0, -1):
-            each, rest = divmod(self.dp * self.num_microbatches, replicas)
+            each, rest = divmod(sum(self.microbatches_by_replica), replicas)
             if rest == 0:
-                yield replace(self, dp=replicas, num_microbatches=each)
+                yield replace(self, dp=replicas, num_microbatches=each, microbatches=None)
 
     def of_forwards(self) -> "Layout":
         """The same stages on the ranks of one replica, which run forwards only, of whole sequences."""
@@ -264,6 +293,10 @@ class Layout(WithAxes):
             for data in range(self.data_ranks)
             for tensor in range(self.tp)
         ]
+
+    def replicas(self) -> list[list[int]]:
+        """For each replica the ranks of its first pipeline, in order."""
+        return self.pipelines()[:: self.cp * self.tp]
 
     def part_of(self, place: Coordinates) -> tuple[int, int]:
         """Which part of a micro-batch's computation a position has: on the context and the tensor axis."""

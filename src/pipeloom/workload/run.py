@@ -51,6 +51,7 @@ class Run(WithAxes):
         frozen_pieces: pieces from the first on (embedding, layers) that train nothing.
         adapter: of the layers that train, whose other weights are frozen, as the head is; ``None``: they are trained.
         boundary: the code of messages between stages; ``None``: they travel as they are.
+        microbatches: of each replica; ``None``: the same for all.
     """
 
     shape: ModelShape
@@ -79,6 +80,7 @@ class Run(WithAxes):
     frozen_pieces: int = 0
     adapter: Adapter | None = None
     boundary: Boundary | None = None
+    microbatches: tuple[int, ...] | None = None
 
     def __hash__(self) -> int:
         """Hash of what the layouts of a search differ in, which is fast: runs are keys of caches."""
@@ -101,7 +103,9 @@ class Run(WithAxes):
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of each replica and step; a partial one counts whole."""
+        """Micro-batches of each replica and step, or of the one with most; a partial one counts whole."""
+        if self.microbatches is not None:
+            return max(self.microbatches)
         # Rounded up: tables of measurements have batches that their axes do not divide.
         return max(1, -(-self.global_batch // (self.dp * self.micro_batch)))
 

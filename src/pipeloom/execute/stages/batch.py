@@ -1,6 +1,6 @@
 """A step's tokens, cut into micro-batches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,7 +38,7 @@ class Batch:
     def of(
         cls,
         windows: npt.NDArray[np.int64],
-        num_microbatches: int,
+        num_microbatches: int | Sequence[int],
         device: torch.device,
         *,
         replica: int = 0,
@@ -49,10 +49,12 @@ class Batch:
     ) -> "Batch":
         """Cut windows of ``seq_len + 1`` tokens into equal micro-batches, and take those of a replica.
 
+        A replica has those behind the replicas before it.
+
         Args:
-            windows: of the whole step, ``[num_replicas * num_microbatches * microbatch_size, seq_len + 1]``. A token
-                that is no target is negative (``TokenWindows.batch``).
-            num_microbatches: how many each replica takes.
+            windows: of the whole step, ``[micro-batches of all replicas * microbatch_size, seq_len + 1]``. A token that
+                is no target is negative (``TokenWindows.batch``).
+            num_microbatches: how many every replica takes, or each one.
             device: where the tokens go.
             replica: 0..num_replicas-1.
             num_replicas: data-parallel replicas.
@@ -61,6 +63,9 @@ class Batch:
             num_counted: the first windows, whose targets count; ``None`` for all.
             by_document: whether attention ends at documents, which the windows mark.
         """
+        counts = [num_microbatches] * num_replicas if isinstance(num_microbatches, int) else num_microbatches
+        size = len(windows) // sum(counts)
+        begin = sum(counts[:replica]) * size
         # Copies: views of windows with seq_len + 1 tokens would be copied in each flatten instead.
         inputs, targets = without_marks(windows[:, :-1]), windows[:, 1:].copy()
         targets[targets < 0] = IGNORED
@@ -68,10 +73,10 @@ class Batch:
             targets[num_counted:] = IGNORED
 
         def own(tokens: npt.NDArray[np.int64]) -> list[Tensor]:
-            found = torch.from_numpy(np.split(tokens, num_replicas)[replica])
+            found = torch.from_numpy(tokens[begin : begin + counts[replica] * size])
             if context is not None and context.size > 1:
                 found = found[:, own_places(found.shape[1], context.size, context.index)]
-            return list(found.to(device).chunk(num_microbatches))
+            return list(found.to(device).chunk(counts[replica]))
 
         firsts = None
         if by_document:

@@ -1,0 +1,68 @@
+"""Executable schedules of a run: of a training step, for each replica, and of forwards alone."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipeloom.config import RunConfig
+from pipeloom.errors import UserError
+from pipeloom.passes import Moves
+from pipeloom.recipe import build
+from pipeloom.schedule import Schedule
+from pipeloom.schedule.lanes import DATA_PARALLEL_LANE, lane_of
+from pipeloom.training.stages import StageSizes
+
+
+def training_schedule(config: RunConfig) -> Schedule:
+    """The executable schedule of a training step; from a resolved configuration."""
+    return build(config.recipe(), StageSizes(config))
+
+
+def forward_schedule(config: RunConfig, number: int, *, trains: bool = True) -> Schedule:
+    """An executable forward-only schedule of so many micro-batches; the same stages also train or have weights only."""
+    sizes = {"num_microbatches": number, "group_size": None, "keep": None, "num_slices": 1}
+    choice = config.choice()  # with the placement of the training schedule
+    forward_only = replace(choice, family="forward-only", placement=choice.placement_name, **sizes)
+    return build(replace(config.recipe(), start=forward_only, moves=Moves(), given=None), StageSizes(config, trains))
+
+
+def schedules_by_replica(config: RunConfig) -> list[Schedule]:
+    """The training schedule of each replica, with its own number of micro-batches; from a resolved configuration.
+
+    Raises:
+        UserError: replicas would wait for each other.
+    """
+    replicas = range(len(config.layout.microbatches_by_replica))
+    found = [training_schedule(config.of_replica(replica)) for replica in replicas]
+    check_replicas(found)
+    return found
+
+
+def run_of_replica(config: RunConfig, replica: int) -> RunConfig:
+    """The run with the schedule of a replica.
+
+    Raises:
+        UserError: replicas would wait for each other.
+    """
+    if config.layout.microbatches is not None:
+        schedules_by_replica(config)
+    return config.of_replica(replica)
+
+
+def check_replicas(schedules: Sequence[Schedule]) -> None:
+    """Refuse schedules of replicas whose gathers and reductions have another order, and would wait for each other.
+
+    Raises:
+        UserError: there are such replicas.
+    """
+    first, *others = map(_together, schedules)
+    if any(other != first for other in others):
+        raise UserError(
+            "the replicas of layout.microbatches reduce stages in another order, and would wait for each other; use "
+            "schedule.family breadth-first, or layout.num_microbatches for all"
+        )
+
+
+def _together(schedule: Schedule) -> list[list[str]]:
+    """For each rank what it does with the other replicas, in order."""
+    place = schedule.placement
+    return [[str(one) for one in row if lane_of(one, place) == DATA_PARALLEL_LANE] for row in schedule.rows]
