@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pipeloom.config import OptimizerConfig
+from pipeloom.errors import UserError
 from pipeloom.execute.stages.clipping import clipped_step, squared_gradient_norm
 from pipeloom.execute.stages.weights import FlatPart, StageWeights
 from pipeloom.training.fused_adamw import FusedAdamW
@@ -103,3 +104,9 @@ def test_small_gradients_and_no_limit_change_nothing(limit):
     clipped_step(sgd([parameter]), [parameter], 5.0, limit)
     assert parameter.grad.tolist() == [3.0, 4.0]
     assert parameter.tolist() == pytest.approx([-0.3, -0.4])
+
+
+def test_a_setting_that_the_optimizer_refuses_is_one_sentence():
+    config, part = OptimizerConfig(name="adafactor", settings=("clip=0.5",)), FlatPart(torch.zeros(4), 0, decays=True)
+    with pytest.raises(UserError, match=r"optimizer.name adafactor does not take these optimizer.settings: .*0.5"):
+        make_optimizer(config, [part])

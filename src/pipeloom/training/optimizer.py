@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.config import OptimizerConfig
+from pipeloom.errors import UserError
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.clipping import clip, clipped_step, gradient_norms, squared_gradient_norm, squared_norm
@@ -46,6 +47,9 @@ def make_optimizer(config: OptimizerConfig, parts: Sequence[FlatPart], *, begins
         config: its rule and settings.
         parts: what it updates.
         begins: whether the state is created here; otherwise by ``begin_state``.
+
+    Raises:
+        UserError: the optimizer refuses a setting.
     """
     settings, rule = config.values, config.rule
     decay = settings.pop("weight_decay", None)
@@ -59,7 +63,10 @@ def make_optimizer(config: OptimizerConfig, parts: Sequence[FlatPart], *, begins
                 groups[-1]["is_matrix"] = is_matrix
     # A rank whose stages are all frozen: PyTorch's optimizers refuse an empty list.
     groups = groups or [{"params": [nn.Parameter(torch.empty(0))]}]
-    optimizer = rule.make(groups, lr=config.known_lr, **settings)
+    try:
+        optimizer = rule.make(groups, lr=config.known_lr, **settings)
+    except ValueError as error:  # only the optimizer has the ranges of its settings
+        raise UserError(f"optimizer.name {config.name} does not take these optimizer.settings: {error}") from error
     if begins:
         begin_state(optimizer, config, parts)
     return optimizer
