@@ -8,7 +8,7 @@ from pipeloom import make_question, plan
 from pipeloom.catalog import load_model
 from pipeloom.cost.flops import shape_model_flops
 from pipeloom.errors import ConfigError
-from pipeloom.families import FAMILIES, knows_whole_batch
+from pipeloom.families import FAMILIES, ends_forwards_first
 from pipeloom.planner.run_file import run_config
 from pipeloom.workload.model_shape import Experts
 
@@ -36,7 +36,7 @@ def test_parameters_are_those_that_their_sources_state():
 
 
 def test_orders_that_know_the_whole_batch_are_searched_unless_the_balance_needs_less():
-    assert {name for name, one in FAMILIES.items() if one.has_backward and knows_whole_batch(name)} == {
+    assert {name for name, one in FAMILIES.items() if one.has_backward and ends_forwards_first(name)} == {
         "breadth-first",
         "gpipe",
     }

@@ -88,6 +88,11 @@ def test_what_does_not_go_together_is_one_sentence(tmp_path, changes, words):
     assert words in find_problems(config)
 
 
+def test_experts_are_refused(tmp_path):
+    config = run_of(tmp_path, (6, 2), pp=2, model=ModelConfig(num_layers=4, hidden_size=16, num_heads=2, experts=4))
+    assert "layout.microbatches does not work with model.experts; leave one of them out" in find_problems(config)
+
+
 def test_updates_within_the_step_are_refused(tmp_path):
     config = replace(run_of(tmp_path, (6, 2), pp=2), optimizer=OptimizerConfig(update="stage", clip="none"))
     assert any("does not work with optimizer.update stage" in one for one in find_problems(config))

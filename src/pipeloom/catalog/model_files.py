@@ -289,7 +289,7 @@ def _model(file: ConfigJson, seq_len: int | None) -> ModelFile:
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
-        ffn=ffn if experts is None or experts.every > 1 else experts.ffn,
+        ffn=ffn if experts is None else experts.block_width(ffn),
         family=known.family,
         vocab=reader.integer("vocab_size"),
         tied=reader.flag("tie_word_embeddings", default=known.tied),

@@ -51,7 +51,7 @@ def read_toml_model(name_or_path: str) -> TomlModel:
         hidden=reader.integer("hidden"),
         heads=reader.integer("heads"),
         kv_heads=reader.integer("kv_heads", table.get("heads")),
-        ffn=ffn if experts is None or experts.every > 1 else experts.ffn,
+        ffn=ffn if experts is None else experts.block_width(ffn),
         family=family,
         vocab=reader.integer("vocab"),
         tied=reader.flag("tied"),

@@ -45,7 +45,7 @@ def expert_size_problems(config: RunConfig) -> Problems:
 
 def balance_problems(config: RunConfig) -> Problems:
     """A balance loss of the whole batch with a schedule that goes back before all forwards have ended."""
-    if config.model.experts is None or config.model.known_balance != "batch" or config.choice().problems():
+    if not config.model.needs_whole_batch or config.choice().problems():
         return
     schedule = _order(config)
     found = None if schedule is None else interleaved_stage(schedule)

@@ -126,6 +126,8 @@ def replica_problems(config: RunConfig) -> Problems:
     others = {
         # Their gathers and reductions follow micro-batches, and those of all replicas have to meet.
         f"layout.shard {layout.shard}": layout.shard in ("gradients", "full"),
+        # Counts of tokens are summed in the order in which a rank's stages end their forwards.
+        "model.experts": config.model.experts is not None,
         "layout.loops auto": layout.is_automatic,
         "layout.token_slices": layout.token_slices not in (None, 1),
         "schedule.keep": schedule.keep is not None,

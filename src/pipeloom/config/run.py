@@ -83,8 +83,7 @@ class RunConfig:
         takes a transfer, since it visits a stage once for all micro-batches, and where a balance loss of experts needs
         the loads of the whole batch before its backwards.
         """
-        counts_first = self.model.experts is not None and self.model.known_balance == "batch"
-        is_needed = self.layout.has_pipeline or counts_first or self._visits_cost()
+        is_needed = self.layout.has_pipeline or self.model.needs_whole_batch or self._visits_cost()
         return "breadth-first" if is_needed else "depth-first"
 
     def _visits_cost(self) -> bool:

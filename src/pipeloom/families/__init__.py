@@ -15,9 +15,9 @@ from pipeloom.families.family import (
     HeldInputs,
     Request,
     backward,
+    ends_forwards_first,
     family,
     forward,
-    knows_whole_batch,
     make_schedule,
 )
 
@@ -34,8 +34,8 @@ __all__ = [
     "Request",
     "Rows",
     "backward",
+    "ends_forwards_first",
     "family",
     "forward",
-    "knows_whole_batch",
     "make_schedule",
 ]

@@ -421,7 +421,7 @@ def default_loops(family: str) -> int:
 
 
 @cache
-def knows_whole_batch(name: str) -> bool:
+def ends_forwards_first(name: str) -> bool:
     """Whether in a family all forwards of a stage precede its first backward, by the rows of a small schedule."""
     choice = Choice(family=name, pp=2, num_microbatches=4, loops=FAMILIES[name].only_loops or 2)
     return interleaved_stage(choice.make()) is None

@@ -9,7 +9,7 @@ from pipeloom.cost.flops import shape_model_flops
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError
-from pipeloom.families import FAMILIES, knows_whole_batch
+from pipeloom.families import FAMILIES, ends_forwards_first
 from pipeloom.planner.bounds import Bounds
 from pipeloom.predict.describe import dtype_problem
 from pipeloom.terminal.words import count, did_you_mean
@@ -180,11 +180,11 @@ class Question:
     def families(self) -> tuple[str, ...]:
         """Families to search; one whose orders are found by a search of their own only if limits name it.
 
-        So are those that do not know the loads of experts in the whole batch before a backward, if the loss needs them.
+        So are those in which a backward precedes a forward of its stage, if a balance loss needs the whole batch.
         """
         offered = tuple(name for name in _families_of(self.software) if not FAMILIES[name].is_found)
         if self.shape.experts is not None and self.balance == "batch":
-            offered = tuple(name for name in offered if knows_whole_batch(name))
+            offered = tuple(name for name in offered if ends_forwards_first(name))
         return self.limits.families or offered
 
     @property

@@ -1,4 +1,4 @@
-"""Whether the backwards of a stage know the whole batch: all of its forwards precede its first backward."""
+"""Whether all forwards of each stage precede its first backward, as a loss of the whole batch needs."""
 
 from pipeloom.schedule.kinds import GOES_BACK, GOES_FORTH
 from pipeloom.schedule.schedule import Schedule

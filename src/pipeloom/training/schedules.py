@@ -31,10 +31,10 @@ def schedules_by_replica(config: RunConfig) -> list[Schedule]:
     Raises:
         UserError: replicas would wait for each other.
     """
-    replicas = range(len(config.layout.microbatches_by_replica))
-    found = [training_schedule(config.of_replica(replica)) for replica in replicas]
-    check_replicas(found)
-    return found
+    numbers = config.layout.microbatches_by_replica
+    made = {number: training_schedule(config.of_replica(numbers.index(number))) for number in set(numbers)}
+    check_replicas(list(made.values()))
+    return [made[number] for number in numbers]
 
 
 def run_of_replica(config: RunConfig, replica: int) -> RunConfig:

@@ -190,6 +190,11 @@ class ModelConfig:
         )
 
     @property
+    def needs_whole_batch(self) -> bool:
+        """Whether a balance loss has the loads of experts in the whole batch, before the first backward of a stage."""
+        return self.experts is not None and self.known_balance == "batch"
+
+    @property
     def known_balance(self) -> Balance:
         """With its default."""
         return self.balance or "batch"
@@ -252,9 +257,9 @@ class ModelConfig:
         is_usual = window is None or layers == set(family.full_layers(self.num_layers))
         has_base = window is not None and self.rope_local_theta != family.rope_local_theta
         is_plain = self.query_pre_attn_scalar == self.known_head_size
-        # A model with experts in every layer has no other block.
-        has_others = self.experts is None or (self.expert_every or 1) > 1
-        ffn = self.ffn_size if has_others else self.expert_ffn or self.ffn_size
+        experts, ffn = self.expert_layout, self.ffn_size
+        if experts is not None and ffn is not None:
+            ffn = experts.block_width(ffn)
         return replace(
             self,
             **self._turns_and_factor,

@@ -28,6 +28,10 @@ class Experts:
         """Whether a layer, from 0, has experts."""
         return (layer + 1) % self.every == 0
 
+    def block_width(self, ffn: int) -> int:
+        """``ModelShape.ffn`` where the layers without experts are ``ffn`` wide; if all have some, that of an expert."""
+        return self.ffn if self.every == 1 else ffn
+
     @property
     def inner(self) -> int:
         """Inner width of all of a layer's experts together."""

@@ -119,8 +119,6 @@ class Run(WithAxes):
             return "the batch has fewer sequences than the replicas have in one micro-batch each"
         if self.shape.heads % self.tp or self.shape.heads % self.shape.kv_heads:
             return "tp and kv_heads do not divide the heads"
-        if self.shape.experts is not None and self.tp > 1:
-            return "tensor-parallel ranks do not divide experts"
         return None
 
     @property
