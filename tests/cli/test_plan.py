@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import signal
-import threading
 import time
 import tomllib
 from dataclasses import replace
@@ -484,16 +483,15 @@ def test_a_model_that_fits_nowhere_gets_the_missing_memory(model, capsys):
 
 
 @pytest.mark.usefixtures("loses_exceptions")
-def test_ctrl_c_prints_the_answer_so_far(capsys):
-    """A million devices without a budget take minutes."""
-    threading.Timer(4.0, signal.raise_signal, [signal.SIGINT]).start()
+def test_ctrl_c_prints_the_answer_so_far(capsys, monkeypatch):
+    """Of 58,190 layouts, the first that fits is found long before the others are excluded."""
+
+    monkeypatch.setattr(PlanProgress, "found", lambda *_: signal.raise_signal(signal.SIGINT))
     question = ["--model", "llama-3-8b", "--cluster", "dgx-h100", "--global-batch", "1000000", "--seq", "2048"]
     assert main(["plan", *question, "--devices", "1000000"]) == 130
-    printed = capsys.readouterr()
-    out = " ".join(printed.out.split())
+    out = " ".join(capsys.readouterr().out.split())
     assert "interrupted: " in out
     assert "which take at least" in out or "nothing that fits was found before the interrupt" in out
-    assert re.search(r"^planning: [\d,]+ of [\d,]+ layouts decided, \d+ s$", printed.err, re.M)
 
 
 def test_without_a_terminal_progress_is_lines(capsys):
