@@ -6,8 +6,7 @@ from families import TRAINING, named_sizes
 from hypothesis import given, settings
 
 from pipeloom.families import make_schedule
-from pipeloom.schedule.ledger import KeptBytes, most_in_rows
-from pipeloom.schedule.peaks import Peaks
+from pipeloom.schedule.ledger import KeptBytes, Ledger, most_in_rows
 
 BYTES = st.integers(0, 9).map(float)
 
@@ -19,13 +18,14 @@ def test_peaks_hold_what_the_rows_hold_at_most(named, pp, num_microbatches, data
     schedule = make_schedule(name, pp=pp, num_microbatches=num_microbatches, **sizes)
     sized = st.lists(BYTES, min_size=schedule.num_stages, max_size=schedule.num_stages)
     kept = KeptBytes(data.draw(sized), data.draw(sized))  # with all layers recomputed more waits between the halves
-    peaks = Peaks.of(schedule)
+    peaks = schedule.facts.peaks
     assert peaks.stage_inputs == schedule.peak_stage_inputs
-    assert peaks.most(kept) == most_in_rows(schedule, kept)
+    entries = Ledger.of_kept(schedule, kept).most_in_rows(schedule)
+    assert most_in_rows(peaks, kept) == most_in_rows(schedule, kept) == entries
 
 
 @pytest.mark.parametrize("name", ["1f1b", "v-half", "dualpipe-v"])
 def test_there_are_no_more_peaks_in_a_longer_step(name):
     loops = 1 if name == "1f1b" else 2
-    few, many = (Peaks.of(make_schedule(name, pp=4, loops=loops, num_microbatches=count)) for count in (16, 160))
+    few, many = (make_schedule(name, pp=4, loops=loops, num_microbatches=count).facts.peaks for count in (16, 160))
     assert [len(states) for states in few.whole] == [len(states) for states in many.whole]

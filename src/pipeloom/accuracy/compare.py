@@ -22,6 +22,7 @@ from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError
 from pipeloom.families import Choice
 from pipeloom.recipe import Recipe, build
+from pipeloom.schedule.compiled import expect_much
 from pipeloom.simulation import simulate
 from pipeloom.workload.run import Run
 
@@ -202,7 +203,9 @@ def _layouts(timed: Iterable[Outcome]) -> list[Outcome]:
     for outcome in timed:
         repeats[outcome.row.run, outcome.row.schedule].append(outcome)
     return [
-        replace(same[0], row=replace(same[0].row, step_time_s=fmean(one.row.step_time_s or 0.0 for one in same)))
+        same[0]
+        if len(same) == 1
+        else replace(same[0], row=replace(same[0].row, step_time_s=fmean(one.row.step_time_s or 0.0 for one in same)))
         for same in repeats.values()
     ]
 
@@ -289,6 +292,10 @@ class Comparison:
         }
 
 
+_MANY = 500
+"""Rows whose schedules have enough actions that compiled kernels pay from the first one."""
+
+
 def compare(rows: Iterable[Row], cluster: Cluster | None = None, software: Software | None = None) -> Comparison:
     """Predict every row.
 
@@ -299,6 +306,9 @@ def compare(rows: Iterable[Row], cluster: Cluster | None = None, software: Softw
     """
     outcomes: list[Outcome] = []
     skipped: dict[str, int] = defaultdict(int)
+    rows = list(rows)
+    if len(rows) >= _MANY:
+        expect_much()
     for row in rows:
         program = software or program_of(row)[1]
         machine = cluster or known_cluster(row, program)

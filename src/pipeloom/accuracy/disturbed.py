@@ -65,9 +65,11 @@ def _odd(rows: Sequence[Row]) -> list[Row]:
 
 def _is_alone(rows: Sequence[Row]) -> NDArray[np.bool_]:
     """Which rows are the only ones with their value of a size."""
-    columns = [np.array(column) for column in _sizes(rows)]
-    alone = [[bool((column == value).sum() == 1) for value in column] for column in columns]
-    return np.array(alone, np.bool_).T.max(axis=1)
+    alone = np.zeros(len(rows), np.bool_)
+    for column in _sizes(rows):
+        _, which, counts = np.unique(column, return_inverse=True, return_counts=True)
+        alone |= counts[which] == 1
+    return alone
 
 
 def _sizes(rows: Sequence[Row]) -> list[list[int]]:

@@ -11,6 +11,7 @@ sequences, and with full recomputation its 96 B T L H^2 (1 + T / 6H + V / 16LH) 
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from pipeloom.workload.adapter import Adapter
 from pipeloom.workload.layout import Recompute
@@ -189,6 +190,8 @@ def shape_model_flops(shape: ModelShape, seq_len: int, frozen_pieces: int = 0, a
     return attention + 2 * shape.parameters + back + 6 * trained * adapter_parameters(shape, adapter)
 
 
+# Layouts of one model have the same.
+@lru_cache(maxsize=1024)
 def hardware_flops(
     shape: ModelShape, seq_len: int, recompute: Recompute, frozen_pieces: int = 0, adapter: Adapter | None = None
 ) -> float:

@@ -165,7 +165,8 @@ def knobs_of(choice: Choice, shard: Shard) -> list[Knobs]:
 @lru_cache(maxsize=4096)
 def peaks_of(choice: Choice) -> Peaks:
     """What each rank of a schedule holds at its peak."""
-    return Peaks.of(compute_schedule(choice))
+    schedule = compute_schedule(choice)
+    return Peaks.of(schedule.rows, schedule.placement)
 
 
 def _with_some_layers(leaf: Leaf) -> Candidate | None:

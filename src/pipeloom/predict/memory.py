@@ -142,7 +142,7 @@ def memory_with_room(run: Run, software: Software, schedule: Schedule | Peaks, r
         schedule: compute actions, or their peaks.
         room: buffers of each rank.
     """
-    most_held = schedule.most if isinstance(schedule, Peaks) else partial(most_in_rows, schedule)
+    most_held = partial(most_in_rows, schedule)
     buffers = _buffers_for(run.of_state, software, schedule.placement, room.gathered, room.unreduced)
     masks = _most_masks(run, software, schedule.placement, most_held)
     return _memory(

@@ -26,6 +26,7 @@ from pipeloom.schedule.kernels import waits as kernels
 from pipeloom.schedule.kernels.walk import walk
 from pipeloom.schedule.kinds import KINDS, LOAD_OF, NUM_KEYED, OWN_LANES, STAGE_SWAP_KINDS, TIED_KINDS, Kind
 from pipeloom.schedule.lanes import Lane, lane_of, tied_action
+from pipeloom.schedule.peaks import Peaks
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import Columns, Ints, Row
 from pipeloom.schedule.sharding import gradient_waits
@@ -241,6 +242,16 @@ class Facts:
         that move out count as held, inputs of partners do not; ``pipeloom.schedule.ledger`` counts them with times.
         """
         return tuple(int(self.held_inputs(row).max(initial=0)) for row in self.rows)
+
+    @cached_property
+    def peaks(self) -> Peaks | None:
+        """States that decide the activation memory of every run with this schedule; ``None`` where others decide, too.
+
+        Slices have sizes of their own, and what a recomputation or a stage without backward holds changes in between.
+        """
+        if self.shape[2] > 1 or self.first_backward_stage or self.has(Kind.RECOMPUTE):
+            return None
+        return Peaks.of(self.rows, self.placement)
 
     @cached_property
     def graph(self) -> "Graph":

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from pipeloom.schedule.facts import Facts, Seconds
 from pipeloom.schedule.kinds import COMPUTE_KINDS, LOAD_OF, OUT_OF, RECEIVE_KINDS, Kind
+from pipeloom.schedule.peaks import Peaks
 from pipeloom.schedule.row import Bools, Ints
 from pipeloom.schedule.schedule import Schedule
 from pipeloom.schedule.stage_swaps import Amounts, stage_stays
@@ -203,11 +204,16 @@ class Ledger(NamedTuple):
         return [float(np.cumsum(change[a:b]).max(initial=0.0)) for a, b in pairwise(bounds)]
 
 
-def most_in_rows(schedule: Schedule, kept: KeptBytes) -> list[float]:
-    """For each rank its peak of activations in row order.
+def most_in_rows(schedule: Schedule | Peaks, kept: KeptBytes) -> list[float]:
+    """For each rank its peak of activations in row order, from all of a schedule or from its peaks.
 
     Activations that move out count as held: without times, the end of a move is unknown.
     """
+    peaks = schedule if isinstance(schedule, Peaks) else schedule.facts.peaks
+    if peaks is not None:
+        whole = kept.whole if len(kept.whole) else [1.0] * peaks.placement.num_stages
+        return peaks.most(whole, kept.pending if len(kept.pending) else whole)
+    assert isinstance(schedule, Schedule)
     entries = _Entries(schedule)
     entries.add_kept(kept, has_moves=False)
     return entries.ledger().most_in_rows(schedule)

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from pipeloom.schedule.kinds import Kind
-from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import Row
-from pipeloom.schedule.schedule import Schedule
 
 Counts = NDArray[np.float64]
 
@@ -43,10 +41,10 @@ class Peaks:
     pending: tuple[Counts, ...]
 
     @classmethod
-    def of(cls, schedule: Schedule) -> "Peaks":
-        """The states of a schedule without moves, recomputation and slices."""
-        states = [_states(row, schedule.placement.stages_of(rank)) for rank, row in enumerate(schedule.rows)]
-        return cls(schedule.placement, *zip(*states, strict=True))
+    def of(cls, rows: Sequence[Row], placement: Placement) -> "Peaks":
+        """The states of rows without recomputation and slices; of what moves they hold all."""
+        states = [_states(row, placement.stages_of(rank)) for rank, row in enumerate(rows)]
+        return cls(placement, *zip(*states, strict=True))
 
     @property
     def stage_inputs(self) -> tuple[int, ...]:
@@ -54,14 +52,18 @@ class Peaks:
         both = zip(self.whole, self.pending, strict=True)
         return tuple(int((whole + pending).sum(axis=1).max()) for whole, pending in both)
 
-    def most(self, kept: KeptBytes) -> list[float]:
-        """The same as ``ledger.most_in_rows`` for whole sequences."""
-        whole = np.asarray(kept.whole if len(kept.whole) else [1.0] * self.placement.num_stages, np.float64)
-        pending = np.asarray(kept.pending, np.float64) if len(kept.pending) else whole
+    def most(self, whole: ArrayLike, pending: ArrayLike) -> list[float]:
+        """For each rank the most that its stages hold.
+
+        Args:
+            whole: for each stage what it keeps of a micro-batch until the end of its backward or input gradient.
+            pending: the same between input gradient and weight gradient.
+        """
+        until, between = (np.asarray(each, np.float64).reshape(self.placement.num_stages) for each in (whole, pending))
         stages, first, counts, waiting = self._of_all_ranks
-        held = np.einsum("ij,ij->i", counts, whole[stages])
+        held = np.einsum("ij,ij->i", counts, until[stages])
         if waiting.any():
-            held += np.einsum("ij,ij->i", waiting, pending[stages])
+            held += np.einsum("ij,ij->i", waiting, between[stages])
         return np.maximum.reduceat(held, first).tolist()
 
     @cached_property
@@ -88,7 +90,10 @@ def _states(row: Row, stages: Sequence[int]) -> tuple[Counts, Counts]:
             states[np.arange(len(states)), half, local[here]] = change[here]
         states = now + np.cumsum(states, axis=0, dtype=np.int32)
         # Thousands of micro-batches pass through few different states: in the steady phase always the same ones.
-        different.update(dict.fromkeys(state.tobytes() for state in states[is_chosen[here]]))
+        chosen = states[is_chosen[here]].reshape(-1, 2 * len(stages))
+        # A state's bytes as one value, which numpy sorts much faster than Python hashes them.
+        as_bytes = np.ascontiguousarray(chosen).view(np.dtype((np.void, chosen.itemsize * chosen.shape[1]))).ravel()
+        different.update(dict.fromkeys(np.unique(as_bytes).tolist()))
         now = states[-1]
     found = np.frombuffer(b"".join(different), np.int32).reshape(-1, 2, len(stages)).astype(np.float64)
     return found[:, 0], found[:, 1]

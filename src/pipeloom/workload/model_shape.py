@@ -153,7 +153,10 @@ class ModelShape:
     @property
     def active_by_layer(self) -> list[int]:
         """For each layer the parameters of its matrices that a token takes."""
-        return [self._matrices(has_experts=one, is_active=True) for one in self.with_experts]
+        if self.experts is None:
+            return [self._matrices(has_experts=False)] * self.layers
+        dense, active = (self._matrices(has_experts=one, is_active=True) for one in (False, True))
+        return [active if one else dense for one in self.with_experts]
 
     @property
     def _distinct(self) -> tuple[bool, ...]:
