@@ -1,9 +1,6 @@
 """``pipeloom plan``: which layout to use, and why."""
 
-import gc
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,6 +14,7 @@ from pipeloom.cli.reference import Command, Flag, Output, Place
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.plan import plan
 from pipeloom.planner.question import HEADROOM
+from pipeloom.system.garbage import few_collections
 from pipeloom.workload.boundary import Boundary
 from pipeloom.workload.dtypes import Dtype, MatmulDtype
 from pipeloom.workload.launchers import LauncherName
@@ -33,9 +31,6 @@ from pipeloom.workload.limits import (
     ProgramName,
 )
 from pipeloom.workload.run import Attention
-
-_MANY_OBJECTS = 100_000
-"""New objects between two collections of garbage; Python's default is 700."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,19 +140,8 @@ def run(words: list[str]) -> int:
 
     Returns 1 if nothing fits or the goal is not met, 130 after Ctrl-C.
     """
-    with _few_collections():
+    with few_collections():
         return _run(words)
-
-
-@contextmanager
-def _few_collections() -> Iterator[None]:
-    """Collect garbage less often: most of what a search makes lives until its end, so collections find little."""
-    before = gc.get_threshold()
-    gc.set_threshold(_MANY_OBJECTS, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _run(words: list[str]) -> int:

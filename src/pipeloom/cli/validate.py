@@ -13,6 +13,7 @@ from pipeloom.catalog import load_cluster, load_software, source_of
 from pipeloom.cli.flags import SOURCE, or_note, read_flags
 from pipeloom.cli.reference import Command, Output, Place
 from pipeloom.errors import ConfigError, UserError
+from pipeloom.system.garbage import few_collections
 from pipeloom.terminal.console import Columns, print_table, table_of, wide_console
 from pipeloom.terminal.words import count
 from pipeloom.workload.limits import ClusterName, Common, ProgramName
@@ -87,7 +88,8 @@ def run(words: list[str]) -> int:
         _fit(options, rows)
         _print_skipped(skipped)
         return 0
-    answer = _compare(options, rows)
+    with few_collections():
+        answer = _compare(options, rows)
     answer = replace(answer, skipped=skipped | answer.skipped)
     if not answer.outcomes:
         raise UserError(f"no row of {options.table} can be predicted: {'; '.join(answer.skipped)}")
