@@ -31,7 +31,7 @@ class Size:
     num_microbatches: int = 8
     microbatch_size: int = 2
     warmup: int = 2
-    timed: int = 4
+    timed: int = 12
     path: str | None = None
 
     @property
