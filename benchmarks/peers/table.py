@@ -18,7 +18,7 @@ from side_by_side.results import Load, Target
 
 _FIVE_DIGITS = 2e-5
 _COMPARED = 7
-"""First steps whose losses are compared: training in float32 doubles a difference of rounding every one or two steps."""
+"""First steps whose losses are compared: in float32 a difference of rounding doubles every one or two steps."""
 
 
 @dataclass

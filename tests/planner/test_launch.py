@@ -91,3 +91,11 @@ def test_a_predicted_mfu_above_95_percent_is_named_with_the_settings_that_make_i
     assert "is above 95%" in advice
     assert "matmul_fraction of dgx-a100 (up to 1.00) times matmul of pipeloom (0.98)" in advice
     assert "is above 95%" not in " ".join(plan(question.limited(tp=(2,)), 1, explains=False).advice)
+
+
+def test_a_question_takes_a_code_for_messages_that_other_programs_do_not_have():
+    sizes = {"num_devices": 16, "global_batch": 32, "seq": 1024}
+    question = make_question("gpt-6.6b", "dgx-a100", **sizes, boundary="int8", pp=(4,), strategies=("none",))
+    assert plan(question, count=1, explains=False).best.run.boundary == "int8"
+    with pytest.raises(ConfigError, match="layout.boundary int8: Megatron-LM sends tensors as they are"):
+        make_question("gpt-6.6b", "dgx-a100", **sizes, boundary="int8", launcher="megatron")

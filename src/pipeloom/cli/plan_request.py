@@ -256,13 +256,14 @@ def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
         attention=options.attention or (machine.attention if machine is not None else "flash2"),
         fused_norm=_first(options.fused_norm, machine.fused_norm if machine is not None else True),
         headroom=options.headroom,
+        boundary=inputs.boundary,
         **limits,
     )
     if config is not None:
         question = of_training(question, config.optimizer.rule, config.pairs, config.model.known_balance)
     return Request(
         options,
-        replace(question, order_tries=options.search_orders, boundary=inputs.boundary),
+        replace(question, order_tries=options.search_orders),
         inputs.model,
         inputs.cluster_name,
         software_name,

@@ -99,9 +99,9 @@ def question_on(config: RunConfig, run: Run, cluster: str | Cluster, program: st
         matmul_dtype=config.training.matmul_dtype,
         attention=run.attention,
         fused_norm=run.fused_norm,
+        boundary=run.boundary,
     )
-    found = of_training(question, config.optimizer.rule, config.pairs, config.model.known_balance)
-    return replace(found, boundary=run.boundary)
+    return of_training(question, config.optimizer.rule, config.pairs, config.model.known_balance)
 
 
 def without_ranks(config: RunConfig, num_ranks: int, budget_s: float) -> tuple[SimulatedStep, SimulatedStep] | None:

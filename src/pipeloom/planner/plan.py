@@ -28,6 +28,7 @@ from pipeloom.system.stopping import Reason, Stop
 from pipeloom.terminal.words import count as count_of
 from pipeloom.terminal.words import seconds, unknown_name
 from pipeloom.workload.adapter import Adapter
+from pipeloom.workload.boundary import Boundary
 from pipeloom.workload.dtypes import Dtype, MatmulDtype, products_of
 from pipeloom.workload.launchers import LAUNCHERS, LauncherName
 from pipeloom.workload.limits import Count, Headroom, Positive
@@ -107,6 +108,7 @@ def make_question(
     attention: Attention = "flash2",
     fused_norm: bool = True,
     headroom: Headroom = HEADROOM,
+    boundary: Boundary | None = None,
     **limits: Sequence[Any],
 ) -> Question:
     """Make a question for ``plan``: which layout trains a model fastest on a cluster?
@@ -129,6 +131,7 @@ def make_question(
         attention: the attention kernel.
         fused_norm: whether norms are one kernel.
         headroom: fraction of the memory of every device that layouts leave free.
+        boundary: code of messages between pipeline ranks; ``None``: they travel as they are.
         limits: values to search, by the attributes of ``Limits``, such as ``pp=(4, 8)``; by default all.
 
     Raises:
@@ -136,7 +139,8 @@ def make_question(
     """
     shape, machine, program = _loaded(model, cluster, software, launcher, seq=seq, limits=limits)
     precision, products = asked_precision(dtype, machine, num_devices), products_of(matmul_dtype)
-    check_launch(LAUNCHERS[launcher], Wanted(model, seq, precision, products, attention), machine, num_devices)
+    wanted = Wanted(model, seq, precision, products, attention, boundary=boundary)
+    check_launch(LAUNCHERS[launcher], wanted, machine, num_devices)
     return Question(
         shape=shape,
         cluster=machine,
@@ -149,6 +153,7 @@ def make_question(
         attention=attention,
         fused_norm=fused_norm,
         headroom=headroom,
+        boundary=boundary,
         limits=Limits(**{name: tuple(among) for name, among in limits.items()}),
         has_default_dtype=dtype is None,
         launcher=LAUNCHERS[launcher],
