@@ -34,7 +34,7 @@ MOST_AXIS = {
     "tp": 38,
     "recompute": 36,
     "shard": 33,
-    "boundary": 32,  # half of them are places between stages, and the module of their specs
+    "boundary": 33,  # half of them are places between stages, and the module of their specs
     "sequence_parallel": 29,
     "partition": 25,
     "microbatches": 19,

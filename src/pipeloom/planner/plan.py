@@ -113,11 +113,6 @@ def make_question(
 ) -> Question:
     """Make a question for ``plan``: which layout trains a model fastest on a cluster?
 
-    Examples:
-        >>> from pipeloom import make_question
-        >>> make_question("gpt-6.6b", "dgx-a100", num_devices=16, global_batch=64, seq=1024, pp=(4, 8))
-        Question(gpt-6.6b on 16 devices of dgx-a100, 64 sequences of 1,024 tokens in bfloat16, limits: pp)
-
     Args:
         model: a name of the catalog, a file (.toml, or a Hugging Face config.json), or its sizes.
         cluster: a name of the catalog, a file, or a cluster.
