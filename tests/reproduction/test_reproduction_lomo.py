@@ -17,14 +17,11 @@ def test_the_tables_are_the_rows():
 
 def test_the_sentences_hold():
     row_of = {(row["model"], row["way"]): {key: float(row[key]) for key in row if key.endswith("_gb")} for row in ROWS}
-    assert "Neither model fits" in PAGE
+    assert "then neither model fits" in PAGE
     for model in lomo.SIZES:
-        adamw, behind, within = (row_of[model, way] for way in lomo.WAYS)
-        assert within["beyond_device_gb"] > 0 >= within["without_float32_weights_gb"] - within["device_gb"]
-        assert adamw["moments_gb"] > 0 == behind["moments_gb"] == within["moments_gb"]
+        adamw, behind, within, narrow = (row_of[model, way] for way in lomo.WAYS)
+        assert within["beyond_device_gb"] > 0 > narrow["beyond_device_gb"]
+        assert adamw["moments_gb"] > 0 == behind["moments_gb"] == within["moments_gb"] == narrow["float32_weights_gb"]
         step = lomo.step_of(model, "LOMO within the step")
-        sizes = sorted(step.placed.parameters)
-        largest = sizes[-1:] if model == "7B" else sizes[-2:]
+        largest = sorted(step.placed.parameters)[-1 if model == "7B" else -2 :]
         assert abs(within["gradients_gb"] - 4 * sum(largest) / 1e9) < 0.01
-    shards = row_of["65B", "LOMO"]["gradients_gb"] - within["gradients_gb"]
-    assert abs(shards - within["float32_weights_gb"]) < 0.02

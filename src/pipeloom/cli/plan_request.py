@@ -260,7 +260,7 @@ def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
         **limits,
     )
     if config is not None:
-        question = of_training(question, config.optimizer.rule, config.pairs, config.model.known_balance)
+        question = of_training(question, config)
     return Request(
         options,
         replace(question, order_tries=options.search_orders),

@@ -9,6 +9,7 @@ from pipeloom.schedule import read_schedule
 from pipeloom.terminal.words import count, parse_bytes
 from pipeloom.workload.adapter import known_targets
 from pipeloom.workload.model_families import MODELS
+from pipeloom.workload.optimizers import OPTIMIZERS
 
 Problems = Iterator[str]
 
@@ -216,6 +217,26 @@ def update_problems(config: RunConfig) -> Problems:
     for name, is_on in others.items():
         if is_on:
             yield f"optimizer.update stage does not work with {name}; leave one of them out"
+
+
+def narrow_problems(config: RunConfig) -> Problems:
+    """Weights that are updated without a float32 copy."""
+    optimizer, dtype = config.optimizer, config.training.known_dtype
+    if optimizer.wide_weights:
+        return
+    what = "optimizer.wide_weights false"
+    if dtype != "bfloat16":
+        yield f"{what} updates bfloat16 weights, found training.dtype {dtype}; set bfloat16, or leave it out"
+    if optimizer.name in OPTIMIZERS and not optimizer.rule.takes_narrow:
+        known = " and ".join(name for name, one in OPTIMIZERS.items() if one.takes_narrow)
+        yield f"{what} works with optimizer.name {known}, found {optimizer.name}"
+    others = {
+        "schedule.device_budget, which moves float32 weights": config.schedule.device_budget is not None,
+        "adapter.rank, whose weights are few": config.adapter.rank is not None,
+    }
+    for name, is_on in others.items():
+        if is_on:
+            yield f"{what} does not work with {name}; leave one of them out"
 
 
 def freeze_problems(config: RunConfig) -> Problems:

@@ -30,6 +30,7 @@ from pipeloom.config.layout_problems import (
     freeze_problems,
     load_problems,
     move_problems,
+    narrow_problems,
     order_problems,
     place_problems,
     recompute_problems,
@@ -63,7 +64,7 @@ def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: boo
     of_model = [_model_problems, expert_size_problems, stage_problems, tensor_problems, recompute_problems]
     checks += of_model if is_model_known else []
     checks += [_unused_problems, adapted_problems, move_problems, swap_problems, freeze_problems]
-    checks += [update_problems, expert_problems, balance_problems, load_problems]
+    checks += [update_problems, narrow_problems, expert_problems, balance_problems, load_problems]
     checks += [
         replica_problems,
         place_problems,

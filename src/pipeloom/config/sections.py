@@ -209,6 +209,9 @@ class OptimizerConfig:
     update: Literal["step", "stage"] = "step"
     """When weights are updated. step: after the gradients of all stages. stage: each stage within the step, when its
     gradient is complete, whose memory the next stages then use. With the same results."""
+    wide_weights: bool = True
+    """Whether bfloat16 weights are updated in a float32 copy of them. false, with lomo and adalomo: without a copy, and
+    rounded up or down by chance, so that small changes are not lost."""
 
     @property
     def rule(self) -> Optimizer:

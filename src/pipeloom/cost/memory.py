@@ -103,19 +103,19 @@ def _own_state(run: Run, parameters: float, software: Software, shard: Shard) ->
     """``state_bytes`` of this program, whose optimizer works on shards in single precision."""
     among = 1 if shard == "none" else run.shard_size
     is_narrow = run.element_bytes < _WIDE_BYTES
+    has_copy = is_narrow and software.wide_weights
     # A study may set gradients of two bytes; without mixed precision they are as wide as the weights.
     gradient = software.weight_state_bytes - run.element_bytes if is_narrow else _WIDE_BYTES
-    share = parameters * _WIDE_BYTES / among  # of the copy that the optimizer works on
-    # Without sharding, and in single precision, the optimizer works on the weights themselves.
-    has_own = is_narrow or shard != "none"
+    share = parameters * (_WIDE_BYTES if has_copy else run.element_bytes) / among  # that the optimizer works on
     weights = 0.0 if shard == "full" else parameters * run.element_bytes
     # With level ``optimizer``, each stage keeps its whole gradient buffer; the reduced shard is a part of it.
     gradients = parameters * gradient / (1 if shard == "optimizer" else among)
     # The program's file counts the copy in single precision as optimizer state.
     moments = parameters * (software.optimizer_state_bytes - _WIDE_BYTES) / among
-    return State(
-        weights + (share if has_own and not is_narrow else 0.0), gradients, moments + (share if is_narrow else 0.0)
-    )
+    # Without sharding, and without a copy, the optimizer works on the weights themselves.
+    if not has_copy and shard != "none":
+        weights += share
+    return State(weights, gradients, moments + share * has_copy)
 
 
 def lent_bytes(run: Run, software: Software, stages: Sequence[int]) -> State:

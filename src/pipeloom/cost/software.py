@@ -133,6 +133,7 @@ class Software:
             3.3.2).
         weight_state_bytes: bytes per parameter of weights and gradients.
         optimizer_state_bytes: bytes per parameter of optimizer state.
+        wide_weights: whether these include a copy of the weights in single precision, if the weights are narrower.
         keeps_gathered: whether layers keep their inputs gathered although sequence parallelism splits them.
         norm_copy_bytes: bytes per element that an unfused norm keeps: copies in single precision.
         gathers_logits: whether every tensor-parallel rank computes the loss over the whole vocabulary.
@@ -189,6 +190,7 @@ class Software:
     gathered_layers: int = 2
     weight_state_bytes: float = 4
     optimizer_state_bytes: float = 12
+    wide_weights: bool = True
     keeps_gathered: bool = False
     norm_copy_bytes: float = 8
     gathers_logits: bool = False
@@ -213,11 +215,17 @@ class Software:
         return self.gathers_layers and num_stages > 1
 
 
-def with_optimizer(software: Software, optimizer: Optimizer) -> Software:
+def with_optimizer(software: Software, optimizer: Optimizer, *, wide_weights: bool = True) -> Software:
     """The program with another update rule than AdamW, for which its file is.
 
     Additional bytes of optimizer state are read and written once per update.
+
+    Args:
+        software: the training program.
+        optimizer: its update rule.
+        wide_weights: whether it updates a copy of the weights in single precision, where they are narrower.
     """
+    software = software if wide_weights else replace(software, wide_weights=False)
     usual, has_matrices = OPTIMIZERS["adamw"].state_bytes, optimizer.matrices is not None and software.has_lanes
     more = optimizer.state_bytes - usual
     if not more and not has_matrices:

@@ -29,7 +29,7 @@ class Update:
         self._limit, self._world = clip_grad_norm, world
         copies = [part.with_tensor(torch.zeros_like(part.parameter)) for part in parts]
         self._copies = [part.parameter for part in copies]
-        self._gradients = [torch.empty_like(copy) for copy in self._copies]
+        self._gradients = [torch.empty_like(copy, dtype=copy.grad_dtype) for copy in self._copies]
         for copy, gradient in zip(self._copies, self._gradients, strict=True):
             copy.grad = gradient
         self._optimizer = make(copies)

@@ -101,7 +101,7 @@ def question_on(config: RunConfig, run: Run, cluster: str | Cluster, program: st
         fused_norm=run.fused_norm,
         boundary=run.boundary,
     )
-    return of_training(question, config.optimizer.rule, config.pairs, config.model.known_balance)
+    return of_training(question, config)
 
 
 def without_ranks(config: RunConfig, num_ranks: int, budget_s: float) -> tuple[SimulatedStep, SimulatedStep] | None:

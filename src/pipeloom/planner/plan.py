@@ -9,8 +9,9 @@ from typing import Any, get_type_hints
 
 from pipeloom.calls import checked, value_problems
 from pipeloom.catalog import load_cluster, load_model, load_software
+from pipeloom.config import RunConfig
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.software import Software, with_optimizer
+from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError
 from pipeloom.planner.advice import advice, on_one_stage, on_plain, on_values
 from pipeloom.planner.choice import in_order, is_tie, simplest
@@ -22,18 +23,16 @@ from pipeloom.planner.launch import Wanted, check_launch
 from pipeloom.planner.question import HEADROOM, Limits, Question
 from pipeloom.planner.search import Counts, Found, Progress, Search, SearchResult
 from pipeloom.planner.strategies import STRATEGIES, with_frozen, with_strategies
-from pipeloom.predict.describe import asked_precision, load_or_note
+from pipeloom.predict.describe import asked_precision, load_or_note, with_update_of
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.system.stopping import Reason, Stop
 from pipeloom.terminal.words import count as count_of
 from pipeloom.terminal.words import seconds, unknown_name
-from pipeloom.workload.adapter import Adapter
 from pipeloom.workload.boundary import Boundary
 from pipeloom.workload.dtypes import Dtype, MatmulDtype, products_of
 from pipeloom.workload.launchers import LAUNCHERS, LauncherName
 from pipeloom.workload.limits import Count, Headroom, Positive
-from pipeloom.workload.model import Balance, ModelShape
-from pipeloom.workload.optimizers import Optimizer
+from pipeloom.workload.model import ModelShape
 from pipeloom.workload.run import Attention
 
 
@@ -155,23 +154,15 @@ def make_question(
     )
 
 
-def of_training(
-    question: Question, optimizer: Optimizer, adapter: Adapter | None, balance: Balance = "batch"
-) -> Question:
-    """The question for another optimizer than AdamW, for low-rank adapters, and for a balance of experts.
-
-    Args:
-        question: to change.
-        optimizer: whose state the ranks hold.
-        adapter: of all layers, whose other weights are frozen; ``None``: all weights are trained.
-        balance: what keeps the loads of experts equal.
+def of_training(question: Question, config: RunConfig) -> Question:
+    """The question for a run's optimizer, its low-rank adapters, and its balance of experts.
 
     Raises:
         ConfigError: the program or the limits do not go with adapters.
     """
-    program = with_optimizer(question.software, optimizer)
+    program, adapter = with_update_of(question.software, config), config.pairs
     program = program if adapter is None else with_frozen(program)
-    return replace(question, adapter=adapter, balance=balance, software=program)
+    return replace(question, adapter=adapter, balance=config.model.known_balance, software=program)
 
 
 def _loaded(

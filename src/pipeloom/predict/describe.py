@@ -153,6 +153,11 @@ def _dtype(config: RunConfig, cluster: Cluster) -> Dtype:
     return config.training.dtype or _default_dtype(cluster, config.layout.num_ranks)
 
 
+def with_update_of(software: Software, config: RunConfig) -> Software:
+    """The program with the update of a run."""
+    return with_optimizer(software, config.optimizer.rule, wide_weights=config.optimizer.wide_weights)
+
+
 def _default_dtype(cluster: Cluster, num_devices: int) -> Dtype:
     """The default dtype for the first devices; for one device if there are too few, which is reported elsewhere."""
     is_there = num_devices >= 1 and cluster.lack(num_devices) is None
@@ -167,7 +172,7 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
     if cluster is not None:
         cluster = changed_cluster(cluster, machine.what_if, config.layout.num_ranks, problems)
     if software is not None and config.optimizer.name in OPTIMIZERS:  # an unknown name is reported elsewhere
-        software = with_optimizer(software, config.optimizer.rule)
+        software = with_update_of(software, config)
     if cluster is not None:
         problems += _lacks(config, cluster)
     if software is not None and not software.has_lanes:
@@ -175,6 +180,7 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
         own["data.attention document"] = config.data.by_document, ", which has its own attention"
         own["training.freeze_layers"] = config.training.freeze_layers is not None, ""
         own["optimizer.update stage"] = config.optimizer.update == "stage", ""
+        own["optimizer.wide_weights false"] = not config.optimizer.wide_weights, ", which updates float32 weights"
         own["layout.boundary"] = config.layout.boundary is not None, ", which sends tensors as they are"
         own["layout.microbatches"] = config.layout.microbatches is not None, ", whose replicas have as many"
         own["adapter.rank"] = config.adapter.rank is not None, ""

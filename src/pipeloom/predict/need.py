@@ -10,9 +10,9 @@ from typing import NamedTuple
 from pipeloom.catalog import load_software
 from pipeloom.config import RunConfig
 from pipeloom.cost.memory import frozen_bytes, state_bytes
-from pipeloom.cost.software import Software, with_optimizer
+from pipeloom.cost.software import Software
 from pipeloom.cost.stages import frozen_layers, rank_parameters, stage_layers, trained_rank_parameters
-from pipeloom.predict.describe import described_run
+from pipeloom.predict.describe import described_run, with_update_of
 from pipeloom.workload.dtypes import precision_of
 from pipeloom.workload.run import Run
 
@@ -47,7 +47,7 @@ def need_by_pipeline_rank(config: RunConfig, *, verifies: bool = False, trains: 
         verifies: whether the run only verifies gradients, without an optimizer.
         trains: whether the run has more than weights.
     """
-    software, run = with_optimizer(load_software("pipeloom"), config.optimizer.rule), _run(config)
+    software, run = with_update_of(load_software("pipeloom"), config), _run(config)
     whole, trained = rank_parameters(run, software), trained_rank_parameters(run, software)
     state = [
         _state(config, run, software, own, frozen_bytes(run, held - own) * _width(config), verifies=verifies)
@@ -86,8 +86,8 @@ def copy_bytes(config: RunConfig, run: Run, software: Software) -> tuple[float, 
     if not checkpoint.background or (checkpoint.every is None and not checkpoint.every_s) or not software.has_lanes:
         return (0.0,) * run.pp
     whole, trained = rank_parameters(run, software), trained_rank_parameters(run, software)
-    # Weights as the optimizer has them, in single precision, and its state.
-    wide = _WIDE_BYTES + config.optimizer.rule.state_bytes
+    # Weights as the optimizer has them, and its state.
+    wide = (_WIDE_BYTES if config.optimizer.wide_weights else run.element_bytes) + config.optimizer.rule.state_bytes
     return tuple(
         (own * wide + (held - own) * run.element_bytes) / run.data_ranks
         for held, own in zip(whole, trained, strict=True)

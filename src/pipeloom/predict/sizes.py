@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 from pipeloom.catalog import load_software
 from pipeloom.config import RunConfig
-from pipeloom.cost.software import Software, with_optimizer
+from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
-from pipeloom.predict.describe import described_run
+from pipeloom.predict.describe import described_run, with_update_of
 from pipeloom.predict.memory import kept_with_loss
 from pipeloom.predict.stage_swaps import swapped_amounts, with_alike_stages
 from pipeloom.schedule import Schedule
@@ -54,7 +54,7 @@ def sizes_in_training(config: RunConfig) -> ClosedSizes:
     precision = precision_of(config.training.known_dtype)
     if precision is None:
         raise UserError(f"training.dtype {config.training.known_dtype} has no closed forms of bytes; use float32")
-    software = with_optimizer(load_software("pipeloom"), config.optimizer.rule)
+    software = with_update_of(load_software("pipeloom"), config)
     run = described_run(config, precision)
     run = run if config.schedule.budget_bytes is None else with_alike_stages(run, software)
     return ClosedSizes.of(run, software, is_gpu=config.training.device == "cuda")

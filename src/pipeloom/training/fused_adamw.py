@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_AT_ONCE = 1 << 22
+"""Elements of a flat parameter that are updated in a wide copy at the same time."""
+
 
 class Rule:
     """What the run needs of an optimizer, with ``_update`` to be written.
@@ -24,6 +27,8 @@ class Rule:
         self.defaults = settings
         self.param_groups = [{**self.defaults, **group} for group in groups]
         self.state: dict[Tensor, dict[str, Tensor]] = {}
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._numbers = {parameter: number for number, parameter in enumerate(every)}
 
     @torch.no_grad()
     def step(self) -> None:
@@ -32,10 +37,27 @@ class Rule:
             # Kernels take lists of one device and type.
             alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
             for parameter in group["params"]:
-                if parameter.grad is not None:
+                if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+                    self._update_narrow(parameter, parameter.grad, group)
+                elif parameter.grad is not None:
                     alike.setdefault((parameter.device, parameter.dtype), []).append(parameter)
             for parameters in alike.values():
                 self._update(parameters, [one.grad for one in parameters if one.grad is not None], group)
+
+    def _update_narrow(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Update a parameter that is narrower than its gradient, in wide copies of its pieces that are then rounded."""
+        state, number = self.state[parameter], self._numbers[parameter]
+        step = state["step"]
+        noise = torch.Generator(parameter.device).manual_seed(int(step) * len(self._numbers) + number)
+        flat = parameter.dim() == 1
+        pieces = parameter.split(_AT_ONCE) if flat else [parameter]
+        for piece, its_gradient in zip(pieces, gradient.split(_AT_ONCE) if flat else [gradient], strict=True):
+            wide = piece.to(gradient.dtype)
+            # Each piece is updated in the same step.
+            self.state[wide] = state | {"step": step.clone()}
+            self._update([wide], [its_gradient], group)
+            state["step"] = self.state.pop(wide)["step"]
+            piece.copy_(rounded(wide, noise))
 
     def zero_grad(self) -> None:
         """Drop the gradients, as optimizers of ``torch.optim`` do."""
@@ -46,6 +68,17 @@ class Rule:
     def _update(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], group: dict[str, Any]) -> None:
         """Update parameters of one device and type, with the settings of their group."""
         raise NotImplementedError
+
+
+def rounded(values: Tensor, noise: torch.Generator) -> Tensor:
+    """Single-precision values rounded up or down to bfloat16 numbers, so that each is the mean of its roundings.
+
+    Rounded to the nearest number, changes below half of the last digit would be lost in every step (arXiv 2010.06192).
+    """
+    bits = values.view(torch.int32)
+    below = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=noise)
+    # A carry out of the lower half rounds up; the mask leaves what bfloat16 has.
+    return ((bits + below) & ~0xFFFF).view(torch.float32)
 
 
 class FusedAdamW(Rule):

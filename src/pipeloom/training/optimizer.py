@@ -81,7 +81,9 @@ def begin_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig, parts
             shapes = config.rule.state_shapes(part.name, shape)
         optimizer.state[part.parameter] = {
             "step": _no_steps(optimizer, part.parameter),
-            **{name: part.parameter.new_zeros(shape) for name, shape in shapes.items()},
+            **{
+                name: part.parameter.new_zeros(shape, dtype=part.parameter.grad_dtype) for name, shape in shapes.items()
+            },
         }
 
 

@@ -99,6 +99,7 @@ class Pipeline:
             dtype=self._dtype,
             store=self.store,
             is_whole=config.optimizer.rule.takes_whole,
+            keeps_wide=config.optimizer.wide_weights,
         )
         self._tied = self._share_matrix()
         modules = {stage: one.module for stage, one in self.data_parallel.weights.items()}
@@ -107,8 +108,7 @@ class Pipeline:
         outputs = self._outputs_in_training = self._outputs(layout.microbatch_size, sum(lengths))
         self._moves_anything = config.schedule.balance or config.schedule.offload
         self._slices = TokenSlices(lengths) if len(lengths) > 1 else None
-        tied = self._tied.specs if self._tied else None
-        edges = edges_of(self.schedule, outputs, tied, self._slices, layout.boundary)
+        edges = edges_of(self.schedule, outputs, self._tied and self._tied.specs, self._slices, layout.boundary)
         self._transport = Transport(self._place.pipeline, edges, world.device, world.timeout, layout.pipelines())
         self._wires = make_wires(self.schedule, self._place.pipeline, world, layout.pipelines())
         self.updates = StageUpdates()

@@ -139,7 +139,7 @@ def piece_bytes(config: RunConfig) -> tuple[int, ...]:
 def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ...]:
     dtype = getattr(torch, config.training.known_dtype)
     narrow, wide = dtype.itemsize, master_dtype(dtype).itemsize
-    rule = config.optimizer.rule
+    rule, has_copy = config.optimizer.rule, narrow < wide and config.optimizer.wide_weights
     found: list[Amounts] = []
     for pieces in stage_pieces(partition):
         stage = stage_of(config, pieces, "meta")
@@ -151,7 +151,7 @@ def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ..
             Amounts(
                 weights=count * narrow,
                 gradient=count * wide,
-                state=(state + count * (narrow < wide)) * wide,  # float32 master weights are part of the state
+                state=(state + count * has_copy) * wide,  # float32 master weights are part of the state
                 borrowed=lent * narrow,
                 lent_gradient=lent * wide,
             )

@@ -49,6 +49,7 @@ class Optimizer:
             group has a bool ``is_matrix``.
         matrices: what is updated as whole matrices, whose state is not ``state``; ``None`` if the update is
             elementwise.
+        takes_narrow: whether it updates weights that are narrower than their gradients.
         imports: modules that it loads late; a run loads them once, before its processes are forked. The base class of
             PyTorch's optimizers loads the compiler.
     """
@@ -58,6 +59,7 @@ class Optimizer:
     state: tuple[str, ...]
     make: Callable[..., Any]
     matrices: Matrices | None = None
+    takes_narrow: bool = False
     imports: tuple[str, ...] = ("torch._dynamo",)
 
     def takes_whole(self, name: str, shape: Shape) -> bool:
@@ -171,6 +173,7 @@ OPTIMIZERS.add(
         settings={"weight_decay": 0.0},
         state=(),
         make=_of_module(_LOMO, "Lomo"),
+        takes_narrow=True,
         imports=(_LOMO,),
     ),
 )
@@ -183,6 +186,7 @@ OPTIMIZERS.add(
         state=("variance",),
         make=_of_module(_LOMO, "AdaLomo"),
         matrices=_FACTORED,
+        takes_narrow=True,
         imports=(_LOMO,),
     ),
 )

@@ -108,6 +108,7 @@ class DataParallel(Part):
         dtype: torch.dtype | None = None,
         store: StageStore | None = None,
         is_whole: Callable[[str, tuple[int, ...]], bool] = nothing_whole,
+        keeps_wide: bool = True,
     ) -> None:
         self._store = store
         self._groups = groups
@@ -130,6 +131,7 @@ class DataParallel(Part):
                 dtype=dtype,
                 is_whole=is_whole,
                 owns_gradient=index not in self._rooms,
+                keeps_wide=keeps_wide,
             )
             if store is not None:
                 store.adopt(index, self.weights[index])

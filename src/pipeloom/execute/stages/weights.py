@@ -35,7 +35,9 @@ class FlatPart(NamedTuple):
 
     def with_tensor(self, tensor: Tensor) -> "FlatPart":
         """The same part with other memory of the same shape."""
-        return self._replace(parameter=nn.Parameter(tensor))
+        parameter = nn.Parameter(tensor)
+        parameter.grad_dtype = self.parameter.grad_dtype
+        return self._replace(parameter=parameter)
 
 
 class StageWeights:
@@ -53,7 +55,7 @@ class StageWeights:
 
     A module may compute in a narrower dtype than that of the master weights. Then ``whole`` has the narrow dtype;
     shards, gradients and their sums over micro-batches have the wide one, and ``shard`` is separate memory even without
-    sharding.
+    sharding. Without ``keeps_wide`` only gradients and their sums are wide, and the optimizer updates narrow weights.
 
     Args:
         module: of the stage, with initial master weights; its parameters become views.
@@ -66,6 +68,7 @@ class StageWeights:
         replicated: parameters that every tensor-parallel rank holds whole.
         dtype: of compute; ``None``: that of the module.
         is_whole: (name, shape) -> whether the optimizer updates a parameter as a whole, so that one shard has it.
+        keeps_wide: whether master weights stay in the dtype of the module, where ``dtype`` is narrower.
         owns_gradient: whether there is memory for the gradient; otherwise it is lent for its update, and empty
             at other times (``lend_gradient``).
     """
@@ -82,6 +85,7 @@ class StageWeights:
         dtype: torch.dtype | None = None,
         is_whole: Callable[[str, tuple[int, ...]], bool] = nothing_whole,
         owns_gradient: bool = True,
+        keeps_wide: bool = True,
     ) -> None:
         self.module = module
         every = dict(module.named_parameters())
@@ -106,11 +110,14 @@ class StageWeights:
             add_in_products(module)
         share = self.order.size // num_shards
         self.begin = 0 if level == "none" else index * share
-        self.shard = master if level == "none" else master[self.begin : self.begin + share].clone()
+        self._has_copy = self._is_mixed and keeps_wide
+        held = master if keeps_wide else self.whole
+        self.shard = held if level == "none" else held[self.begin : self.begin + share].clone()
         self._owns_gradient = owns_gradient
         self.whole_gradient = torch.zeros_like(master) if reduces_in_place and owns_gradient else None
+        self._no_gradient = master.new_empty(0)
         if self.whole_gradient is None:
-            self.gradient = torch.zeros_like(self.shard) if owns_gradient else self.shard.new_empty(0)
+            self.gradient = master.new_zeros(self.shard.numel()) if owns_gradient else self._no_gradient
         else:
             self.gradient = self.whole_gradient[self.begin : self.begin + self.shard.numel()]
         self.whole_bytes = self.whole.nbytes
@@ -139,7 +146,7 @@ class StageWeights:
         whole = self.whole_bytes if self.is_held else 0
         if self.frozen is not None:
             whole += self.frozen.held_bytes
-        return whole + (0 if self._is_mixed or self._level == "none" else self.shard.nbytes)
+        return whole + (0 if self._has_copy or self._level == "none" else self.shard.nbytes)
 
     @property
     def gradients_bytes(self) -> int:
@@ -149,7 +156,7 @@ class StageWeights:
     @property
     def copy_bytes(self) -> int:
         """Bytes of the master weights, where they are wider than those of compute; part of the optimizer state."""
-        return self.shard.nbytes if self._is_mixed else 0
+        return self.shard.nbytes if self._has_copy else 0
 
     def hold(self) -> None:
         """Allocate the whole weights; a gather fills them."""
@@ -182,7 +189,7 @@ class StageWeights:
         Gathered weights are not among them.
         """
         found = [self.shard]
-        if self._level == "none" and self._is_mixed:
+        if self._level == "none" and self._has_copy:
             found.append(self.whole)
         return found if self.frozen is None else [*found, self.frozen.shard]
 
@@ -196,7 +203,7 @@ class StageWeights:
 
         Shards reach ``whole`` when they are gathered.
         """
-        if self._level == "none" and self._is_mixed:
+        if self._level == "none" and self._has_copy:
             self.whole.copy_(self.shard)
 
     def lend(self, name: str) -> Tensor:
@@ -241,7 +248,7 @@ class StageWeights:
 
     def forget_gradient(self) -> None:
         """End ``lend_gradient``."""
-        self.gradient = self.shard.new_empty(0)
+        self.gradient = self._no_gradient
         for part in self.parts:
             part.parameter.grad = None
 
@@ -265,6 +272,8 @@ class StageWeights:
             own = slice(begin - self.begin, end - self.begin)
             shape = (end - begin,) if whole is None else whole.shape
             parameter = nn.Parameter(self.shard[own].view(shape))
+            # Gradients are sums over micro-batches and ranks, and stay wide where weights do not.
+            parameter.grad_dtype = self.gradient.dtype
             found.append(FlatPart(parameter, begin, decays, None if whole is None else whole.name))
         if self._owns_gradient:
             self._show_gradient(found)
