@@ -106,9 +106,9 @@ class Pipeline:
         self.loads = loads_of(config, world, modules, _patience(config), log) if trains else None
         lengths = layout.slice_lengths(config.data.seq_len)
         outputs = self._outputs_in_training = self._outputs(layout.microbatch_size, sum(lengths))
-        self._moves_anything = config.schedule.balance or config.schedule.offload
         self._slices = TokenSlices(lengths) if len(lengths) > 1 else None
-        edges = edges_of(self.schedule, outputs, self._tied and self._tied.specs, self._slices, layout.boundary)
+        tied = self._tied.specs if self._tied else None
+        edges = edges_of(self.schedule, outputs, tied, self._slices, layout.boundary)
         self._transport = Transport(self._place.pipeline, edges, world.device, world.timeout, layout.pipelines())
         self._wires = make_wires(self.schedule, self._place.pipeline, world, layout.pipelines())
         self.updates = StageUpdates()
@@ -387,6 +387,10 @@ class Pipeline:
         if not self._trains:
             module.requires_grad_(requires_grad=False)
         return module
+
+    @property
+    def _moves_anything(self) -> bool:
+        return self._config.schedule.balance or self._config.schedule.offload
 
     def _forwards(self, number: int | None = None) -> Schedule:
         return forward_schedule(self._own, number or self._own.layout.num_microbatches, trains=self._trains)
