@@ -6,7 +6,7 @@ executor counts: state, and what is kept for backwards.
 
 import numpy as np
 import pytest
-from any_runs import DATA, adapted_runs, context_runs, exact, expert_runs, frozen_runs, on_cpus, runs
+from any_runs import DATA, adapted_runs, context_runs, exact, expert_runs, frozen_runs, on_cpus, runs, sharing_runs
 from one_process import OneProcess
 from thinned import thinned
 
@@ -36,7 +36,7 @@ def counted(ranks, results, config):
         held, place = result.held, config.layout.coordinates(rank).pipeline
         # Parameters have counters of steps beside what is as large as they are: 4 bytes each, which are not predicted.
         moments = [one for state in optimizer.state.values() for name, one in state.items() if name != "step"]
-        copies = sum(one.copy_bytes for one in pipeline.data_parallel.weights.values())
+        copies = sum(one.copy_bytes for one, _ in pipeline.data_parallel.all_weights)
         bytes_of = (
             held.weights_bytes + held.lent_bytes,
             held.gradients_bytes + held.lent_gradient_bytes,
@@ -145,3 +145,9 @@ def test_a_step_with_shared_sequences_equals_the_single_process_and_holds_the_by
 @pytest.mark.timeout(120)
 def test_a_step_with_experts_equals_the_single_process_and_holds_the_bytes_that_are_predicted(part):
     assert {assert_step(config) for config in expert_runs(120)[part::30]} == {"kept"}
+
+
+@pytest.mark.parametrize("part", thinned(range(30), 30))
+@pytest.mark.timeout(120)
+def test_a_step_with_shared_layers_equals_the_single_process_and_holds_the_bytes_that_are_predicted(part):
+    assert "kept" in {assert_step(config) for config in sharing_runs(120)[part::30]}

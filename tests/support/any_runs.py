@@ -129,6 +129,24 @@ def expert_runs(count):
     return found
 
 
+@cache
+def sharing_runs(count):
+    """Runs whose layers share their weights, in one stage and in several."""
+    draw, found = random.Random(5), []
+    while len(found) < count:
+        config = with_windows(draw, with_layers(draw, with_sharding(draw, any_run(draw))))
+        layout = config.layout
+        if layout.num_stages > 1:  # where sharding is refused
+            layout = replace(layout, shard="none", replicate=None)
+            changes = {"residency": None, "prefetch": None, "gradient_buffers": None, "device_budget": None}
+            config = replace(config, layout=layout, schedule=replace(config.schedule, **changes))
+        model = replace(config.model, share_layers=draw.choice(("all", 2, 3)))
+        config = replace(config, model=model)
+        if not find_problems(config, trains=False):
+            found.append(config)
+    return found
+
+
 def with_layers(draw, config):
     """The run with other layers, which change no other draw and no schedule."""
     model, moves = config.model, config.schedule.balance or config.schedule.offload

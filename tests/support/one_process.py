@@ -21,7 +21,8 @@ from in_process import (
     run_together,
 )
 
-from pipeloom.execute.communication.collectives import Groups
+from pipeloom.cost.stages import layers_of_pieces
+from pipeloom.execute.communication.collectives import Alone, Groups
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.training import expert_loads
 from pipeloom.training import pipeline as module
@@ -30,6 +31,7 @@ from pipeloom.training.evaluation import MeanLoss, mean_loss
 from pipeloom.training.optimizer import make_optimizer
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.updates_within import make_updates
+from pipeloom.workload.sharing import ranks_of_owners
 
 
 def loads_in_process(replicas, config, world, modules, *_):
@@ -40,6 +42,27 @@ def loads_in_process(replicas, config, world, modules, *_):
 
     with patch.object(expert_loads, "make_load_group", lambda *_: SimpleNamespace(all_reduce=all_reduce)):
         return expert_loads.loads_of(config, world, modules, None, None)
+
+
+class SharedRanks(Alone):
+    """The ranks of a set of weights that stages share; ``OneProcess`` sums their gradients behind the step."""
+
+    def __init__(self, size, index):
+        self.size, self.index = size, index
+
+
+def shared_in_process(config, world, placement, _):
+    """As ``shared_groups``."""
+    sharing, layout = config.model.sharing, config.layout
+    if sharing is None:
+        return {}
+    sets = ranks_of_owners(sharing, layers_of_pieces(layout.partition), placement.rank_by_stage)
+    groups = {owner: sorted(one[rank] for one in layout.pipelines() for rank in ranks) for owner, ranks in sets.items()}
+    return {
+        owner: SharedRanks(len(ranks), ranks.index(world.rank))
+        for owner, ranks in groups.items()
+        if world.rank in ranks
+    }
 
 
 class OneProcess:
@@ -82,6 +105,7 @@ class OneProcess:
                 "make_groups": lambda *_: Groups(*(one[rank] for one in groups)),
                 "make_tensor_group": lambda *_: teams[rank],
                 "make_context_group": lambda *_: rings[rank],
+                "shared_groups": shared_in_process,
                 "loads_of": partial(loads_in_process, replicas[rank]),
                 "Lanes": lambda *_: InProcessLanes(lanes),
                 "Transport": lambda own, *_: posts[place(rank)].transport(own),
@@ -120,7 +144,23 @@ class OneProcess:
         self._windows = draw.integers(config.model.vocab_size, size=(config.layout.batch_size, config.data.seq_len + 1))
         ranks = [self._steps(pipeline, self._windows) for pipeline in self.pipelines]
         blocks = self.config.model.experts is not None and config.layout.dp > 1
-        return play_in_process(ranks, in_turns=config.layout.tp * config.layout.cp > 1 or blocks)
+        results = play_in_process(ranks, in_turns=config.layout.tp * config.layout.cp > 1 or blocks)
+        self._sum_shared()
+        return results
+
+    def _sum_shared(self):
+        """Sum the gradients of weights that stages share."""
+        found = defaultdict(list)
+        for pipeline in self.pipelines:
+            for one in pipeline.data_parallel.shared:
+                assert one.is_pending
+                one.close()
+                found[one.owner].append(one)
+        for sets in found.values():
+            assert {(one.group.size, one.group.index) for one in sets} == {(len(sets), n) for n in range(len(sets))}
+            total = sum(one.gradient for one in sets)
+            for one in sets:
+                one.gradient.copy_(total)
 
     def mean_loss(self, batches):
         """Loss and tokens of batches, as evaluation and validation compute them."""
@@ -138,6 +178,8 @@ class OneProcess:
             for stage, weights in pipeline.data_parallel.weights.items() if pipeline.is_first_replica else ():
                 shards = [self.pipelines[other].data_parallel.weights[stage].gradient for other in group]
                 by_name |= weights.order.views(torch.cat(shards))
+            for one in pipeline.data_parallel.shared:
+                by_name |= one.weights.order.views(one.gradient)
             parts.append(Gradients(pipeline.counted_loss(result), by_name))
         batch = Batch.of(self._windows, layout.dp * layout.num_microbatches, torch.device("cpu"))
         return compare(_joined(parts, slices), reference_gradients(self.config, batch))

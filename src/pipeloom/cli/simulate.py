@@ -200,9 +200,9 @@ def _print(options: Options, step: SimulatedStep, beside: _Beside, run_file: Pat
 def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]:
     """What ``--json`` prints, in SI units.
 
-    Keys: ``step_time_s`` = ``pipeline_s`` + the sum of ``after_s`` (``reduce_s``, ``tied_s``, ``optimizer_s``,
-    ``fixed_s``); ``tokens_per_s``, ``mfu``, ``hfu``, ``bubble_fraction``; ``run`` (the model's sizes and the
-    layout), ``dtype``, ``has_default_dtype`` (whether it is the default), ``may_differ`` (why ``train`` may do
+    Keys: ``step_time_s`` = ``pipeline_s`` + the sum of ``after_s`` (``reduce_s``, ``tied_s``, ``shared_s``,
+    ``optimizer_s``, ``fixed_s``); ``tokens_per_s``, ``mfu``, ``hfu``, ``bubble_fraction``; ``run`` (the model's sizes
+    and the layout), ``dtype``, ``has_default_dtype`` (whether it is the default), ``may_differ`` (why ``train`` may do
     something else, or null), ``own_step_time_s`` (with ``--machine.inter-bandwidth`` and its like, the step on
     the cluster as it is), ``order`` (with ``--search-order``, the ``schedule_step_time_s`` of the run's own schedule
     and ``least_step_time_s``, which no order of the placement goes below; else null), ``fastest_partition`` (where

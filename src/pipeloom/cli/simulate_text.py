@@ -55,7 +55,11 @@ _LANES = {
     },
 }
 _USE = ("busy_s", "hidden_s", "exposed_s")
-_AFTER = {"reduce_s": "data-parallel, after the pipeline", "tied_s": "tied embedding, after the pipeline"}
+_AFTER = {
+    "reduce_s": "data-parallel, after the pipeline",
+    "tied_s": "tied embedding, after the pipeline",
+    "shared_s": "shared layers, after the pipeline",
+}
 _WITH_TENSOR = "compute+tp"
 """Label of compute on tensor-parallel ranks: their collectives are inside the actions, whose parts no trace shows."""
 _MOST_RANKS = 12

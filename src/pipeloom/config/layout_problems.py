@@ -239,6 +239,23 @@ def narrow_problems(config: RunConfig) -> Problems:
             yield f"{what} does not work with {name}; leave one of them out"
 
 
+def refused_over_stages(config: RunConfig) -> dict[str, bool]:
+    """What does not work with layers of several stages that share their weights -> whether the run has it."""
+    layout, optimizer, schedule = config.layout, config.optimizer, config.schedule
+    # The flat buffers of two stages differ, and so would the shards of what both have.
+    is_sharded = layout.shard != "none" and layout.data_ranks > 1
+    return {
+        f"layout.shard {layout.shard} with several stages, whose shards differ": is_sharded,
+        f"layout.tp {layout.tp} with several stages": layout.tp > 1,
+        "optimizer.update stage with several stages, of which each adds to the gradient": optimizer.update == "stage",
+        "optimizer.clip stage with several stages, which share a gradient": optimizer.clip == "stage",
+        "schedule.device_budget, which swaps whole stages": schedule.device_budget is not None,
+        "optimizer.wide_weights false with several stages, rounded by chance": not optimizer.wide_weights,
+        "training.check_every with several stages": config.training.check_every is not None,
+        "training.compile with several stages": config.training.compile,
+    }
+
+
 def freeze_problems(config: RunConfig) -> Problems:
     """Frozen layers, and adapters, which leave all else frozen."""
     number, family = config.training.freeze_layers, FAMILIES.get(config.family)

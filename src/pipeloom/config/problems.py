@@ -42,6 +42,7 @@ from pipeloom.config.layout_problems import (
     update_problems,
 )
 from pipeloom.config.run import RunConfig, value_of
+from pipeloom.config.sharing_problems import sharing_problems
 from pipeloom.config.tokenizer_files import num_tokens
 from pipeloom.errors import UserError, reason_of
 from pipeloom.system.toolchain import toolchain_problems
@@ -65,6 +66,7 @@ def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: boo
     checks += of_model if is_model_known else []
     checks += [_unused_problems, adapted_problems, move_problems, swap_problems, freeze_problems]
     checks += [update_problems, narrow_problems, expert_problems, balance_problems, load_problems]
+    checks += [sharing_problems] if is_model_known else []
     checks += [
         replica_problems,
         place_problems,

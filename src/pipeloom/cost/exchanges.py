@@ -12,10 +12,10 @@ from functools import lru_cache
 from pipeloom.cost.collectives import gather_s, reduce_s, sum_replicated_s, together_s
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster, Group
-from pipeloom.cost.matrices import stage_shards
+from pipeloom.cost.matrices import shared_on_rank, stage_shards
 from pipeloom.cost.placed import Placed, seconds_of_parts
 from pipeloom.cost.software import Software
-from pipeloom.cost.stages import tied_ranks, trained_replicated
+from pipeloom.cost.stages import layer_parameters, shared_ranks, tied_ranks, trained_replicated
 from pipeloom.workload.run import Run
 
 
@@ -109,19 +109,22 @@ class StepTerms:
     Attributes:
         reduce_s: exposed reduction of gradients, and gather of updated weights.
         tied_s: all-reduce of a tied embedding's gradients between the two ranks that hold it, after the pipeline.
+        shared_s: all-reduce of the gradients of layers that share their weights over stages, between the ranks that
+            have such layers, of all replicas.
         optimizer_s: update of the weights.
         fixed_s: constant overhead.
     """
 
     reduce_s: float
     tied_s: float
+    shared_s: float
     optimizer_s: float
     fixed_s: float
 
     @property
     def total_s(self) -> float:
         """Their sum."""
-        return self.reduce_s + self.tied_s + self.optimizer_s + self.fixed_s
+        return self.reduce_s + self.tied_s + self.shared_s + self.optimizer_s + self.fixed_s
 
 
 def step_terms(placed: Placed, backward_s: float) -> StepTerms:
@@ -147,7 +150,38 @@ def step_terms(placed: Placed, backward_s: float) -> StepTerms:
         message = run.shape.embedding_parameters / run.tp * software.gradient_bytes
         tied_s = route.collective_s("all_reduce", message, pair, use.data_bus)
     crowding = placed.cluster.crowding(run.num_devices)
-    return StepTerms(exposed_s * crowding, tied_s * crowding, _update_s(placed.of_state), use.step_s)
+    shared_s = 0.0 if run.shape.sharing is None else _shared_s(placed)
+    return StepTerms(
+        exposed_s * crowding, tied_s * crowding, shared_s * crowding, _update_s(placed.of_state), use.step_s
+    )
+
+
+def shared_bytes(run: Run, software: Software) -> tuple[tuple[tuple[int, ...], float], ...]:
+    """For each sum of gradients of layers that share their weights over stages: the pipeline ranks, and the bytes."""
+    if run.data_ranks == 1:
+        return tuple((ranks, _shared_message(run, software)) for ranks in shared_ranks(run, software) if len(ranks) > 1)
+    return tuple((ranks, _shared_message(run, software)) for ranks in shared_ranks(run, software))
+
+
+def _shared_message(run: Run, software: Software) -> float:
+    return layer_parameters(run) * software.gradient_bytes
+
+
+def _shared_s(placed: Placed) -> float:
+    """Seconds of the sums of gradients of layers that share their weights over stages, on the rank with most of them.
+
+    They follow each other, since ranks that have several sets take them in one order.
+    """
+    run, found = placed.run, [0.0] * placed.run.pp
+    for ranks, message in shared_bytes(run, placed.software):
+        route, size = placed.route(ranks[0], ranks[-1]), len(ranks) * run.data_ranks
+        per_node = min(size, route.devices_per_node) if run.num_devices > route.devices_per_node else size
+        each_s = route.collective_s(
+            "all_reduce", message, Group(size, per_node, 1), placed.software.efficiency.data_bus
+        )
+        for rank in ranks:
+            found[rank] += each_s
+    return max(found)
 
 
 def _exposed_s(run: Run, part: Cluster, software: Software, parameters: float, backward_s: float) -> float:
@@ -206,5 +240,6 @@ def _matrices_s(placed: Placed) -> list[float]:
     for rank, part in enumerate(placed.parts):
         by_shard = zip(*(shards[stage].flops for stage in placed.placement.stages_of(rank)), strict=True)
         flops = max(sum(each) for each in by_shard)
+        flops += 0.0 if run.shape.sharing is None else shared_on_rank(run, software, rank)[1]
         found.append(part.device.matmul_s(flops, 0.0, run.precision, software.efficiency.matmul))
     return found

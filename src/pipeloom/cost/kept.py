@@ -228,8 +228,8 @@ class Kept:
         shape, size = self.run.shape, self.run.element_bytes
         queries, keys, inner = map(self._share, (shape.query_width, shape.kv_width, shape.ffn))
         family, experts = shape.kind, shape.experts
-        block = 2 * shape.hidden + (1 + family.gates) * inner
         router = 0
+        block = 2 * shape.hidden + (1 + family.gates) * inner
         if experts is not None:
             # Of each pair, and of the shared experts if there are any.
             block = experts.per_token * (2 * shape.hidden + (1 + family.gates) * self._share(experts.ffn))
@@ -237,11 +237,17 @@ class Kept:
             block += 2 * shape.hidden + (1 + family.gates) * self._share(shared) if shared else 0
             router = experts.count * shape.hidden
         split = 2 * queries + 2 * keys + block
+        return size * ((2 * shape.hidden + split) * self.run.tokens + router) + self.pending_vectors()
+
+    def pending_vectors(self) -> int:
+        """Bytes of them that are gradients of a layer's vectors, which layers with shared weights have once."""
+        shape, family = self.run.shape, self.run.shape.kind
+        queries, keys, inner = map(self._share, (shape.query_width, shape.kv_width, shape.ffn))
         vectors = family.layer_norms * family.norm_vectors * shape.hidden
         vectors += (queries + 2 * keys) * family.qkv_biases + family.gates * inner * family.mlp_biases
         vectors += shape.hidden * (family.output_bias + family.mlp_biases) + shape.qk_norm_parameters
-        vectors += (queries + keys) * (family.qk_norm == "width") + router
-        return size * ((2 * shape.hidden + split) * self.run.tokens + vectors)
+        vectors += (queries + keys) * (family.qk_norm == "width")
+        return self.run.element_bytes * vectors
 
     def pending_embedding(self) -> int:
         """Bytes of the embedding between the halves: the gradient of its output."""

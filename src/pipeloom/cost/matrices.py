@@ -5,7 +5,14 @@ from math import prod
 from typing import NamedTuple
 
 from pipeloom.cost.software import Software
-from pipeloom.cost.stages import frozen_layers, stage_layers, trained_parameters
+from pipeloom.cost.stages import (
+    frozen_layers,
+    layer_parameters,
+    own_layers,
+    shared_layers,
+    stage_layers,
+    trained_parameters,
+)
 from pipeloom.workload.adapter import FIRST, PATHS, SECOND, Adapter, known_targets
 from pipeloom.workload.optimizers import Shape
 from pipeloom.workload.packing import pack
@@ -57,17 +64,16 @@ def stage_shards(run: Run, software: Software) -> tuple[StageShards, ...] | None
 
 def _matrices(run: Run, software: Software, stage: int) -> list[tuple[str, Shape]]:
     """Names and shapes of the trained matrices of a stage, without tensor parallelism."""
-    shape, (counts, head) = run.shape, stage_layers(run, software)
-    trained = counts[stage] - frozen_layers(run, software)[stage]
-    own = run.adapter or Adapter(rank=1, alpha=1.0, targets=known_targets(shape.kind))
-    found: list[tuple[str, Shape]] = []
+    shape, (_, head) = run.shape, stage_layers(run, software)
+    trained = own_layers(run, software)[stage] - frozen_layers(run, software)[stage]
+    own, found = run.adapter, list[tuple[str, Shape]]()
     for layer in range(trained):
+        if own is None:
+            found += _of_layer(run, layer)
+            continue
         for target, (inputs, outputs, _) in zip(own.targets, own.widths(shape), strict=True):
             matrix = f"layers.{layer}.{PATHS[target]}"
-            if run.adapter is None:
-                found.append((f"{matrix}.weight", (outputs, inputs)))
-            else:
-                found += [(matrix + FIRST, (own.rank, inputs)), (matrix + SECOND, (outputs, own.rank))]
+            found += [(matrix + FIRST, (own.rank, inputs)), (matrix + SECOND, (outputs, own.rank))]
     if run.adapter is not None:
         return found
     if stage == 0 and not run.frozen_pieces:
@@ -79,13 +85,41 @@ def _matrices(run: Run, software: Software, stage: int) -> list[tuple[str, Shape
     return found
 
 
-def state_of_rank(run: Run, software: Software, stages: tuple[int, ...]) -> float:
-    """Bytes of the optimizer state of whole matrices, and of all else, on the fullest device of these stages.
+def _of_layer(run: Run, layer: int) -> list[tuple[str, Shape]]:
+    """Names and shapes of the matrices of a layer, without tensor parallelism."""
+    own = Adapter(rank=1, alpha=1.0, targets=known_targets(run.shape.kind))
+    widths = zip(own.targets, own.widths(run.shape), strict=True)
+    return [(f"layers.{layer}.{PATHS[target]}.weight", (outputs, inputs)) for target, (inputs, outputs, _) in widths]
+
+
+def shared_on_rank(run: Run, software: Software, rank: int) -> tuple[float, float]:
+    """Of a rank's sets of weights of layers in several stages: elements of optimizer state, and FLOPs of the update.
+
+    Each is whole on the rank: such layers are not sharded. 0 where the update is elementwise.
+    """
+    rule, count = software.optimizer, shared_layers(run, software)[rank]
+    if rule is None or rule.matrices is None or not count:
+        return 0.0, 0.0
+    whole = [(name, shape) for name, shape in _of_layer(run, 0) if rule.takes_whole(name, shape)]
+    rest = layer_parameters(run) - sum(prod(shape) for _, shape in whole)
+    state = sum(prod(own) for each in whole for own in rule.state_shapes(*each).values()) + len(rule.state) * rest
+    return float(count * state), count * sum(rule.matrices.flops(shape) for _, shape in whole)
+
+
+def state_of_rank(run: Run, software: Software, rank: int, stages: tuple[int, ...]) -> float:
+    """Bytes of the optimizer state of whole matrices, and of all else, on the fullest device of a rank.
 
     0 where the update is elementwise: then ``Software.optimizer_state_bytes`` has it.
+
+    Args:
+        run: model and layout.
+        software: the training program.
+        rank: of the pipeline.
+        stages: of the rank, or some of them.
     """
     shards = stage_shards(run, software)
     if shards is None:
         return 0.0
     by_shard = zip(*(shards[stage].state for stage in stages), strict=True)
-    return 4.0 * max(sum(each) for each in by_shard)
+    shared = 0.0 if run.shape.sharing is None else shared_on_rank(run, software, rank)[0]
+    return 4.0 * (max(sum(each) for each in by_shard) + shared)

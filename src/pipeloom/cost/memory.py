@@ -11,7 +11,7 @@ from pipeloom.cost.foreign import GATHERED_COPIES, layer_kept_bytes, layer_pendi
 from pipeloom.cost.kept import Kept
 from pipeloom.cost.ring import ring_buffer_bytes
 from pipeloom.cost.software import Software
-from pipeloom.cost.stages import StageKinds, layers_by_kind, num_frozen_stages, of_each, stage_layers
+from pipeloom.cost.stages import StageKinds, layers_by_kind, num_frozen_stages, of_each, stage_layers, stage_sets
 from pipeloom.workload.layout import Shard
 from pipeloom.workload.run import Run
 
@@ -225,6 +225,10 @@ def stage_pending_bytes(run: Run, software: Software) -> list[float]:
         return [each * count for count in counts]
     stages = layers_by_kind(run, software)
     pending = of_each(stages, lambda kinds: float(sum(Kept(one).pending_layer() * count for one, count in kinds)))
+    if run.shape.sharing is not None:
+        sets = stage_sets(run, software)
+        again = [count - number for count, number in zip(counts, sets, strict=True)]
+        pending = [held - more * own.pending_vectors() for held, more in zip(pending, again, strict=True)]
     pending[0] += own.pending_embedding()
     pending[head] += own.pending_head()
     return pending

@@ -29,6 +29,7 @@ from pipeloom.cost.stages import (
     stage_parameters,
     tied_ranks,
     trained_parameters,
+    with_shared,
 )
 from pipeloom.schedule import Placement
 from pipeloom.workload.layout import place_of
@@ -78,7 +79,7 @@ class Placed:
     @cached_property
     def rank_parameters(self) -> tuple[float, ...]:
         """Number of parameters on one device of each pipeline rank."""
-        return parameters_by_rank(self.run, self.parameters)
+        return with_shared(self.run, self.software, parameters_by_rank(self.run, self.parameters))
 
     @cached_property
     def trained_parameters(self) -> tuple[float, ...]:

@@ -15,6 +15,7 @@ from pipeloom.workload.layout import Recompute, frozen_counts, frozen_stages
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.model_shape import Experts
 from pipeloom.workload.run import Run
+from pipeloom.workload.sharing import ranks_of_owners, stages_of_owners
 
 
 @lru_cache(maxsize=512)
@@ -163,12 +164,51 @@ def stage_parameters(run: Run, software: Software) -> tuple[float, ...]:
     """Number of parameters of each stage on one device; exact for this program, on the device with the largest share.
 
     A tied embedding counts for the first and the last stage; only for the first if both are on one rank, or if the
-    program lends it (``Software.lends_tied``).
+    program lends it (``Software.lends_tied``). Layers that share their weights count once, and those that share over
+    stages in ``shared_parameters``.
     """
-    base = _parameters(run, software, stage_layers(run, software)[0])
+    base = _parameters(run, software, own_layers(run, software))
     if run.adapter is None:
         return base
     return tuple(held + own for held, own in zip(base, _of_adapters(run, software), strict=True))
+
+
+def own_layers(run: Run, software: Software) -> tuple[int, ...]:
+    """For each stage the number of sets of weights of its layers, without those that other stages have, too."""
+    counts, sharing = stage_layers(run, software)[0], run.shape.sharing
+    if sharing is None:
+        return counts
+    only = Counter(stages[0] for stages in stages_of_owners(sharing, counts).values() if len(stages) == 1)
+    return tuple(only[stage] for stage in range(len(counts)))
+
+
+def stage_sets(run: Run, software: Software) -> tuple[int, ...]:
+    """For each stage the number of sets of weights of its layers, also of those that other stages have, too."""
+    counts, sharing = stage_layers(run, software)[0], run.shape.sharing
+    if sharing is None:
+        return counts
+    held = Counter(stage for stages in stages_of_owners(sharing, counts).values() for stage in stages)
+    return tuple(held[stage] for stage in range(len(counts)))
+
+
+def shared_ranks(run: Run, software: Software) -> tuple[tuple[int, ...], ...]:
+    """For each set of weights of layers in several stages the pipeline ranks that have it."""
+    sharing = run.shape.sharing
+    if sharing is None:
+        return ()
+    owner = placement_of(run).rank_by_stage
+    return tuple(ranks_of_owners(sharing, stage_layers(run, software)[0], owner).values())
+
+
+def shared_layers(run: Run, software: Software) -> tuple[int, ...]:
+    """For each pipeline rank the number of sets of weights of layers in several stages; they belong to no stage."""
+    held = Counter(rank for ranks in shared_ranks(run, software) for rank in ranks)
+    return tuple(held[rank] for rank in range(run.pp))
+
+
+def layer_parameters(run: Run) -> int:
+    """Number of parameters of a layer without experts, on the tensor-parallel rank with most of them."""
+    return _in_layer(run, None)
 
 
 def _of_adapters(run: Run, software: Software) -> tuple[float, ...]:
@@ -267,7 +307,7 @@ def replicated_parameters(run: Run, software: Software) -> tuple[int, ...]:
 
     Without those of adapters: norms, also those of heads; biases of row-parallel matrices, and learned positions.
     """
-    counts, head = stage_layers(run, software)
+    counts, (_, head) = own_layers(run, software), stage_layers(run, software)
     held = _of_layers(run, software, counts, _replicated_in_layer)
     held[0] += _positions(run)
     held[head] += _head_norm(run)
@@ -304,12 +344,20 @@ def _positions(run: Run) -> int:
 
 def rank_parameters(run: Run, software: Software) -> tuple[float, ...]:
     """Number of parameters on one device of each pipeline rank."""
-    return parameters_by_rank(run, stage_parameters(run, software))
+    return with_shared(run, software, parameters_by_rank(run, stage_parameters(run, software)))
 
 
 def trained_rank_parameters(run: Run, software: Software) -> tuple[float, ...]:
     """``rank_parameters`` of the pieces that are trained."""
-    return parameters_by_rank(run, trained_parameters(run, software))
+    return with_shared(run, software, parameters_by_rank(run, trained_parameters(run, software)))
+
+
+def with_shared(run: Run, software: Software, by_rank: tuple[float, ...]) -> tuple[float, ...]:
+    """Number of parameters of each pipeline rank, with those that its layers share over stages."""
+    if run.shape.sharing is None:
+        return by_rank
+    more = (count * layer_parameters(run) for count in shared_layers(run, software))
+    return tuple(held + shared for held, shared in zip(by_rank, more, strict=True))
 
 
 def parameters_by_rank(run: Run, by_stage: Sequence[float]) -> tuple[float, ...]:

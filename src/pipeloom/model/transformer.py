@@ -174,7 +174,9 @@ class Transformer(nn.Module):
         assert pieces, "a part of a model without pieces"
         assert pieces.step == 1, f"pieces with gaps: {pieces}"
         assert 0 <= pieces[0] <= pieces[-1] <= last, f"pieces that are not in the model: {pieces}"
-        layers = [piece - 1 for piece in pieces if 0 < piece < last]
+        # Numbers of the layers in order, and for each the one whose weights it has.
+        self.numbers = tuple(piece - 1 for piece in pieces if 0 < piece < last)
+        self._owner = {one: one if config.sharing is None else config.sharing.owner(one) for one in self.numbers}
         self.config = config
         self.max_positions = max_positions
         self.pieces = pieces
@@ -182,8 +184,9 @@ class Transformer(nn.Module):
         self.context = WHOLE_SEQUENCES
         self.embedding = Embedding(config, max_positions, parallel) if 0 in pieces else None
         kind = _layer_class(config.family)
-        # A dict with layer numbers of the whole model as keys, so that names are global on every stage.
-        self.layers = nn.ModuleDict({str(layer): kind(config, parallel) for layer in layers})
+        # A dict with layer numbers of the whole model as keys, so that names are global on every stage. Layers that
+        # share their weights are one module, which runs once for each.
+        self.layers = nn.ModuleDict({str(one): kind(config, parallel) for one in dict.fromkeys(self._owner.values())})
         for name, built in self.layers.items():
             assert isinstance(built, Layer)
             built.attention.window = config.window_of(int(name))
@@ -298,9 +301,10 @@ class Transformer(nn.Module):
         positions = places_T if documents is None else documents.positions(places_T)
         x = self.parallel.from_boundary(x) if self.embedding is None else self.embedding(x, positions)
         rotary = self._rotary(positions, x)
-        for name, layer in self.layers.items():
+        for number in self.numbers:
+            layer = self.layers[str(self._owner[number])]
             assert isinstance(layer, Layer)
-            earlier = None if cache is None else cache.earlier(name, begin)
+            earlier = None if cache is None else cache.earlier(str(number), begin)
             own = rotary.get(layer.attention.window is not None)
             x = run_part(layer, x, own, earlier, documents, recomputes=layer.recomputes)
         if self.head is None:

@@ -185,6 +185,7 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
         own["layout.microbatches"] = config.layout.microbatches is not None, ", whose replicas have as many"
         own["adapter.rank"] = config.adapter.rank is not None, ""
         own["model.experts"] = config.model.experts is not None, ""
+        own["model.share_layers"] = config.model.share_layers is not None, ""
         problems += [
             f"{name} needs machine.software pipeloom, found {software.name}{what}"
             for name, (is_given, what) in own.items()

@@ -30,8 +30,10 @@ from pipeloom.cost.memory import (
 from pipeloom.cost.software import Software
 from pipeloom.cost.stages import (
     gathered_parameters,
+    layer_parameters,
     layers_by_kind,
     num_frozen_stages,
+    shared_layers,
     stage_layers,
     stage_parameters,
     trained_parameters,
@@ -269,8 +271,8 @@ def _besides_activations(
     """For each rank its weights, gradients and optimizer state, with buffers and a tied matrix."""
     by_stage, frozen = _trained_parameters(run, software), _frozen_bytes(run, software)
     found, states = list[State](), dict[float, State]()
-    for stages, more in zip(_stages(placement), buffers, strict=True):
-        held = sum(by_stage[stage] for stage in stages)
+    for rank, (stages, more) in enumerate(zip(_stages(placement), buffers, strict=True)):
+        held = _held_parameters(run, software, by_stage, rank, stages)
         # Most ranks have equally many parameters.
         if (state := states.get(held)) is None:
             state = states[held] = state_bytes(run, held, software)
@@ -280,7 +282,7 @@ def _besides_activations(
             State(
                 state.weights_bytes + still + lent.weights_bytes + more.gathered_bytes,
                 state.gradients_bytes * (not more.has_all) + lent.gradients_bytes + more.gradients_bytes,
-                state.optimizer_bytes + state_of_rank(run, software, tuple(stages)),
+                state.optimizer_bytes + state_of_rank(run, software, rank, tuple(stages)),
             )
         )
     return tuple(found)
@@ -340,6 +342,14 @@ def _trained_parameters(run: Run, software: Software) -> tuple[float, ...]:
     if shards is not None:
         return tuple(float(one.size * len(one.state)) for one in shards)
     return _padded(run, software, trained_parameters(run, software))
+
+
+def _held_parameters(
+    run: Run, software: Software, by_stage: Sequence[float], rank: int, stages: Sequence[int]
+) -> float:
+    """Number of trained parameters of a rank: of its stages, and of sets of weights that layers share over stages."""
+    held = sum(by_stage[stage] for stage in stages)
+    return held if run.shape.sharing is None else held + shared_layers(run, software)[rank] * layer_parameters(run)
 
 
 def _frozen_parameters(run: Run, software: Software) -> tuple[float, ...]:
@@ -413,15 +423,16 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     working[head] += max(0.0, logits_bytes(run, software) - kept_logits(run, software))
     by_stage = _trained_parameters(run, software)
     always = [
-        _total_bytes(state_bytes(run, sum(by_stage[stage] for stage in stages), software), more)
-        + state_of_rank(run, software, tuple(stages))
+        _total_bytes(state_bytes(run, _held_parameters(run, software, by_stage, rank, stages), software), more)
+        + state_of_rank(run, software, rank, tuple(stages))
         + sum(frozen[stage] for stage in stages)
         + lent_bytes(run, software, stages).total_bytes
         + more.gradients_bytes
         + (0.0 if software.has_reduction_lane else more.gathered_bytes)
         + software.reserve_bytes
         + masks
-        for stages, more, masks in zip(
+        for rank, stages, more, masks in zip(
+            range(schedule.num_ranks),
             _stages(schedule.placement),
             _buffers(run, software, schedule),
             _most_masks(run, software, schedule.placement, partial(most_in_rows, schedule)),

@@ -11,7 +11,14 @@ from pipeloom.catalog import load_software
 from pipeloom.config import RunConfig
 from pipeloom.cost.memory import frozen_bytes, state_bytes
 from pipeloom.cost.software import Software
-from pipeloom.cost.stages import frozen_layers, rank_parameters, stage_layers, trained_rank_parameters
+from pipeloom.cost.stages import (
+    frozen_layers,
+    layer_parameters,
+    rank_parameters,
+    shared_ranks,
+    stage_layers,
+    trained_rank_parameters,
+)
 from pipeloom.predict.describe import described_run, with_update_of
 from pipeloom.workload.dtypes import precision_of
 from pipeloom.workload.run import Run
@@ -89,9 +96,18 @@ def copy_bytes(config: RunConfig, run: Run, software: Software) -> tuple[float, 
     # Weights as the optimizer has them, and its state.
     wide = (_WIDE_BYTES if config.optimizer.wide_weights else run.element_bytes) + config.optimizer.rule.state_bytes
     return tuple(
-        (own * wide + (held - own) * run.element_bytes) / run.data_ranks
-        for held, own in zip(whole, trained, strict=True)
+        ((own - less) * wide + (held - own) * run.element_bytes) / run.data_ranks
+        for held, own, less in zip(whole, trained, _written_by_others(run, software), strict=True)
     )
+
+
+def _written_by_others(run: Run, software: Software) -> list[float]:
+    """For each pipeline rank the parameters of shared layers that other pipeline ranks write."""
+    found = [0.0] * run.pp
+    for ranks in shared_ranks(run, software):
+        for rank in ranks:
+            found[rank] += layer_parameters(run) * (1 - 1 / len(ranks))
+    return found
 
 
 def reference_bytes(config: RunConfig) -> Parts:

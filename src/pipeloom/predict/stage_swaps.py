@@ -19,7 +19,7 @@ def swapped_amounts(run: Run, software: Software) -> tuple[Amounts, ...]:
     found: list[Amounts] = []
     for stage, parameters in enumerate(stage_parameters(run, software)):
         state = state_bytes(run, parameters, software)
-        kept = state.optimizer_bytes + state_of_rank(run, software, (stage,))
+        kept = state.optimizer_bytes + state_of_rank(run, software, 0, (stage,))
         found.append(Amounts(weights=state.weights_bytes, gradient=state.gradients_bytes, state=kept))
     _, head = stage_layers(run, software)
     if run.shape.tied and head > 0:

@@ -232,7 +232,7 @@ class SimulatedStep(Pictured, OfPlaced):
                     exposed_p2p_s=account.exposed_p2p_s + blocked_s,
                     drain_s=max(0.0, account.drain_s - hidden_s) + self.drain_s,
                 ),
-                terms.reduce_s + terms.tied_s,
+                terms.reduce_s + terms.tied_s + terms.shared_s,
                 terms.optimizer_s,
                 terms.fixed_s,
             )

@@ -119,24 +119,25 @@ def export_weights(
 
 
 class Stored(NamedTuple):
-    """The parameters of a checkpoint: what reads them, and their shapes and types by name."""
+    """The parameters of a checkpoint: what reads them, their shapes and types by name, and the prefix of their keys."""
 
     reader: CheckpointReader
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
+    prefix: str = MODEL
 
 
-def stored_parameters(reader: CheckpointReader) -> Stored:
-    """The parameters of a checkpoint, which are not read yet."""
+def stored_parameters(reader: CheckpointReader, prefix: str = MODEL) -> Stored:
+    """The parameters of a checkpoint, or other tensors with a prefix of their keys, which are not read yet."""
     found = {
-        key.removeprefix(MODEL): found
+        key.removeprefix(prefix): found
         for key, found in reader.read_metadata().state_dict_metadata.items()
-        if key.startswith(MODEL) and isinstance(found, TensorStorageMetadata)
+        if key.startswith(prefix) and isinstance(found, TensorStorageMetadata)
     }
     if not found:
         raise UserError(f"expected a checkpoint with weights, found none in {reader.path}")
     shapes = {name: tuple(one.size) for name, one in found.items()}
-    return Stored(reader, shapes, {name: one.properties.dtype for name, one in found.items()})
+    return Stored(reader, shapes, {name: one.properties.dtype for name, one in found.items()}, prefix)
 
 
 def _write_files(
@@ -242,11 +243,16 @@ def _read(
     """Tensors of a file by name, with the parameters of the checkpoint, to which these adapters are added."""
     found: dict[str, Tensor] = {}
     views: dict[str, Tensor] = {}
+    again: list[tuple[str, Tensor]] = []  # parameters of several layers are several tensors of a file
     for one in wanted:
         tensor = found[one.name] = torch.empty(one.shape(stored.shapes), dtype=dtypes[one.name])
         parts = (tensor.T if one.is_transposed else tensor).split([stored.shapes[name][0] for name in one.parameters])
-        views |= dict(zip(one.parameters, parts, strict=True))
+        for name, part in zip(one.parameters, parts, strict=True):
+            if views.setdefault(name, part) is not part:
+                again.append((name, part))
     load_stored(stored, views)
+    for name, part in again:
+        part.copy_(views[name])
     if merged is None:
         return found
     for name, view in views.items():
@@ -263,7 +269,7 @@ def _read(
 
 def load_stored(stored: Stored, parameters: Mapping[str, Tensor]) -> None:
     """Read parameters by name."""
-    views = {MODEL + name: tensor for name, tensor in parameters.items()}
+    views = {stored.prefix + name: tensor for name, tensor in parameters.items()}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose: one process

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from pipeloom.system.files import parse_json
 from pipeloom.training.pretrained import DTYPES, Origin, read_description, weight_files_of
 from pipeloom.workload.adapter import FIRST, PAIR, PATHS, SECOND, Adapter, is_pair, without_pairs
 from pipeloom.workload.dtypes import Dtype
+from pipeloom.workload.sharing import layer_names, shared_name
 
 _DTYPE_KEY, _OLD_DTYPE_KEY = "dtype", "torch_dtype"
 """Key of a ``config.json`` for the type of its weights, in transformers 5 and 4."""
@@ -87,7 +88,8 @@ def hugging_face_content(
     files = weight_files_of(model, table["model_type"])
     if first is not None:
         files = files.named_as_in([name for part in first.tensors.values() for name in part])
-    tensors = files.of_model(list(stated), model.num_layers)
+    names = [name for one in stated for name in layer_names(one, model.sharing)]
+    tensors = [_of_shared(one, model) for one in files.of_model(names, model.num_layers)]
     theirs = {} if first is None else {name: kind for part in first.tensors.values() for name, kind in part.items()}
     dtypes = {
         one.name: getattr(torch, DTYPES[theirs[one.name]]) if one.name in theirs else stated[one.parameters[0]]
@@ -104,6 +106,13 @@ def hugging_face_content(
     names = {one.name for one in tensors}
     parts = {file: [name for name in part if name in names] for file, part in first.tensors.items()}
     return Content(tensors, dtypes, parts, first.about, texts=texts)
+
+
+def _of_shared(tensor: FileTensor, model: ModelConfig) -> FileTensor:
+    """A tensor of a layer's own in a file, from the parameters that the layer shares."""
+    if model.sharing is None:
+        return tensor
+    return replace(tensor, parameters=tuple(shared_name(name, model.sharing) for name in tensor.parameters))
 
 
 def _model_of(checkpoint: Path) -> tuple[ModelConfig, Origin | None, dict[str, Any]]:

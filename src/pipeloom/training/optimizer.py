@@ -152,8 +152,8 @@ class WholeUpdates:
 
         Returns:
             Seconds of each stage's update within the pipeline (here none); and on rank 0 the seconds after the
-            pipeline, of the slowest rank: gradient norm, clipping and optimizer step, timed on copies on all ranks at
-            once.
+            pipeline, of the slowest rank: sum of shared gradients, gradient norm, clipping and optimizer step, timed on
+            copies on all ranks at once.
         """
         make = partial(make_optimizer, self._config)
         update = Update(make, self._config.known_clip_grad_norm, self._data_parallel.parts, world)
@@ -163,6 +163,7 @@ class WholeUpdates:
             world.wait_for_all()
 
         def once() -> None:
+            self._data_parallel.sum_shared(world.timeout.total_seconds(), is_again=True)
             update.step()
             self._data_parallel.refresh()  # weights are unchanged
 

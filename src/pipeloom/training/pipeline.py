@@ -54,7 +54,7 @@ from pipeloom.runs.action_log import ActionLog
 from pipeloom.schedule import Schedule
 from pipeloom.training.expert_loads import loads_of
 from pipeloom.training.schedules import forward_schedule, run_of_replica, training_schedule
-from pipeloom.training.stages import StageSizes, make_store, output_specs, saved_bytes, stage_of
+from pipeloom.training.stages import StageSizes, make_store, output_specs, saved_bytes, shared_groups, stage_of
 from pipeloom.training.visits import Visits
 
 _Own = TypeVar("_Own")
@@ -72,10 +72,9 @@ class Pipeline:
 
     def __init__(self, config: RunConfig, world: World, *, trains: bool = True, log: ActionLog | None = None) -> None:
         self._world, self._config, self._trains, self._log = world, config, trains, log
-        self._dtype = getattr(torch, config.training.known_dtype)
-        assert config.layout.partition is not None
-        self._pieces = stage_pieces(config.layout.partition)
-        layout = config.layout
+        self._dtype, layout = getattr(torch, config.training.known_dtype), config.layout
+        assert layout.partition is not None
+        self._pieces = stage_pieces(layout.partition)
         self._place = layout.coordinates(world.rank)
         self._own = run_of_replica(config, layout.replica_of(self._place))
         self.schedule = training_schedule(self._own) if trains else self._forwards()
@@ -100,6 +99,7 @@ class Pipeline:
             store=self.store,
             is_whole=config.optimizer.rule.takes_whole,
             keeps_wide=config.optimizer.wide_weights,
+            shared=shared_groups(config, world, self.schedule.placement, log),
         )
         self._tied = self._share_matrix()
         modules = {stage: one.module for stage, one in self.data_parallel.weights.items()}
@@ -152,7 +152,11 @@ class Pipeline:
         if not self.is_first_replica:
             return 0
         with_replicated = self._place.tensor == 0
-        return sum(one.num_parameters(with_replicated=with_replicated) for one in self.data_parallel.weights.values())
+        return sum(
+            one.num_parameters(with_replicated=with_replicated)
+            for one, group in self.data_parallel.all_weights
+            if group is None or group.index == 0
+        )
 
     def counted_loss(self, result: StepResult) -> float:
         """This rank's share of the loss; the sum over all ranks counts each micro-batch once."""
@@ -205,6 +209,8 @@ class Pipeline:
         found: dict[str, Tensor] = {}
         for stage in self.data_parallel.weights:
             found |= self.data_parallel.gather_gradient(stage, timeout_s)
+        for one in self.data_parallel.shared:
+            found |= one.weights.order.views(one.gradient)
         return found
 
     def visits(self) -> Visits:
@@ -226,7 +232,9 @@ class Pipeline:
         self._warm_up(batch)
         cut = batch if self._slices is None else batch.cut(self._slices)
         objective = self._loss_of(cut, self._config.training.z_loss)
-        return self._run(self._trainer, cut.inputs, objective, _documents(cut, self.schedule.num_slices))
+        result = self._run(self._trainer, cut.inputs, objective, _documents(cut, self.schedule.num_slices))
+        self.data_parallel.sum_shared(self._config.training.stall_timeout_s)
+        return result
 
     def evaluate(self, batch: Batch) -> StepResult:
         """Run forwards only. Outputs are shares of the loss."""
@@ -433,7 +441,9 @@ class Pipeline:
         *,
         continues: bool = False,
     ) -> dict[int, Stage]:
-        first, split = schedule.first_backward_stage, schedule.split_stages
+        first, split = schedule.first_backward_stage, set(schedule.split_stages)
+        if split and self.data_parallel.shared:  # layers that two stages share defer for both
+            split.update(self.data_parallel.weights)
         return {
             index: Stage(
                 one.module,

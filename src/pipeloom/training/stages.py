@@ -15,8 +15,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from pipeloom.config import RunConfig, ScheduleConfig
+from pipeloom.cost.stages import layers_of_pieces
 from pipeloom.errors import UserError
 from pipeloom.execute.communication.boundary import TensorSpec
+from pipeloom.execute.communication.collectives import Group, make_shared_groups
+from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.saved import Parcel
 from pipeloom.execute.stages.stage import split_backward_of
 from pipeloom.execute.stages.stage_store import StageStore
@@ -35,10 +38,12 @@ from pipeloom.model.deferred import defer
 from pipeloom.model.experts import balances_of
 from pipeloom.model.key_values import KeyValueCache
 from pipeloom.model.tensor_parallel import WHOLE, TensorGroup
-from pipeloom.schedule import Kind, Schedule
+from pipeloom.runs.action_log import ActionLog
+from pipeloom.schedule import Kind, Placement, Schedule
 from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.workload.layout import Recompute
+from pipeloom.workload.sharing import ranks_of_owners
 
 
 def stage_of(
@@ -80,6 +85,25 @@ def stage_of(
         balance.num_tokens = config.layout.batch_size * config.data.seq_len
     stage.freeze(config.frozen_pieces) if config.pairs is None else stage.freeze_base()
     return stage
+
+
+def shared_groups(config: RunConfig, world: World, placement: Placement, log: ActionLog | None) -> dict[int, Group]:
+    """The ranks of weights that several stages share, by the first layer that has them; of those that this rank has.
+
+    Collective, as ``make_groups``.
+
+    Args:
+        config: resolved.
+        world: all ranks.
+        placement: of the stages.
+        log: where sums are noted.
+    """
+    sharing, partition = config.model.sharing, config.layout.partition
+    if sharing is None:
+        return {}
+    assert partition is not None, "the layout is not resolved"
+    sets = ranks_of_owners(sharing, layers_of_pieces(partition), placement.rank_by_stage)
+    return make_shared_groups(config.layout, world, sets, log)
 
 
 def output_specs(

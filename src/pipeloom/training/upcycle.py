@@ -1,41 +1,18 @@
 """Makes experts of a dense model's feed-forward blocks: sparse upcycling (arXiv 2212.05055)."""
 
-import shutil
-import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
-from torch.distributed import checkpoint as dcp
 
-from pipeloom.checkpoint.checkpoint_folder import (
-    FOLDER,
-    METADATA,
-    CheckpointInfo,
-    damage,
-    draft_of,
-    find_checkpoint,
-    measure,
-    name_of,
-    read_info,
-    read_tokenizer,
-    sync_folder,
-    write_info,
-    write_synced,
-)
-from pipeloom.config import CheckpointConfig, ModelConfig, OutputConfig, RunConfig, find_problems
+from pipeloom.config import CheckpointConfig, ModelConfig, OutputConfig, find_problems
 from pipeloom.config.expert_problems import balance_problems
-from pipeloom.config.file import format_run, read_run_file
-from pipeloom.errors import ConfigError, RunError, UserError
+from pipeloom.errors import ConfigError, UserError
 from pipeloom.model.split import first_value
-from pipeloom.runs.run_folder import CONFIG
-from pipeloom.training.checkpoints.boxes import Elements
 from pipeloom.training.checkpoints.contents import MODEL
-from pipeloom.training.checkpoints.planner import ElementsSavePlanner
-from pipeloom.training.checkpoints.storage import CheckpointReader, CheckpointWriter
+from pipeloom.training.checkpoints.storage import CheckpointReader
+from pipeloom.training.converted import read_source, write_converted
 from pipeloom.training.export import Stored, load_stored, stored_parameters
 from pipeloom.workload.model import model_settings
 
@@ -65,12 +42,7 @@ def upcycle(
             with the sizes.
         RunError: the files cannot be written; nothing is left behind.
     """
-    checkpoint = find_checkpoint(run)
-    if found := damage(checkpoint):
-        raise UserError("\n  - ".join([f"the checkpoint {checkpoint} is damaged; use another one:", *found]))
-    if folder.exists():
-        raise UserError(f"{folder} exists; choose another folder")
-    info, config = read_info(checkpoint), _config_of(run)
+    checkpoint, info, config, texts = read_source(run, folder)
     if info.adapter is not None:
         raise UserError(f"{checkpoint} has adapters; export it with --merge, and train from that folder first")
     if config.model.experts is not None or config.model.adapted is not None:
@@ -90,18 +62,7 @@ def upcycle(
         raise ConfigError(problems, "the run with experts")
     info = replace(info, model=model_settings(config.model), cause="end", base=None)
     tensors = _with_experts(stored_parameters(CheckpointReader(checkpoint)), config.model, config.training.seed)
-    return _write(folder, info, config, tensors, read_tokenizer(checkpoint) or {})
-
-
-def _config_of(run: Path) -> RunConfig:
-    """The settings of a run."""
-    file = run / CONFIG
-    if not file.exists():
-        raise UserError(f"expected a run folder with {CONFIG}, found none in {run}")
-    config, problems = read_run_file(file)
-    if problems:
-        raise ConfigError(problems, str(file))
-    return config
+    return write_converted(folder, info, config, {MODEL + name: one for name, one in tensors.items()}, texts)
 
 
 def _with_experts(stored: Stored, model: ModelConfig, seed: int) -> dict[str, Tensor]:
@@ -122,34 +83,3 @@ def _with_experts(stored: Stored, model: ModelConfig, seed: int) -> dict[str, Te
         if router not in found:
             found[router] = first_value(router, (layout.count, model.hidden_size), seed, model).to(tensor.dtype)
     return found
-
-
-def _write(
-    folder: Path, info: CheckpointInfo, config: RunConfig, tensors: Mapping[str, Tensor], texts: Mapping[str, str]
-) -> Path:
-    """Write the folder of a run with one checkpoint, or nothing."""
-    path, made = folder / FOLDER / name_of(info.step), not folder.parent.exists()
-    draft = draft_of(path)
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    held = {
-        MODEL + name: Elements(tensor.flatten(), shapes[name], (0,) * tensor.ndim, shapes[name], 0)
-        for name, tensor in tensors.items()
-    }
-    try:
-        draft.mkdir(parents=True)
-        assert not dist.is_initialized(), "a conversion has one process"
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is")  # on purpose: one process
-            dcp.save({}, storage_writer=CheckpointWriter(draft), planner=ElementsSavePlanner(held), no_dist=True)
-        for name, text in texts.items():
-            write_synced(draft / name, text)
-        write_info(draft, info, measure([draft / METADATA, *draft.glob("__0_*"), *(draft / name for name in texts)]))
-        sync_folder(draft)
-        draft.rename(path)
-        write_synced(folder / CONFIG, format_run(config))
-    except BaseException as error:
-        shutil.rmtree(folder.parent if made else folder, ignore_errors=True)
-        if isinstance(error, OSError | dcp.CheckpointException):
-            raise RunError(f"cannot write {folder}: {getattr(error, 'strerror', None) or error}") from None
-        raise
-    return path

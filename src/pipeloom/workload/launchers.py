@@ -130,6 +130,7 @@ def own_attention_problems(program: str, model: ModelConfig, seq: int, *, by_doc
         "model.attn_softcap": (model.attn_softcap is not None, own_scores),
         "model.logit_softcap": (model.logit_softcap is not None, "is not started with bounds of logits"),
         "model.experts": (model.experts is not None, "is not started with experts"),
+        "model.share_layers": (model.share_layers is not None, "is not started with shared layers"),
         "data.attention document": (by_document, "is not started with attention that ends at documents"),
     }
     return [f"{name}: {program} {why}; leave it out" for name, (is_set, why) in reasons.items() if is_set]

@@ -10,6 +10,7 @@ from pipeloom.errors import UserError
 from pipeloom.workload.limits import Common, Count, Limits, Names, Positive
 from pipeloom.workload.model_families import MODELS
 from pipeloom.workload.model_shape import Experts, ModelShape
+from pipeloom.workload.sharing import Sharing
 
 NO_FORMULAS = (
     "predictions have no formulas for models that classes of transformers compute; train, evaluate, verify and export "
@@ -111,6 +112,10 @@ class ModelConfig:
     """Bound of the logits, by the same formula; 0 for none. None: 30 for gemma2, 0 for others."""
     tied: bool = False
     """Embedding and head share one matrix."""
+    share_layers: int | Literal["all"] | None = None
+    """Layers share their weights (M6-10T's first phase). all: one set for all layers. A number: so many sets, each of
+    as many consecutive layers; it divides num_layers. `pipeloom convert delink` gives each layer its own. None: each
+    has its own."""
     experts: Annotated[int, Limits(least=2)] | None = None
     """Experts of a layer: feed-forward blocks, of which a router gives each token some. None: one block for all."""
     experts_per_token: Count | None = None
@@ -174,6 +179,13 @@ class ModelConfig:
     def known_logit_softcap(self) -> float:
         """With its default; 0 for none."""
         return MODELS[self.family].logit_softcap if self.logit_softcap is None else self.logit_softcap
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """Which layers share their weights; ``None`` if each has its own."""
+        if self.share_layers is None:
+            return None
+        return Sharing(self.num_layers, 1 if self.share_layers == "all" else self.share_layers)
 
     @property
     def expert_layout(self) -> "Experts | None":
@@ -306,14 +318,18 @@ def shape_of(model: ModelConfig) -> ModelShape:
         attn_softcap=model.known_attn_softcap,
         logit_softcap=model.known_logit_softcap,
         experts=model.expert_layout,
+        sharing=model.sharing,
     )
 
 
 def model_of(shape: ModelShape, model: ModelConfig) -> ModelConfig:
     """A model's settings with the sizes of a shape; the inverse of ``shape_of``."""
-    experts = shape.experts
+    experts, share_layers = shape.experts, model.share_layers
+    if shape.sharing is not None:
+        share_layers = "all" if shape.sharing.num_distinct == 1 else shape.sharing.num_distinct
     return replace(
         model,
+        share_layers=share_layers,
         family=shape.family,
         num_layers=shape.layers,
         hidden_size=shape.hidden,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeloom.workload.model_families import MODELS, ModelFamily
+from pipeloom.workload.sharing import Sharing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,7 @@ class ModelShape:
         full_layers: layers without a window, from 0; empty without windows.
         attn_softcap, logit_softcap: bounds of attention scores and logits; 0 for none.
         experts: of layers; ``None`` for one feed-forward block in each.
+        sharing: which layers share their weights; ``None`` if each has its own.
     """
 
     layers: int
@@ -79,6 +81,7 @@ class ModelShape:
     attn_softcap: float = 0.0
     logit_softcap: float = 0.0
     experts: Experts | None = None
+    sharing: Sharing | None = None
 
     def __post_init__(self) -> None:
         """Remove a head size that is the default, so that equal shapes compare equal."""
@@ -185,14 +188,15 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Parameters without norms and biases, which are below 0.1 %."""
-        layers = round(self.layers * self.layer_matrix_parameters)
+        sets = self.layers if self.sharing is None else self.sharing.num_distinct
+        layers = round(sets * self.layer_matrix_parameters)
         return layers + (1 if self.tied else 2) * self.embedding_parameters
 
     @property
     def active_parameters(self) -> int:
-        """Those of them that a token takes, on which FLOPs depend."""
+        """Those of them that a token takes, on which FLOPs depend; those that layers share once for each layer."""
         if self.experts is None:
-            return self.parameters
+            return replace(self, sharing=None).parameters
         return sum(self.active_by_layer) + (1 if self.tied else 2) * self.embedding_parameters
 
 

@@ -5,7 +5,7 @@ declares which (``Matrices``); shards are then cut at their borders.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -50,6 +50,8 @@ class Optimizer:
         matrices: what is updated as whole matrices, whose state is not ``state``; ``None`` if the update is
             elementwise.
         takes_narrow: whether it updates weights that are narrower than their gradients.
+        powers: key of its state -> of which power of the gradient it is a mean: 1 for momentum, 2 for squares. Without
+            them, layers that share their weights cannot be delinked with the state.
         imports: modules that it loads late; a run loads them once, before its processes are forked. The base class of
             PyTorch's optimizers loads the compiler.
     """
@@ -60,6 +62,7 @@ class Optimizer:
     make: Callable[..., Any]
     matrices: Matrices | None = None
     takes_narrow: bool = False
+    powers: Mapping[str, int] = field(default_factory=dict[str, int])
     imports: tuple[str, ...] = ("torch._dynamo",)
 
     def takes_whole(self, name: str, shape: Shape) -> bool:
@@ -98,6 +101,7 @@ def _of_torch(name: str) -> Callable[..., Any]:
     return make
 
 
+_MOMENTS: Mapping[str, int] = {"exp_avg": 1, "exp_avg_sq": 2}
 _FUSED_ADAMW = "pipeloom.training.fused_adamw"
 OPTIMIZERS: Registry[Optimizer] = Registry("optimizer", "pipeloom.optimizers", Optimizer)
 """Every optimizer by name."""
@@ -108,6 +112,7 @@ OPTIMIZERS.add(
         settings={"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
         state=("exp_avg", "exp_avg_sq"),
         make=_of_module(_FUSED_ADAMW, "FusedAdamW"),
+        powers=_MOMENTS,
         imports=(_FUSED_ADAMW,),
     ),
 )
@@ -118,6 +123,7 @@ OPTIMIZERS.add(
         settings={"momentum": 0.9, "weight_decay": 0.1},
         state=("momentum_buffer",),
         make=_of_torch("SGD"),
+        powers={"momentum_buffer": 1},
     ),
 )
 
@@ -144,8 +150,10 @@ OPTIMIZERS.add(
         matrices=Matrices(
             takes=_is_in_layer, state={"momentum_buffer": lambda shape: shape}, flops=_newton_schulz_flops
         ),
+        powers={**_MOMENTS, "momentum_buffer": 1},
     ),
 )
+_SQUARES: Mapping[str, int] = {"row_var": 2, "col_var": 2, "variance": 2}
 _RELATIVE: Mapping[str, Setting] = {"weight_decay": 0.0, "beta2_decay": -0.8, "clip": 1.0, "least_size": 1e-3}
 _FACTORED = Matrices(
     takes=lambda _name, _shape: True,  # also of vectors the update depends on all elements
@@ -163,6 +171,7 @@ OPTIMIZERS.add(
         state=("variance",),
         make=_of_module("pipeloom.training.update_rules", "adafactor"),
         matrices=_FACTORED,
+        powers=_SQUARES,
     ),
 )
 _LOMO = "pipeloom.training.lomo"
@@ -187,6 +196,7 @@ OPTIMIZERS.add(
         make=_of_module(_LOMO, "AdaLomo"),
         matrices=_FACTORED,
         takes_narrow=True,
+        powers=_SQUARES,
         imports=(_LOMO,),
     ),
 )

@@ -263,7 +263,7 @@ class Run(WithAxes):
         That is depth, name, kernels, mask, adapter.
         """
         # The seconds of a layer do not depend on depth, so models with equal layers share a measurement.
-        shape = replace(self.shape, layers=1, tied=False, name="")
+        shape = replace(self.shape, layers=1, tied=False, name="", sharing=None)
         if shape.window is not None and shape.window >= self.seq:
             shape = replace(shape, window=None, full_layers=())
         of_pieces = replace(self.of_pieces, shape=shape, adapter=None)

@@ -5,7 +5,7 @@ A *job* is the work of one action of a lane: a generator that starts asynchronou
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -263,6 +263,33 @@ def make_load_group(
 ) -> Group:
     """The ranks that sum the loads of their experts; arguments, errors and the order of calls as for a tensor group."""
     return _own_group(layout.data_groups(), world, _Note(log, "sum of the loads of experts"), timeout)
+
+
+def make_shared_groups(
+    layout: Layout, world: World, sets: Mapping[int, Sequence[int]], log: ActionLog | None = None
+) -> dict[int, Group]:
+    """The ranks with each set of weights that several stages share, of all replicas.
+
+    Errors and the order of calls are those of ``make_groups``.
+
+    Args:
+        layout: of the ranks.
+        world: this process among the others.
+        sets: first layer of each set -> the pipeline ranks that have it.
+        log: where sums are noted.
+
+    Returns:
+        First layer of each set that this rank has -> the group.
+    """
+    note, found = _Note(log, "sum of shared layers", DATA_PARALLEL_LANE.name), dict[int, Group]()
+    by_ranks: dict[tuple[int, ...], Group] = {}
+    for owner, pipeline_ranks in sets.items():
+        ranks = tuple(sorted(pipeline[one] for pipeline in layout.pipelines() for one in pipeline_ranks))
+        if ranks not in by_ranks:
+            by_ranks[ranks] = _own_group([ranks], world, note)
+        if world.rank in ranks:
+            found[owner] = by_ranks[ranks]
+    return found
 
 
 def make_pipeline_group(layout: Layout, world: World, log: ActionLog | None = None) -> Group:

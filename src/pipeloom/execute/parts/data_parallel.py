@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import UserError
-from pipeloom.execute.communication.collectives import Groups, Job
+from pipeloom.execute.communication.collectives import Group, Groups, Job
 from pipeloom.execute.communication.under_way import UnderWay, finish
 from pipeloom.execute.lanes import Lane
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.stages.flat_order import nothing_whole
+from pipeloom.execute.stages.shared import SharedWeights, own_shared
 from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.execute.stages.weights import FlatPart, StageWeights
 from pipeloom.schedule import Kind, Schedule
@@ -87,9 +88,11 @@ class DataParallel(Part):
         dtype: in which the stages compute, where it is narrower than that of the modules, which the optimizer updates.
         store: holds the stages where they are swapped; ``None`` without swaps.
         is_whole: (name, shape) -> whether the optimizer updates a parameter as a whole.
+        shared: first layer of each set of weights that several stages share, and this rank has -> ranks of the set.
 
     Attributes:
         weights: of each stage of the rank.
+        shared: sets of weights that several stages share.
         num_stages: of the model.
     """
 
@@ -109,6 +112,7 @@ class DataParallel(Part):
         store: StageStore | None = None,
         is_whole: Callable[[str, tuple[int, ...]], bool] = nothing_whole,
         keeps_wide: bool = True,
+        shared: Mapping[int, Group] | None = None,
     ) -> None:
         self._store = store
         self._groups = groups
@@ -119,7 +123,9 @@ class DataParallel(Part):
         # Swapped stages have their gradients in the store.
         self._rooms = {} if store is not None else _rooms_of(schedule)
         self.weights: dict[int, StageWeights] = {}
+        sets, ranks_of = dict[int, nn.Module](), shared or {}
         for index, module in modules:
+            without = own_shared(module, sets, ranks_of)
             self.weights[index] = StageWeights(
                 module,
                 level,
@@ -132,9 +138,14 @@ class DataParallel(Part):
                 is_whole=is_whole,
                 owns_gradient=index not in self._rooms,
                 keeps_wide=keeps_wide,
+                without=without,
             )
             if store is not None:
                 store.adopt(index, self.weights[index])
+        self.shared = tuple(
+            SharedWeights(owner, layer, ranks_of[owner], dtype=dtype, is_whole=is_whole)
+            for owner, layer in sorted(sets.items())
+        )
         if self._rooms:
             _refuse_parts_of_sums(Counter(reduced))
             self._buffers = _pools(self.weights, self._rooms)
@@ -156,7 +167,8 @@ class DataParallel(Part):
             return []
         is_first = self._groups.tensor.index == 0
         weights = [one for index, one in self.weights.items() if stage in (None, index)]
-        return [g for one in weights for g in one.counted_gradients(with_replicated=is_first)]
+        shared = [one.gradient for one in self.shared if stage is None and one.is_first]
+        return shared + [g for one in weights for g in one.counted_gradients(with_replicated=is_first)]
 
     @property
     def copy_share(self) -> tuple[int, int]:
@@ -172,11 +184,17 @@ class DataParallel(Part):
     @property
     def parts(self) -> list[FlatPart]:
         """What this rank's optimizer updates, with gradients."""
-        return [part for weights in self.weights.values() for part in weights.parts]
+        return [part for weights, _ in self.all_weights for part in weights.parts]
+
+    @property
+    def all_weights(self) -> list[tuple[StageWeights, Group | None]]:
+        """Those of the stages, and those that stages share, with the ranks that have them."""
+        own = [(one, None) for one in self.weights.values()]
+        return [*own, *((one.weights, one.group) for one in self.shared)]
 
     def refresh(self) -> None:
         """Copy updated or loaded master weights to the weights that compute uses."""
-        for weights in self.weights.values():
+        for weights, _ in self.all_weights:
             weights.refresh()
 
     def bind(self, row: RankRow) -> None:
@@ -194,6 +212,8 @@ class DataParallel(Part):
     def reset(self, *, trains: bool) -> None:
         """Free the gradients of the step before, if backwards follow."""
         self._close_all()
+        for one in self.shared:
+            one.begin(trains=trains)
         for buffers in self._buffers.values():
             buffers.begin()
         self._most_held = Held()
@@ -288,6 +308,22 @@ class DataParallel(Part):
             weights.gradient.add_(part)
             buffers.give_back(buffer)
 
+    def sum_shared(self, timeout_s: float, *, is_again: bool = False) -> None:
+        """Sum the gradients of weights that stages share over the ranks that have them, after a row. Collective.
+
+        Args:
+            timeout_s: longest wait for other ranks.
+            is_again: whether to sum also what is summed, to time it.
+
+        Raises:
+            PeerLostError: another rank ended.
+            StallError: it took longer than ``timeout_s``.
+        """
+        # One after the other, and by the first layer: ranks with several sets take them in the same order.
+        for one in self.shared:
+            if one.is_pending or is_again:
+                finish(self._lane.start(one.reduction()), timeout_s)
+
     def gather_gradient(self, stage: int, timeout_s: float) -> dict[str, Tensor]:
         """A stage's whole gradient by parameter name, after a step. All ranks of the group must call it in turn.
 
@@ -324,6 +360,8 @@ class DataParallel(Part):
     def _close_all(self) -> None:
         for stage in self._open:
             self.weights[stage].close_gradient()
+        for one in self.shared:
+            one.close()
         for stage, buffer in (self._open | self._summed).items():
             if stage in self._rooms:
                 self._buffers[stage].give_back(buffer)
@@ -334,7 +372,7 @@ class DataParallel(Part):
         """Update the peaks."""
         # Stages may share their buffers, which must count once.
         buffers = {id(one): one for one in self._buffers.values()}.values()
-        weights = self.weights.values()
+        weights = [one for one, _ in self.all_weights]
         now = Held(
             gathered=len(self._gathered),
             weights_bytes=sum(one.weights_bytes for one in weights),

@@ -71,6 +71,7 @@ class StageWeights:
         keeps_wide: whether master weights stay in the dtype of the module, where ``dtype`` is narrower.
         owns_gradient: whether there is memory for the gradient; otherwise it is lent for its update, and empty
             at other times (``lend_gradient``).
+        without: names of parameters that are no part of the stage, since several stages have them.
     """
 
     def __init__(
@@ -86,11 +87,13 @@ class StageWeights:
         is_whole: Callable[[str, tuple[int, ...]], bool] = nothing_whole,
         owns_gradient: bool = True,
         keeps_wide: bool = True,
+        without: Collection[str] = (),
     ) -> None:
         self.module = module
         every = dict(module.named_parameters())
-        self._parameters = {name: one for name, one in every.items() if one.requires_grad}
         first = next(iter(every.values())).new_empty(0)  # FrozenWeights may narrow the parameter
+        every = {name: one for name, one in every.items() if name not in without}
+        self._parameters = {name: one for name, one in every.items() if one.requires_grad}
         still = {name: one for name, one in every.items() if not one.requires_grad}
         among, place = (num_shards, index) if level == "full" else (1, 0)
         self.frozen = FrozenWeights(still, among, place, dtype, replicated) if still else None

@@ -41,6 +41,7 @@ from pipeloom.checkpoint.checkpoint_folder import (
 from pipeloom.config import RunConfig
 from pipeloom.data.tokenizer import Tokenizer
 from pipeloom.errors import RunError, UserError
+from pipeloom.execute.communication.collectives import Group
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.flat_order import FlatOrder
 from pipeloom.execute.stages.weights import StageWeights
@@ -371,7 +372,7 @@ class Checkpoints:
         if self._store is None:
             self._data_parallel.refresh()
             return
-        for weights in self._data_parallel.weights.values():
+        for weights in self._data_parallel.weights.values():  # swapped stages share nothing
             if not weights.order.size:
                 continue  # stages without trained weights compute on what was read
             whole, wide = self._store.at_rest(weights.whole), self._store.at_rest(weights.shard)
@@ -382,8 +383,8 @@ class Checkpoints:
     def _held(self, *, is_shared_out: bool) -> dict[str, Elements]:
         """This rank's elements by key; with ``is_shared_out``, only its share of those that other ranks hold too."""
         found: dict[str, Elements] = {}
-        for weights in self._data_parallel.weights.values():
-            for segment in self._segments(weights):
+        for weights, group in self._data_parallel.all_weights:
+            for segment in self._segments(weights, group):
                 own = _share_of(segment.begin, segment.size, segment.among if is_shared_out else (0, 1))
                 for prefix, held, begin in segment.buffers:
                     buffer = prefix, self._at_rest(held), begin
@@ -391,7 +392,7 @@ class Checkpoints:
             if not is_shared_out or self._is_first:
                 for name, bias in biases_of(weights.module).items():
                     found[MODEL + name] = Elements(bias, tuple(bias.shape), (0,), tuple(bias.shape), 0)
-            if not is_shared_out or self._data_parallel.copy_share[0] == 0:
+            if not is_shared_out or (self._data_parallel.copy_share[0] if group is None else group.index) == 0:
                 for key, held in self._of_matrices(weights):
                     shape = tuple(held.shape)
                     found[key] = Elements(self._at_rest(held).view(-1), shape, (0,) * len(shape), shape, 0)
@@ -405,15 +406,16 @@ class Checkpoints:
     def _at_rest(self, held: Tensor) -> Tensor:
         return held if self._store is None else self._store.at_rest(held)
 
-    def _segments(self, weights: StageWeights) -> Iterator["_Segment"]:
-        """The trained and the frozen parameters of a stage, as far as it has some."""
-        parallel = self._data_parallel
+    def _segments(self, weights: StageWeights, group: Group | None) -> Iterator["_Segment"]:
+        """The trained and the frozen parameters of a stage, or of several that share them (``group`` has them)."""
+        copies, replicas = self._data_parallel.copy_share, self._data_parallel.replica_share
+        copies, replicas = (copies, replicas) if group is None else ((group.index, group.size),) * 2
         if weights.order.size:
             buffers = list(self._buffers(weights))
-            yield _Segment(weights.order, weights.begin, weights.shard.numel(), parallel.copy_share, buffers)
+            yield _Segment(weights.order, weights.begin, weights.shard.numel(), copies, buffers)
         if (frozen := weights.frozen) is not None:
             # Without full sharding every replica holds all of them.
-            among = parallel.copy_share if frozen.is_sharded else parallel.replica_share
+            among = copies if frozen.is_sharded else replicas
             buffers = [(MODEL, frozen.shard, frozen.begin)]
             yield _Segment(frozen.order, frozen.begin, frozen.shard.numel(), among, buffers)
 

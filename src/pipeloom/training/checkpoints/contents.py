@@ -22,7 +22,7 @@ from pipeloom.workload.model import model_settings, other_settings
 
 MODEL = "model."
 """Prefix of the keys of parameters."""
-_STATE = "optimizer."
+STATE = "optimizer."
 """Prefix of the keys of optimizer state."""
 
 
@@ -51,8 +51,8 @@ def check_resumable(config: RunConfig) -> None:
     path, optimizer = config.checkpoint.resume, config.optimizer
     assert path is not None
     shapes, expected = stored_shapes(path), expected_shapes(config)
-    stored = {key.split(".")[1] for key in shapes if key.startswith(_STATE)}
-    wanted = {key.split(".")[1] for key in expected if key.startswith(_STATE)}
+    stored = {key.split(".")[1] for key in shapes if key.startswith(STATE)}
+    wanted = {key.split(".")[1] for key in expected if key.startswith(STATE)}
     if stored != wanted:
         has, wants = (", ".join(sorted(names)) or "nothing" for names in (stored, wanted))
         raise UserError(
@@ -72,7 +72,7 @@ def check_resumable(config: RunConfig) -> None:
 
 def _trained(keys: Iterable[str]) -> set[str]:
     """Names of the parameters with optimizer state."""
-    return {key.split(".", 2)[2] for key in keys if key.startswith(_STATE)}
+    return {key.split(".", 2)[2] for key in keys if key.startswith(STATE)}
 
 
 def check_start(config: RunConfig, path: Path) -> None:
@@ -169,7 +169,7 @@ def _bias_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
 
 def state_prefix(name: str) -> str:
     """Prefix of the keys of one kind of optimizer state."""
-    return f"{_STATE}{name}."
+    return f"{STATE}{name}."
 
 
 def _text(config: RunConfig, data: Data) -> dict[str, Any]:

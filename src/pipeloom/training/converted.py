@@ -1,0 +1,116 @@
+"""Reads a run for a conversion of its model, and writes the folder of the run that goes on."""
+
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+
+from pipeloom.checkpoint.checkpoint_folder import (
+    FOLDER,
+    METADATA,
+    CheckpointInfo,
+    damage,
+    draft_of,
+    find_checkpoint,
+    measure,
+    name_of,
+    read_info,
+    read_tokenizer,
+    sync_folder,
+    write_info,
+    write_synced,
+)
+from pipeloom.config import RunConfig
+from pipeloom.config.file import format_run, read_run_file
+from pipeloom.errors import ConfigError, RunError, UserError
+from pipeloom.runs.run_folder import CONFIG
+from pipeloom.training.checkpoints.boxes import Elements
+from pipeloom.training.checkpoints.planner import ElementsSavePlanner
+from pipeloom.training.checkpoints.storage import CheckpointWriter
+
+
+class Source(NamedTuple):
+    """What is converted.
+
+    Attributes:
+        checkpoint: its folder.
+        info: its description.
+        config: the settings of its run.
+        texts: files of its tokenizer.
+    """
+
+    checkpoint: Path
+    info: CheckpointInfo
+    config: RunConfig
+    texts: dict[str, str]
+
+
+def read_source(run: Path, folder: Path) -> Source:
+    """The newest checkpoint of a run.
+
+    Args:
+        run: a run folder.
+        folder: that will be written.
+
+    Raises:
+        UserError: the run cannot be read, or the folder exists; ``ConfigError`` if its settings are wrong.
+    """
+    checkpoint = find_checkpoint(run)
+    if found := damage(checkpoint):
+        raise UserError("\n  - ".join([f"the checkpoint {checkpoint} is damaged; use another one:", *found]))
+    if folder.exists():
+        raise UserError(f"{folder} exists; choose another folder")
+    file = run / CONFIG
+    if not file.exists():
+        raise UserError(f"expected a run folder with {CONFIG}, found none in {run}")
+    config, problems = read_run_file(file)
+    if problems:
+        raise ConfigError(problems, str(file))
+    return Source(checkpoint, read_info(checkpoint), config, read_tokenizer(checkpoint) or {})
+
+
+def write_converted(
+    folder: Path, info: CheckpointInfo, config: RunConfig, tensors: Mapping[str, Tensor], texts: Mapping[str, str]
+) -> Path:
+    """Write the folder of a run with one checkpoint, or nothing; returns the checkpoint.
+
+    Args:
+        folder: a new one.
+        info: of the checkpoint.
+        config: of the run.
+        tensors: by the keys of a checkpoint.
+        texts: further files of the checkpoint.
+
+    Raises:
+        RunError: the files cannot be written; nothing is left behind.
+    """
+    path, made = folder / FOLDER / name_of(info.step), not folder.parent.exists()
+    draft = draft_of(path)
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    held = {
+        key: Elements(tensor.flatten(), shapes[key], (0,) * tensor.ndim, shapes[key], 0)
+        for key, tensor in tensors.items()
+    }
+    try:
+        draft.mkdir(parents=True)
+        assert not dist.is_initialized(), "a conversion has one process"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is")  # on purpose: one process
+            dcp.save({}, storage_writer=CheckpointWriter(draft), planner=ElementsSavePlanner(held), no_dist=True)
+        for name, text in texts.items():
+            write_synced(draft / name, text)
+        write_info(draft, info, measure([draft / METADATA, *draft.glob("__0_*"), *(draft / name for name in texts)]))
+        sync_folder(draft)
+        draft.rename(path)
+        write_synced(folder / CONFIG, format_run(config))
+    except BaseException as error:
+        shutil.rmtree(folder.parent if made else folder, ignore_errors=True)
+        if isinstance(error, OSError | dcp.CheckpointException):
+            raise RunError(f"cannot write {folder}: {getattr(error, 'strerror', None) or error}") from None
+        raise
+    return path
