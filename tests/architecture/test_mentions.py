@@ -37,6 +37,7 @@ MOST_AXIS = {
     "boundary": 33,  # half of them are places between stages, and the module of their specs
     "sequence_parallel": 29,
     "partition": 25,
+    "average_every": 14,
     "microbatches": 19,
     "cp": 16,
     "dp": 15,

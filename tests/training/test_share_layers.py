@@ -83,7 +83,7 @@ def run_of(folder, model, layout, optimizer=(), schedule=(), **training):
     )
 
 
-@pytest.mark.parametrize("name", thinned(RUNS, 4))
+@pytest.mark.parametrize("name", thinned(RUNS, 7))
 def test_runs_equal_that_of_one_rank(tmp_path, name):
     model, layout, optimizer, schedule = RUNS[name]
     behind = {key: value for key, value in optimizer.items() if key != "update"}

@@ -317,6 +317,11 @@ def _read(path: Path, seq: int | None, problems: list[str]) -> RunConfig:
             "optimizer.update stage: the search prices updates behind the pipeline; leave it out (`pipeloom simulate` "
             "prices one layout with it)"
         )
+    if config.layout.average_every is not None:
+        values.append(
+            "layout.average_every: the search prices reductions of gradients; leave it out (`pipeloom simulate` prices "
+            "one layout with averages)"
+        )
     if config.model.share_layers is not None:
         values.append(
             "model.share_layers: the search prices layers with weights of their own; leave it out (`pipeloom simulate` "

@@ -201,13 +201,13 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
     """What ``--json`` prints, in SI units.
 
     Keys: ``step_time_s`` = ``pipeline_s`` + the sum of ``after_s`` (``reduce_s``, ``tied_s``, ``shared_s``,
-    ``optimizer_s``, ``fixed_s``); ``tokens_per_s``, ``mfu``, ``hfu``, ``bubble_fraction``; ``run`` (the model's sizes
-    and the layout), ``dtype``, ``has_default_dtype`` (whether it is the default), ``may_differ`` (why ``train`` may do
-    something else, or null), ``own_step_time_s`` (with ``--machine.inter-bandwidth`` and its like, the step on
-    the cluster as it is), ``order`` (with ``--search-order``, the ``schedule_step_time_s`` of the run's own schedule
-    and ``least_step_time_s``, which no order of the placement goes below; else null), ``fastest_partition`` (where
-    ranks are not equally fast, the ``layout.partition`` that
-    gives the slowest one least to do, unless the run has it), ``cluster``, ``software``, ``has_measured_pieces``,
+    ``average_s``, ``optimizer_s``, ``fixed_s``); ``tokens_per_s``, ``mfu``, ``hfu``, ``bubble_fraction``; ``run`` (the
+    model's sizes and the layout), ``dtype``, ``has_default_dtype`` (whether it is the default), ``may_differ`` (why
+    ``train`` may do something else, or null), ``own_step_time_s`` (with ``--machine.inter-bandwidth`` and its like, the
+    step on the cluster as it is), ``order`` (with ``--search-order``, the ``schedule_step_time_s`` of the run's own
+    schedule and ``least_step_time_s``, which no order of the placement goes below; else null), ``fastest_partition``
+    (where ranks are not equally fast, the ``layout.partition`` that gives the slowest one least to do, unless the run
+    has it), ``cluster``, ``software``, ``has_measured_pieces``,
     ``num_devices``; ``accounts`` (for each pipeline rank the seconds of each part of the step, which add up to
     ``step_time_s``); ``communication`` (for each rank and lane ``actions``, ``busy_s``, ``hidden_s``,
     ``exposed_s``; empty for programs whose exchanges block); ``between_stages`` (``message_bytes`` and ``message_s`` of

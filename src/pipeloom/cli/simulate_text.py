@@ -59,6 +59,7 @@ _AFTER = {
     "reduce_s": "data-parallel, after the pipeline",
     "tied_s": "tied embedding, after the pipeline",
     "shared_s": "shared layers, after the pipeline",
+    "average_s": "average of replicas, share of an update",
 }
 _WITH_TENSOR = "compute+tp"
 """Label of compute on tensor-parallel ranks: their collectives are inside the actions, whose parts no trace shows."""
@@ -129,6 +130,7 @@ def _print_headline(console: Console, step: SimulatedStep, tree: Mapping[str, An
     peaks = dict.fromkeys(kind.device.peak_flops_per_s[run.peak_precision] / 1e12 for kind, _ in kinds)
     shard = "" if run.shard == "none" else f", {run.shard} sharding over {run.shard_size}"
     cut = f" in {count(len(run.slices), 'slice')}" if run.slices else ""
+    cut += "" if run.updates is None else f", one of {count(max(run.updates), 'update')} until an average"
     most = "" if run.microbatches is None else " (the replica with most)"
     family = knobs.choice.family if knobs.found is None else "found order"
     passes = passes_of(knobs.choice.keep, balance=knobs.moves.balance, offload=knobs.moves.offload)

@@ -143,6 +143,38 @@ def replica_problems(config: RunConfig) -> Problems:
             yield f"layout.microbatches does not work with {name}; leave one of them out"
 
 
+def average_problems(config: RunConfig) -> Problems:
+    """Replicas that step alone, and average their weights."""
+    layout, schedule, training, own = config.layout, config.schedule, config.training, config.layout.average_every
+    if own is None:
+        return
+    if isinstance(own, tuple) and len(own) != layout.dp:
+        wanted = f"one number or {count(layout.dp, 'replica')} (layout.dp)"
+        yield f"layout.average_every must name {wanted}, found {len(own)}"
+    if min(own if isinstance(own, tuple) else (own,), default=0) < 1:
+        yield f"layout.average_every must be at least one update for every replica, found {own}"
+    others = {
+        # Replicas would gather and reduce what only one of them is at.
+        f"layout.shard {layout.shard}": layout.shard != "none",
+        f"layout.cp {layout.cp}": layout.cp > 1,
+        "layout.microbatches": layout.microbatches is not None,
+        "layout.loops auto": layout.is_automatic,
+        "layout.token_slices auto": layout.token_slices == "auto",
+        "schedule.file": schedule.file is not None,
+        "model.experts": config.model.experts is not None,
+        "model.share_layers": config.model.share_layers is not None,
+        "optimizer.clip stage": config.optimizer.clip == "stage",
+        "optimizer.update stage": config.optimizer.update == "stage",
+        "optimizer.wide_weights false": not config.optimizer.wide_weights,
+        f"training.on_spike {training.on_spike}": training.on_spike != "stop",
+        "training.check_every": training.check_every is not None,
+        "restart.layout plan": config.restart.layout == "plan",
+    }
+    for name, is_on in others.items():
+        if is_on:
+            yield f"layout.average_every does not work with {name}; leave one of them out"
+
+
 def recompute_problems(config: RunConfig) -> Problems:
     """Recomputation by layer."""
     by_layer, wanted = config.layout.recompute_layers, config.model.num_layers

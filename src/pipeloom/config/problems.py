@@ -25,6 +25,7 @@ from pipeloom.config.expert_problems import balance_problems, expert_problems, e
 from pipeloom.config.layout_problems import (
     Problems,
     adapted_problems,
+    average_problems,
     context_problems,
     file_problems,
     freeze_problems,
@@ -69,6 +70,7 @@ def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: boo
     checks += [sharing_problems] if is_model_known else []
     checks += [
         replica_problems,
+        average_problems,
         place_problems,
         file_problems,
         optimizer_problems,
@@ -119,6 +121,7 @@ _WINDOW: _Need = ("model.window", lambda run: run.model.window is not None)
 _LOCAL: _Need = ("model.family gemma3", lambda run: _has_local_angles(run.model.family))
 _EXPERTS: _Need = ("model.experts", lambda run: run.model.experts is not None)
 _LOSS: _Need = ("model.balance batch or microbatch", lambda run: run.model.known_balance in ("batch", "microbatch"))
+_AVERAGES: _Need = ("layout.average_every", lambda run: run.layout.average_every is not None)
 _RESTARTS: _Need = ("restart.times", lambda run: run.restart.times > 0)
 _PEERS: _Need = ("layout.pp x layout.dp of at least 2", lambda run: run.layout.num_computing_groups != 1)
 _NEEDS: dict[str, tuple[_Need, ...]] = {
@@ -144,6 +147,7 @@ _NEEDS: dict[str, tuple[_Need, ...]] = {
     "layout.sequence_parallel": (("layout.tp of at least 2", lambda run: run.layout.tp != 1),),
     "layout.boundary": (_PIPELINE,),
     "layout.microbatches": (("layout.dp of at least 2", lambda run: run.layout.dp != 1),),
+    "layout.average_every": (("layout.dp of at least 2", lambda run: run.layout.dp != 1),),
     "layout.pipeline_order": (_PIPELINE,),
     "schedule.placement": (_PIPELINE,),
     "schedule.receive_buffers": (_PIPELINE,),
@@ -163,6 +167,7 @@ _NEEDS: dict[str, tuple[_Need, ...]] = {
         ("optimizer.lr_decay_style wsd", lambda run: run.optimizer.lr_decay_style == "wsd"),
     ),
     "optimizer.clip_grad_norm": (("an optimizer.clip other than none", lambda run: run.optimizer.clip != "none"),),
+    **dict.fromkeys(("optimizer.outer_lr", "optimizer.outer_momentum"), (_AVERAGES,)),
     "adapter.targets": (_ADAPTED,),
     "adapter.alpha": (_ADAPTED,),
     "adapter.init": (_ADAPTED,),

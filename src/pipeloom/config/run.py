@@ -201,7 +201,7 @@ class RunConfig:
             UserError: ``schedule.file`` cannot be read.
         """
         shard = shared_state(
-            self.layout.shard, data_ranks=self.layout.data_ranks, sequence_parallel=self.layout.sequence_parallel
+            self.layout.shard, data_ranks=self.layout.reducing_ranks, sequence_parallel=self.layout.sequence_parallel
         )
         # With adapters the matrix is frozen, as everything else.
         is_trained = self.adapter.rank is None

@@ -206,6 +206,11 @@ class OptimizerConfig:
     clip: Literal["whole", "stage", "none"] = "whole"
     """Of which gradient clip_grad_norm limits the norm. whole: of the whole model. stage: of each stage by itself, so
     that the result depends on the stages. none: no clipping."""
+    outer_lr: Positive | None = None
+    """With layout.average_every: rate of the outer step, whose gradient is the mean way of the replicas back to where
+    they began. 1 without momentum is the plain mean of their weights. None: 0.7."""
+    outer_momentum: Annotated[float, Limits(least=0, most=1)] | None = None
+    """With layout.average_every: Nesterov momentum of the outer step. None: 0.9."""
     update: Literal["step", "stage"] = "step"
     """When weights are updated. step: after the gradients of all stages. stage: each stage within the step, when its
     gradient is complete, whose memory the next stages then use. With the same results."""
@@ -243,6 +248,16 @@ class OptimizerConfig:
     def known_lr_min_fraction(self) -> float:
         """``lr_min_fraction``, or its default."""
         return 0.1 if self.lr_min_fraction is None else self.lr_min_fraction
+
+    @property
+    def known_outer_lr(self) -> float:
+        """``outer_lr``, or its default."""
+        return 0.7 if self.outer_lr is None else self.outer_lr
+
+    @property
+    def known_outer_momentum(self) -> float:
+        """``outer_momentum``, or its default."""
+        return 0.9 if self.outer_momentum is None else self.outer_momentum
 
     def wsd_decay_steps(self, num_steps: int) -> int:
         """``lr_wsd_decay_steps``, or its default for so many steps of training."""

@@ -111,6 +111,7 @@ class StepTerms:
         tied_s: all-reduce of a tied embedding's gradients between the two ranks that hold it, after the pipeline.
         shared_s: all-reduce of the gradients of layers that share their weights over stages, between the ranks that
             have such layers, of all replicas.
+        average_s: of the average of weights between replicas that step alone, the part of one update.
         optimizer_s: update of the weights.
         fixed_s: constant overhead.
     """
@@ -118,13 +119,14 @@ class StepTerms:
     reduce_s: float
     tied_s: float
     shared_s: float
+    average_s: float
     optimizer_s: float
     fixed_s: float
 
     @property
     def total_s(self) -> float:
         """Their sum."""
-        return self.reduce_s + self.tied_s + self.shared_s + self.optimizer_s + self.fixed_s
+        return self.reduce_s + self.tied_s + self.shared_s + self.average_s + self.optimizer_s + self.fixed_s
 
 
 def step_terms(placed: Placed, backward_s: float) -> StepTerms:
@@ -151,9 +153,30 @@ def step_terms(placed: Placed, backward_s: float) -> StepTerms:
         tied_s = route.collective_s("all_reduce", message, pair, use.data_bus)
     crowding = placed.cluster.crowding(run.num_devices)
     shared_s = 0.0 if run.shape.sharing is None else _shared_s(placed)
+    average_s = 0.0 if run.updates is None else _average_s(placed) / max(run.updates)
     return StepTerms(
-        exposed_s * crowding, tied_s * crowding, shared_s * crowding, _update_s(placed.of_state), use.step_s
+        reduce_s=exposed_s * crowding,
+        tied_s=tied_s * crowding,
+        shared_s=shared_s * crowding,
+        average_s=average_s * crowding,
+        optimizer_s=_update_s(placed.of_state),
+        fixed_s=use.step_s,
     )
+
+
+_AVERAGED_BYTES = 32
+"""Bytes moved for each parameter by the outer step: weights, their begin and the momentum are read and written, and the
+momentum is read again."""
+
+
+def _average_s(placed: Placed) -> float:
+    """Seconds of the average of weights over the replicas, with the outer step, on the slowest rank."""
+    run, software = placed.run, placed.software
+
+    def seconds(part: Cluster, held: float) -> float:
+        return reduce_s(run, part, software, held) + part.device.memory_s(_AVERAGED_BYTES * held)
+
+    return max(seconds_of_parts(seconds, placed.parts, placed.trained_rank_parameters))
 
 
 def shared_bytes(run: Run, software: Software) -> tuple[tuple[tuple[int, ...], float], ...]:

@@ -112,6 +112,8 @@ def _own_state(run: Run, parameters: float, software: Software, shard: Shard) ->
     gradients = parameters * gradient / (1 if shard == "optimizer" else among)
     # The program's file counts the copy in single precision as optimizer state.
     moments = parameters * (software.optimizer_state_bytes - _WIDE_BYTES) / among
+    if run.updates is not None:  # where the weights began, and the outer momentum
+        moments += parameters * 2 * _WIDE_BYTES
     # Without sharding, and without a copy, the optimizer works on the weights themselves.
     if not has_copy and shard != "none":
         weights += share

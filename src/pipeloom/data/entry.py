@@ -36,6 +36,7 @@ from pipeloom.data.tokenizer import (
     token_dtype,
 )
 from pipeloom.data.tokenizing import UNIT_BYTES, Job, tokenize
+from pipeloom.data.windows import without_marks
 from pipeloom.errors import UserError
 from pipeloom.system.cores import own_cores
 from pipeloom.terminal.progress import Bar
@@ -79,6 +80,19 @@ class Summary:
 
 
 RENEW = "copy the folder again, or remove it and tokenize the text again"
+
+
+def check_tokens(windows: npt.NDArray[np.int64], vocab_size: int | None) -> None:
+    """Refuse tokens outside the vocabulary.
+
+    Raises:
+        UserError: there is one.
+    """
+    # A damaged file of tokens may have the right size; on a GPU, such an index would end the process.
+    tokens = windows if windows.min() >= 0 else without_marks(windows)
+    largest = int(tokens.max())
+    if vocab_size is not None and largest >= vocab_size:
+        raise UserError(f"the text has the token {largest}, the model's vocabulary 0..{vocab_size - 1}; {RENEW}")
 
 
 def is_entry(folder: Path) -> bool:

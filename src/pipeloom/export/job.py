@@ -159,6 +159,7 @@ class Job:
             "schedule.offload": (schedule.offload, "does not move activations to the host as the schedule does"),
             "schedule.keep": (schedule.keep is not None, "cannot select micro-batches to recompute"),
             "schedule.device_budget": (schedule.device_budget is not None, "keeps all stages on the device"),
+            "layout.average_every": (self.config.layout.average_every is not None, "reduces gradients in every step"),
             "layout.microbatches": (self.config.layout.microbatches is not None, "gives all replicas as many"),
             "layout.boundary": (self.config.layout.boundary is not None, "sends tensors between stages as they are"),
             "layout.pipeline_order": (

@@ -126,7 +126,7 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
         return None
     first, *others = layout.replicas()
     profile = _joined(parts, first, world.device.type == "cuda")
-    if layout.microbatches is None:  # replicas are taken to be equally fast
+    if layout.has_equal_replicas:  # replicas are taken to be equally fast
         return profile
     # Messages are timed in the first replica.
     own = [_joined(parts, other, world.device.type == "cuda", profile.costs.transfer_s) for other in others]

@@ -61,7 +61,7 @@ class Bounds(OfPlaced):
         level: Shard = "full" if self.run.data_ranks > 1 else "none"
         terms = step_terms(self.sharded(level).placed, max(self.placed.costs.backward_s))
         pipeline_s = max(float(work.end_s().max()) for work in self.work)
-        return pipeline_s + terms.optimizer_s + terms.tied_s + terms.shared_s + terms.fixed_s
+        return pipeline_s + terms.optimizer_s + terms.tied_s + terms.shared_s + terms.average_s + terms.fixed_s
 
     def sharded(self, shard: Shard, replicate: int = 1) -> "Sharded":
         """The bounds with a sharding level, in ``replicate`` copies."""

@@ -103,6 +103,7 @@ def _layout(run: Run) -> Layout:
         loops=run.loops,
         num_microbatches=run.num_microbatches,
         microbatches=run.microbatches,
+        average_every=run.updates,
         microbatch_size=run.micro_batch,
         shard=run.sharded,
         replicate=run.replicate if run.sharded != "none" and run.replicate > 1 else None,

@@ -182,6 +182,7 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
         own["optimizer.update stage"] = config.optimizer.update == "stage", ""
         own["optimizer.wide_weights false"] = not config.optimizer.wide_weights, ", which updates float32 weights"
         own["layout.boundary"] = config.layout.boundary is not None, ", which sends tensors as they are"
+        own["layout.average_every"] = config.layout.average_every is not None, ", which reduces gradients"
         own["layout.microbatches"] = config.layout.microbatches is not None, ", whose replicas have as many"
         own["adapter.rank"] = config.adapter.rank is not None, ""
         own["model.experts"] = config.model.experts is not None, ""
@@ -296,6 +297,7 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
         adapter=config.pairs,
         boundary=layout.boundary,
         microbatches=layout.microbatches,
+        updates=None if layout.average_every is None else layout.updates_by_replica,
     )
 
 

@@ -95,8 +95,11 @@ def copy_bytes(config: RunConfig, run: Run, software: Software) -> tuple[float, 
     whole, trained = rank_parameters(run, software), trained_rank_parameters(run, software)
     # Weights as the optimizer has them, and its state.
     wide = (_WIDE_BYTES if config.optimizer.wide_weights else run.element_bytes) + config.optimizer.rule.state_bytes
+    alone = 0
+    if run.updates is not None:  # each replica has moments of its own, and all have the outer momentum
+        wide, alone = 2 * _WIDE_BYTES, config.optimizer.rule.state_bytes
     return tuple(
-        ((own - less) * wide + (held - own) * run.element_bytes) / run.data_ranks
+        ((own - less) * wide + (held - own) * run.element_bytes) / run.data_ranks + own * alone
         for held, own, less in zip(whole, trained, _written_by_others(run, software), strict=True)
     )
 

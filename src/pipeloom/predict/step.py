@@ -160,7 +160,7 @@ class SimulatedStep(Pictured, OfPlaced):
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second of all devices together."""
-        return self.run.global_batch * self.run.seq / self.prediction.step_time_s
+        return self.run.global_batch * self.run.share_of_updates * self.run.seq / self.prediction.step_time_s
 
     @property
     def peak_flops_per_s(self) -> float:
@@ -232,7 +232,7 @@ class SimulatedStep(Pictured, OfPlaced):
                     exposed_p2p_s=account.exposed_p2p_s + blocked_s,
                     drain_s=max(0.0, account.drain_s - hidden_s) + self.drain_s,
                 ),
-                terms.reduce_s + terms.tied_s + terms.shared_s,
+                terms.reduce_s + terms.tied_s + terms.shared_s + terms.average_s,
                 terms.optimizer_s,
                 terms.fixed_s,
             )
@@ -393,7 +393,7 @@ def with_collectives(placed: Placed) -> StageCosts:
 
 
 def _shared_state(run: Run) -> Shard | None:
-    return shared_state(run.shard, data_ranks=run.data_ranks, sequence_parallel=run.sequence_parallel)
+    return shared_state(run.shard, data_ranks=run.reducing_ranks, sequence_parallel=run.sequence_parallel)
 
 
 def recipe_of(run: Run, software: Software, knobs: Knobs) -> Recipe:

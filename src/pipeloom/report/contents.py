@@ -95,7 +95,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     if summary is None:
         known = bool(metrics) and all("tokens_per_s" in line for line in metrics)
         # Before the summary, the number of tokens follows from speeds and times.
-        tokens = sum(line["tokens_per_s"] * line["step_time_s"] for line in metrics) if known else None
+        updates = run.config.layout.most_updates
+        tokens = sum(line["tokens_per_s"] * line["step_time_s"] * updates for line in metrics) if known else None
         facts = {
             "training loss": _text(metrics[-1]["loss"] if metrics else None, ".4f"),
             "steps": f"{done_steps(run):,} of {run.config.training.known_steps:,}",

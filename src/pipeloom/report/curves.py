@@ -53,7 +53,7 @@ def median_tokens_per_s(run: Run) -> float | None:
     if run.summary is not None:
         return run.summary["tokens_per_s"]
     median_s = median_step_time_s(run)
-    return run.config.layout.batch_size * run.config.data.seq_len / median_s if median_s else None
+    return run.config.layout.update_size * run.config.data.seq_len / median_s if median_s else None
 
 
 def ink(value: float) -> float:

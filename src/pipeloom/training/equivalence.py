@@ -157,6 +157,11 @@ def _check_comparable(config: RunConfig) -> None:
             "expected no schedule.device_budget: it drops gradients before the end of the step, when they are "
             "compared; leave it out (the losses of `pipeloom train` are the same with and without it)"
         )
+    if config.layout.average_every is not None:
+        raise UserError(
+            "expected no layout.average_every: replicas that step alone have gradients of their own, of which no "
+            "single process has the sum; leave it out (each update's gradients are those of layout.dp 1)"
+        )
     # Its rounding is larger than any tolerance that would still find a lost micro-batch.
     if config.layout.boundary is not None:
         raise UserError(

@@ -27,11 +27,17 @@ REPEATS = 3
 """Runs of an update that is timed."""
 
 
-def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """Linear warm-up to the peak, then decay to ``lr_min_fraction`` of it in the last step; ``step`` counts from 0."""
+def learning_rate(config: OptimizerConfig, step: float, num_steps: int) -> float:
+    """Linear warm-up to the peak, then decay to ``lr_min_fraction`` of it in the last step.
+
+    Args:
+        config: peak, warm-up and decay.
+        step: counted from 0; an update within a step is a fraction.
+        num_steps: of the run.
+    """
     peak, rising, style = config.known_lr, config.known_lr_warmup_steps, config.lr_decay_style
     if step < rising:
-        return peak * (step + 1) / rising
+        return peak * min(1.0, (step + 1) / rising)
     begin = rising
     if style == "wsd":
         begin = max(rising, num_steps - 1 - config.wsd_decay_steps(num_steps))

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.config import RunConfig
-from pipeloom.data.entry import RENEW
-from pipeloom.data.windows import without_marks
-from pipeloom.errors import UserError
+from pipeloom.data.entry import check_tokens
 from pipeloom.execute.clock import Clock, CudaClock
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.communication.collectives import make_context_group, make_groups, make_tensor_group
@@ -84,8 +82,7 @@ class Pipeline:
         self._tensor_group = make_tensor_group(layout, world, _patience(config), log)
         self._parallel = TensorParallel(self._tensor_group, layout.sequence_parallel)
         self._context = ContextParallel(make_context_group(layout, world, _patience(config), log))
-        assert config.model.vocab_size is not None, "the model configuration is not resolved"
-        self._vocabulary = SplitVocabulary(self._parallel, config.model.vocab_size)
+        self._vocabulary = SplitVocabulary(self._parallel, config.model.vocab_size or 0)
         self.store = make_store(config)
         self.data_parallel = DataParallel(
             self.schedule,
@@ -177,25 +174,29 @@ class Pipeline:
         }
 
     def batch(
-        self, windows: npt.NDArray[np.int64], num_counted: int | None = None, replica: int | None = None
+        self,
+        windows: npt.NDArray[np.int64],
+        num_counted: int | None = None,
+        replica: int | None = None,
+        *,
+        is_alone: bool = False,
     ) -> Batch:
         """A replica's micro-batches, by default this rank's, from a whole step's windows; the first or all count.
+
+        With ``is_alone`` all windows are those of one replica.
 
         Raises:
             UserError: a token is outside the vocabulary.
         """
-        # A damaged file of tokens may have the right size; on a GPU, such an index would end the process.
-        tokens = windows if windows.min() >= 0 else without_marks(windows)
-        largest, vocab_size = int(tokens.max()), self._config.model.vocab_size
-        if vocab_size is not None and largest >= vocab_size:
-            raise UserError(f"the text has the token {largest}, the model's vocabulary 0..{vocab_size - 1}; {RENEW}")
+        check_tokens(windows, self._config.model.vocab_size)
+        counts = self._config.layout.microbatches_by_replica
+        own = self._config.layout.replica_of(self._place) if replica is None else replica
         return Batch.of(
             windows,
-            self._config.layout.microbatches_by_replica,
+            counts[own : own + 1] if is_alone else counts,
             self._world.device,
-            replica=self._config.layout.replica_of(self._place) if replica is None else replica,
+            replica=0 if is_alone else own,
             context=self._context.group,
-            num_replicas=self._config.layout.dp,
             num_counted=num_counted,
             by_document=self._config.data.by_document,
         )

@@ -4,11 +4,12 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from itertools import chain, islice
+from itertools import chain, cycle, islice
 from statistics import median_high
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeloom.analysis.summary import communication, summarize
 from pipeloom.checkpoint.checkpoint_folder import Cause, CheckpointInfo, list_checkpoints, run_of, step_of
@@ -25,6 +26,7 @@ from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
 from pipeloom.system.files import strict_json
 from pipeloom.trace import Trace, merge, to_chrome
 from pipeloom.training.again import NEVER, Again
+from pipeloom.training.averaging import make_averaging
 from pipeloom.training.checkpoints.checkpoint import Checkpoints
 from pipeloom.training.checkpoints.contents import checkpoint_info
 from pipeloom.training.checkpoints.saving import Saving
@@ -74,9 +76,7 @@ class Trainer:
         begun_s: float | None = None,
         again: Again = NEVER,
     ) -> None:
-        self._again = again
-        self._quiet = quiet
-        self._config = config
+        self._again, self._quiet, self._config = again, quiet, config
         self._noted = Noted(config, world, folder)
         self._world = world = self._noted.world
         self._data, self._folder = data, folder
@@ -84,6 +84,7 @@ class Trainer:
         is_whole = self._pipeline.store is None  # swapped stages get their optimizer state one by one
         self._optimizer = make_optimizer(config.optimizer, self._pipeline.data_parallel.parts, begins=is_whole)
         self._updates = make_updates(config.optimizer, self._optimizer, self._pipeline)
+        self._averaging = make_averaging(config, world, self._pipeline, self._updates)
         self._checkpoints = Checkpoints(
             config,
             world,
@@ -111,7 +112,7 @@ class Trainer:
         text = self._done.data["text"]
         windows = data.train.resumed(self._done.sequences, self._done.sources, text)
         num_steps = config.training.known_steps - self._done.step
-        self._loading = Loading(windows, config.layout.batch_size, self._done.step + 1, num_steps)
+        self._loading = Loading(windows, config.layout.step_size, self._done.step + 1, num_steps)
         self._measured = Measured()
         self._candidates = traced_candidates(config, self._done.step)
         self._candidate_times_s: dict[int, float] = {}
@@ -170,7 +171,7 @@ class Trainer:
                     step, self._back_to = self._back_to, None
                     continue
                 # The whole step with the optimizer, as in the prediction.
-                step_s = time.perf_counter() - begin
+                step_s = (time.perf_counter() - begin) / config.layout.most_updates
                 line = self._metrics(step, (loss, grad_norm), step_s)
                 if is_writer:
                     self._folder.add_metrics(line)
@@ -196,7 +197,7 @@ class Trainer:
     def _metrics(self, step: int, values: tuple[float, float], step_s: float) -> dict[str, Any]:
         """The metrics of a step, with its validation if one is due; on rank 0 complete. Collective."""
         config, (loss, grad_norm) = self._config, values
-        speed = config.layout.batch_size * config.data.seq_len / step_s
+        speed = config.layout.update_size * config.data.seq_len / step_s
         lr = learning_rate(config.optimizer, step - 1, config.training.known_steps)
         line: dict[str, Any] = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr}
         line |= {"tokens_per_s": speed, "step_time_s": step_s}
@@ -251,7 +252,7 @@ class Trainer:
         return self._checkpoints.ended(waits=waits)
 
     def _info(self, step: int) -> CheckpointInfo:
-        sequences = (step - self._done.step) * self._config.layout.batch_size
+        sequences = (step - self._done.step) * self._config.layout.step_size
         tokens = self._done.tokens + sequences * self._config.data.seq_len
         info = checkpoint_info(self._config, self._data, step, self._done.sequences + sequences, tokens)
         return replace(info, sources=self._loading.position, base=info.base or self._done.base)
@@ -270,13 +271,17 @@ class Trainer:
         with self._noted.measuring:
             profile = self._pipeline.profile(self._pipeline.batch(windows))
             within_s, behind_s = self._updates.seconds(self._world)
+            average_s = 0.0 if self._averaging is None else self._averaging.seconds()
         if profile is None:  # on all ranks but 0
             return
         profile = profile.with_costs(update_s=within_s)
         schedules = schedules_by_replica(self._config) if profile.others else [self._pipeline.schedule]
         traces = [simulate_profile(*one) for one in zip(schedules, (profile, *profile.others), strict=True)]
         # All replicas wait for the slowest one; the trace is that of the first one alone.
-        self._measured.predicted_s = max(trace.end_s for trace in traces) + behind_s
+        layout = self._config.layout
+        each = zip(layout.updates_by_replica, cycle(traces), strict=False)
+        whole_s = max(number * (trace.end_s + behind_s) for number, trace in each) + average_s
+        self._measured.predicted_s = whole_s / layout.most_updates
         self._measured.predicted, self._measured.predicted_by_replica = traces[0], traces
         self._folder.write(run_folder.PREDICTED_TRACE, to_chrome(traces[0], "predicted"))
 
@@ -284,15 +289,13 @@ class Trainer:
         """Do one optimizer step, counted from 1; returns loss, gradient norm, and this rank's result."""
         config = self._config
         lr = learning_rate(config.optimizer, step - 1, config.training.known_steps)
-        self._updates.begin_step(lr)
         with self._noted.reading:
             windows = self._loading.take()
-            batch = self._pipeline.batch(windows)
         exchanged_s = self._pipeline.exchange_s
-        result = self._pipeline.train_step(batch)
+        result, values = self._work(windows, step, lr)
         # One all-reduce for loss, gradient norm and votes.
         own = (
-            [self._pipeline.counted_loss(result), *self._updates.squares()],
+            values,
             self._slow.own(result, self._pipeline.exchange_s - exchanged_s),
             self._health.own(),
             self._meter.own(result, self._loading.waited_s, self._pipeline.loads),
@@ -328,11 +331,19 @@ class Trainer:
             )
         grad_norm = squares**0.5
         with self._noted.updating:
-            self._updates.end_step(each, lr)
+            (self._averaging or self._updates).end_step(each, lr)
             if self._pipeline.loads is not None:
                 self._pipeline.loads.move_biases()
         self._health.note()
         return loss, grad_norm, result
+
+    def _work(self, windows: npt.NDArray[np.int64], step: int, lr: float) -> tuple[StepResult, list[float]]:
+        """Forwards and backwards of a step; its result, and this rank's shares of the loss and of squared norms."""
+        if self._averaging is not None:
+            return self._averaging.step(windows, step)
+        self._updates.begin_step(lr)
+        result = self._pipeline.train_step(self._pipeline.batch(windows))
+        return result, [self._pipeline.counted_loss(result), *self._updates.squares()]
 
     def _pass_over(self, step: int, problem: str) -> None:
         """Leave weights and moments as they are, or go back to those of the newest checkpoint. Collective."""
@@ -370,7 +381,7 @@ class Trainer:
             raise RunError(f"{problem}; there is no checkpoint to go back to (training.on_spike rollback)")
         done = self._checkpoints.restore(newest[0])
         self._loading.extend(step - done.step)
-        sequences = self._first_sequence + self._loading.taken * self._config.layout.batch_size
+        sequences = self._first_sequence + self._loading.taken * self._config.layout.step_size
         self._done, self._back_to = replace(done, sequences=sequences), done.step
         self._health.go_back(done.step)
         if self._world.rank == 0:
@@ -425,7 +436,7 @@ class Trainer:
             unigram_loss=self._unigram_loss(),
             step_time_s=step_time_s,
             predicted_step_time_s=measured.predicted_s,
-            tokens_per_s=None if step_time_s is None else config.layout.batch_size * config.data.seq_len / step_time_s,
+            tokens_per_s=None if step_time_s is None else config.layout.update_size * config.data.seq_len / step_time_s,
             exchange_s=measured.exchange_s,
             live_bytes=measured.live_bytes,
             bubble_fraction=_bubble_fraction(measured.trace),

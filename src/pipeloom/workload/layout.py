@@ -134,6 +134,11 @@ class Layout(WithAxes):
     recompute_layers: tuple[Recompute, ...] | None = None
     """Activation recomputation of each layer, in order. None: recompute for all layers."""
 
+    average_every: int | tuple[int, ...] | None = None
+    """Updates that each replica does alone, without a reduction of gradients, until weights are averaged (DiLoCo). A
+    step of the run is then so many updates of every replica and an average; training.steps and all else count such
+    steps. With several numbers, such as 9 3 9 9 with dp 4, slow replicas do fewer. None: gradients are reduced in every
+    step."""
     boundary: Boundary | None = None
     """How activations and their gradients travel between pipeline ranks in training steps. int8: rounded to 8 bits,
     with a scale for each 128 numbers; about a quarter of the bytes of float32, for networks that limit the step. None:
@@ -214,8 +219,55 @@ class Layout(WithAxes):
 
     @property
     def batch_size(self) -> int:
-        """Sequences of a step, over all replicas."""
+        """Sequences of a step, over all replicas; with ``average_every`` of one update of each."""
         return sum(self.microbatches_by_replica) * self.microbatch_size
+
+    @property
+    def updates_by_replica(self) -> tuple[int, ...]:
+        """Updates of each replica in a step."""
+        own = self.average_every
+        return own if isinstance(own, tuple) else (own or 1,) * self.dp
+
+    @property
+    def step_size(self) -> int:
+        """Sequences of a step, with all updates of all replicas."""
+        if self.average_every is None:
+            return self.batch_size
+        return sum(self.updates_by_replica) * self.num_microbatches * self.microbatch_size
+
+    def windows_of_updates(self, replica: int) -> list[slice]:
+        """For each update of a replica in a step its part of the step's sequences, behind those of earlier replicas."""
+        size, counts = self.num_microbatches * self.microbatch_size, self.updates_by_replica
+        first = sum(counts[:replica])
+        return [slice(update * size, (update + 1) * size) for update in range(first, first + counts[replica])]
+
+    @property
+    def most_updates(self) -> int:
+        """Updates in a step of the replica with most. Times of a step are those of one of them."""
+        return max(self.updates_by_replica)
+
+    @property
+    def update_size(self) -> float:
+        """Sequences of all replicas in the time of one of these updates."""
+        return self.step_size / self.most_updates
+
+    @property
+    def reducing_ranks(self) -> int:
+        """Ranks that hold the same weights, and reduce their gradients."""
+        return self.data_ranks if self.average_every is None else self.cp
+
+    @property
+    def has_equal_replicas(self) -> bool:
+        """Whether all replicas do equally much in a step."""
+        return self.microbatches is None and not isinstance(self.average_every, tuple)
+
+    def replica_ranks(self) -> list[list[int]]:
+        """For each replica all of its ranks."""
+        every = [self.coordinates(rank) for rank in range(self.num_ranks)]
+        return [
+            [rank for rank, place in enumerate(every) if self.replica_of(place) == replica]
+            for replica in range(self.dp)
+        ]
 
     @property
     def other_axes(self) -> str:
@@ -225,6 +277,11 @@ class Layout(WithAxes):
         tensor += f"; each sequence by {self.cp} context-parallel ranks" if self.cp > 1 else ""
         if self.data_ranks == 1:
             return tensor
+        if self.average_every is not None:
+            numbers = self.updates_by_replica if isinstance(self.average_every, tuple) else (self.average_every,)
+            return (
+                f"{tensor}; {count(self.dp, 'replica')}, an average after {' '.join(map(str, numbers))} updates of each"
+            )
         copies = f", {self.replicate} copies" if self.replicate is not None else ""
         return f"{tensor}; {count(self.dp, 'replica')}, shard {self.shard}{copies}"
 

@@ -52,6 +52,8 @@ class Run(WithAxes):
         adapter: of the layers that train, whose other weights are frozen, as the head is; ``None``: they are trained.
         boundary: the code of messages between stages; ``None``: they travel as they are.
         microbatches: of each replica; ``None``: the same for all.
+        updates: of each replica until weights are averaged, of which this is one of the replica with most; ``None``:
+            gradients are reduced.
     """
 
     shape: ModelShape
@@ -81,6 +83,7 @@ class Run(WithAxes):
     adapter: Adapter | None = None
     boundary: Boundary | None = None
     microbatches: tuple[int, ...] | None = None
+    updates: tuple[int, ...] | None = None
 
     def __hash__(self) -> int:
         """Hash of what the layouts of a search differ in, which is fast: runs are keys of caches."""
@@ -135,6 +138,16 @@ class Run(WithAxes):
     def sharded(self) -> Shard:
         """What is sharded: ``shard``, but nothing where no other rank holds the same weights."""
         return self.shard if self.data_ranks > 1 else "none"
+
+    @property
+    def reducing_ranks(self) -> int:
+        """Ranks that hold the same weights, and reduce their gradients."""
+        return self.data_ranks if self.updates is None else self.cp
+
+    @property
+    def share_of_updates(self) -> float:
+        """Mean updates of the replicas / those of the replica with most."""
+        return 1.0 if self.updates is None else sum(self.updates) / (len(self.updates) * max(self.updates))
 
     @property
     def num_shards(self) -> int:

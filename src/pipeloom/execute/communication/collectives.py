@@ -265,6 +265,11 @@ def make_load_group(
     return _own_group(layout.data_groups(), world, _Note(log, "sum of the loads of experts"), timeout)
 
 
+def make_replica_group(layout: Layout, world: World) -> Group:
+    """All ranks of a replica, for the norm of its gradient; errors and the order of calls as ``make_groups``."""
+    return _own_group(layout.replica_ranks(), world, _Note(None, "norm of a replica"))
+
+
 def make_shared_groups(
     layout: Layout, world: World, sets: Mapping[int, Sequence[int]], log: ActionLog | None = None
 ) -> dict[int, Group]:

@@ -93,6 +93,7 @@ class DataParallel(Part):
     Attributes:
         weights: of each stage of the rank.
         shared: sets of weights that several stages share.
+        counts_alone: whether each replica counts its own gradients, which are not reduced.
         num_stages: of the model.
     """
 
@@ -115,7 +116,7 @@ class DataParallel(Part):
         shared: Mapping[int, Group] | None = None,
     ) -> None:
         self._store = store
-        self._groups = groups
+        self._groups, self.counts_alone = groups, False
         self.num_stages = schedule.num_stages
         self._sums_replicated = sums_replicated
         self._lane = lane
@@ -163,7 +164,7 @@ class DataParallel(Part):
         Args:
             stage: whose; ``None`` for all. Empty for a stage of another rank.
         """
-        if self._groups.copies.index > 0:
+        if self._groups.copies.index > 0 and not self.counts_alone:
             return []
         is_first = self._groups.tensor.index == 0
         weights = [one for index, one in self.weights.items() if stage in (None, index)]
@@ -323,6 +324,22 @@ class DataParallel(Part):
         for one in self.shared:
             if one.is_pending or is_again:
                 finish(self._lane.start(one.reduction()), timeout_s)
+
+    def average(self, timeout_s: float, *, is_rehearsal: bool = False) -> None:
+        """Replace the weights by their means over the replicas. Collective; errors as of ``sum_shared``.
+
+        Args:
+            timeout_s: longest wait for other replicas.
+            is_rehearsal: whether to do so with zeros in place of the weights.
+        """
+        for weights in self.weights.values():
+            tensor = torch.zeros_like(weights.shard) if is_rehearsal else weights.shard
+            if tensor.numel():
+                finish(self._lane.start(self._mean(tensor)), timeout_s)
+
+    def _mean(self, tensor: Tensor) -> Job:
+        yield self._groups.copies.all_reduce(tensor)
+        tensor /= self._groups.copies.size
 
     def gather_gradient(self, stage: int, timeout_s: float) -> dict[str, Tensor]:
         """A stage's whole gradient by parameter name, after a step. All ranks of the group must call it in turn.

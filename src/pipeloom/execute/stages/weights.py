@@ -57,6 +57,8 @@ class StageWeights:
     shards, gradients and their sums over micro-batches have the wide one, and ``shard`` is separate memory even without
     sharding. Without ``keeps_wide`` only gradients and their sums are wide, and the optimizer updates narrow weights.
 
+    ``outer_momentum`` is that of the shard where replicas step alone and average their weights, else ``None``.
+
     Args:
         module: of the stage, with initial master weights; its parameters become views.
         level: what is sharded.
@@ -125,6 +127,8 @@ class StageWeights:
             self.gradient = self.whole_gradient[self.begin : self.begin + self.shard.numel()]
         self.whole_bytes = self.whole.nbytes
         self.is_held = True
+        self.outer_momentum: Tensor | None = None
+        self._begun = self.shard.new_empty(0)
         self.is_swapped = False
         self.drop()
 
@@ -208,6 +212,23 @@ class StageWeights:
         """
         if self._level == "none" and self._has_copy:
             self.whole.copy_(self.shard)
+
+    def prepare_alone(self) -> None:
+        """Take memory for steps of replicas alone: where the weights begin, and the outer momentum."""
+        self.outer_momentum, self._begun = torch.zeros_like(self.shard), torch.empty_like(self.shard)
+
+    def begin_alone(self) -> None:
+        """Note where updates begin that the other replicas do not see."""
+        self._begun.copy_(self.shard)
+
+    def outer_step(self, lr: float, momentum: float) -> None:
+        """Step from where they began towards the mean of the replicas, which the shard has, with Nesterov momentum."""
+        assert self.outer_momentum is not None
+        self.shard.neg_().add_(self._begun)  # the outer gradient, in the memory of the weights
+        self.outer_momentum.mul_(momentum).add_(self.shard)
+        self.shard.add_(self.outer_momentum, alpha=momentum)
+        self._begun.sub_(self.shard, alpha=lr)
+        self.shard.copy_(self._begun)
 
     def lend(self, name: str) -> Tensor:
         """A parameter's weights for use by another stage until the step ends; the whole weights must have memory.

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from pipeloom.execute.stages.flat_order import FlatOrder
+
 
 class Box(NamedTuple):
     """A rectangular block of a tensor.
@@ -80,3 +82,32 @@ class Elements:
         # Views: loading writes directly into the weights, and saving copies nothing.
         views = self.values.split([prod(box.size) for box in boxes])
         return [(box, view.view(box.size)) for box, view in zip(boxes, views, strict=True)]
+
+
+class Segment(NamedTuple):
+    """What a rank holds of some parameters of a stage.
+
+    Attributes:
+        order: of the parameters in the segment's flat buffer.
+        begin, size: of the rank's shard in it.
+        among: index of this rank among those that hold the same shard, and their number.
+        buffers: flat tensors of the shard: prefix of their keys, tensor, index of its first element.
+    """
+
+    order: FlatOrder
+    begin: int
+    size: int
+    among: tuple[int, int]
+    buffers: list[tuple[str, Tensor, int]]
+
+
+def share_of(begin: int, size: int, share: tuple[int, int]) -> range:
+    """The part of equal elements that a rank writes.
+
+    Args:
+        begin: index of the first element.
+        size: their number.
+        share: index of this rank among those that hold them, and the number of these ranks.
+    """
+    index, num_ranks = share
+    return range(begin + size * index // num_ranks, begin + size * (index + 1) // num_ranks)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,8 +48,15 @@ from pipeloom.execute.stages.weights import StageWeights
 from pipeloom.model.experts import biases_of, is_bias
 from pipeloom.system.host_memory import available_memory
 from pipeloom.training.background import Background
-from pipeloom.training.checkpoints.boxes import Box, Elements
-from pipeloom.training.checkpoints.contents import MODEL, expected_shapes, state_prefix, stored_shapes, weights_only
+from pipeloom.training.checkpoints.boxes import Box, Elements, Segment, share_of
+from pipeloom.training.checkpoints.contents import (
+    MODEL,
+    OUTER,
+    expected_shapes,
+    state_prefix,
+    stored_shapes,
+    weights_only,
+)
 from pipeloom.training.checkpoints.differences import differences
 from pipeloom.training.checkpoints.failures import failures_as
 from pipeloom.training.checkpoints.kept import Kept, recall
@@ -97,7 +104,9 @@ class Checkpoints:
         self._noted = noted
         self._rank, self._num_ranks = world.rank, world.size
         self._is_writer = world.rank == 0
-        self._tensor_rank = config.layout.coordinates(world.rank).tensor
+        place = config.layout.coordinates(world.rank)
+        self._tensor_rank = place.tensor
+        self._replica = None if config.layout.average_every is None else config.layout.replica_of(place)
         # A group of its own: DCP exchanges Python objects, and writing may exceed the stall timeout.
         found = dist.new_group(backend="gloo", timeout=_PATIENCE)
         assert isinstance(found, dist.ProcessGroup)
@@ -240,7 +249,7 @@ class Checkpoints:
         if self._optimizer is not None:
             for state in self._optimizer.state.values():
                 # The step counter is the same for all parameters, so it is not stored for each.
-                state["step"].fill_(info.step)
+                state["step"].fill_(info.step * self._config.layout.updates_by_replica[self._replica or 0])
 
     def prepare_kept(self, folder: Path, step: int) -> None:
         """Take shared memory for the states of this rank; before the first checkpoint, whose thread uses the group.
@@ -385,14 +394,15 @@ class Checkpoints:
         found: dict[str, Elements] = {}
         for weights, group in self._data_parallel.all_weights:
             for segment in self._segments(weights, group):
-                own = _share_of(segment.begin, segment.size, segment.among if is_shared_out else (0, 1))
+                own = share_of(segment.begin, segment.size, segment.among if is_shared_out else (0, 1))
                 for prefix, held, begin in segment.buffers:
                     buffer = prefix, self._at_rest(held), begin
                     found |= self._elements(segment.order, buffer, own, is_shared_out=is_shared_out)
             if not is_shared_out or self._is_first:
                 for name, bias in biases_of(weights.module).items():
                     found[MODEL + name] = Elements(bias, tuple(bias.shape), (0,), tuple(bias.shape), 0)
-            if not is_shared_out or (self._data_parallel.copy_share[0] if group is None else group.index) == 0:
+            copy = self._data_parallel.copy_share[0] if group is None else group.index
+            if not is_shared_out or copy == 0 or self._replica is not None:
                 for key, held in self._of_matrices(weights):
                     shape = tuple(held.shape)
                     found[key] = Elements(self._at_rest(held).view(-1), shape, (0,) * len(shape), shape, 0)
@@ -406,18 +416,20 @@ class Checkpoints:
     def _at_rest(self, held: Tensor) -> Tensor:
         return held if self._store is None else self._store.at_rest(held)
 
-    def _segments(self, weights: StageWeights, group: Group | None) -> Iterator["_Segment"]:
+    def _segments(self, weights: StageWeights, group: Group | None) -> Iterator[Segment]:
         """The trained and the frozen parameters of a stage, or of several that share them (``group`` has them)."""
         copies, replicas = self._data_parallel.copy_share, self._data_parallel.replica_share
         copies, replicas = (copies, replicas) if group is None else ((group.index, group.size),) * 2
         if weights.order.size:
-            buffers = list(self._buffers(weights))
-            yield _Segment(weights.order, weights.begin, weights.shard.numel(), copies, buffers)
+            whole = weights.order, weights.begin, weights.shard.numel()
+            yield Segment(*whole, copies, list(self._buffers(weights)))
+            # Replicas that step alone have moments of their own.
+            yield Segment(*whole, copies if self._replica is None else (0, 1), list(self._moments(weights)))
         if (frozen := weights.frozen) is not None:
             # Without full sharding every replica holds all of them.
             among = copies if frozen.is_sharded else replicas
             buffers = [(MODEL, frozen.shard, frozen.begin)]
-            yield _Segment(frozen.order, frozen.begin, frozen.shard.numel(), among, buffers)
+            yield Segment(frozen.order, frozen.begin, frozen.shard.numel(), among, buffers)
 
     def _elements(
         self, order: FlatOrder, buffer: tuple[str, Tensor, int], own: range, *, is_shared_out: bool
@@ -442,12 +454,21 @@ class Checkpoints:
     def _buffers(self, weights: StageWeights) -> Iterator[tuple[str, Tensor, int]]:
         """Flat tensors of a stage's shard: prefix of their keys, tensor, index of its first element in the stage."""
         yield MODEL, weights.shard, weights.begin
+        if weights.outer_momentum is not None:
+            yield state_prefix(OUTER), weights.outer_momentum, weights.begin
+
+    def _moments(self, weights: StageWeights) -> Iterator[tuple[str, Tensor, int]]:
+        """As ``_buffers``, the optimizer's state."""
         if self._optimizer is None:
             return
         for part in weights.parts:
             if part.name is None:
                 for name in self._config.optimizer.rule.state:
-                    yield state_prefix(name), self._optimizer.state[part.parameter][name], part.begin
+                    yield (
+                        state_prefix(name, self._replica or 0),
+                        self._optimizer.state[part.parameter][name],
+                        part.begin,
+                    )
 
     def _of_matrices(self, weights: StageWeights) -> Iterator[tuple[str, Tensor]]:
         """State of the parameters that the optimizer updates as whole matrices, by key, in the shape that it has."""
@@ -456,36 +477,10 @@ class Checkpoints:
         for part in weights.parts:
             if part.name is not None:
                 for name in self._config.optimizer.rule.state_shapes(part.name, tuple(part.parameter.shape)):
-                    yield state_prefix(name) + part.name, self._optimizer.state[part.parameter][name]
-
-
-class _Segment(NamedTuple):
-    """What a rank holds of some parameters of a stage.
-
-    Attributes:
-        order: of the parameters in the segment's flat buffer.
-        begin, size: of the rank's shard in it.
-        among: index of this rank among those that hold the same shard, and their number.
-        buffers: flat tensors of the shard: prefix of their keys, tensor, index of its first element.
-    """
-
-    order: FlatOrder
-    begin: int
-    size: int
-    among: tuple[int, int]
-    buffers: list[tuple[str, Tensor, int]]
-
-
-def _share_of(begin: int, size: int, share: tuple[int, int]) -> range:
-    """The part of equal elements that a rank writes.
-
-    Args:
-        begin: index of the first element.
-        size: their number.
-        share: index of this rank among those that hold them, and the number of these ranks.
-    """
-    index, num_ranks = share
-    return range(begin + size * index // num_ranks, begin + size * (index + 1) // num_ranks)
+                    yield (
+                        state_prefix(name, self._replica or 0) + part.name,
+                        self._optimizer.state[part.parameter][name],
+                    )
 
 
 def _remove(checkpoint: Path) -> None:

@@ -24,6 +24,8 @@ MODEL = "model."
 """Prefix of the keys of parameters."""
 STATE = "optimizer."
 """Prefix of the keys of optimizer state."""
+OUTER = "outer_momentum"
+"""State of the outer step, where replicas step alone and average their weights."""
 
 
 def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, tokens: int) -> CheckpointInfo:
@@ -153,9 +155,14 @@ def expected_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor in a checkpoint of a resolved run, by key; on any rank, without communication."""
     parameters = _parameters(config)
     found = {MODEL + name: tuple(parameter.shape) for name, parameter in parameters}
+    is_alone = config.layout.average_every is not None
+    replicas = range(config.layout.dp if is_alone else 1)
     for name, parameter in parameters:
         states = config.optimizer.rule.state_shapes(name, tuple(parameter.shape)) if parameter.requires_grad else {}
-        found |= {state_prefix(key) + name: its_shape for key, its_shape in states.items()}
+        for replica in replicas:
+            found |= {state_prefix(key, replica) + name: its_shape for key, its_shape in states.items()}
+        if is_alone and parameter.requires_grad:
+            found[state_prefix(OUTER) + name] = tuple(parameter.shape)
     return found | {MODEL + name: shape for name, shape in _bias_shapes(config).items()}
 
 
@@ -167,9 +174,9 @@ def _bias_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     return {f"{block}.{BIAS}": (config.model.experts,) for block in balances_of(stage)}
 
 
-def state_prefix(name: str) -> str:
-    """Prefix of the keys of one kind of optimizer state."""
-    return f"{STATE}{name}."
+def state_prefix(name: str, replica: int = 0) -> str:
+    """Prefix of the keys of one kind of optimizer state; of a replica, where replicas step alone."""
+    return f"{STATE}{name}@{replica}." if replica else f"{STATE}{name}."
 
 
 def _text(config: RunConfig, data: Data) -> dict[str, Any]:
