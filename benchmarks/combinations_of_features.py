@@ -51,6 +51,7 @@ FEATURES: dict[str, Settings] = {
     "adapters": {"adapter.rank": 2},
     "experts": {"model.experts": 4, "model.experts_per_token": 2, "model.balance": "microbatch"},
     "shared layers": {"model.share_layers": 2},
+    "kept blocks": {"model.density": 0.5, "model.density_block": 4},
     "averaged replicas": {"layout.dp": 2, "layout.average_every": 2},
     "muon": {"optimizer.name": "muon"},
     "updates within the step": {"optimizer.update": "stage", "optimizer.clip": "none"},

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markdown import Markdown
 
-from reproduction import bpipe, bpipe_cases, bpipe_tables, lomo, m6_10t, moesys, swarm, zero_bubble
+from reproduction import bpipe, bpipe_cases, bpipe_tables, lomo, m6_10t, moesys, sparse, swarm, zero_bubble
 from reproduction.batch import best, points
 from reproduction.bpipe_links import link_rows
 from reproduction.cost_time import scaled, scaled_points, with_devices
@@ -65,6 +65,9 @@ def main() -> None:
     console.print("SWARM ...")
     traffic = swarm.traffic_rows()
     write_rows(swarm.NAME, traffic)
+    console.print("Sparse, then dense ...")
+    kept_blocks = sparse.step_rows()
+    write_rows(sparse.NAME, kept_blocks)
     console.print("Zero bubble ...")
     pages = zero_bubble_page(console) | {
         PAGE: filled(PAGE.read_text(encoding="utf-8"), data),
@@ -72,6 +75,7 @@ def main() -> None:
         lomo.PAGE: fill(lomo.PAGE.read_text(encoding="utf-8"), lomo.memory_blocks(updates)),
         moesys.PAGE: fill(moesys.PAGE.read_text(encoding="utf-8"), moesys.blocks(routed, read_rows(moesys.BALANCE))),
         m6_10t.PAGE: fill(m6_10t.PAGE.read_text(encoding="utf-8"), m6_10t.blocks(shared, read_rows(m6_10t.LOSS))),
+        sparse.PAGE: fill(sparse.PAGE.read_text(encoding="utf-8"), sparse.page_blocks(kept_blocks)),
         swarm.PAGE: fill(swarm.PAGE.read_text(encoding="utf-8"), swarm.traffic_blocks(traffic)),
         TERAPIPE: fill(TERAPIPE.read_text(encoding="utf-8"), terapipe_blocks(*sliced.values())),
     }

@@ -354,6 +354,43 @@ AXES = {
         {"model__expert_ffn": 64},
         "model.expert_ffn has no effect without model.experts; give both or leave it out",
     ),
+    "blocks that do not divide the matrices": (
+        {"model__density": 0.25, "model__hidden_size": 96, "model__ffn_size": 96},
+        (
+            "model.density 0.25 does not fit query, key, value, output, gate, up, down: blocks of 64 do not divide "
+            "its 96 inputs and 96 outputs"
+        ),
+    ),
+    "a part of a block": (
+        {"model__density": 0.25, "model__ffn_size": 256},
+        (
+            "model.density 0.25 does not fit query, key, value, output, gate, up: a row of its 3 blocks keeps 0.75 of "
+            "them, which must be a whole number"
+        ),
+    ),
+    "a dense density": (
+        {"model__density": 1.0},
+        "model.density must be below 1, found 1; leave it out for dense matrices",
+    ),
+    "blocks of dense matrices": (
+        {"model__density_block": 32, "model__density_seed": 1},
+        "model.density_block, model.density_seed have no effect without model.density; set that or leave them out",
+    ),
+    "blocks with tensor parallelism": (
+        {"model__density": 1 / 3, "model__ffn_size": 384, "layout__tp": 2},
+        "model.density does not work with layout.tp 2, which divides matrices between ranks; leave one of them out",
+    ),
+    "blocks with an optimizer of whole matrices": (
+        {"model__density": 1 / 3, "model__ffn_size": 384, "optimizer__name": "adafactor"},
+        (
+            "model.density does not work with optimizer.name adafactor, which updates whole matrices; leave one of "
+            "them out"
+        ),
+    ),
+    "blocks with adapters": (
+        {"model__density": 1 / 3, "model__ffn_size": 384, "adapter__rank": 4},
+        "model.density does not work with adapter.rank 4, whose pairs belong to dense matrices; leave one of them out",
+    ),
     "experts with adapters": (
         {"model__experts": 2, "adapter__rank": 4},
         (

@@ -6,7 +6,18 @@ executor counts: state, and what is kept for backwards.
 
 import numpy as np
 import pytest
-from any_runs import DATA, adapted_runs, context_runs, exact, expert_runs, frozen_runs, on_cpus, runs, sharing_runs
+from any_runs import (
+    DATA,
+    adapted_runs,
+    context_runs,
+    density_runs,
+    exact,
+    expert_runs,
+    frozen_runs,
+    on_cpus,
+    runs,
+    sharing_runs,
+)
 from one_process import OneProcess
 from thinned import thinned
 
@@ -151,3 +162,9 @@ def test_a_step_with_experts_equals_the_single_process_and_holds_the_bytes_that_
 @pytest.mark.timeout(120)
 def test_a_step_with_shared_layers_equals_the_single_process_and_holds_the_bytes_that_are_predicted(part):
     assert "kept" in {assert_step(config) for config in sharing_runs(120)[part::30]}
+
+
+@pytest.mark.parametrize("part", thinned(range(12), 12))
+@pytest.mark.timeout(120)
+def test_a_step_of_kept_blocks_equals_the_single_process_and_holds_the_bytes_that_are_predicted(part):
+    assert {assert_step(config) for config in density_runs(48)[part::12]} == {"kept"}

@@ -71,6 +71,15 @@ def with_experts():
     yield replace(model, balance="microbatch"), Layout(pp=4, loops=1, **sizes), ScheduleConfig(family="zb-h1")
 
 
+def with_density():
+    model = replace(LLAMA, ffn_size=24, density=0.5, density_block=4)
+    sizes = {"num_microbatches": 3, "microbatch_size": 2}
+    for shard, recompute in zip(LEVELS, ("none", "selective", "full", "none"), strict=True):
+        yield model, Layout(pp=2, dp=2, loops=2, shard=shard, recompute=recompute, **sizes), ScheduleConfig()
+    yield model, Layout(pp=1, cp=2, dp=2, loops=2, **sizes), ScheduleConfig()
+    yield replace(model, family="gpt2", num_kv_heads=4), Layout(pp=4, loops=1, **sizes), ScheduleConfig(family="zb-h1")
+
+
 def tied_and_sharded():
     model, few = replace(LLAMA, tied=True), ScheduleConfig(family="depth-first", gradient_buffers=1)
     for shard, order in [*((shard, ScheduleConfig()) for shard in LEVELS), ("full", few)]:
@@ -132,8 +141,9 @@ RUNS = {
     "families on four ranks": (4, list(of_families(4, placed(TRAINING, ["looped"])))),
     "families, tied, on two ranks": (2, list(tied_of_families(2, ("v",)))),
     "families, tied, on three ranks": (3, list(tied_of_families(3, ("looped",)))),
-    "sharded": (4, [*sharded(), next(with_experts())]),
+    "sharded": (4, [*sharded(), next(with_experts()), *list(with_density())[3::2]]),
     "experts": (4, list(with_experts())),
+    "kept blocks": (4, list(with_density())),
     "sharded, tied": (4, list(tied_and_sharded())),
     "recomputed, sharded": (4, list(recomputed_and_sharded())),
     "tensor-parallel": (4, list(tensor_parallel())),

@@ -14,7 +14,8 @@ from pipeloom.model.deferred import gradients_by_autograd
 
 VOCAB, SEQ = 30, 8
 CONFIG = ModelConfig(num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_size=24).resolve(VOCAB)
-MODELS = [CONFIG, replace(CONFIG, family="gpt2", norm_eps=1e-5), replace(CONFIG, tied=True)]
+BLOCKS = replace(CONFIG, density=0.5, density_block=4)
+MODELS = [CONFIG, replace(CONFIG, family="gpt2", norm_eps=1e-5), replace(CONFIG, tied=True), BLOCKS]
 
 
 def make(config, recompute="none", dtype=torch.float64):
@@ -54,7 +55,7 @@ class Names(TorchDispatchMode):
 
 @pytest.mark.usefixtures("_adds_all")
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("config", MODELS, ids=["llama", "gpt2", "tied"])
+@pytest.mark.parametrize("config", MODELS, ids=["llama", "gpt2", "tied", "blocks"])
 def test_sums_of_micro_batches_are_those_of_autograd(config, recompute):
     adding, plain = make(config, recompute), make(config, recompute)
     backwards(plain)

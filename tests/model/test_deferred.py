@@ -22,6 +22,7 @@ CONFIG = ModelConfig(
     num_layers=LAYERS, hidden_size=HIDDEN, num_heads=HEADS, num_kv_heads=KV_HEADS, ffn_size=FFN
 ).resolve(VOCAB)
 GPT2 = replace(CONFIG, family="gpt2", norm_eps=1e-5)
+BLOCKS = replace(CONFIG, density=0.5, density_block=4)
 MIDDLE, ALL = range(1, 1 + LAYERS), range(LAYERS + 2)
 
 
@@ -69,7 +70,7 @@ def whole(model):
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("pieces", [MIDDLE, ALL, range(2), range(1, 4)])
-@pytest.mark.parametrize("config", [CONFIG, GPT2, replace(CONFIG, tied=True)])
+@pytest.mark.parametrize("config", [CONFIG, GPT2, replace(CONFIG, tied=True), BLOCKS])
 def test_the_first_half_adds_to_no_gradient_and_the_second_makes_them_all(config, pieces, recompute):
     if config.tied and (0 in pieces) != (LAYERS + 1 in pieces):
         pytest.skip("half of a tied matrix")
@@ -93,7 +94,7 @@ def kept_bytes(config):
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("config", [CONFIG, GPT2])
+@pytest.mark.parametrize("config", [CONFIG, GPT2, BLOCKS])
 def test_between_the_halves_inputs_are_kept_once_and_nothing_else_of_the_graph(config, recompute):
     for _, stage in halves(make(config, recompute=recompute), times=1):
         assert stage.tally.pending_bytes == kept_bytes(config)

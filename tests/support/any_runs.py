@@ -147,6 +147,20 @@ def sharing_runs(count):
     return found
 
 
+@cache
+def density_runs(count):
+    """Runs whose matrices consist of blocks."""
+    draw, found = random.Random(5), []
+    still = {"balance": False, "offload": False, "activation_budget": None, "device_budget": None}
+    while len(found) < count:
+        config = with_windows(draw, with_layers(draw, with_sharding(draw, any_run(draw))))
+        model = replace(config.model, density=draw.choice((0.25, 0.5)), density_block=draw.choice((2, 4)))
+        config = replace(config, model=model, schedule=replace(config.schedule, **still))
+        if not find_problems(config, trains=False):
+            found.append(config)
+    return found
+
+
 def with_layers(draw, config):
     """The run with other layers, which change no other draw and no schedule."""
     model, moves = config.model, config.schedule.balance or config.schedule.offload

@@ -343,6 +343,7 @@ LEFT_OUT = {
     r"^pipeloom train planned/": "needs the GPUs of its plan",
     r"^torchrun .*--nnodes": "needs several hosts",
     r"^python ": "a script that takes minutes",
+    r"^pipeloom convert densify": "needs a run of kept blocks: tests/training/test_density.py",
     r"TABLE\.csv .*--(sets|models)|--stage-times": "needs a table that is no part of the checkout",
 }
 """What is never executed -> why."""

@@ -14,6 +14,7 @@ from typing import Any, cast, get_args
 
 from pipeloom.calls import checked
 from pipeloom.catalog.bases import read_based
+from pipeloom.catalog.block_keys import block_keys, read_blocks
 from pipeloom.catalog.expert_keys import expert_keys, read_experts
 from pipeloom.catalog.general_device import KERNEL_US, LAUNCH_US, general_curve
 from pipeloom.catalog.reading import Reader, names, read_toml
@@ -232,6 +233,7 @@ def _pieces(reader: Reader) -> MeasuredPieces:
             attn_softcap=MODELS[family].attn_softcap,
             logit_softcap=MODELS[family].logit_softcap,
             experts=read_experts(reader, sizes["ffn"]),
+            blocks=read_blocks(reader),
             **sizes,
         ),
         seq=reader.integer("seq"),
@@ -347,7 +349,7 @@ def _piece_lines(found: MeasuredPieces) -> _Lines:
     shape = found.run.shape
     lines: _Lines = {name: getattr(shape, name) for name in (*_PIECE_SIZES, "family")}
     lines |= {} if shape.own_head_size is None else {"head_size": shape.own_head_size}
-    lines |= expert_keys(shape.experts)
+    lines |= expert_keys(shape.experts) | block_keys(shape.blocks)
     lines |= {name: getattr(found.run, name) for name in _PIECE_AXES}
     lines |= {f"{name}_us": [value / _MICRO for value in getattr(found, name)] for name in _PIECES}
     return lines | ({"message_us": found.message_s / _MICRO} if found.message_s else {})

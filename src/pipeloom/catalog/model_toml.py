@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pipeloom.catalog.bases import read_based
+from pipeloom.catalog.block_keys import read_blocks
 from pipeloom.catalog.expert_keys import read_experts
 from pipeloom.catalog.reading import Reader
 from pipeloom.catalog.training_recipes import TrainingRecipe, read_recipe
@@ -61,11 +62,16 @@ def read_toml_model(name_or_path: str) -> TomlModel:
         attn_softcap=reader.number("attn_softcap", kind.attn_softcap),
         logit_softcap=reader.number("logit_softcap", kind.logit_softcap),
         experts=experts,
+        blocks=read_blocks(reader),
     )
     if not reader.has_problems:
         sizes, names = (shape.hidden, shape.heads, shape.kv_heads), ("hidden", "heads", "kv_heads", "head_size")
         for problem in head_problems((*sizes, shape.own_head_size), is_rotary=kind.is_rotary, names=names):
             reader.complain(problem)
+        for problem in shape.block_problems:
+            reader.complain(problem)
+        if shape.blocks is not None and experts is not None:
+            reader.complain("density and experts do not work together; leave one of them out")
     scalar = "query_pre_attn_scalar"
     settings = {scalar: reader.positive(scalar)} if scalar in table else {}
     settings |= _positions(reader, table, kind)

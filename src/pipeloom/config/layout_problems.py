@@ -87,6 +87,9 @@ def tensor_problems(config: RunConfig) -> Problems:
             yield f"layout.tp must divide model.{name}, found {layout.tp} and {size}"
     if layout.sequence_parallel and layout.tp > 1 and num_tokens % layout.tp:
         yield f"layout.tp must divide data.seq_len, found {layout.tp} and {num_tokens}"
+    if layout.tp > 1 and model.density is not None:
+        divided = f"layout.tp {layout.tp}, which divides matrices between ranks"
+        yield f"model.density does not work with {divided}; leave one of them out"
 
 
 def context_problems(config: RunConfig) -> Problems:

@@ -21,6 +21,7 @@ from pipeloom.checkpoint.checkpoint_folder import (
     step_of,
 )
 from pipeloom.config.automatic_loops import loops_problems
+from pipeloom.config.density_problems import density_problems, density_size_problems
 from pipeloom.config.expert_problems import balance_problems, expert_problems, expert_size_problems
 from pipeloom.config.layout_problems import (
     Problems,
@@ -63,10 +64,17 @@ def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: boo
         is_model_known: whether the sizes of the model are final; otherwise they are not checked.
     """
     checks = [_range_problems, order_problems, loops_problems, slice_problems, context_problems]
-    of_model = [_model_problems, expert_size_problems, stage_problems, tensor_problems, recompute_problems]
+    of_model = [
+        _model_problems,
+        expert_size_problems,
+        density_size_problems,
+        stage_problems,
+        tensor_problems,
+        recompute_problems,
+    ]
     checks += of_model if is_model_known else []
     checks += [_unused_problems, adapted_problems, move_problems, swap_problems, freeze_problems]
-    checks += [update_problems, narrow_problems, expert_problems, balance_problems, load_problems]
+    checks += [update_problems, narrow_problems, expert_problems, density_problems, balance_problems, load_problems]
     checks += [sharing_problems] if is_model_known else []
     checks += [
         replica_problems,
@@ -120,6 +128,7 @@ _ADAPTED: _Need = ("adapter.rank", lambda run: run.adapter.rank is not None)
 _WINDOW: _Need = ("model.window", lambda run: run.model.window is not None)
 _LOCAL: _Need = ("model.family gemma3", lambda run: _has_local_angles(run.model.family))
 _EXPERTS: _Need = ("model.experts", lambda run: run.model.experts is not None)
+_DENSITY: _Need = ("model.density", lambda run: run.model.density is not None)
 _LOSS: _Need = ("model.balance batch or microbatch", lambda run: run.model.known_balance in ("batch", "microbatch"))
 _AVERAGES: _Need = ("layout.average_every", lambda run: run.layout.average_every is not None)
 _RESTARTS: _Need = ("restart.times", lambda run: run.restart.times > 0)
@@ -139,6 +148,7 @@ _NEEDS: dict[str, tuple[_Need, ...]] = {
     "model.rope_attention_factor": (("model.rope_scaling yarn", lambda run: run.model.rope_scaling == "yarn"),),
     **dict.fromkeys((f"model.{key}" for key in ("experts_per_token", "expert_every", "expert_ffn")), (_EXPERTS,)),
     **dict.fromkeys((f"model.{key}" for key in ("shared_experts", "balance")), (_EXPERTS,)),
+    **dict.fromkeys(("model.density_block", "model.density_seed"), (_DENSITY,)),
     "model.balance_weight": (_EXPERTS, _LOSS),
     "model.balance_rate": (_EXPERTS, ("model.balance bias", lambda run: run.model.balance == "bias")),
     "data.bpe_vocab_size": (("data.tokenizer bpe", lambda run: run.data.tokenizer == "bpe"),),
@@ -234,7 +244,7 @@ def _range_problems(config: RunConfig) -> Problems:
 def model_problems(config: RunConfig) -> list[str]:
     """Problems of the values of the model, one sentence each."""
     own = [one for one in _range_problems(config) if one.startswith("model.")]
-    return [*own, *_model_problems(config), *expert_size_problems(config)]
+    return [*own, *_model_problems(config), *expert_size_problems(config), *density_size_problems(config)]
 
 
 def _model_problems(config: RunConfig) -> Problems:

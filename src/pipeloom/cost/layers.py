@@ -18,7 +18,8 @@ micro-batches. All other kernels are limited by memory bandwidth and counted in 
 divided by t only with sequence parallelism (arXiv 2205.05198, section 4.2). A piece takes the device's time, or the
 host's time to launch its kernels if that is longer.
 
-With a vocabulary of 0 there is no embedding and no head.
+With a vocabulary of 0 there is no embedding and no head. With kept blocks (``ModelShape.blocks``) the inner sizes of a
+layer's products are multiplied by the density, and their inputs are gathered (``products.gathered_bytes``).
 """
 
 from collections import Counter
@@ -33,14 +34,13 @@ from pipeloom.cost.hardware import Both, Cluster, Collective, Group
 from pipeloom.cost.parts import Parts
 from pipeloom.cost.products import (
     ALIGNED,
-    adapter_kernels,
     adapter_products,
-    added_bytes,
-    cast_bytes,
     expert_bytes,
-    expert_kernels,
     expert_products,
+    gathered_bytes,
     layer_products,
+    more_kernels,
+    operand_bytes,
     product_s,
     router_products,
 )
@@ -111,7 +111,7 @@ class Pieces:
         return Parts(
             self._each_product(self._matmul_s),
             self._attention_forward_s(),
-            self._memory_s(self._elementwise_bytes() + added_bytes(self.run) + self._cast_bytes(0)),
+            self._memory_s(self._elementwise_bytes() + self._operand_bytes(0)),
             2 * self._tensor_s() + forth_s,
             self._num_kernels(),
             2 * self._num_collectives() + forth,
@@ -124,7 +124,7 @@ class Pieces:
         backward = Parts(
             self._each_product(self._input_s) + self.layer_weight_s(),
             self._attention_backward_s(),
-            self._memory_s(self._elementwise_backward_bytes() + added_bytes(self.run) + self._cast_bytes(1)),
+            self._memory_s(self._elementwise_backward_bytes() + self._operand_bytes(1)),
             self._backward_tensor_s() + back_s,
             2 * forward.num_kernels,
             # Sequence parallelism gathers inputs again for the gradients of the weights: three collectives instead of
@@ -149,14 +149,14 @@ class Pieces:
             )
         return Parts(attention_s=forward.attention_s, num_kernels=SELECTIVE_KERNELS)
 
-    def _cast_bytes(self, direction: int) -> float:
-        return cast_bytes(self.run, direction, is_fused=self.software.fuses_casts)
+    def _operand_bytes(self, direction: int) -> float:
+        return operand_bytes(self.run, direction, is_fused=self.software.fuses_casts)
 
     def layer_weight_s(self) -> float:
         """Seconds of the weight half of a layer's split backward."""
         if self.run.adapter is not None:
             return sum(self._weight_s(*size) for size in adapter_products(self.run))
-        return self._each_product(self._weight_s)
+        return self._each_product(self._weight_s) + self._memory_s(gathered_bytes(self.run, "weight"))
 
     def _each_product(self, seconds: Callable[[float, float, float], float]) -> float:
         """Sum of ``seconds`` of a layer's products, those of experts and adapters included."""
@@ -495,5 +495,4 @@ class Pieces:
         norms *= 1 if self.run.fused_norm else UNFUSED_NORM_KERNELS
         rotation = 8 if self.run.shape.kind.is_rotary else 2
         casts = 4 if self.run.products else 0
-        more = casts + adapter_kernels(self.run) + expert_kernels(self.run)
-        return 4 + norms + rotation + attention * self.run.cp + 6 + more
+        return 4 + norms + rotation + attention * self.run.cp + 6 + casts + more_kernels(self.run)

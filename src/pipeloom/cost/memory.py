@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pipeloom.cost.foreign import GATHERED_COPIES, layer_kept_bytes, layer_pending_bytes, stage_input_bytes
 from pipeloom.cost.kept import Kept
+from pipeloom.cost.products import gather_buffer_bytes
 from pipeloom.cost.ring import ring_buffer_bytes
 from pipeloom.cost.software import Software
 from pipeloom.cost.stages import StageKinds, layers_by_kind, num_frozen_stages, of_each, stage_layers, stage_sets
@@ -237,9 +238,9 @@ def stage_pending_bytes(run: Run, software: Software) -> list[float]:
 
 
 def working_bytes(run: Run, software: Software) -> float:
-    """Bytes of a layer while it computes: what it recomputes, and the buffers of a context axis."""
+    """Bytes of a layer while it computes: what it recomputes, what products gather, and buffers of a context axis."""
     again = kept_bytes(run.changed(recompute="none"), software) if "full" in run.recompute_kinds else 0.0
-    return again + ring_buffer_bytes(run)
+    return again + gather_buffer_bytes(run) + ring_buffer_bytes(run)
 
 
 def kept_logits(run: Run, software: Software) -> float:

@@ -1,6 +1,7 @@
 """Seconds of the matrix products of a run: their operands, their tiles, and the alignment of their rows."""
 
 from math import gcd
+from typing import Literal
 
 from pipeloom.cost.hardware import Device
 from pipeloom.cost.software import Efficiency
@@ -42,6 +43,11 @@ def product_s(run: Run, device: Device, use: Efficiency, shape: tuple[float, flo
     return seconds + device.kernel_s * (use.kernel - 1)
 
 
+BLOCK_KERNELS = 10
+"""Of the forward of seven matrices of kept blocks, a gather and a product each, beside four products of dense ones."""
+
+BlockProduct = Literal["output", "input", "weight"]
+"""A product of a matrix: its output, the gradient of its input, or that of its weight."""
 Product = tuple[float, float, float]
 """Rows, inner size and columns of a product on one rank."""
 
@@ -49,7 +55,8 @@ Product = tuple[float, float, float]
 def layer_products(run: Run) -> list[Product]:
     """The products of a layer: queries, keys and values; output of attention; into the MLP; out of it.
 
-    Not those of experts (``expert_products``), in place of which the MLP is what all tokens take of them.
+    Of kept blocks: an output reads a part of the inputs, so that its inner size is the density's part. Not those of
+    experts (``expert_products``), in place of which the MLP is what all tokens take of them.
     """
     shape, tokens = run.shape, run.tokens
     hidden, inner = shape.hidden, dense_inner(shape) / run.tp
@@ -93,13 +100,53 @@ def expert_kernels(run: Run) -> int:
 
 
 def _attention_and_mlp(run: Run, tokens: float, hidden: int, inner: float) -> list[Product]:
-    shape = run.shape
+    shape, density = run.shape, run.shape.density
     return [
-        (tokens, hidden, (shape.query_width + 2 * shape.kv_width) / run.tp),
-        (tokens, shape.query_width / run.tp, hidden),
-        (tokens, hidden, inner * shape.kind.gates),
-        (tokens, inner, hidden),
+        (tokens, hidden * density, (shape.query_width + 2 * shape.kv_width) / run.tp),
+        (tokens, shape.query_width / run.tp * density, hidden),
+        (tokens, hidden * density, inner * shape.kind.gates),
+        (tokens, inner * density, hidden),
     ]
+
+
+def gathered_bytes(run: Run, which: BlockProduct) -> float:
+    """Bytes that a layer's products of kept blocks move beside their operands; 0 for dense matrices.
+
+    Each row of blocks has its inputs side by side, which are gathered and read by the product. The gradient of the
+    inputs is written by row of blocks, and added to what other rows gave. That of the weight gathers again.
+
+    Args:
+        run: model and layout.
+        which: of the three products of a matrix.
+    """
+    blocks = run.shape.blocks
+    if blocks is None:
+        return 0.0
+    numbers = sum(rows * inner * columns for rows, inner, columns in layer_products(run)) / blocks.size
+    return {"output": 3.0, "input": 4.0, "weight": 3.0}[which] * numbers * run.element_bytes
+
+
+def gather_buffer_bytes(run: Run) -> float:
+    """Bytes of the largest gathered input of a layer's matrices of kept blocks; 0 for dense ones."""
+    blocks, size = run.shape.blocks, run.element_bytes
+    if blocks is None:
+        return 0.0
+    return max(size * run.tokens * blocks.kept(inputs) * outputs for inputs, outputs in run.shape.matrices.values())
+
+
+def operand_bytes(run: Run, direction: int, *, is_fused: bool = False) -> float:
+    """Bytes moved around a layer's products: to cast and gather operands, and to add what adapters return.
+
+    Without the gradients of weights. Arguments are those of ``cast_bytes``.
+    """
+    gathered = gathered_bytes(run, "input" if direction else "output")
+    return added_bytes(run) + cast_bytes(run, direction, is_fused=is_fused) + gathered
+
+
+def more_kernels(run: Run) -> int:
+    """Kernels of a layer's forward beside those of a dense layer: of experts, adapters, and products of blocks."""
+    blocks = 0 if run.shape.blocks is None else BLOCK_KERNELS
+    return adapter_kernels(run) + expert_kernels(run) + blocks
 
 
 def adapter_products(run: Run) -> list[Product]:

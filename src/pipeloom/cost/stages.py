@@ -297,7 +297,7 @@ def _split_in_layer(run: Run, experts: Experts | None) -> int:
     inner = -(-shape.ffn // run.tp)
     if experts is not None:
         inner = experts.count * -(-experts.ffn // run.tp) + -(-experts.shared * experts.ffn // run.tp)
-    matrices = shape.hidden * (2 * queries + 2 * keys + (family.gates + 1) * inner)
+    matrices = shape.kept(shape.hidden * (2 * queries + 2 * keys + (family.gates + 1) * inner))
     vectors = (queries + 2 * keys) * family.qkv_biases + family.gates * inner * family.mlp_biases
     return matrices + vectors + (queries + keys) * (family.qk_norm == "width")
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipeloom.model.block_sparse import BlockSparseLinear, block_sparse_project
 from pipeloom.model.deferred import OwnGradients, linears, lookup
 from pipeloom.model.tensor_parallel import TensorParallel, TensorSlice
 
@@ -108,7 +109,12 @@ class ColumnParallelLinear(Adaptable):
 
 
 def project(x: Tensor, *layers: ColumnParallelLinear) -> Sequence[Tensor]:
-    """The outputs of layers with a common input, which deferred weight gradients then keep once for all."""
+    """The outputs of layers with a common input, which deferred weight gradients then keep once for all.
+
+    Layers of a model with a density are ``BlockSparseLinear`` instead, all of them.
+    """
+    if sparse := [layer for layer in layers if isinstance(layer, BlockSparseLinear)]:
+        return block_sparse_project(x, *sparse)
     first = layers[0]
     if first.has_own:  # then no layer has an adapter
         biases = [layer.bias for layer in layers if layer.bias is not None]

@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from pipeloom.model.block_sparse import consists_of_blocks
 from pipeloom.model.experts import balances_of
 from pipeloom.model.tensor_parallel import WHOLE, TensorParallel
 from pipeloom.model.transformer import TIED_NAME, Transformer
@@ -52,9 +53,9 @@ def build_stage(
 ) -> Transformer:
     """Build and initialize one stage.
 
-    Matrices and embeddings are normal(0, 0.02), projections into the residual stream divided by ``sqrt(2 L)``; norms
-    multiply by 1, and biases are 0. Adapters begin as those of PEFT: ``A`` is uniform within one over the root of its
-    inputs, ``B`` is zero, or drawn as ``A``.
+    Matrices and embeddings are normal(0, 0.02), projections into the residual stream divided by ``sqrt(2 L)``, matrices
+    of kept blocks by the root of their density; norms multiply by 1, and biases are 0. Adapters begin as those of PEFT:
+    ``A`` is uniform within one over the root of its inputs, ``B`` is zero, or drawn as ``A``.
 
     Args:
         config: resolved model.
@@ -122,6 +123,8 @@ def first_value(name: str, shape: Sequence[int], seed: int, config: ModelConfig)
         return torch.full(shape, 0.0 if MODELS[config.family].zero_centered_norms else 1.0, dtype=torch.float32)
     # Each layer adds two terms to the residual stream; GPT-2 divides by the root of their number (report, section 2.3).
     scale = 1 / math.sqrt(2 * config.num_layers) if name.endswith(_RESIDUAL_OUTPUTS) else 1.0
+    if config.blocks is not None and consists_of_blocks(name, config):
+        scale /= math.sqrt(config.blocks.density)  # fewer inputs for each output, with the same variance of the sum
     # Always on the CPU: CUDA's generator returns other numbers for the same seed.
     generator = torch.Generator().manual_seed(generator_seed(seed, name))
     return torch.empty(*shape, dtype=torch.float32).normal_(0.0, _INIT_STD * scale, generator=generator)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import UserError
 from pipeloom.model.attention import Attention
+from pipeloom.model.block_sparse import BlockSparseLinear, Pattern, layer_patterns
 from pipeloom.model.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from pipeloom.model.deferred import OwnGradients
 from pipeloom.model.documents import Documents
@@ -192,6 +193,8 @@ class Transformer(nn.Module):
             built.attention.window = config.window_of(int(name))
             if config.expert_layout is not None and config.expert_layout.are_in(int(name)):
                 built.feed_forward = ExpertFeedForward(config, parallel)
+            for path, pattern in layer_patterns(config, int(name)).items():
+                _keep_blocks(built, path, pattern)
             if adapter is not None and int(name) >= adapter.first_layer:
                 _adapt(built, adapter, parallel)
         self.head = Head(config, parallel) if last in pieces else None
@@ -332,6 +335,14 @@ class Transformer(nn.Module):
                 f"the model takes sequences of at most {self.max_positions} tokens, found {num_tokens}; "
                 "shorten the sequence or build the model with a larger max_positions (data.seq_len)"
             )
+
+
+def _keep_blocks(layer: Layer, path: str, pattern: Pattern) -> None:
+    """Replace a matrix of a layer by some of its blocks."""
+    block, _, name = path.rpartition(".")
+    whole = layer.get_submodule(path)
+    assert isinstance(whole, nn.Linear)
+    setattr(layer.get_submodule(block), name, BlockSparseLinear(pattern, bias=whole.bias is not None))
 
 
 def _adapt(layer: Layer, adapter: Adapter, parallel: TensorParallel) -> None:

@@ -158,6 +158,10 @@ class Question:
             found.append(f"adapter.rank needs the training program pipeloom, found {self.software.name}")
         if self.shape.experts is not None and not self.software.has_lanes:
             found.append(f"model.experts needs the training program pipeloom, found {self.software.name}")
+        if self.shape.blocks is not None and not self.software.has_lanes:
+            found.append(f"model.density needs the training program pipeloom, found {self.software.name}")
+        if self.shape.blocks is not None and self._takes_matrices:
+            found.append("model.density does not work with adapters, nor with optimizers that update whole matrices")
         if self.boundary is not None and not self.software.has_lanes:
             found.append(f"layout.boundary needs the training program pipeloom, found {self.software.name}")
         return (
@@ -186,6 +190,12 @@ class Question:
         if self.shape.experts is not None and self.balance == "batch":
             offered = tuple(name for name in offered if ends_forwards_first(name))
         return self.limits.families or offered
+
+    @property
+    def _takes_matrices(self) -> bool:
+        """Whether adapters or the optimizer belong to whole matrices."""
+        rule = self.software.optimizer
+        return self.adapter is not None or (rule is not None and rule.matrices is not None)
 
     @property
     def _counts_microbatches(self) -> bool:

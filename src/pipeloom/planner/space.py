@@ -431,6 +431,8 @@ def _has_better_axes(question: Question, sizes: Axes, micro_batch: int) -> bool:
 def why_not(question: Question, sizes: Axes) -> str | None:
     """Why axes do not divide the model or the batch; ``None`` if they do."""
     shape, (tp, cp, dp, pp) = question.shape, sizes
+    if shape.blocks is not None and tp > 1:
+        return "the density is of whole matrices, which the tensor axis divides"
     if shape.heads % tp or shape.kv_heads % tp:
         return "the heads do not divide by the tensor axis"
     if tp > 1 and question.seq % tp:

@@ -187,6 +187,7 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
         own["adapter.rank"] = config.adapter.rank is not None, ""
         own["model.experts"] = config.model.experts is not None, ""
         own["model.share_layers"] = config.model.share_layers is not None, ""
+        own["model.density"] = config.model.density is not None, ", whose matrices are dense"
         problems += [
             f"{name} needs machine.software pipeloom, found {software.name}{what}"
             for name, (is_given, what) in own.items()

@@ -21,6 +21,7 @@ from pipeloom.checkpoint.checkpoint_folder import (
     name_of,
     read_info,
     read_tokenizer,
+    run_of,
     sync_folder,
     write_info,
     write_synced,
@@ -51,10 +52,10 @@ class Source(NamedTuple):
 
 
 def read_source(run: Path, folder: Path) -> Source:
-    """The newest checkpoint of a run.
+    """The newest checkpoint of a run, or a given one.
 
     Args:
-        run: a run folder.
+        run: a run folder, or a checkpoint of one.
         folder: that will be written.
 
     Raises:
@@ -65,9 +66,9 @@ def read_source(run: Path, folder: Path) -> Source:
         raise UserError("\n  - ".join([f"the checkpoint {checkpoint} is damaged; use another one:", *found]))
     if folder.exists():
         raise UserError(f"{folder} exists; choose another folder")
-    file = run / CONFIG
+    file = (run_of(checkpoint) or run) / CONFIG
     if not file.exists():
-        raise UserError(f"expected a run folder with {CONFIG}, found none in {run}")
+        raise UserError(f"expected a run folder with {CONFIG}, found none in {file.parent}")
     config, problems = read_run_file(file)
     if problems:
         raise ConfigError(problems, str(file))

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from pipeloom.checkpoint.checkpoint_folder import (
     read_tokenizer,
 )
 from pipeloom.errors import RunError, UserError
+from pipeloom.model.block_sparse import Pattern, weight_patterns
 from pipeloom.runs.run_folder import WEIGHTS, WEIGHTS_INDEX, weight_files
 from pipeloom.training.checkpoints.contents import MODEL
 from pipeloom.training.checkpoints.storage import CheckpointReader
@@ -42,6 +44,7 @@ from pipeloom.training.export_content import (
     PEFT_WEIGHTS,
     Content,
     hugging_face_content,
+    model_in,
     own_content,
     peft_content,
     stored_adapter,
@@ -111,6 +114,7 @@ def export_weights(
     else:
         kept = {name: stored.dtypes[name] for name in (without_pairs(stored.dtypes) if merge else stored.dtypes)}
         is_hf = format == "hf"
+        stored = stored.with_dense(weight_patterns(model_in(checkpoint))) if is_hf else stored
         content = hugging_face_content(checkpoint, kept, dtype, file_bytes) if is_hf else own_content(checkpoint, kept)
     if dtype is not None:
         content = replace(content, dtypes=dict.fromkeys(content.dtypes, getattr(torch, dtype)))
@@ -119,12 +123,27 @@ def export_weights(
 
 
 class Stored(NamedTuple):
-    """The parameters of a checkpoint: what reads them, their shapes and types by name, and the prefix of their keys."""
+    """The parameters of a checkpoint.
+
+    Attributes:
+        reader: reads them.
+        shapes: of parameters by name, as they are read.
+        dtypes: of parameters by name.
+        prefix: of their keys.
+        patterns: of those that are stored as the kept blocks of a matrix and read as the matrix.
+    """
 
     reader: CheckpointReader
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
     prefix: str = MODEL
+    patterns: Mapping[str, Pattern] = MappingProxyType({})
+
+    def with_dense(self, patterns: Mapping[str, Pattern]) -> "Stored":
+        """The same parameters; kept blocks are read as matrices."""
+        return self._replace(
+            shapes=self.shapes | {name: one.whole for name, one in patterns.items()}, patterns=patterns
+        )
 
 
 def stored_parameters(reader: CheckpointReader, prefix: str = MODEL) -> Stored:
@@ -269,7 +288,12 @@ def _read(
 
 def load_stored(stored: Stored, parameters: Mapping[str, Tensor]) -> None:
     """Read parameters by name."""
-    views = {stored.prefix + name: tensor for name, tensor in parameters.items()}
+    kept = {
+        name: torch.empty(stored.patterns[name].shape, dtype=stored.dtypes[name])
+        for name in parameters
+        if name in stored.patterns
+    }
+    views = {stored.prefix + name: kept.get(name, tensor) for name, tensor in parameters.items()}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose: one process
@@ -278,6 +302,8 @@ def load_stored(stored: Stored, parameters: Mapping[str, Tensor]) -> None:
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise UserError(f"cannot read the checkpoint {stored.reader.path}: {cause}; use another one") from None
+    for name, blocks in kept.items():
+        parameters[name].copy_(stored.patterns[name].dense(blocks))
 
 
 def _write(file: Path, tensors: dict[str, Tensor], about: Mapping[str, str]) -> None:

@@ -115,13 +115,23 @@ def _of_shared(tensor: FileTensor, model: ModelConfig) -> FileTensor:
     return replace(tensor, parameters=tuple(shared_name(name, model.sharing) for name in tensor.parameters))
 
 
+def model_in(checkpoint: Path) -> ModelConfig:
+    """The model of a checkpoint.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return ModelConfig(**read_info(checkpoint).model)
+    except TypeError as error:
+        raise UserError(f"cannot read the model of {checkpoint}: {error}") from None
+
+
 def _model_of(checkpoint: Path) -> tuple[ModelConfig, Origin | None, dict[str, Any]]:
     """The model of a checkpoint, the folder that its run started from, and the ``config.json``."""
     info = read_info(checkpoint)
-    try:
-        model = ModelConfig(**info.model)
-    except TypeError as error:
-        raise UserError(f"cannot read the model of {checkpoint}: {error}") from None
+    # Files of Hugging Face have dense matrices.
+    model = model_in(checkpoint).dense
     text = read_origin(checkpoint)
     first = None if text is None else read_description(text)
     table = config_json(model, info.data["data.seq_len"]) if first is None else parse_json(first.texts[CONFIG_JSON])

@@ -115,7 +115,7 @@ def optimizer_problems(program: str, optimizer: str) -> list[str]:
 
 
 def own_attention_problems(program: str, model: ModelConfig, seq: int, *, by_document: bool = False) -> list[str]:
-    """Settings of attention, logits and experts with which no other program is started, a sentence each.
+    """Settings of attention, logits, experts and density with which no other program is started, a sentence each.
 
     Args:
         program: in the sentences.
@@ -131,6 +131,7 @@ def own_attention_problems(program: str, model: ModelConfig, seq: int, *, by_doc
         "model.logit_softcap": (model.logit_softcap is not None, "is not started with bounds of logits"),
         "model.experts": (model.experts is not None, "is not started with experts"),
         "model.share_layers": (model.share_layers is not None, "is not started with shared layers"),
+        "model.density": (model.density is not None, "is not started with blocks of matrices"),
         "data.attention document": (by_document, "is not started with attention that ends at documents"),
     }
     return [f"{name}: {program} {why}; leave it out" for name, (is_set, why) in reasons.items() if is_set]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pipeloom.errors import UserError
 from pipeloom.workload.limits import Common, Count, Limits, Names, Positive
 from pipeloom.workload.model_families import MODELS
-from pipeloom.workload.model_shape import Experts, ModelShape
+from pipeloom.workload.model_shape import Blocks, Experts, ModelShape
 from pipeloom.workload.sharing import Sharing
 
 NO_FORMULAS = (
@@ -20,6 +20,8 @@ _NO_SIZES = ("preset", "file", "balance", "balance_weight", "balance_rate")
 """Settings of a model that are none of its sizes."""
 Balance = Literal["batch", "microbatch", "bias", "none"]
 """What keeps the loads of experts equal."""
+BLOCK = 64
+"""Default size of a block. Products of larger ones are faster; smaller ones divide more widths."""
 MOST_LAYERS = 100_000
 """Most layers of a model: every command makes lists with an element for each."""
 
@@ -134,6 +136,13 @@ class ModelConfig:
     """Factor of the balance loss of each layer with experts. None: 0.01."""
     balance_rate: Positive | None = None
     """With balance bias: by how much the bias of an expert moves after a step. None: 0.001."""
+    density: Annotated[float, Limits(above=0)] | None = None
+    """Kept part of each matrix of attention and feed-forward blocks, below 1: the weight is its kept blocks, and all
+    else of the matrix is zero. Each row of blocks keeps the same number of them. None: matrices are dense."""
+    density_block: Count | None = None
+    """Rows and columns of a block; divides the inputs and outputs of every matrix. None: 64."""
+    density_seed: Annotated[int, Limits(least=0)] | None = None
+    """From it and from the name of a matrix follows which of its blocks are kept. None: 0."""
     adapted: str | None = None
     """The config.json of a model without a family here, as model.file has it. The classes of transformers then compute
     the model, and of the settings above num_layers, hidden_size, vocab_size and tied alone have an effect; needs
@@ -200,6 +209,16 @@ class ModelConfig:
             every=self.expert_every or 1,
             shared=self.shared_experts or 0,
         )
+
+    @property
+    def blocks(self) -> "Blocks | None":
+        """The blocks of which matrices of layers consist, with their default size; ``None`` for dense matrices."""
+        return None if self.density is None else Blocks(density=self.density, size=self.density_block or BLOCK)
+
+    @property
+    def dense(self) -> "ModelConfig":
+        """The same model with dense matrices."""
+        return replace(self, density=None, density_block=None, density_seed=None)
 
     @property
     def needs_whole_batch(self) -> bool:
@@ -285,6 +304,8 @@ class ModelConfig:
             expert_every=None if self.expert_every == 1 else self.expert_every,
             ffn_size=ffn,
             expert_ffn=None if self.expert_ffn == ffn else self.expert_ffn,
+            density_block=None if self.density_block == BLOCK else self.density_block,
+            density_seed=self.density_seed or None,
         )
 
 
@@ -319,12 +340,16 @@ def shape_of(model: ModelConfig) -> ModelShape:
         logit_softcap=model.known_logit_softcap,
         experts=model.expert_layout,
         sharing=model.sharing,
+        blocks=model.blocks,
     )
 
 
 def model_of(shape: ModelShape, model: ModelConfig) -> ModelConfig:
-    """A model's settings with the sizes of a shape; the inverse of ``shape_of``."""
-    experts, share_layers = shape.experts, model.share_layers
+    """A model's settings with the sizes of a shape; the inverse of ``shape_of``.
+
+    A shape of dense matrices leaves the model its density.
+    """
+    experts, share_layers, blocks = shape.experts, model.share_layers, shape.blocks or model.blocks
     if shape.sharing is not None:
         share_layers = "all" if shape.sharing.num_distinct == 1 else shape.sharing.num_distinct
     return replace(
@@ -348,6 +373,8 @@ def model_of(shape: ModelShape, model: ModelConfig) -> ModelConfig:
         expert_every=None if experts is None else experts.every,
         expert_ffn=None if experts is None else experts.ffn,
         shared_experts=None if experts is None else experts.shared or None,
+        density=None if blocks is None else blocks.density,
+        density_block=model.density_block if blocks is None else blocks.size,
     ).canonical
 
 

@@ -45,6 +45,36 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """The square blocks that the matrices of attention and feed-forward blocks consist of; elsewhere they are zero.
+
+    Attributes:
+        density: kept blocks of a matrix / all. Each row of blocks keeps the same number.
+        size: rows and columns of a block.
+    """
+
+    density: float
+    size: int
+
+    def kept(self, inputs: int) -> int:
+        """Kept blocks of each row of blocks of a matrix with so many inputs."""
+        return round(self.density * inputs / self.size)
+
+    def problem(self, inputs: int, outputs: int) -> str | None:
+        """Why a matrix cannot have such blocks; ``None`` if it can."""
+        if inputs % self.size or outputs % self.size:
+            return f"blocks of {self.size} do not divide its {inputs} inputs and {outputs} outputs"
+        exact, kept = self.density * inputs / self.size, self.kept(inputs)
+        if kept < 1 or abs(exact - kept) > _WHOLE:
+            return f"a row of its {inputs // self.size} blocks keeps {exact:.4g} of them, which must be a whole number"
+        return None
+
+
+_WHOLE = 1e-6
+"""Largest distance of a number of kept blocks from a whole one: a density such as 1 / 3 is no float."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of a transformer language model.
 
@@ -64,6 +94,7 @@ class ModelShape:
         attn_softcap, logit_softcap: bounds of attention scores and logits; 0 for none.
         experts: of layers; ``None`` for one feed-forward block in each.
         sharing: which layers share their weights; ``None`` if each has its own.
+        blocks: of which the matrices of layers consist; ``None`` for dense ones.
     """
 
     layers: int
@@ -82,6 +113,7 @@ class ModelShape:
     logit_softcap: float = 0.0
     experts: Experts | None = None
     sharing: Sharing | None = None
+    blocks: Blocks | None = None
 
     def __post_init__(self) -> None:
         """Remove a head size that is the default, so that equal shapes compare equal."""
@@ -141,6 +173,30 @@ class ModelShape:
         return self.head_size * self.kv_heads
 
     @property
+    def density(self) -> float:
+        """Part of the elements of a layer's matrices that are parameters."""
+        return 1.0 if self.blocks is None else self.blocks.density
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of a layer's matrices, without those of experts, by their names in a layer."""
+        attention = ("query", self.query_width), ("key", self.kv_width), ("value", self.kv_width)
+        found = {f"attention.{name}": (self.hidden, outputs) for name, outputs in attention}
+        found["attention.output"] = self.query_width, self.hidden
+        into = ("gate", "up") if self.kind.gates > 1 else ("up",)
+        found |= {f"feed_forward.{name}": (self.hidden, self.ffn) for name in into}
+        return {**found, "feed_forward.down": (self.ffn, self.hidden)}
+
+    @property
+    def block_problems(self) -> list[str]:
+        """What is wrong with the blocks of the matrices, a sentence for each reason; empty without blocks."""
+        found, blocks = dict[str, list[str]](), self.blocks
+        for name, sizes in self.matrices.items():
+            if blocks is not None and (problem := blocks.problem(*sizes)) is not None:
+                found.setdefault(problem, []).append(name.rpartition(".")[2])
+        return [f"density {self.density:g} does not fit {', '.join(names)}: {why}" for why, names in found.items()]
+
+    @property
     def qk_norm_parameters(self) -> int:
         """Parameters of one layer's norms of the heads of queries and keys."""
         return 2 * self.head_size if self.kind.qk_norm == "head" else 0
@@ -172,7 +228,11 @@ class ModelShape:
         if has_experts and experts is not None:
             inner, router = experts.active_inner if is_active else experts.inner, experts.count
         attention = 2 * self.hidden * (self.query_width + self.kv_width)
-        return attention + self.hidden * ((self.kind.gates + 1) * inner + router)
+        return self.kept(attention + self.hidden * ((self.kind.gates + 1) * inner + router))
+
+    def kept(self, elements: int) -> int:
+        """Parameters among so many elements of a layer's matrices."""
+        return elements if self.blocks is None else round(elements * self.blocks.density)
 
     @property
     def inner(self) -> float:

@@ -72,9 +72,14 @@ def check_resumable(config: RunConfig) -> None:
     _refuse_other_model(config, path, expected, shapes, "--checkpoint.resume")
 
 
+def parameter_of(key: str) -> str:
+    """The parameter that a tensor of a checkpoint is, or is optimizer state of."""
+    return key.split(".", 2)[2] if key.startswith(STATE) else key.removeprefix(MODEL)
+
+
 def _trained(keys: Iterable[str]) -> set[str]:
     """Names of the parameters with optimizer state."""
-    return {key.split(".", 2)[2] for key in keys if key.startswith(STATE)}
+    return {parameter_of(key) for key in keys if key.startswith(STATE)}
 
 
 def check_start(config: RunConfig, path: Path) -> None:
