@@ -10,6 +10,7 @@
 # make plan-demo  the planner's ranking of a small model's layouts beside all of them really run (7 minutes)
 # make plan-speed  how fast the planner answers, from the shell and on one core (some minutes; 405B takes most of them)
 # make recipes  published trainings beside plans for them: docs/recipes.md (1 minute)
+# make seeds  the twelve systems that pipeloom joins: the claim of each beside a figure made here (20 seconds)
 # make random-plans  300 random questions to the planner: budgets, memory, written runs, better clusters (15 minutes)
 # make bench-network   beside PyTorch's pipelining over slow networks between hosts (as root; 12 minutes)
 # make bench-overhead  beside PyTorch's pipelining with next to no compute (2 minutes)
@@ -57,7 +58,7 @@ PIP         := $(BIN)/python -m pip install -q --disable-pip-version-check --no-
 STAMP       := $(VENV)/.installed
 LOADED      := numba llvmlite numpy pydantic pydantic_core rich
 
-.PHONY: demo test test-all docs dist docs-commands plan-demo recipes random-plans predict reproduce schedules plan-speed bench-network bench-overhead \
+.PHONY: demo test test-all docs dist docs-commands plan-demo recipes seeds random-plans predict reproduce schedules plan-speed bench-network bench-overhead \
         bench-peers bench-start bench-balance bench-checkpoints bench-tokenize bench-loading bench-generate playground-pictures playground-speed tune adapted signals \
         gpu hangs chaos resume-pairs steady launch-schemas launch-parsers first-choice speed check format clean
 
@@ -160,6 +161,9 @@ plan-speed: $(STAMP)
 
 recipes: $(STAMP)
 	$(BIN)/python benchmarks/recipes.py
+
+seeds: $(STAMP)
+	$(BIN)/python benchmarks/seeds.py
 
 random-plans: $(STAMP)
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/random_plans.py $(ARGS)
