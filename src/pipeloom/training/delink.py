@@ -32,7 +32,7 @@ def delink(run: Path, folder: Path) -> Path:
         The checkpoint.
 
     Raises:
-        UserError: the run cannot be read, shares no layers, has an optimizer whose state nothing is known of, or the
+        UserError: the run cannot be read, shares no layers, has an optimizer without powers of its state, or the
             folder exists; ``ConfigError`` if its settings need sharing.
         RunError: the files cannot be written; nothing is left behind.
     """
