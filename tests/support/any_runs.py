@@ -135,10 +135,11 @@ def sharing_runs(count):
     draw, found = random.Random(5), []
     while len(found) < count:
         config = with_windows(draw, with_layers(draw, with_sharding(draw, any_run(draw))))
-        layout = config.layout
+        layout, still = config.layout, {"balance": False, "offload": False, "activation_budget": None}
+        config = replace(config, schedule=replace(config.schedule, device_budget=None, **still))
         if layout.num_stages > 1:  # where sharding is refused
             layout = replace(layout, shard="none", replicate=None)
-            changes = {"residency": None, "prefetch": None, "gradient_buffers": None, "device_budget": None}
+            changes = {"residency": None, "prefetch": None, "gradient_buffers": None}
             config = replace(config, layout=layout, schedule=replace(config.schedule, **changes))
         model = replace(config.model, share_layers=draw.choice(("all", 2, 3)))
         config = replace(config, model=model)
