@@ -16,6 +16,7 @@ from any_runs import (
     frozen_runs,
     on_cpus,
     runs,
+    shared_expert_runs,
     sharing_runs,
 )
 from one_process import OneProcess
@@ -31,6 +32,7 @@ from pipeloom.schedule import Kind
 from pipeloom.schedule.ledger import Ledger, most_in_rows
 from pipeloom.trace import merge
 from pipeloom.training.session import resolve
+from pipeloom.training.stages import StageSizes
 
 CHUNKS = 26
 """Parts of the runs that are drawn, of which the first is compared at every commit: each step of all ranks of a run
@@ -47,7 +49,7 @@ def counted(ranks, results, config):
         held, place = result.held, config.layout.coordinates(rank).pipeline
         # Parameters have counters of steps beside what is as large as they are: 4 bytes each, which are not predicted.
         moments = [one for state in optimizer.state.values() for name, one in state.items() if name != "step"]
-        copies = sum(one.copy_bytes for one, _ in pipeline.data_parallel.all_weights)
+        copies = sum(one.weights.copy_bytes for one in pipeline.data_parallel.segments())
         bytes_of = (
             held.weights_bytes + held.lent_bytes,
             held.gradients_bytes + held.lent_gradient_bytes,
@@ -102,6 +104,13 @@ def assert_step(config):
     assert max(differences.values()) < ROUNDING[config.training.dtype] * more, config
     assert differences["loss"] < ROUNDING["float32"] * 10, config
     assert [one[:3] for one in found] == [tuple(map(round, one[:3])) for one in expected], config
+    if config.layout.ep > 1:  # what is kept depends on the tokens that arrive; together ranks keep what is predicted
+        closed, own = sizes_in_training(config).kept(schedule), StageSizes(config).kept(schedule)
+        assert np.array_equal(closed.whole, own.whole), config
+        assert not schedule.split_stages or np.array_equal(closed.pending, own.pending), config
+        for one, most in zip(found, expected, strict=True):
+            assert round(most[3]) <= one[3] <= config.layout.ep * most[3], config
+        return "shared"
     if not moves_anything(schedule):
         assert [one[3] for one in found] == [round(one[3]) for one in expected], config
         return "kept"
@@ -168,3 +177,9 @@ def test_a_step_with_shared_layers_equals_the_single_process_and_holds_the_bytes
 @pytest.mark.timeout(120)
 def test_a_step_of_kept_blocks_equals_the_single_process_and_holds_the_bytes_that_are_predicted(part):
     assert {assert_step(config) for config in density_runs(48)[part::12]} == {"kept"}
+
+
+@pytest.mark.parametrize("part", thinned(range(12), 12))
+@pytest.mark.timeout(300)
+def test_a_step_with_shared_experts_equals_the_single_process(part):
+    assert {assert_step(config) for config in shared_expert_runs(48)[part::12]} == {"shared"}

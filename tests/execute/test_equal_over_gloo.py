@@ -5,7 +5,7 @@ Each family, and each way to share a model among ranks, meets gloo here. All of 
 """
 
 from dataclasses import replace
-from itertools import cycle, product
+from itertools import cycle, islice, product
 
 import pytest
 from families import SOME, TRAINING, fitting
@@ -80,6 +80,30 @@ def with_density():
     yield replace(model, family="gpt2", num_kv_heads=4), Layout(pp=4, loops=1, **sizes), ScheduleConfig(family="zb-h1")
 
 
+def with_shared_experts():
+    """Experts over ranks: tokens travel to theirs and back."""
+    model = replace(LLAMA, experts=4, expert_every=2, expert_ffn=10, shared_experts=1, balance_weight=1.0)
+    sizes = {"num_microbatches": 3, "microbatch_size": 2}
+    yield model, Layout(pp=2, dp=2, ep=2, loops=2, shard="full", recompute="full", **sizes), ScheduleConfig()
+    yield model, Layout(pp=1, dp=4, ep=2, loops=2, shard="full", **sizes), ScheduleConfig(residency=1)
+    few = ScheduleConfig(gradient_buffers=1)
+    yield model, Layout(pp=1, dp=4, ep=4, loops=2, shard="gradients", recompute="selective", **sizes), few
+    yield model, Layout(pp=1, dp=4, ep=2, loops=2, shard="optimizer", **sizes), ScheduleConfig()
+    tensor = Layout(pp=1, tp=2, dp=2, ep=2, loops=2, sequence_parallel=True, shard="full", **sizes)
+    yield model, tensor, ScheduleConfig()
+    yield model, Layout(pp=1, cp=2, dp=2, ep=4, loops=2, **sizes), ScheduleConfig()
+    own = ScheduleConfig(family="zb-h1")
+    yield replace(model, balance="microbatch"), Layout(pp=2, dp=2, ep=2, loops=1, **sizes), own
+
+
+def of_families_with_shared_experts():
+    """Every family that trains, with the levels of sharding in turn."""
+    model = replace(LLAMA, experts=4, expert_every=2, expert_ffn=10, balance="none")
+    for (family, loops, placement), shard in zip(placed(TRAINING, ["looped"]), cycle(LEVELS)):
+        layout = Layout(pp=2, dp=2, ep=2, loops=loops, shard=shard, num_microbatches=4, microbatch_size=1)
+        yield model, layout, ScheduleConfig(family=family, placement=placement)
+
+
 def tied_and_sharded():
     model, few = replace(LLAMA, tied=True), ScheduleConfig(family="depth-first", gradient_buffers=1)
     for shard, order in [*((shard, ScheduleConfig()) for shard in LEVELS), ("full", few)]:
@@ -141,7 +165,7 @@ RUNS = {
     "families on four ranks": (4, list(of_families(4, placed(TRAINING, ["looped"])))),
     "families, tied, on two ranks": (2, list(tied_of_families(2, ("v",)))),
     "families, tied, on three ranks": (3, list(tied_of_families(3, ("looped",)))),
-    "sharded": (4, [*sharded(), next(with_experts()), *list(with_density())[3::2]]),
+    "sharded": (4, [*sharded(), next(with_experts()), *list(with_density())[3::2], *islice(with_shared_experts(), 2)]),
     "experts": (4, list(with_experts())),
     "kept blocks": (4, list(with_density())),
     "sharded, tied": (4, list(tied_and_sharded())),
@@ -149,6 +173,7 @@ RUNS = {
     "tensor-parallel": (4, list(tensor_parallel())),
     "tensor-parallel, tied": (4, list(tied_tensor_parallel())),
     "compiled": (2, list(compiled())),
+    "shared experts": (4, [*with_shared_experts(), *of_families_with_shared_experts()]),
 }
 """For each kind of runs the processes that it takes and its runs, all in the same processes."""
 

@@ -41,7 +41,7 @@ def written_out(found, x, taken=2):
     scores = scores_of(found, x)
     kept = torch.zeros_like(scores).scatter(-1, scores.topk(taken).indices, 1.0) * scores
     weights = kept / kept.sum(-1, keepdim=True)
-    every = torch.stack([expert(x) for expert in found.experts], -1)
+    every = torch.stack([expert(x) for expert in found.experts.values()], -1)
     total = (every * weights.unsqueeze(-2)).sum(-1)
     return total if found.shared is None else total + found.shared(x)
 
@@ -65,7 +65,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros():
     with torch.no_grad():
         found.router.weight[3] = -1e3 * torch.ones(16)
     found(draw(2, 5, 16).abs()).sum().backward()
-    assert found.experts[3].up.weight.grad.abs().max() == 0 < found.experts[0].up.weight.grad.abs().max()
+    assert found.experts["3"].up.weight.grad.abs().max() == 0 < found.experts["0"].up.weight.grad.abs().max()
 
 
 def stage_of(model, *, splits):
@@ -159,6 +159,6 @@ def test_biases_change_the_choice_and_not_the_weights_and_move_against_the_loads
     assert torch.equal(balance.choose(scores), chosen)
     weights = scores.gather(-1, chosen)
     weights = weights / weights.sum(-1, keepdim=True)
-    every = torch.stack([expert(x) for expert in found.experts], -2)
+    every = torch.stack([expert(x) for expert in found.experts.values()], -2)
     taken = every.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, 16))
     assert (found(x) - (taken * weights.unsqueeze(-1)).sum(-2)).abs().max() < 1e-12

@@ -162,6 +162,22 @@ def density_runs(count):
     return found
 
 
+@cache
+def shared_expert_runs(count):
+    """Such runs whose replicas share the experts."""
+    draw, found = random.Random(5), []
+    for config in expert_runs(400):
+        layout = config.layout
+        if layout.dp == 1 or len(found) == count:
+            continue
+        dp = draw.choice((2, 4)) if layout.pp * layout.tp == 1 else 2
+        layout = replace(layout, dp=dp, ep=draw.choice([one for one in (2, 4) if dp % one == 0]), replicate=None)
+        config = replace(config, layout=layout, model=replace(config.model, experts=4))
+        if not find_problems(config, trains=False):
+            found.append(config)
+    return found
+
+
 def with_layers(draw, config):
     """The run with other layers, which change no other draw and no schedule."""
     model, moves = config.model, config.schedule.balance or config.schedule.offload

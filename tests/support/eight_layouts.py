@@ -14,4 +14,10 @@ LAYOUTS = {
     "gradients": Layout(pp=2, loops=1, dp=2, shard="gradients", num_microbatches=1, microbatch_size=2),
     "hybrid": Layout(pp=1, loops=2, dp=4, replicate=2, shard="optimizer", num_microbatches=1, microbatch_size=1),
 }
+SHARED_EXPERTS = {
+    "experts over all": Layout(pp=1, loops=2, dp=4, ep=4, shard="full", num_microbatches=1, microbatch_size=1),
+    "experts over half": Layout(pp=1, loops=2, dp=4, ep=2, shard="full", num_microbatches=1, microbatch_size=1),
+    "experts and matrices": Layout(pp=1, loops=3, tp=2, dp=2, ep=2, num_microbatches=2, microbatch_size=1),
+}
+"""Layouts of runs with experts that ranks share."""
 PLACEMENTS = {"loops": "v", "linear": "linear"}

@@ -9,7 +9,9 @@ import torch
 
 from pipeloom.errors import StallError
 from pipeloom.execute.clock import Clock
-from pipeloom.execute.communication.collectives import Alone, BlockingGroup, RingGroup, already_done
+from pipeloom.execute.communication.collectives import Alone, BlockingGroup, already_done
+from pipeloom.execute.communication.context_groups import RingGroup
+from pipeloom.execute.communication.expert_groups import TravelGroup
 from pipeloom.execute.communication.wires import Wires, evictions
 from pipeloom.execute.lanes import Lanes
 
@@ -227,6 +229,11 @@ def context_groups_in_process(lists):
     return {rank: RingGroup(group) for rank, group in groups_in_process(lists, waits=True).items()}
 
 
+def expert_groups_in_process(lists):
+    """By rank its group among lists of ranks that share experts."""
+    return {rank: TravelGroup(group) for rank, group in groups_in_process(lists, waits=True).items()}
+
+
 class _Group:
     """One rank's view; a meeting is what each rank brought to a collective, by its place, until all have."""
 
@@ -259,20 +266,32 @@ class _Group:
 
         return wait
 
+    def exchange(self, received, sent):
+        def complete(brought):
+            for place, (into, _) in enumerate(brought):
+                for one, (_, given) in zip(into, brought, strict=True):
+                    one.copy_(given[place])
+
+        return self._meet((received, sent), complete)
+
     def _join(self, result, given, work, *, scatters=False):
+        def complete(brought):
+            results, everyone = zip(*brought, strict=True)
+            total = work(everyone)
+            for tensor, part in zip(results, total.chunk(self.size) if scatters else [total] * self.size, strict=True):
+                tensor.copy_(part)
+
+        return self._meet((result, given), complete)
+
+    def _meet(self, own, complete):
         # All ranks make the same calls in the same order, so its number names a collective.
         self._number += 1
         brought = self._meetings.setdefault(self._number, {})
-        brought[self.index] = result, given
+        brought[self.index] = own
         if len(brought) == self.size:
-            results, everyone = zip(*(brought[place] for place in range(self.size)), strict=True)
             # It writes into tensors that may be parameters, which autograd forbids otherwise.
             with torch.no_grad():
-                total = work(everyone)
-                for tensor, part in zip(
-                    results, total.chunk(self.size) if scatters else [total] * self.size, strict=True
-                ):
-                    tensor.copy_(part)
+                complete([brought[place] for place in range(self.size)])
             # Whoever waits has the meeting itself; kept here, they would add up over a run.
             del self._meetings[self._number]
             brought.clear()

@@ -16,6 +16,7 @@ from in_process import (
     Post,
     blocking_groups_in_process,
     context_groups_in_process,
+    expert_groups_in_process,
     groups_in_process,
     play_in_process,
     run_together,
@@ -83,6 +84,8 @@ class OneProcess:
         groups = [groups_in_process(one()) for one in (layout.shard_groups, layout.copy_groups, layout.tensor_groups)]
         teams = blocking_groups_in_process(layout.tensor_groups())
         rings = context_groups_in_process(layout.context_groups())
+        travels = expert_groups_in_process(layout.expert_groups())
+        alike = groups_in_process(layout.same_expert_groups())
         replicas = blocking_groups_in_process(layout.data_groups())
 
         # What every rank makes for itself where there are processes.
@@ -100,12 +103,17 @@ class OneProcess:
             here = layout.coordinates(rank)
             return here.data, here.tensor
 
+        def same_experts(rank):
+            own, alone = alike[rank], Alone()
+            return Groups(alone, own) if layout.expert_shard == "none" else Groups(own, alone)
+
         def build(rank):
             connections = {
                 "make_groups": lambda *_: Groups(*(one[rank] for one in groups)),
                 "make_tensor_group": lambda *_: teams[rank],
                 "make_context_group": lambda *_: rings[rank],
                 "shared_groups": shared_in_process,
+                "make_expert_group": lambda *_: travels[rank],
                 "loads_of": partial(loads_in_process, replicas[rank]),
                 "Lanes": lambda *_: InProcessLanes(lanes),
                 "Transport": lambda own, *_: posts[place(rank)].transport(own),
@@ -122,6 +130,8 @@ class OneProcess:
             )
             with ExitStack() as stack:
                 stack.enter_context(patch.object(Pipeline, "_outputs", outputs))
+                groups_of = lambda *_: same_experts(rank)  # noqa: E731
+                stack.enter_context(patch.object(expert_loads, "make_same_experts_groups", groups_of))
                 for name, made in (connections | schedules).items():
                     stack.enter_context(patch.object(module, name, made))
                 return Pipeline(config, world, trains=trains)
@@ -171,18 +181,34 @@ class OneProcess:
     def differences(self, results):
         """Of the step's loss and gradients, with these results, from those of a single process; by name."""
         layout = self.config.layout
-        parts, slices = [], [pipeline.slices() for pipeline in self.pipelines]
-        for rank, (pipeline, result) in enumerate(zip(self.pipelines, results, strict=True)):
-            (group,) = [ranks for ranks in layout.shard_groups() if rank in ranks]
-            by_name = {}
-            for stage, weights in pipeline.data_parallel.weights.items() if pipeline.is_first_replica else ():
-                shards = [self.pipelines[other].data_parallel.weights[stage].gradient for other in group]
-                by_name |= weights.order.views(torch.cat(shards))
-            for one in pipeline.data_parallel.shared:
-                by_name |= one.weights.order.views(one.gradient)
-            parts.append(Gradients(pipeline.counted_loss(result), by_name))
+        slices, gradients = [pipeline.slices() for pipeline in self.pipelines], self.gradients()
+        parts = [
+            Gradients(pipeline.counted_loss(result), own)
+            for pipeline, result, own in zip(self.pipelines, results, gradients, strict=True)
+        ]
         batch = Batch.of(self._windows, layout.dp * layout.num_microbatches, torch.device("cpu"))
         return compare(_joined(parts, slices), reference_gradients(self.config, batch))
+
+    def gradients(self):
+        """For each rank its whole gradients by name; of ranks that hold the same ones, on the first."""
+
+        def of_rank(rank, pipeline):
+            found = {}
+            for stage in pipeline.data_parallel.weights:
+                for number, segment in enumerate(pipeline.data_parallel.segments_of(stage)):
+                    lists = self.config.layout.shard_groups()
+                    if number > 0:
+                        lists = self.config.layout.same_expert_groups() if segment.groups.shard.size > 1 else [[rank]]
+                    (group,) = [ranks for ranks in lists if rank in ranks]
+                    if segment.replica_share[0] == 0:
+                        others = [self.pipelines[other].data_parallel.segments_of(stage)[number] for other in group]
+                        shards = [other.weights.gradient for other in others]
+                        found |= segment.weights.order.views(torch.cat(shards))
+            for one in pipeline.data_parallel.shared:
+                found |= one.weights.order.views(one.gradient)
+            return found
+
+        return [of_rank(rank, pipeline) for rank, pipeline in enumerate(self.pipelines)]
 
     @staticmethod
     def _steps(pipeline, windows):

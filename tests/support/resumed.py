@@ -7,6 +7,7 @@ from pathlib import Path
 
 from eight_layouts import LAYOUTS as EIGHT
 from eight_layouts import PLACEMENTS as EIGHT_PLACEMENTS
+from eight_layouts import SHARED_EXPERTS
 from small_run import small_run
 
 from pipeloom.checkpoint.checkpoint_folder import FOLDER
@@ -45,13 +46,13 @@ KINDS = {
 
 def config_of(folder, name, kind="adamw", **checkpoint):
     """A run of four steps under a layout; matrices of odd sizes, so that shards cut rows."""
-    changes = KINDS[kind]
+    changes, layout = KINDS[kind], (LAYOUTS | SHARED_EXPERTS)[name]
     training = TrainingConfig(steps=STEPS, validation_batches=0, sample_tokens=0, predict=False, dtype="float64")
     return small_run(
         folder,
         model=ModelConfig(family="gpt2", num_layers=4, hidden_size=10, num_heads=2, ffn_size=14),
-        layout=LAYOUTS[name],
-        schedule=ScheduleConfig(placement=PLACEMENTS.get(name, "looped") if LAYOUTS[name].pp > 1 else None),
+        layout=layout,
+        schedule=ScheduleConfig(placement=PLACEMENTS.get(name, "looped") if layout.pp > 1 else None),
         optimizer=OptimizerConfig(
             name=changes.get("optimizer", "adamw"), lr=0.02, lr_warmup_steps=1, clip_grad_norm=0.5
         ),

@@ -10,11 +10,12 @@ from thinned import thinned
 from pipeloom.config import CheckpointConfig, ModelConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
 from pipeloom.workload.layout import Layout
 
-MODEL = ModelConfig(num_layers=4, hidden_size=16, num_heads=2, ffn_size=24, experts=3, expert_every=2, shared_experts=1)
+MODEL = ModelConfig(num_layers=4, hidden_size=16, num_heads=2, ffn_size=24, experts=4, expert_every=2, shared_experts=1)
 BATCH, BIAS = replace(MODEL, balance_weight=0.5), replace(MODEL, balance="bias", balance_rate=0.1)
 ONE = Layout(pp=1, loops=1, num_microbatches=4, microbatch_size=1)
 TWO = replace(ONE, pp=2, loops=2)
 REPLICAS = Layout(pp=1, loops=2, dp=2, shard="full", num_microbatches=2, microbatch_size=1)
+SHARED = Layout(pp=1, loops=2, dp=4, ep=2, shard="full", num_microbatches=1, microbatch_size=1)
 ADALOMO = {"name": "adalomo", "clip": "none"}
 RUNS = {
     "compared by replicas": (BIAS, replace(REPLICAS, shard="none"), {}, {}, {"check_every": 1}),
@@ -29,6 +30,11 @@ RUNS = {
     "moved": (BATCH, TWO, {}, {"balance": True}, {}),
     "updated within the step": (BATCH, TWO, {**ADALOMO, "update": "stage"}, {}, {}),
     "whole matrices of shards": (BATCH, REPLICAS, {"name": "muon"}, {}, {}),
+    "experts over ranks": (BIAS, replace(SHARED, shard="gradients"), {"clip_grad_norm": 0.5}, {}, {}),
+    "experts over all ranks": (BATCH, replace(SHARED, ep=4), {"clip": "stage"}, {}, {}),
+    "experts over ranks of shards": (BATCH, SHARED, {"name": "muon"}, {}, {}),
+    "experts over ranks, some frozen": (BATCH, SHARED, {}, {}, {"freeze_layers": 3}),
+    "experts over ranks, lomo": (BATCH, replace(SHARED, shard="none"), {"name": "adalomo", "clip": "none"}, {}, {}),
 }
 
 
@@ -51,7 +57,9 @@ def test_losses_are_those_of_one_rank(tmp_path, name):
 
     behind = {key: value for key, value in optimizer.items() if key != "update"}
     folders = tmp_path / "one", tmp_path / "other"
-    runs = run(ONE, behind, {}, {}), run(layout, optimizer, schedule, training)
+    alone = replace(ONE, loops=layout.loops) if optimizer.get("clip") == "stage" else ONE
+    still = {key: value for key, value in training.items() if key == "freeze_layers"}
+    runs = run(alone, behind, {}, still), run(layout, optimizer, schedule, training)
     train_all(dict(zip(folders, runs, strict=True)))
     expected, found = map(losses, folders)
     assert found == pytest.approx(expected, rel=1e-11)

@@ -265,6 +265,7 @@ def _lanes(step: SimulatedStep, tree: Mapping[str, Any]) -> Iterator[tuple[str, 
         yield label, sum(use["busy_s"] for use in uses) / ranks, sum(use["hidden_s"] for use in uses) / ranks
     around = step.ring_s
     yield "context-parallel", around.busy_s, around.busy_s - around.exposed_s
+    yield "expert-parallel", step.travel_s, 0.0
     yield "between stages, blocking", sum(step.blocked_s) / ranks, 0.0
     for part, label in _AFTER.items():
         yield label, tree["after_s"][part], 0.0

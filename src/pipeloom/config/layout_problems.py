@@ -116,6 +116,31 @@ def load_problems(config: RunConfig) -> Problems:
         yield "model.balance microbatch counts whole micro-batches, and layout.token_slices cuts them; use batch"
 
 
+def expert_sharing_problems(config: RunConfig) -> Problems:
+    """Experts that ranks share."""
+    layout, model, schedule = config.layout, config.model, config.schedule
+    if layout.ep < 2 or model.experts is None:  # experts that are not there are reported elsewhere
+        return
+    if model.experts % layout.ep:
+        yield f"layout.ep must divide model.experts, found {layout.ep} and {model.experts}"
+    if layout.data_ranks > 1 and layout.data_ranks % layout.ep:
+        named = "layout.dp x layout.cp" if layout.cp > 1 else "layout.dp"
+        yield f"layout.ep must divide {named}, found {layout.ep} and {layout.data_ranks}"
+    refused = {
+        "layout.replicate, which divides the ranks that share state": layout.replicate is not None,
+        # Bytes that depend on the tokens which arrive.
+        "schedule.balance, which moves activations of known sizes": schedule.balance,
+        "schedule.offload, which moves activations of known sizes": schedule.offload,
+        "layout.average_every, whose replicas step alone": layout.average_every is not None,
+        "restart.layout plan, whose search has no such layouts": config.restart.layout == "plan",
+        "optimizer.update stage, which updates each stage as one": config.optimizer.update == "stage",
+        "training.check_every, whose ranks compute stages without the others": config.training.check_every is not None,
+    }
+    for name, is_on in refused.items():
+        if is_on:
+            yield f"layout.ep does not work with {name}; leave one of them out"
+
+
 def replica_problems(config: RunConfig) -> Problems:
     """Replicas with micro-batches of their own."""
     layout, schedule, own = config.layout, config.schedule, config.layout.microbatches

@@ -28,6 +28,7 @@ from pipeloom.config.layout_problems import (
     adapted_problems,
     average_problems,
     context_problems,
+    expert_sharing_problems,
     file_problems,
     freeze_problems,
     load_problems,
@@ -75,6 +76,7 @@ def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: boo
     checks += of_model if is_model_known else []
     checks += [_unused_problems, adapted_problems, move_problems, swap_problems, freeze_problems]
     checks += [update_problems, narrow_problems, expert_problems, density_problems, balance_problems, load_problems]
+    checks += [expert_sharing_problems]
     checks += [sharing_problems] if is_model_known else []
     checks += [
         replica_problems,
@@ -152,6 +154,7 @@ _NEEDS: dict[str, tuple[_Need, ...]] = {
     "model.balance_weight": (_EXPERTS, _LOSS),
     "model.balance_rate": (_EXPERTS, ("model.balance bias", lambda run: run.model.balance == "bias")),
     "data.bpe_vocab_size": (("data.tokenizer bpe", lambda run: run.data.tokenizer == "bpe"),),
+    "layout.ep": (_EXPERTS, _REPLICAS),
     "layout.replicate": (_SHARD, _REPLICAS),
     "layout.shard": (_REPLICAS,),
     "layout.sequence_parallel": (("layout.tp of at least 2", lambda run: run.layout.tp != 1),),

@@ -1,14 +1,27 @@
-"""Seconds of data-parallel collectives: reductions of gradients, and gathers of sharded weights."""
+"""Seconds of collectives: reductions of gradients, gathers of sharded weights, and small exchanges inside layers.
+
+With expert parallelism tokens travel to the ranks of their experts and back. With n ranks in a group, and equal loads,
+a rank keeps 1 / n of its pairs of a token and an expert, and sends the others a row each: there and back in a forward,
+and the gradients there and back in a backward. Before the first of these the ranks exchange how many rows they send.
+Nothing is computed meanwhile.
+"""
 
 from math import ceil
 
-from pipeloom.cost.hardware import Cluster, Collective, Group
+from pipeloom.cost.hardware import Both, Cluster, Collective, Group
 from pipeloom.cost.software import Software
 from pipeloom.workload.run import Run
 
 SLOWDOWN = 0.189
 """Mean slowdown of compute while a collective runs beside it: its kernels take multiprocessors and memory bandwidth
 (arXiv 2507.03114, on A100, H100, MI210 and MI250)."""
+_COUNT_BYTES = 8
+"""Bytes of a number of rows: PyTorch uses int64."""
+_WAYS = 2
+"""Times that rows travel in a forward, and their gradients in a backward: to the experts and back."""
+
+Exchanges = tuple[int, float]
+"""Their number, and their seconds together."""
 
 
 def together_s(compute_s: float, collective_s: float) -> float:
@@ -67,8 +80,10 @@ def sum_replicated_s(run: Run, cluster: Cluster, software: Software, parameters:
 
 
 def _shard_group(run: Run, cluster: Cluster) -> Group:
-    # Tensor-parallel ranks are adjacent, so consecutive data-parallel ranks have a stride of ``tp``.
-    return Group.strided(run.shard_size, run.tp, cluster.devices_per_node)
+    # Tensor-parallel ranks are adjacent, so consecutive data-parallel ranks have a stride of ``tp``; those with other
+    # experts lie between the ranks with the same ones.
+    stride = run.tp * (run.ep if run.segment == "experts" else 1)
+    return Group.strided(run.shard_size, stride, cluster.devices_per_node)
 
 
 def layer_collectives_s(run: Run, part: Cluster, software: Software) -> tuple[float, float]:
@@ -78,3 +93,61 @@ def layer_collectives_s(run: Run, part: Cluster, software: Software) -> tuple[fl
     held = run.shape.layer_matrix_parameters / run.tp
     gathered_s = gather_s(run, part, software, held)
     return gathered_s, gathered_s + reduce_s(run, part, software, held)
+
+
+def inner_exchanges(run: Run, cluster: Cluster, software: Software) -> tuple[Exchanges, Exchanges]:
+    """The exchanges of a layer, forward and backward; the arguments are those of ``travel_s``."""
+    forth, back = _norm_exchanges(run, cluster, software)
+    forth_s, back_s = travel_s(run, cluster, software)
+    return (
+        (forth[0] + (_WAYS + 1 if forth_s else 0), forth[1] + forth_s),
+        (back[0] + (_WAYS if back_s else 0), back[1] + back_s),
+    )
+
+
+def _norm_exchanges(run: Run, cluster: Cluster, software: Software) -> tuple[Exchanges, Exchanges]:
+    """The tensor-parallel sums of norms of queries and keys, forward and backward."""
+    kind = run.shape.kind.qk_norm
+    if kind == "none" or run.tp == 1 or (kind == "head" and run.sequence_parallel):
+        return (0, 0.0), (0, 0.0)
+    # Of all heads: the squares of each token and their gradients; of each head: the gradient of the weight.
+    message = 4 * run.tokens if kind == "width" else run.shape.head_size * run.element_bytes
+    group = Group.strided(run.tp, 1, cluster.devices_per_node)
+    both = 2, 2 * cluster.collective_s("all_reduce", message, group, software.efficiency.tensor_bus)
+    return (both if kind == "width" else (0, 0.0)), both
+
+
+def travel_s(run: Run, cluster: Cluster, software: Software) -> Both:
+    """Seconds of the exchanges of a layer, forward and backward; 0 if it has no experts, or every rank has all of them.
+
+    Args:
+        run: model and layout; all of its layers are alike.
+        cluster: the rank's part of it.
+        software: the training program.
+    """
+    experts = run.shape.experts
+    if experts is None or run.ep == 1:
+        return 0.0, 0.0
+    # Tensor-parallel ranks have all tokens, and a share of the width of each expert: each of them sends whole rows.
+    rows_s = _exchange_s(run, cluster, software, travel_bytes(run))
+    return _exchange_s(run, cluster, software, _COUNT_BYTES * experts.count) + _WAYS * rows_s, _WAYS * rows_s
+
+
+def travel_bytes(run: Run) -> float:
+    """Bytes of the rows of a rank, one for each pair of a token and an expert, those that stay included."""
+    experts = run.shape.experts
+    return 0.0 if experts is None else run.tokens * experts.per_token * run.shape.hidden * run.element_bytes
+
+
+def _exchange_s(run: Run, cluster: Cluster, software: Software, message_bytes: float) -> float:
+    """Seconds in which each rank sends ``message_bytes`` in equal parts to all ranks of its group, itself included."""
+    # Tensor-parallel ranks are adjacent, so neighbors on the data axis have a stride of ``tp``.
+    group, use = Group.strided(run.ep, run.tp, cluster.devices_per_node), software.efficiency
+    # Inside a node each link carries as much as in an all-gather of as many bytes.
+    inside = Group(group.per_node, group.per_node, 1)
+    inside_s = cluster.collective_s("all_gather", message_bytes * inside.size / group.size, inside, use.tensor_bus)
+    if group.num_nodes == 1:
+        return inside_s
+    # Every device of a node sends to other nodes at the same time; links inside carry their part meanwhile.
+    sent, sharing = message_bytes * (1 - inside.size / group.size), cluster.sharing(cluster.devices_per_node)
+    return max(inside_s, cluster.p2p_s(sent, is_inside=False, sharing=sharing, efficiency=use.p2p))

@@ -41,6 +41,12 @@ def data_parallel_s(placed: Placed) -> tuple[tuple[float, ...], tuple[float, ...
 # A search has many runs with the same state of the same stages.
 @lru_cache(maxsize=4096)
 def _data_parallel_s(placed: Placed) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    if len(placed.run.segments) > 1:
+        both = [_data_parallel_s(placed.of(one)) for one in placed.run.segments if one.holders > 1]
+        gathers_s, reductions_s = (
+            tuple(float(sum(s)) for s in zip(*each, strict=True)) for each in zip(*both, strict=True)
+        )
+        return gathers_s, reductions_s
     run, software, trained = placed.run, placed.software, placed.trained_parameters
     # Frozen weights are sharded, and gathered, at the level ``full`` only.
     gathered = placed.parameters if run.shard == "full" else trained
@@ -238,6 +244,8 @@ and set to zero. An assumption; ``Efficiency.optimizer_bytes`` is the sharded re
 @lru_cache(maxsize=4096)
 def _update_s(placed: Placed) -> float:
     """Seconds of the optimizer's step on the slowest rank, or on all ranks that share cores."""
+    if len(placed.run.segments) > 1:
+        return sum(_update_s(placed.of(one)) for one in placed.run.segments)
     run, software = placed.run, placed.software
     shards = run.shard_size if run.sharded != "none" else 1
 

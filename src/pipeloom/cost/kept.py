@@ -18,7 +18,8 @@ a sequence, n in a micro-batch, t tensor-parallel ranks, m = n / t with sequence
     experts              in place of the block's input and SwiGLU: the router's input e H m and scores e' E m; indices
                          and weights of the k experts of each token, ((8 + e') k + e') m and (16 + e) k n; for each pair
                          of a token and an expert a row into it and out of it, 2 e H, and 4 e F / t; of shared ones
-                         their SwiGLU, and with sequence parallelism their input e H n
+                         their SwiGLU, and with sequence parallelism their input e H n; where ranks share them, and
+                         loads are equal, 16 k n more
     rotary positions     cosines and sines of a sequence, 2 e' s Q / a, once per stage, if no layer is fully recomputed;
                          twice, with that condition each, where layers with a window have their own
     embedding            indices of learned positions 8 s; with several tensor-parallel ranks 9 n: which tokens are in
@@ -138,6 +139,7 @@ class Kept:
         taken, inner = experts.per_token, run.shape.kind.inner_kept
         own = size * hidden + wide * experts.count + (_INDEX_BYTES + wide) * taken + wide
         each = taken * (2 * size * hidden + size * int(inner * self._share(experts.ffn)) + 2 * _INDEX_BYTES + size)
+        each += 2 * _INDEX_BYTES * taken * (run.ep > 1)  # the order of what arrives
         each += size * int(inner * self._share(experts.shared * experts.ffn))
         if experts.shared and run.sequence_parallel and run.tp > 1:
             each += size * hidden

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from math import ceil, floor, gcd
 from statistics import fmean
 
-from pipeloom.cost.collectives import together_s
+from pipeloom.cost.collectives import inner_exchanges, together_s
 from pipeloom.cost.flops import seen
 from pipeloom.cost.hardware import Both, Cluster, Collective, Group
 from pipeloom.cost.parts import Parts
@@ -107,7 +107,7 @@ class Pieces:
 
     def layer_forward(self) -> Parts:
         """One layer's forward."""
-        (forth, forth_s), _ = self._norm_exchanges()
+        (forth, forth_s), _ = inner_exchanges(self.run, self.cluster, self.software)
         return Parts(
             self._each_product(self._matmul_s),
             self._attention_forward_s(),
@@ -120,7 +120,7 @@ class Pieces:
     def layer_backward(self) -> Parts:
         """One layer's backward, including recomputation."""
         forward = self.layer_forward()
-        _, (back, back_s) = self._norm_exchanges()
+        _, (back, back_s) = inner_exchanges(self.run, self.cluster, self.software)
         backward = Parts(
             self._each_product(self._input_s) + self.layer_weight_s(),
             self._attention_backward_s(),
@@ -470,18 +470,6 @@ class Pieces:
                 beside = [(self._input_s(*size), "all_gather"), (self._weight_s(*size), "reduce_scatter")]
             added_s += sum(together_s(product_s, self._exchange_s(kind)) - product_s for product_s, kind in beside)
         return added_s
-
-    def _norm_exchanges(self) -> tuple[tuple[int, float], tuple[int, float]]:
-        """Number and seconds of the tensor-parallel sums of norms of queries and keys, forward and backward."""
-        run, kind = self.run, self.run.shape.kind.qk_norm
-        if kind == "none" or run.tp == 1 or (kind == "head" and run.sequence_parallel):
-            return (0, 0.0), (0, 0.0)
-        # Of all heads: the squares of each token and their gradients; of each head: the gradient of the weight.
-        message = 4 * run.tokens if kind == "width" else run.shape.head_size * run.element_bytes
-        group = Group.strided(run.tp, 1, self.cluster.devices_per_node)
-        bus = self.software.efficiency.tensor_bus
-        both = 2, 2 * self.cluster.collective_s("all_reduce", message, group, bus)
-        return (both if kind == "width" else (0, 0.0)), both
 
     def _num_collectives(self) -> int:
         """Number of collectives in ``_tensor_s``."""

@@ -67,6 +67,8 @@ def _matrices(run: Run, software: Software, stage: int) -> list[tuple[str, Shape
     shape, (_, head) = run.shape, stage_layers(run, software)
     trained = own_layers(run, software)[stage] - frozen_layers(run, software)[stage]
     own, found = run.adapter, list[tuple[str, Shape]]()
+    if run.segment == "experts":
+        return found  # counted as elements of any other parameter
     for layer in range(trained):
         if own is None:
             found += _of_layer(run, layer)

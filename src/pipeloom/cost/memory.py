@@ -36,6 +36,14 @@ class State:
         """Their sum."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
+    def __add__(self, other: "State") -> "State":
+        """The sums of both."""
+        return State(
+            self.weights_bytes + other.weights_bytes,
+            self.gradients_bytes + other.gradients_bytes,
+            self.optimizer_bytes + other.optimizer_bytes,
+        )
+
 
 _NOTHING = State(0.0, 0.0, 0.0)
 
@@ -88,7 +96,7 @@ def state_bytes(run: Run, parameters: float, software: Software, shard: Shard | 
     kept, optimizer, among = software.weight_state_bytes, software.optimizer_state_bytes, run.shard_size
     shard = shard or run.shard
     if software.has_lanes:
-        return _own_state(run, parameters, software, shard if run.data_ranks > 1 else "none")
+        return _own_state(run, parameters, software, shard if run.holders > 1 else "none")
     # Weights and gradients have 2 + 2 bytes, or 2 + 4 with gradients in single precision: weights are at most half.
     weights = min(run.element_bytes, kept / 2)
     gradients = kept - weights

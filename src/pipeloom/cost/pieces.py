@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from pipeloom.cost.collectives import travel_s
 from pipeloom.cost.hardware import Both, Cluster, MeasuredPieces
 from pipeloom.cost.layers import Pieces
 from pipeloom.cost.parts import Parts
@@ -23,6 +24,7 @@ class PieceSeconds:
         idle_s: seconds of a layer in which the device waits for the host to launch kernels, by the closed forms.
         ring_busy_s: seconds of a layer's exchange of keys and values over the context axis.
         ring_exposed_s: those of them that a layer waits for, which are part of ``layer``.
+        travel_s: seconds of a layer's exchanges of tokens between ranks that share experts; part of ``layer``.
         stage: measured seconds of a stage in addition to its pieces; else 0.
         message_s: seconds of a core for a message between two stages; 0 if the link determines the time.
         is_measured: whether the seconds are from the cluster's file, not closed forms.
@@ -36,6 +38,7 @@ class PieceSeconds:
     idle_s: Both = (0.0, 0.0)
     ring_busy_s: Both = (0.0, 0.0)
     ring_exposed_s: Both = (0.0, 0.0)
+    travel_s: Both = (0.0, 0.0)
     stage: Both = (0.0, 0.0)
     message_s: float = 0.0
     is_measured: bool = False
@@ -105,6 +108,7 @@ def _piece_seconds(run: Run, cluster: Cluster, software: Software, is_dragged: b
         idle_s=(layer_s[0] - layer[0].device_s, layer_s[1] - layer[1].device_s),
         ring_busy_s=pieces.ring_busy_s,
         ring_exposed_s=pieces.ring_exposed_s,
+        travel_s=travel_s(run, cluster, software),
     )
     key = run.of_measured_pieces
     # A linear search is fast enough, since the result is cached.

@@ -70,12 +70,12 @@ def dense_inner(shape: ModelShape) -> int:
 
 
 def expert_products(run: Run) -> tuple[int, list[Product]]:
-    """Number of a layer's experts, and the products of each: into it and out of it, with equal shares of the tokens."""
+    """Number of a layer's experts on a rank, and the products of each: into it and out of it, with equal loads."""
     shape, experts = run.shape, run.shape.experts
     if experts is None:
         return 0, []
-    tokens, inner = run.tokens * experts.per_token / experts.count, experts.ffn / run.tp
-    return experts.count, [(tokens, shape.hidden, inner * shape.kind.gates), (tokens, inner, shape.hidden)]
+    tokens, inner = run.ep * run.tokens * experts.per_token / experts.count, experts.ffn / run.tp
+    return experts.count // run.ep, [(tokens, shape.hidden, inner * shape.kind.gates), (tokens, inner, shape.hidden)]
 
 
 def router_products(run: Run) -> list[Product]:
@@ -87,16 +87,18 @@ def router_products(run: Run) -> list[Product]:
 def expert_bytes(run: Run) -> float:
     """Bytes that a layer's forward moves to sort the tokens by expert, and to sum what the experts return.
 
-    Each pair of a token and an expert is read and written in both directions, then read once for the sum.
+    Each pair of a token and an expert is read and written in both directions, then read once for the sum. Where ranks
+    share experts, what arrives is sorted by expert and back again.
     """
     experts = run.shape.experts
     pairs = 0 if experts is None else run.tokens * experts.per_token
-    return pairs * run.shape.hidden * run.element_bytes * 5.0
+    return pairs * run.shape.hidden * run.element_bytes * (5.0 if run.ep == 1 else 9.0)
 
 
 def expert_kernels(run: Run) -> int:
     """Kernels of the forward of a layer's experts: those of each, and of router, choice and sorting."""
-    return 0 if run.shape.experts is None else EXPERT_KERNELS * run.shape.experts.count + ROUTER_KERNELS
+    experts = run.shape.experts
+    return 0 if experts is None else EXPERT_KERNELS * (experts.count // run.ep) + ROUTER_KERNELS
 
 
 def _attention_and_mlp(run: Run, tokens: float, hidden: int, inner: float) -> list[Product]:

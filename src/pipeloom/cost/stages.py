@@ -232,7 +232,7 @@ def trained_parameters(run: Run, software: Software) -> tuple[float, ...]:
         return _of_adapters(run, software)
     # The rest is frozen: layers, and the embedding on the first stage.
     frozen = _of_layers(run, software, frozen_layers(run, software), _in_layer)
-    frozen[0] += _embedding(run) + _positions(run)
+    frozen[0] += 0 if run.segment == "experts" else _embedding(run) + _positions(run)
     whole = stage_parameters(run, software)
     return tuple(float(held - less) for held, less in zip(whole, frozen, strict=True))
 
@@ -252,6 +252,8 @@ def gathered_parameters(run: Run, software: Software) -> tuple[float, ...]:
 def _parameters(run: Run, software: Software, counts: Sequence[int]) -> tuple[float, ...]:
     """Number of parameters of each stage with ``counts`` layers, including embedding and head."""
     shape, (_, head) = run.shape, stage_layers(run, software)
+    if run.segment == "experts":
+        return tuple(float(number) for number in _of_layers(run, software, counts, _in_layer))
     if software.has_lanes:
         embedding = _embedding(run)
         held = [float(number) for number in _of_layers(run, software, counts, _in_layer)]
@@ -287,7 +289,16 @@ def _of_layers(
 
 def _in_layer(run: Run, experts: Experts | None) -> int:
     """The largest number of a layer's parameters on a tensor-parallel rank."""
+    if run.segment == "experts":
+        return _of_experts(run, experts)
     return _split_in_layer(run, experts) + _replicated_in_layer(run, experts)
+
+
+def _of_experts(run: Run, experts: Experts | None) -> int:
+    """The largest number of the parameters of a layer's experts on a tensor-parallel rank, without shared ones."""
+    if experts is None:
+        return 0
+    return experts.count // run.ep * run.shape.hidden * (run.shape.kind.gates + 1) * -(-experts.ffn // run.tp)
 
 
 def _split_in_layer(run: Run, experts: Experts | None) -> int:
@@ -296,8 +307,9 @@ def _split_in_layer(run: Run, experts: Experts | None) -> int:
     queries, keys = (-(-whole // run.tp) for whole in (shape.query_width, shape.kv_width))
     inner = -(-shape.ffn // run.tp)
     if experts is not None:
-        inner = experts.count * -(-experts.ffn // run.tp) + -(-experts.shared * experts.ffn // run.tp)
+        inner = -(-experts.shared * experts.ffn // run.tp)
     matrices = shape.kept(shape.hidden * (2 * queries + 2 * keys + (family.gates + 1) * inner))
+    matrices += 0 if run.segment == "dense" else _of_experts(run, experts)
     vectors = (queries + 2 * keys) * family.qkv_biases + family.gates * inner * family.mlp_biases
     return matrices + vectors + (queries + keys) * (family.qk_norm == "width")
 

@@ -21,6 +21,7 @@ from pipeloom.measure.stopwatch import now
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import OUT_OF
 from pipeloom.system.cores import own_cores
+from pipeloom.workload.layout import Layout
 
 _REPEATS = 5
 _MOST_HELD = 4
@@ -108,7 +109,7 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
         one, alone[index] = rehearsal.in_turns(partial(_time_alone, run, most_held(rehearsal.schedule, index)))
         load = _Load(world, run, sum(one))
         if len(alone) == 1:  # messages have the same shape at every stage boundary
-            takes_part = exchange.place <= 1 and layout.replica_of(layout.coordinates(world.rank)) == 0
+            takes_part = exchange.place <= 1 and _is_with_first(layout, world.rank)
             time_transfers = _time_one_way if shares_clock else _time_there_and_back
             transfers = time_transfers(exchange, load, takes_part=takes_part) if exchange.peers else []
         # Ranks that share cores slow each other down by a factor of up to their number; half of it is assumed.
@@ -233,6 +234,12 @@ class _Load:
         """Number of runs that take so many seconds, averaged over the ranks. Collective."""
         total_s, run_s = self.world.sum([seconds, self.run_s])
         return round(total_s / run_s)
+
+
+def _is_with_first(layout: Layout, rank: int) -> bool:
+    """Whether a rank is of the first replica, or of one that computes in lockstep with it."""
+    (own,) = [group for group in layout.lockstep_groups() if rank in group]
+    return any(layout.replica_of(layout.coordinates(one)) == 0 for one in own)
 
 
 def _share_clock(world: World) -> bool:

@@ -2,7 +2,8 @@
 
 The router's scores are a softmax over the experts, in single precision at least. A token takes the experts with its
 largest scores, and its output is the sum of theirs with these scores, divided by their sum, as in Mixtral and
-Qwen3-MoE. Tokens are sorted by expert, so that each expert has a few products over a slice; none is dropped.
+Qwen3-MoE. Tokens are sorted by expert, so that each expert has a few products over a slice; none is dropped. Where
+ranks share the experts, the sorted rows travel to them and back (``model.expert_parallel``).
 
 Letters of shapes are those of ``model.transformer``; k is the number of experts that a token takes, R that of pairs of
 a token and an expert. With tensor parallelism each rank has a share of every expert's inner width, and all tokens. The
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeloom.model.expert_parallel import ALL_EXPERTS, ExpertParallel
 from pipeloom.model.feed_forward import feed_forward
 from pipeloom.model.parallel_layers import Split
 from pipeloom.model.tensor_parallel import TensorParallel
@@ -28,6 +30,8 @@ _WEIGHT = 0.01
 """Default factor of the balance loss (arXiv 2101.03961, section 2.2)."""
 _RATE = 0.001
 """Default step of a bias (arXiv 2408.15664, section 4.1)."""
+_EXPERTS = ".feed_forward.experts."
+"""Part of the names of the parameters of experts that a token takes or does not."""
 BIAS = "balance_bias"
 """Name of the biases of a block with experts, which are no parameters, in checkpoints."""
 
@@ -204,19 +208,28 @@ class ExpertFeedForward(nn.Module):
         assert layout is not None, "a model without experts"
         self._parallel, self._per_token = parallel, layout.per_token
         self.router = Router(config.hidden_size, layout.count)
-        self.experts = nn.ModuleList(feed_forward(config, layout.ffn, within) for _ in range(layout.count))
+        self._count, self._sharing = layout.count, ALL_EXPERTS
+        # A dict with the numbers of experts as keys, so that names are the same on every rank.
+        self.experts = nn.ModuleDict(
+            {str(one): feed_forward(config, layout.ffn, within) for one in range(layout.count)}
+        )
         self.shared = feed_forward(config, layout.shared * layout.ffn, within) if layout.shared else None
         weight = _WEIGHT if config.balance_weight is None else config.balance_weight
         self.balance = Balance(
             config.known_balance, layout.count, layout.per_token, weight, config.balance_rate or _RATE
         )
 
+    def share(self, sharing: ExpertParallel) -> None:
+        """Keep this rank's experts only."""
+        self._sharing = sharing
+        self.experts = nn.ModuleDict({str(one): self.experts[str(one)] for one in sharing.own(self._count)})
+
     def forward(self, x: Tensor) -> Tensor:
         """Each token by itself; returns what is added to the residual stream."""
         parallel, scores = self._parallel, self.router(x)
         chosen = self.balance.choose(scores)
         chosen_BTk = parallel.every_token(chosen)
-        loads = chosen_BTk.flatten().bincount(minlength=len(self.experts)) if not x.is_meta else None
+        loads = chosen_BTk.flatten().bincount(minlength=self._count) if not x.is_meta else None
         if loads is not None:
             scores = self.balance.watch(scores, loads)
         weights = scores.gather(-1, chosen)
@@ -229,18 +242,41 @@ class ExpertFeedForward(nn.Module):
         """For each expert its number of pairs; equal ones on meta tensors, of which no choice is known."""
         if loads is not None:
             return loads.tolist()
-        number = len(self.experts)
+        number = self._count
         return [num_pairs * (one + 1) // number - num_pairs * one // number for one in range(number)]
 
     def _mixed(self, x_BTH: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor, sizes: Sequence[int]) -> Tensor:
         """The weighted sum of the experts' outputs."""
         order_R = chosen_BTk.flatten().argsort(stable=True)
         rows_RH = _Rows.apply(x_BTH.flatten(0, 1), order_R, self._per_token)
-        # An expert without tokens runs, too: its weights get a gradient, zeros.
-        outputs = [expert(rows) for expert, rows in zip(self.experts, rows_RH.split(sizes), strict=True)]
-        mixed_RH = _Rows.apply(torch.cat(outputs), _inverse(order_R), 1)
+        mixed_RH = _Rows.apply(self._outputs(rows_RH, sizes), _inverse(order_R), 1)
         mixed_BTkH = mixed_RH.view(*weights_BTk.shape, -1)
         return (mixed_BTkH * weights_BTk.unsqueeze(-1)).sum(-2)
+
+    def _outputs(self, rows_RH: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Of rows in the order of the experts the output of each one's, on whichever rank it is."""
+        if self._sharing.size == 1:
+            return self._computed(rows_RH, sizes)
+        route = self._sharing.route(sizes, rows_RH)
+        rows_SH = _Rows.apply(route.forth(rows_RH), route.order, 1)
+        return route.back(_Rows.apply(self._computed(rows_SH, route.sizes), _inverse(route.order), 1))
+
+    def _computed(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        # An expert without tokens runs, too: its weights get a gradient, zeros.
+        parts = zip(self.experts.values(), rows.split(list(sizes)), strict=True)
+        return torch.cat([expert(own) for expert, own in parts])
+
+
+def share_experts(module: nn.Module, sharing: ExpertParallel) -> None:
+    """Keep of all of a module's blocks with experts this rank's experts only."""
+    for one in module.modules():
+        if isinstance(one, ExpertFeedForward):
+            one.share(sharing)
+
+
+def is_of_expert(name: str) -> bool:
+    """Whether a parameter is of an expert that ranks may share."""
+    return _EXPERTS in name
 
 
 def balances_of(module: nn.Module) -> dict[str, Balance]:

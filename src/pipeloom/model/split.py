@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from pipeloom.model.block_sparse import consists_of_blocks
-from pipeloom.model.experts import balances_of
+from pipeloom.model.expert_parallel import ALL_EXPERTS, ExpertParallel
+from pipeloom.model.experts import balances_of, share_experts
 from pipeloom.model.tensor_parallel import WHOLE, TensorParallel
 from pipeloom.model.transformer import TIED_NAME, Transformer
 from pipeloom.workload.adapter import FIRST, SECOND, Adapter
@@ -50,6 +51,7 @@ def build_stage(
     device: torch.device | str,
     parallel: TensorParallel = WHOLE,
     adapter: Adapter | None = None,
+    sharing: ExpertParallel = ALL_EXPERTS,
 ) -> Transformer:
     """Build and initialize one stage.
 
@@ -67,10 +69,12 @@ def build_stage(
             ``Transformer.borrow`` before it runs; on "meta" that is done here.
         parallel: the tensor-parallel rank; the weights do not depend on the number of ranks.
         adapter: low-rank adapters of the layers; ``None`` for none.
+        sharing: the ranks that share the experts of layers; the weights do not depend on it.
     """
     # On meta first, which skips PyTorch's own initialization.
     with torch.device("meta"):
         stage = Transformer(config, max_positions, pieces, parallel, adapter).to(dtype)
+    share_experts(stage, sharing)
     if torch.device(device).type == "meta":
         if stage.borrows:
             sizes = {"max_positions": max_positions, "seed": seed}

@@ -1,6 +1,6 @@
 """Peak memory of each rank in a step, from the ledger of its schedule and closed forms of bytes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -269,23 +269,39 @@ def _besides_activations(
     run: Run, software: Software, placement: Placement, buffers: tuple[_Buffers, ...]
 ) -> tuple[State, ...]:
     """For each rank its weights, gradients and optimizer state, with buffers and a tied matrix."""
-    by_stage, frozen = _trained_parameters(run, software), _frozen_bytes(run, software)
-    found, states = list[State](), dict[float, State]()
+    frozen, own, states = _frozen_bytes(run, software), _of_segments(run, software), dict[tuple[float, ...], State]()
+    found = list[State]()
     for rank, (stages, more) in enumerate(zip(_stages(placement), buffers, strict=True)):
-        held = _held_parameters(run, software, by_stage, rank, stages)
+        held = tuple(_held_parameters(one, software, by_stage, rank, stages) for one, by_stage in own)
         # Most ranks have equally many parameters.
         if (state := states.get(held)) is None:
-            state = states[held] = state_bytes(run, held, software)
+            state = states[held] = _state_of(own, held, software)
         still = sum(frozen[stage] for stage in stages) if run.frozen_pieces else 0.0
         lent = lent_bytes(run, software, stages)
         found.append(
             State(
                 state.weights_bytes + still + lent.weights_bytes + more.gathered_bytes,
                 state.gradients_bytes * (not more.has_all) + lent.gradients_bytes + more.gradients_bytes,
-                state.optimizer_bytes + state_of_rank(run, software, rank, tuple(stages)),
+                state.optimizer_bytes + _whole_state(run, software, rank, stages),
             )
         )
     return tuple(found)
+
+
+def _of_segments(run: Run, software: Software) -> list[tuple[Run, tuple[float, ...]]]:
+    """Each segment of the state with its trained parameters by stage."""
+    return [(one, _trained_parameters(one, software)) for one in run.segments]
+
+
+def _state_of(segments: Sequence[tuple[Run, tuple[float, ...]]], held: Sequence[float], software: Software) -> State:
+    """``state_bytes`` of all segments together, of which a device holds so many parameters each."""
+    first, *others = (state_bytes(one, number, software) for (one, _), number in zip(segments, held, strict=True))
+    return sum(others, first)
+
+
+def _whole_state(run: Run, software: Software, rank: int, stages: Sequence[int]) -> float:
+    """``state_of_rank`` of all segments together."""
+    return sum(state_of_rank(one, software, rank, tuple(stages)) for one in run.segments)
 
 
 def _masks(run: Run, software: Software, placement: Placement) -> KeptBytes:
@@ -368,6 +384,8 @@ def _frozen_bytes(run: Run, software: Software) -> list[float]:
     """For each stage the bytes of its frozen weights, without gathered ones."""
     if not run.frozen_pieces:
         return [0.0] * run.num_stages
+    if len(run.segments) > 1:
+        return _summed(_frozen_bytes(one, software) for one in run.segments)
     return [frozen_bytes(run, held) for held in _frozen_parameters(run, software)]
 
 
@@ -377,6 +395,8 @@ def _is_sharded(run: Run) -> bool:
 
 def _gathered_bytes(run: Run, software: Software) -> list[float]:
     """For each stage the bytes of its gathered weights with ``full`` sharding, else 0."""
+    if len(run.segments) > 1:
+        return _summed(_gathered_bytes(one, software) for one in run.segments)
     if not _is_sharded(run) or run.shard != "full":
         return [0.0] * run.num_stages
     each = state_bytes(replace(run, shard="none"), 1.0, software).weights_bytes
@@ -398,6 +418,8 @@ def _gradient_buffer_bytes(run: Run, software: Software, placement: Placement, b
         buffers: number of buffers, each for the largest stage; ``None``: each stage has its own, which includes its
             shard.
     """
+    if len(run.segments) > 1:
+        return _summed(_gradient_buffer_bytes(one, software, placement, buffers) for one in run.segments)
     # With level ``optimizer``, ``state_bytes`` includes whole gradients.
     has_buffers = software.has_reduction_lane or software.gathers_once(run.num_stages)
     if not (_is_sharded(run) and has_buffers) or run.shard == "optimizer":
@@ -408,6 +430,11 @@ def _gradient_buffer_bytes(run: Run, software: Software, placement: Placement, b
     if buffers is None:
         return [each * (sum(own) * (1 - 1 / run.shard_size)) for own in of_rank]
     return [each * (min(buffers, len(own)) * max(own)) for own in of_rank]
+
+
+def _summed(lists: Iterable[Sequence[float]]) -> list[float]:
+    """The sums of the first elements, of the second ones, and so on."""
+    return [sum(each) for each in zip(*lists, strict=True)]
 
 
 def _total_bytes(state: State, more: _Buffers) -> float:
@@ -421,10 +448,12 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     stages, frozen = layers_by_kind(run, software), _frozen_bytes(run, software)
     working = [max((working_bytes(a, software) for a, count in stage if count), default=0.0) for stage in stages]
     working[head] += max(0.0, logits_bytes(run, software) - kept_logits(run, software))
-    by_stage = _trained_parameters(run, software)
+    own = _of_segments(run, software)
     always = [
-        _total_bytes(state_bytes(run, _held_parameters(run, software, by_stage, rank, stages), software), more)
-        + state_of_rank(run, software, rank, tuple(stages))
+        _total_bytes(
+            _state_of(own, [_held_parameters(one, software, each, rank, stages) for one, each in own], software), more
+        )
+        + _whole_state(run, software, rank, stages)
         + sum(frozen[stage] for stage in stages)
         + lent_bytes(run, software, stages).total_bytes
         + more.gradients_bytes

@@ -4,6 +4,7 @@ A run that is refused could not have run, since every part is a lower bound: wei
 closed forms; of activations, only the inputs of matrix products; of the schedule, only its rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -55,11 +56,7 @@ def need_by_pipeline_rank(config: RunConfig, *, verifies: bool = False, trains: 
         trains: whether the run has more than weights.
     """
     software, run = with_update_of(load_software("pipeloom"), config), _run(config)
-    whole, trained = rank_parameters(run, software), trained_rank_parameters(run, software)
-    state = [
-        _state(config, run, software, own, frozen_bytes(run, held - own) * _width(config), verifies=verifies)
-        for held, own in zip(whole, trained, strict=True)
-    ]
+    state = [_state(config, software, held, verifies=verifies) for held in _held(run, software)]
     activations, choice, layout = _activations(config, run, software), config.choice(), config.layout
     if not trains:
         state, activations = [{"weights": one["weights"]} for one in state], [0.0] * layout.pp
@@ -92,15 +89,19 @@ def copy_bytes(config: RunConfig, run: Run, software: Software) -> tuple[float, 
     checkpoint = config.checkpoint
     if not checkpoint.background or (checkpoint.every is None and not checkpoint.every_s) or not software.has_lanes:
         return (0.0,) * run.pp
-    whole, trained = rank_parameters(run, software), trained_rank_parameters(run, software)
     # Weights as the optimizer has them, and its state.
     wide = (_WIDE_BYTES if config.optimizer.wide_weights else run.element_bytes) + config.optimizer.rule.state_bytes
     alone = 0
     if run.updates is not None:  # each replica has moments of its own, and all have the outer momentum
         wide, alone = 2 * _WIDE_BYTES, config.optimizer.rule.state_bytes
+    others = _written_by_others(run, software)  # where layers are shared, experts are not
+
+    def written(one: Run, whole: float, own: float, less: float) -> float:
+        return ((own - less) * wide + (whole - own) * run.element_bytes) / one.holders + own * alone
+
     return tuple(
-        ((own - less) * wide + (held - own) * run.element_bytes) / run.data_ranks + own * alone
-        for held, own, less in zip(whole, trained, _written_by_others(run, software), strict=True)
+        sum(written(*each, less if each[0].segment != "experts" else 0.0) for each in held)
+        for held, less in zip(_held(run, software), others, strict=True)
     )
 
 
@@ -111,6 +112,18 @@ def _written_by_others(run: Run, software: Software) -> list[float]:
         for rank in ranks:
             found[rank] += layer_parameters(run) * (1 - 1 / len(ranks))
     return found
+
+
+def _held(run: Run, software: Software) -> list[list[tuple[Run, float, float]]]:
+    """For each pipeline rank its segments of the state, each with its parameters and with those that are trained."""
+    of_segments = [
+        [
+            (one, whole, own)
+            for whole, own in zip(rank_parameters(one, software), trained_rank_parameters(one, software), strict=True)
+        ]
+        for one in run.segments
+    ]
+    return [list(each) for each in zip(*of_segments, strict=True)]
 
 
 def reference_bytes(config: RunConfig) -> Parts:
@@ -130,14 +143,14 @@ def _width(config: RunConfig) -> int:
     return 1 if precision_of(config.training.known_dtype) else 2
 
 
-def _state(
-    config: RunConfig, run: Run, software: Software, parameters: float, frozen: float, *, verifies: bool
-) -> Parts:
-    state, width = state_bytes(run, parameters, software), _width(config)
+def _state(config: RunConfig, software: Software, held: Sequence[tuple[Run, float, float]], *, verifies: bool) -> Parts:
+    """Bytes of the state of a rank with these segments."""
+    width, states = _width(config), [state_bytes(one, own, software) for one, _, own in held]
+    frozen = sum(frozen_bytes(one, whole - own) for one, whole, own in held)
     parts = {
-        "weights": state.weights_bytes * width + frozen,
-        "gradients": state.gradients_bytes * width * config.least_gradients,
-        "the optimizer's state": 0.0 if verifies else state.optimizer_bytes * width,
+        "weights": (sum(state.weights_bytes for state in states) + frozen) * width,
+        "gradients": sum(state.gradients_bytes for state in states) * width * config.least_gradients,
+        "the optimizer's state": 0.0 if verifies else sum(state.optimizer_bytes for state in states) * width,
     }
     budget, whole = config.schedule.budget_bytes, sum(parts.values())
     if budget is not None and config.schedule.swap_folder is not None and whole > budget:

@@ -278,6 +278,19 @@ class SimulatedStep(Pictured, OfPlaced):
         each = self.run.num_microbatches / self.schedule.num_ranks
         return RingSeconds(busy_s * each, exposed_s * each)
 
+    @cached_property
+    def travel_s(self) -> float:
+        """Seconds of the exchanges of tokens between ranks that share experts, in the mean of the pipeline ranks."""
+        placed, owner, total_s = self.placed, self.placed.placement.rank_by_stage, 0.0
+        if self.run.ep == 1:
+            return total_s
+        for stages, rank in zip(layers_by_kind(self.run, self.software), owner, strict=True):
+            for alike, number in stages:
+                forth_s, back_s = placed.of(alike).pieces[rank].travel_s
+                forwards = 1 + (alike.recompute == "full") + self.recomputed_share
+                total_s += number * (forwards * forth_s + back_s)
+        return total_s * self.run.num_microbatches / self.schedule.num_ranks
+
     @property
     def bubble_fraction(self) -> float:
         """Share of the pipeline's time in which ranks do not compute."""

@@ -168,6 +168,8 @@ PARTNER_MOVES, HOST_MOVES = (Kind.EVICT, Kind.LOAD), (Kind.OFFLOAD, Kind.RELOAD)
 """The moves of each tier: out, and back."""
 STAGE_SWAP_KINDS = _of(Group.STAGE_SWAP)
 COLLECTIVE_KINDS = _of(Group.COLLECTIVE)
+EXCHANGES = COLLECTIVE_KINDS - {Kind.RESHARD}
+"""Those in which the replicas of a stage wait for each other."""
 TIED_SEND_KINDS, TIED_RECEIVE_KINDS = _of(Group.TIED_SEND), _of(Group.TIED_RECEIVE)
 TIED_KINDS = TIED_SEND_KINDS | TIED_RECEIVE_KINDS
 STAGE_KINDS = frozenset(kind for kind in Kind if kind.scope is Scope.STAGE)

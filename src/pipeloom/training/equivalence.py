@@ -255,12 +255,8 @@ def compare_with_reference(config: RunConfig, world: World, data: Data, num_batc
 
 def _step(pipeline: Pipeline, batch: Batch) -> Gradients:
     result = pipeline.train_step(batch)
-    gradients = pipeline.gradients()
-    is_counted = pipeline.is_first_replica
     return Gradients(
-        pipeline.counted_loss(result),
-        # Replicas have equal gradients after the reduction, so those of the first one are enough.
-        {name: gradient.cpu() for name, gradient in gradients.items()} if is_counted else {},
+        pipeline.counted_loss(result), {name: gradient.cpu() for name, gradient in pipeline.gradients().items()}
     )
 
 

@@ -190,7 +190,7 @@ class Health:
     def _resting(self) -> list[Tensor]:
         """What no step changes before its update."""
         parallel = self._pipeline.data_parallel
-        weights = [one for its in parallel.weights.values() for one in its.resting]
+        weights = [one for its in parallel.segments() for one in its.weights.resting]
         states = [self._optimizer.state[part.parameter] for part in parallel.parts]
         # Without the count of steps, which a skipped step raises without an update.
         return weights + [tensor for one in states for name, tensor in one.items() if name != "step"]

@@ -136,8 +136,9 @@ class WholeUpdates:
         """
         limit = self._config.known_clip_grad_norm
         if self._config.clip == "stage":
-            for stage, weights in self._data_parallel.weights.items():
-                clip([part.parameter for part in weights.parts], squares[stage] ** 0.5, limit)
+            for stage in self._data_parallel.weights:
+                own = [part.parameter for one in self._data_parallel.segments_of(stage) for part in one.weights.parts]
+                clip(own, squares[stage] ** 0.5, limit)
             self._optimizer.step()
         else:
             # By the norm over all ranks: clipping each part by its own norm would change the gradient's direction.

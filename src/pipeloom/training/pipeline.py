@@ -15,7 +15,9 @@ from pipeloom.config import RunConfig
 from pipeloom.data.entry import check_tokens
 from pipeloom.execute.clock import Clock, CudaClock
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
-from pipeloom.execute.communication.collectives import make_context_group, make_groups, make_tensor_group
+from pipeloom.execute.communication.collectives import make_groups, make_tensor_group
+from pipeloom.execute.communication.context_groups import make_context_group
+from pipeloom.execute.communication.expert_groups import make_expert_group
 from pipeloom.execute.communication.transport import Transport, edges_of
 from pipeloom.execute.communication.wires import make_wires
 from pipeloom.execute.executor import Executor, StepResult
@@ -47,10 +49,11 @@ from pipeloom.model import (
 )
 from pipeloom.model.compile import as_written, compile_pieces
 from pipeloom.model.context_parallel import ContextParallel
+from pipeloom.model.expert_parallel import ExpertParallel
 from pipeloom.recipe import schedule_text
 from pipeloom.runs.action_log import ActionLog
 from pipeloom.schedule import Schedule
-from pipeloom.training.expert_loads import loads_of
+from pipeloom.training.expert_loads import loads_of, shared_experts
 from pipeloom.training.schedules import forward_schedule, run_of_replica, training_schedule
 from pipeloom.training.stages import StageSizes, make_store, output_specs, saved_bytes, shared_groups, stage_of
 from pipeloom.training.visits import Visits
@@ -82,6 +85,7 @@ class Pipeline:
         self._tensor_group = make_tensor_group(layout, world, _patience(config), log)
         self._parallel = TensorParallel(self._tensor_group, layout.sequence_parallel)
         self._context = ContextParallel(make_context_group(layout, world, _patience(config), log))
+        self._sharing = ExpertParallel(make_expert_group(layout, world, _patience(config), log))
         self._vocabulary = SplitVocabulary(self._parallel, config.model.vocab_size or 0)
         self.store = make_store(config)
         self.data_parallel = DataParallel(
@@ -97,10 +101,10 @@ class Pipeline:
             is_whole=config.optimizer.rule.takes_whole,
             keeps_wide=config.optimizer.wide_weights,
             shared=shared_groups(config, world, self.schedule.placement, log),
+            experts=shared_experts(self._own, world, self.schedule, self._pieces, log),
         )
         self._tied = self._share_matrix()
-        modules = {stage: one.module for stage, one in self.data_parallel.weights.items()}
-        self.loads = loads_of(config, world, modules, _patience(config), log) if trains else None
+        self.loads = loads_of(config, world, self.data_parallel.modules, _patience(config), log) if trains else None
         lengths = layout.slice_lengths(config.data.seq_len)
         outputs = self._outputs_in_training = self._outputs(layout.microbatch_size, sum(lengths))
         self._slices = TokenSlices(lengths) if len(lengths) > 1 else None
@@ -120,8 +124,7 @@ class Pipeline:
         self._evaluator = self._executor(self._forwards(), outputs, name="validation")
         with self._context.off():
             self._sampler = self._executor(self._forwards(1), self._outputs(1, config.data.seq_len), name="sample")
-        self._decoders: dict[tuple[int, ...], Executor] = {}
-        self._continued: dict[int, Continued] = {}
+        self._decoders, self._continued = dict[tuple[int, ...], Executor](), dict[int, Continued]()
         self._is_cold = config.training.compile
         self._as_written = as_written if config.training.compile else nullcontext
         self._running = self._trainer
@@ -146,14 +149,8 @@ class Pipeline:
     @property
     def num_counted_parameters(self) -> int:
         """Number of this rank's parameters; the sum over all ranks counts each parameter once."""
-        if not self.is_first_replica:
-            return 0
-        with_replicated = self._place.tensor == 0
-        return sum(
-            one.num_parameters(with_replicated=with_replicated)
-            for one, group in self.data_parallel.all_weights
-            if group is None or group.index == 0
-        )
+        own = (one.weights for one in self.data_parallel.segments() if one.replica_share[0] == 0)
+        return sum(weights.num_parameters(with_replicated=self._place.tensor == 0) for weights in own)
 
     def counted_loss(self, result: StepResult) -> float:
         """This rank's share of the loss; the sum over all ranks counts each micro-batch once."""
@@ -204,7 +201,7 @@ class Pipeline:
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of this rank's stages after a step, all-gathered from their shards, by name in the whole model.
 
-        With tensor parallelism, those of the rank's slices. Collective.
+        With tensor parallelism, those of the rank's slices; of ranks that hold the same ones, on the first. Collective.
         """
         timeout_s = self._config.training.stall_timeout_s
         found: dict[str, Tensor] = {}
@@ -372,7 +369,8 @@ class Pipeline:
 
     def _position(self) -> str:
         """This rank's position in the schedule, for messages; with those on axes of several ranks."""
-        parts = self._running.position(), self._tensor_group.position(), self._context.group.position()
+        groups = self._tensor_group, self._context.group, self._sharing.group
+        parts = self._running.position(), *(one.position() for one in groups)
         place, others = ", ".join(filter(None, parts)), self._config.layout.words_of(self._place)
         return f"process {self._world.rank} ({others}): {place}" if others else place
 
@@ -388,7 +386,8 @@ class Pipeline:
         return executor.run(inputs, objective, timeout_s, self._watch.positions, documents)
 
     def _build(self, pieces: range, device: torch.device | str, dtype: torch.dtype) -> StageModule:
-        module = stage_of(self._config, pieces, device, dtype=dtype, parallel=self._parallel, context=self._context)
+        ranks = {"parallel": self._parallel, "context": self._context, "sharing": self._sharing}
+        module = stage_of(self._config, pieces, device, dtype=dtype, **ranks)
         module.set_recompute(self._config.layout.recompute_by_layer(self._config.model.num_layers))
         if self._config.training.compile and torch.device(device).type != "meta":
             assert isinstance(module, Transformer), "the configuration refuses to compile others"

@@ -8,6 +8,7 @@ from pipeloom.errors import UserError
 from pipeloom.passes import Moves
 from pipeloom.recipe import build
 from pipeloom.schedule import Schedule
+from pipeloom.schedule.joint import prove_together
 from pipeloom.schedule.lanes import DATA_PARALLEL_LANE, lane_of
 from pipeloom.training.stages import StageSizes
 
@@ -46,6 +47,25 @@ def run_of_replica(config: RunConfig, replica: int) -> RunConfig:
     if config.layout.microbatches is not None:
         schedules_by_replica(config)
     return config.of_replica(replica)
+
+
+def check_meetings(config: RunConfig, schedule: Schedule, pieces: Sequence[range]) -> None:
+    """Prove that replicas which share experts can all run their schedules, which are one, to the end.
+
+    Args:
+        config: resolved.
+        schedule: of each replica.
+        pieces: of each stage.
+
+    Raises:
+        ScheduleError: they would wait for each other.
+    """
+    layout, experts = config.layout, config.model.expert_layout
+    if layout.ep == 1 or experts is None:
+        return
+    layers = [range(max(0, own.start - 1), min(config.model.num_layers, own.stop - 1)) for own in pieces]
+    stages = [stage for stage, own in enumerate(layers) if any(map(experts.are_in, own))]
+    prove_together([schedule] * layout.data_ranks, stages, layout.ep)
 
 
 def check_replicas(schedules: Sequence[Schedule]) -> None:

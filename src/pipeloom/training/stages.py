@@ -35,6 +35,7 @@ from pipeloom.model import (
 from pipeloom.model.adapted import adapted_stage
 from pipeloom.model.context_parallel import WHOLE_SEQUENCES, ContextGroup, ContextParallel
 from pipeloom.model.deferred import defer
+from pipeloom.model.expert_parallel import ALL_EXPERTS, ExpertGroup, ExpertParallel
 from pipeloom.model.experts import balances_of
 from pipeloom.model.key_values import KeyValueCache
 from pipeloom.model.tensor_parallel import WHOLE, TensorGroup
@@ -54,6 +55,7 @@ def stage_of(
     dtype: torch.dtype | None = None,
     parallel: TensorParallel = WHOLE,
     context: ContextParallel = WHOLE_SEQUENCES,
+    sharing: ExpertParallel = ALL_EXPERTS,
 ) -> StageModule:
     """Build and initialize a stage of a run, without recomputation and not compiled.
 
@@ -66,6 +68,7 @@ def stage_of(
         dtype: of the weights; ``None`` for that of the run.
         parallel: the tensor-parallel rank that it is built for.
         context: the ranks that share the tokens of its sequences.
+        sharing: the ranks that share the experts of its layers.
     """
     numbers = dtype or getattr(torch, config.training.known_dtype)
     if config.model.adapted is not None:
@@ -79,6 +82,7 @@ def stage_of(
         device=device,
         parallel=parallel,
         adapter=config.pairs,
+        sharing=sharing,
     )
     stage.set_context(context)
     for balance in balances_of(stage).values():
@@ -193,17 +197,21 @@ def saved_bytes(config: RunConfig, *, splits: bool = False) -> KeptBytes:
         config: resolved.
         splits: whether backwards are split into two halves.
     """
-    layout, num_layers = config.layout, config.model.num_layers
+    layout, num_layers, experts = config.layout, config.model.num_layers, config.model.expert_layout
     assert layout.partition is not None, "the layout is not resolved"
     by_layer = layout.recompute_by_layer(num_layers)
     same = replace(config, schedule=ScheduleConfig())  # cache key: bytes do not depend on the schedule
     frozen = config.frozen_pieces
-    alike: dict[tuple[bool, bool, int, tuple[Recompute, ...]], _Saved] = {}
+    alike: dict[tuple[bool, bool, int, tuple[tuple[Recompute, int | None, bool], ...]], _Saved] = {}
     by_stage: list[_Saved] = []
     for pieces in stage_pieces(layout.partition):
         layers = [piece - 1 for piece in pieces if 0 < piece <= num_layers]
         still = max(-1, min(frozen, pieces.stop) - pieces.start)  # -1: an earlier stage needs the input gradient
-        kind = (0 in pieces, num_layers + 1 in pieces, still, tuple(by_layer[layer] for layer in layers))
+        of_layers = tuple(
+            (by_layer[layer], config.model.window_of(layer), experts is not None and experts.are_in(layer))
+            for layer in layers
+        )
+        kind = (0 in pieces, num_layers + 1 in pieces, still, of_layers)
         if kind not in alike:
             alike[kind] = _count(same, pieces, by_layer, splits=splits)
         by_stage.append(alike[kind])
@@ -234,7 +242,8 @@ def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *,
     parallel = TensorParallel(TensorGroup(layout.tp, layout.tp - 1), layout.sequence_parallel)
     vocabulary = SplitVocabulary(parallel, config.model.vocab_size or 0)
     context = ContextParallel(ContextGroup(layout.cp, layout.cp - 1))
-    module = stage_of(config, pieces, "meta", parallel=parallel, context=context)
+    sharing = ExpertParallel(ExpertGroup(layout.ep, layout.ep - 1))
+    module = stage_of(config, pieces, "meta", parallel=parallel, context=context, sharing=sharing)
     module.set_recompute(by_layer)
     if splits:
         defer(module)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from math import gcd, lcm
 from typing import Literal, NamedTuple
 
 from pipeloom.terminal.words import count
@@ -121,6 +122,9 @@ class Layout(WithAxes):
     each has a part of the first and of the last tokens, so that all compute equally many scores."""
     dp: Common[Count] = 1
     """Data-parallel size. Each replica of the pipeline has micro-batches of its own."""
+    ep: Count = 1
+    """Expert-parallel size: neighboring ranks of the data axis that share the experts of each layer. Each of them has
+    1 / ep of the experts, and tokens travel to the ranks of theirs and back. It divides dp * cp."""
     replicate: Count | None = None
     """Hybrid sharding: copies of the sharded state, each sharded over dp / replicate ranks (times cp). None: one copy,
     sharded over all of them."""
@@ -275,6 +279,7 @@ class Layout(WithAxes):
         tensor = f", each by {self.tp} tensor-parallel ranks" if self.tp > 1 else ""
         tensor += " (sequence too)" if self.sequence_parallel else ""
         tensor += f"; each sequence by {self.cp} context-parallel ranks" if self.cp > 1 else ""
+        tensor += f"; experts over {self.ep} ranks" if self.ep > 1 else ""
         if self.data_ranks == 1:
             return tensor
         if self.average_every is not None:
@@ -316,7 +321,9 @@ class Layout(WithAxes):
         for replicas in range(min(self.dp - 1, num_ranks * self.dp // self.num_ranks), 0, -1):
             each, rest = divmod(sum(self.microbatches_by_replica), replicas)
             if rest == 0:
-                yield replace(self, dp=replicas, num_microbatches=each, microbatches=None)
+                # A divisor of both: what divided the experts still does.
+                ep = gcd(self.ep, replicas * self.cp)
+                yield replace(self, dp=replicas, ep=ep, num_microbatches=each, microbatches=None)
 
     def of_forwards(self) -> "Layout":
         """The same stages on the ranks of one replica, which run forwards only, of whole sequences."""
@@ -386,6 +393,20 @@ class Layout(WithAxes):
         size = self.shard_size
         return [ranks[first::size] for ranks in self.data_groups() for first in range(size)]
 
+    @property
+    def expert_shard(self) -> Shard:
+        """``shard`` of the experts: nothing where no other rank has the same ones."""
+        return "none" if self.data_ranks == self.ep else self.shard
+
+    def expert_groups(self) -> list[list[int]]:
+        """All groups of ranks that share the experts of the same stages, in the order of their parts."""
+        begins = range(0, self.data_ranks, self.ep)
+        return [ranks[begin : begin + self.ep] for ranks in self.data_groups() for begin in begins]
+
+    def same_expert_groups(self) -> list[list[int]]:
+        """All groups of ranks that hold the same experts of the same stages."""
+        return [ranks[first :: self.ep] for ranks in self.data_groups() for first in range(self.ep)]
+
     def tensor_groups(self) -> list[list[int]]:
         """All groups of ranks that share the matrices of the same stages of the same replica."""
         return [list(range(first, first + self.tp)) for first in range(0, self.num_ranks, self.tp)]
@@ -396,8 +417,8 @@ class Layout(WithAxes):
         return [ranks[begin : begin + self.cp] for ranks in self.data_groups() for begin in begins]
 
     def lockstep_groups(self) -> list[list[int]]:
-        """All groups of ranks that compute the same stages of the same micro-batches, and exchange within them."""
-        size = self.tp * self.cp
+        """All groups of ranks that compute the same stages at the same time, and exchange within them."""
+        size = self.tp * lcm(self.cp, self.ep)
         return [list(range(first, first + size)) for first in range(0, self.num_ranks, size)]
 
     def data_groups(self) -> list[list[int]]:

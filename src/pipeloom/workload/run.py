@@ -41,6 +41,8 @@ class Run(WithAxes):
         precision: of weights and activations.
         products: of the operands of linear layers, which are then cast; ``None``: ``precision``.
         replicate: copies of the sharded state; each is sharded over ``data_ranks / replicate`` ranks.
+        ep: neighboring data ranks that share the experts of a layer, each with as many.
+        segment: of the state, the parameters that are counted: all, or those that as many ranks hold.
         layers_by_stage: layers of each stage; ``None``: as the training program divides them.
         recompute_layers: for each layer its ``recompute``; ``None``: the same for all.
         placement: stage -> pipeline rank, a key of ``PLACEMENTS``; which layers a balanced partition gives to a stage
@@ -73,6 +75,8 @@ class Run(WithAxes):
     precision: Precision = "bf16"
     products: Products | None = None
     replicate: int = 1
+    ep: int = 1
+    segment: Literal["all", "dense", "experts"] = "all"
     layers_by_stage: tuple[int, ...] | None = None
     recompute_layers: tuple[Recompute, ...] | None = None
     placement: str = "looped"
@@ -132,12 +136,24 @@ class Run(WithAxes):
     @property
     def shard_size(self) -> int:
         """Data-parallel ranks that hold one copy of the sharded state."""
-        return self.data_ranks // self.replicate
+        return self.holders // self.replicate
+
+    @property
+    def holders(self) -> int:
+        """Data-parallel ranks that hold the same parameters; of all of a stage, those that are not of experts."""
+        return self.data_ranks // (self.ep if self.segment == "experts" else 1)
+
+    @property
+    def segments(self) -> tuple["Run", ...]:
+        """The run for each part of the parameters of a rank that as many ranks hold; together they are all."""
+        if self.ep == 1 or self.segment != "all":
+            return (self,)
+        return self.changed(segment="dense"), self.changed(segment="experts")
 
     @property
     def sharded(self) -> Shard:
         """What is sharded: ``shard``, but nothing where no other rank holds the same weights."""
-        return self.shard if self.data_ranks > 1 else "none"
+        return self.shard if self.holders > 1 else "none"
 
     @property
     def reducing_ranks(self) -> int:
@@ -252,6 +268,7 @@ class Run(WithAxes):
             products=self.products,
             by_document=self.by_document,
             adapter=self.adapter,
+            ep=self.ep,
         )
 
     @property

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch._dynamo  # imported once here, not once in every process
 from checkpoint_files import without_hashes
-from eight_layouts import LAYOUTS
+from eight_layouts import LAYOUTS, SHARED_EXPERTS
 from resumed import SAVED, STEPS, config_of, last, losses, middle, train_all
 from thinned import thinned
 from torch.distributed.checkpoint import FileSystemReader
@@ -55,7 +55,7 @@ NARROW = ("one rank", "full")
 FROZEN = ("one rank", "full", "hybrid")
 ADAPTED = ("one rank", "gradients", "loops", "tensor, full")
 MATRICES = ("one rank", "full", "gradients", "hybrid")
-EXPERTS = ("one rank", "gradients", "tensor, full", "hybrid")
+EXPERTS = ("one rank", "gradients", "tensor, full", "hybrid", *SHARED_EXPERTS)
 PLAIN = ("one rank", "loops", "full", "hybrid")
 """Of every commit, in which a run of another kind goes on from its first layout under its last one, and back."""
 
@@ -84,7 +84,7 @@ def chains(tmp_path_factory, request):
         "narrow": (NARROW, list(product(NARROW, repeat=2)), {"dtype": "bfloat16"}),
         "matrices": (some(MATRICES), circle(some(MATRICES)), {"optimizer": NAME}),
         "frozen": (some(FROZEN), circle(some(FROZEN)), {"freeze_layers": 2}),
-        "experts": (some(EXPERTS), circle(some(EXPERTS)), {"experts": 3}),
+        "experts": (some(EXPERTS), circle(some(EXPERTS)), {"experts": 4}),
         "adapters": (some(ADAPTED), circle(some(ADAPTED)), {"freeze_layers": 1, "rank": 3}),
     }
 
@@ -173,7 +173,7 @@ def test_frozen_weights_have_no_state(chains):
 def test_biases_of_experts_are_part_of_a_checkpoint(chains):
     for run in chains["experts"][0].values():
         keys = {key: tuple(one.size) for key, one in description(run).items() if "balance_bias" in key}
-        assert keys == {f"model.layers.{layer}.feed_forward.balance_bias": (3,) for layer in (1, 3)}
+        assert keys == {f"model.layers.{layer}.feed_forward.balance_bias": (4,) for layer in (1, 3)}
 
 
 def test_the_state_of_whole_matrices_has_the_shape_that_the_optimizer_declares(chains):

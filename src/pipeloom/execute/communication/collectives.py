@@ -17,7 +17,6 @@ from torch import Tensor
 
 from pipeloom.errors import PeerLostError, StallError
 from pipeloom.execute.processes.world import World
-from pipeloom.model.context_parallel import ContextGroup
 from pipeloom.model.tensor_parallel import TensorGroup
 from pipeloom.runs.action_log import NOTHING, ActionLog, Activity
 from pipeloom.schedule.lanes import DATA_PARALLEL_LANE
@@ -65,6 +64,13 @@ class Group(Protocol):
         """Send tensors to the next rank, and receive as many from the one before."""
         ...
 
+    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Finish:
+        """Send a tensor to each rank and receive one from each, in the order of the ranks; this rank's own is copied.
+
+        Tensors may be empty, if they are on both sides.
+        """
+        ...
+
 
 class Alone:
     """A group of one rank, without communication."""
@@ -87,6 +93,10 @@ class Alone:
         return already_done
 
     def pass_on(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Finish:
+        """Copy."""
+        return self.exchange(received, sent)
+
+    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Finish:
         """Copy."""
         for one, other in zip(received, sent, strict=True):
             one.copy_(other)
@@ -178,10 +188,10 @@ def make_groups(layout: Layout, world: World, log: ActionLog | None = None) -> G
         PeerLostError: another rank ended.
     """
     return Groups(
-        shard=_own_group(layout.shard_groups(), world, _Note(log, "exchange of replicas", DATA_PARALLEL_LANE.name)),
-        copies=_own_group(layout.copy_groups(), world, _Note(log, "exchange of copies", DATA_PARALLEL_LANE.name)),
-        tensor=_own_group(
-            layout.tensor_groups(), world, _Note(log, "exchange of tensor-parallel gradients", DATA_PARALLEL_LANE.name)
+        shard=own_group(layout.shard_groups(), world, Note(log, "exchange of replicas", DATA_PARALLEL_LANE.name)),
+        copies=own_group(layout.copy_groups(), world, Note(log, "exchange of copies", DATA_PARALLEL_LANE.name)),
+        tensor=own_group(
+            layout.tensor_groups(), world, Note(log, "exchange of tensor-parallel gradients", DATA_PARALLEL_LANE.name)
         ),
     )
 
@@ -204,70 +214,12 @@ def make_tensor_group(
     """
     groups = layout.tensor_groups()
     own = next(ranks for ranks in groups if world.rank in ranks)
-    return BlockingGroup(_own_group(groups, world, _Note(log, "tensor-parallel exchange"), timeout), tuple(own))
-
-
-class RingGroup(ContextGroup):
-    """The ranks of a context axis, for ``model.context_parallel``.
-
-    Args:
-        group: process group that is used for nothing else, since its messages are in the order of the computation.
-        processes: its ranks, for messages.
-    """
-
-    def __init__(self, group: Group, processes: Sequence[int] = ()) -> None:
-        super().__init__(group.size, group.index)
-        self._group = group
-        self._processes = processes
-        self._is_waiting = False
-
-    def pass_on(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Callable[[], object]:
-        """Start to send to the next rank and to receive from the one before."""
-        kept = [one.contiguous() for one in sent]  # until they have left
-        with self._named():
-            finish = self._group.pass_on(received, kept)
-
-        def wait() -> None:
-            self._is_waiting = True
-            with self._named():
-                finish()
-            self._is_waiting = False
-            kept.clear()
-
-        return wait
-
-    def position(self) -> str:
-        """The exchange that is waited for as text; empty without one."""
-        processes = ", ".join(map(str, self._processes))
-        return f"in an exchange of context-parallel processes {processes}" if self._is_waiting else ""
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except (PeerLostError, StallError) as error:
-            raise type(error)(f"{self.position()}: {error}") from error
-
-
-def make_context_group(
-    layout: Layout, world: World, timeout: timedelta | None = None, log: ActionLog | None = None
-) -> RingGroup:
-    """The context-parallel group; arguments, errors and the order of calls are those of ``make_tensor_group``."""
-    groups = layout.context_groups()
-    own = next(ranks for ranks in groups if world.rank in ranks)
-    return RingGroup(_own_group(groups, world, _Note(log, "context-parallel exchange"), timeout), tuple(own))
-
-
-def make_load_group(
-    layout: Layout, world: World, timeout: timedelta | None = None, log: ActionLog | None = None
-) -> Group:
-    """The ranks that sum the loads of their experts; arguments, errors and the order of calls as for a tensor group."""
-    return _own_group(layout.data_groups(), world, _Note(log, "sum of the loads of experts"), timeout)
+    return BlockingGroup(own_group(groups, world, Note(log, "tensor-parallel exchange"), timeout), tuple(own))
 
 
 def make_replica_group(layout: Layout, world: World) -> Group:
     """All ranks of a replica, for the norm of its gradient; errors and the order of calls as ``make_groups``."""
-    return _own_group(layout.replica_ranks(), world, _Note(None, "norm of a replica"))
+    return own_group(layout.replica_ranks(), world, Note(None, "norm of a replica"))
 
 
 def make_shared_groups(
@@ -286,12 +238,12 @@ def make_shared_groups(
     Returns:
         First layer of each set that this rank has -> the group.
     """
-    note, found = _Note(log, "sum of shared layers", DATA_PARALLEL_LANE.name), dict[int, Group]()
+    note, found = Note(log, "sum of shared layers", DATA_PARALLEL_LANE.name), dict[int, Group]()
     by_ranks: dict[tuple[int, ...], Group] = {}
     for owner, pipeline_ranks in sets.items():
         ranks = tuple(sorted(pipeline[one] for pipeline in layout.pipelines() for one in pipeline_ranks))
         if ranks not in by_ranks:
-            by_ranks[ranks] = _own_group([ranks], world, note)
+            by_ranks[ranks] = own_group([ranks], world, note)
         if world.rank in ranks:
             found[owner] = by_ranks[ranks]
     return found
@@ -299,10 +251,10 @@ def make_shared_groups(
 
 def make_pipeline_group(layout: Layout, world: World, log: ActionLog | None = None) -> Group:
     """The ranks of a pipeline, for comparisons outside steps; errors and the order of calls as ``make_groups``."""
-    return _own_group(layout.pipelines(), world, _Note(log, "exchange of a pipeline"))
+    return own_group(layout.pipelines(), world, Note(log, "exchange of a pipeline"))
 
 
-class _Note(NamedTuple):
+class Note(NamedTuple):
     """Where and as what the collectives of a group are noted, and the lane that runs them."""
 
     log: ActionLog | None
@@ -314,7 +266,18 @@ class _Note(NamedTuple):
         return NOTHING if self.log is None else self.log.activity(self.name, ranks, self.lane)
 
 
-def _own_group(groups: Sequence[Sequence[int]], world: World, note: _Note, timeout: timedelta | None = None) -> Group:
+def own_group(groups: Sequence[Sequence[int]], world: World, note: Note, timeout: timedelta | None = None) -> Group:
+    """This rank's of disjoint groups of ranks, all of which every rank makes, in the same order.
+
+    Args:
+        groups: ranks of each.
+        world: this process among the others.
+        note: where and as what the collectives are noted.
+        timeout: longest wait for the other ranks; ``None`` for the world's.
+
+    Raises:
+        PeerLostError: another rank ended.
+    """
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     own: Group = Alone()
     for ranks in groups:
@@ -373,6 +336,10 @@ class NcclGroup:
         finishes = [_end_of(work, self._peers) for work in works]
         return _noted(lambda: all(finish() for finish in finishes), self._activity)
 
+    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Finish:
+        """All-to-all."""
+        return self._started(lambda: dist.all_to_all(list(received), list(sent), group=self._group, async_op=True))
+
     def _started(self, start: Callable[[], dist.Work | None]) -> Finish:
         self._activity.begin()
         with _peer_errors(self._peers):
@@ -417,13 +384,22 @@ class GlooGroup(NcclGroup):
 
         return finish
 
-    def _exchange(self, received: Tensor, sent: Sequence[Tensor]) -> Finish:
-        """Start to receive a part from each other rank, then to send it one."""
+    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Finish:
+        """All-to-all."""
+        finish = self._exchange(received, sent)
+        received[self.index].copy_(sent[self.index])
+        return finish
+
+    def _exchange(self, received: Sequence[Tensor] | Tensor, sent: Sequence[Tensor]) -> Finish:
+        """Start to receive a part from each other rank, then to send it one; empty ones are not sent."""
+        sources = [other for other in self._others if received[other].numel()]
+        targets = [other for other in self._others if sent[other].numel()]
         self._activity.begin()
         with _peer_errors(self._peers):
-            works = [dist.irecv(received[other], group=self._group, group_src=other) for other in self._others]
-            works += [dist.isend(sent[other], group=self._group, group_dst=other) for other in self._others]
-        finishes = [_end_of(work, [self._ranks[other]]) for work, other in zip(works, 2 * self._others, strict=True)]
+            works = [dist.irecv(received[other], group=self._group, group_src=other) for other in sources]
+            works += [dist.isend(sent[other], group=self._group, group_dst=other) for other in targets]
+        peers = [self._ranks[other] for other in (*sources, *targets)]
+        finishes = [_end_of(work, [peer]) for work, peer in zip(works, peers, strict=True)]
         return _noted(lambda: all(finish() for finish in finishes), self._activity)
 
     def pass_on(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Finish:

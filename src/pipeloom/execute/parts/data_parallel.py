@@ -1,76 +1,75 @@
 """Implements UNSHARD, RESHARD and REDUCE_GRAD: sharded weights of stages, gradient buffers, collectives."""
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import UserError
-from pipeloom.execute.communication.collectives import Group, Groups, Job
+from pipeloom.execute.communication.collectives import Alone, Group, Groups, Job
 from pipeloom.execute.communication.under_way import UnderWay, finish
 from pipeloom.execute.lanes import Lane
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.stages.flat_order import nothing_whole
+from pipeloom.execute.stages.gradient_buffers import (
+    GradientBuffers,
+    buffers_of,
+    pools,
+    refuse_parts_of_sums,
+    rooms_of,
+)
 from pipeloom.execute.stages.shared import SharedWeights, own_shared
 from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.execute.stages.weights import FlatPart, StageWeights
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, COLLECTIVE_KINDS
-from pipeloom.schedule.stage_swaps import Content, gradient_rooms
+from pipeloom.schedule.stage_swaps import Content
 from pipeloom.workload.layout import Shard
 
 
-class GradientBuffers:
-    """Buffers for whole gradients.
+@dataclass(frozen=True)
+class Share:
+    """Which parameters of a stage some of its replicas hold, and how.
 
-    Args:
-        count: buffers.
-        size: elements of each.
-        like: a tensor of their dtype and device.
-        reuses: whether a buffer can be used again in the same step, in the order in which buffers are freed. Reductions
-            end in row order, so that is the buffer whose reduction the backward waits for by the dependency relation.
-            Without such waits a freed buffer is not used before the next step.
+    Attributes:
+        takes: name -> whether a parameter is one of them.
+        level: what is sharded.
+        groups: of the ranks that hold the same ones.
+        is_alone: whether this rank is the only one, so that there is nothing to reduce.
     """
 
-    def __init__(self, count: int, size: int, like: Tensor, *, reuses: bool) -> None:
-        self._count = count
-        self._size = size
-        self._like = like
-        self._reuses = reuses
-        self.forget()
+    takes: Callable[[str], bool]
+    level: Shard
+    groups: Groups
+    is_alone: bool
 
-    def begin(self) -> None:
-        """Before a step; no reduction may be in progress."""
-        self._free.extend(self._resting)
-        self._resting.clear()
 
-    def forget(self) -> None:
-        """Replace all buffers: collectives of a failed step may still write to the old ones."""
-        # All together, so that their number does not depend on when reductions end.
-        self._free = deque(self._like.new_empty(self._size) for _ in range(self._count))
-        self._resting: deque[Tensor] = deque()
+class Segment(NamedTuple):
+    """Parameters of a stage that the same ranks hold.
 
-    @property
-    def num_taken(self) -> int:
-        """Number of buffers in use."""
-        return self._count - len(self._free) - len(self._resting)
+    Attributes:
+        weights: the parameters.
+        groups: of these ranks.
+    """
+
+    weights: StageWeights
+    groups: Groups
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers."""
-        return self._count * self._size * self._like.element_size()
+    def copy_share(self) -> tuple[int, int]:
+        """Index of this rank among those that hold the same shards, and their number."""
+        return self.groups.copies.index, self.groups.copies.size
 
-    def take(self) -> Tensor:
-        """A free buffer, uninitialized."""
-        assert self._free, "no gradient buffer is free: the schedule did not wait for its reduction"
-        return self._free.popleft()
-
-    def give_back(self, buffer: Tensor) -> None:
-        """Free a buffer; the lane's thread calls it."""
-        (self._free if self._reuses else self._resting).append(buffer)
+    @property
+    def replica_share(self) -> tuple[int, int]:
+        """Index of this rank among those that hold the same parameters, and their number."""
+        copies, shards = self.groups.copies, self.groups.shard
+        return copies.index * shards.size + shards.index, copies.size * shards.size
 
 
 class DataParallel(Part):
@@ -89,9 +88,10 @@ class DataParallel(Part):
         store: holds the stages where they are swapped; ``None`` without swaps.
         is_whole: (name, shape) -> whether the optimizer updates a parameter as a whole.
         shared: first layer of each set of weights that several stages share, and this rank has -> ranks of the set.
+        experts: those parameters that only some replicas have; ``None`` if all have the same ones.
 
     Attributes:
-        weights: of each stage of the rank.
+        weights: of each stage of the rank, but for those of ``experts``.
         shared: sets of weights that several stages share.
         counts_alone: whether each replica counts its own gradients, which are not reduced.
         num_stages: of the model.
@@ -114,49 +114,63 @@ class DataParallel(Part):
         is_whole: Callable[[str, tuple[int, ...]], bool] = nothing_whole,
         keeps_wide: bool = True,
         shared: Mapping[int, Group] | None = None,
+        experts: Share | None = None,
     ) -> None:
         self._store = store
         self._groups, self.counts_alone = groups, False
         self.num_stages = schedule.num_stages
         self._sums_replicated = sums_replicated
         self._lane = lane
-        reduced = [action.stage for _, _, action in schedule.actions() if action.kind is Kind.REDUCE_GRAD]
+        reduced = Counter(action.stage for _, _, action in schedule.actions() if action.kind is Kind.REDUCE_GRAD)
         # Swapped stages have their gradients in the store.
-        self._rooms = {} if store is not None else _rooms_of(schedule)
-        self.weights: dict[int, StageWeights] = {}
+        self._rooms = {} if store is not None else rooms_of(schedule)
         sets, ranks_of = dict[int, nn.Module](), shared or {}
+        self._segments: dict[int, list[Segment]] = {}
         for index, module in modules:
             without = own_shared(module, sets, ranks_of)
-            self.weights[index] = StageWeights(
-                module,
-                level,
-                groups.shard.size,
-                groups.shard.index,
-                # With fewer buffers than stages, stages share them.
-                reduces_in_place=reduced.count(index) <= 1 and (level == "none" or schedule.gradient_buffers is None),
-                replicated=replicated(module),
-                dtype=dtype,
-                is_whole=is_whole,
-                owns_gradient=index not in self._rooms,
-                keeps_wide=keeps_wide,
-                without=without,
-            )
+            self._segments[index] = [
+                _segment(
+                    module,
+                    share,
+                    # With fewer buffers than stages, stages share them. What no other rank holds is never reduced.
+                    reduces_in_place=share.is_alone
+                    or (reduced[index] <= 1 and (share.level == "none" or schedule.gradient_buffers is None)),
+                    replicated=replicated(module),
+                    dtype=dtype,
+                    is_whole=is_whole,
+                    owns_gradient=index not in self._rooms,
+                    keeps_wide=keeps_wide,
+                    without=without,
+                )
+                for share in _shares(module, Share(lambda _: True, level, groups, is_alone=False), experts)
+            ]
             if store is not None:
-                store.adopt(index, self.weights[index])
+                store.adopt(index, self._segments[index][0].weights)
         self.shared = tuple(
             SharedWeights(owner, layer, ranks_of[owner], dtype=dtype, is_whole=is_whole)
             for owner, layer in sorted(sets.items())
         )
-        if self._rooms:
-            _refuse_parts_of_sums(Counter(reduced))
-            self._buffers = _pools(self.weights, self._rooms)
-        else:
-            self._buffers = _buffers(self.weights, schedule.gradient_buffers, Counter(reduced))
+        self.weights = {index: own[0].weights for index, own in self._segments.items()}
+        self._buffers = self._make_buffers(schedule.gradient_buffers, reduced)
         self._gathered: set[int] = set()
-        self._open: dict[int, Tensor] = {}
+        self._open: dict[StageWeights, Tensor] = {}
+        self._begun: set[StageWeights] = set()  # whose gradient in this step is not from zero any more
         self._summed: dict[int, Tensor] = {}  # reduced in their buffers, until the update
         self._most_held = Held()
         self._start_of = {Kind.UNSHARD: self.unshard, Kind.RESHARD: self.reshard, Kind.REDUCE_GRAD: self.reduce}
+
+    def _make_buffers(
+        self, count: int | None, num_reductions: Mapping[int, int]
+    ) -> dict[StageWeights, GradientBuffers]:
+        """For each stage, and its experts, without a gradient of their own the pool of their buffers."""
+        if self._rooms:
+            refuse_parts_of_sums(num_reductions)
+            return pools(self.weights, self._rooms)
+        found = dict[StageWeights, GradientBuffers]()
+        of_experts = {index: own[1].weights for index, own in self._segments.items() if own[1:]}
+        for weights in filter(None, (self.weights, of_experts)):
+            found |= buffers_of(weights, count, num_reductions)
+        return found
 
     def counted_gradients(self, stage: int | None = None) -> list[Tensor]:
         """This rank's part of the gradients; over all ranks every element is included once.
@@ -164,39 +178,41 @@ class DataParallel(Part):
         Args:
             stage: whose; ``None`` for all. Empty for a stage of another rank.
         """
-        if self._groups.copies.index > 0 and not self.counts_alone:
-            return []
         is_first = self._groups.tensor.index == 0
-        weights = [one for index, one in self.weights.items() if stage in (None, index)]
-        shared = [one.gradient for one in self.shared if stage is None and one.is_first]
-        return shared + [g for one in weights for g in one.counted_gradients(with_replicated=is_first)]
+        counts = self._groups.copies.index == 0 or self.counts_alone
+        shared = [one.gradient for one in self.shared if stage is None and one.is_first and counts]
+        return shared + [
+            gradient
+            for segment in self._of_stages(stage)
+            if segment.groups.copies.index == 0 or self.counts_alone
+            for gradient in segment.weights.counted_gradients(with_replicated=is_first)
+        ]
+
+    def segments(self) -> list[Segment]:
+        """The parameters of this rank by the ranks that hold them: those of stages, and those that stages share."""
+        return [*self._of_stages(), *(Segment(one.weights, Groups(Alone(), one.group)) for one in self.shared)]
+
+    def segments_of(self, stage: int) -> list[Segment]:
+        """Of a stage, which is this rank's, the parameters by the ranks that hold them."""
+        return self._segments[stage]
+
+    def _of_stages(self, stage: int | None = None) -> list[Segment]:
+        return [one for index, own in self._segments.items() if stage in (None, index) for one in own]
 
     @property
-    def copy_share(self) -> tuple[int, int]:
-        """Index of this rank among those that hold the same shards, and their number."""
-        return self._groups.copies.index, self._groups.copies.size
-
-    @property
-    def replica_share(self) -> tuple[int, int]:
-        """Index of this rank among those that hold the same stages, and their number."""
-        copies, shards = self._groups.copies, self._groups.shard
-        return copies.index * shards.size + shards.index, copies.size * shards.size
+    def modules(self) -> dict[int, nn.Module]:
+        """This rank's stages by index."""
+        return {index: one.module for index, one in self.weights.items()}
 
     @property
     def parts(self) -> list[FlatPart]:
         """What this rank's optimizer updates, with gradients."""
-        return [part for weights, _ in self.all_weights for part in weights.parts]
-
-    @property
-    def all_weights(self) -> list[tuple[StageWeights, Group | None]]:
-        """Those of the stages, and those that stages share, with the ranks that have them."""
-        own = [(one, None) for one in self.weights.values()]
-        return [*own, *((one.weights, one.group) for one in self.shared)]
+        return [part for segment in self.segments() for part in segment.weights.parts]
 
     def refresh(self) -> None:
         """Copy updated or loaded master weights to the weights that compute uses."""
-        for weights, _ in self.all_weights:
-            weights.refresh()
+        for segment in self.segments():
+            segment.weights.refresh()
 
     def bind(self, row: RankRow) -> None:
         """Add a hook before each backward that provides a gradient buffer."""
@@ -218,8 +234,9 @@ class DataParallel(Part):
         for buffers in self._buffers.values():
             buffers.begin()
         self._most_held = Held()
+        self._begun.clear()
         if trains:
-            for weights in self.weights.values():
+            for weights, _ in self._of_stages():
                 # A whole gradient begins with zeros at its first backward, as that of a swapped stage does.
                 if weights.whole_gradient is None and not weights.is_swapped:
                     weights.gradient.zero_()
@@ -240,41 +257,42 @@ class DataParallel(Part):
 
     def unshard(self, stage: int) -> UnderWay:
         """Start gathering a stage's weights from its shards."""
-        weights = self.weights[stage]
-        weights.hold()
+        for segment in self._segments[stage]:
+            segment.weights.hold()
         self._gathered.add(stage)
         self._count()
-        return self._lane.start(self._gather(weights.gathers))
-
-    def _gather(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Job:
-        for whole, shard in pairs:
-            sent = shard.to(whole.dtype)  # weights are gathered in the dtype of compute
-            yield self._groups.shard.gather(whole, sent)
+        held = [segment for segment in self._segments[stage] if segment.weights.is_sharded]
+        return self._lane.start(_gather((groups.shard, *pair) for weights, groups in held for pair in weights.gathers))
 
     def reshard(self, stage: int) -> UnderWay:
         """Free a stage's gathered weights at once; the lane records the action in row order."""
-        self.weights[stage].drop()
+        for segment in self._segments[stage]:
+            segment.weights.drop()
         self._gathered.discard(stage)
         return self._lane.start(iter(()))
 
     def before_backward(self, stage: int) -> None:
         """Provide a gradient buffer, if the stage has none."""
-        if stage in self._open:
-            return
-        weights = self.weights[stage]
-        buffer = self._buffers[stage].take() if weights.whole_gradient is None else weights.whole_gradient
-        self._open[stage] = buffer
-        weights.open_gradient(buffer[: weights.order.size])
+        for weights, _ in self._segments[stage]:
+            if weights not in self._open:
+                whole = weights.whole_gradient
+                buffer = self._open[weights] = self._buffers[weights].take() if whole is None else whole
+                is_first = whole is None or weights not in self._begun
+                weights.open_gradient(buffer[: weights.order.size], begins=is_first)
+                self._begun.add(weights)
         self._count()
 
     def reduce(self, stage: int) -> UnderWay:
         """Start reducing the gradient that backwards have accumulated since the last reduction."""
-        weights, buffer = self.weights[stage], self._open.pop(stage)
-        weights.close_gradient()
-        buffers = self._buffers.get(stage)
-        if stage in self._rooms:  # the update frees the buffer
-            self._summed[stage], buffers = buffer, None
-        return self._lane.start(self._reduction(weights, buffer, buffers))
+        jobs: list[Job] = []
+        for segment in self._segments[stage]:
+            weights = segment.weights
+            buffer, buffers = self._open.pop(weights), self._buffers.get(weights)
+            weights.close_gradient()
+            if stage in self._rooms:  # the update frees the buffer
+                self._summed[stage], buffers = buffer, None
+            jobs.append(self._reduction(segment, buffer, buffers))
+        return self._lane.start(chain.from_iterable(jobs))
 
     @contextmanager
     def complete_gradient(self, stage: int) -> Iterator[StageWeights]:
@@ -285,14 +303,15 @@ class DataParallel(Part):
         weights = self.weights[stage]
         buffer = self._summed.pop(stage, None)
         if buffer is None:
-            buffer = self._open.pop(stage)
+            buffer = self._open.pop(weights)
             weights.close_gradient()
         weights.lend_gradient(buffer)
         yield weights
         weights.forget_gradient()
-        self._buffers[stage].give_back(buffer)
+        self._buffers[weights].give_back(buffer)
 
-    def _reduction(self, weights: StageWeights, buffer: Tensor, buffers: GradientBuffers | None) -> Job:
+    def _reduction(self, segment: Segment, buffer: Tensor, buffers: GradientBuffers | None) -> Job:
+        weights, groups = segment
         if not weights.order.size:  # backwards pass through a stage that trains nothing itself
             if buffers is not None:
                 buffers.give_back(buffer)
@@ -302,9 +321,9 @@ class DataParallel(Part):
                 yield self._groups.tensor.all_reduce(buffer[replicated])
         # In place, which NCCL takes and Megatron-LM does too: a second tensor would add a share of all gradients.
         part = buffer[weights.begin : weights.begin + weights.shard.numel()]
-        if self._groups.shard.size > 1:
-            yield self._groups.shard.reduce_scatter(part, buffer[: weights.order.size])
-        yield self._groups.copies.all_reduce(part)
+        if groups.shard.size > 1:
+            yield groups.shard.reduce_scatter(part, buffer[: weights.order.size])
+        yield groups.copies.all_reduce(part)
         if buffers is not None:
             weights.gradient.add_(part)
             buffers.give_back(buffer)
@@ -344,15 +363,21 @@ class DataParallel(Part):
     def gather_gradient(self, stage: int, timeout_s: float) -> dict[str, Tensor]:
         """A stage's whole gradient by parameter name, after a step. All ranks of the group must call it in turn.
 
+        Of ranks that hold the same parameters, the first one gets their gradients.
+
         Raises:
             PeerLostError: another rank ended.
             StallError: it took longer than ``timeout_s``.
         """
-        weights = self.weights[stage]
-        whole = torch.empty(weights.order.size, dtype=weights.gradient.dtype, device=weights.gradient.device)
-        pairs = [(whole, weights.gradient)] if weights.order.size else []
-        finish(self._lane.start(self._gather(pairs)), timeout_s)
-        return weights.order.views(whole)
+        found: dict[str, Tensor] = {}
+        pairs: list[tuple[Group, Tensor, Tensor]] = []
+        for segment in self._segments[stage]:
+            weights, groups = segment
+            whole = torch.empty(weights.order.size, dtype=weights.gradient.dtype, device=weights.gradient.device)
+            pairs += [(groups.shard, whole, weights.gradient)] if weights.order.size else []
+            found |= weights.order.views(whole) if segment.replica_share[0] == 0 else {}
+        finish(self._lane.start(_gather(pairs)), timeout_s)
+        return found
 
     @contextmanager
     def gathered(self, stage: int, timeout_s: float) -> Iterator[None]:
@@ -375,65 +400,51 @@ class DataParallel(Part):
             buffers.forget()
 
     def _close_all(self) -> None:
-        for stage in self._open:
-            self.weights[stage].close_gradient()
         for one in self.shared:
             one.close()
-        for stage, buffer in (self._open | self._summed).items():
-            if stage in self._rooms:
-                self._buffers[stage].give_back(buffer)
+        for weights, buffer in self._open.items():
+            weights.close_gradient()
+            if self._rooms and weights in self._buffers:
+                self._buffers[weights].give_back(buffer)
+        for stage, buffer in self._summed.items():
+            self._buffers[self.weights[stage]].give_back(buffer)
         self._open.clear()
         self._summed.clear()
 
     def _count(self) -> None:
         """Update the peaks."""
         # Stages may share their buffers, which must count once.
-        buffers = {id(one): one for one in self._buffers.values()}.values()
-        weights = [one for one, _ in self.all_weights]
+        every = {id(one): one for one in self._buffers.values()}.values()
+        of_stages = {
+            id(self._buffers[one]): self._buffers[one] for one in self.weights.values() if one in self._buffers
+        }
+        held = [segment.weights for segment in self.segments()]
         now = Held(
             gathered=len(self._gathered),
-            weights_bytes=sum(one.weights_bytes for one in weights),
-            gradients=sum(one.num_taken for one in buffers)
-            + sum(self.weights[stage].whole_gradient is not None for stage in self._open),
-            gradients_bytes=sum(one.nbytes for one in buffers) + sum(one.gradients_bytes for one in weights),
+            weights_bytes=sum(one.weights_bytes for one in held),
+            gradients=sum(one.num_taken for one in of_stages.values())
+            + sum(one.whole_gradient is not None for one in self.weights.values() if one in self._open),
+            gradients_bytes=sum(one.nbytes for one in every) + sum(one.gradients_bytes for one in held),
         )
         self._most_held = self._most_held.most(now)
 
 
-def _rooms_of(schedule: Schedule) -> dict[int, int]:
-    """Stage -> number of its gradient's buffer on its rank (``gradient_rooms``), of all ranks."""
-    return {stage: room for row in schedule.rows for stage, room in (gradient_rooms(row) or {}).items()}
+def _shares(module: nn.Module, whole: Share, experts: Share | None) -> list[Share]:
+    """The parts of a stage's parameters: all of them, or all but the experts, and these."""
+    if experts is None:
+        return [whole]
+    every = [replace(whole, takes=lambda name: not experts.takes(name)), experts]
+    return [one for one in every if any(one.takes(name) for name, _ in module.named_parameters())]
 
 
-def _refuse_parts_of_sums(num_reductions: Mapping[int, int]) -> None:
-    """Check that stages which are updated within the step are reduced once: there is no memory for parts of sums."""
-    found = [stage for stage, number in num_reductions.items() if number > 1]
-    if found:
-        raise UserError(f"stage {found[0]} is reduced more than once before its update; reduce it once")
+def _segment(module: nn.Module, share: Share, **settings: Any) -> Segment:
+    """The parameters of a share, with settings of ``StageWeights``."""
+    shards = share.groups.shard
+    weights = StageWeights(module, share.level, shards.size, shards.index, takes=share.takes, **settings)
+    return Segment(weights, share.groups)
 
 
-def _pools(weights: Mapping[int, StageWeights], rooms: Mapping[int, int]) -> dict[int, GradientBuffers]:
-    """For each stage the pool of its room, which has one buffer of the size of its largest stage."""
-    sizes: dict[int, int] = {}
-    own = [(rooms[index], one) for index, one in weights.items() if index in rooms]
-    for number, one in own:
-        sizes[number] = max(sizes.get(number, 0), one.order.size)
-    like = {number: one.gradient for number, one in own}
-    pools = {number: GradientBuffers(1, size, like[number], reuses=True) for number, size in sizes.items()}
-    return {index: pools[rooms[index]] for index in weights if index in rooms}
-
-
-def _buffers(
-    weights: Mapping[int, StageWeights], count: int | None, num_reductions: Mapping[int, int]
-) -> dict[int, GradientBuffers]:
-    """For each stage without a gradient of its own the pool of its buffers: one for all stages, or one for each."""
-    if count is None:
-        return {
-            stage: GradientBuffers(max(1, num_reductions[stage]), one.order.size, one.gradient, reuses=False)
-            for stage, one in weights.items()
-            if one.whole_gradient is None
-        }
-    largest = max(weights.values(), key=lambda one: one.order.size)
-    # With as many buffers as stages no stage is reduced early.
-    shared = GradientBuffers(min(count, len(weights)), largest.order.size, largest.gradient, reuses=True)
-    return {stage: shared for stage, one in weights.items() if one.whole_gradient is None}
+def _gather(pairs: Iterable[tuple[Group, Tensor, Tensor]]) -> Job:
+    """Gather shards of the second tensors over their groups into the first ones, in the dtype of these."""
+    for group, whole, shard in pairs:
+        yield group.gather(whole, shard.to(whole.dtype))  # weights are gathered in the dtype of compute

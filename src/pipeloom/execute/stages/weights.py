@@ -74,6 +74,7 @@ class StageWeights:
         owns_gradient: whether there is memory for the gradient; otherwise it is lent for its update, and empty
             at other times (``lend_gradient``).
         without: names of parameters that are no part of the stage, since several stages have them.
+        takes: name -> whether a parameter is among those described here; others are as if they were not there.
     """
 
     def __init__(
@@ -90,9 +91,10 @@ class StageWeights:
         owns_gradient: bool = True,
         keeps_wide: bool = True,
         without: Collection[str] = (),
+        takes: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self.module = module
-        every = dict(module.named_parameters())
+        every = {name: one for name, one in module.named_parameters() if takes(name)}
         first = next(iter(every.values())).new_empty(0)  # FrozenWeights may narrow the parameter
         every = {name: one for name, one in every.items() if name not in without}
         self._parameters = {name: one for name, one in every.items() if one.requires_grad}
@@ -146,6 +148,11 @@ class StageWeights:
             total.add_(parameter.grad)
         # The narrow gradient is in the sum: if it stayed, it would be added again with the next one.
         parameter.grad = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks share the weights, gradients or state of the stage."""
+        return self._level != "none"
 
     @property
     def weights_bytes(self) -> int:
@@ -249,9 +256,10 @@ class StageWeights:
         assert opened is not None, f"no backward has begun the gradient of {name}"
         opened.add_(gradient)
 
-    def open_gradient(self, buffer: Tensor) -> None:
-        """Let backwards accumulate in a buffer, from zero."""
-        buffer.zero_()
+    def open_gradient(self, buffer: Tensor, *, begins: bool = True) -> None:
+        """Let backwards accumulate in a buffer, from zero if it begins."""
+        if begins:
+            buffer.zero_()
         views = self.order.views(buffer)
         if self._is_mixed:
             self._sums = views

@@ -41,7 +41,7 @@ from pipeloom.checkpoint.checkpoint_folder import (
 from pipeloom.config import RunConfig
 from pipeloom.data.tokenizer import Tokenizer
 from pipeloom.errors import RunError, UserError
-from pipeloom.execute.communication.collectives import Group
+from pipeloom.execute.parts.data_parallel import Segment as HeldAlike
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.flat_order import FlatOrder
 from pipeloom.execute.stages.weights import StageWeights
@@ -96,7 +96,7 @@ class Checkpoints:
     ) -> None:
         self._config = config
         self._data_parallel = pipeline.data_parallel
-        self._store = pipeline.store
+        self._store, self._is_first_replica = pipeline.store, pipeline.is_first_replica
         self._slices = pipeline.slices()
         self._optimizer = optimizer
         self._tokenizer = tokenizer
@@ -392,8 +392,9 @@ class Checkpoints:
     def _held(self, *, is_shared_out: bool) -> dict[str, Elements]:
         """This rank's elements by key; with ``is_shared_out``, only its share of those that other ranks hold too."""
         found: dict[str, Elements] = {}
-        for weights, group in self._data_parallel.all_weights:
-            for segment in self._segments(weights, group):
+        for alike in self._data_parallel.segments():
+            weights = alike.weights
+            for segment in self._segments(alike):
                 own = share_of(segment.begin, segment.size, segment.among if is_shared_out else (0, 1))
                 for prefix, held, begin in segment.buffers:
                     buffer = prefix, self._at_rest(held), begin
@@ -401,8 +402,7 @@ class Checkpoints:
             if not is_shared_out or self._is_first:
                 for name, bias in biases_of(weights.module).items():
                     found[MODEL + name] = Elements(bias, tuple(bias.shape), (0,), tuple(bias.shape), 0)
-            copy = self._data_parallel.copy_share[0] if group is None else group.index
-            if not is_shared_out or copy == 0 or self._replica is not None:
+            if not is_shared_out or alike.copy_share[0] == 0 or self._replica is not None:
                 for key, held in self._of_matrices(weights):
                     shape = tuple(held.shape)
                     found[key] = Elements(self._at_rest(held).view(-1), shape, (0,) * len(shape), shape, 0)
@@ -411,15 +411,14 @@ class Checkpoints:
     @property
     def _is_first(self) -> bool:
         """Whether this rank writes what all ranks of its stages hold."""
-        return self._tensor_rank == 0 and self._data_parallel.replica_share[0] == 0
+        return self._tensor_rank == 0 and self._is_first_replica
 
     def _at_rest(self, held: Tensor) -> Tensor:
         return held if self._store is None else self._store.at_rest(held)
 
-    def _segments(self, weights: StageWeights, group: Group | None) -> Iterator[Segment]:
-        """The trained and the frozen parameters of a stage, or of several that share them (``group`` has them)."""
-        copies, replicas = self._data_parallel.copy_share, self._data_parallel.replica_share
-        copies, replicas = (copies, replicas) if group is None else ((group.index, group.size),) * 2
+    def _segments(self, alike: HeldAlike) -> Iterator[Segment]:
+        """The trained and the frozen ones of parameters that the same ranks hold, as far as there are some."""
+        weights, copies = alike.weights, alike.copy_share
         if weights.order.size:
             whole = weights.order, weights.begin, weights.shard.numel()
             yield Segment(*whole, copies, list(self._buffers(weights)))
@@ -427,7 +426,7 @@ class Checkpoints:
             yield Segment(*whole, copies if self._replica is None else (0, 1), list(self._moments(weights)))
         if (frozen := weights.frozen) is not None:
             # Without full sharding every replica holds all of them.
-            among = copies if frozen.is_sharded else replicas
+            among = copies if frozen.is_sharded else alike.replica_share
             buffers = [(MODEL, frozen.shard, frozen.begin)]
             yield Segment(frozen.order, frozen.begin, frozen.shard.numel(), among, buffers)
 
