@@ -50,6 +50,13 @@ FEATURES: dict[str, Settings] = {
     "frozen layers": {"training.freeze_layers": 1},
     "adapters": {"adapter.rank": 2},
     "experts": {"model.experts": 4, "model.experts_per_token": 2, "model.balance": "microbatch"},
+    "experts over ranks": {
+        "model.experts": 4,
+        "model.experts_per_token": 2,
+        "model.balance": "microbatch",
+        "layout.dp": 2,
+        "layout.ep": 2,
+    },
     "shared layers": {"model.share_layers": 2},
     "kept blocks": {"model.density": 0.5, "model.density_block": 4},
     "averaged replicas": {"layout.dp": 2, "layout.average_every": 2},
