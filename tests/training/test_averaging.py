@@ -129,7 +129,7 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_ended(tmp_path):
     assert sorted(found) == [3, 4]
     assert found == pytest.approx({step: expected[step] for step in found}, rel=1e-11)
     fewer = replace(whole, checkpoint=checkpoint, layout=replace(TWO, dp=3, average_every=2))
-    with pytest.raises(UserError, match="outer_momentum"):
+    with pytest.raises(UserError, match="has 2 replicas that step alone .* this run has 3 replicas that step alone"):
         check_resumable(fewer, tmp_path)
 
 

@@ -52,6 +52,7 @@ def check_resumable(config: RunConfig) -> None:
     """
     path, optimizer = config.checkpoint.resume, config.optimizer
     assert path is not None
+    _refuse_other_replicas(config, path)
     shapes, expected = stored_shapes(path), expected_shapes(config)
     stored = {key.split(".")[1] for key in shapes if key.startswith(STATE)}
     wanted = {key.split(".")[1] for key in expected if key.startswith(STATE)}
@@ -139,6 +140,25 @@ def _other_adapter(own: Adapter | None, stored: dict[str, Any] | None) -> list[s
         for key, name in _NAMES.items()
         if found[key] != stored.get(key)
     ]
+
+
+def _refuse_other_replicas(config: RunConfig, path: Path) -> None:
+    """Refuse optimizer state of replicas that step alone for other replicas: each has its own."""
+    layout, own = read_info(path).layout, config.layout
+    wrote = layout.get("dp", 1) if layout.get("average_every") is not None else None
+    reads = own.dp if own.average_every is not None else None
+    if wrote == reads:
+        return
+    of_checkpoint, of_run = (
+        "one optimizer state for all replicas"
+        if one is None
+        else f"{one} replicas that step alone (layout.average_every), each with its own optimizer state"
+        for one in (wrote, reads)
+    )
+    raise UserError(
+        f"the checkpoint {path} has {of_checkpoint}; this run has {of_run}; set layout.dp and layout.average_every as "
+        "in the run that wrote it, or start from its weights alone with --checkpoint.init instead of --checkpoint.resume"
+    )
 
 
 def new_order(config: RunConfig, data: Data, info: CheckpointInfo) -> list[str]:
