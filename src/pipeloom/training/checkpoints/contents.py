@@ -157,7 +157,8 @@ def _refuse_other_replicas(config: RunConfig, path: Path) -> None:
     )
     raise UserError(
         f"the checkpoint {path} has {of_checkpoint}; this run has {of_run}; set layout.dp and layout.average_every as "
-        "in the run that wrote it, or start from its weights alone with --checkpoint.init instead of --checkpoint.resume"
+        "in the run that wrote it, or start from its weights alone with --checkpoint.init in place of "
+        "--checkpoint.resume"
     )
 
 
