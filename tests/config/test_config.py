@@ -354,6 +354,32 @@ AXES = {
         {"model__expert_ffn": 64},
         "model.expert_ffn has no effect without model.experts; give both or leave it out",
     ),
+    "experts over ranks that do not divide them": (
+        {"model__experts": 4, "layout__dp": 3, "layout__ep": 3},
+        "layout.ep must divide model.experts, found 3 and 4",
+    ),
+    "experts over ranks that do not divide the replicas": (
+        {"model__experts": 4, "layout__dp": 3, "layout__ep": 2},
+        "layout.ep must divide layout.dp, found 2 and 3",
+    ),
+    "experts over ranks of copies": (
+        {"model__experts": 4, "layout__dp": 4, "layout__ep": 2, "layout__replicate": 2, "layout__shard": "full"},
+        (
+            "layout.ep does not work with layout.replicate, which divides the ranks that share state; leave one of "
+            "them out"
+        ),
+    ),
+    "experts over ranks that are compared": (
+        {"model__experts": 4, "layout__dp": 2, "layout__ep": 2, "training__check_every": 2},
+        (
+            "layout.ep does not work with training.check_every, whose ranks compute stages without the others; "
+            "leave one of them out"
+        ),
+    ),
+    "ranks of no experts": (
+        {"layout__dp": 2, "layout__ep": 2},
+        "layout.ep has no effect without model.experts; give both or leave it out",
+    ),
     "blocks that do not divide the matrices": (
         {"model__density": 0.25, "model__hidden_size": 96, "model__ffn_size": 96},
         (

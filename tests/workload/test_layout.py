@@ -58,3 +58,20 @@ def test_without_hybrid_sharding_there_is_one_copy_or_nothing_is_shared(shard, s
     assert {len(group) for group in layout.copy_groups()} == {4 // size}
     for groups in (layout.shard_groups(), layout.copy_groups(), layout.pipelines()):
         assert sorted(rank for group in groups for rank in group) == list(range(8))
+
+
+def test_ranks_that_share_experts_are_neighbors_and_those_with_the_same_ones_a_stride_apart():
+    layout = Layout(pp=2, tp=2, dp=4, ep=2, shard="full")
+    assert layout.expert_groups()[:4] == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert layout.same_expert_groups()[:4] == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert layout.lockstep_groups()[:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert (layout.expert_shard, Layout(pp=1, dp=2, ep=2, shard="full").expert_shard) == ("full", "none")
+
+
+def test_fewer_replicas_share_experts_where_they_still_divide_them():
+    layout = Layout(pp=1, dp=4, ep=4, num_microbatches=3)
+    assert [(one.dp, one.ep, one.num_microbatches) for one in layout.with_fewer_replicas(3)] == [
+        (3, 1, 4),
+        (2, 2, 6),
+        (1, 1, 12),
+    ]
