@@ -302,7 +302,7 @@ def test_a_plan_refuses_shared_layers_and_a_simulated_run_file_has_them(tmp_path
     file = tmp_path / "run.toml"
     file.write_text('[model]\nnum_layers = 6\nshare_layers = "all"\n[layout]\npp = 2\n')
     assert main(["plan", "--config", str(file), "--cluster", "laptop"]) == 2
-    assert "model.share_layers: the search prices layers with weights of their own" in capsys.readouterr().err
+    assert "model.share_layers: the search prices layers with own weights" in capsys.readouterr().err
     shape = shape_of(MODEL.resolve(257))
     assert model_of(shape, ModelConfig()).share_layers == "all"
     assert model_of(replace(shape, sharing=None), MODEL).share_layers == "all"

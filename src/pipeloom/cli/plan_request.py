@@ -307,26 +307,19 @@ def _read(path: Path, seq: int | None, problems: list[str]) -> RunConfig:
         config = replace(config, data=replace(config.data, seq_len=seq))
     config, unknown = with_model_sizes(config)
     values = [] if unknown else model_problems(config)
-    if config.training.freeze_layers is not None:
-        values.append(
-            "training.freeze_layers: the search prices layouts that train all weights; leave it out (`pipeloom "
-            "simulate` prices one layout with frozen layers)"
-        )
-    if config.optimizer.update == "stage":
-        values.append(
-            "optimizer.update stage: the search prices updates behind the pipeline; leave it out (`pipeloom simulate` "
-            "prices one layout with it)"
-        )
-    if config.layout.average_every is not None:
-        values.append(
-            "layout.average_every: the search prices reductions of gradients; leave it out (`pipeloom simulate` prices "
-            "one layout with averages)"
-        )
-    if config.model.share_layers is not None:
-        values.append(
-            "model.share_layers: the search prices layers with weights of their own; leave it out (`pipeloom simulate` "
-            "prices one layout with shared layers)"
-        )
+    layout, still = config.layout, config.training.freeze_layers
+    unsearched = {
+        "training.freeze_layers": (still is not None, "layouts that train all weights", "frozen layers"),
+        "optimizer.update stage": (config.optimizer.update == "stage", "updates behind the pipeline", "others"),
+        "layout.average_every": (layout.average_every is not None, "reductions of gradients", "averages"),
+        "layout.ep": (layout.ep > 1, "replicas that have all experts", "experts over ranks"),
+        "model.share_layers": (config.model.share_layers is not None, "layers with own weights", "shared layers"),
+    }
+    values += [
+        f"{name}: the search prices {priced}; leave it out (`pipeloom simulate` prices one layout with {instead})"
+        for name, (is_on, priced, instead) in unsearched.items()
+        if is_on
+    ]
     problems += in_order([*found, *unknown, *values, *optimizer_problems(config), *adapter_problems(config)])
     return config
 
