@@ -37,7 +37,7 @@ def test_a_reduction_that_forgets_a_replica_is_found(tmp_path, capsys, monkeypat
 
     def forgetful(self, stage):
         if stage == 1 and self._groups.shard.index == 1:
-            self._open[stage].zero_()
+            self._open[self.weights[stage]].zero_()
         return honest(self, stage)
 
     monkeypatch.setattr(DataParallel, "reduce", forgetful)

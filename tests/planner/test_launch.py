@@ -97,5 +97,5 @@ def test_a_question_takes_a_code_for_messages_that_other_programs_do_not_have():
     sizes = {"num_devices": 16, "global_batch": 32, "seq": 1024}
     question = make_question("gpt-6.6b", "dgx-a100", **sizes, boundary="int8", pp=(4,), strategies=("none",))
     assert plan(question, count=1, explains=False).best.run.boundary == "int8"
-    with pytest.raises(ConfigError, match="layout.boundary int8: Megatron-LM sends tensors as they are"):
+    with pytest.raises(ConfigError, match="layout.boundary needs the training program pipeloom"):
         make_question("gpt-6.6b", "dgx-a100", **sizes, boundary="int8", launcher="megatron")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import ConfigError
+from pipeloom.planner.question import Question
 from pipeloom.planner.run_file import named_model
 from pipeloom.predict.places import node_problems
 from pipeloom.workload.boundary import Boundary
@@ -38,6 +39,13 @@ class Wanted:
     by_document: bool = False
     has_adapters: bool = False
     boundary: Boundary | None = None
+
+    @classmethod
+    def of(cls, question: Question, model: str | ModelShape) -> "Wanted":
+        """What a question wants of the program, with the model as it was named."""
+        return cls(
+            model, question.seq, question.precision, question.products, question.attention, boundary=question.boundary
+        )
 
     @property
     def config(self) -> ModelConfig:

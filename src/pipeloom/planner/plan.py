@@ -112,6 +112,10 @@ def make_question(
 ) -> Question:
     """Make a question for ``plan``: which layout trains a model fastest on a cluster?
 
+    Examples:
+        >>> from pipeloom import make_question
+        >>> question = make_question("gpt-6.6b", "dgx-a100", num_devices=16, global_batch=64, seq=1024, pp=(4, 8))
+
     Args:
         model: a name of the catalog, a file (.toml, or a Hugging Face config.json), or its sizes.
         cluster: a name of the catalog, a file, or a cluster.
@@ -132,26 +136,31 @@ def make_question(
         ConfigError: everything that is wrong.
     """
     shape, machine, program = _loaded(model, cluster, software, launcher, seq=seq, limits=limits)
-    precision, products = asked_precision(dtype, machine, num_devices), products_of(matmul_dtype)
-    wanted = Wanted(model, seq, precision, products, attention, boundary=boundary)
-    check_launch(LAUNCHERS[launcher], wanted, machine, num_devices)
-    return Question(
+    question = Question(
         shape=shape,
         cluster=machine,
         software=with_strategies(program),
         num_devices=num_devices,
         global_batch=global_batch,
         seq=seq,
-        precision=precision,
-        products=products,
         attention=attention,
         fused_norm=fused_norm,
         headroom=headroom,
         boundary=boundary,
         limits=Limits(**{name: tuple(among) for name, among in limits.items()}),
-        has_default_dtype=dtype is None,
         launcher=LAUNCHERS[launcher],
+        **_dtypes(dtype, matmul_dtype, machine, num_devices),
     )
+    check_launch(question.launcher, Wanted.of(question, model), machine, num_devices)
+    return question
+
+
+def _dtypes(
+    dtype: Dtype | None, matmul_dtype: MatmulDtype | None, cluster: Cluster, num_devices: int
+) -> dict[str, Any]:
+    """The fields of a question that follow from dtypes."""
+    precision, products = asked_precision(dtype, cluster, num_devices), products_of(matmul_dtype)
+    return {"precision": precision, "products": products, "has_default_dtype": dtype is None}
 
 
 def of_training(question: Question, config: RunConfig) -> Question:

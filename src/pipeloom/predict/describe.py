@@ -84,11 +84,11 @@ def load_run(file: str | Path | None = None, **sections: Mapping[str, Any]) -> R
         >>> run = load_run(layout={"pp": 2, "loops": 3}, training={"steps": 20})
         >>> run.layout.num_stages
         6
-        >>> load_run(layout={"p": 2})
+        >>> load_run(layout={"loop": 2})
         Traceback (most recent call last):
         ...
         pipeloom.errors.ConfigError: the run has 1 problem:
-          - there is no setting 'layout.p'; did you mean 'layout.cp', 'layout.dp' or 'layout.pp'?
+          - there is no setting 'layout.loop'; did you mean 'layout.loops'?
 
     Args:
         file: a TOML file with the sections and keys of ``RunConfig``; its paths are relative to its folder. ``None``:
