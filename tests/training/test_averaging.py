@@ -9,6 +9,7 @@ import pytest
 import torch
 from resumed import losses, train_all
 from safetensors.torch import load_file
+from slowed import slow_down
 from small_run import small_run
 from thinned import thinned
 
@@ -18,7 +19,6 @@ from pipeloom.data.text import load_data
 from pipeloom.errors import UserError
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
-from pipeloom.execute.stages.stage import Stage
 from pipeloom.planner.run_step import predict_step
 from pipeloom.predict.memory import memory_by_rank
 from pipeloom.predict.sizes import sizes_in_training
@@ -180,23 +180,10 @@ def test_verify_says_why_it_has_nothing_to_compare(tmp_path):
         verify_gradients(run_of(tmp_path, replace(TWO, average_every=2)), quiet=True)
 
 
-FORWARD_S, BACKWARD_S, SLOW, TIMES = 0.01, 0.02, 1, 3
-
-
-def _slowed(method, seconds):
-    def run(*arguments, **settings):
-        time.sleep(seconds)
-        return method(*arguments, **settings)
-
-    return run
-
-
 def _updates(configs, folder, rendezvous, rank, size):
     """For each configuration: updates of all replicas in a second, over the sum of those of each alone."""
     world = join_forked(rendezvous, rank, size, "cpu", 60)
-    times = TIMES if rank == SLOW else 1
-    Stage.forward = _slowed(Stage.forward, FORWARD_S * times)
-    Stage.backward = _slowed(Stage.backward, BACKWARD_S * times)
+    slow_down(rank)
     found = []
     for config in configs:
         data = load_data(config.data, 0)

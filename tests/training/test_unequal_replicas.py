@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gloo import differences_over_gloo
+from slowed import slow_down
 from small_run import small_run
 
 from pipeloom.config import ModelConfig, OptimizerConfig, ScheduleConfig, find_problems
@@ -16,7 +17,6 @@ from pipeloom.errors import UserError
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.execute.stages.batch import Batch
-from pipeloom.execute.stages.stage import Stage
 from pipeloom.families import make_schedule
 from pipeloom.measure.rehearsal import Rehearsal
 from pipeloom.passes import add_data_parallel, exchanges, lower
@@ -111,26 +111,11 @@ def test_replicas_that_would_wait_for_each_other_are_refused():
     check_replicas(orders[:1] * 2)
 
 
-FORWARD_S, BACKWARD_S = 0.01, 0.02
-SLOW, TIMES = 1, 3
-"""The replica that takes so many times as long."""
-
-
-def _slowed(method, seconds):
-    def run(*arguments, **settings):
-        time.sleep(seconds)
-        return method(*arguments, **settings)
-
-    return run
-
-
 def _steps(configs, rendezvous, rank, size):
     """For each configuration seconds of its fastest step, of this rank's compute in it, and of the predicted step."""
     world = join_forked(rendezvous, rank, size, "cpu", 60)
     Rehearsal.is_one_thread = False  # seconds of a clock, not of a processor, which sleeps
-    times = TIMES if rank == SLOW else 1
-    Stage.forward = _slowed(Stage.forward, FORWARD_S * times)
-    Stage.backward = _slowed(Stage.backward, BACKWARD_S * times)
+    slow_down(rank)
     found = []
     for config in configs:
         data = load_data(config.data, 0)

@@ -123,6 +123,15 @@ def already_done() -> bool:
     return True
 
 
+@contextmanager
+def located(position: Callable[[], str]) -> Iterator[None]:
+    """Context in which an error about another rank begins with where this one was."""
+    try:
+        yield
+    except (PeerLostError, StallError) as error:
+        raise type(error)(f"{position()}: {error}") from error
+
+
 class BlockingGroup(TensorGroup):
     """The tensor-parallel group, for ``model.tensor_parallel``.
 
@@ -165,11 +174,9 @@ class BlockingGroup(TensorGroup):
     def _run(self, exchange: str, start: Callable[[], Finish]) -> None:
         begin_s = time.perf_counter()
         self._exchange = exchange
-        try:
+        with located(self.position):
             finish = start()
             finish()
-        except (PeerLostError, StallError) as error:
-            raise type(error)(f"{self.position()}: {error}") from error
         self._exchange = ""
         self.busy_s += time.perf_counter() - begin_s
 

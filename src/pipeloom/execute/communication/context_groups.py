@@ -1,13 +1,11 @@
 """The group of ranks that share the tokens of sequences."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch import Tensor
 
-from pipeloom.errors import PeerLostError, StallError
-from pipeloom.execute.communication.collectives import Group, Note, own_group
+from pipeloom.execute.communication.collectives import Group, Note, located, own_group
 from pipeloom.execute.processes.world import World
 from pipeloom.model.context_parallel import ContextGroup
 from pipeloom.runs.action_log import ActionLog
@@ -31,12 +29,12 @@ class RingGroup(ContextGroup):
     def pass_on(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Callable[[], object]:
         """Start to send to the next rank and to receive from the one before."""
         kept = [one.contiguous() for one in sent]  # until they have left
-        with self._named():
+        with located(self.position):
             finish = self._group.pass_on(received, kept)
 
         def wait() -> None:
             self._is_waiting = True
-            with self._named():
+            with located(self.position):
                 finish()
             self._is_waiting = False
             kept.clear()
@@ -47,13 +45,6 @@ class RingGroup(ContextGroup):
         """The exchange that is waited for as text; empty without one."""
         processes = ", ".join(map(str, self._processes))
         return f"in an exchange of context-parallel processes {processes}" if self._is_waiting else ""
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except (PeerLostError, StallError) as error:
-            raise type(error)(f"{self.position()}: {error}") from error
 
 
 def make_context_group(

@@ -5,8 +5,7 @@ from datetime import timedelta
 
 from torch import Tensor
 
-from pipeloom.errors import PeerLostError, StallError
-from pipeloom.execute.communication.collectives import Alone, Group, Groups, Note, own_group
+from pipeloom.execute.communication.collectives import Alone, Group, Groups, Note, located, own_group
 from pipeloom.execute.processes.world import World
 from pipeloom.model.expert_parallel import ExpertGroup
 from pipeloom.runs.action_log import ActionLog
@@ -33,10 +32,8 @@ class TravelGroup(ExpertGroup):
     ) -> None:
         """All-to-all of slices."""
         self._is_waiting = True
-        try:
+        with located(self.position):
             self._group.exchange(received.split(list(received_sizes)), sent.split(list(sent_sizes)))()
-        except (PeerLostError, StallError) as error:
-            raise type(error)(f"{self.position()}: {error}") from error
         self._is_waiting = False
 
     def position(self) -> str:
