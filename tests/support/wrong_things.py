@@ -503,6 +503,14 @@ CHECKS: list[Row] = [
         "training.check_every has no effect without layout.pp x layout.dp of at least 2",
     ),
     ("simulate small.toml --training.check-every 5", {}, "--training.check-every"),
+    (f"{_SMALL} --training.divide-every 5", {}, "training.divide_every has no effect without layout.microbatches"),
+    (f"{_SMALL} --layout.microbatches auto", {}, "layout.microbatches has no effect without layout.dp of at least 2"),
+    (
+        f"{_SMALL} --layout.dp 2 --layout.microbatches auto --training.no-predict",
+        {},
+        "layout.microbatches auto divides by what training.predict measures before the first step",
+    ),
+    ("simulate small.toml --training.divide-every 5", {}, "--training.divide-every"),
     ("verify small.toml --training.check-every 5", {}, "--training.check-every"),
 ]
 GROUPS = (

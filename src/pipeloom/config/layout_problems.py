@@ -143,14 +143,19 @@ def expert_sharing_problems(config: RunConfig) -> Problems:
 
 def replica_problems(config: RunConfig) -> Problems:
     """Replicas with micro-batches of their own."""
-    layout, schedule, own = config.layout, config.schedule, config.layout.microbatches
-    if own is None:
+    layout, schedule, own = config.layout, config.schedule, config.layout.own_microbatches
+    if layout.microbatches is None:
         return
-    if len(own) != layout.dp:
+    if own is None and not config.training.predict:
+        yield (
+            "layout.microbatches auto divides by what training.predict measures before the first step; leave "
+            "training.predict out, or give numbers"
+        )
+    if own is not None and len(own) != layout.dp:
         yield f"layout.microbatches must name {count(layout.dp, 'replica')} (layout.dp), found {len(own)}"
-    if not own or min(own) < 1:
+    if own is not None and min(own, default=0) < 1:
         yield f"layout.microbatches must give every replica at least one micro-batch, found {list(own)}"
-    elif layout.num_microbatches != max(own):
+    elif own is not None and layout.num_microbatches != max(own):
         yield f"layout.num_microbatches {layout.num_microbatches} has no effect with layout.microbatches; leave it out"
     others = {
         # Their gathers and reductions follow micro-batches, and those of all replicas have to meet.

@@ -161,6 +161,7 @@ _NEEDS: dict[str, tuple[_Need, ...]] = {
     "layout.boundary": (_PIPELINE,),
     "layout.microbatches": (("layout.dp of at least 2", lambda run: run.layout.dp != 1),),
     "layout.average_every": (("layout.dp of at least 2", lambda run: run.layout.dp != 1),),
+    "training.divide_every": (("layout.microbatches", lambda run: run.layout.microbatches is not None),),
     "layout.pipeline_order": (_PIPELINE,),
     "schedule.placement": (_PIPELINE,),
     "schedule.receive_buffers": (_PIPELINE,),

@@ -136,6 +136,15 @@ class RunConfig:
         """The same run with the schedule of a replica."""
         return replace(self, layout=self.layout.of_replica(replica))
 
+    def under(self, layout: Layout) -> Self:
+        """The same run under another layout; nothing is divided again where its replicas have as many micro-batches."""
+        every = None if layout.has_equal_replicas else self.training.divide_every
+        return replace(self, layout=layout, training=replace(self.training, divide_every=every))
+
+    def divided(self, numbers: tuple[int, ...]) -> Self:
+        """The same run with a number of micro-batches for each replica."""
+        return replace(self, layout=self.layout.divided(numbers))
+
     def with_loops(self, loops: int, family: str) -> Self:
         """The same run with a number of stages on each rank, in a family."""
         return replace(self, layout=replace(self.layout, loops=loops), schedule=replace(self.schedule, family=family))

@@ -338,6 +338,9 @@ class TrainingConfig:
     micro-batch of one stage. Between them, each step compares a digest of weights and optimizer state behind an update
     with one before the next. A wrong rank is named; the run ends, or goes back with on_spike rollback. None: no
     checks."""
+    divide_every: Count | None = None
+    """Steps after which the micro-batches of layout.microbatches are divided again among the replicas, by the seconds
+    that these took for their last steps. The batch and its order stay as they are. None: they are not."""
     z_loss: Annotated[float, Limits(least=0)] = 0.0
     """Factor of the squared logarithm of the sum of exponentials of each token's logits, which the loss of training has
     in addition (PaLM: 1e-4); it keeps logits small. Validation and evaluation leave it out."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from pipeloom.config import RunConfig, decided_problems
@@ -57,7 +57,7 @@ def fewer_replicas(config: RunConfig) -> Ways:
         if num_up >= own.num_nodes:
             return own
         for layout in config.layout.with_fewer_replicas(num_up * per_node):
-            if (found := _fitting(replace(config, layout=layout))) is not None:
+            if (found := _fitting(config.under(layout))) is not None:
                 return _relative(found, own, math.ceil(layout.num_ranks / per_node))
         return OnNodes()
 

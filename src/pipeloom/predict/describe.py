@@ -298,7 +298,7 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
         frozen_pieces=config.frozen_pieces,
         adapter=config.pairs,
         boundary=layout.boundary,
-        microbatches=layout.microbatches,
+        microbatches=layout.own_microbatches,
         updates=None if layout.average_every is None else layout.updates_by_replica,
     )
 
@@ -315,6 +315,8 @@ def why_training_may_differ(config: RunConfig, predicted: Dtype | None = None) -
     reasons: list[str] = []
     if config.layout.token_slices == "auto":
         reasons.append("with layout.token_slices auto train measures slices, simulate predicts them")
+    if config.layout.divides_batch:
+        reasons.append("with layout.microbatches auto train measures replicas, simulate takes them as equally fast")
     if config.data.by_document and config.training.device == "cuda":
         reasons.append(
             "with data.attention document train skips keys of other documents, simulate counts all earlier ones"

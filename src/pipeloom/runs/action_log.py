@@ -130,6 +130,7 @@ class ActionLog:
             "rows": [],
         }
         self._size = _TABLES
+        self._runs: dict[str, Activity] = {}
         os.ftruncate(self._file, self._size)
         self._memory = mmap.mmap(self._file, _TABLES)
         self._cells = memoryview(self._memory)[_CELLS:].cast("q")
@@ -159,8 +160,11 @@ class ActionLog:
             schedule: its rows are known to all ranks.
             rank: the pipeline rank.
         """
-        run = self.activity(name)
-        count = len(schedule.rows[rank])
+        if name not in self._runs:
+            self._runs[name] = self.activity(name)
+        run, count = self._runs[name], len(schedule.rows[rank])
+        # In place of an earlier schedule with this name, whose cells stay where they are.
+        self._head["rows"] = [one for one in self._head["rows"] if one["name"] != name]
         self._head["rows"].append({"name": name, "offset": self._size, "count": count})
         offset, room = self._size, -(-16 * max(count, 1) // _PAGE) * _PAGE
         self._size += room

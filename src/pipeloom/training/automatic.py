@@ -43,7 +43,7 @@ def with_chosen_loops(config: RunConfig, world: World, data: Data, say: Callable
     steps: list[tuple[RunConfig, float]] = []
     shared: Profile | None = None
     for runs in candidates(config).values():
-        fitting = [resolve(run, data) for run in runs if _fits(run, world)]
+        fitting = [resolve(run, data) for run in runs if fits(run, world)]
         if not fitting:
             continue
         profile = _profile(fitting[-1], world, data)
@@ -74,7 +74,7 @@ def described(steps: list[tuple[RunConfig, float]], chosen: RunConfig) -> str:
     return f"loops      {name(chosen)}: simplest within {ERROR:.0%} of the fastest; predicted ms: {found}"
 
 
-def _fits(run: RunConfig, world: World) -> bool:
+def fits(run: RunConfig, world: World) -> bool:
     """Whether a run fits the memory of every host. Collective."""
     try:
         check_memory(run)

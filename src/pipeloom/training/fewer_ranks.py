@@ -37,7 +37,7 @@ def _planned(config: RunConfig, num_ranks: int) -> RunConfig | None:
         return None
     for step in steps:
         planned = run_config(step, None, config.machine.cluster, "pipeloom")
-        found = replace(config, layout=planned.layout, schedule=planned.schedule)
+        found = replace(config.under(planned.layout), schedule=planned.schedule)
         if not with_adapted_check(training_problems)(found, is_model_known=True):
             return found
     return None

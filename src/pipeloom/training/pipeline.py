@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +34,7 @@ from pipeloom.execute.stages.batch import Batch
 from pipeloom.execute.stages.stage import Continued, Objective, Stage, StepDocuments
 from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.measure.coded import with_codes
-from pipeloom.measure.moves import time_messages, time_moves, time_stage_swaps
+from pipeloom.measure.moves import time_stage_swaps
 from pipeloom.measure.rehearsal import Rehearsal, warm_up
 from pipeloom.measure.slices import profile_slices, with_slices
 from pipeloom.measure.stages import Profile, profile_stages
@@ -54,11 +53,10 @@ from pipeloom.recipe import schedule_text
 from pipeloom.runs.action_log import ActionLog
 from pipeloom.schedule import Schedule
 from pipeloom.training.expert_loads import loads_of, shared_experts
+from pipeloom.training.move_costs import move_costs, moves_anything, tied_message_costs
 from pipeloom.training.schedules import forward_schedule, run_of_replica, training_schedule
-from pipeloom.training.stages import StageSizes, make_store, output_specs, saved_bytes, shared_groups, stage_of
+from pipeloom.training.stages import StageSizes, make_store, output_specs, shared_groups, stage_of
 from pipeloom.training.visits import Visits
-
-_Own = TypeVar("_Own")
 
 
 class Pipeline:
@@ -113,23 +111,36 @@ class Pipeline:
         self._transport = Transport(self._place.pipeline, edges, world.device, world.timeout, layout.pipelines())
         self._wires = make_wires(self.schedule, self._place.pipeline, world, layout.pipelines())
         self.updates = StageUpdates()
-        self._moves = ActivationMoves(
-            self.schedule,
-            self._place.pipeline,
-            self._lanes,
-            self._wires,
-            counts=self._moves_anything or not config.training.compile,  # hooks would cause a recompilation
-        )
-        self._trainer = self._executor(self.schedule, outputs, self._moves, name="training")
-        self._evaluator = self._executor(self._forwards(), outputs, name="validation")
+        self._make_executors()
         with self._context.off():
             self._sampler = self._executor(self._forwards(1), self._outputs(1, config.data.seq_len), name="sample")
         self._decoders, self._continued = dict[tuple[int, ...], Executor](), dict[int, Continued]()
         self._is_cold = config.training.compile
         self._as_written = as_written if config.training.compile else nullcontext
-        self._running = self._trainer
         quiet_s = min(2.0, config.training.stall_timeout_s / 4)  # positions are published before any rank times out
         self._watch = Watch(world.store, world.rank, world.size, self._position, quiet_s=quiet_s, beat=self._beat)
+
+    def _make_executors(self) -> None:
+        """The executors that follow the schedule of a step."""
+        self._moves = ActivationMoves(
+            self.schedule,
+            self._place.pipeline,
+            self._lanes,
+            self._wires,
+            counts=moves_anything(self._config) or not self._config.training.compile,  # hooks would recompile
+        )
+        outputs = self._outputs_in_training
+        self._running = self._trainer = self._executor(self.schedule, outputs, self._moves, name="training")
+        self._evaluator = self._executor(self._forwards(), outputs, name="validation")
+
+    def divide(self, config: RunConfig) -> None:
+        """Go on with a configuration in which replicas take other numbers of micro-batches; weights stay.
+
+        Messages, groups and gradients do not depend on the numbers: each stage is reduced once.
+        """
+        self._config, self._own = config, run_of_replica(config, config.layout.replica_of(self._place))
+        self.schedule = training_schedule(self._own)
+        self._make_executors()
 
     @property
     def schedule_text(self) -> str:
@@ -248,7 +259,11 @@ class Pipeline:
         self._warm_up(batch)
         with self._rehearsal(batch) as rehearsal:
             found = profile_stages(rehearsal, self._transport, self._clock)
-        more = {**self._time_tied_messages(), **self._time_moves()}
+        here = self.schedule, self._place.pipeline, self._world
+        more = {
+            **tied_message_costs(self._tied, *here, self._transport, config=self._config),
+            **move_costs(self._wires, *here, config=self._config),
+        }
         if self.store is not None:
             more["moves"] = time_stage_swaps(self.store, self.data_parallel.weights, self._world.device)
         if found is not None:
@@ -259,31 +274,6 @@ class Pipeline:
         with self._rehearsal(batch, self._slices) as rehearsal:
             times = profile_slices(rehearsal)
         return found if found is None or times is None else with_slices(found, times, self._slices)
-
-    def _time_tied_messages(self) -> dict[str, Any]:
-        """Measured costs of messages of the tied matrix, by the fields of ``StageCosts``; empty except on rank 0."""
-        if self._tied is None:
-            return {}
-        own_s = time_messages(self._tied, self.schedule, self._place.pipeline, self._world, self._transport)
-        every = self._of_pipeline(own_s)
-        return dict(zip(("tied_s", "tied_grad_s"), max(every), strict=True)) if every else {}
-
-    def _time_moves(self) -> dict[str, Any]:
-        """Measured costs of moving activations, in the same form."""
-        if not self._moves_anything:
-            return {}
-        whole = [int(one) for one in saved_bytes(self._config).by_stage(self.schedule.num_stages)]
-        every = self._of_pipeline(time_moves(self.schedule, self._place.pipeline, self._wires, self._world, whole))
-        found = {
-            name: {stage: seconds for one in every for stage, seconds in one[tier].items()}
-            for tier, name in enumerate(("evict_s", "offload_s"))
-        }
-        return {name: tuple(one.get(stage, 0.0) for stage in range(len(whole))) for name, one in found.items()}
-
-    def _of_pipeline(self, own: _Own) -> list[_Own]:
-        """On rank 0, the values of the first pipeline's ranks; an empty list elsewhere."""
-        every = self._world.gather(own)
-        return [] if every is None else [every[rank] for rank in self._config.layout.pipelines()[0]]
 
     def next_logits(self, tokens: Tensor, position: int) -> Tensor | None:
         """Logits of the token after ``position``, on the rank with the last stage.
@@ -395,10 +385,6 @@ class Pipeline:
         if not self._trains:
             module.requires_grad_(requires_grad=False)
         return module
-
-    @property
-    def _moves_anything(self) -> bool:
-        return self._config.schedule.balance or self._config.schedule.offload
 
     def _forwards(self, number: int | None = None) -> Schedule:
         return forward_schedule(self._own, number or self._own.layout.num_microbatches, trains=self._trains)

@@ -1,6 +1,7 @@
 """The step that a run's profile predicts."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from itertools import cycle
 
 from pipeloom.measure.stages import Profile
 from pipeloom.schedule import Action, Schedule
@@ -8,6 +9,30 @@ from pipeloom.schedule.kinds import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS, TI
 from pipeloom.schedule.lanes import HOST_LANE
 from pipeloom.simulation import Host, Sharing, simulate
 from pipeloom.trace import Trace
+from pipeloom.workload.layout import Layout
+
+
+def predicted_traces(schedules: Sequence[Schedule], profile: Profile) -> list[Trace]:
+    """The simulated step of each replica of a profile.
+
+    Args:
+        schedules: of each replica that the profile has.
+        profile: of the first replica, with those of the others where these differ.
+    """
+    return [simulate_profile(*one) for one in zip(schedules, (profile, *profile.others), strict=True)]
+
+
+def update_s(layout: Layout, traces: Sequence[Trace], behind_s: float, average_s: float) -> float:
+    """Seconds of a step, or of one update of the replica with most; all replicas wait for the slowest one.
+
+    Args:
+        layout: of the run.
+        traces: of each replica, or one for all.
+        behind_s: of the optimizer behind each of them.
+        average_s: of an average of replicas that step alone.
+    """
+    each = zip(layout.updates_by_replica, cycle(traces), strict=False)
+    return (max(number * (trace.end_s + behind_s) for number, trace in each) + average_s) / layout.most_updates
 
 
 def simulate_profile(schedule: Schedule, profile: Profile) -> Trace:

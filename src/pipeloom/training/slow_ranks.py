@@ -61,6 +61,10 @@ class SlowRanks:
         if found.keys() != self._named:
             self._name(step, found, self._hosts)
 
+    def forget(self) -> None:
+        """Forget the steps so far, with which those that follow cannot be compared."""
+        self._seconds.clear()
+
     def _expected(self, usual: Sequence[float], predicted: Sequence[Trace]) -> list[float]:
         layout = self._layout
         every = [layout.coordinates(rank) for rank in range(layout.num_ranks)]
@@ -70,7 +74,7 @@ class SlowRanks:
                 [float(one.compute(place).duration_s.sum()) for place in range(max(places) + 1)] for one in predicted
             ]
             return [by_place[layout.replica_of(place) % len(predicted)][place.pipeline] for place in every]
-        if layout.microbatches is not None:
+        if layout.microbatches is not None:  # of a division that may have changed
             return [0.0] * len(usual)
         alike = {place: [usual[rank] for rank, one in enumerate(places) if one == place] for place in places}
         # Of two replicas that differ, none is known to be the slow one; the faster one is what the other could be.

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from itertools import chain, cycle, islice
+from itertools import chain, islice
 from statistics import median_high
 from typing import Any
 
@@ -18,18 +18,19 @@ from pipeloom.data.text import Data, unigram_loss
 from pipeloom.errors import PeerLostError, RunError, WrongRankError
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.processes.world import World
+from pipeloom.measure.stages import Profile
 from pipeloom.runs import run_folder
 from pipeloom.runs.run_folder import RunFolder, put_aside
 from pipeloom.runs.run_start import go_back
-from pipeloom.runs.traced_step import median_step, traced_candidates
 from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
 from pipeloom.system.files import strict_json
-from pipeloom.trace import Trace, merge, to_chrome
+from pipeloom.trace import Trace, to_chrome
 from pipeloom.training.again import NEVER, Again
 from pipeloom.training.averaging import make_averaging
 from pipeloom.training.checkpoints.checkpoint import Checkpoints
 from pipeloom.training.checkpoints.contents import checkpoint_info
 from pipeloom.training.checkpoints.saving import Saving
+from pipeloom.training.division import Division
 from pipeloom.training.earlier import Measured, read_earlier
 from pipeloom.training.evaluation import mean_loss
 from pipeloom.training.health import Damage, Health
@@ -39,7 +40,7 @@ from pipeloom.training.noted import Noted
 from pipeloom.training.optimizer import WholeUpdates, learning_rate, make_optimizer
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.pretrained import origin_of
-from pipeloom.training.profiled_step import simulate_profile
+from pipeloom.training.profiled_step import predicted_traces, update_s
 from pipeloom.training.progress import StepProgress
 from pipeloom.training.results import RunResult, RunSummary
 from pipeloom.training.sample import sample_text
@@ -48,6 +49,7 @@ from pipeloom.training.slow_ranks import SlowRanks
 from pipeloom.training.spikes import Spikes
 from pipeloom.training.step_metrics import StepMeter
 from pipeloom.training.step_profile import StepProfiles
+from pipeloom.training.traced import TracedSteps
 from pipeloom.training.trained import load_trained
 from pipeloom.training.updates_within import make_updates
 
@@ -114,12 +116,12 @@ class Trainer:
         num_steps = config.training.known_steps - self._done.step
         self._loading = Loading(windows, config.layout.step_size, self._done.step + 1, num_steps)
         self._measured = Measured()
-        self._candidates = traced_candidates(config, self._done.step)
-        self._candidate_times_s: dict[int, float] = {}
-        self._candidate_traces: dict[int, tuple[Trace, int, float]] = {}
+        self._traced = TracedSteps(config, world, folder, self._done.step)
         self._meter, self._profiles = StepMeter(config, world), StepProfiles(config, world, folder.path)
         self._sums: Sequence[float] = ()
         self._spikes, self._slow = Spikes(config.training), SlowRanks(config, world, folder)
+        self._division = Division(config, world)
+        self._profile: Profile | None = None
         self._health = Health(config, world, self._pipeline, self._optimizer, self._done.step)
         self._problem: str | None = None
         self._back_to: int | None = None
@@ -146,10 +148,9 @@ class Trainer:
     def _run(self) -> RunResult:
         config, is_writer = self._config, self._world.rank == 0
         if is_writer:
-            self._folder.write_config(config)  # resolved, with measured slice lengths
+            self._write_run()
             for name, text in self._data.tokenizer.files().items():
                 self._folder.write(name, text)
-            self._folder.write(run_folder.SCHEDULE, self._pipeline.schedule_text)
         has_steps = self._done.step < config.training.known_steps
         if has_steps:
             self._predict()
@@ -181,11 +182,12 @@ class Trainer:
                 measured.loss = loss
                 measured.times_s.append(step_s)
                 measured.peak_stage_bytes = max(measured.peak_stage_bytes, result.held.swapped_bytes)
-                if step in self._candidates and measured.traced_step is None:  # not again after going back
+                if self._traced.wants(step):
                     own = result.trace, result.held.live_bytes, self._pipeline.exchange_s - exchanged_s
-                    self._keep_traced(step, step_s, own)
+                    self._traced.keep(step, step_s, own, measured)
                 self._saving.after_step(step)
                 self._keep(step)
+                self._use(self._division.again(self._config, step, self._folder.add_warning))
         self._saving.end()
         # Deferred updates of the last step come before validation.
         self._updates.settle()
@@ -272,18 +274,39 @@ class Trainer:
             profile = self._pipeline.profile(self._pipeline.batch(windows))
             within_s, behind_s = self._updates.seconds(self._world)
             average_s = 0.0 if self._averaging is None else self._averaging.seconds()
+        say = _say_nothing if self._quiet else print
+        self._use(self._division.measured(self._config, profile, say))
         if profile is None:  # on all ranks but 0
             return
-        profile = profile.with_costs(update_s=within_s)
-        schedules = schedules_by_replica(self._config) if profile.others else [self._pipeline.schedule]
-        traces = [simulate_profile(*one) for one in zip(schedules, (profile, *profile.others), strict=True)]
+        self._profile = profile.with_costs(update_s=within_s)
+        traces = self._measured.predicted_by_replica = self._traces_by_replica()
         # All replicas wait for the slowest one; the trace is that of the first one alone.
-        layout = self._config.layout
-        each = zip(layout.updates_by_replica, cycle(traces), strict=False)
-        whole_s = max(number * (trace.end_s + behind_s) for number, trace in each) + average_s
-        self._measured.predicted_s = whole_s / layout.most_updates
-        self._measured.predicted, self._measured.predicted_by_replica = traces[0], traces
+        self._measured.predicted = traces[0]
+        self._measured.predicted_s = update_s(self._config.layout, traces, behind_s, average_s)
         self._folder.write(run_folder.PREDICTED_TRACE, to_chrome(traces[0], "predicted"))
+
+    def _traces_by_replica(self) -> list[Trace]:
+        """The predicted step of each replica, or one for all; empty without a profile."""
+        if self._profile is None:
+            return []
+        schedules = schedules_by_replica(self._config) if self._profile.others else [self._pipeline.schedule]
+        return predicted_traces(schedules, self._profile)
+
+    def _use(self, config: RunConfig) -> None:
+        """Go on with another division of the batch among the replicas. Collective."""
+        if config.layout == self._config.layout:
+            return
+        self._config = config
+        self._pipeline.divide(config)
+        self._measured.predicted_by_replica = self._traces_by_replica()
+        self._slow.forget()
+        if self._world.rank == 0:
+            self._write_run()
+
+    def _write_run(self) -> None:
+        """Write what the run does: resolved, with what it chose by measuring."""
+        self._folder.write_config(self._config)
+        self._folder.write(run_folder.SCHEDULE, self._pipeline.schedule_text)
 
     def _step(self, step: int) -> tuple[float, float, StepResult]:
         """Do one optimizer step, counted from 1; returns loss, gradient norm, and this rank's result."""
@@ -305,6 +328,7 @@ class Trainer:
         (loss, *each), seconds, changed, self._sums, votes = (list(islice(sums, len(part))) for part in own)
         squares = sum(each)
         self._slow.take(step, seconds, self._measured.predicted_by_replica)
+        self._division.note(seconds)
         self._saving.count(votes)
         if (damage := self._health.judge(step, changed, windows)) is not None:
             self._mend(damage)
@@ -392,35 +416,6 @@ class Trainer:
         if self._world.rank == 0:
             self._folder.add_warning(text)
 
-    def _keep_traced(self, step: int, step_s: float, own: tuple[Trace, int, float]) -> None:
-        """Keep a rank's trace; behind the last candidate gather those of the chosen step on rank 0, and write them.
-
-        There is one for each pipeline. Plots are drawn after the ranks have exited.
-        """
-        self._candidate_times_s[step], self._candidate_traces[step] = step_s, own
-        if step < self._candidates[-1]:
-            return
-        # Ranks measure different times, and all have to send the same step.
-        chosen = self._world.from_first(median_step(self._candidates, self._candidate_times_s))
-        self._measured.traced_step, own = chosen, self._candidate_traces[chosen]
-        self._candidate_traces.clear()
-        every: list[tuple[Trace, int, float]] | None = self._world.gather(own)
-        if every is None:
-            return
-        traces, live_bytes, exchanges_s = zip(*every, strict=True)
-        layout = self._config.layout
-        for number, ranks in enumerate(layout.pipelines()):
-            trace = merge(traces[rank] for rank in ranks)
-            # Summary and plot show the first pipeline.
-            self._measured.trace = self._measured.trace or trace
-            name = run_folder.other_trace(layout.coordinates(ranks[0])) if number else run_folder.TRACE
-            self._folder.write(name, to_chrome(trace, "measured"))
-        by_rank = zip(*layout.pipelines(), strict=True)
-        self._measured.live_bytes = tuple(max(live_bytes[rank] for rank in ranks) for ranks in by_rank)
-        # On CUDA the host's clock would measure only the launch of a collective.
-        if layout.tp > 1 and self._config.training.device == "cpu":
-            self._measured.exchange_s = sum(exchanges_s) / len(exchanges_s)
-
     def _finish(self) -> RunSummary:
         config, measured = self._config, self._measured
         # The median ignores the slow first step; of two middle steps it is one of them, not their mean.
@@ -491,6 +486,10 @@ class Trainer:
         # The same windows as in _validate, so that the losses are comparable.
         targets = data.validation.batch(0, layout.batch_size * num_batches)[:, 1:]
         return unigram_loss(data.shares, np.bincount(targets[targets >= 0], minlength=len(data.shares)))
+
+
+def _say_nothing(_text: str) -> None:
+    pass
 
 
 def _bubble_fraction(trace: Trace | None) -> float | None:

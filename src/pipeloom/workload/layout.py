@@ -101,9 +101,10 @@ class Layout(WithAxes):
     num_microbatches: Common[int] = 8
     """Micro-batches of a step, per replica. With fewer than pp, ranks are idle while the pipeline fills and drains;
     a little above pp hides the transfers between ranks."""
-    microbatches: tuple[int, ...] | None = None
+    microbatches: tuple[int, ...] | Literal["auto"] | None = None
     """Micro-batches of a step of each replica, where replicas are not equally fast, such as 5 2 5 4 with dp 4: slow
-    ones get fewer. Every token counts alike. None: num_microbatches for all."""
+    ones get fewer. Every token counts alike. auto: train measures before the first step and divides dp *
+    num_microbatches so that the slowest replica ends as early as possible. None: num_microbatches for all."""
     microbatch_size: Common[Count] = 2
     """Micro-batch size, in sequences."""
     token_slices: int | tuple[int, ...] | Literal["auto"] | None = None
@@ -196,21 +197,32 @@ class Layout(WithAxes):
         return even_slices(num_tokens // self.cp, self.num_slices, self.tp)
 
     @property
+    def divides_batch(self) -> bool:
+        """Whether ``train`` chooses the micro-batches of each replica by measured times, and has not yet."""
+        return self.microbatches == "auto"
+
+    @property
+    def own_microbatches(self) -> tuple[int, ...] | None:
+        """``microbatches``, if they are given or chosen; ``None`` where all replicas have as many."""
+        return self.microbatches if isinstance(self.microbatches, tuple) else None
+
+    @property
     def microbatches_by_replica(self) -> tuple[int, ...]:
-        """Micro-batches of a step of each replica."""
-        return self.microbatches or (self.num_microbatches,) * self.dp
+        """Micro-batches of a step of each replica; the same for all for auto before they are chosen."""
+        return self.own_microbatches or (self.num_microbatches,) * self.dp
 
     @property
     def microbatch_words(self) -> str:
         """The same in words, such as ``5, 2, 5 and 4 micro-batches``."""
-        if self.microbatches is None:
-            return count(self.num_microbatches, "micro-batch")
-        *first, last = map(str, self.microbatches)
+        if self.own_microbatches is None:
+            automatic = f" on average, of which train chooses those of each of {self.dp} replicas"
+            return count(self.num_microbatches, "micro-batch") + (automatic if self.divides_batch else "")
+        *first, last = map(str, self.own_microbatches)
         return f"{', '.join(first)} and {last} micro-batches"
 
     def with_most_microbatches(self) -> "Layout":
         """The layout with ``num_microbatches`` of the replica with most, unless that was given and is wrong."""
-        own, given = self.microbatches, self.num_microbatches
+        own, given = self.own_microbatches, self.num_microbatches
         if not own or given not in (Layout.num_microbatches, max(own)):
             return self
         return replace(self, num_microbatches=max(own))
@@ -219,7 +231,11 @@ class Layout(WithAxes):
         """The layout of the schedule of a replica: with its number of micro-batches for all."""
         if self.microbatches is None:
             return self
-        return replace(self, num_microbatches=self.microbatches[replica], microbatches=None)
+        return replace(self, num_microbatches=self.microbatches_by_replica[replica], microbatches=None)
+
+    def divided(self, numbers: tuple[int, ...]) -> "Layout":
+        """The layout with a number of micro-batches for each replica."""
+        return replace(self, num_microbatches=max(numbers), microbatches=numbers)
 
     @property
     def batch_size(self) -> int:
