@@ -1,7 +1,7 @@
 """The simulator: schedule and costs -> trace."""
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ from pipeloom.schedule.clock import example, occurring, seconds_of_all
 from pipeloom.schedule.compiled import kernel
 from pipeloom.schedule.facts import Facts, Graph, Seconds, followers_of
 from pipeloom.schedule.kernels.types import Ints
-from pipeloom.schedule.kernels.walk import walk, walk_sharing
+from pipeloom.schedule.kernels.walk import walk
+from pipeloom.schedule.kernels.walk_sharing import walk_sharing
 from pipeloom.schedule.kinds import COMPUTE_KINDS, KINDS, STAGE_SWAP_KINDS
 from pipeloom.schedule.lanes import HOST_LANE
 from pipeloom.schedule.stage_swaps import stage_moves
@@ -27,15 +28,20 @@ class Sharing:
     """Resources that several ranks use at the same time: the cores of a host, the network card of a node.
 
     While ``n`` actions use a resource of capacity ``c``, each runs at the speed ``min(1, c / n)``; costs are the
-    seconds of an action that runs alone.
+    seconds of an action that runs alone. A resource with turns runs at most ``c`` actions at a time, rounded up, and
+    the others wait: an operating system lets a process have a core for some milliseconds. Before its first turn an
+    action has not started.
 
     Attributes:
         resource_of: (action, rank) -> the resource that the action uses, or ``None``; the same for all micro-batches.
         capacity: resource -> number of actions that it serves at full speed.
+        turn_s: resource -> seconds of a turn, above 0, after which an action waits behind all others. A rank that
+            continues with another action keeps the rest. Without an entry all actions run at once.
     """
 
     resource_of: Callable[[Action, int], Hashable | None]
     capacity: Mapping[Any, float]
+    turn_s: Mapping[Any, float] = field(default_factory=dict[Any, float])
 
 
 @dataclass(frozen=True)
@@ -181,5 +187,8 @@ def _times_sharing(
     capacity = [np.inf if name is None else sharing.capacity[name] for name in resources]
     # The graph keeps its followers for the next simulation; launches are nodes of this one alone.
     begin, followers = graph.followers if host is None else followers_of(waits)
+    turn_s = [sharing.turn_s.get(name, np.inf) for name in resources]
+    thread = np.resize(facts.ranks, len(seconds))
     walk = kernel(walk_sharing, len(seconds))
-    return walk((waits >= 0).sum(axis=1), begin, followers, used, np.array(capacity, np.float64), seconds)
+    shared = used, thread, np.array(capacity, np.float64), np.array(turn_s, np.float64)
+    return walk((waits >= 0).sum(axis=1), begin, followers, *shared, seconds)

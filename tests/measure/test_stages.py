@@ -18,10 +18,11 @@ from pipeloom.measure.slices import with_slices
 from pipeloom.measure.stages import Profile, message_s, most_held, num_served
 from pipeloom.passes import lower
 from pipeloom.passes.moves import Moves, add_moves
-from pipeloom.schedule import Action, Kind
+from pipeloom.schedule import Action, Kind, parse_schedule
 from pipeloom.schedule.kinds import MOVE_KINDS
 from pipeloom.schedule.lanes import HOST_LANE
 from pipeloom.schedule.ledger import KeptBytes
+from pipeloom.system.cores import own_cores
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.profiled_step import simulate_profile
 from pipeloom.training.schedules import training_schedule
@@ -158,6 +159,10 @@ def test_everything_that_a_rank_does_takes_time_before_the_first_step(profiles, 
     assert {str(span.action) for span in spans if span.end_s == span.start_s and span.action.kind not in sent} == set()
     assert profile.receive_s > 0
     assert profile.send_s > 0
+    # Three ranks with two cores or one wait for them; the system gives a turn of some milliseconds.
+    turns = profile.turn_s_by_host.values()
+    assert len(turns) == (len(own_cores()) < 3)
+    assert all(1e-4 < turn_s < 0.1 for turn_s in turns)
 
 
 def test_a_message_takes_the_time_from_its_posting_to_its_arrival_without_that_of_the_posting():
@@ -175,3 +180,10 @@ def test_posting_a_message_takes_the_time_of_the_thread_that_computes():
     assert starts == {"0F0": 0.25, "1F0": 1.75, "1B0": 2.75, "0B0": 4.25}
     assert HOST_LANE not in trace.lanes(0)  # a measured trace has no such lane either
     assert simulate_profile(schedule, profile).end_s == 4
+
+
+def test_ranks_take_turns_on_the_cores_of_their_host():
+    schedule = parse_schedule("0F0 0F1\n1F0 1F1")
+    profile = Profile(StageCosts((3.0, 3.0), (3.0, 3.0)), ("host", "host"), {"host": 1.0}, {"host": 2.0})
+    starts = {str(span.action): span.start_s for span in simulate_profile(schedule, profile).spans}
+    assert starts == {"0F0": 0, "0F1": 3, "1F0": 4, "1F1": 9}

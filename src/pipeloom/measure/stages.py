@@ -3,7 +3,7 @@
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import mean, median
 from typing import Any
@@ -18,6 +18,7 @@ from pipeloom.execute.communication.under_way import UnderWay, finish
 from pipeloom.execute.processes.world import World
 from pipeloom.measure.rehearsal import Exchange, Rehearsal, Times, Turn
 from pipeloom.measure.stopwatch import now
+from pipeloom.measure.turns import turns_of
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import OUT_OF
 from pipeloom.system.cores import own_cores
@@ -27,6 +28,7 @@ _REPEATS = 5
 _MOST_HELD = 4
 _CROWD_S = 0.6
 _MESSAGES = 24
+_TURNS_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Profile:
         host_by_rank: host name of each pipeline rank.
         capacity_by_host: by host name, the number of ranks of one pipeline that the host could serve at full speed:
             below their number if ranks share cores, caches or memory, also with other replicas.
+        turn_s_by_host: by host name, seconds for which a rank has a core while others wait for one; without an entry,
+            no rank waits.
         slices: for each token slice its seconds in each stage; empty without token slices.
         receive_s: to post a receive, on the thread that computes; 0 where the device computes.
         send_s: to post a send, in the same way.
@@ -48,6 +52,7 @@ class Profile:
     costs: StageCosts
     host_by_rank: tuple[str, ...]
     capacity_by_host: dict[str, float]
+    turn_s_by_host: dict[str, float] = field(default_factory=dict[str, float])
     slices: tuple[StageCosts, ...] = ()
     receive_s: float = 0.0
     send_s: float = 0.0
@@ -88,6 +93,8 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
        computing thread takes to post a message;
     5. the stage's collectives are timed while all ranks compute.
 
+    Where ranks of one thread are more than their cores, the turns that the system gives them are timed at the end.
+
     Args:
         rehearsal: of whole micro-batches; the profile is of the first pipeline.
         transport: to the pipeline's other ranks.
@@ -121,17 +128,11 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
     slowdown = sum(turn.run_s for turn in turns) / expected
     posts = median(turn.receive_s for turn in turns), median(turn.send_s for turn in turns)
     cores = own_cores() if rehearsal.is_one_thread else None
-    part = _Part(socket.gethostname(), alone, slowdown, cores, transfers, posts, collective_s)
+    world.wait_for_all()  # all want a core at the same time
+    turns_s = turns_of(time.perf_counter, _TURNS_S) if cores and len(cores) < world.size else []
+    part = _Part(socket.gethostname(), alone, slowdown, cores, transfers, posts, collective_s, turns_s)
     parts: list[_Part] | None = world.gather(part)
-    if parts is None:
-        return None
-    first, *others = layout.replicas()
-    profile = _joined(parts, first, world.device.type == "cuda")
-    if layout.has_equal_replicas:  # replicas are taken to be equally fast
-        return profile
-    # Messages are timed in the first replica.
-    own = [_joined(parts, other, world.device.type == "cuda", profile.costs.transfer_s) for other in others]
-    return replace(profile, others=tuple(own))
+    return None if parts is None else _joined_replicas(parts, layout, world.device.type == "cuda")
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ class _Part:
         transfers: as ``_time_one_way`` returns them.
         posts: seconds to post a receive and a send.
         collective_s: by stage, seconds of weight gather and gradient reduction.
+        turns_s: seconds for which the rank had a core while all wanted one; empty if each has its own.
     """
 
     host: str
@@ -155,6 +157,18 @@ class _Part:
     transfers: list[float]
     posts: tuple[float, float]
     collective_s: dict[int, tuple[float, float]]
+    turns_s: list[float]
+
+
+def _joined_replicas(parts: Sequence[_Part], layout: Layout, has_own_device: bool) -> Profile:
+    """The profile of the first pipeline, with those of the others if replicas are not equal."""
+    first, *others = layout.replicas()
+    profile = _joined(parts, first, has_own_device)
+    if layout.has_equal_replicas:  # replicas are taken to be equally fast
+        return profile
+    # Messages are timed in the first replica.
+    own = [_joined(parts, other, has_own_device, profile.costs.transfer_s) for other in others]
+    return replace(profile, others=tuple(own))
 
 
 def _joined(
@@ -167,19 +181,24 @@ def _joined(
     unshard_s, reduce_s = zip(*collective_s, strict=True)
     hosts = [part.host for part in own]
     capacity: dict[str, float] = {}
+    turn_s: dict[str, float] = {}
     for host in set(hosts):
         here = [part for part in parts if part.host == host]
         served = (
             len(here) if has_own_device else num_served([part.slowdown for part in here], [part.cores for part in here])
         )
         capacity[host] = served * hosts.count(host) / len(here)  # this pipeline's share among the replicas
+        if turns := [seconds for part in here for seconds in part.turns_s]:
+            # Threads that wake for a moment cut turns short.
+            turn_s[host] = float(np.percentile(turns, 75))
     # Only on a CPU does the thread that posts messages also compute.
     has_posts = len(own) > 1 and not has_own_device
     receive_s, send_s = map(mean, zip(*(part.posts for part in own), strict=True)) if has_posts else (0.0, 0.0)
     if transfer_s is None:
         transfer_s = message_s(own[0].transfers, own[1].transfers, send_s) if len(own) > 1 else 0.0
     around = StageCosts((), (), transfer_s, unshard_s, reduce_s)
-    return Profile(timed(around, times), tuple(hosts), capacity, receive_s=receive_s, send_s=send_s)
+    costs = timed(around, times)
+    return Profile(costs, tuple(hosts), capacity, turn_s, receive_s=receive_s, send_s=send_s)
 
 
 def num_served(slowdowns: Sequence[float], cores: Sequence[frozenset[int] | None]) -> float:

@@ -99,6 +99,7 @@ def _beside(profile: Profile, shared: Profile) -> Profile:
         profile,
         costs=replace(profile.costs, transfer_s=shared.costs.transfer_s),
         capacity_by_host=shared.capacity_by_host,
+        turn_s_by_host=shared.turn_s_by_host,
         receive_s=shared.receive_s,
         send_s=shared.send_s,
     )

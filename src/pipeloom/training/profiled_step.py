@@ -36,7 +36,7 @@ def update_s(layout: Layout, traces: Sequence[Trace], behind_s: float, average_s
 
 
 def simulate_profile(schedule: Schedule, profile: Profile) -> Trace:
-    """Simulate a schedule with profiled costs; ranks of one host slow each other down as measured.
+    """Simulate a schedule with profiled costs; ranks of one host slow each other down as measured, and wait for a core.
 
     On a CPU the thread that computes also posts the messages, for which it uses the cores, too. The trace has no
     launches, as that of a measured step.
@@ -50,7 +50,7 @@ def simulate_profile(schedule: Schedule, profile: Profile) -> Trace:
             return profile.receive_s
         return profile.send_s if action.kind in SEND_KINDS | TIED_SEND_KINDS else 0.0
 
-    sharing = Sharing(host, profile.capacity_by_host)
+    sharing = Sharing(host, profile.capacity_by_host, profile.turn_s_by_host)
     posting = Host(post_s, run_ahead=1, resource_of=lambda rank: profile.host_by_rank[rank])
     is_posted = profile.receive_s > 0 or profile.send_s > 0
     trace = simulate(schedule, profile.action_costs, sharing, posting if is_posted else None)

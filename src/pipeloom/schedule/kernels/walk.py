@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pipeloom.schedule.kernels.types import Floats, Ints, Longs
+from pipeloom.schedule.kernels.types import Floats, Ints
 
 
 def walk(waits: Ints, lane: Ints, num_lanes: int, seconds: Floats) -> tuple[Floats, Floats]:
@@ -63,68 +63,3 @@ def walk(waits: Ints, lane: Ints, num_lanes: int, seconds: Floats) -> tuple[Floa
             node = following[node]
         head[here] = node
     return starts, ends
-
-
-def walk_sharing(
-    num_open: Longs, begin: Longs, followers: Longs, resource: Ints, capacity: Floats, seconds: Floats
-) -> tuple[Floats, Floats]:
-    """As ``walk``, where actions on one resource slow each other down.
-
-    While ``n`` actions run on a resource of capacity ``c``, each progresses at the speed ``min(1, c / n)``. They
-    progress alike, so each resource keeps its own time, the work that it has done for each of its actions; an action
-    ends when that has grown by its seconds. Of those that end at the same time, the smaller node goes first.
-
-    Args:
-        num_open: for each node how many it waits for.
-        begin, followers: the nodes that wait for each node.
-        resource: of each node.
-        capacity: of each resource.
-        seconds: of each node, alone on its resource.
-    """
-    starts, ends = np.full(seconds.size, -1.0), np.full(seconds.size, -1.0)
-    is_open = num_open.copy()
-    goal = np.zeros(seconds.size)  # the resource's work at which a node ends
-    work, count = np.zeros(capacity.size), np.zeros(capacity.size)
-    running = np.flatnonzero(is_open == 0)
-    num_running = running.size
-    running = np.append(running, np.zeros(seconds.size - num_running, running.dtype))
-    for node in running[:num_running]:
-        starts[node], goal[node] = 0.0, seconds[node]
-        count[resource[node]] += 1
-    now = 0.0
-    while num_running > 0:
-        place, end = next_end(now, running[:num_running], resource, capacity, count, work, goal)
-        node = running[place]
-        for here in range(capacity.size):
-            if count[here] > 0:
-                work[here] += (end - now) * min(1.0, capacity[here] / count[here])
-        # Exactly, or rounding would leave a little of an action that has ended.
-        work[resource[node]] = goal[node]
-        now = ends[node] = end
-        num_running -= 1
-        # The last one takes its place: the order of the running nodes does not matter, since ties go by number.
-        running[place] = running[num_running]
-        count[resource[node]] -= 1
-        for follower in followers[begin[node] : begin[node + 1]]:
-            is_open[follower] -= 1
-            if is_open[follower] == 0:
-                here = resource[follower]
-                starts[follower], goal[follower] = now, work[here] + seconds[follower]
-                running[num_running] = follower
-                num_running += 1
-                count[here] += 1
-    return starts, ends
-
-
-def next_end(
-    now: float, running: Longs, resource: Ints, capacity: Floats, count: Floats, work: Floats, goal: Floats
-) -> tuple[int, float]:
-    """The place among the running nodes of the one that ends first, and when."""
-    place, end = 0, np.inf
-    for number in range(running.size):
-        node = running[number]
-        here = resource[node]
-        at = now + (goal[node] - work[here]) / min(1.0, capacity[here] / count[here])
-        if at < end or (at == end and node < running[place]):
-            place, end = number, at
-    return place, end
