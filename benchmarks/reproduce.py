@@ -63,8 +63,9 @@ def main() -> None:
     shared = m6_10t.step_rows()
     write_rows(m6_10t.NAME, shared)
     console.print("SWARM ...")
-    traffic = swarm.traffic_rows()
+    traffic, peers = swarm.traffic_rows(), swarm.peers_rows()
     write_rows(swarm.NAME, traffic)
+    write_rows(swarm.PEERS, peers)
     console.print("Sparse, then dense ...")
     kept_blocks = sparse.step_rows()
     write_rows(sparse.NAME, kept_blocks)
@@ -76,7 +77,9 @@ def main() -> None:
         moesys.PAGE: fill(moesys.PAGE.read_text(encoding="utf-8"), moesys.blocks(routed, read_rows(moesys.BALANCE))),
         m6_10t.PAGE: fill(m6_10t.PAGE.read_text(encoding="utf-8"), m6_10t.blocks(shared, read_rows(m6_10t.LOSS))),
         sparse.PAGE: fill(sparse.PAGE.read_text(encoding="utf-8"), sparse.page_blocks(kept_blocks)),
-        swarm.PAGE: fill(swarm.PAGE.read_text(encoding="utf-8"), swarm.traffic_blocks(traffic)),
+        swarm.PAGE: fill(
+            swarm.PAGE.read_text(encoding="utf-8"), swarm.traffic_blocks(traffic) | swarm.peers_blocks(peers)
+        ),
         TERAPIPE: fill(TERAPIPE.read_text(encoding="utf-8"), terapipe_blocks(*sliced.values())),
     }
     for path, page in pages.items():

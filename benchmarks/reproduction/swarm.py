@@ -1,11 +1,19 @@
-"""SWARM's square-cube law (arXiv 2301.11913): the wider the model, the less its pipeline needs of a network."""
+"""SWARM (arXiv 2301.11913): the square-cube law, and peers that come and go.
+
+The wider the model, the less its pipeline needs of a network. Peers that return serve any stage; moving one from the
+richest to the poorest stage keeps the stages even.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
+from statistics import fmean
 
 from pipeloom.catalog import load_cluster, load_software
 from pipeloom.cost.hardware import Link
 from pipeloom.cost.placed import Placed
+from pipeloom.planner.peers import Swarm, serve
+from pipeloom.planner.survival import random_events
 from pipeloom.predict.traffic import Traffic, boundary_traffic
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.run import Run
@@ -13,7 +21,7 @@ from reproduction.machine import Row
 from reproduction.tables import FOLDER, table
 
 PAGE = FOLDER / "swarm.md"
-NAME = "swarm_traffic"
+NAME, PEERS = "swarm_traffic", "swarm_peers"
 CLUSTER = "dgx-1-v100"
 """The published ones are V100, too; here with one to a node."""
 MBIT = 500.0
@@ -51,6 +59,49 @@ def _row(width: int) -> Row:
         "int8_to_forward": f"{coded.message_s / coded.forward_s:.1f}",
         "kb_per_ms": f"{exact.message_bytes / exact.forward_s / 1e6:.0f}",
     }
+
+
+HOUR_S = 3600.0
+NUM_PEERS, UP_S, AWAY_S, SPAN_S, MOVE_S = 64, 8 * HOUR_S, HOUR_S, 32 * HOUR_S, 60.0
+NUM_TRACES = 50
+EVERY_S = (inf, 300.0, 60.0)
+
+
+def peers_rows() -> list[Row]:
+    """What peers serve of the sum of the speeds of those that are up, over generated preemptions."""
+    return [_peers_row(num_stages, every_s) for num_stages in (4, 8) for every_s in EVERY_S]
+
+
+def _peers_row(num_stages: int, every_s: float) -> Row:
+    found = []
+    for seed in range(NUM_TRACES):
+        events = random_events(NUM_PEERS, UP_S, AWAY_S, SPAN_S, seed)
+        swarm = Swarm(work=(1.0,) * num_stages, move_s=MOVE_S, every_s=every_s, seed=seed)
+        found.append(serve(events, NUM_PEERS, swarm, SPAN_S))
+    shares = [one.share for one in found]
+    return {
+        "stages": num_stages,
+        "every_s": "never" if every_s == inf else f"{every_s:.0f}",
+        "mean": f"{fmean(shares):.3f}",
+        "least": f"{min(shares):.3f}",
+        "most": f"{max(shares):.3f}",
+        "best": f"{sum(one.of_whole for one in found) / sum(one.of_up for one in found):.3f}",
+        "moves": f"{fmean(one.num_moves for one in found):.0f}",
+    }
+
+
+def peers_blocks(rows: Sequence[Row]) -> dict[str, str]:
+    """The table of peers that come and go."""
+    heads = {
+        "stages": "stages",
+        "every_s": "a move every, s",
+        "mean": "share of the speed",
+        "least": "least",
+        "most": "most",
+        "best": "best division",
+        "moves": "moves",
+    }
+    return {"peers": table(tuple(heads.values()), [[str(row[name]) for name in heads] for row in rows])}
 
 
 def traffic_blocks(rows: Sequence[Row]) -> dict[str, str]:

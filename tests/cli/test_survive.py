@@ -79,3 +79,43 @@ def test_a_wrong_table_is_refused_with_its_lines(capsys, tmp_path, text, parts):
     error = capsys.readouterr().err
     for part in parts:
         assert part in error
+
+
+def test_nodes_are_simulated_as_peers_that_come_and_go(capsys, tmp_path):
+    """Four pipeline ranks of one node each, and four spares: with two nodes of each rank one may leave."""
+    table = tmp_path / "failures.csv"
+    table.write_text("hours,node,state\n10.1,0,down\n10.2,1,down\n12,0,up\n100,0,down\n")
+    words = ["--trace", str(table), "--checkpoint-time", "20s", "--spares", "4"]
+    found = answer(capsys, *words, "--rebalance-every", "30min", "--move-time", "10min")
+    never, moved = (found["peers"][name] for name in ("never", "rebalanced"))
+    assert never["of_all"] < never["of_up"] <= 1
+    # Nodes 0 and 1 serve the same pipeline rank, which has no node until one returns, or another one's moves there.
+    assert never["num_moves"] == 0
+    assert never["empty_s"] >= 1.8 * 3600
+    assert moved["empty_s"] == pytest.approx(0.3 * 3600 + 600)
+    assert moved["num_moves"] >= 1
+    assert never["of_up"] < moved["of_up"]
+    assert "peers" not in answer(capsys, *words)
+
+
+def test_the_time_of_a_move_follows_from_the_state_and_the_network(capsys):
+    words = ["--mtbf", "30d", "--repair-time", "3d", "--checkpoint-time", "20s", "--rebalance-every", "1h"]
+    assert main([*RUN, *words]) == 0
+    out = capsys.readouterr().out
+    # A quarter of 6.6 B parameters with 12 bytes each, over 200 GB/s of a node.
+    assert "Peers that come and go" in out
+    assert "0.0985 s later, with its state" in " ".join(out.split())
+    assert "best division" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--move-time", "60s"], "--move-time has no effect without --rebalance-every"),
+        (["--rebalance-every", "0s"], "--rebalance-every must be an amount above 0 such as 5min or 1h, found '0s'"),
+        (["--rebalance-every", "5min", "--layout.dp", "4"], "must have the same pipeline rank, found layout.pp 4"),
+    ],
+)
+def test_peers_that_cannot_be_simulated_are_refused(capsys, words, part):
+    assert main([*RUN, "--mtbf", "30d", "--checkpoint-time", "20s", *words]) == 2
+    assert part in capsys.readouterr().err

@@ -8,13 +8,15 @@ from reproduction import swarm
 from reproduction.tables import fill, read_rows
 
 
-def test_the_data_file_is_what_is_computed_now():
-    assert read_rows(swarm.NAME) == [{name: str(value) for name, value in row.items()} for row in swarm.traffic_rows()]
+@pytest.mark.parametrize(("name", "rows"), [(swarm.NAME, swarm.traffic_rows), (swarm.PEERS, swarm.peers_rows)])
+def test_the_data_file_is_what_is_computed_now(name, rows):
+    assert read_rows(name) == [{name: str(value) for name, value in row.items()} for row in rows()]
 
 
-def test_the_table_of_the_page_is_the_data_file():
+def test_the_tables_of_the_page_are_the_data_files():
     text = swarm.PAGE.read_text(encoding="utf-8")
-    assert fill(text, swarm.traffic_blocks(read_rows(swarm.NAME))) == text
+    blocks = swarm.traffic_blocks(read_rows(swarm.NAME)) | swarm.peers_blocks(read_rows(swarm.PEERS))
+    assert fill(text, blocks) == text
 
 
 def test_bytes_for_each_millisecond_of_compute_fall_with_the_width():

@@ -3,8 +3,8 @@
 import csv
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 from pathlib import Path
@@ -19,8 +19,10 @@ from pipeloom.config import RunConfig
 from pipeloom.errors import ConfigError
 from pipeloom.planner.fewer_nodes import OnNodes, Ways, fewer_replicas, nodes_of, planned, waits
 from pipeloom.planner.goals import DAY_S, SPANS, amount_or_note
+from pipeloom.planner.peers import Served, Swarm, serve
 from pipeloom.planner.survival import Event, Goodput, Stops, best_interval_s, random_events, walk
 from pipeloom.predict.describe import describe, described_problems
+from pipeloom.predict.step import SimulatedStep
 from pipeloom.system.files import read_text
 from pipeloom.terminal.console import table
 from pipeloom.terminal.progress import Bar
@@ -32,6 +34,8 @@ _COLUMNS = ("useful", "slower", "checkpoints", "repeated", "restarts", "waiting"
 _SHOWN = 3
 """Numbers of nodes below that of the run whose layouts are printed; fewer are up seldom."""
 _HEAD = ("hours", "node", "state")
+_Moves = tuple[float, float | None]
+"""Seconds between moves of peers, and of one move; ``None``: those of the state over the network."""
 _FAILURES = 2000
 """Failures of a random walk: the mean of that many independent ones has a standard error of 2 % of what they cost."""
 
@@ -43,6 +47,7 @@ class Options(RunConfig):
     Goodput is the share of time in which the run makes the progress of all its nodes. Failures of nodes are random, or
     those of a file. Three ways to go on are compared: wait for the node, use fewer replicas of the pipeline, and plan
     another layout for the nodes that are left. All start again from the last checkpoint; any layout reads it.
+    --rebalance-every adds a simulation of peers that come and go while the others go on, which train cannot do.
     """
 
     mtbf: Common[str | None] = None
@@ -58,6 +63,11 @@ class Options(RunConfig):
     """Time that steps wait for a checkpoint, such as 20s or 3min. None: of the state of a node with --storage."""
     storage: Positive | None = None
     """GB/s with which all nodes together write checkpoints, where --checkpoint-time is not given."""
+    rebalance_every: str | None = None
+    """Also simulate nodes as peers that each serve a pipeline rank and come and go one by one, as in SWARM: with and
+    without moving a peer of the richest stage to the poorest one so often, such as every 5min."""
+    move_time: str | None = None
+    """Time until a peer has the state of another pipeline rank. None: of its bytes over the network between nodes."""
     restart_time: Common[str] = "10min"
     """Time from a failure to the next step: until it is noticed, the start of the processes, the checkpoint read."""
     budget_s: Positive = 10.0
@@ -72,6 +82,7 @@ COMMAND = Command(
     examples={
         "pipeloom survive run.toml --mtbf 1y --checkpoint-time 20s": "nodes that fail once a year",
         "pipeloom survive run.toml --trace failures.csv --checkpoint-time 20s": "failures of a file",
+        "pipeloom survive run.toml --mtbf 8h --repair-time 1h --checkpoint-time 20s --rebalance-every 5min": "SWARM",
     },
     settings=PREDICTIONS,
     brief=("model.preset", "layout.pp", "layout.dp", "machine.cluster"),
@@ -100,7 +111,7 @@ class _Hazard:
 def run(words: list[str]) -> int:
     """Parse, walk over the failures once for each way to go on, print."""
     options, _, _ = parse_words(COMMAND, words, described_problems)
-    hazard, checkpoint_s, restart_s = _inputs(options)
+    hazard, checkpoint_s, restart_s, moves = _inputs(options)
     own = waits(options)(nodes_of(options))
     assert own.step is not None
     # Less often than once a step is not possible.
@@ -112,10 +123,13 @@ def run(words: list[str]) -> int:
         "planned anew": planned(options, options.budget_s),
     }
     walks = [_walk(hazard, way, stops, name) for name, way in ways.items()]
+    swarm = None if moves is None else _swarm(options, own.step, *moves)
+    served = () if swarm is None else _served(hazard, swarm)
     if options.json:
-        print(json.dumps(_to_json(options, hazard, stops, walks)))
+        print(json.dumps(_to_json(options, hazard, stops, walks, served)))
     else:
-        print_sections(_sections(options, hazard, stops, walks, own.step.prediction.step_time_s))
+        sections = _sections(options, hazard, stops, walks, own.step.prediction.step_time_s)
+        print_sections(sections if swarm is None else [*sections, _peers_section(swarm, served)])
     return 0
 
 
@@ -148,8 +162,25 @@ def _walk(hazard: _Hazard, way: Ways, stops: Stops, name: str) -> _Walked:
     return _Walked(name, goodput, seen)
 
 
-def _inputs(options: Options) -> tuple[_Hazard, float, float]:
-    """The failures, and the seconds of a checkpoint and of a restart.
+def _swarm(options: Options, step: SimulatedStep, every_s: float, move_s: float | None) -> Swarm:
+    """Nodes as peers of the pipeline ranks of a step."""
+    ranks = range(step.trace.num_ranks)
+    if move_s is None:
+        move_s = _state_bytes(options) / len(ranks) / step.cluster.inter.bytes_per_s
+    work = tuple(float(step.trace.compute(rank).duration_s.sum()) for rank in ranks)
+    return Swarm(work=work, move_s=move_s, every_s=every_s)
+
+
+def _served(hazard: _Hazard, swarm: Swarm) -> tuple[Served, Served]:
+    """What peers serve without and with moves between stages."""
+    never, moved = (
+        serve(hazard.events, hazard.num_nodes, one, hazard.span_s) for one in (replace(swarm, every_s=inf), swarm)
+    )
+    return never, moved
+
+
+def _inputs(options: Options) -> tuple[_Hazard, float, float, _Moves | None]:
+    """The failures, the seconds of a checkpoint and of a restart, and the moves of peers.
 
     Raises:
         ConfigError: everything that is wrong.
@@ -163,12 +194,31 @@ def _inputs(options: Options) -> tuple[_Hazard, float, float]:
         problems.append(f"one of --checkpoint-time and --storage (GB/s) is needed, found {found}")
     if describe(options).cluster.num_devices is not None:
         problems.append("machine.cluster must have one kind of node, since any node may fail")
-    hazard = _hazard(options, problems)
+    hazard, moves = _hazard(options, problems), _moves(options, problems)
     if problems or hazard is None or restart_s is None:
         raise ConfigError(problems, "the failures")
     if checkpoint_s is None:
         checkpoint_s = _state_bytes(options) / ((options.storage or inf) * 1e9)
-    return hazard, checkpoint_s, restart_s
+    return hazard, checkpoint_s, restart_s, moves
+
+
+def _moves(options: Options, problems: list[str]) -> _Moves | None:
+    """The moves of peers; ``None`` without --rebalance-every."""
+    every_s = amount_or_note("--rebalance-every", options.rebalance_every, SPANS, "5min or 1h", problems)
+    move_s = amount_or_note("--move-time", options.move_time, SPANS, "60s or 5min", problems)
+    if options.rebalance_every is None:
+        if options.move_time is not None:
+            problems.append("--move-time has no effect without --rebalance-every; give both or leave it out")
+        return None
+    layout, per_node = options.layout, describe(options).cluster.devices_per_node
+    nodes = [range(first, min(first + per_node, layout.num_ranks)) for first in range(0, layout.num_ranks, per_node)]
+    if not layout.has_pipeline or any(len({layout.coordinates(rank).pipeline for rank in node}) > 1 for node in nodes):
+        problems.append(
+            "--rebalance-every takes each node as a peer of one pipeline rank: layout.pp must be at least 2 and the "
+            f"{count(per_node, 'device')} of a node must have the same pipeline rank, found "
+            f"{layout.axes.product('layout.')}; leave it out, or use more layout.dp"
+        )
+    return None if every_s is None else (every_s, move_s)
 
 
 def _state_bytes(options: Options) -> float:
@@ -279,12 +329,39 @@ def _sections(options: Options, hazard: _Hazard, stops: Stops, walks: list[_Walk
     return parts
 
 
-def _to_json(options: Options, hazard: _Hazard, stops: Stops, walks: list[_Walked]) -> dict[str, Any]:
+def _peers_section(swarm: Swarm, served: Sequence[Served]) -> Section:
+    """What peers that come and go serve, with and without rebalancing."""
+    never, moved = served
+    found = table("peers move", ("of those up", "of all", "moves", "a stage without peers"))
+    for name, one in (("never", never), (f"every {_span(swarm.every_s)}", moved)):
+        shares = percent(one.share), percent(one.done / one.of_all)
+        found.add_row(name, *shares, f"{one.num_moves:,}", _span(one.empty_s))
+    found.add_row(
+        "best division", percent(moved.of_whole / moved.of_up), percent(moved.of_whole / moved.of_all), "", ""
+    )
+    words = (
+        f"A simulation: each node serves one of {count(len(swarm.work), 'pipeline rank')}, and the one with the fewest "
+        f"nodes decides. A node that returns serves one at random, {_span(swarm.move_s)} later, with its state. Shares "
+        "of the speed of the nodes that are up, and of all nodes, without checkpoints and averages. train has fixed "
+        "ranks: it starts again on the nodes that are left, as above."
+    )
+    return Section("Peers that come and go", parts=[found, words], is_wide=True)
+
+
+def _to_json(
+    options: Options, hazard: _Hazard, stops: Stops, walks: list[_Walked], served: Sequence[Served]
+) -> dict[str, Any]:
     """What ``--json`` prints, in seconds and fractions.
 
     Keys: ``num_nodes``, ``num_spares``, ``mtbf_s`` (of a node), ``span_s``, ``checkpoint_s``, ``restart_s``,
-    ``best_interval_s``, ``ways`` (of each way to go on the shares of the time, and ``num_failures``).
+    ``best_interval_s``, ``ways`` (of each way to go on the shares of the time, and ``num_failures``). With
+    --rebalance-every also ``peers``: by ``never`` and ``rebalanced`` the share of the speed of the nodes that are up
+    (``of_up``), of all nodes (``of_all``), ``num_moves``, and ``empty_s`` in which a pipeline rank had no node.
     """
+    peers = {
+        name: {"of_up": one.share, "of_all": one.done / one.of_all, "num_moves": one.num_moves, "empty_s": one.empty_s}
+        for name, one in zip(("never", "rebalanced"), served, strict=False)
+    }
     return {
         "num_nodes": nodes_of(options),
         "num_spares": options.spares,
@@ -294,6 +371,7 @@ def _to_json(options: Options, hazard: _Hazard, stops: Stops, walks: list[_Walke
         "restart_s": stops.restart_s,
         "best_interval_s": stops.interval_s,
         "ways": {one.name: {**one.goodput.shares, "num_failures": one.goodput.num_failures} for one in walks},
+        **({"peers": peers} if peers else {}),
     }
 
 
