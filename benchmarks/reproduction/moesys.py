@@ -5,8 +5,13 @@ from statistics import fmean
 from typing import Any
 
 from pipeloom import load_run, predict_step
+from pipeloom.cost.costs import Costs
+from pipeloom.families import Choice
 from pipeloom.predict.step import SimulatedStep
+from pipeloom.recipe import Recipe, Residence, build, ring_recipe
 from pipeloom.schedule import Kind
+from pipeloom.schedule.stage_swaps import Amounts
+from pipeloom.simulation import simulate
 from reproduction.machine import Row
 from reproduction.tables import FOLDER, table
 
@@ -76,13 +81,34 @@ def step_rows() -> list[Row]:
     return found
 
 
+def ring_rows() -> list[Row]:
+    """Tokens of a model in 8 stages, of which 2 fit the device: a row for each load, beside computing a stage."""
+    stages, tokens = 8, 16
+    start = Choice(family="forward-only", pp=1, loops=stages, num_microbatches=1)
+    ring = build(ring_recipe(Recipe(start=start, residence=Residence(2, is_bytes=False)), stages, tokens))
+    loads = ring.facts.row.is_kind(Kind.SWAP_IN).sum() / tokens
+    found: list[Row] = []
+    for load in (0.5, 0.9, 1.0, 1.5):
+        period = simulate(ring, Costs(move=Amounts(weights=load))).end_s / tokens
+        found.append(
+            {
+                "load": f"{load:g}",
+                "loads": f"{loads:g}",
+                "period": f"{period:.2f}",
+                "of_larger": f"{period / max(stages, loads * load):.3f}",
+                "of_sum": f"{period / (stages + loads * load):.2f}",
+            }
+        )
+    return found
+
+
 def _exposed_s(step: SimulatedStep) -> float:
     exposed = (account.pipeline.exposed_data_parallel_s + account.data_parallel_s for account in step.accounts)
     return sum(exposed) / len(step.accounts)
 
 
 def blocks(rows: Sequence[Row], balances: Sequence[Row]) -> dict[str, str]:
-    """The tables of the page: predicted steps, and trained runs (``benchmarks/expert_balance.py``)."""
+    """The tables of the page: predicted steps, a ring, and trained runs (``benchmarks/expert_balance.py``)."""
     names = (
         "parameters_b",
         "active_b",
@@ -98,7 +124,11 @@ def blocks(rows: Sequence[Row], balances: Sequence[Row]) -> dict[str, str]:
         [f"`{one}`", *(_of_seeds([row[key] for row in balances if row["balance"] == one]) for key in MEASURED)]
         for one in dict.fromkeys(row["balance"] for row in balances)
     ]
-    return {"steps": steps, "balance": table(("balance", *MEASURED.values()), lines)}
+    ring = table(
+        ("load / compute of a stage", "loads", "period", "/ larger of both", "/ both after each other"),
+        [list(row.values()) for row in ring_rows()],
+    )
+    return {"steps": steps, "balance": table(("balance", *MEASURED.values()), lines), "ring": ring}
 
 
 def _of_seeds(values: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from pipeloom.families import FAMILIES, Choice
+from pipeloom.families.all_forward_all_backward import forwards_in_turn
 from pipeloom.passes import (
     Moves,
     add_data_parallel,
@@ -38,10 +39,12 @@ class Residence:
     Attributes:
         room: bytes, or a number of stages.
         is_bytes: whether ``room`` is bytes.
+        is_ring: whether the stages are used in turn, over and over, so that each comes as soon as there is room.
     """
 
     room: int
     is_bytes: bool = True
+    is_ring: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +159,21 @@ def run_recipe(
         moves=knobs.moves,
         given=knobs.given,
     )
+
+
+def ring_recipe(recipe: Recipe, num_stages: int, num_tokens: int) -> Recipe:
+    """The recipe of forwards of tokens on one rank, each of which runs through all stages and decides the next one.
+
+    Stages that are swapped come while the ones before them compute, also from one token to the next.
+
+    Args:
+        recipe: of a run of one rank; its residence is used.
+        num_stages: of the run.
+        num_tokens: of each sequence; they are the micro-batches of the schedule.
+    """
+    residence = None if recipe.residence is None else replace(recipe.residence, is_ring=True)
+    start = forwards_in_turn(num_stages, num_tokens)
+    return replace(recipe, start=start, residence=residence, moves=Moves(), given=None)
 
 
 class Sizes(Protocol):
@@ -274,12 +292,12 @@ def _unmoved(recipe: Recipe, sizes: Sizes | None) -> Schedule:
         schedule = add_updates(schedule, recipe.updates)
     if residence is None:
         return schedule
-    if not residence.is_bytes:
-        return add_stage_swaps(schedule, residence.room)
-    assert sizes is not None, "a room in bytes takes the bytes of stages"
-    each = stage_sizes(sizes.stages())
-    refuse_large(each, residence.room)
-    return add_stage_swaps(schedule, residence.room, sizes=each)
+    each, ahead = None, schedule.num_stages if residence.is_ring else 1
+    if residence.is_bytes:
+        assert sizes is not None, "a room in bytes takes the bytes of stages"
+        each = stage_sizes(sizes.stages())
+        refuse_large(each, residence.room, trains=trains)
+    return add_stage_swaps(schedule, residence.room, sizes=each, ahead=ahead, hides=residence.is_ring)
 
 
 def communicating(recipe: Recipe) -> Schedule:

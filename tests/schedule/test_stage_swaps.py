@@ -15,8 +15,11 @@ from pipeloom.export.torch_csv import format_torch_csv
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_reduce_grad, add_stage_swaps, add_tied, add_unshard, add_updates, lower
 from pipeloom.passes.lower_stage_swaps import UpdatePlace
+from pipeloom.recipe import Recipe, Residence, ring_recipe
+from pipeloom.recipe import build as build_recipe
 from pipeloom.schedule import Action, Kind, Level, Placement, Schedule, format_schedule, parse_schedule
 from pipeloom.schedule.kinds import USES_STAGE
+from pipeloom.schedule.sharding import arrivals, fewest_stays
 from pipeloom.schedule.stage_swaps import Amounts, Content, defers_updates, stage_moves, stage_stays
 from pipeloom.simulation import simulate
 
@@ -133,6 +136,52 @@ def test_updates_are_where_the_setting_puts_them(schedule):
                 }
                 assert expected[place]
         assert defers_updates(row) is (place == "in the next step")
+
+
+def ring(stages, room, tokens):
+    """Tokens one after the other, each through all stages."""
+    return build(
+        ring_recipe(Recipe(start=one_rank(stages, 1), residence=Residence(room, is_bytes=False)), stages, tokens)
+    )
+
+
+@pytest.mark.parametrize("load", [0.5, 0.9, 1.0, 1.5, 3.0])
+@pytest.mark.parametrize(("stages", "room"), [(8, 2), (8, 3), (8, 5), (6, 2), (8, 8)])
+def test_a_token_of_a_ring_takes_the_longer_of_computing_and_loading(stages, room, load):
+    tokens = 16
+    schedule, costs = ring(stages, room, tokens), Costs(1, 2, move=Amounts(weights=load))
+    period = simulate(schedule, costs).end_s / tokens
+    every, loads = stages * max(1.0, load), num_swaps_in(schedule)[0] / tokens
+    assert max(stages, loads * load) <= period <= 1.05 * every
+    if room == 2:
+        assert loads == stages
+        assert period == pytest.approx(every, rel=0.02)
+    elif room == stages:
+        assert loads == stages / tokens
+    else:
+        assert loads < stages
+        # The fewest loads would use one place, and nothing would hide them.
+        fewest = build_recipe(ring_recipe(Recipe(start=one_rank(stages, 1)), stages, tokens))
+        fewest = add_stage_swaps(fewest, room, ahead=stages)
+        assert num_swaps_in(fewest)[0] / tokens < loads
+        assert simulate(fewest, costs).end_s / tokens > period
+
+
+@quick
+@given(st.data(), st.lists(st.integers(0, 5), min_size=1, max_size=24))
+def test_the_stage_of_the_use_before_leaves_only_if_no_other_can(data, stages):
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=6, max_size=6))
+    places = data.draw(st.integers(max(sizes), sum(sizes)))
+    stays = fewest_stays(stages, places, sizes, hides=True)
+    for use, stage in enumerate(stages):
+        here = [stages[stay.first] for stay in stays if stay.first <= use <= stay.last]
+        assert here.count(stage) == 1
+        assert sum(sizes[one] for one in here) <= places
+    # So each comes before the use before its own has ended, if the two fit together.
+    came = arrivals(stays, stages, places, len(stages), sizes)
+    for stay, use in zip(stays, came, strict=True):
+        if stay.first and sizes[stages[stay.first]] + sizes[stages[stay.first - 1]] <= places:
+            assert use < stay.first
 
 
 # ---------------------------------------------------------------------------------------------- what moves

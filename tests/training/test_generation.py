@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,9 +16,12 @@ from pipeloom.cli import main
 from pipeloom.cli.generate import COMMAND, _forwards, _problems
 from pipeloom.cli.run_config import parse_words
 from pipeloom.config import CheckpointConfig, ModelConfig, OutputConfig, TrainingConfig
+from pipeloom.training import generation
 from pipeloom.training.export import export_weights
 from pipeloom.training.generation import Request, Sampling, draw, generate
-from pipeloom.training.stages import stage_of
+from pipeloom.training.session import load_tokens, resolve
+from pipeloom.training.stages import StageSizes, stage_of
+from pipeloom.training.trained import with_trained
 from pipeloom.workload.layout import Layout
 
 PROMPTS = ("a", "the cat", "where is the dog")
@@ -85,6 +89,36 @@ def test_cached_tokens_over_the_pipeline_are_those_of_the_whole_model(trained, t
         found = generate(config_of(run, *words), run, Request(PROMPTS, NUM_TOKENS, GREEDY))
         assert [text.tokens for text in found.texts] == expected, words
         assert {text.end for text in found.texts} == {"length"}
+
+
+def test_a_ring_of_stages_continues_texts_as_the_model_at_once_within_its_budget(trained, monkeypatch):
+    """More tokens than a schedule has, in several schedules, with texts that end before the last of them."""
+    monkeypatch.setattr(generation, "_RING_TOKENS", 4)
+    run, request = trained["llama"], Request(PROMPTS, 15, Sampling(temperature=1.5, seed=5))
+    plain = generate(config_of(run), run, request)
+    weights = [int(one.weights) for one in StageSizes(resolved(run, "6"), trains=False).stages()]
+    budget = max(map(sum, pairwise(weights)))
+    assert 2 * budget < sum(weights)
+    swapped = generate(config_of(run, "--layout.loops", "6", "--schedule.device-budget", str(budget)), run, request)
+    assert swapped.texts == plain.texts
+    assert {text.end for text in plain.texts} == {"end of text", "length"}
+    assert max(weights) < swapped.peak_stage_bytes <= budget
+    assert plain.peak_stage_bytes == 0
+
+
+def resolved(run, loops):
+    config = with_trained(config_of(run, "--layout.loops", loops, "--schedule.device-budget", "1GB"), run)
+    return resolve(config, load_tokens(config))
+
+
+def test_a_budget_below_a_stage_is_refused(trained, capfd):
+    words = ["--prompt", "a", "--max-tokens", "3", "--layout.loops", "6", "--schedule.device-budget", "10kB"]
+    assert main(["generate", str(trained["llama"]), *words]) == 2
+    said = capfd.readouterr()
+    assert said.err.count("the device budget is 10 KB, but stage 0 takes") == 1
+    assert "optimizer state" not in said.err
+    assert "Traceback" not in said.err
+    assert said.out == ""
 
 
 def test_tokens_are_those_that_transformers_generates(trained, tmp_path):

@@ -12,7 +12,7 @@ from pipeloom.config import CheckpointConfig, RunConfig, ScheduleConfig, decided
 from pipeloom.config.layout_problems import NO_CACHE
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.system.files import read_text
-from pipeloom.terminal.words import count
+from pipeloom.terminal.words import count, format_bytes
 from pipeloom.workload.limits import Common, Count, CountOrNone, Limits
 
 _MOST_BYTES = 100_000_000
@@ -103,13 +103,16 @@ def run(words: list[str]) -> int:
     if found is None:  # on other ranks of a launcher
         return 0
     if options.json:
-        of_all = {"checkpoint": found.checkpoint, "prompt_s": found.prompt_s, "token_s": found.token_s}
+        names = ("checkpoint", "prompt_s", "token_s", *(["peak_stage_bytes"] if found.peak_stage_bytes else []))
+        of_all = {name: getattr(found, name) for name in names}
         for text in found.texts:
             print(json.dumps({**text._asdict(), **of_all}))
         return 0
     if not streams:
         print("\n\n".join(text.prompt + text.continuation for text in found.texts))
     more = f", {found.tokens_per_s:,.0f} tokens/s" if found.token_s else ""
+    if found.peak_stage_bytes:
+        more += f", at most {format_bytes(found.peak_stage_bytes)} of stages on the device"
     prompt = f"{count(found.prompt_tokens, 'token')} of prompts in {found.prompt_s:.2f} s"
     print(f"{Path(found.checkpoint).name}: {prompt}{more}", file=sys.stderr)
     return 0

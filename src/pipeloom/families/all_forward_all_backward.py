@@ -1,7 +1,7 @@
 """All forwards, then all backwards: GPipe, breadth-first, and forward-only for evaluation."""
 
 from pipeloom.families.family import Request, Rows, family
-from pipeloom.schedule import Kind, Row
+from pipeloom.schedule import Kind, Placement, Row, Schedule
 
 
 def _all_inputs(request: Request) -> list[list[int]]:
@@ -51,3 +51,12 @@ def forward_only(request: Request) -> Rows:
     rows = [Row.grid(Kind.FORWARD, request.local_stages(rank), microbatches) for rank in ranks]
     # A forward without a backward keeps nothing: one input at a time is enough.
     return Rows(rows, [1] * len(rows))
+
+
+def forwards_in_turn(num_stages: int, num_microbatches: int) -> Schedule:
+    """Forwards of one rank, each micro-batch through all stages before the next one, which may depend on it.
+
+    It is no family: training never runs micro-batches that depend on each other.
+    """
+    row = Row.join([Row.grid(Kind.FORWARD, range(num_stages), [number]) for number in range(num_microbatches)])
+    return Schedule((row,), Placement.linear(1, num_stages), num_microbatches, first_backward_stage=num_stages)

@@ -92,7 +92,12 @@ def _at_once(row: Row, stage: int) -> int:
 
 @checked
 def add_stage_swaps(
-    schedule: Schedule, max_resident: int, *, sizes: Sequence[int] | None = None, ahead: int = 1
+    schedule: Schedule,
+    max_resident: int,
+    *,
+    sizes: Sequence[int] | None = None,
+    ahead: int = 1,
+    hides: bool = False,
 ) -> Schedule:
     """Keep stages in host memory and swap them in for their visits, with the fewest swaps.
 
@@ -107,6 +112,8 @@ def add_stage_swaps(
         max_resident: room of each rank, in units of ``sizes``; stages in transfer count.
         sizes: for each stage its room, such as bytes; ``None`` for 1 each.
         ahead: number of visits by which a swap may start early; 1 hides it behind the visit before, 0 exposes it.
+        hides: whether the stage of the visit before makes room only if no other can (``fewest_stays``). For rows that
+            use stages in turn, over and over, where the fewest swaps would all be exposed.
 
     Raises:
         UserError: a stage exceeds the room, or the schedule has actions that cannot be combined with swaps.
@@ -123,15 +130,15 @@ def add_stage_swaps(
     found = sorted(kind.value for kind in others if schedule.facts.has(kind))
     if found:
         raise UserError(f"stages are swapped in schedules without {', '.join(found)}; start from one without")
-    rows = [_with_swaps(row, max_resident, ahead, sizes) for row in schedule.rows]
+    rows = [_with_swaps(row, max_resident, ahead, sizes, hides=hides) for row in schedule.rows]
     promised = None if sizes is None else tuple(sizes)
     return schedule.with_rows(rows, Level.COMMUNICATION, max_resident=max_resident, stage_sizes=promised)
 
 
-def _with_swaps(row: Row, room: int, ahead: int, sizes: Sequence[int] | None) -> Row:
+def _with_swaps(row: Row, room: int, ahead: int, sizes: Sequence[int] | None, *, hides: bool) -> Row:
     firsts, lasts = visits(row, USES_STAGE)
     stages = row.stage[firsts].tolist()
-    stays = fewest_stays(stages, room, sizes)
+    stays = fewest_stays(stages, room, sizes, hides=hides)
     before = [-1, *lasts.tolist()]  # for each visit the slot before it
     added: list[tuple[int, int, Action]] = []  # (slot that it follows, order among equal slots: out first, action)
     for stay, visit in zip(stays, arrivals(stays, stages, room, ahead, sizes), strict=True):

@@ -25,7 +25,9 @@ class Stay(NamedTuple):
     last: int
 
 
-def fewest_stays(stages: Sequence[int], places: int, sizes: Sequence[int] | None = None) -> list[Stay]:
+def fewest_stays(
+    stages: Sequence[int], places: int, sizes: Sequence[int] | None = None, *, hides: bool = False
+) -> list[Stay]:
     """Intervals of stages in a memory of limited size, with the fewest arrivals.
 
     When a place is needed, the stage whose next use is furthest ahead is removed, right after its latest use. That is
@@ -35,6 +37,8 @@ def fewest_stays(stages: Sequence[int], places: int, sizes: Sequence[int] | None
         stages: the stage of each use, in order.
         places: size of the memory; at least that of the largest stage.
         sizes: for each stage its size; ``None`` for 1 each.
+        hides: whether the stage of the use before leaves only if no other can, so that a stage arrives during that use.
+            Uses in turn, over and over, then take more arrivals than the fewest.
 
     Returns:
         The intervals, in the order of their begins. Those that contain any one use take at most ``places`` together.
@@ -55,7 +59,8 @@ def fewest_stays(stages: Sequence[int], places: int, sizes: Sequence[int] | None
         size = size_of(stage)
         while taken + size > places:
             # Belady's rule; `present` has one entry for each place, so a linear search is enough.
-            furthest = max(present, key=lambda other: next_use[lasts[present[other]]])
+            others = [other for other in present if not hides or other != stages[use - 1]] or present
+            furthest = max(others, key=lambda other: next_use[lasts[present[other]]])
             taken -= size_of(furthest)
             del present[furthest]
         taken += size

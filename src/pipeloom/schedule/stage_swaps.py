@@ -83,8 +83,13 @@ def stage_sizes(amounts: Sequence[Amounts]) -> tuple[int, ...]:
     return first + int(amounts[-1].lent_gradient), *others
 
 
-def refuse_large(sizes: Sequence[int], budget: int) -> None:
+def refuse_large(sizes: Sequence[int], budget: int, *, trains: bool = True) -> None:
     """Refuse stages that do not fit the device.
+
+    Args:
+        sizes: of each stage, in bytes.
+        budget: of the device.
+        trains: whether stages have more than weights.
 
     Raises:
         UserError: names all of them, and says what to change.
@@ -92,9 +97,10 @@ def refuse_large(sizes: Sequence[int], budget: int) -> None:
     large = [f"stage {stage} takes {format_bytes(size)}" for stage, size in enumerate(sizes) if size > budget]
     if large:
         least = max(map(sum, pairwise(sizes)), default=max(sizes))
+        contents = " with weights, gradient and optimizer state" if trains else ""
         raise UserError(
-            f"the device budget is {format_bytes(budget)}, but {', '.join(large)} with weights, gradient and "
-            "optimizer state; use more loops, a partition with smaller stages there, or a device budget of at "
+            f"the device budget is {format_bytes(budget)}, but {', '.join(large)}{contents}; "
+            "use more loops, a partition with smaller stages there, or a device budget of at "
             f"least {format_bytes(least, rounds_up=True)}, so that each stage is brought while the one before computes"
         )
 

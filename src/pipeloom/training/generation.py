@@ -3,6 +3,9 @@
 The sequences are the rows of micro-batches of forward-only schedules. The first schedule runs the prompts, each further
 one a token of every sequence. The rank of the last stage draws the next tokens and sends them to all.
 
+Where stages are swapped through one device, a schedule has many tokens, so that the first stages come while the last
+ones compute the token before: a ring.
+
 Letters of shapes are those of ``model.transformer``.
 """
 
@@ -10,7 +13,7 @@ Letters of shapes are those of ``model.transformer``.
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
@@ -33,6 +36,9 @@ from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.session import Tokens, check_processes, load_tokens, resolve, run_on_all_ranks
 from pipeloom.training.trained import check_trained, load_trained, with_trained
 
+_RING_TOKENS = 16
+"""Tokens of a schedule in which stages are swapped. The first load is exposed once in each, and a text that
+ends within one computes the rest of it in vain."""
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """Decoding returns it for the first bytes of a character."""
 
@@ -97,6 +103,7 @@ class Generated(NamedTuple):
         token_s: seconds of all further steps.
         checkpoint: path of the weights.
         step: of the checkpoint; ``None`` for a Hugging Face folder.
+        peak_stage_bytes: most bytes of swapped stages on the device; 0 where no stage is swapped.
     """
 
     texts: tuple[Text, ...]
@@ -105,6 +112,7 @@ class Generated(NamedTuple):
     token_s: float
     checkpoint: str
     step: int | None
+    peak_stage_bytes: int
 
     @property
     def tokens_per_s(self) -> float:
@@ -190,7 +198,15 @@ def _generate(
         for prompt, one in zip(request.prompts, sequences, strict=True)
     )
     num_prompt_tokens = sum(len(one.prompt) for one in sequences)
-    return Generated(texts, num_prompt_tokens, decoder.prompt_s, decoder.token_s, str(weights.path), weights.step)
+    return Generated(
+        texts,
+        num_prompt_tokens,
+        decoder.prompt_s,
+        decoder.token_s,
+        str(weights.path),
+        weights.step,
+        decoder.peak_stage_bytes,
+    )
 
 
 @dataclass
@@ -236,6 +252,10 @@ class _Rows(NamedTuple):
         """Whether all sequences have."""
         return all(one.has_ended for one in self.sequences)
 
+    def newest(self) -> list[list[int]]:
+        """The last token of each sequence."""
+        return [one.drawn[-1:] or [0] for one in self.sequences]
+
     def continued(self, begin: int, num_tokens: int) -> Continued:
         """Their cached part, for new tokens from a position on."""
         if self.padding is None:
@@ -256,7 +276,7 @@ class Decoder:
         request: length, and how tokens are drawn.
 
     Attributes:
-        prompt_s, token_s: see ``Generated``.
+        prompt_s, token_s, peak_stage_bytes: see ``Generated``.
     """
 
     def __init__(
@@ -266,6 +286,7 @@ class Decoder:
         self._sampling, self._max_tokens = request.sampling, request.max_tokens
         self._pp, self._tp, self._seq_len = config.layout.pp, config.layout.tp, config.data.seq_len
         self.prompt_s = self.token_s = 0.0
+        self.peak_stage_bytes = 0
 
     def run(self, sequences: Sequence[_Sequence], stream: "_Stream | None" = None) -> None:
         """Continue sequences until each has ended or its largest length."""
@@ -275,21 +296,28 @@ class Decoder:
         num_rows = len(rows[0].sequences)
         tokens = [[[0] * (length - len(one.prompt)) + one.prompt for one in each.sequences] for each in rows]
         end = 0
-        for number in range(self._max_tokens):
+        number = 0
+        while rows and number < self._max_tokens:
             begin, end = end, length + number
-            self._step(rows, [each + [each[0]] * (num_rows - len(each)) for each in tokens], begin, end)
-            if stream is not None:
-                stream.show(sequences[0].drawn)
+            if number > 0 and self._pipeline.store is not None:
+                count = min(_RING_TOKENS, self._max_tokens - number)
+                self._ring(rows[0], begin, count, stream)
+                end += count - 1
+            else:
+                count = 1
+                self._step(rows, [each + [each[0]] * (num_rows - len(each)) for each in tokens], begin, end)
+                if stream is not None:
+                    stream.show(sequences[0].drawn)
             rows = [each for each in rows if not each.has_ended]
-            tokens = [[one.drawn[-1:] or [0] for one in each.sequences] for each in rows]
+            tokens = [each.newest() for each in rows]
             now_s = time.perf_counter()
             if number == 0:
                 self.prompt_s += now_s - begin_s
             else:
                 self.token_s += now_s - begin_s
-            begin_s = now_s
-            if not rows:
-                break
+            begin_s, number = now_s, number + count
+            if self._pipeline.store is not None:
+                self.peak_stage_bytes = max(self.peak_stage_bytes, self._pipeline.store.peak_bytes)
 
     def _rows(self, sequences: Sequence[_Sequence], length: int) -> list[_Rows]:
         """The micro-batches: as many as pipeline ranks, so that each rank has one, with as many rows as that takes."""
@@ -315,7 +343,29 @@ class Decoder:
             for each in tokens
         ]
         continued = [each.continued(begin, end - begin + more) for each in rows]
-        found = self._pipeline.continue_sequences(continued, padded, end - begin - 1)
+        self._draw(rows, self._pipeline.continue_sequences(continued, padded, end - begin - 1))
+
+    def _ring(self, rows: _Rows, begin: int, count: int, stream: "_Stream | None") -> None:
+        """On one rank, run so many tokens of each row after ``begin`` and draw the next one after each."""
+        continued = [rows.continued(begin + number, 1) for number in range(count)]
+        tokens = [torch.tensor(rows.newest(), dtype=torch.int64, device=self._world.device) for _ in range(count)]
+
+        def decide(logits: Tensor, number: int) -> None:
+            self._draw([rows], {0: logits})
+            if number + 1 < count:
+                tokens[number + 1].copy_(torch.tensor(rows.newest()))
+            if stream is not None:
+                stream.show(rows.sequences[0].drawn)
+
+        self._pipeline.continue_sequences(continued, tokens, 0, decide)
+
+    def _draw(self, rows: Sequence[_Rows], found: Mapping[int, Tensor]) -> None:
+        """Draw the next token of each sequence that has not ended.
+
+        Args:
+            rows: the micro-batches.
+            found: micro-batch -> logits of each row; empty except on ranks with the last stage.
+        """
         growing = [
             (one, number, row)
             for number, each in enumerate(rows)

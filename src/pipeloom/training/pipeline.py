@@ -1,6 +1,6 @@
 """This rank's stages, and the executors that run them: for training, evaluation and sampling."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -54,7 +54,7 @@ from pipeloom.runs.action_log import ActionLog
 from pipeloom.schedule import Schedule
 from pipeloom.training.expert_loads import loads_of, shared_experts
 from pipeloom.training.move_costs import move_costs, moves_anything, tied_message_costs
-from pipeloom.training.schedules import forward_schedule, run_of_replica, training_schedule
+from pipeloom.training.schedules import forward_schedule, run_of_replica, token_schedule, training_schedule
 from pipeloom.training.stages import StageSizes, make_store, output_specs, shared_groups, stage_of
 from pipeloom.training.visits import Visits
 
@@ -290,7 +290,11 @@ class Pipeline:
         return result.outputs.get(0)
 
     def continue_sequences(
-        self, microbatches: Sequence[Continued], tokens: Sequence[Tensor], wanted: int
+        self,
+        microbatches: Sequence[Continued],
+        tokens: Sequence[Tensor],
+        wanted: int,
+        decide: Callable[[Tensor, int], None] | None = None,
     ) -> dict[int, Tensor]:
         """Run new tokens of sequences through the stages, and cache their keys and values.
 
@@ -299,17 +303,24 @@ class Pipeline:
             tokens: of each micro-batch, ``int64[rows, tokens]``, all of one shape; the number of tokens is a multiple
                 of the tensor-parallel size.
             wanted: index of the new token whose next token's logits are returned.
+            decide: on one rank, called with the logits of a micro-batch and its number before the next one begins,
+                whose tokens it may fill in: the micro-batches are tokens of the same sequences. ``None``: they are
+                sequences of their own.
 
         Returns:
             On ranks with the last stage, micro-batch -> logits, ``[rows, vocab_size]``.
         """
-        key = len(microbatches), *tokens[0].shape
+        number, *shape = key = len(microbatches), *tokens[0].shape, decide is not None
         if key not in self._decoders:
-            self._decoders[key] = self._executor(self._forwards(key[0]), self._outputs(*key[1:]), continues=True)
+            schedule = self._forwards(number) if decide is None else token_schedule(self._own, number)
+            self._decoders[key] = self._executor(schedule, self._outputs(*shape[:2]), continues=True)
         self._continued.update(enumerate(microbatches))
 
-        def logits_of(logits: Tensor, _: int) -> Tensor:
-            return self._vocabulary.whole(logits[:, wanted])
+        def logits_of(logits: Tensor, microbatch: int) -> Tensor:
+            found = self._vocabulary.whole(logits[:, wanted])
+            if decide is not None:
+                decide(found, microbatch)
+            return found
 
         with self._as_written():
             return self._run(self._decoders[key], list(tokens), logits_of).outputs

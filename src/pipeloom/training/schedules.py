@@ -6,7 +6,7 @@ from dataclasses import replace
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
 from pipeloom.passes import Moves
-from pipeloom.recipe import build
+from pipeloom.recipe import build, ring_recipe
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.joint import prove_together
 from pipeloom.schedule.lanes import DATA_PARALLEL_LANE, lane_of
@@ -24,6 +24,11 @@ def forward_schedule(config: RunConfig, number: int, *, trains: bool = True) -> 
     choice = config.choice()  # with the placement of the training schedule
     forward_only = replace(choice, family="forward-only", placement=choice.placement_name, **sizes)
     return build(replace(config.recipe(), start=forward_only, moves=Moves(), given=None), StageSizes(config, trains))
+
+
+def token_schedule(config: RunConfig, number: int) -> Schedule:
+    """An executable schedule of so many tokens, one after the other, on the one rank of a resolved configuration."""
+    return build(ring_recipe(config.recipe(), config.layout.num_stages, number), StageSizes(config, trains=False))
 
 
 def schedules_by_replica(config: RunConfig) -> list[Schedule]:
