@@ -140,7 +140,7 @@ def test_updates_are_where_the_setting_puts_them(schedule):
 
 def ring(stages, room, tokens):
     """Tokens one after the other, each through all stages."""
-    return build(
+    return build_recipe(
         ring_recipe(Recipe(start=one_rank(stages, 1), residence=Residence(room, is_bytes=False)), stages, tokens)
     )
 
