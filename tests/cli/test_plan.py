@@ -47,6 +47,15 @@ def words(model, **changes):
     return ["plan", "--model", model, *flags]
 
 
+def test_a_pipeline_says_from_which_bandwidth_and_width_on_its_traffic_does_not_matter(model, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(words(model, pp=2)) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    enough = r"(it matters below|it stops mattering from) [\d.]+ GB/s (inside|between) nodes \(now [\d.]+\), or "
+    width = r"(width [\d,]+ \(now 1,024\)|no width below 65,536)"
+    assert re.search(rf"between its stages: .* a message, .* of a stage's forward; {enough}{width}", out)
+
+
 def test_the_answer_for_people(model, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(words(model)) == 0

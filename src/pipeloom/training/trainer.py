@@ -187,7 +187,8 @@ class Trainer:
                     self._traced.keep(step, step_s, own, measured)
                 self._saving.after_step(step)
                 self._keep(step)
-                self._use(self._division.again(self._config, step, self._folder.add_warning))
+                if measured.traced_step is not None:  # whose schedule is that of the prediction
+                    self._use(self._division.again(self._config, step, self._folder.add_warning))
         self._saving.end()
         # Deferred updates of the last step come before validation.
         self._updates.settle()
@@ -304,9 +305,10 @@ class Trainer:
             self._write_run()
 
     def _write_run(self) -> None:
-        """Write what the run does: resolved, with what it chose by measuring."""
+        """Write what the run does: resolved, with what it chose by measuring; the schedule is that of the trace."""
         self._folder.write_config(self._config)
-        self._folder.write(run_folder.SCHEDULE, self._pipeline.schedule_text)
+        if self._measured.traced_step is None:
+            self._folder.write(run_folder.SCHEDULE, self._pipeline.schedule_text)
 
     def _step(self, step: int) -> tuple[float, float, StepResult]:
         """Do one optimizer step, counted from 1; returns loss, gradient norm, and this rank's result."""
