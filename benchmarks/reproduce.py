@@ -11,7 +11,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.markdown import Markdown
 
-from reproduction import bpipe, bpipe_cases, bpipe_tables, lomo, m6_10t, moesys, sparse, swarm, zero_bubble
+from reproduction import (
+    bpipe,
+    bpipe_cases,
+    bpipe_tables,
+    lomo,
+    m6_10t,
+    moesys,
+    pwemoe,
+    sparse,
+    swarm,
+    zero_bubble,
+)
 from reproduction.batch import best, points
 from reproduction.bpipe_links import link_rows
 from reproduction.cost_time import scaled, scaled_points, with_devices
@@ -76,6 +87,7 @@ def main() -> None:
         lomo.PAGE: fill(lomo.PAGE.read_text(encoding="utf-8"), lomo.memory_blocks(updates)),
         moesys.PAGE: fill(moesys.PAGE.read_text(encoding="utf-8"), moesys.blocks(routed, read_rows(moesys.BALANCE))),
         m6_10t.PAGE: fill(m6_10t.PAGE.read_text(encoding="utf-8"), m6_10t.blocks(shared, read_rows(m6_10t.LOSS))),
+        pwemoe.PAGE: fill(pwemoe.PAGE.read_text(encoding="utf-8"), pwemoe.blocks(read_rows(pwemoe.NAME))),
         sparse.PAGE: fill(sparse.PAGE.read_text(encoding="utf-8"), sparse.page_blocks(kept_blocks)),
         swarm.PAGE: fill(
             swarm.PAGE.read_text(encoding="utf-8"), swarm.traffic_blocks(traffic) | swarm.peers_blocks(peers)

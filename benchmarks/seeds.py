@@ -14,7 +14,19 @@ from rich.table import Table
 from pipeloom import make_question, make_schedule, plan
 from pipeloom.passes.lower_stage_swaps import add_stage_swaps
 from pipeloom.schedule import Kind
-from reproduction import batch, bpipe, bpipe_cases, bpipe_tables, lomo, m6_10t, moesys, sparse, swarm, terapipe
+from reproduction import (
+    batch,
+    bpipe,
+    bpipe_cases,
+    bpipe_tables,
+    lomo,
+    m6_10t,
+    moesys,
+    pwemoe,
+    sparse,
+    swarm,
+    terapipe,
+)
 from reproduction.tables import read_rows
 
 
@@ -137,6 +149,14 @@ def density() -> str:
     return f"{fewer:.1f} times fewer FLOPs, {faster:.2f} times as fast on the same A100"
 
 
+def preferences() -> str:
+    """Numbers of routers, and the area of their front above that of interpolation."""
+    rows, far = read_rows(pwemoe.NAME), pwemoe.CASES[-1]
+    routed, between = (pwemoe.volume(rows, far, one) for one in (pwemoe.FROM_PREFERENCE, pwemoe.INTERPOLATED))
+    (numbers,) = {row["numbers"] for row in rows if row["method"] == pwemoe.FROM_PREFERENCE}
+    return f"{numbers} numbers: a front of hypervolume {routed:.3f}, {between:.3f} by interpolation"
+
+
 SEEDS = (
     Seed(
         "Breadth-first (2211.05953)",
@@ -209,7 +229,13 @@ SEEDS = (
         "-",
         "",
     ),
-    Seed("PWEMoE (2406.09770)", "a set of trade-offs from a few hundred parameters", lambda: "not built", "-", ""),
+    Seed(
+        "PWEMoE (2406.09770)",
+        "a set of trade-offs from a few hundred parameters",
+        preferences,
+        "trained",
+        "reproduction/pwemoe.md",
+    ),
 )
 
 

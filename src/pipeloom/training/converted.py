@@ -52,20 +52,29 @@ class Source(NamedTuple):
 
 
 def read_source(run: Path, folder: Path) -> Source:
+    """What ``read_run`` returns, for a folder that will be written.
+
+    Raises:
+        UserError: as ``read_run``, or the folder exists.
+    """
+    found = read_run(run)
+    if folder.exists():
+        raise UserError(f"{folder} exists; choose another folder")
+    return found
+
+
+def read_run(run: Path) -> Source:
     """The newest checkpoint of a run, or a given one.
 
     Args:
         run: a run folder, or a checkpoint of one.
-        folder: that will be written.
 
     Raises:
-        UserError: the run cannot be read, or the folder exists; ``ConfigError`` if its settings are wrong.
+        UserError: the run cannot be read; ``ConfigError`` if its settings are wrong.
     """
     checkpoint = find_checkpoint(run)
     if found := damage(checkpoint):
         raise UserError("\n  - ".join([f"the checkpoint {checkpoint} is damaged; use another one:", *found]))
-    if folder.exists():
-        raise UserError(f"{folder} exists; choose another folder")
     file = (run_of(checkpoint) or run) / CONFIG
     if not file.exists():
         raise UserError(f"expected a run folder with {CONFIG}, found none in {file.parent}")

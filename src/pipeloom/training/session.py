@@ -36,7 +36,14 @@ class Tokens(NamedTuple):
     tokenizer: Tokenizer
 
 
-Loaded = Data | Whole | Tokens
+class Texts(NamedTuple):
+    """Several texts with one tokenizer."""
+
+    tokenizer: Tokenizer
+    texts: tuple[Data, ...]
+
+
+Loaded = Data | Whole | Tokens | Texts
 """What a job reads."""
 
 _LAUNCHED_PATIENCE_S = 1800.0
