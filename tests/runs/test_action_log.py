@@ -47,6 +47,21 @@ def test_rank_0_writes_the_schedule(tmp_path):
     assert "0F0" in (tmp_path / "training.txt").read_text()
 
 
+def test_another_schedule_takes_the_place_of_one_with_its_name_also_in_a_folder_that_was_moved(tmp_path):
+    before, after = (lower(make_schedule("1f1b", pp=1, num_microbatches=number)) for number in (2, 5))
+    (tmp_path / "draft").mkdir()
+    log = open_log(tmp_path / "draft")
+    first = log.row("training", before, 0)
+    (tmp_path / "draft").rename(tmp_path / "actions")
+    for _ in range(100):  # more than there is room for activities
+        found = log.row("training", after, 0)
+    assert found.run is first.run
+    assert len(found.cells) >= 2 * len(after.rows[0])
+    assert (tmp_path / "actions" / "training.txt").read_text().count("F") == 5
+    (rank,) = read_ranks(tmp_path / "actions")
+    assert {name: len(row) for name, row in rank.rows.items()} == {"training": len(after.rows[0])}
+
+
 def test_an_error_is_distinct_from_a_note(tmp_path):
     log = open_log(tmp_path)
     log.note("MainThread: somewhere")

@@ -97,6 +97,14 @@ def test_the_slowest_replica_ends_as_early_as_possible_by_the_profile(tmp_path):
     assert lines == ["replicas   6, 2, 6 and 6 micro-batches; predicted ms: 180, with 5 5 5 5 450"]
 
 
+def test_equal_replicas_get_as_many_and_the_run_has_numbers(tmp_path):
+    config, lines = resolved(run_of(tmp_path)), []
+    assert config.layout.microbatch_words == "8 micro-batches (which train divides among replicas)"
+    found = Division(config, ALONE).measured(config, profile_of(0.01, 0.01), lines.append)
+    assert found.layout.microbatches == (4, 4)
+    assert lines == ["replicas   4 and 4 micro-batches; predicted ms: 120, with 4 4 120"]
+
+
 def test_numbers_that_were_given_are_not_measured(tmp_path):
     config = resolved(run_of(tmp_path, microbatches=(5, 3), num_microbatches=5))
     assert Division(config, ALONE).measured(config, profile_of(1, 1), pytest.fail) is config
@@ -272,10 +280,15 @@ def test_a_run_divides_before_the_first_step_and_again_with_the_same_batches(tmp
     assert write_report(tmp_path / "again").stat().st_size > 0
 
 
-def test_a_resumed_run_measures_again_and_goes_on_with_the_same_batches(tmp_path, capfd):
+def test_a_resumed_run_measures_again_and_goes_on_with_the_same_batches(tmp_path, capfd, monkeypatch):
     config = replace(run_of(tmp_path, steps=3), checkpoint=CheckpointConfig(final="checkpoint"))
-    train(replace(config, training=replace(config.training, steps=3)))
+    with monkeypatch.context() as patch:
+        # Another division behind step 2, whatever was measured; the ranks are forks of this process.
+        patch.setattr(Division, "again", lambda _, run, step, say: run.divided((7, 1)) if step == 2 else run)
+        train(config)
     assert "\nreplicas   " in capfd.readouterr().out
+    assert read_run_file(tmp_path / "run" / "config.toml")[0].layout.microbatches == (7, 1)
+    assert (tmp_path / "run" / "actions" / "training.txt").read_text().count("F") == 7  # those of rank 0
     go_on = replace(config, training=replace(config.training, steps=5))
     go_on = replace(go_on, output=OutputConfig(folder=tmp_path / "again"))
     train(replace(go_on, checkpoint=CheckpointConfig(resume=tmp_path / "run", final="none")))

@@ -116,7 +116,9 @@ class ActionLog:
     """
 
     def __init__(self, folder: Path, rank: int, size: int, place: Coordinates) -> None:
-        self._folder, self._rank = folder, rank
+        self._rank = rank
+        # The run's folder takes its place under another name when the first step has ended.
+        self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._file = os.open(_file_of(folder, rank), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         self._head: dict[str, Any] = {
             "format": _FORMAT,
@@ -172,7 +174,9 @@ class ActionLog:
         memory = mmap.mmap(self._file, room, offset=offset)
         self._write_head()
         if self._rank == 0:
-            (self._folder / f"{name}.txt").write_text(format_schedule(schedule), encoding="utf-8")
+            file = os.open(f"{name}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666, dir_fd=self._folder)
+            with os.fdopen(file, "w", encoding="utf-8") as text:
+                text.write(format_schedule(schedule))
         return RowLog(run, memoryview(memory).cast("q"))
 
     def begin_step(self, step: int) -> None:

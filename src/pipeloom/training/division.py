@@ -87,10 +87,11 @@ class Division:
             return inf if schedule is None else simulate_profile(schedule, profiles[replica]).end_s
 
         found = self._chosen(config, finish_s)
+        # Also where all have as many: the run's folder then has numbers.
+        found = config.divided(found.layout.microbatches_by_replica)
         if profiles:
             say(f"replicas   {found.layout.microbatch_words}; {_compared(config, found, finish_s)}")
-        # Also where all have as many: the run's folder then has numbers.
-        return config.divided(found.layout.microbatches_by_replica)
+        return found
 
     def note(self, seconds: Sequence[float]) -> None:
         """Take the seconds of compute of a step, by rank; the same numbers on all ranks."""

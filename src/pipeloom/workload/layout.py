@@ -214,9 +214,10 @@ class Layout(WithAxes):
     @property
     def microbatch_words(self) -> str:
         """The same in words, such as ``5, 2, 5 and 4 micro-batches``."""
+        if self.divides_batch:
+            return f"{count(self.num_microbatches * self.dp, 'micro-batch')} (which train divides among replicas)"
         if self.own_microbatches is None:
-            automatic = f" on average, of which train chooses those of each of {self.dp} replicas"
-            return count(self.num_microbatches, "micro-batch") + (automatic if self.divides_batch else "")
+            return count(self.num_microbatches, "micro-batch")
         *first, last = map(str, self.own_microbatches)
         return f"{', '.join(first)} and {last} micro-batches"
 
