@@ -15,6 +15,7 @@ from reproduction import (
     bpipe,
     bpipe_cases,
     bpipe_tables,
+    ep_alm,
     lomo,
     m6_10t,
     moesys,
@@ -84,6 +85,7 @@ def main() -> None:
     pages = zero_bubble_page(console) | {
         PAGE: filled(PAGE.read_text(encoding="utf-8"), data),
         bpipe_tables.PAGE: bpipe_tables.filled(bpipe_tables.PAGE.read_text(encoding="utf-8"), *pairs.values()),
+        ep_alm.PAGE: fill(ep_alm.PAGE.read_text(encoding="utf-8"), ep_alm.blocks(read_rows(ep_alm.NAME))),
         lomo.PAGE: fill(lomo.PAGE.read_text(encoding="utf-8"), lomo.memory_blocks(updates)),
         moesys.PAGE: fill(moesys.PAGE.read_text(encoding="utf-8"), moesys.blocks(routed, read_rows(moesys.BALANCE))),
         m6_10t.PAGE: fill(m6_10t.PAGE.read_text(encoding="utf-8"), m6_10t.blocks(shared, read_rows(m6_10t.LOSS))),

@@ -19,6 +19,7 @@ from reproduction import (
     bpipe,
     bpipe_cases,
     bpipe_tables,
+    ep_alm,
     lomo,
     m6_10t,
     moesys,
@@ -39,7 +40,7 @@ class Seed:
         claim: the authors', with its conditions.
         figure: what pipeloom has for it.
         how: the figure was made.
-        page: with the whole comparison, in ``docs``; empty for none.
+        page: with the whole comparison, in ``docs``.
     """
 
     name: str
@@ -149,6 +150,13 @@ def density() -> str:
     return f"{fewer:.1f} times fewer FLOPs, {faster:.2f} times as fast on the same A100"
 
 
+def perception() -> str:
+    """What is trained on a frozen model, and what it answers about images."""
+    rows = read_rows(ep_alm.NAME)
+    share, right, without = (fmean(float(row[name]) for row in rows) for name in ("share", "accuracy", "withheld"))
+    return f"{share:.2%} trained; colors of images {right:.0%} right, {without:.0%} without the image"
+
+
 def preferences() -> str:
     """Numbers of routers, and the area of their front above that of interpolation."""
     rows, far = read_rows(pwemoe.NAME), pwemoe.CASES[-1]
@@ -225,9 +233,9 @@ SEEDS = (
     Seed(
         "eP-ALM (2303.11403)",
         "under 1 % of the parameters trained",
-        lambda: "no side inputs; frozen stages run no backward",
-        "-",
-        "",
+        perception,
+        "trained",
+        "reproduction/ep_alm.md",
     ),
     Seed(
         "PWEMoE (2406.09770)",
