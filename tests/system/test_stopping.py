@@ -1,6 +1,7 @@
 """Work ends at its time limit or at Ctrl-C, wherever it is, and what is shielded is not cut in two."""
 
 import signal
+import sys
 import threading
 import time
 
@@ -136,3 +137,27 @@ def test_an_error_of_c_code_itself_is_raised():
     with pytest.raises(SystemError, match="a defect"):
         stop.run(work)
     assert stop.reason is None
+
+
+def test_only_foreign_exceptions_that_a_destructor_swallows_are_reported(monkeypatch):
+    class Slow:
+        def __del__(self):
+            sleep_beyond(deadline)
+
+    class Broken:
+        def __del__(self):
+            raise ValueError
+
+    def work():
+        for kind in (Broken, Slow):
+            value = kind()
+            del value
+        forever()
+
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: seen.append(lost.exc_type))
+    hook, deadline = sys.unraisablehook, time.monotonic() + ROOM_S
+    stop = Stop(deadline)
+    stop.run(work)
+    assert (stop.reason, seen) == ("time", [ValueError])
+    assert sys.unraisablehook is hook

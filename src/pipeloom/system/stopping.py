@@ -1,6 +1,7 @@
 """Ending a long computation early: at a time limit or at Ctrl-C, wherever it is."""
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,9 @@ _held: type[BaseException] | None = None
 
 class TimeUp(BaseException):
     """The time limit of the innermost ``Stop`` has passed; only ``Stop`` catches it."""
+
+
+_OURS = TimeUp, KeyboardInterrupt
 
 
 class Stop:
@@ -43,11 +47,13 @@ class Stop:
             work()
             return
         begin = time.monotonic()
-        old_timer = signal.setitimer(signal.ITIMER_REAL, 0)
+        old_timer, old_hook = signal.setitimer(signal.ITIMER_REAL, 0), sys.unraisablehook
         old_interrupt = signal.signal(signal.SIGINT, lambda *_: self._interrupt())
         old_alarm = signal.signal(signal.SIGALRM, lambda *_: self._raise())
         try:
             self._is_open = True
+            # Python prints what a handler raised inside a destructor before it ignores it; the timer repeats ours.
+            sys.unraisablehook = lambda lost: None if lost.exc_type in _OURS else old_hook(lost)
             if self._deadline is not None:
                 # A time of 0 would disable the timer, so a deadline in the past becomes a microsecond.
                 signal.setitimer(signal.ITIMER_REAL, max(1e-6, self._deadline - begin), _AGAIN_S)
@@ -64,6 +70,7 @@ class Stop:
             self._is_open = False
             # Disable the timer before its handler: the default action of SIGALRM ends the process.
             signal.setitimer(signal.ITIMER_REAL, 0)
+            sys.unraisablehook = old_hook
             signal.signal(signal.SIGALRM, old_alarm)
             signal.signal(signal.SIGINT, old_interrupt)
             left_s, interval_s = old_timer
