@@ -69,9 +69,11 @@ def main() -> None:
 def asked(case: Case, core: int, *flags: str) -> tuple[float, dict]:
     """Seconds of the processor that the command took, and what it answered."""
     words = [sys.executable, "-m", "pipeloom", "plan", *case.flags.split(), "--json", *flags]
+    # Where modules are not kept as bytecode, each start would compile them.
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     begin_s = _children_s()
     done = subprocess.run(
-        words, capture_output=True, text=True, check=True, preexec_fn=lambda: os.sched_setaffinity(0, {core})
+        words, env=kept, capture_output=True, text=True, check=True, preexec_fn=lambda: os.sched_setaffinity(0, {core})
     )
     return _children_s() - begin_s, json.loads(done.stdout)
 

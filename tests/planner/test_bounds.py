@@ -17,7 +17,7 @@ from pipeloom.passes import lower
 from pipeloom.planner.bounds import Bounds, least_work_s
 from pipeloom.planner.candidate import Candidate, complete
 from pipeloom.planner.question import Question
-from pipeloom.planner.space import Sharding, arrangements
+from pipeloom.planner.space import Sharding, Twig, arrangements
 from pipeloom.recipe import Knobs
 from pipeloom.schedule import Kind
 from pipeloom.simulation import simulate
@@ -67,9 +67,9 @@ def test_what_is_settled_fits_and_bounds_are_never_above_what_is_simulated(leaf)
     assert leaf.cut.bound_s <= step_s
     assert leaf.cut.missing_bytes <= held - room
     assert leaf.cut.has_room(leaf.sharding)
-    narrowed = leaf.without_large_levels()
-    assert narrowed is not None
-    assert narrowed.bound_s <= step_s
+    assert leaf.twig.bound_s <= step_s
+    assert leaf.bounded is not None
+    assert leaf.bounded[0] <= step_s
     assert chosen.bound_s <= step_s
     assert chosen.bound_of_row_s <= step_s
     assert chosen.bound_without_messages_s <= step_s
@@ -89,7 +89,7 @@ def test_the_bound_of_a_row_counts_every_gather_that_its_order_makes(ask):
     (cut,) = (cut for one in arrangements(question)[0] if not one.splits for cut in one.cuts if cut.choices)
     sharding = Sharding(("full",), 1)
     bounds, gathers = {}, {}
-    for leaf in cut.leaves([sharding]):
+    for leaf in Twig(cut, sharding).leaves:
         knobs = Knobs(choice=leaf.choice, residency=1, prefetch=1, gradient_buffers=1)
         chosen = Candidate(leaf.placed("full"), knobs, leaf)
         step = chosen.simulate()
@@ -117,7 +117,7 @@ def test_without_communication_the_bound_of_even_stages_is_exact(ask):
     (arrangement, *_), _ = arrangements(question)
     (leaf,) = arrangement.cuts[0].leaves()
     step = complete(leaf).simulate()
-    assert leaf.bound_s == pytest.approx(step.prediction.step_time_s, rel=1e-9)
+    assert leaf.bounded[0] == pytest.approx(step.prediction.step_time_s, rel=1e-9)
 
 
 def test_a_rank_that_holds_all_its_inputs_need_not_turn_before_its_last_forward(ask):
@@ -130,7 +130,7 @@ def test_a_rank_that_holds_all_its_inputs_need_not_turn_before_its_last_forward(
     completed = [(leaf, chosen) for leaf in leaves if (chosen := complete(leaf)) is not None]
     assert completed
     for leaf, chosen in completed:
-        assert leaf.bound_s <= chosen.simulate().prediction.step_time_s * (1 + 1e-9)
+        assert leaf.bounded[0] <= chosen.simulate().prediction.step_time_s * (1 + 1e-9)
 
 
 SPLIT = sorted(name for name, known in FAMILIES.items() if known.splits_backward and known.stage_inputs)
@@ -165,7 +165,7 @@ def test_held_bytes_bound_no_more_than_waiting_does(name, pp, loops, count, data
         weight_s=tuple(data.draw(st.sampled_from([0, 0.25, 0.5, 1])) * each for each in backward_s),
     )
     bounds, simulated_s = bounds_of(choice, costs), simulate(lower(choice.make()), costs).end_s
-    assert bounds.in_flight_bound_s(np.array(choice.stage_inputs)) <= simulated_s * (1 + 1e-9)
+    assert bounds.in_flight_bound_s(np.array([choice.stage_inputs]))[0] <= simulated_s * (1 + 1e-9)
     assert bounds.work[0].end_s().max() <= simulated_s * (1 + 1e-9)
 
 
@@ -176,6 +176,6 @@ def test_where_memory_is_short_the_waits_are_the_bubble(name, share, pp, count):
     choice, stages = Choice(family=name, pp=pp, num_microbatches=count, loops=2), 2 * pp
     costs = StageCosts((1.0,) * stages, (2.0,) * stages)
     bounds, simulated_s = bounds_of(choice, costs), simulate(choice.make(), costs).end_s
-    least_s = bounds.in_flight_bound_s(np.array(choice.stage_inputs))
+    least_s = bounds.in_flight_bound_s(np.array([choice.stage_inputs]))[0]
     assert share * simulated_s <= least_s <= simulated_s
     assert bounds.work[0].end_s().max() < least_s

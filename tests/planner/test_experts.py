@@ -5,11 +5,14 @@ from dataclasses import replace
 import pytest
 
 from pipeloom import make_question, plan
-from pipeloom.catalog import load_model
+from pipeloom.catalog import load_cluster, load_model
 from pipeloom.cost.flops import shape_model_flops
 from pipeloom.errors import ConfigError
 from pipeloom.families import FAMILIES, ends_forwards_first
+from pipeloom.planner.question import Limits
 from pipeloom.planner.run_file import run_config
+from pipeloom.planner.run_step import predict_step
+from pipeloom.planner.search import search
 from pipeloom.workload.model_shape import Experts
 
 SHAPE = replace(
@@ -68,3 +71,48 @@ def test_experts_of_half_the_width_take_longer_than_one_block():
 def test_other_programs_are_refused():
     with pytest.raises(ConfigError, match="model.experts needs the training program pipeloom, found fsdp"):
         make_question(SHAPE, "dgx-h100", num_devices=16, global_batch=64, seq=2048, software="fsdp")
+
+
+MIXTURE = replace(SHAPE, name="mixture", vocab=8192, experts=Experts(count=4, per_token=2, ffn=2048))
+
+
+def short_of_memory(gigabytes):
+    cluster = load_cluster("dgx-1-v100")
+    return replace(cluster, name="short", device=replace(cluster.device, memory_bytes=gigabytes * 1e9))
+
+
+def test_where_memory_is_short_experts_are_shared_and_the_written_run_takes_as_long(ask):
+    """On one rank all experts of a layer do not fit; to gather their shards costs more than to send tokens."""
+    question = ask(shape=MIXTURE, cluster=short_of_memory(2.8), global_batch=16).limited(strategies=("none",))
+    found = plan(question, explains=False)
+    alone = plan(question.limited(ep=(1,)), explains=False)
+    assert found.best.run.ep > 1
+    assert all(step.run.data_ranks % step.run.ep == 0 for step in found.steps)
+    if alone.best is not None:
+        assert found.best.prediction.step_time_s < alone.best.prediction.step_time_s
+    for step in found.steps[:3]:
+        run = run_config(step, None, "dgx-1-v100", "pipeloom")
+        assert run.layout.ep == step.run.ep
+        again_s = predict_step(run, by_seconds=True).prediction.step_time_s
+        assert again_s == pytest.approx(step.prediction.step_time_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_bounds_leave_no_layout_with_shared_experts_out(ask, every):
+    shape = replace(MIXTURE, layers=4, experts=replace(MIXTURE.experts, every=every))
+    question = ask(shape=shape, cluster=short_of_memory(2.6), global_batch=8).limited(tp=(1,), strategies=("none",))
+    pruned, everything = search(question), search(question, prunes=False)
+    found, expected = (
+        [(step.run, step.knobs, step.prediction.step_time_s) for step in one.steps] for one in (pruned, everything)
+    )
+    assert found == expected
+    assert {run.ep for run, _, _ in found} > {1}
+    assert pruned.counts.simulated < everything.counts.simulated
+
+
+def test_a_limit_of_ranks_that_share_experts_needs_experts(ask):
+    question = ask(shape=MIXTURE)
+    assert question.expert_sizes == (1, 2, 4)
+    assert question.limited(ep=(2,)).expert_sizes == (2,)
+    with pytest.raises(ConfigError, match="ep shares the experts of a layer, and the model has none"):
+        ask(shape=replace(SHAPE, experts=None), limits=Limits(ep=(2,)))

@@ -166,7 +166,7 @@ def test_a_plan_of_a_million_devices_ends_in_time_whatever_takes_long(ask, monke
 
     name = {
         "enumeration": "search.Arrangement.count",
-        "bounds": "space.Cut.leaves",
+        "bounds": "space.Twig.bounded",
         "simulation": "candidate.Candidate.simulate",
         "what a lack would need": "plan.closest",
     }[phase]

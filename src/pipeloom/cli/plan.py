@@ -82,6 +82,8 @@ class Options(Goals):
     """Pipeline-model-parallel sizes to search. 1 is no pipeline. None: all."""
     dp: tuple[int, ...] = ()
     """Data-parallel sizes to search. None: all."""
+    ep: tuple[int, ...] = ()
+    """Numbers of data-parallel ranks that share the experts of a layer to search. None: all that divide the experts."""
     loops: Common[tuple[int, ...]] = ()
     """Virtual stages per rank to search. None: all."""
     micro_batch: Common[tuple[int, ...]] = ()

@@ -86,7 +86,7 @@ def _or_null(step: SimulatedStep | None) -> dict[str, Any] | None:
 
 
 _OF_RUN = (
-    *IN_SENTENCES, "loops", "replicate", "shard", "micro_batch", "num_microbatches", "sequence_parallel",
+    *IN_SENTENCES, "ep", "loops", "replicate", "shard", "micro_batch", "num_microbatches", "sequence_parallel",
     "recompute", "recompute_layers", "layers_by_stage", "placement", "pipeline_order", "boundary",
 )  # fmt: skip
 _OF_KNOBS = ("residency", "prefetch", "gradient_buffers", "receive_buffers")

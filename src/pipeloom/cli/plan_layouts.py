@@ -109,6 +109,7 @@ def layout_cells(step: SimulatedStep) -> dict[str, str]:
     return {
         **run.axes.cells,
         "tp": f"{run.tp}{'+sp' if run.sequence_parallel else ''}",
+        "ep": str(run.ep) if run.ep > 1 else "-",
         "micro": f"{run.num_microbatches} x {run.micro_batch}",
         "schedule": family_words(step) if has_schedule else "-",
         # Without a pipeline too: the stages whose weights are gathered, or whose gradients are reduced, one by one.
@@ -142,7 +143,7 @@ def _recomputed(step: SimulatedStep) -> str:
 
 
 _SETTING: Mapping[str, str] = {
-    **{name: f"{name} {{}}" for name in IN_SENTENCES},
+    **{name: f"{name} {{}}" for name in (*IN_SENTENCES, "ep")},
     "micro": "micro {}",
     "schedule": "{}",
     "loops": "loops {}",
@@ -150,7 +151,7 @@ _SETTING: Mapping[str, str] = {
     "recompute": "{} recomputed",
 }
 """Title of a column -> its value in a sentence."""
-_ABSENT: Mapping[str, str] = {"sharded": "nothing", "recompute": "nothing", **dict.fromkeys(IN_SENTENCES, "1")}
+_ABSENT: Mapping[str, str] = {"sharded": "nothing", "recompute": "nothing", **dict.fromkeys((*IN_SENTENCES, "ep"), "1")}
 """Title of a column -> what ``-`` is there in a sentence about a difference."""
 
 

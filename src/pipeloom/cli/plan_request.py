@@ -312,7 +312,6 @@ def _read(path: Path, seq: int | None, problems: list[str]) -> RunConfig:
         "training.freeze_layers": (still is not None, "layouts that train all weights", "frozen layers"),
         "optimizer.update stage": (config.optimizer.update == "stage", "updates behind the pipeline", "others"),
         "layout.average_every": (layout.average_every is not None, "reductions of gradients", "averages"),
-        "layout.ep": (layout.ep > 1, "replicas that have all experts", "experts over ranks"),
         "model.share_layers": (config.model.share_layers is not None, "layers with own weights", "shared layers"),
     }
     values += [

@@ -153,7 +153,7 @@ class Placed:
             return tuple(of_part.values()) * self.run.pp
         return tuple(of_part[part] for part in self.parts)
 
-    @property
+    @cached_property
     def fastest_pieces(self) -> PieceSeconds:
         """Seconds of the model's pieces, each on the fastest rank for it."""
         pieces = [piece_seconds(self.run, part, self.software) for part in self._kinds]
@@ -187,7 +187,7 @@ class Placed:
             found.append(tuple(max(0.0, full.layer[1] - none.layer[1]) for none, full in both))
         return found[0] if len(found) == 1 else tuple(map(min, *found))
 
-    @property
+    @cached_property
     def lightest_pieces(self) -> PieceSeconds:
         """``fastest_pieces``, where layers differ of the one that takes least."""
         every = [self.of(run).fastest_pieces for run in self.run.with_lightest_layers]

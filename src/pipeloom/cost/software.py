@@ -206,6 +206,10 @@ class Software:
         """Whether all communication is actions on lanes of their own, as in ``pipeloom train``."""
         return self.has_reduction_lane and not self.is_blocking
 
+    def num_pieces(self, layers: int) -> int:
+        """Pieces of a model that may be stages: layers, and embedding and head where these are balanced, too."""
+        return layers + 2 if self.partition == "balanced" else layers
+
     def gathers_once(self, num_stages: int) -> bool:
         """Whether fully sharded weights are gathered once a step, and gradients scattered once, for all micro-batches.
 

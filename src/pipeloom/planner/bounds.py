@@ -70,10 +70,14 @@ class Bounds(OfPlaced):
             self._sharded[key] = Sharded(self._with(shard, replicate), self)
         return self._sharded[key]
 
-    def recomputing_s(self, layers: Floats) -> float:
-        """Lower bound of the pipeline in seconds, given the recomputed layers of each rank, without collectives."""
+    def recomputing_s(self, layers: Floats) -> Floats:
+        """Lower bounds of the pipeline in seconds, without collectives.
+
+        Args:
+            layers: [schedule, rank] recomputed layers.
+        """
         ends_s, each_s = self._recomputing
-        return float((ends_s + layers * each_s).max())
+        return (ends_s + layers * each_s).max(axis=1)
 
     @cached_property
     def _recomputing(self) -> tuple[Floats, Floats]:
@@ -139,23 +143,23 @@ class Bounds(OfPlaced):
         """The rank whose work ends last."""
         return int(self.work[0].end_s().argmax())
 
-    def in_flight_bound_s(self, in_flight: Floats) -> float:
-        """Lower bound of the pipeline in seconds for schedules whose ranks hold at most these stage inputs.
+    def in_flight_bound_s(self, in_flight: Floats) -> Floats:
+        """Lower bounds of the pipeline in seconds for schedules whose ranks hold at most these stage inputs.
 
         Before its first gradient arrives, a rank runs at most as many forwards as it holds inputs; after its last
         forward, at most as many backwards. Each time it waits for a full traversal of the other stages.
 
         Args:
-            in_flight: [rank, number of its stage] stage inputs at the rank's peak.
+            in_flight: [schedule, rank, number of its stage] stage inputs at the rank's peak.
         """
         # Traversals are counted from the start of the first rank; stages that train nothing hold no inputs.
         if self.software.overlaps_steps or self._num_frozen:
-            return 0.0
-        held, count, (forward_s, backward_s, longest_s, around_s) = in_flight.sum(axis=1), *self._in_flight_terms
+            return np.zeros(len(in_flight))
+        held, count, (forward_s, backward_s, longest_s, around_s) = in_flight.sum(axis=2), *self._in_flight_terms
         between_s = count * (forward_s + backward_s) - held * longest_s.sum(axis=0)
         most_s = held * longest_s[0] * (1 + _ROUNDING)  # equal sums of equal stages may differ in their last digits
         has_both = count * forward_s > most_s  # otherwise the last forward may come before any gradient
-        return float(((around_s + np.maximum(between_s, 0.0)) * has_both).max())
+        return ((around_s + np.maximum(between_s, 0.0)) * has_both).max(axis=1)
 
     @cached_property
     def _in_flight_terms(self) -> tuple[int, tuple[Floats, ...]]:
@@ -330,14 +334,14 @@ class Sharded(OfPlaced):
         lane_s = (gathers_s + reductions_s)[stages].sum(axis=1).max()
         return float(max(pipeline_s, lane_s)) + self.after_s
 
-    def in_flight_bound_s(self, in_flight: Floats) -> float:
-        """Lower bound of the step time in seconds for schedules whose ranks hold at most these stage inputs.
+    def in_flight_bound_s(self, in_flight: Floats) -> Floats:
+        """Lower bounds of the step time in seconds for schedules whose ranks hold at most these stage inputs.
 
         Args:
-            in_flight: [rank, number of its stage] stage inputs when a rank holds the most.
+            in_flight: [schedule, rank, number of its stage] stage inputs when a rank holds the most.
         """
         gather_s = self._collectives_s[0][0] if self._has_collectives else 0.0
-        return float(gather_s) + self.bounds.in_flight_bound_s(in_flight) + self.after_s
+        return gather_s + self.bounds.in_flight_bound_s(in_flight) + self.after_s
 
     def row_alone_s(self, graph: Graph, rank: int) -> float:
         """Lower bound of the step time in seconds from the waits of one rank for itself.
@@ -391,16 +395,16 @@ class Sharded(OfPlaced):
         return np.array([found.get(kind, 0 * forward_s) for kind in KINDS])
 
     def held_bytes(self, in_flight: Floats | None = None, gathered: int = 1) -> Floats:
-        """For each rank a lower bound of the bytes that a device holds.
+        """For each rank a lower bound of the bytes that a device holds, of one schedule or of several.
 
         Args:
-            in_flight: [rank, number of its stage] stage inputs that it holds at once; ``None`` for one of each.
+            in_flight: [..., rank, number of its stage] stage inputs that it holds at once; ``None`` for one of each.
             gathered: stages that are gathered at once, with ``full`` sharding.
         """
         if gathered not in self._always:
             self._always[gathered] = self._always_bytes(gathered)
         each = self.bounds.input_bytes
-        kept = (each if in_flight is None else in_flight * each).sum(axis=1)
+        kept = (each if in_flight is None else in_flight * each).sum(axis=-1)
         return self._always[gathered] + kept * (1 + self.software.fragmentation)
 
     @property
@@ -410,10 +414,10 @@ class Sharded(OfPlaced):
         return self.held_bytes(0 * each) + each.max(axis=1) * (1 + self.software.fragmentation)
 
     def layers_to_recompute(self, in_flight: Floats) -> Floats:
-        """For each rank a lower bound of the layers that it must recompute to fit a device.
+        """[schedule, rank] lower bounds of the layers that must be recomputed to fit a device.
 
         Args:
-            in_flight: [rank, number of its stage] stage inputs that it holds at once.
+            in_flight: [schedule, rank, number of its stage] stage inputs that it holds at once.
         """
         layers, each, more = self.bounds.layer_bytes
         held = self.held_bytes(in_flight)
@@ -422,13 +426,13 @@ class Sharded(OfPlaced):
         if not missing.any():
             return missing
         # Stages with the most inputs first: a layer there saves the most, so these are the fewest layers.
-        order = np.argsort(-in_flight, axis=1, kind="stable")
-        inputs = np.maximum(np.take_along_axis(in_flight, order, axis=1), 1e-9)
-        counts = np.take_along_axis(layers, order, axis=1)
-        saved_before = np.cumsum(inputs * counts, axis=1) - inputs * counts
+        order = np.argsort(-in_flight, axis=2, kind="stable")
+        inputs = np.maximum(np.take_along_axis(in_flight, order, axis=2), 1e-9)
+        counts = np.take_along_axis(np.broadcast_to(layers, in_flight.shape), order, axis=2)
+        saved_before = np.cumsum(inputs * counts, axis=2) - inputs * counts
         # A whole number must not become the next one by rounding.
-        wanted = np.ceil((missing[:, None] - saved_before) / inputs - 1e-9)
-        return np.clip(wanted, 0, counts).sum(axis=1)
+        wanted = np.ceil((missing[..., None] - saved_before) / inputs - 1e-9)
+        return np.clip(wanted, 0, counts).sum(axis=2)
 
     @property
     def _has_collectives(self) -> bool:
@@ -454,11 +458,18 @@ class Sharded(OfPlaced):
 def _kept_state_bytes(placed: Placed, gathered: int) -> Floats:
     """For each rank the bytes of weights, gradients and optimizer state, and of what the program reserves."""
     run, software, stages = placed.run, placed.software, stages_by_rank(placed.placement)
-    whole, trained = np.array(placed.rank_parameters), np.array(placed.trained_rank_parameters)
-    held = state_bytes(run, 1.0, software).total_bytes * trained + frozen_bytes(run, 1.0) * (whole - trained)
+    held = sum((_segment_bytes(placed.of(one), stages, gathered) for one in run.segments), np.zeros(run.pp))
     owner = placed.placement.rank_by_stage
     for rank in {owner[0], owner[-1]}:
         held[rank] += lent_bytes(run, software, stages[rank].tolist()).total_bytes
+    return held + software.reserve_bytes
+
+
+def _segment_bytes(placed: Placed, stages: NDArray[np.int64], gathered: int) -> Floats:
+    """For each rank the bytes of the state of one of ``Run.segments``, with its gathered weights."""
+    run, software = placed.run, placed.software
+    whole, trained = np.array(placed.rank_parameters), np.array(placed.trained_rank_parameters)
+    held = state_bytes(run, 1.0, software).total_bytes * trained + frozen_bytes(run, 1.0) * (whole - trained)
     if run.sharded == "full":
         alone = state_bytes(run, 1.0, software, "none")
         # The only rank of a copy has its frozen weights whole.
@@ -467,5 +478,5 @@ def _kept_state_bytes(placed: Placed, gathered: int) -> Floats:
         by_stage = gathered_parameters(run, software) if has_shards else placed.trained_parameters
         largest = np.sort(np.array(by_stage)[stages], axis=1)[:, ::-1]
         most = gathered if software.has_reduction_lane else 1
-        held += largest[:, :most].sum(axis=1) * alone.weights_bytes
-    return held + software.reserve_bytes
+        held = held + largest[:, :most].sum(axis=1) * alone.weights_bytes
+    return held

@@ -17,7 +17,7 @@ from pipeloom.cost.stages import stage_layers
 from pipeloom.families import Choice
 from pipeloom.planner.bounds import Sharded
 from pipeloom.planner.space import Leaf
-from pipeloom.predict.memory import Room, activation_room, memory_with_room
+from pipeloom.predict.memory import Room, activation_room, bytes_with_room
 from pipeloom.predict.step import Prediction, SimulatedStep, compute_schedule, graph_without_messages, simulate_step
 from pipeloom.recipe import Knobs
 from pipeloom.schedule.peaks import Peaks
@@ -96,9 +96,8 @@ class Candidate(OfPlaced):
             gathered=min(knobs.residency, loops),
             unreduced=knobs.gradient_buffers,
         )
-        held = memory_with_room(self.run, self.software, rows, room)
-        capacities = self.leaf.cut.memory.capacity_bytes.tolist()
-        return [capacity - memory.total_bytes for capacity, memory in zip(capacities, held, strict=True)]
+        held = bytes_with_room(self.run, self.software, rows, room)
+        return (self.leaf.cut.memory.capacity_bytes - held).tolist()
 
     @property
     def activation_room(self) -> tuple[float, ...]:

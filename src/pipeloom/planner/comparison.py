@@ -93,8 +93,8 @@ def without_pipeline(run: Run) -> str:
 
 
 def num_axes(run: Run) -> int:
-    """How many axes have several ranks."""
-    return sum(size > 1 for size in run.axes)
+    """How many axes have several ranks; those that share experts count as one more."""
+    return sum(size > 1 for size in run.sizes.values())
 
 
 def complexity(run: Run, family: str, strategy: str) -> tuple[bool, int, int, bool, int, int, bool]:
@@ -192,16 +192,24 @@ def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Limit
 
 def _other_sizes(question: Question, run: Run) -> Iterator[tuple[str, Limits]]:
     """The limits that exclude the size of an axis, or of the micro-batches."""
-    searched = {
-        "tp": divisors(question.num_devices),
-        "cp": question.context_sizes,
-        "micro_batch": divisors(question.global_batch),
-    }
-    for name, sizes in searched.items():
+    for name, sizes in _sizes(question).items():
         own = getattr(run, name)
-        if others := tuple(size for size in sizes if size != own):
+        # Layouts with another pipeline axis are rivals by their schedules.
+        if name != "pp" and (others := tuple(size for size in sizes if size != own)):
             limits: dict[str, Any] = {name: others}
             yield f"{name.replace('_', '-')} not {own}", Limits(**limits)
+
+
+def _sizes(question: Question) -> dict[str, Sequence[int]]:
+    """Name of a limit -> the sizes that are searched."""
+    devices = divisors(question.num_devices)
+    return {
+        "tp": devices,
+        "cp": question.context_sizes,
+        "pp": devices,
+        "ep": question.expert_sizes,
+        "micro_batch": divisors(question.global_batch),
+    }
 
 
 ALONE = " alone"
@@ -242,15 +250,8 @@ def _near(question: Question, best: SimulatedStep) -> Limits:
         below, above = ([one for one in allowed if one < size], [one for one in allowed if one > size])
         return (*below[-1:], *(one for one in allowed if one == size), *above[:1])
 
-    devices, batch = divisors(question.num_devices), divisors(question.global_batch)
-    return replace(
-        limits,
-        tp=around("tp", devices, run.tp),
-        cp=around("cp", question.context_sizes, run.cp),
-        pp=around("pp", devices, run.pp),
-        micro_batch=around("micro_batch", batch, run.micro_batch),
-        strategies=(strategy_of(best),),
-    )
+    near: dict[str, Any] = {name: around(name, sizes, getattr(run, name)) for name, sizes in _sizes(question).items()}
+    return replace(limits, **near, strategies=(strategy_of(best),))
 
 
 def _changed(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Question]]:

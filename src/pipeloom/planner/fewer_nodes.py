@@ -100,6 +100,7 @@ def question_on(config: RunConfig, run: Run, cluster: str | Cluster, program: st
         attention=run.attention,
         fused_norm=run.fused_norm,
         boundary=run.boundary,
+        ep=(1, run.ep),
     )
     return of_training(question, config)
 

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Limits
-from pipeloom.planner.space import Arrangement, Cut, Leaf
+from pipeloom.planner.space import Arrangement, Cut, Leaf, Twig
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.workload.axes import Axes
 
 SAME = 1e-8
 """Relative difference of two step times that is rounding."""
@@ -18,7 +17,7 @@ SAME = 1e-8
 class GroupKey(NamedTuple):
     """Key under which layouts are grouped; an answer lists the best of each group."""
 
-    axes: Axes
+    sizes: tuple[int, ...]
     micro_batch: int
     family: str
     recompute: str
@@ -33,7 +32,7 @@ class GroupKey(NamedTuple):
         family = leaf.choice.family if run.pp > 1 else ""
         # Memory alone determines which layers recompute, so two such layouts differ in nothing that anybody chose.
         recompute = leaf.cut.arrangement.recomputed
-        return cls(run.axes, run.micro_batch, family, recompute, run.sequence_parallel, leaf.strategy)
+        return cls(tuple(run.sizes.values()), run.micro_batch, family, recompute, run.sequence_parallel, leaf.strategy)
 
 
 class SortKey(NamedTuple):
@@ -55,7 +54,7 @@ class SortKey(NamedTuple):
         return cls(step_s, held, step.run.loops, repr((step.run, step.knobs)))
 
 
-Node = Arrangement | Cut | Leaf | Candidate
+Node = Arrangement | Cut | Twig | Leaf | Candidate
 
 
 class OpenNode(NamedTuple):
@@ -177,8 +176,8 @@ class Frontier:
 
     def is_dominated(self, node: Node, bound_s: float) -> bool:
         """Whether a leaf or candidate with this bound cannot improve its group."""
-        # An arrangement or a cut has layouts of several groups.
-        if isinstance(node, Arrangement | Cut):
+        # The others have layouts of several groups.
+        if not isinstance(node, Leaf | Candidate):
             return False
         incumbent = self._incumbents.get(GroupKey.of(node.leaf if isinstance(node, Candidate) else node))
         return incumbent is not None and bound_s > incumbent[0].step_s * (1 + SAME)
@@ -194,7 +193,7 @@ def _lineage(node: Node) -> list[Node]:
     found: list[Node] = [node]
     if isinstance(node, Candidate):
         found.append(node := node.leaf)
-    if isinstance(node, Leaf):
+    if isinstance(node, Leaf | Twig):
         found.append(node := node.cut)
     if isinstance(node, Cut):
         found.append(node.arrangement)
@@ -211,8 +210,10 @@ def _admits_itself(limits: Limits, node: Node) -> bool:
         return (
             (families is None or node.choice.family in families)
             and (limits.strategies is None or node.strategy in limits.strategies)
-            and (limits.shards is None or any(level in limits.shards for level in node.sharding.levels))
+            and _has_level(limits, node)
         )
+    if isinstance(node, Twig):
+        return _has_level(limits, node)
     run = node.run
     if isinstance(node, Cut):
         has_family = families is None or any(choice.family in families for choice in node.choices)
@@ -220,5 +221,9 @@ def _admits_itself(limits: Limits, node: Node) -> bool:
     # Some of the layers are recomputed where both nothing and all are allowed.
     recompute = ("none", "full") if node.recomputed == "some" else (node.recomputed,)
     return all(limits.allows(recompute=one) for one in recompute) and limits.allows(
-        **run.axes._asdict(), micro_batch=run.micro_batch, sequence_parallel=run.sequence_parallel
+        **run.sizes, micro_batch=run.micro_batch, sequence_parallel=run.sequence_parallel
     )
+
+
+def _has_level(limits: Limits, node: Leaf | Twig) -> bool:
+    return limits.shards is None or any(level in limits.shards for level in node.sharding.levels)

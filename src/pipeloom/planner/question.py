@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 from pipeloom.cost.flops import shape_model_flops
@@ -30,6 +31,7 @@ class Limits:
 
     Attributes:
         tp, cp, pp, dp: sizes of the axes.
+        ep: data ranks that share the experts of a layer.
         loops: stages of each pipeline rank.
         micro_batch: sequences of a micro-batch.
         families: schedule families.
@@ -44,6 +46,7 @@ class Limits:
     cp: tuple[int, ...] | None = None
     pp: tuple[int, ...] | None = None
     dp: tuple[int, ...] | None = None
+    ep: tuple[int, ...] | None = None
     loops: tuple[int, ...] | None = None
     micro_batch: tuple[int, ...] | None = None
     families: tuple[str, ...] | None = None
@@ -158,6 +161,8 @@ class Question:
             found.append(f"adapter.rank needs the training program pipeloom, found {self.software.name}")
         if self.shape.experts is not None and not self.software.has_lanes:
             found.append(f"model.experts needs the training program pipeloom, found {self.software.name}")
+        if self.shape.experts is None and set(self.limits.ep or ()) - {1}:
+            found.append("ep shares the experts of a layer, and the model has none; leave it out")
         if self.shape.blocks is not None and not self.software.has_lanes:
             found.append(f"model.density needs the training program pipeloom, found {self.software.name}")
         if self.shape.blocks is not None and self._takes_matrices:
@@ -210,6 +215,11 @@ class Question:
             for splits in (False, True)
         }
 
+    def splits(self, pp: int) -> list[bool]:
+        """Whether to search split backwards, whole ones or both: on one rank a split one is never faster."""
+        kinds = {FAMILIES[name].splits_backward for name in self.families}
+        return sorted(kinds if pp > 1 or len(kinds) == 1 else {False})
+
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
         """Sharding levels to search, the least first."""
@@ -248,6 +258,13 @@ class Question:
             return (1,)
         most = self.seq // LEAST_CONTEXT if self.launcher.has_context and not self.launcher.is_own else 1
         return tuple(2**power for power in range(max(1, most).bit_length()))
+
+    @cached_property
+    def expert_sizes(self) -> tuple[int, ...]:
+        """Numbers of data ranks that share the experts of a layer to search: those that divide the experts."""
+        experts = self.shape.experts
+        sizes = (1,) if experts is None or self.adapter is not None else tuple(divisors(experts.count))
+        return tuple(size for size in sizes if self.limits.allows(ep=size))
 
     @cached_property
     def clusters(self) -> tuple[Cluster, ...]:
@@ -309,7 +326,7 @@ LEVELS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")
 
 def layout_limits(run: Run, family: str) -> dict[str, Any]:
     """Limits that allow only the axes and family of one layout, with any sharding and recomputation."""
-    names = (*IN_SENTENCES, "loops", "micro_batch", "sequence_parallel")
+    names = (*IN_SENTENCES, "ep", "loops", "micro_batch", "sequence_parallel")
     return {name: (getattr(run, name),) for name in names} | {"families": (family,)}
 
 
@@ -334,6 +351,40 @@ def axes(num_devices: int, tps: Iterable[int], cps: Sequence[int] = (1,)) -> lis
         if num_devices % (tp * cp) == 0
         for pp in divisors(num_devices // tp // cp)
     ]
+
+
+def why_not(question: Question, sizes: Axes) -> str | None:
+    """Why axes do not divide the model or the batch; ``None`` if they do."""
+    shape, (tp, cp, dp, pp) = question.shape, sizes
+    if shape.blocks is not None and tp > 1:
+        return "the density is of whole matrices, which the tensor axis divides"
+    if shape.heads % tp or shape.kv_heads % tp:
+        return "the heads do not divide by the tensor axis"
+    if tp > 1 and question.seq % tp:
+        return "the tokens of a sequence do not divide by the tensor axis"
+    if cp > 1 and question.seq % (2 * cp * tp):
+        return "the halves of each rank's tokens do not divide by the context and tensor axis"
+    if pp > question.software.num_pieces(shape.layers):
+        return "the pipeline has more ranks than there are layers"
+    if pp > 1 and shape.tied and not question.launcher.ties_stages:
+        return f"{question.launcher.title} shares no matrix between two stages"
+    if question.global_batch % dp:
+        return "the batch does not divide by the data axis"
+    return None
+
+
+def has_better_axes(question: Question, sizes: Axes, micro_batch: int) -> bool:
+    """Whether a smaller context axis with as much more data axis is searched, which needs no exchange.
+
+    A rank has as many tokens, of fewer sequences, and shares its state with as many ranks.
+    """
+    both = gcd(sizes.cp, micro_batch)
+    if both == 1:
+        return False
+    part = divisors(both)[1]
+    smaller = sizes._replace(cp=sizes.cp // part, dp=sizes.dp * part)
+    is_searched = smaller.cp in question.context_sizes
+    return is_searched and question.limits.allows(**smaller._asdict(), micro_batch=micro_batch // part)
 
 
 def limit_problems(

@@ -99,7 +99,7 @@ def named_model(name: str, seq_len: int) -> ModelConfig:
 
 def _layout(run: Run) -> Layout:
     layout = Layout(
-        **run.axes._asdict(),
+        **run.sizes,
         loops=run.loops,
         num_microbatches=run.num_microbatches,
         microbatches=run.microbatches,

@@ -18,7 +18,7 @@ from math import inf
 from pipeloom.planner.candidate import Candidate, complete, repartitioned
 from pipeloom.planner.frontier import Frontier, GroupKey, Node, OpenNode, SortKey, admits
 from pipeloom.planner.question import Limits, Question
-from pipeloom.planner.space import Arrangement, Cut, Leaf, each_arrangement
+from pipeloom.planner.space import Arrangement, Cut, Leaf, Twig, each_arrangement
 from pipeloom.planner.strategies import STRATEGIES, SearchState, Strategy
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.schedule.compiled import expect_much
@@ -300,36 +300,39 @@ class Search:
                 frontier.push(self._numbered(entry.bound_s, cut))
         elif isinstance(node, Cut):
             self._expand_cut(frontier, entry.bound_s, node)
+        elif isinstance(node, Twig):
+            self._expand_twig(frontier, entry.bound_s, node)
         elif isinstance(node, Leaf):
             self._complete_leaf(frontier, entry.bound_s, node)
         else:
             self._bound_or_simulate(frontier, entry.bound_s, node)
 
     def _expand_cut(self, frontier: Frontier, bound_s: float, cut: Cut) -> None:
-        """Push a cut with its own bound, then its leaves, without those whose sharding cannot fit."""
+        """Push a cut with its own bound, then its twigs, without those whose sharding cannot fit."""
         if self._prunes and cut.bound_s > bound_s:
             frontier.push(self._numbered(cut.bound_s, cut))
             return
-        # Memory is bounded where time does not decide: most cuts and leaves are never taken from the queue.
+        # Memory is bounded where time does not decide: most cuts and twigs are never taken from the queue.
         if self._prunes and cut.missing_bytes > 0:
             self._counts.too_large += cut.count
             return
-        roomy = [one for one in cut.shardings if not self._prunes or cut.has_room(one)]
-        self._counts.too_large += (len(cut.shardings) - len(roomy)) * len(cut.choices)
-        for leaf in cut.leaves(roomy):
-            frontier.push(self._numbered(max(bound_s, leaf.quick_bound_s), leaf))
+        for twig in cut.twigs:
+            if self._prunes and not cut.has_room(twig.sharding):
+                self._counts.too_large += twig.count
+            else:
+                # A bound never falls below that of its parent, or the queue's first would not bound the rest.
+                frontier.push(self._numbered(max(bound_s, twig.bound_s), twig))
+
+    def _expand_twig(self, frontier: Frontier, bound_s: float, twig: Twig) -> None:
+        """Push the leaves of a twig that may fit, each with the bound that follows from memory."""
+        fitting, others = twig.bounded(twig.leaves) if self._prunes else ([(bound_s, leaf) for leaf in twig.leaves], [])
+        for closer_s, leaf in fitting:
+            frontier.push(self._numbered(max(bound_s, closer_s), leaf))
+        for leaf in others:
+            self._drop(leaf)
 
     def _complete_leaf(self, frontier: Frontier, bound_s: float, leaf: Leaf) -> None:
-        """Push a leaf with the bound that follows from memory, then as a candidate."""
-        if self._prunes and not leaf.has_close_bound:
-            fitting = leaf.without_large_levels()
-            if fitting is None:
-                self._drop(leaf)
-                return
-            # A bound never falls below that of its parent, or the queue's first would not bound the rest.
-            closer_s = max(bound_s, fitting.bound_s)
-            frontier.push(self._numbered(closer_s, replace(fitting, has_close_bound=True)))
-            return
+        """Push a leaf as a candidate."""
         candidate = complete(leaf)
         if candidate is None:
             self._drop(leaf)
@@ -438,15 +441,15 @@ def _first_feasible(arrangement: Arrangement, cutoff_s: float) -> Candidate | No
         arrangement: whose leaves.
         cutoff_s: largest bound.
     """
-    leaves = [
-        fitting
+    bounded = [
+        one
         for cut in arrangement.cuts
         # Cheap checks first: there are many leaves, and each has bounds to compute.
         if _is_short(cut) and cut.bound_s <= cutoff_s and cut.missing_bytes <= 0
-        for leaf in cut.leaves()
-        if (fitting := leaf.without_large_levels()) is not None
+        for twig in cut.twigs
+        for one in twig.bounded(twig.leaves)[0]
     ]
     # The first that fits is enough: the others have higher bounds, and the proof decides them.
-    promising = sorted(leaves, key=lambda leaf: leaf.bound_s)[:MOST_COMPLETED]
-    completed = (complete(leaf) for leaf in promising if leaf.bound_s <= cutoff_s)
+    promising = sorted(bounded, key=lambda one: one[0])[:MOST_COMPLETED]
+    completed = (complete(leaf) for bound_s, leaf in promising if bound_s <= cutoff_s)
     return next((candidate for candidate in completed if candidate is not None), None)

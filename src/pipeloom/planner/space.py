@@ -1,16 +1,18 @@
-"""The search space of a question, a tree of three levels.
+"""The search space of a question, a tree of four levels.
 
 - An ``Arrangement`` divides devices and batch: axes, micro-batch, recomputation.
 - A ``Cut`` adds the loops and the partition, which layers are in which stage, by the seconds of the pieces.
-- A ``Leaf`` adds schedule and sharding. Memory decides the rest (``planner/candidate.py``).
+- A ``Twig`` adds the sharding.
+- A ``Leaf`` adds the schedule. Memory decides the rest (``planner/candidate.py``).
 
 Each has a lower bound of the step time and the number of leaves below it.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import product
 from math import ceil, gcd
 from typing import Literal, NamedTuple
 
@@ -24,9 +26,8 @@ from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.stages import layers_of_pieces, placement_of, stage_layers
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.planner.bounds import AnyStages, Bounds, Floats
-from pipeloom.planner.question import LEVELS, Question, axes, divisors
+from pipeloom.planner.question import LEVELS, Question, axes, divisors, has_better_axes, why_not
 from pipeloom.schedule import Placement
-from pipeloom.workload.axes import Axes
 from pipeloom.workload.layout import Shard
 from pipeloom.workload.run import Run
 
@@ -73,13 +74,18 @@ class Arrangement(OfPlaced):
         run, software = self.run, self.software
         leanest = replace(run, recompute="full") if self.recomputed == "some" else run
         shape, layers = run.shape, run.shape.layers / run.pp
-        held = (layers * shape.layer_matrix_parameters + shape.embedding_parameters / run.pp) / run.tp
+        of_experts = layers * shape.expert_parameters / run.tp if run.ep > 1 else 0.0
+        held = (layers * shape.layer_matrix_parameters + shape.embedding_parameters / run.pp) / run.tp - of_experts
         kept = layers * kept_bytes(leanest, software) + working_bytes(leanest, software)
         shard = self.question.shards[-1] if run.data_ranks > 1 else "none"
         # On the fullest rank there are at least the mean of the layers.
         trained = held if run.adapter is None else layers * sum(run.adapter.layer_parameters(shape, 1)) / run.tp
         frozen = 0.0 if run.adapter is None else frozen_bytes(replace(run, shard=shard), held)
-        least = state_bytes(run, trained, software, shard).total_bytes + frozen + kept + software.reserve_bytes
+        state = state_bytes(run, trained, software, shard).total_bytes
+        if of_experts:
+            shared = run.changed(segment="experts")
+            state += state_bytes(shared, of_experts / run.ep, software, shard).total_bytes
+        least = state + frozen + kept + software.reserve_bytes
         # The largest device: a bound holds for every partition.
         return least - max(self.placed.device_bytes) * (1 - self.question.headroom)
 
@@ -127,7 +133,7 @@ class Arrangement(OfPlaced):
         """Schedules of such stages."""
         launcher, found = self.question.launcher, self.question.families_by_split[self.splits]
         names = tuple(name for name in found if launcher.has_family(name, self.run.pp, loops))
-        return _choices(names, self.run.pp, loops, placement, self.run.num_microbatches)
+        return _choices_of(names, self.run.pp, loops, placement, self.run.num_microbatches)
 
     def shardings(self) -> list["Sharding"]:
         """Shardings over all data-parallel ranks, or over those of a node."""
@@ -138,7 +144,8 @@ class Arrangement(OfPlaced):
         levels = tuple(shard for shard in LEVELS if shard in shards and shard != "none")
         # The largest number of whole replicas that share a node and divide the data axis.
         inside = gcd(self.cluster.devices_per_node // self.run.tp // self.run.cp, self.run.dp) * self.run.cp
-        among = dict.fromkeys(size for size in (ranks, inside) if size > 1)
+        # The ranks that share experts do not divide into copies of the state.
+        among = dict.fromkeys(size for size in (ranks, inside if self.run.ep == 1 else ranks) if size > 1)
         parts = [levels] if self.recomputed != "some" else [(level,) for level in levels]
         return found + [Sharding(part, ranks // size) for part in parts for size in among if part]
 
@@ -179,7 +186,7 @@ def _layers_by_stage(
 
 
 @lru_cache(maxsize=65536)
-def _choices(
+def _choices_of(
     families: tuple[str, ...], pp: int, loops: int, placement: str, num_microbatches: int
 ) -> tuple[Choice, ...]:
     """Distinct schedules of a placement; unless it is looped, only those with closed forms of their stage inputs."""
@@ -227,9 +234,17 @@ def _group_sizes(pp: int, num_microbatches: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=65536)
-def _stage_inputs(choice: Choice) -> Floats | None:
+def _inputs_of(choice: Choice) -> Floats | None:
+    """[rank, number of its stage] stage inputs at a rank's peak; ``None`` without a closed form."""
     held = choice.stage_inputs
     return None if held is None else np.array(held, np.float64)
+
+
+@lru_cache(maxsize=4096)
+def _inputs_of_all(choices: tuple[Choice, ...]) -> Floats:
+    """[schedule, rank, number of its stage] stage inputs at a rank's peak; one of each without a closed form."""
+    shape = choices[0].pp, choices[0].loops
+    return np.array([np.ones(shape) if (own := _inputs_of(choice)) is None else own for choice in choices])
 
 
 @dataclass(frozen=True)
@@ -290,10 +305,14 @@ class Cut(OfPlaced):
         # With tied embeddings a rank may borrow the matrix of its own shards and hold more.
         return levels if self.run.shape.tied else levels[-1:]
 
-    def leaves(self, shardings: Sequence[Sharding] | None = None) -> Iterator["Leaf"]:
-        """Its children, one for each of its shardings, or of the given ones, and schedule."""
-        among = self.shardings if shardings is None else shardings
-        return (Leaf(self, sharding, choice) for sharding in among for choice in self.choices)
+    @property
+    def twigs(self) -> "Iterator[Twig]":
+        """Its children, one for each of its shardings."""
+        return (Twig(self, sharding) for sharding in self.shardings)
+
+    def leaves(self) -> "Iterator[Leaf]":
+        """The leaves below it, whether they fit or not."""
+        return (leaf for twig in self.twigs for leaf in twig.leaves)
 
     @cached_property
     def bound_s(self) -> float:
@@ -307,27 +326,105 @@ class Cut(OfPlaced):
 
 
 @dataclass(frozen=True)
+class Twig:
+    """A cut with its sharding. Its leaves have the same stages, so that they are bounded together.
+
+    Attributes:
+        cut: the stages.
+        sharding: allowed levels, and copies.
+    """
+
+    cut: Cut
+    sharding: Sharding
+
+    @property
+    def count(self) -> int:
+        """Leaves below it."""
+        return len(self.cut.choices)
+
+    @property
+    def bound_s(self) -> float:
+        """Lower bound of the step time in seconds for any schedule."""
+        return self.cut.time.sharded(self.sharding.levels[0], self.sharding.replicate).step_s
+
+    @property
+    def leaves(self) -> "list[Leaf]":
+        """Its children, one for each schedule."""
+        return [Leaf(self.cut, self.sharding, choice) for choice in self.cut.choices]
+
+    def bounded(self, leaves: "Sequence[Leaf]") -> "tuple[list[tuple[float, Leaf]], list[Leaf]]":
+        """The leaves that may fit, without the sharding levels that cannot, with their bounds; and the other leaves."""
+        levels = self._first_levels(_inputs_of_all(tuple(leaf.choice for leaf in leaves)))
+        found: list[tuple[float, Leaf]] = []
+        for number in range(len(self.sharding.levels)):
+            fitting = [leaf for leaf, first in zip(leaves, levels, strict=True) if first == number]
+            if fitting:
+                trimmed = self if number == 0 else self._from_level(number)
+                bounds_s = trimmed.bounds_of([leaf.choice for leaf in fitting])
+                own = fitting if number == 0 else [replace(leaf, sharding=trimmed.sharding) for leaf in fitting]
+                found += zip(bounds_s, own, strict=True)
+        return found, [leaf for leaf, first in zip(leaves, levels, strict=True) if first == len(self.sharding.levels)]
+
+    def _from_level(self, number: int) -> "Twig":
+        return replace(self, sharding=self.sharding._replace(levels=self.sharding.levels[number:]))
+
+    def _first_levels(self, in_flight: Floats) -> list[int]:
+        """For each schedule the number of the first sharding level that may fit; that of all levels if none can.
+
+        Args:
+            in_flight: [schedule, rank, number of its stage] stage inputs.
+        """
+        memory, levels = self.cut.memory, self.sharding.levels
+        first = np.full(len(in_flight), len(levels))
+        for number, shard in reversed([*enumerate(levels)]):
+            held = memory.sharded(shard, self.sharding.replicate).held_bytes(in_flight)
+            first[(held - memory.capacity_bytes).max(axis=1) <= 0] = number
+        return first.tolist()
+
+    def bounds_of(self, choices: Sequence[Choice]) -> list[float]:
+        """For each schedule the lower bound of the step time in seconds, with the layers that it must recompute."""
+        time, arrangement = (
+            self.cut.time.sharded(self.sharding.levels[0], self.sharding.replicate),
+            self.cut.arrangement,
+        )
+        bounds_s = np.full(len(choices), time.step_s)
+        closed = [number for number, choice in enumerate(choices) if _inputs_of(choice) is not None]
+        if not closed or not (arrangement.splits or arrangement.recomputed == "some"):
+            return bounds_s.tolist()
+        in_flight = _inputs_of_all(tuple(choices[number] for number in closed))
+        if arrangement.splits:
+            bounds_s[closed] = np.maximum(bounds_s[closed], time.in_flight_bound_s(in_flight))
+        if arrangement.recomputed == "some":
+            again_s = self.cut.time.recomputing_s(time.layers_to_recompute(in_flight)) + time.after_s
+            bounds_s[closed] = np.maximum(bounds_s[closed], again_s)
+        return bounds_s.tolist()
+
+
+@dataclass(frozen=True)
 class Leaf:
-    """A cut with its schedule and its sharding.
+    """A twig with its schedule.
 
     Attributes:
         cut: the stages.
         sharding: allowed levels, and copies.
         choice: the schedule.
         strategy: name of its strategy; ``none`` for a plain layout.
-        has_close_bound: whether its bound in the frontier counts what follows from memory.
     """
 
     cut: Cut
     sharding: Sharding
     choice: Choice
     strategy: str = "none"
-    has_close_bound: bool = field(default=False, compare=False)
 
     @property
     def count(self) -> int:
         """One leaf."""
         return 1
+
+    @property
+    def twig(self) -> Twig:
+        """Its parent."""
+        return Twig(self.cut, self.sharding)
 
     def placed(self, shard: Shard) -> Placed:
         """Its placed run with a sharding level."""
@@ -337,37 +434,16 @@ class Leaf:
     @property
     def stage_inputs(self) -> Floats | None:
         """[rank, number of its stage] stage inputs at a rank's peak; ``None`` without a closed form."""
-        return _stage_inputs(self.choice)
-
-    def without_large_levels(self) -> "Leaf | None":
-        """The leaf without the sharding levels that cannot fit; ``None`` if none can."""
-        memory = self.cut.memory
-        for number, shard in enumerate(self.sharding.levels):
-            held = memory.sharded(shard, self.sharding.replicate).held_bytes(self.stage_inputs)
-            if memory.missing_bytes(held) <= 0:
-                return (
-                    self
-                    if number == 0
-                    else replace(self, sharding=self.sharding._replace(levels=self.sharding.levels[number:]))
-                )
-        return None
+        return _inputs_of(self.choice)
 
     @property
-    def quick_bound_s(self) -> float:
-        """Lower bound of the step time in seconds, equal for all schedules of the stages."""
-        return self.cut.time.sharded(self.sharding.levels[0], self.sharding.replicate).step_s
+    def bounded(self) -> "tuple[float, Leaf] | None":
+        """Lower bound of its step time in seconds, and itself without the sharding levels that cannot fit.
 
-    @property
-    def bound_s(self) -> float:
-        """Lower bound of the step time in seconds, including the layers that it must recompute to fit."""
-        time, in_flight = self.cut.time.sharded(self.sharding.levels[0], self.sharding.replicate), self.stage_inputs
-        if in_flight is None:
-            return time.step_s
-        step_s = max(time.step_s, time.in_flight_bound_s(in_flight)) if self.cut.arrangement.splits else time.step_s
-        if self.cut.arrangement.recomputed != "some":
-            return step_s
-        layers = time.layers_to_recompute(in_flight)
-        return max(step_s, self.cut.time.recomputing_s(layers) + time.after_s)
+        ``None`` if none can.
+        """
+        fitting, _ = self.twig.bounded([self])
+        return fitting[0] if fitting else None
 
 
 def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:
@@ -396,56 +472,17 @@ def each_arrangement(question: Question, excluded: Counter[str]) -> Iterator[Arr
         for micro_batch in divisors(question.global_batch // dp):
             if question.global_batch // dp // micro_batch * pp > MOST_ON_A_STEP:
                 excluded[f"a step would have more than {MOST_ON_A_STEP:,} micro-batches on its ranks"] += 1
-            elif limits.allows(micro_batch=micro_batch) and not _has_better_axes(question, sizes, micro_batch):
+            elif limits.allows(micro_batch=micro_batch) and not has_better_axes(question, sizes, micro_batch):
                 run = replace(question.run, **sizes._asdict(), micro_batch=micro_batch)
-                for cluster in question.clusters:
-                    for one in _arrangements_of(question, cluster, run):
-                        yield from (replace(one, splits=splits) for splits in _splits(question, pp))
+                runs = [run.changed(ep=size) for size in question.expert_sizes if run.data_ranks % size == 0]
+                for cluster, one in product(question.clusters, runs):
+                    for own in _arrangements_of(question, cluster, one):
+                        yield from (replace(own, splits=splits) for splits in question.splits(pp))
 
 
 def has_arrangement(question: Question) -> bool:
     """Whether a question has any arrangement."""
     return next(each_arrangement(question, Counter()), None) is not None
-
-
-def _splits(question: Question, pp: int) -> list[bool]:
-    """Whether to search split backwards, whole ones or both: on one rank a split one is never faster."""
-    kinds = {FAMILIES[name].splits_backward for name in question.families}
-    return sorted(kinds if pp > 1 or len(kinds) == 1 else {False})
-
-
-def _has_better_axes(question: Question, sizes: Axes, micro_batch: int) -> bool:
-    """Whether a smaller context axis with as much more data axis is searched, which needs no exchange.
-
-    A rank has as many tokens, of fewer sequences, and shares its state with as many ranks.
-    """
-    both = gcd(sizes.cp, micro_batch)
-    if both == 1:
-        return False
-    part = divisors(both)[1]
-    smaller = sizes._replace(cp=sizes.cp // part, dp=sizes.dp * part)
-    is_searched = smaller.cp in question.context_sizes
-    return is_searched and question.limits.allows(**smaller._asdict(), micro_batch=micro_batch // part)
-
-
-def why_not(question: Question, sizes: Axes) -> str | None:
-    """Why axes do not divide the model or the batch; ``None`` if they do."""
-    shape, (tp, cp, dp, pp) = question.shape, sizes
-    if shape.blocks is not None and tp > 1:
-        return "the density is of whole matrices, which the tensor axis divides"
-    if shape.heads % tp or shape.kv_heads % tp:
-        return "the heads do not divide by the tensor axis"
-    if tp > 1 and question.seq % tp:
-        return "the tokens of a sequence do not divide by the tensor axis"
-    if cp > 1 and question.seq % (2 * cp * tp):
-        return "the halves of each rank's tokens do not divide by the context and tensor axis"
-    if pp > shape.layers + (2 if question.software.partition == "balanced" else 0):
-        return "the pipeline has more ranks than there are layers"
-    if pp > 1 and shape.tied and not question.launcher.ties_stages:
-        return f"{question.launcher.title} shares no matrix between two stages"
-    if question.global_batch % dp:
-        return "the batch does not divide by the data axis"
-    return None
 
 
 def _arrangements_of(question: Question, cluster: Cluster, run: Run) -> Iterator[Arrangement]:

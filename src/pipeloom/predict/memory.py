@@ -1,12 +1,14 @@
 """Peak memory of each rank in a step, from the ledger of its schedule and closed forms of bytes."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeloom.analysis.matching import match_spans
 from pipeloom.cost.kept import Kept
@@ -48,6 +50,8 @@ from pipeloom.schedule.stage_swaps import gradient_room, gradient_rooms
 from pipeloom.trace import Trace
 from pipeloom.workload.run import Run
 
+Floats = NDArray[np.float64]
+
 
 def memory_by_rank(
     run: Run, software: Software, schedule: Schedule, receive_buffers: int, trace: Trace | None = None
@@ -68,7 +72,8 @@ def memory_by_rank(
     masks = _most_masks(run, software, schedule.placement, in_rows)  # which never move
     received = receive_buffers if schedule.level is Level.COMMUNICATION else 0
     buffers = _buffers(run, software, schedule)
-    return _memory(run, software, schedule.placement, most_held, buffers, receive_buffers=received, masks=masks)
+    parts = _parts(run, software, schedule.placement, most_held, buffers, receive_buffers=received, masks=masks)
+    return tuple(map(Memory, *(part.tolist() for part in parts)))
 
 
 class _Buffers(NamedTuple):
@@ -135,8 +140,8 @@ class Room(NamedTuple):
     unreduced: int | None
 
 
-def memory_with_room(run: Run, software: Software, schedule: Schedule | Peaks, room: Room) -> tuple[Memory, ...]:
-    """``memory_by_rank`` of a schedule without communication, which saves a search the time to add it.
+def bytes_with_room(run: Run, software: Software, schedule: Schedule | Peaks, room: Room) -> Floats:
+    """The bytes of ``memory_by_rank`` of a schedule without communication, which saves a search the time to add it.
 
     Args:
         run: model and layout.
@@ -147,9 +152,11 @@ def memory_with_room(run: Run, software: Software, schedule: Schedule | Peaks, r
     most_held = partial(most_in_rows, schedule)
     buffers = _buffers_for(run.of_state, software, schedule.placement, room.gathered, room.unreduced)
     masks = _most_masks(run, software, schedule.placement, most_held)
-    return _memory(
+    parts = _parts(
         run, software, schedule.placement, most_held, buffers, receive_buffers=room.receive_buffers, masks=masks
     )
+    # ``Memory.total_bytes`` of all ranks at once.
+    return (parts[0] + parts[1] + parts[2]) + (parts[3] + parts[4] + parts[5]) + parts[6] + parts[7]
 
 
 def held_for_backwards(run: Run, software: Software, schedule: Schedule) -> list[float]:
@@ -219,7 +226,7 @@ def kept_by_stage(run: Run, software: Software) -> list[float]:
     return kept_with_loss(run, software).by_stage(run.num_stages)
 
 
-def _memory(
+def _parts(
     run: Run,
     software: Software,
     placement: Placement,
@@ -228,8 +235,8 @@ def _memory(
     *,
     receive_buffers: int,
     masks: Sequence[float],
-) -> tuple[Memory, ...]:
-    """Memory of each rank.
+) -> tuple[Floats, ...]:
+    """The parts of ``Memory``, each an array over ranks: a search asks for thousands of them.
 
     Args:
         run: model and layout.
@@ -241,36 +248,26 @@ def _memory(
         masks: bytes of each rank's masks of documents.
     """
     _, head = stage_layers(run, software)
-    shares, still = run.slice_shares, _besides_activations(run.of_state, software, placement, buffers)
+    most = max(run.slice_shares)
     # One slice computes at a time; the largest counts. What the loss keeps is part of ``kept``.
-    working = working_bytes(run, software) * max(shares)
-    logits_each = (logits_bytes(run, software) - kept_logits(run, software)) * max(shares)
-    kept, message = most_held(kept_with_loss(run, software)), message_bytes(run, software) * max(shares)
-    found = list[Memory]()
-    for rank, (stages, state) in enumerate(zip(_stages(placement), still, strict=True)):
-        activations, logits = kept[rank] + masks[rank] + working, logits_each if head in stages else 0.0
-        found.append(
-            Memory(
-                weights_bytes=state.weights_bytes,
-                gradients_bytes=state.gradients_bytes,
-                optimizer_bytes=state.optimizer_bytes,
-                activations_bytes=activations,
-                head_bytes=logits,
-                buffers_bytes=_num_peers(placement, stages) * receive_buffers * message,
-                reserve_bytes=software.reserve_bytes,
-                fragmentation_bytes=software.fragmentation * (activations + logits),
-            )
-        )
-    return tuple(found)
+    kept = np.asarray(most_held(kept_with_loss(run, software)))
+    activations = kept + masks + working_bytes(run, software) * most
+    logits = np.zeros(placement.num_ranks)
+    logits[placement.rank_by_stage[head]] = (logits_bytes(run, software) - kept_logits(run, software)) * most
+    received = _num_peers(placement).astype(np.float64) * receive_buffers * (message_bytes(run, software) * most)
+    reserve: Floats = np.full(placement.num_ranks, software.reserve_bytes)
+    lost: Floats = software.fragmentation * (activations + logits)
+    state = _besides_activations(run.of_state, software, placement, buffers)
+    return *state, activations, logits, received, reserve, lost
 
 
 @lru_cache(maxsize=1024)
 def _besides_activations(
     run: Run, software: Software, placement: Placement, buffers: tuple[_Buffers, ...]
-) -> tuple[State, ...]:
-    """For each rank its weights, gradients and optimizer state, with buffers and a tied matrix."""
+) -> tuple[Floats, Floats, Floats]:
+    """For each rank its weights, its gradients and its optimizer state, with buffers and a tied matrix."""
     frozen, own, states = _frozen_bytes(run, software), _of_segments(run, software), dict[tuple[float, ...], State]()
-    found = list[State]()
+    found = list[tuple[float, float, float]]()
     for rank, (stages, more) in enumerate(zip(_stages(placement), buffers, strict=True)):
         held = tuple(_held_parameters(one, software, by_stage, rank, stages) for one, by_stage in own)
         # Most ranks have equally many parameters.
@@ -279,13 +276,14 @@ def _besides_activations(
         still = sum(frozen[stage] for stage in stages) if run.frozen_pieces else 0.0
         lent = lent_bytes(run, software, stages)
         found.append(
-            State(
+            (
                 state.weights_bytes + still + lent.weights_bytes + more.gathered_bytes,
                 state.gradients_bytes * (not more.has_all) + lent.gradients_bytes + more.gradients_bytes,
                 state.optimizer_bytes + _whole_state(run, software, rank, stages),
             )
         )
-    return tuple(found)
+    weights, gradients, optimizer = np.array(found).T
+    return weights, gradients, optimizer
 
 
 def _of_segments(run: Run, software: Software) -> list[tuple[Run, tuple[float, ...]]]:
@@ -344,12 +342,12 @@ def _most_on(schedule: Schedule, clock: tuple[Seconds, Seconds], kept: KeptBytes
     return [held.peak(rank) for rank in range(schedule.num_ranks)]
 
 
-@lru_cache(maxsize=4096)
-def _num_peers(placement: Placement, stages: Sequence[int]) -> int:
-    """Number of other ranks from which the rank of ``stages`` receives."""
-    owner = placement.rank_by_stage
-    near = {stage + step for stage in stages for step in (-1, 1) if 0 <= stage + step < len(owner)}
-    return len({owner[stage] for stage in near} - {owner[stages[0]]})
+@lru_cache(maxsize=1024)
+def _num_peers(placement: Placement) -> NDArray[np.int64]:
+    """For each rank the number of other ranks from which it receives."""
+    near = {pair for pair in pairwise(placement.rank_by_stage) if pair[0] != pair[1]}
+    peers = Counter(rank for rank, _ in near | {(other, rank) for rank, other in near})
+    return np.array([peers[rank] for rank in range(placement.num_ranks)])
 
 
 def _trained_parameters(run: Run, software: Software) -> tuple[float, ...]:

@@ -210,6 +210,14 @@ class ModelShape:
         return _mean([self._matrices(has_experts=one) for one in self._distinct])
 
     @property
+    def expert_parameters(self) -> float:
+        """Of ``layer_matrix_parameters`` those of experts, without the ones that every token takes."""
+        if self.experts is None:
+            return 0.0
+        each = self.hidden * (self.kind.gates + 1) * self.experts.ffn
+        return self.experts.count * each * _mean(self._distinct)
+
+    @property
     def active_by_layer(self) -> list[int]:
         """For each layer the parameters of its matrices that a token takes."""
         if self.experts is None:

@@ -1,6 +1,6 @@
 """A training step as the cost model, the planner and the simulator take it: model, batch, layout, kernels."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from pipeloom.workload.adapter import Adapter
@@ -91,7 +91,7 @@ class Run(WithAxes):
 
     def __hash__(self) -> int:
         """Hash of what the layouts of a search differ in, which is fast: runs are keys of caches."""
-        axes = self.tp, self.cp, self.dp, self.pp, self.loops
+        axes = self.tp, self.cp, self.dp, self.pp, self.ep, self.loops
         recompute = self.recompute, self.recompute_layers, self.sequence_parallel
         return hash((*axes, *recompute, self.shard, self.replicate, self.micro_batch, self.layers_by_stage))
 
@@ -127,6 +127,11 @@ class Run(WithAxes):
         if self.shape.heads % self.tp or self.shape.heads % self.shape.kv_heads:
             return "tp and kv_heads do not divide the heads"
         return None
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Name -> size of each axis, and of the groups of data ranks that share experts."""
+        return {**self.axes._asdict(), "ep": self.ep}
 
     @property
     def num_stages(self) -> int:
@@ -254,22 +259,7 @@ class Run(WithAxes):
     @property
     def of_pieces(self) -> "Run":
         """The run with only the fields that affect the seconds of an embedding, a layer and a head."""
-        return Run(
-            shape=self.shape,
-            seq=self.seq,
-            tp=self.tp,
-            cp=self.cp,
-            micro_batch=self.micro_batch,
-            recompute=self.recompute,
-            sequence_parallel=self.sequence_parallel,
-            attention=self.attention,
-            fused_norm=self.fused_norm,
-            precision=self.precision,
-            products=self.products,
-            by_document=self.by_document,
-            adapter=self.adapter,
-            ep=self.ep,
-        )
+        return self.changed(**_BESIDES_PIECES)
 
     @property
     def of_state(self) -> "Run":
@@ -298,3 +288,24 @@ class Run(WithAxes):
             shape = replace(shape, window=None, full_layers=())
         of_pieces = replace(self.of_pieces, shape=shape, adapter=None)
         return replace(of_pieces, attention="flash2", fused_norm=True, by_document=False)
+
+
+_OF_PIECES = {
+    "shape",
+    "seq",
+    "tp",
+    "cp",
+    "ep",
+    "micro_batch",
+    "recompute",
+    "sequence_parallel",
+    "attention",
+    "fused_norm",
+    "precision",
+    "products",
+    "by_document",
+    "adapter",
+}
+"""Fields that affect the seconds of an embedding, a layer and a head."""
+_BESIDES_PIECES = {field.name: field.default for field in fields(Run) if field.name not in _OF_PIECES}
+"""The other fields, with their defaults."""

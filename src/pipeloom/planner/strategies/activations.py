@@ -47,7 +47,8 @@ def _may_help(leaf: Leaf, strategy: StrategyName) -> bool:
     run = leaf.cut.run
     if strategy == "keep":
         return leaf.cut.arrangement.recomputed != "full"
-    if run.num_microbatches * run.loops > MOST_MOVED:
+    # What experts that ranks share keep depends on the tokens that arrive, so it has no budget.
+    if run.num_microbatches * run.loops > MOST_MOVED or len(run.segments) > 1:
         return False
     if strategy == "balance":
         return run.pp > 1
@@ -77,7 +78,7 @@ def _estimate_s(leaf: Leaf) -> float:
 
 def _least_s(leaf: Leaf) -> float:
     """Lower bound of the estimate: the step without the strategy, whose bound decided whether it applies."""
-    return leaf.quick_bound_s
+    return leaf.twig.bound_s
 
 
 def _share(leaf: Leaf) -> Floats | None:

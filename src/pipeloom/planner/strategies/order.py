@@ -42,7 +42,7 @@ def _estimate_s(leaf: Leaf) -> float:
     except UserError:
         return float("inf")
     least_s = work.least_s(lowered(candidate.run, candidate.software, candidate.knobs))
-    return max(least_s, leaf.quick_bound_s)
+    return max(least_s, leaf.twig.bound_s)
 
 
 def _candidate(leaf: Leaf) -> Candidate:

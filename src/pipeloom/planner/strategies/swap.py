@@ -39,7 +39,7 @@ def _swappable(state: SearchState) -> Iterator[Leaf]:
         for cut in arrangement.cuts:
             leaf, loops = next(cut.leaves()), cut.run.loops
             # Without a limit on loops the bytes determine the stages, and one leaf represents all numbers of stages.
-            if (_has_fixed_loops(leaf) or loops == 1) and leaf.without_large_levels() is None:
+            if (_has_fixed_loops(leaf) or loops == 1) and leaf.bounded is None:
                 choice = Choice(family=FAMILY, pp=1, loops=loops, num_microbatches=run.num_microbatches)
                 yield replace(leaf, choice=choice)
 
