@@ -125,6 +125,7 @@ class Row:
 
 OURS = Program("pipeloom", "pipeloom")
 ONE_LOOP = Program("pipeloom, 1 loop", "pipeloom")
+ZERO_BUBBLE = Program("pipeloom, zb-h2", "pipeloom", words=("--schedule.family", "zb-h2"))
 TWO_LOOPS = Program("pipeloom, 2 loops", "pipeloom", loops=2)
 PLAIN = Program("plain loop", "plain")
 TRANSFORMERS = Program("transformers", "transformers", needs="transformers")
@@ -133,16 +134,18 @@ FSDP2 = Program("FSDP2", "fsdp")
 ONE_F_ONE_B = Program("PyTorch 1F1B", "pipelining", schedule="1F1B")
 INTERLEAVED = Program("PyTorch Interleaved1F1B", "pipelining", loops=2, schedule="Interleaved1F1B")
 LOOPED_BFS = Program("PyTorch LoopedBFS", "pipelining", loops=2, schedule="LoopedBFS")
+INTERLEAVED_ZB = Program("PyTorch InterleavedZeroBubble", "pipelining", loops=2, schedule="InterleavedZeroBubble")
+ZBV = Program("PyTorch ZBVZeroBubble", "pipelining", loops=2, schedule="ZBVZeroBubble")
 LOOPED_FSDP2 = Program("PyTorch LoopedBFS + FSDP2", "pipelining", loops=2, schedule="LoopedBFS")
-PIPELINING = (ONE_F_ONE_B, INTERLEAVED, LOOPED_BFS)
+PIPELINING = (ONE_F_ONE_B, INTERLEAVED, LOOPED_BFS, INTERLEAVED_ZB, ZBV)
 
 ROWS = (
     Row(name="1 process, 1 thread", programs=(OURS, PLAIN, TRANSFORMERS), limit=1.0),
     Row(name="1 process, 2 threads", programs=(OURS, PLAIN, TRANSFORMERS), limit=1.0, threads=2),
     Row(name="dp 2", programs=(OURS, DDP), limit=1.0, dp=2),
     Row(name="dp 2, fully sharded", programs=(OURS, FSDP2), limit=1.0, dp=2, shard="full"),
-    Row(name="pp 2", programs=(ONE_LOOP, TWO_LOOPS, *PIPELINING), limit=0.97, pp=2),
-    Row(name="pp 4", programs=(ONE_LOOP, TWO_LOOPS, *PIPELINING), limit=0.97, pp=4),
+    Row(name="pp 2", programs=(ONE_LOOP, ZERO_BUBBLE, TWO_LOOPS, *PIPELINING), limit=0.97, pp=2),
+    Row(name="pp 4", programs=(ONE_LOOP, ZERO_BUBBLE, TWO_LOOPS, *PIPELINING), limit=0.97, pp=4),
     Row(
         name="pp 2 x dp 2, fully sharded",
         programs=(ONE_LOOP, TWO_LOOPS, LOOPED_FSDP2),
@@ -151,5 +154,11 @@ ROWS = (
         dp=2,
         shard="full",
     ),
-    Row(name="pp 2, network", programs=(ONE_LOOP, TWO_LOOPS, *PIPELINING), limit=0.70, pp=2, link=Link(200, 5)),
+    Row(
+        name="pp 2, network",
+        programs=(ONE_LOOP, ZERO_BUBBLE, TWO_LOOPS, *PIPELINING),
+        limit=0.70,
+        pp=2,
+        link=Link(200, 5),
+    ),
 )

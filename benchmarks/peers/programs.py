@@ -183,7 +183,8 @@ class Pipelining(Loop):
         self.replica, self.replicas = mesh.get_local_rank("dp"), replicas
         rank, count = mesh.get_local_rank("pp"), options.pp * options.loops
         whole = plain(start)
-        self.indices = range(rank, count, options.pp)
+        is_v = options.schedule == "ZBVZeroBubble"
+        self.indices = (rank, count - 1 - rank) if is_v else range(rank, count, options.pp)
         stages = {index: PlainStage(whole, index, count) for index in self.indices}
         self.model = nn.ModuleList(stages.values())
         del whole

@@ -1,25 +1,26 @@
 """``layout.loops auto``: which numbers and families a run chooses from, and what it does not work with."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from pipeloom.config.run import RunConfig, value_of
 from pipeloom.families import AUTO
 
 
-def candidates(config: RunConfig) -> Mapping[int, list[RunConfig]]:
-    """The runs that ``layout.loops auto`` chooses from, by number of loops; the simplest first.
+def candidates(config: RunConfig) -> list[list[RunConfig]]:
+    """The runs that ``layout.loops auto`` chooses from, the simplest first; those of a list have the same actions.
 
     Numbers are powers of two up to 8 for which there are enough pieces of the model. With ``schedule.family auto``,
-    one loop is 1F1B, which holds least, or breadth-first, which hides messages; more loops are breadth-first.
+    one loop is 1F1B, which holds least, breadth-first, which hides messages, or ZB-H2, whose weight gradients fill the
+    bubble; more loops are breadth-first.
     """
     named = config.schedule.family
-    found: dict[int, list[RunConfig]] = {}
+    found: list[list[RunConfig]] = []
     for number in config.layout.automatic_loops(config.model.num_layers + 2):
-        families = [named] if named != AUTO else ["1f1b", "breadth-first"] if number == 1 else ["breadth-first"]
-        runs = [config.with_loops(number, name) for name in families]
-        if fitting := [run for run in runs if not run.choice().problems()]:
-            found[number] = fitting
-    return found
+        first = [["1f1b", "breadth-first"], ["zb-h2"]] if number == 1 else [["breadth-first"]]
+        for families in first if named == AUTO else [[named]]:
+            runs = [config.with_loops(number, name) for name in families]
+            found.append([run for run in runs if not run.choice().problems()])
+    return [runs for runs in found if runs]
 
 
 def loops_problems(config: RunConfig) -> Iterator[str]:

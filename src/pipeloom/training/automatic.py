@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 
-from pipeloom.config import RunConfig
+from pipeloom.config import RunConfig, find_problems
 from pipeloom.config.automatic_loops import candidates
 from pipeloom.data.text import Data
 from pipeloom.errors import HostError
@@ -23,8 +23,8 @@ ERROR = 0.05
 def with_chosen_loops(config: RunConfig, world: World, data: Data, say: Callable[[str], None]) -> RunConfig:
     """Replace ``auto`` by a number of loops and a family, the same on every rank. Collective.
 
-    The stages of each number are built and profiled on their ranks, with messages between them, and the step of each
-    candidate is simulated. Time of the optimizer is the same for all and left out.
+    The stages of each number, and those with split backwards, are built and profiled on their ranks, with messages
+    between them, and the step of each candidate is simulated. Time of the optimizer is the same for all and left out.
 
     Args:
         config: resolved except for ``layout.loops`` and what follows from it.
@@ -42,8 +42,9 @@ def with_chosen_loops(config: RunConfig, world: World, data: Data, say: Callable
         return config
     steps: list[tuple[RunConfig, float]] = []
     shared: Profile | None = None
-    for runs in candidates(config).values():
-        fitting = [resolve(run, data) for run in runs if fits(run, world)]
+    for runs in candidates(config):
+        possible = [run for run in runs if not find_problems(run, trains=False)]
+        fitting = [resolve(run, data) for run in possible if fits(run, world)]
         if not fitting:
             continue
         profile = _profile(fitting[-1], world, data)
