@@ -104,8 +104,8 @@ class Knobs:
         residency: most stages gathered at the same time, for fully sharded weights (``exchanges``).
         prefetch: number of visits by which a gather starts early.
         gradient_buffers: most stages of a rank with unreduced gradients; ``None`` for all.
-        device_budget: most bytes of stages on the device at the same time; ``None``: all stages stay there. One rank
-            only.
+        device_budget: most bytes of stages, or of their experts, on the device of a rank at the same time; ``None``:
+            all stay there.
         needs_norm: whether an update needs the norm of the whole gradient (``place_of_updates``).
         updates_stages: whether stages that stay on the device are updated within the step, too.
         moves: of activations, between forward and backward.
@@ -127,7 +127,13 @@ class Knobs:
 
 
 def run_recipe(
-    knobs: Knobs, *, shard: SharedState | None, lends_tied: bool, trains_tied: bool = True, sends: bool = True
+    knobs: Knobs,
+    *,
+    shard: SharedState | None,
+    lends_tied: bool,
+    trains_tied: bool = True,
+    sends: bool = True,
+    swaps_part: bool = False,
 ) -> Recipe:
     """The recipe of a training run.
 
@@ -137,6 +143,7 @@ def run_recipe(
         lends_tied: see ``Recipe``.
         trains_tied: see ``Recipe``.
         sends: whether pipeline ranks exchange tensors by sends and receives.
+        swaps_part: whether a device budget is of a part of each stage, beside which the rest is gathered.
     """
     choice, budget = knobs.choice, knobs.device_budget
     unshard, reduce_grad = None, None
@@ -147,6 +154,8 @@ def run_recipe(
     updates: UpdatePlace | None = "at once" if knobs.updates_stages else None
     if budget is not None:
         updates = place_of_updates(choice.pp * choice.loops, needs_norm=knobs.needs_norm)
+        if swaps_part:  # its gradient is not reduced, but an update in this row would wait for the rest, which is
+            updates = "in the next step"
     return Recipe(
         start=choice if knobs.found is None else knobs.found,
         receive_buffers=knobs.receive_buffers if sends else None,

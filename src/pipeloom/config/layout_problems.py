@@ -234,13 +234,21 @@ def swap_problems(config: RunConfig) -> Problems:
         return
     yield from _size_problems("schedule.device_budget", schedule.device_budget)
     for name, size in reversed(layout.axes._asdict().items()):
-        if size > 1:
+        if size > 1 and layout.has_own_experts and name in ("tp", "cp"):
+            yield f"schedule.device_budget swaps experts without layout.{name} {size}; leave one of them out"
+        elif size > 1 and not layout.has_own_experts:
             more = " and more layout.loops" if name == "pp" else ""
             yield (
                 f"schedule.device_budget swaps the whole model through one device, found layout.{name} {size}; "
-                f"use layout.{name} 1{more}, or leave the budget out"
+                f"use layout.{name} 1{more}, give each data rank experts of its own to swap (layout.ep), or leave the "
+                "budget out"
             )
-    if layout.pp == 1 and layout.num_loops < 2:
+    if layout.has_own_experts and layout.shard == "none":
+        yield (
+            "schedule.device_budget swaps experts beside gathers of the rest, found layout.shard none; use optimizer, "
+            "gradients or full"
+        )
+    if (layout.pp == 1 or layout.has_own_experts) and layout.num_loops < 2:
         yield (
             "schedule.device_budget needs layout.loops of at least 2, so that there are stages to swap, "
             f"found {layout.num_loops}"

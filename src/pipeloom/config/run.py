@@ -156,6 +156,11 @@ class RunConfig:
         return self.with_loops(earlier.layout.num_loops, family) if is_alike else self
 
     @property
+    def swaps_stages(self) -> bool:
+        """Whether a device budget swaps whole stages; otherwise there is none, or it swaps experts alone."""
+        return self.schedule.device_budget is not None and not self.layout.has_own_experts
+
+    @property
     def least_gradients(self) -> float:
         """Least share of a rank's gradients that exist at the same time.
 
@@ -214,7 +219,13 @@ class RunConfig:
         )
         # With adapters the matrix is frozen, as everything else.
         is_trained = self.adapter.rank is None
-        return run_recipe(self.knobs(), shard=shard, lends_tied=self.model.tied, trains_tied=is_trained)
+        return run_recipe(
+            self.knobs(),
+            shard=shard,
+            lends_tied=self.model.tied,
+            trains_tied=is_trained,
+            swaps_part=self.layout.has_own_experts,
+        )
 
 
 def run_part(options: RunConfig) -> RunConfig:

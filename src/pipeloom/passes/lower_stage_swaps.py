@@ -15,12 +15,12 @@ from pipeloom.schedule.kinds import (
     COMPUTE_KINDS,
     STAGE_SWAP_KINDS,
     TIED_KINDS,
-    USES_STAGE,
     Kind,
 )
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
 from pipeloom.schedule.sharding import arrivals, fewest_stays
+from pipeloom.schedule.stage_swaps import swap_uses
 
 UpdatePlace = Literal["at once", "at the end", "in the next step"]
 """Where a row has the update of a stage: when its gradient is complete; at the end of the row; or before the stage's
@@ -53,14 +53,15 @@ def add_updates(schedule: Schedule, place: UpdatePlace) -> Schedule:
             next stage, which hide the reduction.
 
     Raises:
-        UserError: the schedule has updates already; or they need the norm of a gradient that several ranks hold.
+        UserError: the schedule has updates already; or they need the norm of a gradient that several ranks hold before
+            the step ends.
     """
     if schedule.facts.has(Kind.UPDATE):
         raise UserError("the schedule updates weights already; start from one without UPDATE")
-    if place != "at once" and schedule.num_ranks > 1:
+    if place == "at the end" and schedule.num_ranks > 1:
         raise UserError(
             f"the norm of the whole gradient takes all of {schedule.num_ranks} pipeline ranks, and no action exchanges "
-            "it; use one rank, or set optimizer.clip_grad_norm to inf and update at once"
+            "it; use one rank, update in the next step, or set optimizer.clip_grad_norm to inf and update at once"
         )
     return schedule.with_rows([_with_updates(row, place) for row in schedule.rows], Level.COMMUNICATION)
 
@@ -107,6 +108,8 @@ def add_stage_swaps(
     between them, begin alike. Breadth-first on one rank with room for two of S stages takes 2 S - 2 swaps in, for any
     number of micro-batches (as ATOM, arXiv 2403.10504).
 
+    Where stages are gathered, too, what is swapped is the rest of them, such as the experts of a rank (``swap_uses``).
+
     Args:
         schedule: with its other communication, and with updates if they are part of it.
         max_resident: room of each rank, in units of ``sizes``; stages in transfer count.
@@ -125,8 +128,8 @@ def add_stage_swaps(
     largest = 1 if sizes is None else max(sizes)
     if max_resident < largest:
         raise UserError(f"max_resident must be at least {largest}, what the largest stage takes, found {max_resident}")
-    # Gathers and swaps would both decide when a stage's weights have memory.
-    others = {Kind.UNSHARD, Kind.RESHARD, *STAGE_SWAP_KINDS, *TIED_KINDS}
+    # A tied matrix is lent by what is gathered, if anything is.
+    others = STAGE_SWAP_KINDS if schedule.facts.has(Kind.UNSHARD) else {*STAGE_SWAP_KINDS, *TIED_KINDS}
     found = sorted(kind.value for kind in others if schedule.facts.has(kind))
     if found:
         raise UserError(f"stages are swapped in schedules without {', '.join(found)}; start from one without")
@@ -136,7 +139,7 @@ def add_stage_swaps(
 
 
 def _with_swaps(row: Row, room: int, ahead: int, sizes: Sequence[int] | None, *, hides: bool) -> Row:
-    firsts, lasts = visits(row, USES_STAGE)
+    firsts, lasts = visits(row, swap_uses(row))
     stages = row.stage[firsts].tolist()
     stays = fewest_stays(stages, room, sizes, hides=hides)
     before = [-1, *lasts.tolist()]  # for each visit the slot before it

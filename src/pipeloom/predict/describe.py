@@ -135,7 +135,7 @@ def describe(config: RunConfig) -> Placed:
     precision = precision_of(_dtype(config, cluster))
     assert precision is not None, "the problems name a type without costs"
     run = described_run(config, precision)
-    if config.schedule.budget_bytes is not None and software.partition == "balanced":
+    if config.swaps_stages and software.partition == "balanced":
         run = with_alike_stages(run, software)
     placed = Placed(run, cluster, software)
     if software.has_lanes and placed.balanced is not placed:

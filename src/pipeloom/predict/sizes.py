@@ -56,5 +56,5 @@ def sizes_in_training(config: RunConfig) -> ClosedSizes:
         raise UserError(f"training.dtype {config.training.known_dtype} has no closed forms of bytes; use float32")
     software = with_update_of(load_software("pipeloom"), config)
     run = described_run(config, precision)
-    run = run if config.schedule.budget_bytes is None else with_alike_stages(run, software)
+    run = with_alike_stages(run, software) if config.swaps_stages else run
     return ClosedSizes.of(run, software, is_gpu=config.training.device == "cuda")

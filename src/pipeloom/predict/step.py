@@ -426,6 +426,7 @@ def recipe_of(run: Run, software: Software, knobs: Knobs) -> Recipe:
         lends_tied=run.shape.tied and software.lends_tied and not software.is_blocking,
         trains_tied=run.adapter is None,
         sends=not software.is_blocking,
+        swaps_part=run.swapped is not run,
     )
 
 

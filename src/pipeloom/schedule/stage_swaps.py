@@ -84,7 +84,7 @@ def stage_sizes(amounts: Sequence[Amounts]) -> tuple[int, ...]:
 
 
 def refuse_large(sizes: Sequence[int], budget: int, *, trains: bool = True) -> None:
-    """Refuse stages that do not fit the device.
+    """Refuse stages that do not fit the device, or of which nothing is swapped.
 
     Args:
         sizes: of each stage, in bytes.
@@ -94,6 +94,12 @@ def refuse_large(sizes: Sequence[int], budget: int, *, trains: bool = True) -> N
     Raises:
         UserError: names all of them, and says what to change.
     """
+    nothing = [str(stage) for stage, size in enumerate(sizes) if size == 0]
+    if nothing:
+        raise UserError(
+            f"the device budget swaps the experts of every stage, but stage {', '.join(nothing)} has none; use fewer "
+            "loops, or a partition with experts in each stage"
+        )
     large = [f"stage {stage} takes {format_bytes(size)}" for stage, size in enumerate(sizes) if size > budget]
     if large:
         least = max(map(sum, pairwise(sizes)), default=max(sizes))
@@ -103,6 +109,15 @@ def refuse_large(sizes: Sequence[int], budget: int, *, trains: bool = True) -> N
             "use more loops, a partition with smaller stages there, or a device budget of at "
             f"least {format_bytes(least, rounds_up=True)}, so that each stage is brought while the one before computes"
         )
+
+
+def swap_uses(row: Row) -> frozenset[Kind]:
+    """Kinds of actions for which a row's swapped stages must be on the device.
+
+    A row that gathers stages swaps the rest of them, such as experts that no other rank has: a reduction is of what is
+    gathered, and finds nothing of the rest.
+    """
+    return USES_STAGE - {Kind.REDUCE_GRAD} if row.is_kind(Kind.UNSHARD).any() else USES_STAGE
 
 
 class StageStay(NamedTuple):
@@ -135,7 +150,7 @@ def stage_stays(row: Row) -> list[StageStay]:
     done: dict[int, list[Kind]] = {}
     has_gradient: set[int] = set()
     stays: list[StageStay] = []
-    kinds = (*USES_STAGE, Kind.SWAP_IN, Kind.SWAP_OUT)
+    kinds = (*swap_uses(row), Kind.SWAP_IN, Kind.SWAP_OUT)
     for slot in np.flatnonzero(row.is_kind(*kinds)).tolist():
         kind, stage = KINDS[row.kind[slot]], int(row.stage[slot])
         if kind is Kind.SWAP_IN:
@@ -228,7 +243,8 @@ def swap_waits(row: Row, max_resident: int | None, sizes: Sequence[int] | None) 
     - What uses a stage waits for the ``SWAP_IN`` before it.
     - A ``SWAP_IN`` waits for the stage's ``SWAP_OUT`` before it, and for that which frees its room. Swaps out end in
       the order of the row, so the later of the two is enough.
-    - An update, and a ``SWAP_OUT``, wait for what communicated about the stage's gradient before them.
+    - An update, and a ``SWAP_OUT``, wait for what communicated about the stage's gradient before them, where that is
+      swapped (``swap_uses``).
 
     Returns:
         [slots, 2].
@@ -236,12 +252,14 @@ def swap_waits(row: Row, max_resident: int | None, sizes: Sequence[int] | None) 
     waits = np.full((len(row), 2), -1, np.int32)
     for slot, needed in _room_waits(row, max_resident, sizes):
         waits[slot, 0] = needed
-    for slot, needed in _gradient_waits(row):
-        waits[slot, 1] = needed
+    uses_of = swap_uses(row)
+    if Kind.REDUCE_GRAD in uses_of:
+        for slot, needed in _gradient_waits(row):
+            waits[slot, 1] = needed
     for stage in np.unique(row.stage[row.is_kind(Kind.SWAP_IN)]).tolist():
         mine = row.stage == stage
         brought = np.flatnonzero(mine & row.is_kind(Kind.SWAP_IN))
-        uses = np.flatnonzero(mine & row.is_kind(*USES_STAGE))
+        uses = np.flatnonzero(mine & row.is_kind(*uses_of))
         number = np.searchsorted(brought, uses) - 1
         waits[uses[number >= 0], 0] = brought[number[number >= 0]]
     return waits

@@ -1,6 +1,6 @@
-"""Measured costs of what moves between ranks beside activations: the tied matrix, and what stages keep."""
+"""Measured costs of what moves beside activations: the tied matrix, what stages keep, and stages with the host."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from pipeloom.config import RunConfig
@@ -8,7 +8,8 @@ from pipeloom.execute.communication.transport import Transport
 from pipeloom.execute.communication.wires import Wires
 from pipeloom.execute.parts.tied import Tied
 from pipeloom.execute.processes.world import World
-from pipeloom.measure.moves import time_messages, time_moves
+from pipeloom.execute.stages.stage_store import StageStore
+from pipeloom.measure.moves import time_messages, time_moves, time_stage_swaps
 from pipeloom.schedule import Schedule
 from pipeloom.training.stages import saved_bytes
 
@@ -43,6 +44,15 @@ def move_costs(
         for tier, name in enumerate(("evict_s", "offload_s"))
     }
     return {name: tuple(one.get(stage, 0.0) for stage in range(len(whole))) for name, one in found.items()}
+
+
+def swap_costs(store: StageStore | None, stages: Collection[int], world: World, *, config: RunConfig) -> dict[str, Any]:
+    """Measured costs of swapping this rank's stages, or their experts, in the same form."""
+    if store is None:
+        return {}
+    own = dict(zip(stages, time_stage_swaps(store, stages, world.device), strict=True))
+    found = {stage: amounts for one in _of_pipeline(own, world, config) for stage, amounts in one.items()}
+    return {"moves": tuple(found[stage] for stage in sorted(found))}
 
 
 def _of_pipeline(own: _Own, world: World, config: RunConfig) -> list[_Own]:

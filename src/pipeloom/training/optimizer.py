@@ -4,7 +4,7 @@ A step updates all parameters at once, or stage by stage if stages are swapped; 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -106,12 +106,39 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
+def seconds_by_stage(
+    world: World, num_stages: int, own: Collection[int], seconds_of: Callable[[int], float]
+) -> tuple[float, ...]:
+    """For each stage the seconds of its update on the slowest rank that has it, on rank 0. Collective.
+
+    Args:
+        world: all ranks.
+        num_stages: of the model.
+        own: stages of this rank.
+        seconds_of: times the update of one, while other ranks time theirs.
+    """
+    found: dict[int, float] = {}
+    for stage in range(num_stages):
+        world.wait_for_all()
+        if stage in own:
+            found[stage] = seconds_of(stage)
+    every: list[dict[int, float]] = world.gather(found) or []
+    return tuple(max((one.get(stage, 0.0) for one in every), default=0.0) for stage in range(num_stages))
+
+
 class WholeUpdates:
-    """Updates all parameters of a rank at once, after the pipeline."""
+    """Updates all parameters of a rank at once, after the pipeline.
+
+    Attributes:
+        parts: of the rank, without those that are swapped.
+    """
 
     def __init__(self, config: OptimizerConfig, optimizer: torch.optim.Optimizer, data_parallel: DataParallel) -> None:
         self._config, self._optimizer, self._data_parallel = config, optimizer, data_parallel
-        self._parameters = [part.parameter for part in data_parallel.parts]
+        # Swapped ones are updated while they are on the device.
+        still = [segment.weights for segment in data_parallel.segments() if not segment.weights.is_swapped]
+        self.parts = [part for weights in still for part in weights.parts]
+        self._parameters = [part.parameter for part in self.parts]
 
     def begin_step(self, lr: float) -> None:
         """Set the learning rate of the step; called before the pipeline."""
@@ -163,7 +190,7 @@ class WholeUpdates:
             copies on all ranks at once.
         """
         make = partial(make_optimizer, self._config)
-        update = Update(make, self._config.known_clip_grad_norm, self._data_parallel.parts, world)
+        update = Update(make, self._config.known_clip_grad_norm, self.parts, world)
 
         def before() -> None:
             update.fill_gradients()
@@ -216,11 +243,11 @@ class StageUpdates:
 
     def complete(self, stage: int) -> None:
         """Note the norm of a stage's gradient; after the last stage, compute that of the whole gradient."""
-        # Summed in a fixed order, so that the result does not depend on the order in which stages complete.
         self._norms[stage] = gradient_norms(self._weights[stage].counted_gradients(with_replicated=True))
         if self._config.clip == "stage":
             self._own_squares[stage] = squared_norm(self._norms[stage])
         if len(self._norms) == len(self._weights):
+            # Summed in a fixed order, so that the result does not depend on the order in which stages complete.
             self._squares = squared_norm([norm for index in self._weights for norm in self._norms[index]])
             self._norms.clear()
 

@@ -34,7 +34,6 @@ from pipeloom.execute.stages.batch import Batch
 from pipeloom.execute.stages.stage import Continued, Objective, Stage, StepDocuments
 from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.measure.coded import with_codes
-from pipeloom.measure.moves import time_stage_swaps
 from pipeloom.measure.rehearsal import Rehearsal, warm_up
 from pipeloom.measure.slices import profile_slices, with_slices
 from pipeloom.measure.stages import Profile, profile_stages
@@ -53,7 +52,7 @@ from pipeloom.recipe import schedule_text
 from pipeloom.runs.action_log import ActionLog
 from pipeloom.schedule import Schedule
 from pipeloom.training.expert_loads import loads_of, shared_experts
-from pipeloom.training.move_costs import move_costs, moves_anything, tied_message_costs
+from pipeloom.training.move_costs import move_costs, moves_anything, swap_costs, tied_message_costs
 from pipeloom.training.schedules import forward_schedule, run_of_replica, token_schedule, training_schedule
 from pipeloom.training.stages import StageSizes, make_store, output_specs, shared_groups, stage_of
 from pipeloom.training.visits import Visits
@@ -263,9 +262,8 @@ class Pipeline:
         more = {
             **tied_message_costs(self._tied, *here, self._transport, config=self._config),
             **move_costs(self._wires, *here, config=self._config),
+            **swap_costs(self.store, self.data_parallel.weights, self._world, config=self._config),
         }
-        if self.store is not None:
-            more["moves"] = time_stage_swaps(self.store, self.data_parallel.weights, self._world.device)
         if found is not None:
             found = found.with_costs(**more)
         if self._slices is None:
@@ -410,7 +408,7 @@ class Pipeline:
         first = self._build(self._pieces[0][:1], "meta", self._dtype)
         matrix = first.get_parameter(first.tied_name)
         loan = None
-        if self.store is not None:
+        if self.store is not None and self._config.swaps_stages:
             weights, gradient = (
                 torch.zeros(matrix.shape, dtype=dtype, device=self._world.device) for dtype in (matrix.dtype, wide)
             )

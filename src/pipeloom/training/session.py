@@ -206,7 +206,7 @@ def _resolve(config: RunConfig, needed: int) -> RunConfig:
         return config
     recompute = layout.recompute_by_layer(model.num_layers)
     # With a device budget the largest stage decides what fits, so the partition balances bytes instead of seconds.
-    if schedule.budget_bytes is not None and layout.partition is None:
+    if config.swaps_stages and layout.partition is None:
         partition = fastest_partition(piece_bytes(config), config.choice().placed())
     elif model.adapted is not None:
         partition = layout.partition or fastest_partition(piece_parameters(model.adapted), config.choice().placed())

@@ -36,7 +36,7 @@ from pipeloom.model.adapted import adapted_stage
 from pipeloom.model.context_parallel import WHOLE_SEQUENCES, ContextGroup, ContextParallel
 from pipeloom.model.deferred import defer
 from pipeloom.model.expert_parallel import ALL_EXPERTS, ExpertGroup, ExpertParallel
-from pipeloom.model.experts import balances_of
+from pipeloom.model.experts import balances_of, is_of_expert
 from pipeloom.model.key_values import KeyValueCache
 from pipeloom.model.tensor_parallel import WHOLE, TensorGroup
 from pipeloom.runs.action_log import ActionLog
@@ -165,16 +165,20 @@ def piece_bytes(config: RunConfig) -> tuple[int, ...]:
 
 @cache
 def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ...]:
+    """Bytes of each stage, or of a rank's experts in it where they alone are swapped."""
+    is_part, last = config.layout.has_own_experts, config.layout.ep - 1
+    sharing = ExpertParallel(ExpertGroup(last + 1, last)) if is_part else ALL_EXPERTS
     dtype = getattr(torch, config.training.known_dtype)
     narrow, wide = dtype.itemsize, master_dtype(dtype).itemsize
     rule, has_copy = config.optimizer.rule, narrow < wide and config.optimizer.wide_weights
     found: list[Amounts] = []
     for pieces in stage_pieces(partition):
-        stage = stage_of(config, pieces, "meta")
-        trained = {name: tuple(one.shape) for name, one in stage.named_parameters() if one.requires_grad}
+        stage = stage_of(config, pieces, "meta", sharing=sharing)
+        taken = {name: one for name, one in stage.named_parameters() if not is_part or is_of_expert(name)}
+        trained = {name: tuple(one.shape) for name, one in taken.items() if one.requires_grad}
         count = sum(map(prod, trained.values()))
         state = sum(prod(its_shape) for each in trained.items() for its_shape in rule.state_shapes(*each).values())
-        lent = config.model.hidden_size * (config.model.vocab_size or 0) if stage.borrows else 0
+        lent = config.model.hidden_size * (config.model.vocab_size or 0) if stage.borrows and not is_part else 0
         found.append(
             Amounts(
                 weights=count * narrow,

@@ -13,7 +13,15 @@ from pipeloom.execute.stages.clipping import clipped_step, gradient_norms, squar
 from pipeloom.measure.stopwatch import median_seconds
 from pipeloom.measure.update import Update
 from pipeloom.schedule.stage_swaps import defers_updates
-from pipeloom.training.optimizer import REPEATS, StageUpdates, WholeUpdates, make_optimizer, set_rate
+from pipeloom.training.expert_updates import ExpertUpdates
+from pipeloom.training.optimizer import (
+    REPEATS,
+    StageUpdates,
+    WholeUpdates,
+    make_optimizer,
+    seconds_by_stage,
+    set_rate,
+)
 from pipeloom.training.pipeline import Pipeline
 
 
@@ -68,15 +76,11 @@ class UpdatesWithin:
         Returns:
             On rank 0 the seconds of each stage's update within the pipeline, of the slowest rank; and none after it.
         """
-        own: dict[int, float] = {}
-        for stage in range(self._data_parallel.num_stages):
-            world.wait_for_all()
-            if stage in self._data_parallel.weights:
-                own[stage] = self._seconds(stage, world)
-        every: list[dict[int, float]] = world.gather(own) or []
-        return tuple(
-            max((one.get(stage, 0.0) for one in every), default=0.0) for stage in range(self._data_parallel.num_stages)
-        ), 0.0
+        parallel = self._data_parallel
+        every = seconds_by_stage(
+            world, parallel.num_stages, parallel.weights, lambda stage: self._seconds(stage, world)
+        )
+        return every, 0.0
 
     def _seconds(self, stage: int, world: World) -> float:
         weights = self._data_parallel.weights[stage]
@@ -106,6 +110,8 @@ def make_updates(
     updates: StageUpdates | UpdatesWithin
     if store is None:
         updates = UpdatesWithin(config, optimizer, parallel)
+    elif not all(weights.is_swapped for weights in parallel.weights.values()):
+        updates = ExpertUpdates(config, optimizer, parallel, store)
     else:
         is_deferred = defers_updates(pipeline.schedule.rows[0])
         updates = StageUpdates(config, optimizer, parallel.weights, store, is_deferred=is_deferred)

@@ -415,6 +415,11 @@ class Layout(WithAxes):
         """``shard`` of the experts: nothing where no other rank has the same ones."""
         return "none" if self.data_ranks == self.ep else self.shard
 
+    @property
+    def has_own_experts(self) -> bool:
+        """Whether ranks share experts, and no other rank holds those of a rank, so that they alone may be swapped."""
+        return self.ep > 1 and self.data_ranks == self.ep
+
     def expert_groups(self) -> list[list[int]]:
         """All groups of ranks that share the experts of the same stages, in the order of their parts."""
         begins = range(0, self.data_ranks, self.ep)

@@ -156,6 +156,11 @@ class Run(WithAxes):
         return self.changed(segment="dense"), self.changed(segment="experts")
 
     @property
+    def swapped(self) -> "Run":
+        """The run for the part of the parameters that a device budget swaps: the experts of a rank, or all."""
+        return self.segments[-1]
+
+    @property
     def sharded(self) -> Shard:
         """What is sharded: ``shard``, but nothing where no other rank holds the same weights."""
         return self.shard if self.holders > 1 else "none"

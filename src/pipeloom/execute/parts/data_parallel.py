@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -144,8 +144,8 @@ class DataParallel(Part):
                 )
                 for share in _shares(module, Share(lambda _: True, level, groups, is_alone=False), experts)
             ]
-            if store is not None:
-                store.adopt(index, self._segments[index][0].weights)
+            if store is not None:  # of a stage in segments the experts, which no other rank has
+                store.adopt(index, self._segments[index][-1].weights)
         self.shared = tuple(
             SharedWeights(owner, layer, ranks_of[owner], dtype=dtype, is_whole=is_whole)
             for owner, layer in sorted(sets.items())
@@ -176,7 +176,7 @@ class DataParallel(Part):
         """This rank's part of the gradients; over all ranks every element is included once.
 
         Args:
-            stage: whose; ``None`` for all. Empty for a stage of another rank.
+            stage: whose; ``None`` for all. Empty for a stage of another rank, and without what is swapped.
         """
         is_first = self._groups.tensor.index == 0
         counts = self._groups.copies.index == 0 or self.counts_alone
@@ -184,7 +184,7 @@ class DataParallel(Part):
         return shared + [
             gradient
             for segment in self._of_stages(stage)
-            if segment.groups.copies.index == 0 or self.counts_alone
+            if (segment.groups.copies.index == 0 or self.counts_alone) and not segment.weights.is_swapped
             for gradient in segment.weights.counted_gradients(with_replicated=is_first)
         ]
 
@@ -210,9 +210,10 @@ class DataParallel(Part):
         return [part for segment in self.segments() for part in segment.weights.parts]
 
     def refresh(self) -> None:
-        """Copy updated or loaded master weights to the weights that compute uses."""
+        """Copy updated or loaded master weights to the weights that compute uses, without stages at rest."""
         for segment in self.segments():
-            segment.weights.refresh()
+            if not segment.weights.is_swapped:
+                segment.weights.refresh()
 
     def bind(self, row: RankRow) -> None:
         """Add a hook before each backward that provides a gradient buffer."""
@@ -258,7 +259,8 @@ class DataParallel(Part):
     def unshard(self, stage: int) -> UnderWay:
         """Start gathering a stage's weights from its shards."""
         for segment in self._segments[stage]:
-            segment.weights.hold()
+            if not segment.weights.is_swapped:
+                segment.weights.hold()
         self._gathered.add(stage)
         self._count()
         held = [segment for segment in self._segments[stage] if segment.weights.is_sharded]
@@ -291,7 +293,8 @@ class DataParallel(Part):
             weights.close_gradient()
             if stage in self._rooms:  # the update frees the buffer
                 self._summed[stage], buffers = buffer, None
-            jobs.append(self._reduction(segment, buffer, buffers))
+            if not weights.is_swapped:  # which no other rank has, and which may leave the device now
+                jobs.append(self._reduction(segment, buffer, buffers))
         return self._lane.start(chain.from_iterable(jobs))
 
     @contextmanager
@@ -382,16 +385,13 @@ class DataParallel(Part):
     @contextmanager
     def gathered(self, stage: int, timeout_s: float) -> Iterator[None]:
         """Context with a stage's whole weights, outside a step. All ranks of the group must enter it."""
-        if self._store is not None:
-            with self._store.visit(stage, Content.WEIGHTS):
+        with nullcontext() if self._store is None else self._store.visit(stage, Content.WEIGHTS):
+            if self.weights[stage].is_held:
                 yield
-            return
-        if self.weights[stage].is_held:
+                return
+            finish(self.unshard(stage), timeout_s)
             yield
-            return
-        finish(self.unshard(stage), timeout_s)
-        yield
-        self.reshard(stage)
+            self.reshard(stage)
 
     def forget(self) -> None:
         """Clear the state of a failed step."""
@@ -418,7 +418,7 @@ class DataParallel(Part):
         of_stages = {
             id(self._buffers[one]): self._buffers[one] for one in self.weights.values() if one in self._buffers
         }
-        held = [segment.weights for segment in self.segments()]
+        held = [segment.weights for segment in self.segments() if not segment.weights.is_swapped]
         now = Held(
             gathered=len(self._gathered),
             weights_bytes=sum(one.weights_bytes for one in held),

@@ -147,11 +147,13 @@ class StageStore:
         self._here[stage] = NOTHING
 
     def at_rest(self, tensor: Tensor) -> Tensor:
-        """The view of host memory that corresponds to a view of a device storage.
+        """The view of host memory that corresponds to a view of a device storage; other tensors as they are.
 
         It has the values of the last move out; those on the device may have changed since.
         """
-        home = self._home_of[tensor.untyped_storage()._cdata]  # noqa: SLF001
+        home = self._home_of.get(tensor.untyped_storage()._cdata)  # noqa: SLF001
+        if home is None:
+            return tensor
         empty = torch.empty(0, dtype=tensor.dtype)
         return empty.set_(home.rest.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 

@@ -22,6 +22,7 @@ from pipeloom.schedule.kinds import (
 )
 from pipeloom.schedule.row import Bools, Ints, is_one_of
 from pipeloom.schedule.rules.fault import Fault, Nodes, Say, fault_at, with_missing
+from pipeloom.schedule.stage_swaps import swap_uses
 
 
 class _States(NamedTuple):
@@ -72,14 +73,15 @@ def on_device_when_used(facts: Facts) -> Fault | None:
     """A swapped stage is on the device when it is used; swaps in and out alternate, and the last one is out."""
     if not facts.has(*STAGE_SWAP_KINDS):
         return None
-    states = _States.of(facts, [Kind.SWAP_IN], [Kind.SWAP_OUT], USES_STAGE)
+    uses = swap_uses(facts.row)
+    states = _States.of(facts, [Kind.SWAP_IN], [Kind.SWAP_OUT], uses)
     left = [facts.nodes(stage, Kind.SWAP_IN)[-1] for stage in np.flatnonzero(states.left).tolist()]
     fault = fault_at(
         facts,
         (states.where(ON, Kind.SWAP_IN), lambda action, _: f"{action}: the stage is on the device already"),
         (states.where(OFF, Kind.SWAP_OUT), lambda action, _: f"{action}: the stage is not on the device"),
         (
-            _of_stages_with(facts, Kind.SWAP_IN, states.where(OFF, *USES_STAGE)),
+            _of_stages_with(facts, Kind.SWAP_IN, states.where(OFF, *uses)),
             lambda action, _: f"{action} takes stage {action.stage}, which is not on the device",
         ),
     )

@@ -378,11 +378,9 @@ class Checkpoints:
 
     def _refresh(self) -> None:
         """Update the weights that stages compute with from those that were read."""
-        if self._store is None:
-            self._data_parallel.refresh()
-            return
-        for weights in self._data_parallel.weights.values():  # swapped stages share nothing
-            if not weights.order.size:
+        self._data_parallel.refresh()
+        for weights, _ in self._data_parallel.segments():
+            if self._store is None or not weights.is_swapped or not weights.order.size:
                 continue  # stages without trained weights compute on what was read
             whole, wide = self._store.at_rest(weights.whole), self._store.at_rest(weights.shard)
             if whole.data_ptr() != wide.data_ptr():
