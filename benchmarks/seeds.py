@@ -118,7 +118,8 @@ def experts() -> str:
     ratio, exposed = float(routed["step_ms"]) / float(active["step_ms"]), float(routed["exposed_ms"])
     return (
         f"{routed['parameters_b']} B parameters take {ratio:.2f} of the step of {active['parameters_b']} B dense, "
-        f"{exposed / float(routed['step_ms']):.1%} exposed; a token of a model of 4 device budgets takes "
+        f"{exposed / float(routed['step_ms']):.1%} exposed; gathers and loads as long as half a visit: "
+        f"{moesys.prefetch_rows()[1]['room 2']} exposed; a token of a model of 4 device budgets takes "
         f"{moesys.ring_rows()[2]['of_larger']} of the longer of computing and loading"
     )
 

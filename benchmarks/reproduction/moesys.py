@@ -7,6 +7,8 @@ from typing import Any
 from pipeloom import load_run, predict_step
 from pipeloom.cost.costs import Costs
 from pipeloom.families import Choice
+from pipeloom.passes import add_stage_swaps, add_updates
+from pipeloom.passes.lower_sharding import ReduceGrad, Unshard
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.recipe import Recipe, Residence, build, ring_recipe
 from pipeloom.schedule import Kind
@@ -102,6 +104,29 @@ def ring_rows() -> list[Row]:
     return found
 
 
+def prefetch_rows() -> list[Row]:
+    """A step of 8 stages on each data rank, with gathers and swaps of experts that take a share of a forward's visit.
+
+    The rank has room for two gathered stages and for the experts of two, or of three.
+    """
+    stages, visit = 8, 8
+    start = Choice(family="breadth-first", pp=1, loops=stages, num_microbatches=visit)
+    found: list[Row] = []
+    for load in (0.25, 0.5, 1.0, 2.0):
+        move = Amounts(weights=load * visit / 4, gradient=load * visit / 4, state=load * visit / 2)
+        costs = Costs(unshard_s=load * visit, reduce_s=load * visit, move=move)
+        row: Row = {"load": f"{load:g}"}
+        for name, prefetch, room in (("on demand", 0, 2), ("room 2", 1, 2), ("room 3", 1, 3)):
+            recipe = Recipe(start=start, unshard=Unshard(2, prefetch), reduce_grad=ReduceGrad(None))
+            plain = add_updates(build(recipe), "in the next step")
+            trace = simulate(add_stage_swaps(plain, room, ahead=prefetch), costs)
+            compute = sorted(trace.compute(), key=lambda span: span.start_s)
+            busy = sum(span.end_s - span.start_s for span in compute)
+            row[name] = f"{compute[-1].end_s - compute[0].start_s - busy:g}"
+        found.append(row)
+    return found
+
+
 def _exposed_s(step: SimulatedStep) -> float:
     exposed = (account.pipeline.exposed_data_parallel_s + account.data_parallel_s for account in step.accounts)
     return sum(exposed) / len(step.accounts)
@@ -128,7 +153,12 @@ def blocks(rows: Sequence[Row], balances: Sequence[Row]) -> dict[str, str]:
         ("load / compute of a stage", "loads", "period", "/ larger of both", "/ both after each other"),
         [list(row.values()) for row in ring_rows()],
     )
-    return {"steps": steps, "balance": table(("balance", *MEASURED.values()), lines), "ring": ring}
+    prefetch = table(
+        ("gather, load / forward visit", "on demand, room for 2", "prefetched, room for 2", "prefetched, room for 3"),
+        [list(row.values()) for row in prefetch_rows()],
+    )
+    balance = table(("balance", *MEASURED.values()), lines)
+    return {"steps": steps, "balance": balance, "ring": ring, "prefetch": prefetch}
 
 
 def _of_seeds(values: Sequence[str]) -> str:

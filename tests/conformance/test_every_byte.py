@@ -90,8 +90,8 @@ def assert_step(config):
     found, expected = counted(ranks, results, config), predicted(config, schedule)
     if config.schedule.budget_bytes is not None:
         sizes = sizes_in_training(config)
-        memory = memory_by_rank(sizes.run, sizes.software, schedule, config.schedule.receive_buffers)[0]
-        memory = swapped_memory(memory, sizes.run, sizes.software, schedule)
+        memory = memory_by_rank(sizes.run, sizes.software, schedule, config.schedule.receive_buffers)
+        (memory,) = swapped_memory(memory, sizes.run, sizes.software, schedule)
         whole = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
         assert results[0].held.swapped_bytes == whole, (
             config

@@ -4,6 +4,7 @@ import itertools
 from typing import get_args
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from by_hand import maker
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ from pipeloom.recipe import build as build_recipe
 from pipeloom.schedule import Action, Kind, Level, Placement, Schedule, format_schedule, parse_schedule
 from pipeloom.schedule.kinds import USES_STAGE
 from pipeloom.schedule.sharding import arrivals, fewest_stays
-from pipeloom.schedule.stage_swaps import Amounts, Content, defers_updates, stage_moves, stage_stays
+from pipeloom.schedule.stage_swaps import Amounts, Content, defers_updates, stage_moves, stage_stays, swap_waits
 from pipeloom.simulation import simulate
 
 quick = settings(max_examples=60, deadline=None)
@@ -240,6 +241,26 @@ def test_a_gradient_that_is_added_to_in_two_visits_goes_and_comes_back():
     ]
 
 
+@pytest.mark.parametrize("residency", [None, 2])
+def test_a_row_that_gathers_swaps_the_rest_of_its_stages(residency):
+    """The rest, such as experts that no other rank has, is not reduced: nothing of it waits for a reduction."""
+    plain = add_reduce_grad(add_unshard(one_rank(4, 3), residency, 1))
+    deferred = add_updates(plain, "in the next step")
+    both = add_stage_swaps(deferred, 2)
+    (row,) = both.rows
+    assert num_swaps_in(both) == (6,)
+    outs = np.flatnonzero(row.is_kind(Kind.SWAP_OUT))
+    reductions = {row[slot].stage: slot for slot in np.flatnonzero(row.is_kind(Kind.REDUCE_GRAD)).tolist()}
+    behind = {int(row.stage[slot]): slot for slot in outs.tolist()}  # the last of each stage
+    assert all(slot < reductions[stage] for stage, slot in behind.items())
+    assert (swap_waits(row, 2, None)[outs, 1] < 0).all()
+    # Where nothing is gathered, the gradient is that of the whole stage.
+    (whole,) = add_stage_swaps(add_updates(add_reduce_grad(one_rank(4, 3)), "in the next step"), 2).rows
+    assert (swap_waits(whole, 2, None)[whole.is_kind(Kind.SWAP_OUT), 1] >= 0).sum() == 4
+    again = parse_schedule(format_schedule(both))
+    assert again.rows == both.rows
+
+
 # ---------------------------------------------------------------------------------------------- rules
 
 GOOD = (
@@ -318,10 +339,6 @@ def test_a_frozen_stage_is_not_updated():
         (lambda s: add_stage_swaps(s, 4, sizes=(3, 5)), "must be at least 5, what the largest stage takes, found 4"),
         (lambda s: add_stage_swaps(s, 4, sizes=(3,)), "a size above 0 for each of 2 stages"),
         (lambda s: add_stage_swaps(s, 2, ahead=-1), "ahead must be at least 0, found -1"),
-        (
-            lambda s: add_stage_swaps(add_unshard(s, 1, 1), 2),
-            "stages are swapped in schedules without RESHARD, UNSHARD",
-        ),
         (lambda s: add_stage_swaps(add_stage_swaps(s, 2), 2), "without SWAP_IN, SWAP_OUT"),
         (lambda s: add_updates(add_updates(s, "at once"), "at once"), "updates weights already"),
     ],

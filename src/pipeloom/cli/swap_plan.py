@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeloom.config import RunConfig
+from pipeloom.errors import UserError
 from pipeloom.planner.stage_swaps import SwapPlan, plan_swaps, question_of
 from pipeloom.predict.describe import describe
 from pipeloom.predict.stage_swaps import swapped_amounts
@@ -28,7 +29,13 @@ class ReportedPlan:
 
 
 def make_swap_plan(config: RunConfig) -> ReportedPlan:
-    """The best cut, and the fewest micro-batches, powers of two, with which the device computes most of the time."""
+    """The best cut, and the fewest micro-batches, powers of two, with which the device computes most of the time.
+
+    Raises:
+        UserError: experts alone are swapped, which no cut divides.
+    """
+    if not config.swaps_stages:
+        raise UserError("--swap-plan cuts a model for one device, and layout.ep swaps experts alone; leave it out")
     described, budget = describe(config), config.schedule.budget_bytes
     assert budget is not None, "a configuration with schedule.device_budget"
     question = question_of(described, budget, needs_norm=config.optimizer.needs_norm)

@@ -238,10 +238,10 @@ def swap_problems(config: RunConfig) -> Problems:
             yield f"schedule.device_budget swaps experts without layout.{name} {size}; leave one of them out"
         elif size > 1 and not layout.has_own_experts:
             more = " and more layout.loops" if name == "pp" else ""
+            more += f", layout.ep {layout.data_ranks} to swap experts alone" if config.model.experts is not None else ""
             yield (
                 f"schedule.device_budget swaps the whole model through one device, found layout.{name} {size}; "
-                f"use layout.{name} 1{more}, give each data rank experts of its own to swap (layout.ep), or leave the "
-                "budget out"
+                f"use layout.{name} 1{more}, or leave the budget out"
             )
     if layout.has_own_experts and layout.shard == "none":
         yield (

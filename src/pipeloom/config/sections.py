@@ -142,9 +142,10 @@ class ScheduleConfig:
 
     device_budget: str | None = None
     """Bytes of weights, gradients and optimizer state on the device at once, such as 64MiB or 20GB. Stages stay in host
-    memory and are swapped in for their actions, one stage ahead. With a single rank only. Activations and workspace are
-    not counted. Without layout.partition, the model is cut into stages of nearly equal bytes. None: the whole model is
-    on the device."""
+    memory and are swapped in for their actions, one stage ahead. With a single rank, or with experts that no other rank
+    has (layout.ep of layout.dp), whose bytes alone count then. Activations and workspace are not counted. Without
+    layout.partition, the model of a single rank is cut into stages of nearly equal bytes. None: the whole model is on
+    the device."""
     swap_folder: Path | None = None
     """With device_budget: folder for the stages that are not on the device. Its files are unlinked, so that nothing
     remains however the run ends. None: host memory."""

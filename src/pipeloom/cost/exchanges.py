@@ -165,7 +165,7 @@ def step_terms(placed: Placed, backward_s: float) -> StepTerms:
         tied_s=tied_s * crowding,
         shared_s=shared_s * crowding,
         average_s=average_s * crowding,
-        optimizer_s=_update_s(placed.of_state),
+        optimizer_s=update_s(placed.of_state),
         fixed_s=use.step_s,
     )
 
@@ -242,10 +242,14 @@ and set to zero. An assumption; ``Efficiency.optimizer_bytes`` is the sharded re
 
 
 @lru_cache(maxsize=4096)
-def _update_s(placed: Placed) -> float:
-    """Seconds of the optimizer's step on the slowest rank, or on all ranks that share cores."""
+def update_s(placed: Placed) -> float:
+    """Seconds of the optimizer's step on the slowest rank, or on all ranks that share cores.
+
+    Args:
+        placed: the run, or that for a segment of its parameters.
+    """
     if len(placed.run.segments) > 1:
-        return sum(_update_s(placed.of(one)) for one in placed.run.segments)
+        return sum(update_s(placed.of(one)) for one in placed.run.segments)
     run, software = placed.run, placed.software
     shards = run.shard_size if run.sharded != "none" else 1
 

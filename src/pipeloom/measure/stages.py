@@ -325,7 +325,7 @@ def _time_collectives(rehearsal: Rehearsal, clock: Clock, stage: int, load: _Loa
 
     def reduce() -> UnderWay:
         parallel.reset(trains=True)
-        parallel.before_backward(stage)
+        parallel.before_backward(stage, in_step=False)
         return parallel.reduce(stage)
 
     starts = {Kind.UNSHARD: partial(parallel.unshard, stage), Kind.REDUCE_GRAD: reduce}

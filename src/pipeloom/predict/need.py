@@ -147,16 +147,18 @@ def _state(config: RunConfig, software: Software, held: Sequence[tuple[Run, floa
     """Bytes of the state of a rank with these segments."""
     width, states = _width(config), [state_bytes(one, own, software) for one, _, own in held]
     frozen = sum(frozen_bytes(one, whole - own) for one, whole, own in held)
-    parts = {
-        "weights": (sum(state.weights_bytes for state in states) + frozen) * width,
-        "gradients": sum(state.gradients_bytes for state in states) * width * config.least_gradients,
-        "the optimizer's state": 0.0 if verifies else sum(state.optimizer_bytes for state in states) * width,
-    }
-    budget, whole = config.schedule.budget_bytes, sum(parts.values())
-    if budget is not None and config.schedule.swap_folder is not None and whole > budget:
+    here = [1.0] * len(states)  # share of each segment
+    budget, swapped = config.schedule.budget_bytes, slice(None) if config.swaps_stages else slice(-1, None)
+    if budget is not None and config.schedule.swap_folder is not None:
         # The rest is in files.
-        return {name: size * budget / whole for name, size in parts.items()}
-    return parts
+        whole = sum(one.weights_bytes + one.gradients_bytes + one.optimizer_bytes for one in states[swapped]) * width
+        here[swapped] = [min(1.0, budget / whole)] * len(states[swapped])
+    shares = list(zip(states, here, strict=True))
+    return {
+        "weights": (sum(state.weights_bytes * share for state, share in shares) + frozen) * width,
+        "gradients": sum(state.gradients_bytes * share for state, share in shares) * width * config.least_gradients,
+        "the optimizer's state": 0.0 if verifies else sum(one.optimizer_bytes * share for one, share in shares) * width,
+    }
 
 
 def _activations(config: RunConfig, run: Run, software: Software) -> list[float]:

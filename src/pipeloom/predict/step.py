@@ -9,7 +9,7 @@ from pipeloom.analysis.bubble import BubbleAccount, account_bubble
 from pipeloom.analysis.memory import MemoryCurve, memory_over_time
 from pipeloom.analysis.summary import longest_rank_s
 from pipeloom.cost.costs import ActionCosts, StageCosts
-from pipeloom.cost.exchanges import StepTerms, drain_s, stage_collectives_s, step_terms
+from pipeloom.cost.exchanges import StepTerms, drain_s, stage_collectives_s, step_terms, update_s
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.memory import Memory
 from pipeloom.cost.placed import OfPlaced, Placed
@@ -22,7 +22,7 @@ from pipeloom.predict.memory import held_bytes, memory_by_rank
 from pipeloom.predict.moves import by_seconds, with_moves
 from pipeloom.predict.places import Place, rank_places, shared_links
 from pipeloom.predict.sizes import ClosedSizes
-from pipeloom.predict.stage_swaps import swapped_amounts, swapped_costs, swapped_memory, with_updates
+from pipeloom.predict.stage_swaps import swapped_costs, swapped_held, swapped_memory, with_updates
 from pipeloom.recipe import (
     Knobs,
     Recipe,
@@ -314,8 +314,7 @@ class SimulatedStep(Pictured, OfPlaced):
         """For each pipeline rank the bytes that a device of it holds during the pipeline."""
         held = held_bytes(self.sizes.run, self.software, self.schedule)
         if self.knobs.device_budget is not None:
-            amounts = swapped_amounts(self.run, self.software)
-            held = replace(held, always_bytes=(self.software.reserve_bytes,), stages=amounts)
+            held = swapped_held(held, self.run, self.software, self.schedule.placement)
         return memory_over_time(self.schedule, self.trace, held)
 
 
@@ -348,9 +347,11 @@ def simulate_step(placed: Placed, knobs: Knobs, *, moves_by_seconds: bool = True
     if knobs.device_budget is not None:
         costs = swapped_costs(costs, placed)
     if how.updates is not None:
-        costs = with_updates(costs, placed, terms.optimizer_s)
+        part = placed if run.swapped is run else placed.of(run.swapped)
+        within_s = terms.optimizer_s if part is placed else update_s(part.of_state)
+        costs = with_updates(costs, part, within_s)
         # Updates are actions of the schedule.
-        terms = replace(terms, optimizer_s=0.0)
+        terms = replace(terms, optimizer_s=terms.optimizer_s - within_s)
     # Without messages no links are shared, but cores may be.
     has_shared = schedule.level is Level.COMMUNICATION or cluster.crowding(run.num_devices) > 1
     links = shared_links(placed, schedule.placement, schedule.partners) if has_shared else None
@@ -358,7 +359,7 @@ def simulate_step(placed: Placed, knobs: Knobs, *, moves_by_seconds: bool = True
     more_s = drain_s(run, software, costs)
     memory = memory_by_rank(sizes.run, software, schedule, knobs.receive_buffers, trace)
     if knobs.device_budget is not None:
-        memory = (swapped_memory(memory[0], run, software, schedule),)
+        memory = swapped_memory(memory, run, software, schedule)
     pipeline_s = (longest_rank_s(trace) if software.overlaps_steps else trace.end_s) + more_s
     prediction = Prediction(pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, placed.device_bytes)
     step = SimulatedStep(placed, knobs, schedule, trace, prediction, more_s)

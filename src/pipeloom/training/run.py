@@ -288,7 +288,8 @@ def _announce(config: RunConfig, say: _Say) -> None:
         lines["note"] = may_differ
     if schedule.budget_bytes is not None:
         home = "memory of the host" if schedule.swap_folder is None else f"files in {schedule.swap_folder}"
-        lines["stages"] = f"stored in {home}; at most {format_bytes(schedule.budget_bytes)} of them on the device"
+        what = "stages" if config.swaps_stages else "experts"
+        lines[what] = f"stored in {home}; at most {format_bytes(schedule.budget_bytes)} of them on the device"
     for name, text in lines.items():
         say(f"{name:<11}{text}")
 

@@ -273,10 +273,10 @@ class DataParallel(Part):
         self._gathered.discard(stage)
         return self._lane.start(iter(()))
 
-    def before_backward(self, stage: int) -> None:
-        """Provide a gradient buffer, if the stage has none."""
+    def before_backward(self, stage: int, *, in_step: bool = True) -> None:
+        """Provide a gradient buffer, if the stage has none; that of swapped weights is on the device within a step."""
         for weights, _ in self._segments[stage]:
-            if weights not in self._open:
+            if weights not in self._open and (in_step or not weights.is_swapped):
                 whole = weights.whole_gradient
                 buffer = self._open[weights] = self._buffers[weights].take() if whole is None else whole
                 is_first = whole is None or weights not in self._begun
@@ -289,12 +289,15 @@ class DataParallel(Part):
         jobs: list[Job] = []
         for segment in self._segments[stage]:
             weights = segment.weights
+            if weights.is_swapped:  # which no other rank has, and which may leave the device now
+                self._open.pop(weights, None)
+                weights.close_gradient()
+                continue
             buffer, buffers = self._open.pop(weights), self._buffers.get(weights)
             weights.close_gradient()
             if stage in self._rooms:  # the update frees the buffer
                 self._summed[stage], buffers = buffer, None
-            if not weights.is_swapped:  # which no other rank has, and which may leave the device now
-                jobs.append(self._reduction(segment, buffer, buffers))
+            jobs.append(self._reduction(segment, buffer, buffers))
         return self._lane.start(chain.from_iterable(jobs))
 
     @contextmanager
