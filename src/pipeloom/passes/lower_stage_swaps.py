@@ -20,7 +20,7 @@ from pipeloom.schedule.kinds import (
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
 from pipeloom.schedule.sharding import arrivals, fewest_stays
-from pipeloom.schedule.stage_swaps import swap_uses
+from pipeloom.schedule.stage_swaps import swap_uses, swaps_rest
 
 UpdatePlace = Literal["at once", "at the end", "in the next step"]
 """Where a row has the update of a stage: when its gradient is complete; at the end of the row; or before the stage's
@@ -129,7 +129,7 @@ def add_stage_swaps(
     if max_resident < largest:
         raise UserError(f"max_resident must be at least {largest}, what the largest stage takes, found {max_resident}")
     # A tied matrix is lent by what is gathered, if anything is.
-    others = STAGE_SWAP_KINDS if schedule.facts.has(Kind.UNSHARD) else {*STAGE_SWAP_KINDS, *TIED_KINDS}
+    others = STAGE_SWAP_KINDS if swaps_rest(schedule.facts.row) else {*STAGE_SWAP_KINDS, *TIED_KINDS}
     found = sorted(kind.value for kind in others if schedule.facts.has(kind))
     if found:
         raise UserError(f"stages are swapped in schedules without {', '.join(found)}; start from one without")

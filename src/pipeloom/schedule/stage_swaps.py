@@ -111,13 +111,17 @@ def refuse_large(sizes: Sequence[int], budget: int, *, trains: bool = True) -> N
         )
 
 
+def swaps_rest(row: Row) -> bool:
+    """Whether a row gathers stages, so that it swaps the rest of them, such as experts that no other rank has."""
+    return bool(row.is_kind(Kind.UNSHARD).any())
+
+
 def swap_uses(row: Row) -> frozenset[Kind]:
     """Kinds of actions for which a row's swapped stages must be on the device.
 
-    A row that gathers stages swaps the rest of them, such as experts that no other rank has: a reduction is of what is
-    gathered, and finds nothing of the rest.
+    Where stages are gathered, a reduction is of what is gathered, and not of the rest.
     """
-    return USES_STAGE - {Kind.REDUCE_GRAD} if row.is_kind(Kind.UNSHARD).any() else USES_STAGE
+    return USES_STAGE - {Kind.REDUCE_GRAD} if swaps_rest(row) else USES_STAGE
 
 
 class StageStay(NamedTuple):
