@@ -247,8 +247,7 @@ def swap_waits(row: Row, max_resident: int | None, sizes: Sequence[int] | None) 
     - What uses a stage waits for the ``SWAP_IN`` before it.
     - A ``SWAP_IN`` waits for the stage's ``SWAP_OUT`` before it, and for that which frees its room. Swaps out end in
       the order of the row, so the later of the two is enough.
-    - An update, and a ``SWAP_OUT``, wait for what communicated about the stage's gradient before them, where that is
-      swapped (``swap_uses``).
+    - An update, and the ``SWAP_OUT`` of a whole stage, wait for what communicated about its gradient before them.
 
     Returns:
         [slots, 2].
@@ -257,9 +256,8 @@ def swap_waits(row: Row, max_resident: int | None, sizes: Sequence[int] | None) 
     for slot, needed in _room_waits(row, max_resident, sizes):
         waits[slot, 0] = needed
     uses_of = swap_uses(row)
-    if Kind.REDUCE_GRAD in uses_of:
-        for slot, needed in _gradient_waits(row):
-            waits[slot, 1] = needed
+    for slot, needed in _gradient_waits(row):
+        waits[slot, 1] = needed
     for stage in np.unique(row.stage[row.is_kind(Kind.SWAP_IN)]).tolist():
         mine = row.stage == stage
         brought = np.flatnonzero(mine & row.is_kind(Kind.SWAP_IN))
@@ -298,7 +296,8 @@ def _gradient_waits(row: Row) -> list[tuple[int, int]]:
     """(slot of an update or a swap out, slot of the last communication about the stage's gradient before it)."""
     found: list[tuple[int, int]] = []
     last: dict[int, int] = {}
-    kinds = (Kind.REDUCE_GRAD, Kind.RECV_TIED_GRAD, Kind.UPDATE, Kind.SWAP_OUT)
+    waiting = (Kind.UPDATE,) if swaps_rest(row) else (Kind.UPDATE, Kind.SWAP_OUT)
+    kinds = (Kind.REDUCE_GRAD, Kind.RECV_TIED_GRAD, *waiting)
     for slot in np.flatnonzero(row.is_kind(*kinds)).tolist():
         stage = int(row.stage[slot])
         if KINDS[row.kind[slot]] in (Kind.REDUCE_GRAD, Kind.RECV_TIED_GRAD):
