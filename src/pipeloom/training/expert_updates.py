@@ -33,8 +33,8 @@ class ExpertUpdates(StageUpdates):
         self._rest = WholeUpdates(config, optimizer, data_parallel)
         begin_state(optimizer, config, self._rest.parts)
         self._of_rest = {part.parameter: part.parameter.grad for part in self._rest.parts}
-        with self._shown():
-            pass
+        for parameter in self._of_rest:  # until the step ends, an update of experts is of them alone
+            parameter.grad = None
 
     @contextmanager
     def _shown(self) -> Iterator[None]:
