@@ -99,7 +99,7 @@ def test_a_missing_package_is_one_line():
 
 def test_the_table_compares_with_the_best_peer_that_computes_the_same(tmp_path):
     measured = Measured(ROWS[4], SIZES[0], Load(1.0, 2.0))
-    fast, slow, wrong = ROWS[4].programs[2:5]
+    fast, slow, wrong, *_ = (one for one in ROWS[4].programs if one.kind != "pipeloom")
     measured.rounds = {
         OURS: [Launched([5.0], [0.3, 0.5, 0.3], 2.0, 10**8)],
         slow: [Launched([5.00001], [0.6], 3.0, 10**8)],
