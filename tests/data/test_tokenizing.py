@@ -13,7 +13,7 @@ from given_tokenizers import folder_of, trained
 from pipeloom.cli import main
 from pipeloom.config import DataConfig
 from pipeloom.config.tokenizer_files import tokenizer_files
-from pipeloom.data import tokenizing
+from pipeloom.data import entry, tokenizing
 from pipeloom.data.corpus import list_sources
 from pipeloom.data.entry import Corpus, Summary, write_entry
 from pipeloom.data.indexed import read_indexed, write_index
@@ -228,3 +228,18 @@ def test_tokens_that_the_tokenizer_does_not_have_are_refused(tmp_path: Path) -> 
     with pytest.raises(UserError, match=r"data.tokenizer bpe is trained on text, found tokens in"):
         load_data(DataConfig(path=path, tokenizer="bpe", seq_len=8, cache=tmp_path / "cache"), 0)
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_folder_that_another_process_removes_before_its_lock_is_open_is_made_again(tmp_path, monkeypatch):
+    made, mkdir = [], Path.mkdir
+
+    def removed_at_once(path, *args, **kwargs):
+        mkdir(path, *args, **kwargs)
+        made.append(path)
+        if len(made) == 1:
+            path.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", removed_at_once)
+    with entry._alone(tmp_path / "cache" / "one.parts"):
+        assert (tmp_path / "cache" / "one.parts" / "lock").exists()
+    assert len(made) > 1

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -229,9 +230,8 @@ def write_entry(folder: Path, corpus: Corpus, num_workers: int | None = None, *,
 def _alone(parts: Path) -> Iterator[None]:
     """The folder of an entry's units, for one process at a time; removed on a failure if it has none."""
     made = [one for one in (parts, *parts.parents) if not one.exists()]
-    parts.mkdir(parents=True, exist_ok=True)
     try:
-        with (parts / "lock").open("a") as lock:
+        with _lock_file(parts) as lock:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
             # The process before may have removed it with the lock.
@@ -243,6 +243,16 @@ def _alone(parts: Path) -> Iterator[None]:
         for one in made[1:]:
             with suppress(OSError):  # it has other entries
                 one.rmdir()
+
+
+def _lock_file(parts: Path, attempts: int = 10) -> TextIO:
+    """The open lock of a folder, which is made; the process before may remove it between the two."""
+    for _ in range(attempts - 1):
+        with suppress(FileNotFoundError):
+            parts.mkdir(parents=True, exist_ok=True)
+            return (parts / "lock").open("a")
+    parts.mkdir(parents=True, exist_ok=True)
+    return (parts / "lock").open("a")
 
 
 def write_indexed_entry(folder: Path, file: Path, validation_fraction: float, tokenizer: Tokenizer) -> Summary:
