@@ -259,7 +259,7 @@ def accuracy(task: Task, trained: dict[str, Any], *, number: int = 1000, withhel
     """Share of new images whose color is the most probable next byte; in one process.
 
     Args:
-        task: whose model is asked.
+        task: has the model.
         trained: projection and soft token.
         number: of images.
         withheld: whether the features are zeros.

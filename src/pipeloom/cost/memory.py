@@ -6,6 +6,10 @@ Activations of this program are exact (``pipeloom.cost.kept``); those of others 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipeloom.cost.foreign import GATHERED_COPIES, layer_kept_bytes, layer_pending_bytes, stage_input_bytes
 from pipeloom.cost.kept import Kept
@@ -15,6 +19,8 @@ from pipeloom.cost.software import Software
 from pipeloom.cost.stages import StageKinds, layers_by_kind, num_frozen_stages, of_each, stage_layers, stage_sets
 from pipeloom.workload.layout import Shard
 from pipeloom.workload.run import Run
+
+_Bytes = TypeVar("_Bytes", float, NDArray[np.float64])
 
 _WIDE_BYTES = 4
 """Bytes of a number in single precision."""
@@ -75,9 +81,22 @@ class Memory:
     @property
     def total_bytes(self) -> float:
         """Their sum."""
-        state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
-        working = self.activations_bytes + self.head_bytes + self.buffers_bytes
-        return state + working + self.reserve_bytes + self.fragmentation_bytes
+        return sum_of_parts(
+            self.weights_bytes,
+            self.gradients_bytes,
+            self.optimizer_bytes,
+            self.activations_bytes,
+            self.head_bytes,
+            self.buffers_bytes,
+            self.reserve_bytes,
+            self.fragmentation_bytes,
+        )
+
+
+def sum_of_parts(*parts: _Bytes) -> _Bytes:
+    """``Memory.total_bytes`` of parts in the order of its fields; of several devices at once if they are arrays."""
+    weights, gradients, optimizer, activations, head, buffers, reserve, fragmentation = parts
+    return (weights + gradients + optimizer) + (activations + head + buffers) + reserve + fragmentation
 
 
 def state_bytes(run: Run, parameters: float, software: Software, shard: Shard | None = None) -> State:

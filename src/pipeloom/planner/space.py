@@ -25,7 +25,7 @@ from pipeloom.cost.pieces import PieceSeconds
 from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.stages import layers_of_pieces, placement_of, stage_layers
 from pipeloom.families import FAMILIES, Choice
-from pipeloom.planner.bounds import AnyStages, Bounds, Floats
+from pipeloom.planner.bounds import AnyStages, Bounds, Floats, Sharded
 from pipeloom.planner.question import LEVELS, Question, axes, divisors, has_better_axes, why_not
 from pipeloom.schedule import Placement
 from pipeloom.workload.layout import Shard
@@ -345,7 +345,12 @@ class Twig:
     @property
     def bound_s(self) -> float:
         """Lower bound of the step time in seconds for any schedule."""
-        return self.cut.time.sharded(self.sharding.levels[0], self.sharding.replicate).step_s
+        return self._time.step_s
+
+    @property
+    def _time(self) -> Sharded:
+        """Bounds with its first level, which takes the least time."""
+        return self.cut.time.sharded(self.sharding.levels[0], self.sharding.replicate)
 
     @property
     def leaves(self) -> "list[Leaf]":
@@ -383,10 +388,7 @@ class Twig:
 
     def bounds_of(self, choices: Sequence[Choice]) -> list[float]:
         """For each schedule the lower bound of the step time in seconds, with the layers that it must recompute."""
-        time, arrangement = (
-            self.cut.time.sharded(self.sharding.levels[0], self.sharding.replicate),
-            self.cut.arrangement,
-        )
+        time, arrangement = self._time, self.cut.arrangement
         bounds_s = np.full(len(choices), time.step_s)
         closed = [number for number, choice in enumerate(choices) if _inputs_of(choice) is not None]
         if not closed or not (arrangement.splits or arrangement.recomputed == "some"):

@@ -27,6 +27,7 @@ from pipeloom.cost.memory import (
     stage_pending_bytes,
     stage_recomputed_bytes,
     state_bytes,
+    sum_of_parts,
     working_bytes,
 )
 from pipeloom.cost.software import Software
@@ -155,8 +156,7 @@ def bytes_with_room(run: Run, software: Software, schedule: Schedule | Peaks, ro
     parts = _parts(
         run, software, schedule.placement, most_held, buffers, receive_buffers=room.receive_buffers, masks=masks
     )
-    # ``Memory.total_bytes`` of all ranks at once.
-    return (parts[0] + parts[1] + parts[2]) + (parts[3] + parts[4] + parts[5]) + parts[6] + parts[7]
+    return sum_of_parts(*parts)
 
 
 def held_for_backwards(run: Run, software: Software, schedule: Schedule) -> list[float]:

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from math import inf
 from statistics import median
 
@@ -67,7 +67,7 @@ class Division:
     def __init__(self, config: RunConfig, world: World) -> None:
         self._world, self._every = world, config.training.divide_every
         self._steps: deque[Sequence[float]] = deque(maxlen=_STEPS)
-        self._schedule = cache(partial(_schedule, config))
+        self._schedule = _schedules(config)
 
     def measured(self, config: RunConfig, profile: Profile | None, say: Callable[[str], None]) -> RunConfig:
         """The run with numbers in place of ``auto``. Collective.
@@ -132,15 +132,23 @@ class Division:
             most = max(found) - 1
 
 
-def _schedule(config: RunConfig, number: int) -> Schedule | None:
-    """The schedule of a replica; ``None`` where it has none, or reduces in another order than those of the run."""
-    first = training_schedule(config.of_replica(0))
-    try:
-        found = training_schedule(config.divided((number,)).of_replica(0))
-        check_replicas([first, found])
-    except UserError:
-        return None
-    return found
+def _schedules(config: RunConfig) -> Callable[[int], Schedule | None]:
+    """Number -> schedule of a replica; ``None`` where it has none, or reduces in another order than the run."""
+
+    @cache
+    def first() -> Schedule:
+        return training_schedule(config.of_replica(0))
+
+    @cache
+    def schedule_of(number: int) -> Schedule | None:
+        try:
+            found = training_schedule(config.divided((number,)).of_replica(0))
+            check_replicas([first(), found])
+        except UserError:
+            return None
+        return found
+
+    return schedule_of
 
 
 def _scaled(config: RunConfig, seconds: Sequence[float], schedule_of: Callable[[int], Schedule | None]) -> Finish:

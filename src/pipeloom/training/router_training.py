@@ -26,6 +26,7 @@ from pipeloom.training.adapted import with_adapted_check
 from pipeloom.training.checkpoints.checkpoint import Checkpoints
 from pipeloom.training.converted import Source
 from pipeloom.training.memory_check import check_memory
+from pipeloom.training.optimizer import set_rate
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.routers import Routed, Routers, block_of, merged, parse_routers, routed_blocks
 from pipeloom.training.session import Texts, check_processes, run_on_all_ranks
@@ -218,8 +219,7 @@ def _train(
     gates = [gate.requires_grad_() for gate in routers.gates]
     adam = torch.optim.Adam(gates, lr=lr)
     for step, preference in enumerate(_preferences(steps, number, config.training.seed)):
-        for group in adam.param_groups:
-            group["lr"] = lr * (_LAST_RATE + (1 - _LAST_RATE) * (1 + math.cos(math.pi * step / steps)) / 2)
+        set_rate(adam, lr * (_LAST_RATE + (1 - _LAST_RATE) * (1 + math.cos(math.pi * step / steps)) / 2))
         mixed.mix(routers.by_block(preference))
         slopes, loss = torch.zeros(len(routers.blocks), number, dtype=torch.float64), 0.0
         for weight, text in zip(preference, texts.texts, strict=True):
