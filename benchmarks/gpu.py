@@ -23,7 +23,7 @@ from statistics import median
 
 import torch
 
-from pipeloom.training.optimizer import learning_rate
+from pipeloom.training.optimizers.optimizer import learning_rate
 
 BUDGET_S = 600.0
 STEPS = 12

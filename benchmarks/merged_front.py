@@ -27,10 +27,10 @@ from pipeloom.config import (
 from pipeloom.data.text import load_data
 from pipeloom.model import Transformer
 from pipeloom.training.checkpoints.storage import CheckpointReader
-from pipeloom.training.converted import read_run
-from pipeloom.training.export import load_stored, stored_parameters
-from pipeloom.training.router_training import train_routers
-from pipeloom.training.routers import Routed, block_of, merged
+from pipeloom.training.conversions.converted import read_run
+from pipeloom.training.conversions.export import load_stored, stored_parameters
+from pipeloom.training.conversions.router_training import train_routers
+from pipeloom.training.conversions.routers import Routed, block_of, merged
 from pipeloom.training.run import train
 from pipeloom.workload.layout import Layout
 from reproduction.machine import Row

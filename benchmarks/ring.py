@@ -26,11 +26,11 @@ from pipeloom.execute.processes.world import join_forked
 from pipeloom.execute.stages.stage import Stage
 from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.schedule import Kind
-from pipeloom.training.generation import Decoder, Request, Sampling, _Sequence, encoded
+from pipeloom.training.inference.generation import Decoder, Request, Sampling, _Sequence, encoded
+from pipeloom.training.inference.trained import load_trained, with_trained
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.session import load_tokens, resolve
 from pipeloom.training.stages import StageSizes
-from pipeloom.training.trained import load_trained, with_trained
 
 STAGES = 16
 TRAIN = (

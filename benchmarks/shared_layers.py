@@ -17,8 +17,8 @@ from pipeloom.config import (
     TrainingConfig,
 )
 from pipeloom.config.file import read_run_file
-from pipeloom.training.delink import delink
-from pipeloom.training.results import RunResult
+from pipeloom.training.conversions.delink import delink
+from pipeloom.training.records.results import RunResult
 from pipeloom.training.run import train
 from pipeloom.workload.layout import Layout
 from pipeloom.workload.optimizers import OPTIMIZERS

@@ -20,7 +20,7 @@ from pipeloom.config import (
 from pipeloom.config.file import read_run_file
 from pipeloom.cost.flops import shape_model_flops
 from pipeloom.runs.run_folder import CONFIG
-from pipeloom.training.densify import densify
+from pipeloom.training.conversions.densify import densify
 from pipeloom.training.run import train
 from pipeloom.workload.layout import Layout
 from pipeloom.workload.model import shape_of

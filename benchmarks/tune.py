@@ -46,7 +46,7 @@ def loss_of_transformers(folder: Path, run: Path) -> float:
 
     from pipeloom import load_run
     from pipeloom.data.text import load_data
-    from pipeloom.training.evaluation import each_once
+    from pipeloom.training.inference.evaluation import each_once
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

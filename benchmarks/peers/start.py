@@ -11,7 +11,7 @@ from peers.plain import plain_names
 from pipeloom.config import RunConfig
 from pipeloom.data.windows import without_marks
 from pipeloom.predict.describe import load_run
-from pipeloom.training.optimizer import learning_rate
+from pipeloom.training.optimizers.optimizer import learning_rate
 from pipeloom.training.session import load_text, resolve
 from pipeloom.training.stages import stage_of
 

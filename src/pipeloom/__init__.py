@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from pipeloom.schedule import Action, Kind, Placement, Schedule, format_schedule, parse_schedule
     from pipeloom.simulation import simulate
     from pipeloom.trace import Trace
+    from pipeloom.training.conversions.export import export_weights
     from pipeloom.training.equivalence import verify_gradients
-    from pipeloom.training.export import export_weights
     from pipeloom.training.run import train
 
 _NAMES = {
@@ -54,7 +54,7 @@ _NAMES = {
     "simulation": ("simulate",),
     "trace": ("Trace",),
     "training.equivalence": ("verify_gradients",),
-    "training.export": ("export_weights",),
+    "training.conversions.export": ("export_weights",),
     "training.run": ("train",),
 }
 """Module -> the names that come from it; those that type checkers see above."""

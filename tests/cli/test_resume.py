@@ -121,7 +121,9 @@ def test_a_trained_model_is_evaluated_under_any_layout_and_every_window_counts_o
 def test_a_text_that_is_named_is_evaluated_whole_even_if_the_run_has_it_in_its_file(finished, monkeypatch):
     run = finished / "run"
     chosen = []
-    monkeypatch.setattr("pipeloom.training.evaluation.evaluate_run", lambda *_, is_whole, **__: chosen.append(is_whole))
+    monkeypatch.setattr(
+        "pipeloom.training.inference.evaluation.evaluate_run", lambda *_, is_whole, **__: chosen.append(is_whole)
+    )
     own = tomllib.loads((run / "config.toml").read_text())["data"]["path"]
     for words in ([], ["--data.path", own]):
         assert main(["evaluate", str(run), *words]) == 0

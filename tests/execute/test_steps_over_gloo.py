@@ -17,7 +17,7 @@ from pipeloom.execute.processes.world import join_forked
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.model import build_stage
 from pipeloom.training.equivalence import Gradients, _joined, compare
-from pipeloom.training.optimizer import make_optimizer
+from pipeloom.training.optimizers.optimizer import make_optimizer
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.session import resolve
 from pipeloom.workload.layout import Layout

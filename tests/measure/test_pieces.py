@@ -8,7 +8,7 @@ import pytest
 
 from pipeloom.config import ModelConfig, OptimizerConfig
 from pipeloom.measure.pieces import PieceRequest, measure_pieces, undisturbed
-from pipeloom.training.optimizer import make_optimizer
+from pipeloom.training.optimizers.optimizer import make_optimizer
 
 TINY = ModelConfig(num_layers=2, hidden_size=16, num_heads=2, vocab_size=11).resolve(11)
 REQUEST = PieceRequest(

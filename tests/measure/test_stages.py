@@ -23,8 +23,8 @@ from pipeloom.schedule.kinds import MOVE_KINDS
 from pipeloom.schedule.lanes import HOST_LANE
 from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.system.cores import own_cores
+from pipeloom.training.automatic.profiled_step import simulate_profile
 from pipeloom.training.pipeline import Pipeline
-from pipeloom.training.profiled_step import simulate_profile
 from pipeloom.training.schedules import training_schedule
 from pipeloom.training.session import resolve
 from pipeloom.training.stages import saved_bytes

@@ -21,7 +21,13 @@ import command_server
 
 THINKS = (*(f"pipeloom.cli.{name}" for name in ("plan", "schedule", "simulate", "train", "validate")),)
 """What most commands import; without PyTorch, so that a command's memory is its own."""
-TRAINS = (*THINKS, "matplotlib.pyplot", "torch._dynamo", "pipeloom.training.trainer", "pipeloom.training.export")
+TRAINS = (
+    *THINKS,
+    "matplotlib.pyplot",
+    "torch._dynamo",
+    "pipeloom.training.trainer",
+    "pipeloom.training.conversions.export",
+)
 """What commands import that train, verify or export."""
 
 

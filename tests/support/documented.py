@@ -343,8 +343,8 @@ LEFT_OUT = {
     r"^pipeloom train planned/": "needs the GPUs of its plan",
     r"^torchrun .*--nnodes": "needs several hosts",
     r"^python ": "a script that takes minutes",
-    r"^pipeloom convert merge": "needs runs of a base: tests/training/test_merge.py",
-    r"^pipeloom convert densify": "needs a run of kept blocks: tests/training/test_density.py",
+    r"^pipeloom convert merge": "needs runs of a base: tests/training/conversions/test_merge.py",
+    r"^pipeloom convert densify": "needs a run of kept blocks: tests/training/conversions/test_density.py",
     r"^pipeloom convert delink": "needs shared layers: tests/training/test_share_layers.py",
     r"TABLE\.csv .*--(sets|models)|--stage-times": "needs a table that is no part of the checkout",
 }

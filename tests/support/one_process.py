@@ -28,10 +28,10 @@ from pipeloom.execute.stages.batch import Batch
 from pipeloom.training import expert_loads
 from pipeloom.training import pipeline as module
 from pipeloom.training.equivalence import Gradients, _joined, compare, reference_gradients
-from pipeloom.training.evaluation import MeanLoss, mean_loss
-from pipeloom.training.optimizer import make_optimizer
+from pipeloom.training.inference.evaluation import MeanLoss, mean_loss
+from pipeloom.training.optimizers.optimizer import make_optimizer
+from pipeloom.training.optimizers.updates_within import make_updates
 from pipeloom.training.pipeline import Pipeline
-from pipeloom.training.updates_within import make_updates
 from pipeloom.workload.sharing import ranks_of_owners
 
 

@@ -15,7 +15,7 @@ from pipeloom.execute.stages.stage import Stage
 from pipeloom.execute.stages.weights import FlatPart
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_data_parallel, exchanges, lower
-from pipeloom.training.optimizer import make_optimizer
+from pipeloom.training.optimizers.optimizer import make_optimizer
 
 
 class Cluster:

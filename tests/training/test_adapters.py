@@ -18,8 +18,8 @@ from pipeloom.model import build_stage
 from pipeloom.predict.describe import completed, with_model_sizes
 from pipeloom.training.checkpoints.contents import expected_shapes
 from pipeloom.training.checkpoints.storage import CheckpointReader
+from pipeloom.training.conversions.export import export_weights
 from pipeloom.training.equivalence import verify_gradients
-from pipeloom.training.export import export_weights
 from pipeloom.training.run import train
 from pipeloom.training.stages import stage_of
 from pipeloom.workload.adapter import Adapter, is_pair

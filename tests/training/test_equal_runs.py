@@ -12,7 +12,7 @@ from pipeloom.data.text import load_data
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.runs.run_folder import RunFolder
-from pipeloom.training.export import export_weights
+from pipeloom.training.conversions.export import export_weights
 from pipeloom.training.session import resolve
 from pipeloom.training.trainer import Trainer
 from pipeloom.workload.layout import Layout

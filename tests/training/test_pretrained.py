@@ -26,7 +26,7 @@ from pipeloom.model import Transformer
 from pipeloom.predict.describe import completed, with_model_sizes
 from pipeloom.runs.run_folder import RunFolder
 from pipeloom.training.checkpoints.boxes import Box
-from pipeloom.training.export import export_weights
+from pipeloom.training.conversions.export import export_weights
 from pipeloom.training.pretrained import PretrainedWeights, origin_of, read_description
 from pipeloom.training.run import train
 from pipeloom.training.session import resolve

@@ -34,8 +34,8 @@ from pipeloom.model import Transformer
 from pipeloom.predict.sizes import sizes_in_training
 from pipeloom.runs.run_folder import RunFolder
 from pipeloom.training.checkpoints.storage import CheckpointReader
-from pipeloom.training.delink import delink
-from pipeloom.training.export import export_weights, load_stored, stored_parameters
+from pipeloom.training.conversions.delink import delink
+from pipeloom.training.conversions.export import export_weights, load_stored, stored_parameters
 from pipeloom.training.session import resolve
 from pipeloom.training.trainer import Trainer
 from pipeloom.workload.layout import Layout

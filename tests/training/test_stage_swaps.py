@@ -27,7 +27,7 @@ from pipeloom.runs.run_folder import RunFolder
 from pipeloom.schedule import Kind
 from pipeloom.schedule.ledger import HeldBytes, KeptBytes
 from pipeloom.schedule.stage_swaps import stage_sizes, stage_stays
-from pipeloom.training.export import export_weights
+from pipeloom.training.conversions.export import export_weights
 from pipeloom.training.schedules import forward_schedule, training_schedule
 from pipeloom.training.session import resolve
 from pipeloom.training.stages import piece_bytes, stage_amounts

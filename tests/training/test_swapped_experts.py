@@ -30,7 +30,7 @@ from pipeloom.predict.step import recipe_of
 from pipeloom.schedule import Kind
 from pipeloom.schedule.stage_swaps import Amounts, stage_sizes
 from pipeloom.simulation import simulate
-from pipeloom.training.export import export_weights
+from pipeloom.training.conversions.export import export_weights
 from pipeloom.training.schedules import training_schedule
 from pipeloom.training.session import resolve
 from pipeloom.training.stages import StageSizes, stage_amounts

@@ -21,9 +21,9 @@ from pipeloom.families import make_schedule
 from pipeloom.measure.rehearsal import Rehearsal
 from pipeloom.passes import add_data_parallel, exchanges, lower
 from pipeloom.planner.run_step import predict_step
-from pipeloom.training.division import Division
+from pipeloom.training.automatic.division import Division
+from pipeloom.training.automatic.profiled_step import predicted_traces
 from pipeloom.training.pipeline import Pipeline
-from pipeloom.training.profiled_step import predicted_traces
 from pipeloom.training.schedules import check_replicas, schedules_by_replica
 from pipeloom.training.session import resolve
 from pipeloom.workload.layout import Layout

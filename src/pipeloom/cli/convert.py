@@ -104,7 +104,7 @@ def _unused(options: Options) -> list[str]:
 
 
 def _upcycle(options: Options) -> Path:
-    from pipeloom.training.upcycle import upcycle
+    from pipeloom.training.conversions.upcycle import upcycle
 
     return upcycle(
         options.run,
@@ -116,19 +116,19 @@ def _upcycle(options: Options) -> Path:
 
 
 def _delink(options: Options) -> Path:
-    from pipeloom.training.delink import delink
+    from pipeloom.training.conversions.delink import delink
 
     return delink(options.run, options.output)
 
 
 def _densify(options: Options) -> Path:
-    from pipeloom.training.densify import densify
+    from pipeloom.training.conversions.densify import densify
 
     return densify(options.run, options.output)
 
 
 def _merge(options: Options) -> Path:
-    from pipeloom.training.merge import ROUTER_LR, ROUTER_STEPS, merge, merge_preferred
+    from pipeloom.training.conversions.merge import ROUTER_LR, ROUTER_STEPS, merge, merge_preferred
 
     models = options.models or ()
     if options.preference is None:

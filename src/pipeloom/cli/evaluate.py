@@ -51,7 +51,7 @@ def _problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
 def run(words: list[str]) -> int:
     """Parse the configuration, evaluate on its ranks, print the loss."""
     options, _, flags = parse_words(COMMAND, words, _problems)
-    from pipeloom.training.evaluation import evaluate_run
+    from pipeloom.training.inference.evaluation import evaluate_run
 
     is_whole = "data.path" in flags
     found = evaluate_run(options, options.config, is_whole=is_whole, num_batches=options.batches)

@@ -67,7 +67,7 @@ def run(words: list[str]) -> int:
     if problems or checkpoint is None:
         raise ConfigError(problems, SOURCE)
 
-    from pipeloom.training.export import export_weights
+    from pipeloom.training.conversions.export import export_weights
 
     file_bytes = None if options.file_gb is None else round(options.file_gb * 1e9)
     settings = {"format": options.format, "dtype": options.dtype, "file_bytes": file_bytes, "merge": options.merge}

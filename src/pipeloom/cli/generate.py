@@ -94,7 +94,7 @@ def run(words: list[str]) -> int:
     """Parse, continue the prompts, print them."""
     options = parse_words(COMMAND, words, _problems).options
     prompts = _prompts(options)
-    from pipeloom.training.generation import Request, Sampling, generate
+    from pipeloom.training.inference.generation import Request, Sampling, generate
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     streams = len(prompts) == 1 and not options.json

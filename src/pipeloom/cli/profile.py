@@ -117,7 +117,7 @@ def _piece_request(options: Options, request: "Request") -> "PieceRequest":
     from pipeloom.measure.host import num_devices
     from pipeloom.measure.pieces import PieceRequest
     from pipeloom.predict.describe import with_model_sizes
-    from pipeloom.training.optimizer import make_optimizer
+    from pipeloom.training.optimizers.optimizer import make_optimizer
 
     name = options.model or ""
     preset = find_name("models", name)

@@ -122,7 +122,7 @@ class Restarts:
 
     def _leave_out(self, rank: int, error: RunError) -> str:
         """Go on with fewer ranks, or raise the error; returns the layout in words."""
-        from pipeloom.training.fewer_ranks import with_fewer_ranks  # not at the start: it loads the planner
+        from pipeloom.training.automatic.fewer_ranks import with_fewer_ranks  # not at the start: it loads the planner
 
         fewer = with_fewer_ranks(self.config) if self.config.restart.layout == "plan" else None
         if fewer is None:

@@ -22,10 +22,10 @@ from pipeloom.predict.describe import completed
 from pipeloom.terminal.words import count
 from pipeloom.training.adapted import with_adapted_check
 from pipeloom.training.memory_check import check_memory
+from pipeloom.training.optimizers.updates_within import KeptGradients
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.session import check_processes, run_on_all_ranks
 from pipeloom.training.stages import stage_of
-from pipeloom.training.updates_within import KeptGradients
 from pipeloom.workload.limits import Count
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}

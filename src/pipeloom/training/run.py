@@ -35,7 +35,7 @@ from pipeloom.terminal.progress import restore_terminal
 from pipeloom.terminal.words import count, format_bytes, passes_of
 from pipeloom.training.adapted import with_adapted_check
 from pipeloom.training.again import NEVER, Again, Restarts, refuse_launched
-from pipeloom.training.automatic import with_chosen_loops
+from pipeloom.training.automatic.interleaving import with_chosen_loops
 from pipeloom.training.checkpoints.contents import check_resumable, new_order
 from pipeloom.training.checkpoints.saving import safe_steps
 from pipeloom.training.memory_check import check_kept, check_memory
@@ -177,7 +177,7 @@ def _write_end(config: RunConfig, folder: Path, result: RunResult) -> None:
         config, _ = read_run_file(folder / CONFIG)
     _draw(config, folder, result)
     if config.checkpoint.final == "safetensors":
-        from pipeloom.training.export import export_weights  # not before the first step: it loads DCP
+        from pipeloom.training.conversions.export import export_weights  # not before the first step: it loads DCP
 
         export_weights(folder / FOLDER / name_of(result.summary.steps), folder)
     write_report(folder)

@@ -26,32 +26,32 @@ from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
 from pipeloom.system.files import strict_json
 from pipeloom.trace import Trace, to_chrome
 from pipeloom.training.again import NEVER, Again
-from pipeloom.training.averaging import make_averaging
+from pipeloom.training.automatic.division import Division
+from pipeloom.training.automatic.profiled_step import predicted_traces, update_s
 from pipeloom.training.checkpoints.checkpoint import Checkpoints
 from pipeloom.training.checkpoints.contents import checkpoint_info
 from pipeloom.training.checkpoints.saving import Saving
-from pipeloom.training.division import Division
-from pipeloom.training.earlier import Measured, read_earlier
-from pipeloom.training.evaluation import mean_loss
-from pipeloom.training.health import Damage, Health
+from pipeloom.training.health.replicas import Damage, Health
+from pipeloom.training.health.slow_ranks import SlowRanks
+from pipeloom.training.health.spikes import Spikes
+from pipeloom.training.inference.evaluation import mean_loss
+from pipeloom.training.inference.sample import sample_text
+from pipeloom.training.inference.trained import load_trained
 from pipeloom.training.loading import Loading
-from pipeloom.training.loggers import MetricLog
-from pipeloom.training.noted import Noted
-from pipeloom.training.optimizer import WholeUpdates, learning_rate, make_optimizer
+from pipeloom.training.optimizers.averaging import make_averaging
+from pipeloom.training.optimizers.optimizer import WholeUpdates, learning_rate, make_optimizer
+from pipeloom.training.optimizers.updates_within import make_updates
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.pretrained import origin_of
-from pipeloom.training.profiled_step import predicted_traces, update_s
-from pipeloom.training.progress import StepProgress
-from pipeloom.training.results import RunResult, RunSummary
-from pipeloom.training.sample import sample_text
+from pipeloom.training.records.earlier import Measured, read_earlier
+from pipeloom.training.records.loggers import MetricLog
+from pipeloom.training.records.noted import Noted
+from pipeloom.training.records.progress import StepProgress
+from pipeloom.training.records.results import RunResult, RunSummary
+from pipeloom.training.records.step_metrics import StepMeter
+from pipeloom.training.records.step_profile import StepProfiles
+from pipeloom.training.records.traced import TracedSteps
 from pipeloom.training.schedules import schedules_by_replica
-from pipeloom.training.slow_ranks import SlowRanks
-from pipeloom.training.spikes import Spikes
-from pipeloom.training.step_metrics import StepMeter
-from pipeloom.training.step_profile import StepProfiles
-from pipeloom.training.traced import TracedSteps
-from pipeloom.training.trained import load_trained
-from pipeloom.training.updates_within import make_updates
 
 
 class Trainer:

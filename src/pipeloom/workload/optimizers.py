@@ -102,7 +102,7 @@ def _of_torch(name: str) -> Callable[..., Any]:
 
 
 _MOMENTS: Mapping[str, int] = {"exp_avg": 1, "exp_avg_sq": 2}
-_FUSED_ADAMW = "pipeloom.training.fused_adamw"
+_FUSED_ADAMW = "pipeloom.training.optimizers.fused_adamw"
 OPTIMIZERS: Registry[Optimizer] = Registry("optimizer", "pipeloom.optimizers", Optimizer)
 """Every optimizer by name."""
 OPTIMIZERS.add(
@@ -146,7 +146,7 @@ OPTIMIZERS.add(
         "embedding, head and vectors: AdamW",
         settings={"momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
         state=("exp_avg", "exp_avg_sq"),
-        make=_of_module("pipeloom.training.update_rules", "Muon"),
+        make=_of_module("pipeloom.training.optimizers.update_rules", "Muon"),
         matrices=Matrices(
             takes=_is_in_layer, state={"momentum_buffer": lambda shape: shape}, flops=_newton_schulz_flops
         ),
@@ -169,12 +169,12 @@ OPTIMIZERS.add(
         summary="second moments as rows and columns, updates relative to the size of a parameter (arXiv 1804.04235)",
         settings=_RELATIVE,
         state=("variance",),
-        make=_of_module("pipeloom.training.update_rules", "adafactor"),
+        make=_of_module("pipeloom.training.optimizers.update_rules", "adafactor"),
         matrices=_FACTORED,
         powers=_SQUARES,
     ),
 )
-_LOMO = "pipeloom.training.lomo"
+_LOMO = "pipeloom.training.optimizers.lomo"
 OPTIMIZERS.add(
     "lomo",
     Optimizer(

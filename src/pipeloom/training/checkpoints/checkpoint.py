@@ -61,8 +61,8 @@ from pipeloom.training.checkpoints.differences import differences
 from pipeloom.training.checkpoints.failures import failures_as
 from pipeloom.training.checkpoints.kept import Kept, recall
 from pipeloom.training.memory_check import processes_here
-from pipeloom.training.noted import NOT_NOTED, CheckpointActivities
 from pipeloom.training.pipeline import Pipeline
+from pipeloom.training.records.noted import NOT_NOTED, CheckpointActivities
 
 _PATIENCE = timedelta(minutes=30)
 """Longest time that ranks wait for the slowest one to write or read."""
