@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.families.all_forward_all_backward import forwards_in_turn
@@ -111,6 +111,7 @@ class Knobs:
         moves: of activations, between forward and backward.
         found: compute-only schedule that was searched for the seconds of a run; ``None``: the family's own.
         given: a schedule from a file; ``None`` for none.
+        keeps_as: device type whose kernels keep the bytes that moves are placed by; ``None``: that of the cluster.
     """
 
     choice: Choice
@@ -124,6 +125,7 @@ class Knobs:
     moves: Moves = field(default_factory=Moves)
     found: Schedule | None = None
     given: ScheduleFile | None = None
+    keeps_as: Literal["cpu", "cuda"] | None = None
 
 
 def run_recipe(

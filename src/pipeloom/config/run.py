@@ -206,6 +206,7 @@ class RunConfig:
             updates_stages=self.optimizer.update == "stage",
             given=None if settings.file is None else read_schedule(settings.file),
             moves=Moves(balance=settings.balance, offload=settings.offload, budget_bytes=settings.activation_bytes),
+            keeps_as=self.training.device,
         )
 
     def recipe(self) -> Recipe:

@@ -16,6 +16,7 @@ from pipeloom.cost.stages import pieces_of_layers
 from pipeloom.families.family import AUTO
 from pipeloom.predict.describe import with_model_sizes
 from pipeloom.predict.recipes import with_recipe
+from pipeloom.predict.sizes import device_type
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.schedule.whole_batch import interleaved_stage
 from pipeloom.workload.dtypes import dtype_of, matmul_dtype_of
@@ -62,7 +63,7 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
         training=TrainingConfig(
             dtype=dtype_of(run.precision),
             matmul_dtype=matmul_dtype_of(run.products),
-            device="cuda" if step.cluster.device.is_gpu else "cpu",
+            device=device_type(step.placed, step.knobs),
         ),
         machine=MachineConfig(
             cluster=cluster,

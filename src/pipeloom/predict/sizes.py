@@ -1,14 +1,17 @@
 """Closed forms of the bytes of a run's stages, as ``Sizes`` of a recipe."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from pipeloom.catalog import load_software
 from pipeloom.config import RunConfig
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.predict.describe import described_run, with_update_of
 from pipeloom.predict.memory import kept_with_loss
 from pipeloom.predict.stage_swaps import swapped_amounts, with_alike_stages
+from pipeloom.recipe import Knobs
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts
@@ -40,6 +43,16 @@ class ClosedSizes:
     def stages(self) -> tuple[Amounts, ...]:
         """For each stage the bytes of its weights, gradient and optimizer state."""
         return swapped_amounts(self.run, self.software)
+
+
+def device_type(placed: Placed, knobs: Knobs) -> Literal["cpu", "cuda"]:
+    """The device type that a run's schedule is made for: that of training, which does not read the cluster."""
+    return knobs.keeps_as or ("cuda" if placed.cluster.device.is_gpu else "cpu")
+
+
+def placing_sizes(placed: Placed, knobs: Knobs) -> ClosedSizes:
+    """Bytes by which a run's schedule is made, on the device type that it is made for."""
+    return ClosedSizes.of(placed.run, placed.software, is_gpu=device_type(placed, knobs) == "cuda")
 
 
 def sizes_in_training(config: RunConfig) -> ClosedSizes:

@@ -21,7 +21,7 @@ from pipeloom.families import FAMILIES, Choice
 from pipeloom.predict.memory import held_bytes, memory_by_rank
 from pipeloom.predict.moves import by_seconds, with_moves
 from pipeloom.predict.places import Place, rank_places, shared_links
-from pipeloom.predict.sizes import ClosedSizes
+from pipeloom.predict.sizes import ClosedSizes, placing_sizes
 from pipeloom.predict.stage_swaps import swapped_costs, swapped_held, swapped_memory, with_updates
 from pipeloom.recipe import (
     Knobs,
@@ -302,7 +302,7 @@ class SimulatedStep(Pictured, OfPlaced):
     def schedule_text(self) -> str:
         """Text of a schedule file for ``pipeloom train``."""
         recipe = recipe_of(self.run, self.software, self.knobs)
-        return schedule_text(recipe, self.schedule, self.sizes)
+        return schedule_text(recipe, self.schedule, placing_sizes(self.placed, self.knobs))
 
     @property
     def sizes(self) -> ClosedSizes:
@@ -341,7 +341,8 @@ def simulate_step(placed: Placed, knobs: Knobs, *, moves_by_seconds: bool = True
     price = partial(SliceModel(placed).costs, lengths=run.slices) if run.slices else _whole
     how = recipe_of(run, software, knobs)
     sizes = ClosedSizes.of(run, software, is_gpu=cluster.device.is_gpu)
-    schedule = build(how, sizes, by_seconds(costs, placed, how.moves, price) if moves_by_seconds else nominal)
+    timing = by_seconds(costs, placed, how.moves, price) if moves_by_seconds else nominal
+    schedule = build(how, placing_sizes(placed, knobs), timing)
     if how.moves.is_any:
         costs = with_moves(costs, placed, how.moves, schedule.partners, sizes.kept(schedule))
     if knobs.device_budget is not None:
