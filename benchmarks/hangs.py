@@ -13,7 +13,7 @@ from statistics import median
 
 from hanging import LIMIT_S, SPARE_S, answer_to, fresh, hangs
 
-from pipeloom.runs.standstill_words import sentences_of
+from pipeloom.runs.hang_words import sentences_of
 
 NUMBER = 40
 

@@ -22,7 +22,7 @@ TITLES = {
     "inputs": "Stored stage inputs, rank 0 and last",
     "bubble": "Bubble overhead, idle / ideal",
     "latency": "Idle time that a transfer time l adds to a step, asynchronous, in l",
-    "blocking": "Bubble overhead where ranks stand still for every transfer, l = 3/4 of a layer's forward",
+    "blocking": "Bubble overhead where ranks wait for every transfer, l = 3/4 of a layer's forward",
     "step": "Makespan of 16 layers, P = 4, M = 8, a layer's forward 1, backward 2",
 }
 

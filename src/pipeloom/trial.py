@@ -258,7 +258,7 @@ class Outcome:
         partners are known), ``num_evictions`` and ``num_offloads`` (for each rank), ``partners`` (for each rank the
         rank to which it evicts, or null), ``num_recomputed``, ``num_unshards``, ``num_reductions``, ``num_swaps_in``
         and ``exposed_data_parallel`` (for each rank: forwards that run again, gathers, reductions, whole stages
-        swapped in, and how long it stands still for collectives), ``gradients_final_at`` (for each stage; null where
+        swapped in, and how long it waits for collectives), ``gradients_final_at`` (for each stage; null where
         nothing trains).
         """
         schedule, trace = self.schedule, self.trace

@@ -130,7 +130,7 @@ class WithCollectives:
 def test_collectives_are_exposed_as_far_as_the_rank_stands_still_for_them():
     schedule = parse_schedule("0UNSHARD 1UNSHARD 0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD\n")
     (account,) = account_bubble(schedule, simulate(schedule, WithCollectives(3, 4)))
-    # gathers 0-3 and 3-6; 0F0 3-4, then 1F0 stands still until 6; 1B0 7-9, 0B0 9-11, reductions 9-13 and 13-17
+    # gathers 0-3 and 3-6; 0F0 3-4, then 1F0 waits until 6; 1B0 7-9, 0B0 9-11, reductions 9-13 and 13-17
     assert astuple(account) == (6, 0, 0, 0, 3 + 2 + 6, 0, 0)
 
 

@@ -21,7 +21,7 @@ from pipeloom.errors import UserError
 from pipeloom.execute.communication.collectives import BlockingGroup, GlooGroup
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.parts.messages import Messages
-from pipeloom.runs.standstill import read_standstill
+from pipeloom.runs.hang import read_hang
 from pipeloom.schedule.kinds import SEND_KINDS
 from pipeloom.system.processes import lives, start_of
 from pipeloom.training.loading import Loading
@@ -227,7 +227,7 @@ def answer_to(hang, folder):
         right_s, state = None, None
         while (now_s := time.monotonic()) < where["at_s"] + LIMIT_S + SPARE_S:
             with suppress(UserError):
-                state = read_standstill(run)
+                state = read_hang(run)
                 if not is_right(state, hang, where):
                     right_s = None
                 elif right_s is None:
@@ -236,7 +236,7 @@ def answer_to(hang, folder):
                 break
             time.sleep(0.25)
         if not command.is_running:
-            state = read_standstill(run)
+            state = read_hang(run)
             right_s = right_s if is_right(state, hang, where) else None
     finally:
         with suppress(ProcessLookupError, FileNotFoundError):

@@ -17,7 +17,7 @@ GROUPS = {
         "evaluate": "compute the loss of a trained model on a text",
         "generate": "continue texts with a trained model",
         "report": "write a run as one HTML page: predicted and measured side by side",
-        "inspect": "show what each rank of a run does, and what a run that hangs stands still for",
+        "inspect": "show what each rank of a run does, and which one blocks a run that hangs",
         "tokenize": "encode a text of any size into a folder of tokens, which a run reads",
         "export": "write the weights of a checkpoint as safetensors files",
         "convert": "make another model of a trained one, such as one with experts",

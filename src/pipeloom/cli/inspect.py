@@ -1,4 +1,4 @@
-"""``pipeloom inspect``: what the ranks of a run do, and why it stands still."""
+"""``pipeloom inspect``: what the ranks of a run do, and which one blocks it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,7 @@ class Options:
     """Run folder of `pipeloom train`."""
 
 
-COMMAND = Command(
-    name="inspect", options=Options, examples={"pipeloom inspect outputs/demo": "what the run stands still for"}
-)
+COMMAND = Command(name="inspect", options=Options, examples={"pipeloom inspect outputs/demo": "what blocks the run"})
 _MOST_SHOWN = 3
 _MOST_RANKS = 32
 _SEARCH_S = 5.0
@@ -32,13 +30,13 @@ _SEARCH_S = 5.0
 
 
 def run(words: list[str]) -> int:
-    """Parse the arguments, and print what stands still, and where every rank is."""
+    """Parse the arguments, and print what blocks the run, and where every rank is."""
     options, problems = read_flags(COMMAND, words)
-    from pipeloom.runs.standstill import read_standstill
-    from pipeloom.runs.standstill_words import sentences_of, state_of
+    from pipeloom.runs.hang import read_hang
+    from pipeloom.runs.hang_words import sentences_of, state_of
     from pipeloom.terminal.words import count, seconds
 
-    state = or_note(lambda: read_standstill(options.folder), problems)
+    state = or_note(lambda: read_hang(options.folder), problems)
     if problems or state is None:
         raise ConfigError(problems, SOURCE)
     _print_slow(options.folder)

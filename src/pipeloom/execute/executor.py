@@ -236,7 +236,7 @@ class Executor:
             cells[2 * slot + 1] = _now()
 
     def note_ended(self) -> None:
-        """Note in the log what has ended and that no action has waited for; another thread calls it in a standstill."""
+        """Note in the log what has ended without a waiting action; another thread calls it while the run hangs."""
         cells, now_ns = self._log.cells, _now()
         # Copies: the rank's thread may go on meanwhile.
         for slot, pending in [*self._under_way.items(), *self._done.items()]:

@@ -188,7 +188,7 @@ class ActionLog:
         self._cells[_BEAT] = _now()
 
     def note(self, text: str) -> None:
-        """Replace the text, such as where the threads of a rank are that stands still."""
+        """Replace the text, such as where the threads of a rank are that hangs."""
         content = text.encode(errors="replace")[: _TEXT_BYTES - 1] + b"\0"
         self._memory[_TEXT : _TEXT + len(content)] = content
 

@@ -15,9 +15,9 @@ from pipeloom.config import RunConfig
 from pipeloom.config.file import read_run_file
 from pipeloom.errors import PipeloomError, RunError, UserError, WorkerError
 from pipeloom.execute.processes.world import is_launched
+from pipeloom.runs.hang import read_hang
 from pipeloom.runs.run_folder import CONFIG, RunFolder
 from pipeloom.runs.run_start import go_back, remove_unfinished
-from pipeloom.runs.standstill import read_standstill
 from pipeloom.system.temporary import temporary_folder
 
 
@@ -176,7 +176,7 @@ def _culprit(error: RunError, run: Path) -> int:
     if isinstance(error, WorkerError) and error.rank is not None and _has_culprit(error):
         return error.rank
     try:
-        found = read_standstill(run).found
+        found = read_hang(run).found
     except PipeloomError:
         found = ()
     if found:

@@ -358,7 +358,7 @@ class Pipeline:
             yield with_codes(exact)
 
     def _beat(self, is_quiet: bool) -> None:
-        """Note in the log that this process lives, and in a standstill what has ended and where its threads are."""
+        """Note in the log that this process lives, and while the run hangs what has ended and where its threads are."""
         if self._log is None:
             return
         self._log.beat()

@@ -26,9 +26,9 @@ from pipeloom.errors import ConfigError, RunError
 from pipeloom.execute.processes.world import World, is_first, is_launched
 from pipeloom.measure.host import num_devices
 from pipeloom.predict.describe import completed, why_training_may_differ
+from pipeloom.runs.hang_words import blocked_by
 from pipeloom.runs.run_folder import CONFIG, TIMELINE, RunFolder
 from pipeloom.runs.run_start import draft_start, take_run_folder
-from pipeloom.runs.standstill_words import stood_for
 from pipeloom.schedule import Kind
 from pipeloom.system.end_signals import raised_signals
 from pipeloom.terminal.progress import restore_terminal
@@ -154,7 +154,7 @@ def _run_in(path: Path, config: RunConfig, say: _Say, begun_s: float, *, quiet: 
         # A killed rank may have left the cursor hidden.
         restore_terminal(sys.stdout)
         if isinstance(error, RunError):
-            error.add_note(stood_for(path))
+            error.add_note(blocked_by(path))
         error.add_note(safe_steps(resolved, folder))
         raise
     return result

@@ -73,7 +73,7 @@ class Watch:
 
 
 def where_threads_are(depth: int = 4) -> str:
-    """The innermost frames of this process's threads, the main one first; for a rank that stands still.
+    """The innermost frames of this process's threads, the main one first; for a rank that hangs.
 
     Args:
         depth: most frames of each, from the outer to the inner one.

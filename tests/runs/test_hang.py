@@ -1,4 +1,4 @@
-"""What a run stands still for, by the schedule's graph, from files of ranks in known states."""
+"""What blocks a run, by the schedule's graph, from files of ranks in known states."""
 
 import time
 
@@ -8,9 +8,9 @@ from pipeloom import make_schedule
 from pipeloom.errors import UserError
 from pipeloom.passes import lower
 from pipeloom.runs.action_log import ActionLog
+from pipeloom.runs.hang import read_hang
+from pipeloom.runs.hang_words import blocked_by, sentences_of, state_of
 from pipeloom.runs.run_folder import ACTIONS
-from pipeloom.runs.standstill import read_standstill
-from pipeloom.runs.standstill_words import sentences_of, state_of, stood_for
 from pipeloom.workload.layout import Coordinates
 
 SCHEDULE = lower(make_schedule("1f1b", pp=2, num_microbatches=3))
@@ -52,7 +52,7 @@ def messages(rank):
 
 
 def first(folder):
-    return read_standstill(folder).found[0]
+    return read_hang(folder).found[0]
 
 
 def test_a_rank_inside_compute_is_found_and_the_other_waits_for_it(tmp_path):
@@ -60,7 +60,7 @@ def test_a_rank_inside_compute_is_found_and_the_other_waits_for_it(tmp_path):
     ranks.at(0, slot_of(0, "0F0"), inside=True)
     wanted = slot_of(1, "1F0")
     ranks.at(1, wanted, open_slots=messages(1))
-    state = read_standstill(tmp_path)
+    state = read_hang(tmp_path)
     assert [(it.rank, it.what, it.slot, it.has_begun) for it in state.found] == [(0, "0F0", slot_of(0, "0F0"), True)]
     assert "1RECV_F0" in state.waits[1]
     assert "rank 0, slot" in sentences_of(state.found[0], state)[0]
@@ -79,7 +79,7 @@ def test_a_message_that_both_ends_have_posted_names_both(tmp_path):
     ranks = Ranks(tmp_path)
     ranks.at(0, slot_of(0, "0B0"), open_slots=messages(0))
     ranks.at(1, slot_of(1, "1F0"), open_slots=messages(1))
-    found = read_standstill(tmp_path).found
+    found = read_hang(tmp_path).found
     assert {(it.what, it.ranks) for it in found} == {("0SEND_F0", (0, 1)), ("1RECV_F0", (0, 1))}
 
 
@@ -89,7 +89,7 @@ def test_a_receive_that_is_posted_early_is_not_the_reason(tmp_path):
     # The host of rank 1 has posted a receive whose send does not exist yet, and hangs before it posts the next.
     receive = slot_of(1, "1RECV_F1")
     ranks.at(1, receive, open_slots=messages(1))
-    assert {(it.rank, it.what) for it in read_standstill(tmp_path).found} == {(0, "0F0"), (1, "1RECV_F1")}
+    assert {(it.rank, it.what) for it in read_hang(tmp_path).found} == {(0, "0F0"), (1, "1RECV_F1")}
 
 
 def test_a_rank_that_others_wait_for_in_an_exchange_is_found(tmp_path):
@@ -98,7 +98,7 @@ def test_a_rank_that_others_wait_for_in_an_exchange_is_found(tmp_path):
         ranks.rows[rank].run.end()
     ranks.numbers[0].begin()
     ranks.reads[1].begin()
-    state = read_standstill(tmp_path)
+    state = read_hang(tmp_path)
     assert [(it.rank, it.what) for it in state.found] == [(1, "read of the batch")]
     assert state.waits[0] == "exchange of numbers, which rank 1 has not begun"
 
@@ -111,7 +111,7 @@ def test_an_exchange_that_all_have_begun_comes_behind_what_one_rank_does(tmp_pat
     ranks.reads[1].begin()
     assert (first(tmp_path).rank, first(tmp_path).what) == (1, "read of the batch")
     ranks.reads[1].end()
-    assert {(it.rank, it.ranks) for it in read_standstill(tmp_path).found} == {(0, (0, 1)), (1, (0, 1))}
+    assert {(it.rank, it.ranks) for it in read_hang(tmp_path).found} == {(0, (0, 1)), (1, (0, 1))}
 
 
 def test_a_rank_that_is_a_step_ahead_has_done_its_part(tmp_path):
@@ -120,7 +120,7 @@ def test_a_rank_that_is_a_step_ahead_has_done_its_part(tmp_path):
     ranks.rows[0].run.end()
     ranks.numbers[0].begin()
     ranks.at(1, len(SCHEDULE.rows[1]))
-    state = read_standstill(tmp_path)
+    state = read_hang(tmp_path)
     assert [(it.rank, it.what, it.slot) for it in state.found] == [(1, "", len(SCHEDULE.rows[1]))]
     assert "behind the" in sentences_of(state.found[0], state)[0]
 
@@ -129,12 +129,12 @@ def test_files_and_schedule_of_different_runs_are_refused(tmp_path):
     Ranks(tmp_path)
     (tmp_path / ACTIONS / "training.txt").write_text("0F0 0F1 0B0 0B1\n")
     with pytest.raises(UserError, match="different runs"):
-        read_standstill(tmp_path)
+        read_hang(tmp_path)
 
 
 def test_a_folder_without_them_is_refused(tmp_path):
     with pytest.raises(UserError, match="has no actions/ with what its ranks did last"):
-        read_standstill(tmp_path)
+        read_hang(tmp_path)
     with pytest.raises(UserError, match="there is no run folder"):
-        read_standstill(tmp_path / "nowhere")
-    assert stood_for(tmp_path) == ""
+        read_hang(tmp_path / "nowhere")
+    assert blocked_by(tmp_path) == ""

@@ -1,8 +1,8 @@
-"""Finds why a run stands still: what has all that it needs, and has not ended.
+"""Finds what blocks a run that hangs: what has all that it needs, and has not ended.
 
 Each rank is at one place of its row, and waits there, or not, by the dependency relation of the schedule
 (``pipeloom.schedule.facts``) and two rules of communication: a message needs both ends to be posted, and an exchange of
-several ranks needs all of them to have begun it. What does not wait is what the run stands still for.
+several ranks needs all of them to have begun it. What does not wait blocks the run.
 """
 
 import time
@@ -25,8 +25,8 @@ _BETWEEN = ""
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Something that a run stands still for.
+class Blocker:
+    """Something that blocks a run.
 
     Attributes:
         rank: the process.
@@ -37,7 +37,7 @@ class Standing:
         since_ns: when it began, or when the rank last began or ended anything.
         ranks: that do it together; all of them have begun it.
         process: of the rank, as of ``LoggedRank``.
-        is_shared: whether it stands still on all of ``ranks`` alike, so that none of them explains it.
+        is_shared: whether it hangs on all of ``ranks`` alike, so that none of them explains it.
     """
 
     rank: int
@@ -52,7 +52,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Standstill:
+class Hang:
     """The state of a run's ranks at one moment.
 
     Attributes:
@@ -64,7 +64,7 @@ class Standstill:
     """
 
     ranks: tuple[LoggedRank, ...]
-    found: tuple[Standing, ...]
+    found: tuple[Blocker, ...]
     waits: dict[int, str]
     schedules: dict[str, Schedule]
     now_ns: int
@@ -96,8 +96,8 @@ def actions_folder(run: Path) -> Path:
     )
 
 
-def read_standstill(run: Path) -> Standstill:
-    """Read the files of a run's ranks, and find why it stands still.
+def read_hang(run: Path) -> Hang:
+    """Read the files of a run's ranks, and find what blocks it.
 
     Raises:
         UserError: there are none, or one is damaged.
@@ -110,11 +110,11 @@ def read_standstill(run: Path) -> Standstill:
         file = folder / f"{Path(name).name}.txt"
         if file.is_file():
             schedules[name] = parse_schedule(read_text(file, most_bytes=MOST_SCHEDULE_BYTES))
-    return find_standing(ranks, schedules)
+    return find_blockers(ranks, schedules)
 
 
-def find_standing(ranks: Sequence[LoggedRank], schedules: Mapping[str, Schedule]) -> Standstill:
-    """Find what a run stands still for.
+def find_blockers(ranks: Sequence[LoggedRank], schedules: Mapping[str, Schedule]) -> Hang:
+    """Find what blocks a run.
 
     Args:
         ranks: the files of all ranks that there are.
@@ -124,24 +124,24 @@ def find_standing(ranks: Sequence[LoggedRank], schedules: Mapping[str, Schedule]
         UserError: rows and schedules do not belong together.
     """
     by_rank = {one.rank: one for one in ranks}
-    found: list[Standing] = []
+    found: list[Blocker] = []
     waits: dict[int, str] = {}
     for one in ranks:
         if one.has_ended and not one.has_failed:
             continue
         own = _Own(one, by_rank, schedules)
-        standing = list(own.standing())
-        found += standing
-        if not standing:
+        blockers = list(own.blockers())
+        found += blockers
+        if not blockers:
             waits[one.rank] = own.waits_for
     # A run that goes on has a rank with a sign of life; the clock is that of its host.
     is_live = any(one.process in ("runs", "is stopped") for one in ranks)
     now_ns = time.monotonic_ns() if is_live else max(max(one.beat_ns, one.last_ns) for one in ranks)
     found.sort(key=lambda it: _rank_of(it, by_rank[it.rank]))
-    return Standstill(tuple(ranks), tuple(found), waits, dict(schedules), now_ns)
+    return Hang(tuple(ranks), tuple(found), waits, dict(schedules), now_ns)
 
 
-def _rank_of(it: Standing, rank: LoggedRank) -> tuple[int, int, int]:
+def _rank_of(it: Blocker, rank: LoggedRank) -> tuple[int, int, int]:
     """Sort key: processes that are gone or stopped first, what all ranks do alike last, then the oldest."""
     is_gone = it.process == "is gone" and not rank.has_ended
     # A rank that met an error and said so is rarely the reason: most lose a connection to another one.
@@ -160,7 +160,7 @@ class _Own:
         if self._in_row is not None and self._in_row.name in schedules:
             self._row = _Row(self._in_row, rank, ranks, schedules[self._in_row.name])
 
-    def standing(self) -> Iterator[Standing]:
+    def blockers(self) -> Iterator[Blocker]:
         """What of this rank does not wait."""
         explained: set[str] = set()
         for one in self.rank.activities:
@@ -187,7 +187,7 @@ class _Own:
                 found.append(number)
         return found
 
-    def _of_row(self, row: "_Row", explained: Collection[str]) -> Iterator[Standing]:
+    def _of_row(self, row: "_Row", explained: Collection[str]) -> Iterator[Blocker]:
         for slot in row.posted():
             if slot == row.inside:  # the host issues it, which needs no other rank
                 if "" not in explained:
@@ -214,9 +214,9 @@ class _Own:
         row: str = "",
         ranks: tuple[int, ...] = (),
         has_begun: bool = True,
-    ) -> Standing:
+    ) -> Blocker:
         is_shared = len(ranks) > 1
-        return Standing(self.rank.rank, what, slot, row, has_begun, since_ns, ranks, self.rank.process, is_shared)
+        return Blocker(self.rank.rank, what, slot, row, has_begun, since_ns, ranks, self.rank.process, is_shared)
 
 
 class _Row:

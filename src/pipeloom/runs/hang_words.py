@@ -1,16 +1,16 @@
-"""A standstill in words."""
+"""What blocks a run, in words."""
 
 from pathlib import Path
 
 from pipeloom.errors import PipeloomError
 from pipeloom.runs.action_log import LoggedRank
-from pipeloom.runs.standstill import Standing, Standstill, read_standstill
+from pipeloom.runs.hang import Blocker, Hang, read_hang
 from pipeloom.schedule import Action
 from pipeloom.terminal.words import seconds
 
 
-def place_of(it: Standing, state: Standstill) -> str:
-    """Where something stands still, such as ``rank 2, slot 14 of 96 of training, 1B7 (backward)``."""
+def place_of(it: Blocker, state: Hang) -> str:
+    """Where something hangs, such as ``rank 2, slot 14 of 96 of training, 1B7 (backward)``."""
     place = f"rank {it.rank}"
     if it.slot is not None and it.row in state.schedules:
         schedule = state.schedules[it.row]
@@ -22,8 +22,8 @@ def place_of(it: Standing, state: Standstill) -> str:
     return f"{place}, {it.what}" if it.what else f"{place}, between two actions"
 
 
-def sentences_of(it: Standing, state: Standstill) -> list[str]:
-    """What stands still, for how long, with whom, and what became of its process."""
+def sentences_of(it: Blocker, state: Hang) -> list[str]:
+    """What blocks the run, for how long, with whom, and what became of its process."""
     for_s = f"{seconds(max(0, state.now_ns - it.since_ns) * 1e-9)}"
     place = place_of(it, state)
     if it.has_begun:
@@ -47,7 +47,7 @@ def sentences_of(it: Standing, state: Standstill) -> list[str]:
     return found
 
 
-def state_of(rank: LoggedRank, state: Standstill) -> str:
+def state_of(rank: LoggedRank, state: Hang) -> str:
     """What a rank does, in a line."""
     if rank.has_ended:
         return f"ended with {rank.text.splitlines()[0]}" if rank.has_failed else "ended in order"
@@ -58,10 +58,10 @@ def state_of(rank: LoggedRank, state: Standstill) -> str:
     return f"at {place_of(own[0], state).partition(', ')[2]}" if own else "nothing noted"
 
 
-def stood_for(run: Path) -> str:
-    """What a run that failed stood still for, in a line; empty where that was not noted."""
+def blocked_by(run: Path) -> str:
+    """What blocked a run that failed, in a line; empty where that was not noted."""
     try:
-        state = read_standstill(run)
+        state = read_hang(run)
     except PipeloomError:
         return ""
     return "\n  ".join(sentences_of(state.found[0], state)) if state.found else ""
