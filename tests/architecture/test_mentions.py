@@ -45,7 +45,7 @@ MOST_AXIS = {
     "recompute_layers": 13,
     "token_slices": 11,
     "pipeline_order": 10,
-    "ep": 17,
+    "ep": 18,
     "microbatch_size": 8,
 }
 MOST_NEW_KIND = 8

@@ -222,6 +222,28 @@ REFUSED = {
     ),
     "float64": ({"training": {"dtype": "float64"}}, "training.dtype float64"),
     "theta": ({"model": {"rope_theta": 10000.5}}, "model.rope_theta 10000.5"),
+    "scaling": ({"model": {"rope_scaling": "linear", "rope_factor": 4.0}}, "model.rope_scaling linear"),
+    "another first length": (
+        {"model": {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_len": 4096}},
+        "model.rope_scaling llama3",
+    ),
+    "one expert": (
+        {"model": {"experts": 4, "experts_per_token": 1, "balance": "none"}},
+        "model.experts_per_token 1",
+    ),
+    "biases of experts": ({"model": {"experts": 4, "balance": "bias"}}, "model.balance bias"),
+    "experts without sequence parallelism": (
+        {"model": {"experts": 4, "balance": "none"}, "layout": {"pp": 2, "tp": 2}},
+        "model.experts with layout.tp above 1",
+    ),
+    "sharded experts": (
+        {"model": {"experts": 4, "balance": "none"}, "layout": {"pp": 1, "loops": 1, "dp": 4, "shard": "full"}},
+        "model.experts with layout.shard full",
+    ),
+    "window and context": (
+        {"model": {"window": 64}, "layout": {"pp": 2, "cp": 2}},
+        "model.window with layout.cp 2",
+    ),
     "warm-up": ({"training": {"steps": 10}}, "optimizer.lr_warmup_steps 10"),
     "nodes": ({"layout": {"pp": 3, "dp": 2, "num_microbatches": 6}}, "6 processes do not fill"),
     "head": (
@@ -300,3 +322,64 @@ def test_flags_have_every_digit_of_a_number():
         ("1",),
         ("0.00012345678",),
     ]
+
+
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [
+        ({"family": "qwen2"}, {"--add-qkv-bias"}),
+        ({"family": "qwen3", "head_size": 32}, {"--qk-layernorm"}),
+        ({}, set()),
+    ],
+)
+def test_a_family_that_differs_from_llama_by_flags(tmp_path, model, flags):
+    found = command(tmp_path, model=model)
+    assert {one for one in found if one in ("--add-qkv-bias", "--qk-layernorm")} == flags
+    assert {"--disable-bias-linear", "--swiglu"} <= set(found)
+    assert values_of(found, "--kv-channels") == (["32"] if "head_size" in model else None)
+
+
+def test_positions_scaled_as_those_of_llama_3_1(tmp_path):
+    scaling = {"rope_scaling": "llama3", "rope_factor": 32.0, "rope_original_len": 8192}
+    found = command(tmp_path, model=scaling)
+    assert "--use-rope-scaling" in found
+    assert value(found, "rope-scaling-factor") == "32"
+    assert "--use-rope-scaling" not in command(tmp_path)
+
+
+def test_a_window_of_tokens_before_the_query_and_layers_without_one(tmp_path):
+    assert value(command(tmp_path, model={"window": 64}), "window-size") == "63,0"
+    found = command(tmp_path, model={"window": 64, "full_attention_layers": [0, 9]})
+    assert value(found, "window-attn-skip-freq") == "[0,1,1,1,1,1,1,1,1,0]"
+    # A window as long as the sequence bounds nothing.
+    assert "--window-size" not in command(tmp_path, model={"window": 128})
+
+
+EXPERTS = {"experts": 8, "expert_ffn": 96, "balance": "microbatch"}
+
+
+def test_experts_over_data_parallel_ranks(tmp_path):
+    model = {**EXPERTS, "experts_per_token": 3, "expert_every": 2, "shared_experts": 2, "balance_weight": 0.02}
+    layout = {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True, "shard": "optimizer"}
+    found = command(tmp_path, model=model, layout=layout)
+    for name, expected in {
+        "num-experts": "8",
+        "moe-router-topk": "3",
+        "moe-ffn-hidden-size": "96",
+        "ffn-hidden-size": "192",
+        "moe-layer-freq": "[0,1,0,1,0,1,0,1,0,1]",
+        "moe-shared-expert-intermediate-size": "192",
+        "moe-router-load-balancing-type": "aux_loss",
+        "moe-aux-loss-coeff": "0.02",
+        "expert-model-parallel-size": "2",
+    }.items():
+        assert value(found, name) == expected
+    assert "--num-experts" not in command(tmp_path)
+
+
+def test_a_balance_over_the_batch_differs_and_none_has_no_loss(tmp_path):
+    written = written_for("megatron", tmp_path, model={"experts": 4}, schedule={"family": "breadth-first"})
+    assert any("model.balance batch" in sentence for sentence in written.notes.differs)
+    found = command(tmp_path, model={"experts": 4, "balance": "none"})
+    assert value(found, "moe-router-load-balancing-type") == "none"
+    assert "--moe-aux-loss-coeff" not in found

@@ -5,7 +5,7 @@ from math import isinf
 from typing import Any
 
 import pytest
-from planned_exports import EACH, MEGATRON, PARSERS, Export, parsed, planned_exports
+from planned_exports import EACH, MEGATRON, PARSERS, Export, given_exports, parsed, planned_exports
 
 from pipeloom.workload.model_families import MODELS
 
@@ -37,6 +37,13 @@ def megatron_values(export: Export) -> Mapping[str, Any]:
         "untie_embeddings_and_output_weights": not model.tied,
         "add_bias_linear": not is_rotary,
         **({"rotary_base": setting("model.rope_theta")} if is_rotary else {}),
+        "kv_channels": model.known_head_size,
+        "qk_layernorm": model.family == "qwen3",
+        "add_qkv_bias": MODELS[model.family].qkv_biases,
+        "use_rope_scaling": model.rope_scaling == "llama3",
+        "window_size": [model.window - 1, 0] if model.window else None,
+        "num_experts": model.experts,
+        "expert_model_parallel_size": layout.ep,
         "seq_length": job.config.data.seq_len,
         "micro_batch_size": layout.microbatch_size,
         "global_batch_size": layout.batch_size,
@@ -108,6 +115,7 @@ CASES: dict[str, Callable[[Export], Mapping[str, Any]]] = {"megatron": megatron_
 def test_the_parser_takes_every_export_with_the_figures_of_its_run(launcher, tmp_path):
     exports = planned_exports(launcher, tmp_path)
     assert len(exports) == EACH
+    exports += given_exports(launcher, tmp_path)
     wrong = []
     for export, answer in zip(exports, parsed(launcher, exports), strict=True):
         if "refused" in answer:

@@ -107,9 +107,27 @@ def test_the_model_has_the_sizes_of_the_run(tmp_path):
     assert sizes.items() <= constants.items()
 
 
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ({"family": "qwen3", "head_size": 32}, ("qwen3", None, 32)),
+        ({"rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_len": 8192}, ("llama", 8.0, 16)),
+    ],
+)
+def test_the_family_its_heads_and_its_positions_are_those_of_the_run(tmp_path, model, expected):
+    written_for("torchtitan", tmp_path, model=model)
+    text = (tmp_path / "torchtitan_run.py").read_text()
+    family, factor, head = expected
+    assert f"FAMILY, ROPE_FACTOR = {family!r}, {factor!r}\n" in text
+    assert f"HEADS, KV_HEADS, HEAD_DIM = 4, 2, {head}\n" in text
+
+
 REFUSED = {
     "tied": ({"model": {"tied": True}}, "model.tied"),
     "gpt2": ({"model": {"family": "gpt2", "num_kv_heads": 4}}, "model.family gpt2"),
+    "qwen2": ({"model": {"family": "qwen2"}}, "model.family qwen2"),
+    "experts": ({"model": {"experts": 4, "balance": "none"}}, "model.experts"),
+    "window": ({"model": {"window": 64}}, "model.window"),
     "float64": ({"training": {"dtype": "float64"}}, "training.dtype float64"),
     "fp16": (
         {"training": {"dtype": "float16"}, "machine": {"cluster": "dgx-1-v100"}},

@@ -52,7 +52,7 @@ def test_without_the_rules_of_the_program_its_export_refuses_some_layouts():
 
 def test_a_model_that_a_program_cannot_train_is_refused_before_the_search():
     sizes = {"num_devices": 8, "global_batch": 8, "seq": 2048}
-    with pytest.raises(ConfigError, match="model.family gpt2: the export to torchtitan supports llama only"):
+    with pytest.raises(ConfigError, match="model.family gpt2: the export to torchtitan supports llama and qwen3 only"):
         make_question("gpt-6.6b", "dgx-a100", launcher="torchtitan", **sizes)
     with pytest.raises(ConfigError, match="both name the program"):
         make_question("llama-13b", "dgx-a100", launcher="torchtitan", software="fsdp", **sizes)

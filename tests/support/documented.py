@@ -224,6 +224,8 @@ def quick(words: tuple[str, ...], number: int) -> tuple[str, ...]:
         extra.pop("strategies", None)
     if "checkpoint.every" in flags:
         extra["training.steps"] = words[words.index("--checkpoint.every") + 1]
+    if "optimizer.lr-wsd-decay-steps" in flags and "training.steps" in extra:
+        extra["training.steps"] = "60"  # warm-up and decay need as many
     if "checkpoint.resume" in flags and "training.steps" in extra:
         extra["training.steps"] = "102"  # what is resumed has 100
     written = [(f"--{name}", value) if value else (f"--no-{name}",) for name, value in extra.items()]
@@ -244,7 +246,7 @@ MODEL = {
 }
 RECIPE = {"training": {"steps": 20}, "optimizer": {"lr": 1e-3, "lr_warmup_steps": 2}}
 HUGGING_FACE = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 14, "num_attention_heads": 2,
-                "intermediate_size": 64, "vocab_size": 257, "rms_norm_eps": 1e-5}  # fmt: skip
+                "intermediate_size": 96, "vocab_size": 257, "rms_norm_eps": 1e-5}  # fmt: skip
 
 TOKENIZER = {
     "version": "1.0",

@@ -26,9 +26,11 @@ HOPPER = 9
 def megatron(checkout: str) -> Callable[[Command], dict[str, Any]]:
     """Megatron-LM: ``parse_args``, ``validate_args``, and the configuration of its transformer."""
     sys.path.insert(0, checkout)
+    import torch
     from megatron.training import arguments
 
     arguments.get_device_arch_version = lambda: HOPPER
+    torch.cuda.get_device_capability = lambda: (HOPPER, 0)
 
     def parse(command: Command) -> dict[str, Any]:
         os.environ.update(RANK="0", WORLD_SIZE=str(command["num_devices"]))

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch_runs import command_of
+from launch_runs import CLUSTER, command_of, run_of
 
 from pipeloom.catalog import load_model
+from pipeloom.config import RunConfig
 from pipeloom.config.run import value_of
+from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import UserError
 from pipeloom.export import Written, hand_over
 from pipeloom.export.job import Job, Site, make_job, variable
@@ -70,6 +72,28 @@ _LIMITS: dict[str, list[dict[str, Any]]] = {
         {"shards": ("none",), "micro_batch": (2, 3, 4)},
     ],
 }
+_LLAMA_3_1 = {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_len": 8192}
+_EXPERTS = {"experts": 8, "expert_ffn": 96, "expert_every": 2, "shared_experts": 1}
+_GIVEN: dict[str, list[dict[str, Any]]] = {
+    "megatron": [
+        {"model": {"family": "qwen2"}},
+        {"model": {"family": "qwen3", "head_size": 32}},
+        {"model": _LLAMA_3_1},
+        {"model": {"window": 64, "full_attention_layers": [0, 9]}},
+        {"model": _EXPERTS | {"balance": "microbatch"}, "layout": {"dp": 2, "ep": 2, "shard": "optimizer"}},
+        {
+            "model": _EXPERTS | {"family": "qwen3", "balance": "none"},
+            "layout": {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True},
+        },
+        {"model": _EXPERTS, "schedule": {"family": "breadth-first"}},
+    ],
+    "torchtitan": [
+        {"model": {"family": "qwen3", "head_size": 32}},
+        {"model": _LLAMA_3_1},
+        {"model": {"head_size": 32}},
+    ],
+}
+"""Runs of models that no plan has, as sections of run files."""
 UNSET = {"model.norm_eps": 1e-5, "model.rope_theta": 10000.0, "optimizer.lr": 3e-4, "optimizer.lr_warmup_steps": 30}
 UNSET |= {"training.steps": 300}
 """Values for settings that a model's file does not have; scripts read them from the environment."""
@@ -108,6 +132,20 @@ def planned_exports(launcher: LauncherName, folder: Path, most: int = EACH) -> l
     return [one.export(place, folder / str(number)) for number, (one, place) in enumerate(rows[:most])]
 
 
+def given_exports(launcher: LauncherName, folder: Path) -> list[Export]:
+    """Exports of runs of models that no plan has."""
+    found = []
+    for number, given in enumerate(_GIVEN[launcher]):
+        sections: dict[str, dict[str, Any]] = {"training": {"dtype": "bfloat16"}}
+        for name, value in UNSET.items():
+            section, _, key = name.partition(".")
+            sections.setdefault(section, {})[key] = value
+        for section, settings in given.items():
+            sections.setdefault(section, {}).update(settings)
+        found.append(_export(str(given), run_of(**sections), CLUSTER, launcher, folder / f"given-{number}"))
+    return found
+
+
 @dataclass(frozen=True)
 class _Answer:
     """The layouts of a plan: question in words, model, cluster, program."""
@@ -120,19 +158,23 @@ class _Answer:
 
     def export(self, place: int, folder: Path) -> Export:
         """The export of a row."""
-        step, launcher = self.rows[place], self.launcher
-        config = run_config(step, self.model, self.cluster, LAUNCHERS[launcher].software)
-        done = hand_over(config, step.cluster, folder, [launcher])
-        assert not done.refused, f"{self.what}: {done.refused}"
-        (written,) = done.written
-        own = {variable(name): str(value) for name, value in UNSET.items()}
-        places = {"MEGATRON": "/megatron", "DATA": "mock", "TOKENIZER": "/tokenizer", "DATASET": "c4"}
-        script = next(file for file in written.files if file.suffix == ".sh")
-        words = command_of(script, **own, **places)
-        begin = next(at for at, word in enumerate(words) if word.endswith(("pretrain_gpt.py", "torchtitan.train")))
-        command = {"words": words[begin + 1 :], "num_devices": step.run.num_devices, "folder": str(folder)}
-        command |= {"environment": own, "connections": "1" if "connections=1" in script.read_text() else "0"}
-        return Export(f"{self.what}, row {place + 1}", make_job(config, step.cluster, Site()), written, command)
+        step = self.rows[place]
+        config = run_config(step, self.model, self.cluster, LAUNCHERS[self.launcher].software)
+        return _export(f"{self.what}, row {place + 1}", config, step.cluster, self.launcher, folder)
+
+
+def _export(what: str, config: RunConfig, cluster: Cluster, launcher: LauncherName, folder: Path) -> Export:
+    done = hand_over(config, cluster, folder, [launcher])
+    assert not done.refused, f"{what}: {done.refused}"
+    (written,) = done.written
+    own = {variable(name): str(value) for name, value in UNSET.items()}
+    places = {"MEGATRON": "/megatron", "DATA": "mock", "TOKENIZER": "/tokenizer", "DATASET": "c4"}
+    script = next(file for file in written.files if file.suffix == ".sh")
+    words = command_of(script, **own, **places)
+    begin = next(at for at, word in enumerate(words) if word.endswith(("pretrain_gpt.py", "torchtitan.train")))
+    command = {"words": words[begin + 1 :], "num_devices": config.layout.num_ranks, "folder": str(folder)}
+    command |= {"environment": own, "connections": "1" if "connections=1" in script.read_text() else "0"}
+    return Export(what, make_job(config, cluster, Site()), written, command)
 
 
 def _answers(launcher: LauncherName) -> Iterator[_Answer]:

@@ -13,7 +13,7 @@ from pipeloom.predict.recipes import recipe_notes, with_recipe
 from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.terminal.words import count
 from pipeloom.workload.dtypes import precision_of
-from pipeloom.workload.launchers import optimizer_problems, own_attention_problems
+from pipeloom.workload.launchers import Launcher, optimizer_problems
 
 MAX_RESTARTS = 3
 """Restarts of a run that fails; a job that always fails must end eventually."""
@@ -152,7 +152,7 @@ class Job:
         return [f"{what} runs each micro-batch forward and back before the next; use depth-first"]
 
     def order_problems(self, program: str) -> list[str]:
-        """Settings that only pipeloom supports: borders of documents, recomputation, moves, swaps, order of ranks."""
+        """Settings of the step that only pipeloom supports: recomputation, moves, swaps, order of ranks."""
         schedule, given = self.config.schedule, self.config.recipe().given
         reasons = {
             "schedule.balance": (schedule.balance, "does not move activations to other ranks"),
@@ -167,10 +167,7 @@ class Job:
                 "numbers pipeline ranks in ascending order",
             ),
         }
-        found = own_attention_problems(
-            program, self.model, self.config.data.seq_len, by_document=self.config.data.by_document
-        )
-        found += [f"{name}: {program} {why}; leave it out" for name, (is_set, why) in reasons.items() if is_set]
+        found = [f"{name}: {program} {why}; leave it out" for name, (is_set, why) in reasons.items() if is_set]
         if given is not None and not given.recipe:
             found.append(
                 f"schedule.file: {program} starts with the schedule of a family, and {schedule.file} has no line "
@@ -178,15 +175,17 @@ class Job:
             )
         return found
 
-    def start_problems(self, program: str) -> list[str]:
-        """Why a program with one start command for all nodes cannot have the run's stages and optimizer."""
+    def start_problems(self, launcher: Launcher) -> list[str]:
+        """Why a program with one start command for all nodes cannot have the run's model, stages and optimizer."""
         found, last = self.node_problems(), len(self.layers_by_stage) - 1
         if self.head_stage != last:
             found.append(
                 f"machine.software {self.config.machine.software} puts the head into stage {self.head_stage}, and "
                 f"leaves stage {last} empty; name a layout.partition"
             )
-        return [*found, *optimizer_problems(program, self.config.optimizer.name)]
+        model, seq, by_document = self.model, self.config.data.seq_len, self.config.data.by_document
+        found += launcher.model_problems(model, self.dtype) + launcher.own_problems(model, seq, by_document=by_document)
+        return [*found, *optimizer_problems(launcher.title, self.config.optimizer.name)]
 
     def node_problems(self) -> list[str]:
         """Why one command cannot start the run on every node; empty if it can."""

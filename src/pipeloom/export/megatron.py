@@ -6,7 +6,7 @@ Names and rules are those of Megatron-LM with Megatron Core 0.16 (``training/arg
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -17,7 +17,8 @@ from pipeloom.export.text import Flag, bash_array, body, comment, flag
 from pipeloom.export.torchrun import about_ranks, script_of, start_of
 from pipeloom.schedule import Kind
 from pipeloom.terminal.words import or_list
-from pipeloom.workload.launchers import MEGATRON, first_layers_recomputed
+from pipeloom.workload.launchers import MEGATRON, first_layers_recomputed, has_window
+from pipeloom.workload.model import ModelConfig
 from pipeloom.workload.model_families import MODELS
 
 SCRIPT = "megatron.sh"
@@ -40,11 +41,12 @@ _FLAGS = {
 def _problems(job: Job) -> list[str]:
     # Without its slices, the run would have other problems.
     return job.whole_problems() or [
-        *job.start_problems("Megatron-LM"),
+        *job.start_problems(MEGATRON),
         *_order_problems(job),
         *job.order_problems("Megatron-LM"),
         *_shard_problems(job),
         *_layer_problems(job),
+        *_model_axis_problems(job),
     ]
 
 
@@ -118,10 +120,23 @@ def _layer_problems(job: Job) -> list[str]:
             "layout.recompute_layers: Megatron-LM recomputes all layers, or fully the same number of first layers of "
             "every stage"
         )
-    found += MEGATRON.model_problems(job.model, job.dtype)
     rising, steps = config.optimizer.known_lr_warmup_steps, config.training.known_steps
     if rising >= steps and not {"optimizer.lr_warmup_steps", "training.steps"} & set(unset(config)):
         found.append(f"optimizer.lr_warmup_steps {rising}: Megatron-LM requires fewer than training.steps {steps}")
+    return found
+
+
+def _model_axis_problems(job: Job) -> list[str]:
+    """Axes on which Megatron-LM does not run the model."""
+    model, layout, found = job.model, job.config.layout, list[str]()
+    if layout.cp > 1 and _has_window(job):
+        found.append(f"model.window with layout.cp {layout.cp}: Transformer Engine's ring attention has no windows")
+    if model.experts is None:
+        return found
+    if layout.tp > 1 and not layout.sequence_parallel:
+        found.append("model.experts with layout.tp above 1: Megatron-LM needs layout.sequence_parallel")
+    if _is_fsdp(job):
+        found.append(f"model.experts with layout.shard {layout.shard}: the export supports none and optimizer only")
     return found
 
 
@@ -189,17 +204,72 @@ def _model(job: Job) -> list[Flag]:
         flags.append(flag("--kv-channels", model.head_size))
     if model.num_kv_heads != model.num_heads:
         flags += [flag("--group-query-attention"), flag("--num-query-groups", model.num_kv_heads)]
-    if MODELS[model.family].is_rotary:
+    family = MODELS[model.family]
+    if family.is_rotary:
         flags += [
             flag("--swiglu"),
             flag("--normalization", "RMSNorm"),
             flag("--position-embedding-type", "rope"),
             flag(_FLAGS["model.rope_theta"], round(model.known_rope_theta)),
             flag("--disable-bias-linear"),
+            *([flag("--add-qkv-bias")] if family.qkv_biases else []),
+            *([flag("--qk-layernorm")] if family.qk_norm == "head" else []),
+            *_scaled_positions(model),
         ]
     else:
         flags += [flag("--normalization", "LayerNorm"), flag("--position-embedding-type", "learned_absolute")]
+    flags += [*_window(job), *_experts(model)]
     return flags if model.tied else [*flags, flag("--untie-embeddings-and-output-weights")]
+
+
+def _scaled_positions(model: ModelConfig) -> list[Flag]:
+    if model.rope_factor is None:
+        return []
+    return [flag("--use-rope-scaling"), flag("--rope-scaling-factor", model.rope_factor)]
+
+
+def _has_window(job: Job) -> bool:
+    return has_window(job.model, job.config.data.seq_len)
+
+
+def _window(job: Job) -> list[Flag]:
+    model = job.model
+    if model.window is None or not _has_window(job):
+        return []
+    # Tokens to the left and to the right of a query, which pipeloom counts itself.
+    flags = [flag("--window-size", f"{model.window - 1},0")]
+    if not model.known_full_attention_layers:
+        return flags
+    return [*flags, flag("--window-attn-skip-freq", _pattern(model, lambda layer: model.window_of(layer) is not None))]
+
+
+def _pattern(model: ModelConfig, has: Callable[[int], bool]) -> str:
+    """Which layers have something, as a list of Python with 1 and 0."""
+    return f"[{','.join(str(int(has(layer))) for layer in range(model.num_layers))}]"
+
+
+def _experts(model: ModelConfig) -> list[Flag]:
+    """Experts whose scores are divided by the sum of those that a token takes, as without ``pre-softmax``."""
+    experts = model.expert_layout
+    if experts is None:
+        return []
+    balance = {"batch": "global_aux_loss", "microbatch": "aux_loss"}.get(model.known_balance, "none")
+    flags = [
+        flag("--num-experts", experts.count),
+        flag("--moe-router-topk", experts.per_token),
+        flag("--moe-ffn-hidden-size", experts.ffn),
+        flag("--moe-router-load-balancing-type", balance),
+        flag("--moe-router-dtype", "fp32"),
+        flag("--moe-token-dispatcher-type", "alltoall"),
+        flag("--moe-grouped-gemm"),
+    ]
+    if balance != "none":
+        flags.append(flag("--moe-aux-loss-coeff", model.known_balance_weight))
+    if experts.every > 1:
+        flags.append(flag("--moe-layer-freq", _pattern(model, experts.are_in)))
+    if experts.shared:
+        flags.append(flag("--moe-shared-expert-intermediate-size", experts.shared * experts.ffn))
+    return flags
 
 
 def _parallel(job: Job) -> list[Flag]:
@@ -207,6 +277,8 @@ def _parallel(job: Job) -> list[Flag]:
     flags = [flag("--tensor-model-parallel-size", layout.tp), flag("--pipeline-model-parallel-size", layout.pp)]
     if layout.cp > 1:
         flags += [flag("--context-parallel-size", layout.cp), flag("--cp-comm-type", "p2p")]
+    if layout.ep > 1:
+        flags.append(flag("--expert-model-parallel-size", layout.ep))
     is_even = len(set(job.layers_by_stage)) == 1
     if layout.pp > 1 and not is_even:
         flags.append(flag("--pipeline-model-parallel-layout", layer_layout(job.layers_by_stage)))
@@ -330,6 +402,10 @@ def _differences(job: Job) -> tuple[str, ...]:
     if layout.pp > 1 and job.model.tied:
         found.append(
             "model.tied: the first and the last stage hold the matrix, and its gradients are summed after the pipeline"
+        )
+    if job.model.needs_whole_batch:
+        found.append(
+            "model.balance batch: the loads of experts are those of the step's micro-batches up to the present one"
         )
     if _is_fsdp(job):
         found.append(f"layout.shard {layout.shard}: gathers and reductions run for each micro-batch, not once per step")

@@ -1,4 +1,4 @@
-"""Export to torchtitan: flags, PyTorch's schedule CSV, and a configuration function with a Llama of the run's sizes.
+"""Export to torchtitan: flags, PyTorch's schedule CSV, and a configuration function with a model of the run's sizes.
 
 Names and rules are those of torchtitan 0.3.0 (``config/configs.py``, ``distributed/pipeline_parallel.py``,
 ``trainer.py``).
@@ -42,7 +42,7 @@ def _problems(job: Job) -> list[str]:
     # Without its slices, the run would have other problems.
     if job.whole_problems():
         return job.whole_problems()
-    found = [*job.start_problems("torchtitan"), *job.order_problems("torchtitan")]
+    found = [*job.start_problems(TORCHTITAN), *job.order_problems("torchtitan")]
     found += [] if TORCHTITAN.ties_stages else tied_problems(job, TORCHTITAN.title)
     found += _model_problems(job)
     if (style := job.config.optimizer.lr_decay_style) != "cosine":
@@ -61,8 +61,7 @@ def _problems(job: Job) -> list[str]:
 
 
 def _model_problems(job: Job) -> list[str]:
-    found = TORCHTITAN.model_problems(job.model, job.dtype)
-    found += TORCHTITAN.product_problems(products_of(job.config.training.matmul_dtype))
+    found = TORCHTITAN.product_problems(products_of(job.config.training.matmul_dtype))
     kinds = set(job.config.layout.recompute_by_layer(job.model.num_layers))
     if len(kinds) > 1 and not TORCHTITAN.recomputes_some:
         found.append(
@@ -178,7 +177,8 @@ def _constants(job: Job) -> list[str]:
     return [
         *(["import os"] if missing else []),
         f"DIM, FFN_DIM, LAYERS, VOCAB = {model.hidden_size}, {model.ffn_size}, {model.num_layers}, {model.vocab_size}",
-        f"HEADS, KV_HEADS = {model.num_heads}, {model.num_kv_heads}",
+        f"HEADS, KV_HEADS, HEAD_DIM = {model.num_heads}, {model.num_kv_heads}, {model.known_head_size}",
+        f"FAMILY, ROPE_FACTOR = {model.family!r}, {model.rope_factor!r}",
         f"TIED, SEQ_LEN = {model.tied}, {job.config.data.seq_len}",
         f"LR_MIN_FRACTION = {optimizer.known_lr_min_fraction!r}",
         *(f"{_CONSTANTS[name]} = {_constant(name, value, missing)}" for name, value in known.items()),

@@ -26,8 +26,6 @@ from pipeloom.model.tensor_parallel import TensorParallel
 from pipeloom.workload.model import Balance as BalanceKind
 from pipeloom.workload.model import ModelConfig
 
-_WEIGHT = 0.01
-"""Default factor of the balance loss (arXiv 2101.03961, section 2.2)."""
 _RATE = 0.001
 """Default step of a bias (arXiv 2408.15664, section 4.1)."""
 _EXPERTS = ".feed_forward.experts."
@@ -70,8 +68,8 @@ class Balance:
         kind: BalanceKind,
         num_experts: int,
         per_token: int,
-        weight: float = _WEIGHT,
-        rate: float = _RATE,
+        weight: float,
+        rate: float,
     ) -> None:
         self.kind = kind
         self._num_experts, self._per_token, self._weight, self._rate = num_experts, per_token, weight, rate
@@ -214,9 +212,12 @@ class ExpertFeedForward(nn.Module):
             {str(one): feed_forward(config, layout.ffn, within) for one in range(layout.count)}
         )
         self.shared = feed_forward(config, layout.shared * layout.ffn, within) if layout.shared else None
-        weight = _WEIGHT if config.balance_weight is None else config.balance_weight
         self.balance = Balance(
-            config.known_balance, layout.count, layout.per_token, weight, config.balance_rate or _RATE
+            config.known_balance,
+            layout.count,
+            layout.per_token,
+            config.known_balance_weight,
+            config.balance_rate or _RATE,
         )
 
     def share(self, sharing: ExpertParallel) -> None:

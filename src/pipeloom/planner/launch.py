@@ -9,7 +9,7 @@ from pipeloom.planner.run_file import named_model
 from pipeloom.predict.places import node_problems
 from pipeloom.workload.boundary import Boundary
 from pipeloom.workload.dtypes import Precision, Products
-from pipeloom.workload.launchers import Launcher, optimizer_problems, own_attention_problems
+from pipeloom.workload.launchers import Launcher, optimizer_problems
 from pipeloom.workload.model import ModelConfig, ModelShape, model_of
 from pipeloom.workload.run import Attention
 
@@ -64,7 +64,7 @@ def launch_problems(launcher: Launcher, wanted: Wanted, cluster: Cluster, num_de
     found = [
         *launcher.model_problems(model, wanted.precision),
         *narrow,
-        *own_attention_problems(title, model, wanted.seq, by_document=wanted.by_document),
+        *launcher.own_problems(model, wanted.seq, by_document=wanted.by_document),
         *optimizer_problems(title, wanted.optimizer),
         *node_problems(cluster, num_devices),
     ]

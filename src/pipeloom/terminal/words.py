@@ -56,8 +56,17 @@ def or_one_of(names: Sequence[str]) -> str:
 
 def or_list(names: Collection[str]) -> str:
     """Names with commas between them, and ``or`` before the last one."""
+    return _list(names, "or")
+
+
+def and_list(names: Collection[str]) -> str:
+    """Names with commas between them, and ``and`` before the last one."""
+    return _list(names, "and")
+
+
+def _list(names: Collection[str], word: str) -> str:
     *most, last = names
-    return f"{', '.join(most)} or {last}" if most else last
+    return f"{', '.join(most)} {word} {last}" if most else last
 
 
 def and_finite(limit: str, found: float) -> str:

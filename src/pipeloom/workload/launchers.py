@@ -4,13 +4,13 @@ Names and rules are those of Megatron-LM with Megatron Core 0.16 and of torchtit
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from pipeloom.terminal.words import count, or_list
+from pipeloom.terminal.words import and_list, count, or_list
 from pipeloom.workload.dtypes import dtype_of
 from pipeloom.workload.layout import Recompute
-from pipeloom.workload.model import ModelConfig
+from pipeloom.workload.model import ModelConfig, RopeScaling
 from pipeloom.workload.model_families import MODELS
 
 LauncherName = Literal["pipeloom", "megatron", "torchtitan"]
@@ -33,8 +33,9 @@ class Launcher:
         is_own: whether it is this program, which runs everything.
         ties_stages: whether the first and the last stage can share a matrix.
         has_whole_theta: whether the base of rotary positions is a whole number.
-        has_head_size: whether heads may have another size than ``hidden / heads``.
         takes_attention: whether a run chooses the attention kernel.
+        has_windows: whether it is started with sliding windows.
+        has_experts: whether it is started with experts.
         products: operands of linear layers other than weights and activations.
         has_context: whether it runs context parallelism.
         groups: why it does not interleave so many micro-batches over so many ranks in groups of a size.
@@ -51,14 +52,15 @@ class Launcher:
     is_own: bool = False
     ties_stages: bool = True
     has_whole_theta: bool = False
-    has_head_size: bool = True
     takes_attention: bool = False
+    has_windows: bool = False
+    has_experts: bool = False
     products: tuple[str, ...] = ()
     has_context: bool = True
     groups: Grouping | None = None
 
     def model_problems(self, model: ModelConfig, precision: str) -> list[str]:
-        """Why it does not train a model, a sentence each; without ``own_attention_problems``.
+        """Why it does not train a model, a sentence each; without ``own_problems``.
 
         Args:
             model: resolved.
@@ -73,15 +75,42 @@ class Launcher:
 
     def _size_problems(self, model: ModelConfig) -> Iterator[str]:
         if model.family not in self.model_families:
-            known = " and ".join(self.model_families)
+            known = and_list(self.model_families)
             yield f"model.family {model.family}: the export to {self.title} supports {known} only"
-        if model.rope_scaling is not None:
-            yield f"model.rope_scaling: the export to {self.title} supports plain rotary positions only"
+        if model.scaling is not None and replace(model.scaling, factor=_LLAMA3.factor) != _LLAMA3:
+            yield (
+                f"model.rope_scaling {model.rope_scaling}: the export to {self.title} supports that of Llama 3.1 only: "
+                f"llama3 with model.rope_original_len {_LLAMA3.original_len} and its usual turns"
+            )
         has_angles = MODELS[model.family].is_rotary
         if self.has_whole_theta and has_angles and not model.known_rope_theta.is_integer():
             yield f"model.rope_theta {model.rope_theta}: {self.title} takes a whole number"
-        if not self.has_head_size and model.known_head_size * model.num_heads != model.hidden_size:
-            yield f"model.head_size {model.head_size}: {self.title}'s heads have model.hidden_size / model.num_heads"
+        if self.has_experts and model.experts is not None:
+            yield from _expert_problems(model, self.title)
+
+    def own_problems(self, model: ModelConfig, seq: int, *, by_document: bool = False) -> list[str]:
+        """Settings of attention, logits, experts and density with which it is not started, a sentence each.
+
+        Args:
+            model: resolved.
+            seq: sequence length in tokens.
+            by_document: whether attention ends at the borders of documents.
+        """
+        reasons = {
+            "model.window": (not self.has_windows and has_window(model, seq), "sliding windows"),
+            "model.query_pre_attn_scalar": (model.query_pre_attn_scalar is not None, "scores of its own"),
+            "model.attn_softcap": (model.attn_softcap is not None, "scores of its own"),
+            "model.logit_softcap": (model.logit_softcap is not None, "bounds of logits"),
+            "model.experts": (not self.has_experts and model.experts is not None, "experts"),
+            "model.share_layers": (model.share_layers is not None, "shared layers"),
+            "model.density": (model.density is not None, "blocks of matrices"),
+            "data.attention document": (by_document, "attention that ends at documents"),
+        }
+        return [
+            f"{name}: {self.title} is not started with {what}; leave it out"
+            for name, (is_set, what) in reasons.items()
+            if is_set
+        ]
 
     def product_problems(self, products: str | None) -> list[str]:
         """Why it does not run linear layers with such operands, a sentence each; ``None`` for the usual ones."""
@@ -114,27 +143,17 @@ def optimizer_problems(program: str, optimizer: str) -> list[str]:
     return [] if optimizer == "adamw" else [found]
 
 
-def own_attention_problems(program: str, model: ModelConfig, seq: int, *, by_document: bool = False) -> list[str]:
-    """Settings of attention, logits, experts and density with which no other program is started, a sentence each.
+def has_window(model: ModelConfig, seq: int) -> bool:
+    """Whether a layer does not see all earlier tokens of a sequence."""
+    return model.window is not None and model.window < seq
 
-    Args:
-        program: in the sentences.
-        model: resolved.
-        seq: sequence length in tokens.
-        by_document: whether attention ends at the borders of documents.
-    """
-    own_scores = "is not started with scores of its own"
-    reasons = {
-        "model.window": (model.window is not None and model.window < seq, "is not started with sliding windows"),
-        "model.query_pre_attn_scalar": (model.query_pre_attn_scalar is not None, own_scores),
-        "model.attn_softcap": (model.attn_softcap is not None, own_scores),
-        "model.logit_softcap": (model.logit_softcap is not None, "is not started with bounds of logits"),
-        "model.experts": (model.experts is not None, "is not started with experts"),
-        "model.share_layers": (model.share_layers is not None, "is not started with shared layers"),
-        "model.density": (model.density is not None, "is not started with blocks of matrices"),
-        "data.attention document": (by_document, "is not started with attention that ends at documents"),
-    }
-    return [f"{name}: {program} {why}; leave it out" for name, (is_set, why) in reasons.items() if is_set]
+
+def _expert_problems(model: ModelConfig, program: str) -> Iterator[str]:
+    """Experts that Megatron-LM does not have."""
+    if model.expert_layout is not None and model.expert_layout.per_token == 1:
+        yield f"model.experts_per_token 1: {program} does not divide the score of a single expert by itself; use 2"
+    if model.known_balance == "bias":
+        yield f"model.balance bias: {program} has biases with sigmoid scores only; use batch, microbatch or none"
 
 
 def first_layers_recomputed(kinds_by_stage: Sequence[Sequence[Recompute]]) -> int | None:
@@ -178,16 +197,22 @@ def _megatron_groups(ranks: int, microbatches: int, group_size: int) -> list[str
     return found
 
 
+_LLAMA3 = RopeScaling(
+    kind="llama3", factor=8.0, original_len=8192, slow_turns=1.0, fast_turns=4.0, attention_factor=1.0
+)
+"""Rotary positions of Llama 3.1, which other programs have as a switch with a factor."""
 PIPELOOM = Launcher(name="pipeloom", title="pipeloom", software="pipeloom", is_own=True, takes_attention=True)
 MEGATRON = Launcher(
     name="megatron",
     title="Megatron-LM",
     software="megatron-core",
-    model_families=("llama", "gpt2"),
+    model_families=("llama", "qwen2", "qwen3", "gpt2"),
     precisions=("fp32", "bf16", "fp16"),
     families=(("1f1b",), ("breadth-first", "depth-first", "hybrid")),
     recomputations=("none", "selective", "full"),
     has_whole_theta=True,
+    has_windows=True,
+    has_experts=True,
     products=("fp8",),
     groups=_megatron_groups,
 )
@@ -195,12 +220,11 @@ TORCHTITAN = Launcher(
     name="torchtitan",
     title="torchtitan",
     software="fsdp",
-    model_families=("llama",),
+    model_families=("llama", "qwen3"),
     precisions=("fp32", "bf16"),
     recomputations=("none", "full"),
     recomputes_some=False,
     ties_stages=False,
-    has_head_size=False,
 )
 LAUNCHERS: dict[LauncherName, Launcher] = {one.name: one for one in (PIPELOOM, MEGATRON, TORCHTITAN)}
 """Programs that can start a planned run, by name."""

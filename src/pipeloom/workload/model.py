@@ -230,6 +230,11 @@ class ModelConfig:
         """With its default."""
         return self.balance or "batch"
 
+    @property
+    def known_balance_weight(self) -> float:
+        """With its default (arXiv 2101.03961, section 2.2)."""
+        return 0.01 if self.balance_weight is None else self.balance_weight
+
     def window_of(self, layer: int) -> int | None:
         """The window of a layer; ``None`` for one that sees all earlier tokens."""
         return None if layer in self.known_full_attention_layers else self.window
