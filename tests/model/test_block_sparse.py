@@ -9,6 +9,7 @@ import torch
 from pipeloom.config import ModelConfig
 from pipeloom.model import build_stage
 from pipeloom.model.block_sparse import BlockSparseLinear, kept_blocks, weight_patterns
+from pipeloom.model.deferred import defer, filing, leaves_of
 from pipeloom.workload.model import shape_of
 from pipeloom.workload.model_shape import Blocks
 
@@ -63,6 +64,22 @@ def test_a_model_computes_what_dense_matrices_with_zeros_do(config):
         else:
             expected = other.grad
         torch.testing.assert_close(own, expected, rtol=1e-11, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize("defers", [False, True])
+@pytest.mark.parametrize("config", MODELS, ids=["llama", "gpt2", "olmo2"])
+def test_a_micro_batch_without_sequences_has_gradients_of_zero(config, defers):
+    model = make(config)
+    if defers:
+        defer(model)
+    logits = model(torch.zeros((0, SEQ), dtype=torch.int64))
+    assert logits.shape == (0, SEQ, VOCAB)
+    with filing(leaves_of(model)) as filed:
+        logits.sum().backward()
+    found = {one.leaf: one.compute() for one in filed}
+    assert (len(found) >= len(weight_patterns(config))) is defers
+    for name, one in model.named_parameters():
+        assert not found.get(one, one.grad).any(), name
 
 
 @pytest.mark.parametrize("config", MODELS, ids=["llama", "gpt2", "olmo2"])

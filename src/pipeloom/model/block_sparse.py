@@ -66,9 +66,9 @@ class Pattern:
         """The product with the matrix, [N, in]."""
         number = len(gradient_NO)
         chosen = gradient_NO.new_empty(number, len(self.rows) * len(self.rows[0]), self.size)
-        torch.bmm(self.by_row(gradient_NO), self.blocks_of(weight), out=self.by_row(chosen.view(number, -1)))
+        torch.bmm(self.by_row(gradient_NO), self.blocks_of(weight), out=self.by_row(chosen.flatten(1)))
         total = gradient_NO.new_zeros(number, self.columns, self.size)
-        return total.index_add_(1, _columns(self, gradient_NO.device), chosen).view(number, -1)
+        return total.index_add_(1, _columns(self, gradient_NO.device), chosen).flatten(1)
 
     def weight_gradient(self, gradient_NO: Tensor, x_NI: Tensor, total: Tensor | None) -> Tensor | None:
         """The gradient of the weight; added to ``total`` and ``None`` if that is given."""
@@ -199,7 +199,7 @@ class _Products(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.patterns, ctx.own = patterns, own
         x_NI, each = x.flatten(0, -2), zip(weights, patterns, strict=True)
-        return tuple(one.output(x_NI, weight).view(*x.shape[:-1], -1) for weight, one in each)
+        return tuple(one.output(x_NI, weight).unflatten(0, x.shape[:-1]) for weight, one in each)
 
     @staticmethod
     def backward(ctx: Any, *args: Any) -> Any:
