@@ -4,6 +4,8 @@ Its loss and gradients are those of a single process, and the bytes that are pre
 executor counts: state, and what is kept for backwards.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from any_runs import (
@@ -23,6 +25,7 @@ from one_process import OneProcess
 from thinned import thinned
 
 from pipeloom.analysis.matching import match_spans
+from pipeloom.config import find_problems
 from pipeloom.cost.memory import working_bytes
 from pipeloom.errors import UserError
 from pipeloom.predict.memory import memory_by_rank, moves_anything
@@ -87,7 +90,9 @@ def packed_bytes(config, pipelines):
         place = config.layout.coordinates(rank).pipeline
         for packing in pipeline._moves._number_of:
             pairs = zip(packing.messages, packing.members, strict=True)
-            most[place] = max([most[place], *(end - begin for (begin, end), (one, behind) in pairs if behind > one + 1)])
+            most[place] = max(
+                [most[place], *(end - begin for (begin, end), (one, behind) in pairs if behind > one + 1)]
+            )
     return most
 
 
@@ -194,3 +199,13 @@ def test_a_step_of_kept_blocks_equals_the_single_process_and_holds_the_bytes_tha
 @pytest.mark.timeout(300)
 def test_a_step_with_shared_experts_equals_the_single_process(part):
     assert {assert_step(config) for config in shared_expert_runs(48)[part::12]} == {"shared"}
+
+
+@pytest.mark.parametrize("part", thinned(range(6), 6))
+@pytest.mark.timeout(120)
+def test_matrices_of_experts_have_the_state_of_muon_that_is_predicted(part):
+    drawn = [one for runs in (expert_runs(120)[:24], shared_expert_runs(48)) for one in runs if one.layout.tp == 1]
+    taken = [replace(one, optimizer=replace(one.optimizer, name="muon")) for one in drawn[part::6]]
+    found = [assert_step(one) for one in taken if not find_problems(one, trains=False)]
+    assert len(found) > 3
+    assert None not in found

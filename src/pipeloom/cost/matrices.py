@@ -1,5 +1,6 @@
 """Shards of stages whose optimizer updates whole matrices: no shard cuts one, and their state has shapes of its own."""
 
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -8,15 +9,20 @@ from pipeloom.cost.software import Software
 from pipeloom.cost.stages import (
     frozen_layers,
     layer_parameters,
+    layers_by_kind,
     own_layers,
     shared_layers,
     stage_layers,
     trained_parameters,
 )
-from pipeloom.workload.adapter import FIRST, PATHS, SECOND, Adapter, known_targets
+from pipeloom.workload.adapter import FIRST, PATHS, SECOND
+from pipeloom.workload.model_shape import ModelShape
 from pipeloom.workload.optimizers import Shape
 from pipeloom.workload.packing import pack
 from pipeloom.workload.run import Run
+
+_BLOCK = "feed_forward."
+"""Begin of the names of the matrices of a layer's feed-forward block."""
 
 
 class StageShards(NamedTuple):
@@ -67,16 +73,16 @@ def _matrices(run: Run, software: Software, stage: int) -> list[tuple[str, Shape
     shape, (_, head) = run.shape, stage_layers(run, software)
     trained = own_layers(run, software)[stage] - frozen_layers(run, software)[stage]
     own, found = run.adapter, list[tuple[str, Shape]]()
-    if run.segment == "experts":
-        return found  # counted as elements of any other parameter
-    for layer in range(trained):
-        if own is None:
-            found += _of_layer(run, layer)
-            continue
+    if own is not None:
         for target, (inputs, outputs, _) in zip(own.targets, own.widths(shape), strict=True):
-            matrix = f"layers.{layer}.{PATHS[target]}"
-            found += [(matrix + FIRST, (own.rank, inputs)), (matrix + SECOND, (outputs, own.rank))]
-    if run.adapter is not None:
+            matrix = f"layers.0.{PATHS[target]}"
+            found += [(matrix + FIRST, (own.rank, inputs)), (matrix + SECOND, (outputs, own.rank))] * trained
+        return found
+    # Layers that share their weights are equal.
+    kinds = ((run, trained),) if shape.sharing is not None else layers_by_kind(run, software, trained=True)[stage]
+    for alike, count in kinds:
+        found += _of_layer(alike) * count
+    if run.segment == "experts":
         return found
     if stage == 0 and not run.frozen_pieces:
         found.append(("embedding.tokens.weight", (shape.vocab, shape.hidden)))
@@ -87,11 +93,25 @@ def _matrices(run: Run, software: Software, stage: int) -> list[tuple[str, Shape
     return found
 
 
-def _of_layer(run: Run, layer: int) -> list[tuple[str, Shape]]:
-    """Names and shapes of the matrices of a layer, without tensor parallelism."""
-    own = Adapter(rank=1, alpha=1.0, targets=known_targets(run.shape.kind))
-    widths = zip(own.targets, own.widths(run.shape), strict=True)
-    return [(f"layers.{layer}.{PATHS[target]}.weight", (outputs, inputs)) for target, (inputs, outputs, _) in widths]
+def _of_layer(run: Run) -> list[tuple[str, Shape]]:
+    """Names and shapes of the matrices of a layer in the run's segment, without tensor parallelism."""
+    shape, experts = run.shape, run.shape.experts
+    found = {} if run.segment == "experts" else dict(shape.matrices)
+    if experts is not None:
+        found = {name: sizes for name, sizes in found.items() if not name.startswith(_BLOCK)}
+        if run.segment != "experts":
+            found[f"{_BLOCK}router"] = shape.hidden, experts.count
+            found |= _block(shape, "shared", experts.shared * experts.ffn)
+        if run.segment != "dense":
+            for one in range(experts.count // run.ep):
+                found |= _block(shape, f"experts.{one}", experts.ffn)
+    return [(f"layers.0.{name}.weight", (outputs, inputs)) for name, (inputs, outputs) in found.items()]
+
+
+def _block(shape: ModelShape, name: str, inner: int) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of the matrices of a feed-forward block of experts; empty without an inner width."""
+    sizes = replace(shape, ffn=inner).matrices if inner else {}
+    return {one.replace(_BLOCK, f"{_BLOCK}{name}."): each for one, each in sizes.items() if one.startswith(_BLOCK)}
 
 
 def shared_on_rank(run: Run, software: Software, rank: int) -> tuple[float, float]:
@@ -102,7 +122,7 @@ def shared_on_rank(run: Run, software: Software, rank: int) -> tuple[float, floa
     rule, count = software.optimizer, shared_layers(run, software)[rank]
     if rule is None or rule.matrices is None or not count:
         return 0.0, 0.0
-    whole = [(name, shape) for name, shape in _of_layer(run, 0) if rule.takes_whole(name, shape)]
+    whole = [(name, shape) for name, shape in _of_layer(run) if rule.takes_whole(name, shape)]
     rest = layer_parameters(run) - sum(prod(shape) for _, shape in whole)
     state = sum(prod(own) for each in whole for own in rule.state_shapes(*each).values()) + len(rule.state) * rest
     return float(count * state), count * sum(rule.matrices.flops(shape) for _, shape in whole)

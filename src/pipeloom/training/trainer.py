@@ -300,7 +300,7 @@ class Trainer:
         self._config = config
         self._pipeline.divide(config)
         self._measured.predicted_by_replica = self._traces_by_replica()
-        self._slow.forget()
+        self._slow.forget(config.layout)
         if self._world.rank == 0:
             self._write_run()
 

@@ -1,6 +1,7 @@
 """Placement of parameters in equal shards of a flat buffer, where some must not be cut."""
 
 from collections.abc import Sequence
+from heapq import heapreplace
 
 
 def pack(sizes: Sequence[int], before: int, num_shards: int) -> tuple[int, list[int]]:
@@ -20,10 +21,12 @@ def pack(sizes: Sequence[int], before: int, num_shards: int) -> tuple[int, list[
     while True:
         used = [min(share, max(0, before - share * shard)) for shard in range(num_shards)]
         begins = [0] * len(sizes)
+        emptiest = sorted((size, shard) for shard, size in enumerate(used))
         for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-            shard = min(range(num_shards), key=used.__getitem__)
-            begins[index] = share * shard + used[shard]
-            used[shard] += sizes[index]
+            size, shard = emptiest[0]
+            begins[index] = share * shard + size
+            used[shard] = size + sizes[index]
+            heapreplace(emptiest, (used[shard], shard))
         if max(used) <= share:
             return share, begins
         share = max(used)

@@ -5,6 +5,7 @@ import math
 import re
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from pipeloom.execute.stages.digest import digest
 from pipeloom.execute.stages.stage import Stage
 from pipeloom.execute.stages.visit import Visited
 from pipeloom.model import Transformer
+from pipeloom.runs.run_folder import RunFolder
 from pipeloom.runs.slow_ranks import find_slow, read_slow
 from pipeloom.training.health.odd_ones import Odd, odd_ones, with_owners
+from pipeloom.training.health.slow_ranks import SlowRanks
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.run import train
 from pipeloom.workload.layout import Layout
@@ -215,6 +218,26 @@ def test_uneven_stages_and_a_slow_machine_name_no_rank():
     assert find_slow([2.0, 12.0, 2.0], [1.0, 3.0, 1.0]) == {1: 2.0}
     assert find_slow([1.0], [1.0]) == {}
     assert find_slow([1.0, 9.0], [1.0, 0.0]) == {}
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({}, {3: 4.0}),
+        ({"average_every": (4, 4, 4, 1)}, {}),  # replica 3 has fewer updates, since it is slower
+        ({"average_every": (4, 4, 1, 1)}, {3: 4.0}),
+        ({"microbatches": (2, 2, 2, 1)}, {}),
+        ({"microbatches": (2, 2, 1, 1)}, {3: 4.0}),
+    ],
+)
+def test_without_a_prediction_replicas_with_as_much_work_are_compared(tmp_path, more, named):
+    layout = replace(REPLICAS, dp=4, shard="none", **more)
+    world = SimpleNamespace(rank=0, size=4, gather=lambda host: [host] * 4)
+    slow = SlowRanks(SimpleNamespace(layout=REPLICAS), world, run := RunFolder(tmp_path))
+    slow.forget(layout)
+    for step in range(1, 11):
+        slow.take(step, [1.0, 1.0, 1.0, 4.0], [])
+    assert {one.rank: one.times for one in read_slow(run.path)} == named
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"ranks": [{"rank": 1}]}', '{"ranks": 3}'])

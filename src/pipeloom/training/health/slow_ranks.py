@@ -11,6 +11,7 @@ from pipeloom.execute.processes.world import World
 from pipeloom.runs.run_folder import SLOW_RANKS, RunFolder
 from pipeloom.runs.slow_ranks import SlowRank, find_slow, slow_text
 from pipeloom.trace import Trace
+from pipeloom.workload.layout import Layout
 
 _STEPS = 10
 """Steps whose median is compared: one slow step is no slow rank."""
@@ -51,7 +52,7 @@ class SlowRanks:
             step: counted from 1.
             seconds: by rank.
             predicted: the step of the profile, of each replica, or one for all; empty without a profile: then the same
-                stages of other replicas count, if these have as many micro-batches.
+                stages of other replicas count, if these have as many micro-batches and updates.
         """
         self._seconds.append(seconds)
         if self._hosts is None or len(self._seconds) < _STEPS or step % _STEPS:
@@ -61,24 +62,25 @@ class SlowRanks:
         if found.keys() != self._named:
             self._name(step, found, self._hosts)
 
-    def forget(self) -> None:
-        """Forget the steps so far, with which those that follow cannot be compared."""
+    def forget(self, layout: Layout) -> None:
+        """Forget the steps so far, with which those of this layout cannot be compared."""
+        self._layout = layout
         self._seconds.clear()
 
     def _expected(self, usual: Sequence[float], predicted: Sequence[Trace]) -> list[float]:
         layout = self._layout
         every = [layout.coordinates(rank) for rank in range(layout.num_ranks)]
-        places = [place.pipeline for place in every]
         if predicted:
             by_place = [
-                [float(one.compute(place).duration_s.sum()) for place in range(max(places) + 1)] for one in predicted
+                [float(one.compute(place).duration_s.sum()) for place in range(layout.pp)] for one in predicted
             ]
             return [by_place[layout.replica_of(place) % len(predicted)][place.pipeline] for place in every]
-        if layout.microbatches is not None:  # of a division that may have changed
-            return [0.0] * len(usual)
-        alike = {place: [usual[rank] for rank, one in enumerate(places) if one == place] for place in places}
+        # A replica with fewer micro-batches or updates than another may have them because it is slower.
+        numbers = list(zip(layout.microbatches_by_replica, layout.updates_by_replica, strict=True))
+        works = [(place.pipeline, numbers[layout.replica_of(place)]) for place in every]
+        alike = {work: [usual[rank] for rank, one in enumerate(works) if one == work] for work in works}
         # Of two replicas that differ, none is known to be the slow one; the faster one is what the other could be.
-        return [min(alike[place]) if len(alike[place]) > 1 else 0.0 for place in places]
+        return [min(alike[work]) if len(alike[work]) > 1 else 0.0 for work in works]
 
     def _name(self, step: int, found: Mapping[int, float], hosts: Sequence[str]) -> None:
         slow = [SlowRank(rank, hosts[rank], times) for rank, times in found.items()]
