@@ -76,11 +76,11 @@ def test_breadth_first_fills_turns_and_drains_by_the_closed_forms(loops, transfe
 def test_only_the_last_hop_before_an_action_is_exposed_p2p():
     schedule = lower(make_schedule("gpipe", pp=3, num_microbatches=1))
     accounts = account_bubble(schedule, simulate(schedule, Costs(1, 2, 0.5)))
-    #          compute startup imbalance p2p dp host drain
+    #          compute startup imbalance p2p swaps dp host drain
     assert [astuple(account) for account in accounts] == [
-        (3, 0, 7.5, 0.5, 0, 0, 0),
-        (3, 1.5, 3.5, 0.5, 0, 0, 2.5),
-        (3, 3, 0, 0, 0, 0, 5),
+        (3, 0, 7.5, 0.5, 0, 0, 0, 0),
+        (3, 1.5, 3.5, 0.5, 0, 0, 0, 2.5),
+        (3, 3, 0, 0, 0, 0, 0, 5),
     ]
     assert sum(accounts, BubbleAccount()).idle_s == 24
 
@@ -102,8 +102,8 @@ def test_a_late_start_with_the_tensor_there_is_host_time():
         for span in simulate(schedule, Costs(1, 1)).spans
     ]
     assert [astuple(a) for a in account_bubble(schedule, Trace(tuple(spans[::-1]), 2))] == [
-        (3.5, 0, 5, 1, 0, 0.5, 0),
-        (2.75, 3, 0, 0, 0, 0.25, 4),
+        (3.5, 0, 5, 1, 0, 0, 0.5, 0),
+        (2.75, 3, 0, 0, 0, 0, 0.25, 4),
     ]
 
 
@@ -131,7 +131,7 @@ def test_collectives_are_exposed_as_far_as_the_rank_stands_still_for_them():
     schedule = parse_schedule("0UNSHARD 1UNSHARD 0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD\n")
     (account,) = account_bubble(schedule, simulate(schedule, WithCollectives(3, 4)))
     # gathers 0-3 and 3-6; 0F0 3-4, then 1F0 waits until 6; 1B0 7-9, 0B0 9-11, reductions 9-13 and 13-17
-    assert astuple(account) == (6, 0, 0, 0, 3 + 2 + 6, 0, 0)
+    assert astuple(account) == (6, 0, 0, 0, 0, 3 + 2 + 6, 0, 0)
 
 
 def test_what_other_ranks_do_after_a_ranks_own_reduction_is_drain():
@@ -139,23 +139,23 @@ def test_what_other_ranks_do_after_a_ranks_own_reduction_is_drain():
     schedule = parse_schedule(text)
     first, second = account_bubble(schedule, simulate(schedule, WithCollectives(2, 1)))
     # 0F0 0-1, the tensor arrives at 1.5, the weights at 2; 1F0 2-3, 1B0 3-5, reduced 5-6; 0B0 5.5-7.5, reduced 7.5-8.5
-    assert astuple(second) == (3, 1.5, 0, 0, 0.5 + 1, 0, 2.5)
-    assert astuple(first) == (3, 0, 4, 0.5, 1, 0, 0)
+    assert astuple(second) == (3, 1.5, 0, 0, 0, 0.5 + 1, 0, 2.5)
+    assert astuple(first) == (3, 0, 4, 0.5, 0, 1, 0, 0)
 
 
 def test_a_wait_for_a_gradient_buffer_is_exposed():
     rows = parse_schedule("0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD")
     schedule = rows.with_rows(rows.rows, rows.level, gradient_buffers=1)
     (account,) = account_bubble(schedule, simulate(schedule, WithCollectives(0, 3)))
-    assert astuple(account) == (6, 0, 0, 0, 3 + 3, 0, 0)
+    assert astuple(account) == (6, 0, 0, 0, 0, 3 + 3, 0, 0)
     (account,) = account_bubble(rows, simulate(rows, WithCollectives(0, 3)))
-    assert astuple(account) == (6, 0, 0, 0, 1 + 3, 0, 0)
+    assert astuple(account) == (6, 0, 0, 0, 0, 1 + 3, 0, 0)
 
 
 def test_repeated_gathers_differ_by_time():
     schedule = parse_schedule("0UNSHARD 0F0 0RESHARD 0UNSHARD 0F1 0B0 0B1\n")
     (account,) = account_bubble(schedule, simulate(schedule, WithCollectives(3, 0)))
-    assert astuple(account) == (6, 0, 0, 0, 6, 0, 0)
+    assert astuple(account) == (6, 0, 0, 0, 0, 6, 0, 0)
 
 
 def test_a_trace_of_another_schedule_is_refused():

@@ -28,6 +28,7 @@ from pipeloom.analysis.matching import match_spans
 from pipeloom.config import find_problems
 from pipeloom.cost.memory import working_bytes
 from pipeloom.errors import UserError
+from pipeloom.predict.describe import load_run
 from pipeloom.predict.memory import memory_by_rank, moves_anything
 from pipeloom.predict.sizes import sizes_in_training
 from pipeloom.predict.stage_swaps import swapped_memory
@@ -142,8 +143,8 @@ def assert_step(config):
             assert round(least) <= one[3] <= round(bound), config
         return "offloaded"
     # How much a rank holds for its partner at a moment depends on how far that one is. So this is bounded: below by the
-    # ledger less a part that is under way, which counts on both ranks, above by what the two ranks would hold if nothing
-    # ever left, and a message that is packed, whose bytes are in memory twice.
+    # ledger less a part that is under way, which counts on both ranks, above by what the two ranks would hold if
+    # nothing ever left, and by a message that is packed, whose bytes are in memory twice.
     moved = kept.moved(schedule).max()
     stayed, twice = most_in_rows(schedule, kept), packed_bytes(config, ranks.pipelines)
     for rank, (most, partner) in enumerate(zip(clocked, schedule.partners, strict=True)):
@@ -157,6 +158,25 @@ def test_a_step_equals_the_single_process_and_holds_the_bytes_that_are_predicted
     seen = {assert_step(config) for config in runs()[chunk::CHUNKS]}
     assert "kept" in seen
     assert seen & {"offloaded", "evicted"}
+
+
+def test_a_part_that_is_packed_for_a_partner_with_little_of_its_own_is_in_memory_twice():
+    """Of recomputed layers the second rank keeps the loss's bytes alone, which are more than all of the first one's."""
+    config = load_run(
+        model={"family": "qwen3", "num_layers": 6, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 1},
+        data={"seq_len": 32},
+        layout={
+            "pp": 2,
+            "loops": 1,
+            "num_microbatches": 2,
+            "microbatch_size": 2,
+            "token_slices": 2,
+            "recompute": "full",
+        },
+        schedule={"family": "1f1b", "balance": True, "receive_buffers": 1},
+        optimizer={"name": "sgd"},
+    )
+    assert assert_step(config) == "evicted"
 
 
 @pytest.mark.parametrize("part", thinned(range(6), 6))

@@ -62,7 +62,7 @@ def test_a_slow_way_back_is_exposed_and_the_budget_is_kept():
     trace = simulate(exposed, slow)
     assert max(peaks(exposed, slow)) <= 3
     assert trace.end_s > plain_s
-    assert sum(account.exposed_p2p_s for account in account_bubble(exposed, trace)) > 0
+    assert sum(account.exposed_swaps_s for account in account_bubble(exposed, trace)) > 0
 
 
 def test_a_budget_that_cannot_be_kept_is_refused_with_what_is_missing():

@@ -40,8 +40,8 @@ def test_whatever_moves_hides_behind_long_enough_visits(stages, count):
     assert trace.end_s == 3 * stages * count + (4 + 1) * part  # the first stage comes, its new gradient goes
     (account,) = account_bubble(schedule, trace)
     assert account.startup_s == 4 * part
-    assert account.exposed_p2p_s == part
-    assert account.host_s == account.imbalance_s == 0
+    assert account.exposed_swaps_s == part
+    assert account.exposed_p2p_s == account.host_s == account.imbalance_s == 0
     uses = {str(use.lane): use for use in communication(trace)}
     assert uses["from host"].exposed_s == 4 * part
     assert uses["to host"].exposed_s == part

@@ -170,6 +170,7 @@ _SHORT_CAUSES = {
     "recompute_s": "recompute",
     "exposed_context_s": "cp",
     "exposed_p2p_s": "p2p",
+    "exposed_swaps_s": "swaps",
     "exposed_data_parallel_s": "dp",
 }
 

@@ -22,6 +22,7 @@ _ACCOUNT = {
     "startup_s": "start-up",
     "imbalance_s": "imbalance",
     "exposed_p2p_s": "exposed p2p",
+    "exposed_swaps_s": "exposed swaps",
     "exposed_data_parallel_s": "exposed data-parallel",
     "host_s": "host",
     "drain_s": "drain",

@@ -103,7 +103,7 @@ def _of_layer(run: Run) -> list[tuple[str, Shape]]:
             found[f"{_BLOCK}router"] = shape.hidden, experts.count
             found |= _block(shape, "shared", experts.shared * experts.ffn)
         if run.segment != "dense":
-            for one in range(experts.count // run.ep):
+            for one in range(run.own_experts):
                 found |= _block(shape, f"experts.{one}", experts.ffn)
     return [(f"layers.0.{name}.weight", (outputs, inputs)) for name, (inputs, outputs) in found.items()]
 

@@ -298,7 +298,7 @@ def _of_experts(run: Run, experts: Experts | None) -> int:
     """The largest number of the parameters of a layer's experts on a tensor-parallel rank, without shared ones."""
     if experts is None:
         return 0
-    return experts.count // run.ep * run.shape.hidden * (run.shape.kind.gates + 1) * -(-experts.ffn // run.tp)
+    return run.own_experts * run.shape.hidden * (run.shape.kind.gates + 1) * -(-experts.ffn // run.tp)
 
 
 def _split_in_layer(run: Run, experts: Experts | None) -> int:

@@ -119,6 +119,7 @@ class StepAccount:
             "startup_s": account.startup_s,
             "imbalance_s": account.imbalance_s,
             "exposed_p2p_s": account.exposed_p2p_s,
+            "exposed_swaps_s": account.exposed_swaps_s,
             "exposed_data_parallel_s": account.exposed_data_parallel_s + self.data_parallel_s,
             "host_s": account.host_s + self.host_s,
             "drain_s": account.drain_s,

@@ -25,6 +25,7 @@ CAUSES = {
     "compute_s": ("compute", "the rank computes, tensor-parallel communication included"),
     "imbalance_s": ("imbalance", "waiting for compute of another rank"),
     "exposed_p2p_s": ("exposed p2p", "waiting for a tensor in transit"),
+    "exposed_swaps_s": ("exposed swaps", "waiting for a stage or activations from the host"),
     "exposed_data_parallel_s": ("exposed data-parallel", "waiting for gathered weights or reduced gradients"),
     "host_s": ("host", "waiting for the host to start the action"),
     "drain_s": ("drain", "after the rank's last compute action"),

@@ -21,7 +21,7 @@ _WAITING = "waiting for other ranks"
 _PARTS = {
     "compute": ("compute_s",),
     _WAITING: ("startup_s", "imbalance_s", "drain_s"),
-    "exposed communication": ("exposed_p2p_s", "exposed_data_parallel_s"),
+    "exposed communication": ("exposed_p2p_s", "exposed_swaps_s", "exposed_data_parallel_s"),
     "host": ("host_s",),
 }
 """Name -> parts of the bubble account."""

@@ -149,6 +149,11 @@ class Run(WithAxes):
         return self.data_ranks // (self.ep if self.segment == "experts" else 1)
 
     @property
+    def own_experts(self) -> int:
+        """Experts of a layer that a rank has."""
+        return 0 if self.shape.experts is None else self.shape.experts.count // self.ep
+
+    @property
     def segments(self) -> tuple["Run", ...]:
         """The run for each part of the parameters of a rank that as many ranks hold; together they are all."""
         if self.ep == 1 or self.segment != "all":

@@ -71,10 +71,9 @@ class SlowRanks:
         layout = self._layout
         every = [layout.coordinates(rank) for rank in range(layout.num_ranks)]
         if predicted:
-            by_place = [
-                [float(one.compute(place).duration_s.sum()) for place in range(layout.pp)] for one in predicted
-            ]
-            return [by_place[layout.replica_of(place) % len(predicted)][place.pipeline] for place in every]
+            traces = [predicted[layout.replica_of(place) % len(predicted)] for place in every]
+            its = [trace.compute(place.pipeline) for trace, place in zip(traces, every, strict=True)]
+            return [float(spans.duration_s.sum()) for spans in its]
         # A replica with fewer micro-batches or updates than another may have them because it is slower.
         numbers = list(zip(layout.microbatches_by_replica, layout.updates_by_replica, strict=True))
         works = [(place.pipeline, numbers[layout.replica_of(place)]) for place in every]
