@@ -74,8 +74,8 @@ def page_contents(run: Run) -> dict[str, Any]:
 
 
 def config_blocks(text: str) -> list[str]:
-    """A run file in blocks, one for each section, which begins with a bracket."""
-    return re.split(r"\n\n(?=\[)", text.strip())
+    """A run file in blocks, one for each section that has settings, which begins with a bracket."""
+    return [block for block in re.split(r"\n\n(?=\[)", text.strip()) if "\n" in block]
 
 
 def verdict_of(run: Run) -> Verdict | None:
@@ -86,6 +86,7 @@ def verdict_of(run: Run) -> Verdict | None:
 def _other_axes(layout: Layout) -> str:
     """Sizes of the axes other than the pipeline, for the title."""
     replicas = f", {layout.dp} replicas" if layout.dp > 1 else ""
+    replicas += f", experts over {layout.ep} ranks" if layout.ep > 1 else ""
     replicas += f", {layout.cp} context-parallel ranks" if layout.cp > 1 else ""
     return replicas + (f", {layout.tp} tensor-parallel ranks" if layout.tp > 1 else "")
 

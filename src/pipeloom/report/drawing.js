@@ -84,9 +84,14 @@ function svg(name, attributes = {}, ...children) {
   return node;
 }
 
+// Nodes of a sentence: what stands between two backticks is code.
+function sentence(text) {
+  return text.split("`").map((part, place) => (place % 2 ? element("code", {}, part) : part));
+}
+
 function section(title, note, ...children) {
   const node = element("section", {}, element("h2", {}, title));
-  if (note) node.append(element("p", { class: "note" }, note));
+  if (note) node.append(element("p", { class: "note" }, ...sentence(note)));
   node.append(...children);
   return node;
 }

@@ -15,10 +15,9 @@ from pipeloom.report.timeline import MILLISECONDS, Unit
 from pipeloom.runs.run_reading import Run
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.ledger import HeldBytes
-from pipeloom.terminal.words import short
+from pipeloom.terminal.words import short, unit_bytes
 from pipeloom.trace import Trace
 
-_MEGA = 1e6
 Steps = Sequence[tuple[float, float]]
 """(seconds from the start of the step, value from then on)."""
 
@@ -41,11 +40,13 @@ def memory_chart(curves: Mapping[str, Sequence[MemoryCurve]], traces: Mapping[st
         curves: name of a trace -> bytes of each rank over time.
         traces: by the same names.
     """
+    most = max(size for ranks in curves.values() for curve in ranks for _, size in curve.points)
+    size_of_unit, unit = unit_bytes(most)
     memory = {
-        name: [[(time_s, size / _MEGA) for time_s, size in curve.points] for curve in ranks]
+        name: [[(time_s, size / size_of_unit) for time_s, size in curve.points] for curve in ranks]
         for name, ranks in curves.items()
     }
-    return chart("Memory, MB", _MEMORY, memory, traces, peak=lambda most: f"peak {short(most)} MB")
+    return chart(f"Memory, {unit}", _MEMORY, memory, traces, peak=lambda most: f"peak {short(most)} {unit}")
 
 
 STAGE_INPUTS = (

@@ -13,9 +13,9 @@ function head(contents) {
 
 // Measured and predicted step in words, and the parts that differ by more than the spread of the steps.
 function verdict({ headline, causes, note }) {
-  const lines = causes.map(([name, text]) => element("li", {}, element("b", {}, name), `: ${text}`));
-  const node = element("section", { class: "verdict", role: "note" }, element("h2", {}, "Verdict"), element("p", {}, headline));
-  node.append(lines.length > 0 ? element("ul", {}, ...lines) : element("p", {}, note));
+  const lines = causes.map(([name, text]) => element("li", {}, element("b", {}, name), ": ", ...sentence(text)));
+  const node = element("section", { class: "verdict", role: "note" }, element("h2", {}, "Verdict"), element("p", {}, ...sentence(headline)));
+  node.append(lines.length > 0 ? element("ul", {}, ...lines) : element("p", {}, ...sentence(note)));
   return node;
 }
 
@@ -208,8 +208,8 @@ function sample(text) {
 // A part of an answer: paragraphs, lists of sentences, and tables.
 function prose({ head, is_bad, parts }) {
   const nodes = parts.map((part) => {
-    if (part.text !== undefined) return element("p", { class: "prose" }, part.text);
-    if (part.list !== undefined) return element("ul", { class: "prose" }, ...part.list.map((text) => element("li", {}, text)));
+    if (part.text !== undefined) return element("p", { class: "prose" }, ...sentence(part.text));
+    if (part.list !== undefined) return element("ul", { class: "prose" }, ...part.list.map((text) => element("li", {}, ...sentence(text))));
     const kind = (column) => (part.is_text[column] ? "text" : "");
     const cells = (tag, row) => element("tr", {}, ...row.map((text, column) => element(tag, { class: kind(column) }, text)));
     const body = element("tbody", {}, ...part.rows.map((row) => cells("td", row)));
