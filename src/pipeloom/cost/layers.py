@@ -34,6 +34,8 @@ from pipeloom.cost.hardware import Both, Cluster, Collective, Group
 from pipeloom.cost.parts import Parts
 from pipeloom.cost.products import (
     ALIGNED,
+    GATHER_SLOWDOWN,
+    BlockProduct,
     adapter_products,
     expert_bytes,
     expert_products,
@@ -111,7 +113,7 @@ class Pieces:
         return Parts(
             self._each_product(self._matmul_s),
             self._attention_forward_s(),
-            self._memory_s(self._elementwise_bytes() + self._operand_bytes(0)),
+            self._memory_s(self._elementwise_bytes() + self._operand_bytes(0)) + self._gather_s("output"),
             2 * self._tensor_s() + forth_s,
             self._num_kernels(),
             2 * self._num_collectives() + forth,
@@ -124,7 +126,7 @@ class Pieces:
         backward = Parts(
             self._each_product(self._input_s) + self.layer_weight_s(),
             self._attention_backward_s(),
-            self._memory_s(self._elementwise_backward_bytes() + self._operand_bytes(1)),
+            self._memory_s(self._elementwise_backward_bytes() + self._operand_bytes(1)) + self._gather_s("input"),
             self._backward_tensor_s() + back_s,
             2 * forward.num_kernels,
             # Sequence parallelism gathers inputs again for the gradients of the weights: three collectives instead of
@@ -152,11 +154,15 @@ class Pieces:
     def _operand_bytes(self, direction: int) -> float:
         return operand_bytes(self.run, direction, is_fused=self.software.fuses_casts)
 
+    def _gather_s(self, which: BlockProduct) -> float:
+        slowdown = 1.0 if self.cluster.device.is_gpu else GATHER_SLOWDOWN
+        return slowdown * self._memory_s(gathered_bytes(self.run, which))
+
     def layer_weight_s(self) -> float:
         """Seconds of the weight half of a layer's split backward."""
         if self.run.adapter is not None:
             return sum(self._weight_s(*size) for size in adapter_products(self.run))
-        return self._each_product(self._weight_s) + self._memory_s(gathered_bytes(self.run, "weight"))
+        return self._each_product(self._weight_s) + self._gather_s("weight")
 
     def _each_product(self, seconds: Callable[[float, float, float], float]) -> float:
         """Sum of ``seconds`` of a layer's products, those of experts and adapters included."""

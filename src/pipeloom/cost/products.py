@@ -45,6 +45,9 @@ def product_s(run: Run, device: Device, use: Efficiency, shape: tuple[float, flo
 
 BLOCK_KERNELS = 10
 """Of the forward of seven matrices of kept blocks, a gather and a product each, beside four products of dense ones."""
+GATHER_SLOWDOWN = 2.2
+"""Seconds of gathering on a core / of a copy of as many bytes. Seven measured products of kept blocks took longer than
+the density's part of dense ones by 1.5 to 3.0 copies, in the geometric mean 2.2 (docs, ``sparse_products.csv``)."""
 
 BlockProduct = Literal["output", "input", "weight"]
 """A product of a matrix: its output, the gradient of its input, or that of its weight."""
@@ -137,12 +140,11 @@ def gather_buffer_bytes(run: Run) -> float:
 
 
 def operand_bytes(run: Run, direction: int, *, is_fused: bool = False) -> float:
-    """Bytes moved around a layer's products: to cast and gather operands, and to add what adapters return.
+    """Bytes moved around a layer's products: to cast operands, and to add what adapters return.
 
     Without the gradients of weights. Arguments are those of ``cast_bytes``.
     """
-    gathered = gathered_bytes(run, "input" if direction else "output")
-    return added_bytes(run) + cast_bytes(run, direction, is_fused=is_fused) + gathered
+    return added_bytes(run) + cast_bytes(run, direction, is_fused=is_fused)
 
 
 def more_kernels(run: Run) -> int:
