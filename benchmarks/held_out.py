@@ -5,7 +5,7 @@
 First the errors of the programs as shipped. Then each line fits a program on some rows, as ``pipeloom validate --fit``
 does, and predicts others: by model, by number of devices, by sequence length. The prior of a fit has the other programs
 only. The last lines leave out all rows of a program, or of a device: they are predicted by the general program, with
-the means of the efficiencies of the others. Two baselines are fitted on the same rows. Without a table, the published
+the medians of the efficiencies of the others. Two baselines are fitted on the same rows. Without a table, the published
 measurements beside the checkout. A PART keeps the lines whose program's name contains it. Some minutes for all of them.
 ``--write`` writes the error bars of the catalog (``pipeloom.catalog.accuracy``), and the prior of all programs into the
 general program.
@@ -402,7 +402,7 @@ def write_prior(prior: Prior, tables: Sequence[str], file: Path = GENERAL) -> No
     """Replace the efficiencies of the general program, behind its facts."""
     facts = file.read_text(encoding="utf-8").split("[provenance]")[0]
     provenance = {
-        "by": "means and spreads of all other programs (accuracy/prior.py); benchmarks/held_out.py --write",
+        "by": "medians and spreads of all other programs (accuracy/prior.py); benchmarks/held_out.py --write",
         "table": ", ".join(tables),
         "date": str(date.today()),
     }

@@ -91,7 +91,7 @@ def test_the_errors_in_the_readme_are_those_of_the_table_of_predictions():
         for of in (slice(4, 6), slice(6, 7))
     )
     assert len(held) >= 15
-    assert f"within {min(held)} to {max(held)} % on average, median {median(held)} %" in README
+    assert f"within {min(held)} to {max(held)} % on average, median {median(held):.1f} %" in README
     assert f"{min(left)} to {max(left)} % without" in README
 
 

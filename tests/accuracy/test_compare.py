@@ -28,6 +28,8 @@ CLUSTER = load_cluster("dgx-a100")
         ("dgxc-30.01-nemo", "flash2", "megatron-core"),
         ("megatron-lm-ci-2026-gb200", "flash2", "megatron-deterministic"),
         ("bigscience-2022-a100", "fused-softmax", "megatron-deepspeed"),
+        ("dgxc-24.11-nemo-24.09-h100", "flash2", "megatron-core"),
+        ("dgxc-24.11-paxml-h100", "flash2", "xla"),
     ],
 )
 def test_the_set_and_the_kernel_choose_the_program(set_name, attention, program):
@@ -64,6 +66,27 @@ def test_the_device_chooses_the_cluster_and_the_program_decides_between_two():
     assert cluster_of(ROW, program).name == "dgx-a100"
     with pytest.raises(UserError, match="no cluster of the catalog has the device 'abacus'"):
         cluster_of(replace(ROW, device="abacus"), program)
+
+
+def test_the_network_of_a_note_replaces_that_of_the_cluster():
+    row = replace(ROW, set_name="my own runs", note="4 x 100 Gb/s RoCE per node")
+    usual, slow = (cluster_of(each, program_of(each)[1]) for each in (replace(row, note=""), row))
+    assert (usual.name, usual.inter.bytes_per_s, usual.num_adapters) == ("dgx-a100", 200e9, 8)
+    assert (slow.name, slow.inter.bytes_per_s, slow.num_adapters) == ("dgx-a100 with 400 Gb/s", 50e9, 4)
+    assert (slow.device, slow.intra) == (usual.device, usual.intra)
+
+
+@pytest.mark.parametrize("note", ["8 x 200 Gb/s", "200 Gb/s per GPU", "1600 Gb/s per node"])
+def test_a_note_that_states_the_network_of_the_cluster_changes_nothing(note):
+    row = replace(ROW, set_name="my own runs", note=note)
+    assert cluster_of(row, program_of(row)[1]) is cluster_of(replace(row, note=""), program_of(row)[1])
+
+
+def test_measurements_of_another_network_are_left_out():
+    row = replace(ROW, set_name="nanotron-x", device="h100-sxm-80gb", note="8 x 100 Gb/s")
+    program = program_of(row)[1]
+    assert cluster_of(replace(row, note=""), program).bus_curves
+    assert not cluster_of(row, program).bus_curves
 
 
 def test_rows_that_no_family_can_make_are_counted_and_the_others_predicted():

@@ -135,15 +135,22 @@ def test_a_narrow_prior_outweighs_few_rows_and_many_rows_outweigh_it():
     assert changes[1] < changes[0] / 2 < 0
 
 
-def test_the_prior_is_the_mean_of_the_programs_and_as_wide_as_they_differ():
+def test_the_prior_is_the_median_of_the_programs_and_as_wide_as_they_differ():
     alike = [{"matmul": Estimate(0.7, 0.0001)}] * 8
     unlike = [{"matmul": Estimate(value, 0.0001)} for value in (0.6, 0.9) * 4]
     same, different = (pooled(programs, PRIOR) for programs in (alike, unlike))
-    assert same.center.matmul == pytest.approx(0.72, abs=0.01)  # the first prior counts as one program
+    assert same.center.matmul == pytest.approx(0.7)
+    assert different.center.matmul == pytest.approx(0.9)  # the first prior, above both, counts as one program
     assert same.width("matmul") < PRIOR.width("matmul")
     assert different.width("matmul") > 1.5 * same.width("matmul")
     assert same.center.launch == pytest.approx(PRIOR.center.launch)
     assert same.width("launch") == pytest.approx(PRIOR.width("launch"))
+
+
+def test_one_program_that_is_unlike_all_others_does_not_move_the_prior():
+    usual = [{"flash2": Estimate(value, 0.0001)} for value in (0.44, 0.45, 0.46, 0.47)]
+    slow = {"flash2": Estimate(0.1, 0.0001)}
+    assert pooled([*usual, slow], PRIOR).center.flash2 == pytest.approx(PRIOR.center.flash2, rel=0.03)
 
 
 def test_what_no_program_determines_is_as_wide_as_before():

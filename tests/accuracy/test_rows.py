@@ -88,6 +88,28 @@ def test_hybrid_sharding_is_a_column_or_words_of_the_note(tmp_path):
         read_rows(changed(tmp_path, **cells | {"note": "replicate=3"}))
 
 
+def test_an_optimizer_that_is_sharded_over_some_ranks_is_in_the_words_of_the_note(tmp_path):
+    cells = {"shard": "optimizer", "note": "optimizer sharded over 4 ranks only"}
+    assert read_rows(changed(tmp_path, **cells))[0].run.replicate == 8
+    assert read_rows(changed(tmp_path, **cells | {"note": "replicate=2; sharded over 4 ranks"}))[0].run.replicate == 2
+    with pytest.raises(ConfigError, match="dp must be a whole number"):
+        read_rows(changed(tmp_path, **cells | {"dp": "many"}))
+
+
+@pytest.mark.parametrize(
+    ("note", "network"),
+    [
+        ("nodes 4 x 100 Gb/s Omni-Path; fp16", (4, 50e9, False)),
+        ("1600 Gb/s RoCE per node", (0, 200e9, False)),
+        ("no compile; 400 Gb/s per GPU; TPS", (0, 50e9, True)),
+        ("EFA 3200 Gb/s; 8 GPUs per node", (0, 400e9, False)),
+    ],
+)
+def test_a_note_may_state_the_network(tmp_path, note, network):
+    assert read_rows(changed(tmp_path, note=note))[0].network == network
+    assert read_rows(EXAMPLE)[0].network is None
+
+
 def test_fp8_is_the_precision_of_products(tmp_path):
     row = read_rows(changed(tmp_path, precision="fp8"))[0]
     assert (row.run.precision, row.run.products, row.group.precision) == ("bf16", "fp8", "fp8")

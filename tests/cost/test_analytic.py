@@ -165,6 +165,13 @@ def test_flash_kernels_reach_the_share_of_the_peak_that_kernels_of_earlier_devic
     assert Pieces(flash, h100, native).attention_s()[0] == own_s
 
 
+def test_a_compiler_that_fuses_the_softmax_moves_the_bytes_of_the_fused_kernel():
+    plain, fused = (Pieces(replace(RUN, attention=kernel), A100, PROGRAM) for kernel in ("plain", "fused-softmax"))
+    compiled = replace(plain, software=replace(PROGRAM, fuses_softmax=True))
+    assert compiled.attention_s() == fused.attention_s()
+    assert compiled.attention_s()[0] < plain.attention_s()[0]
+
+
 @pytest.mark.parametrize(("size", "share"), [(152, 1.0), (148, 0.5), (150, 0.25), (151, 0.125)])
 def test_heads_whose_rows_are_not_aligned_are_loaded_in_narrower_pieces(size, share):
     plain = replace(RUN, attention="plain", seq=16384)

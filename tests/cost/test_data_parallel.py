@@ -34,6 +34,17 @@ def test_weights_are_gathered_in_the_size_of_the_precision_and_only_where_they_a
     assert gather_s(replace(RUN, shard="none"), A100, OURS, 1e9) == 0
 
 
+def test_owners_of_whole_parameters_send_them_one_after_another():
+    group, owned = Group.strided(16, 1, 8), replace(OURS, owns_tensors=True)
+    assert gather_s(RUN, A100, owned, 1e9) == 16 * A100.collective_s("all_gather", 2e9 / 16, group, BUS)
+    wide = replace(RUN, dp=1024)
+    layer = RUN.shape.layer_matrix_parameters
+    # Three matrices of attention's five are one; two norms.
+    assert gather_s(wide, A100, owned, layer) == pytest.approx(
+        7 * A100.collective_s("all_gather", 2 * layer / 7, Group.strided(1024, 1, 8), BUS)
+    )
+
+
 def test_with_hybrid_sharding_gathers_stay_in_a_copy_and_shards_are_reduced_between_copies():
     hybrid = replace(RUN, replicate=2)
     inner, outer = Group.strided(8, 1, 8), Group.strided(2, 8, 8)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, log, sqrt
+from statistics import fmean, median
 from typing import NamedTuple
 
 from pipeloom.accuracy.programs import DEFAULT_SOFTWARE
@@ -39,8 +40,6 @@ BETWEEN_BOUNDS = 6.0
 inside."""
 WIDEST = log(2)
 """Largest standard deviation before any program has been fitted: the bounds of seconds span orders of magnitude."""
-OWN_WEIGHT = 1.0
-"""Number of programs that the first general values and widths count as."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,10 @@ class Estimate(NamedTuple):
 def pooled(programs: Sequence[Mapping[str, Estimate]], first: Prior) -> Prior:
     """The distribution of efficiencies over programs.
 
-    Its center is the mean of the programs' logarithms. Its variance has two parts, the spread of the programs, and the
-    mean uncertainty of each: one step of expectation and maximization for random effects (Dempster, Laird and Rubin
-    1977). The first prior counts as ``OWN_WEIGHT`` programs, so that an efficiency that no program has keeps it.
+    Its center is the median of the programs: one with a slow kernel of its own would move a mean for all others. Its
+    variance has two parts, the spread of the programs, and the mean uncertainty of each: one step of expectation and
+    maximization for random effects (Dempster, Laird and Rubin 1977). The first prior counts as a program, so that an
+    efficiency that no program has keeps it.
 
     Args:
         programs: of each program the estimates of those efficiencies that influence its rows.
@@ -96,12 +96,10 @@ def pooled(programs: Sequence[Mapping[str, Estimate]], first: Prior) -> Prior:
     values: dict[str, float] = {}
     widths: dict[str, float] = {}
     for name in NAMES:
-        start, usual = log(getattr(first.center, name)), first.width(name)
-        own = [program[name] for program in programs if name in program]
+        usual = first.width(name)
+        own = [Estimate(getattr(first.center, name), usual**2), *(each[name] for each in programs if name in each)]
         logs = [log(estimate.value) for estimate in own]
-        count = len(own) + OWN_WEIGHT
-        center = (sum(logs) + OWN_WEIGHT * start) / count
-        spread = sum((value - center) ** 2 for value in logs) + OWN_WEIGHT * (start - center) ** 2
-        unknown = sum(estimate.variance for estimate in own) + OWN_WEIGHT * usual**2
-        values[name], widths[name] = exp(center), sqrt((spread + unknown) / count)
+        center = median(logs)
+        variance = fmean((value - center) ** 2 + one.variance for value, one in zip(logs, own, strict=True))
+        values[name], widths[name] = exp(center), sqrt(variance)
     return Prior(replace(first.center, **values), widths)

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -26,6 +27,10 @@ _IN_NOTES = ("cp", "replicate")
 """Columns that a table may leave out: then an item such as ``cp=2`` of the note, between semicolons, has the value."""
 _IN_NODE = "within a node"
 """Words of a note that, without a column ``replicate``, mean hybrid sharding over the devices of a node."""
+_OVER_RANKS = re.compile(r"sharded over (\d+) ranks")
+"""Words of a note that, without a column ``replicate``, mean hybrid sharding over so many data-parallel ranks."""
+_NETWORK = re.compile(r"(?:(?P<adapters>\d+) x )?(?P<gigabits>\d+) Gb/s(?P<per_device>[^;]* per GPU)?")
+"""Words of a note that state the network of a node, such as ``4 x 100 Gb/s``, or that of a device (``per GPU``)."""
 _COUNTS = (*_SHAPE_COUNTS, *_RUN_COUNTS, "devices", "devices_per_node")
 _RUN_CHOICES = ("shard", "recompute", "attention", "precision")
 _RUN_FLAGS = ("sequence_parallel", "fused_norm")
@@ -84,6 +89,20 @@ class Group(NamedTuple):
     precision: str
 
 
+class Network(NamedTuple):
+    """The network of a row's machine, as its note states it.
+
+    Attributes:
+        adapters: of a node; 0 if the note states only their bandwidth together.
+        bytes_per_s: in one direction, of a node, or of each device if ``is_per_device``.
+        is_per_device: whether it is a device's part.
+    """
+
+    adapters: int
+    bytes_per_s: float
+    is_per_device: bool
+
+
 @dataclass(frozen=True)
 class Row:
     """One measured layout.
@@ -107,6 +126,15 @@ class Row:
     step_time_s: float | None
     memory_bytes: float | None
     note: str
+
+    @property
+    def network(self) -> Network | None:
+        """The network that the note states; ``None`` if it states none."""
+        found = _NETWORK.search(self.note)
+        if found is None:
+            return None
+        adapters = int(found["adapters"] or 0)
+        return Network(adapters, (adapters or 1) * int(found["gigabits"]) * 1e9 / 8, found["per_device"] is not None)
 
     @property
     def group(self) -> Group:
@@ -191,8 +219,8 @@ def _filled(line: dict[str, str]) -> dict[str, str]:
     # Tables differ in the case of words: BF16, H100-SXM-80GB.
     filled |= {name: filled[name].lower() for name in _WORDS}
     filled["device"] = filled["device"].replace(" ", "-")
-    if _IN_NODE in line["note"] and not given["replicate"]:
-        filled["replicate"] = _replicas_of_nodes(filled)
+    if not given["replicate"]:
+        filled["replicate"] = _replicas_of(line["note"], filled)
     filled["kv_heads"] = filled["kv_heads"] or filled["heads"]
     filled["schedule"] = filled["schedule"] or ("none" if filled["pp"] == "1" else "1f1b")
     if not filled["status"] and (filled["step_time_s"] or filled["memory_bytes"]):
@@ -205,13 +233,17 @@ def _filled(line: dict[str, str]) -> dict[str, str]:
     return filled
 
 
-def _replicas_of_nodes(cells: dict[str, str]) -> str:
-    """The number of nodes of a pipeline rank; 1 if cells are wrong, which is reported elsewhere."""
+def _replicas_of(note: str, cells: dict[str, str]) -> str:
+    """The number of copies of what data parallelism shards, by the note; 1 if cells are wrong, reported elsewhere."""
     try:
-        held = prod(int(cells[name]) for name in AXES if name != "pp")
-        return str(max(1, held // int(cells["devices_per_node"])))
+        if found := _OVER_RANKS.search(note):
+            return str(max(1, int(cells["dp"]) // int(found[1])))
+        if _IN_NODE in note:
+            held = prod(int(cells[name]) for name in AXES if name != "pp")
+            return str(max(1, held // int(cells["devices_per_node"])))
     except (ValueError, ZeroDivisionError):
-        return "1"
+        pass
+    return "1"
 
 
 def _values(line: dict[str, str], where: str, problems: list[str]) -> dict[str, Any]:

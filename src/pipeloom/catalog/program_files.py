@@ -9,7 +9,7 @@ from pipeloom.families import FAMILIES
 from pipeloom.workload.layout import Shard, StrategyName
 
 GENERAL = "general"
-"""The program of the catalog whose efficiencies are the means of those that were calibrated."""
+"""The program of the catalog whose efficiencies are the medians of those that were calibrated."""
 
 
 def load_software(name_or_path: str) -> Software:

@@ -58,7 +58,18 @@ def gather_s(run: Run, cluster: Cluster, software: Software, parameters: float) 
         return 0.0
     # Programs that gather weights in 16 bits still send 32 bits when they compute in float32.
     message = parameters * max(software.gather_bytes, run.element_bytes)
-    return cluster.collective_s("all_gather", message, _shard_group(run, cluster), software.efficiency.data_bus)
+    # A broadcast goes around the ring of an all-gather, and each takes the latency of all of its hops.
+    number = _num_owners(run, parameters) if software.owns_tensors else 1
+    group, use = _shard_group(run, cluster), software.efficiency.data_bus
+    return number * cluster.collective_s("all_gather", message / number, group, use)
+
+
+def _num_owners(run: Run, parameters: float) -> int:
+    """Number of ranks that own one of a device's ``parameters``, if each has whole matrices and norms only."""
+    kind = run.shape.kind
+    # Queries, keys and values are one matrix.
+    each = 3 + kind.gates + kind.layer_norms
+    return max(1, min(run.shard_size, ceil(each * parameters * run.tp / run.shape.layer_matrix_parameters)))
 
 
 def sum_replicated_s(run: Run, cluster: Cluster, software: Software, parameters: float) -> float:

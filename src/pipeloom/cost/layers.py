@@ -349,7 +349,8 @@ class Pieces:
     def _score_bytes(self) -> float:
         """Bytes moved per score in the forward: softmax, and dropout with its mask."""
         use, size = self.software.efficiency, self.run.element_bytes
-        softmax = use.softmax_bytes if self.run.effective_attention == "plain" else 2.0 * size
+        is_fused = self.run.effective_attention != "plain" or self.software.fuses_softmax
+        softmax = 2.0 * size if is_fused else use.softmax_bytes
         return softmax + (RANDOM_NUMBERS * (2.0 * size + 1.0) if self.software.dropout else 0.0)
 
     def _has_mask(self, window: int | None) -> bool:

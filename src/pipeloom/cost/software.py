@@ -95,6 +95,8 @@ class Software:
         gather_overlap: share of a micro-batch's forward that can overlap with the gather of updated weights.
         fuses_accumulation: whether the product of a weight gradient adds to the accumulated gradient, so that it takes
             the longer of its compute and its bytes, not both.
+        fuses_softmax: whether a compiler fuses the softmax of plain attention, which then reads and writes a score once
+            (XLA).
         overlaps_columns: whether tensor-parallel exchanges of a column-parallel matrix overlap with its products in the
             backward.
         selective_share: share of a layer's products and exchanges that selective recomputation repeats, besides all
@@ -119,6 +121,8 @@ class Software:
         scatter_gather: whether each tensor-parallel rank sends a share of a message between stages.
         reduces_whole: whether gradients are all-reduced although the optimizer state is sharded; otherwise they are
             reduce-scattered, half the traffic.
+        owns_tensors: whether a sharded optimizer gives each parameter as a whole to one rank, and the ranks send theirs
+            to all others after the update, one after another; otherwise all send a part at once.
         overlaps_steps: whether a rank begins its next step before others have ended the last one, since steps end
             without synchronization (arXiv 2401.10241, section 4); otherwise all wait for the slowest.
         extra_drain_slots: observed time to fill and drain a pipeline beyond the P - 1 slots of its schedule, in
@@ -170,6 +174,7 @@ class Software:
     bucket_parameters: float = 0
     gather_overlap: float = 0.0
     fuses_accumulation: bool = False
+    fuses_softmax: bool = False
     overlaps_columns: bool = False
     selective_share: float = 0.0
     gathers_layers: bool = False
@@ -182,6 +187,7 @@ class Software:
     is_both_ways: bool = True
     scatter_gather: bool = False
     reduces_whole: bool = True
+    owns_tensors: bool = False
     overlaps_steps: bool = False
     extra_drain_slots: float = 0
     drain_seq: float = 0
