@@ -17,7 +17,7 @@ from pipeloom.schedule.facts import Facts, Graph, Seconds, followers_of
 from pipeloom.schedule.kernels.types import Ints
 from pipeloom.schedule.kernels.walk import walk
 from pipeloom.schedule.kernels.walk_sharing import walk_sharing
-from pipeloom.schedule.kinds import COMPUTE_KINDS, KINDS, STAGE_SWAP_KINDS
+from pipeloom.schedule.kinds import COMPUTE_KINDS, KINDS, STAGE_SWAP_KINDS, Kind
 from pipeloom.schedule.lanes import HOST_LANE
 from pipeloom.schedule.stage_swaps import stage_moves
 from pipeloom.trace import Spans, Trace
@@ -37,11 +37,14 @@ class Sharing:
         capacity: resource -> number of actions that it serves at full speed.
         turn_s: resource -> seconds of a turn, above 0, after which an action waits behind all others. A rank that
             continues with another action keeps the rest. Without an entry all actions run at once.
+        at_once: kinds of actions that wait for no turn: what moves messages sleeps until there is something to move,
+            and an operating system lets it in at once.
     """
 
     resource_of: Callable[[Action, int], Hashable | None]
     capacity: Mapping[Any, float]
     turn_s: Mapping[Any, float] = field(default_factory=dict[Any, float])
+    at_once: frozenset[Kind] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -187,8 +190,9 @@ def _times_sharing(
     capacity = [np.inf if name is None else sharing.capacity[name] for name in resources]
     # The graph keeps its followers for the next simulation; launches are nodes of this one alone.
     begin, followers = graph.followers if host is None else followers_of(waits)
-    turn_s = [sharing.turn_s.get(name, np.inf) for name in resources]
+    turn_s = np.array([sharing.turn_s.get(name, np.inf) for name in resources], np.float64)[used]
+    turn_s[: len(kind)][facts.row.is_kind(*sharing.at_once)] = np.inf
     thread = np.resize(facts.ranks, len(seconds))
     walk = kernel(walk_sharing, len(seconds))
-    shared = used, thread, np.array(capacity, np.float64), np.array(turn_s, np.float64)
+    shared = used, thread, np.array(capacity, np.float64), turn_s
     return walk((waits >= 0).sum(axis=1), begin, followers, *shared, seconds)

@@ -13,6 +13,7 @@ from pipeloom.predict.places import shared_links
 from pipeloom.predict.step import simulate_step
 from pipeloom.recipe import Knobs
 from pipeloom.schedule import Action, Kind, Placement, parse_schedule
+from pipeloom.schedule.kinds import COMPUTE_KINDS
 from pipeloom.simulation import simulate
 from pipeloom.workload.run import Run
 
@@ -128,7 +129,17 @@ def test_a_short_pipeline_fills_while_cores_are_free():
     assert spans["1F0"].end_s == 2  # two ranks, two cores
     assert spans["0B1"].end_s == 8  # never more than two at once
     one = shared_links(Placed(run, replace(cluster, name="three on one", cores_per_node=1), OURS), schedule.placement)
-    assert max(s.end_s for s in simulate(schedule, Costs(1, 1), one).spans) == 12  # all the work, one core
+    end_s = max(s.end_s for s in simulate(schedule, Costs(1, 1), one).spans)
+    assert end_s == pytest.approx(12)  # all the work, one core
+
+
+def test_ranks_take_turns_on_the_cores_and_messages_do_not_wait():
+    cluster = replace(CLUSTER, name="three on one", cores_per_node=1)
+    sharing = shared_links(Placed(replace(SMALL, pp=3), cluster, OURS), Placement.looped(3, 1))
+    (cores,) = sharing.turn_s
+    assert sharing.capacity[cores] == 1
+    assert Kind.RECV_F in sharing.at_once
+    assert not sharing.at_once & COMPUTE_KINDS
 
 
 def test_what_stays_on_a_node_draws_on_its_cores_and_what_leaves_it_on_its_adapter():

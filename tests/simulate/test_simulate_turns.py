@@ -1,12 +1,15 @@
 """Ranks that take turns on the cores of a host: compared with a second clock, which advances tick by tick."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.cost.costs import Costs
 from pipeloom.families import make_schedule
-from pipeloom.schedule import parse_schedule
+from pipeloom.passes import lower
+from pipeloom.schedule import Kind, parse_schedule
 from pipeloom.simulation import Sharing, simulate
 
 FORWARD, BACKWARD = 5, 7
@@ -100,6 +103,18 @@ def test_a_rank_that_waits_for_a_core_has_not_started():
     # 0F0 has two turns, since nothing waits, and 0F1 the rest of the second one. 1F0 is ready at 3.
     spans = {str(span.action): (span.start_s, span.end_s) for span in trace.spans}
     assert spans == {"0F0": (0, 3), "0F1": (3, 8), "1F0": (4, 9), "1F1": (9, 12)}
+
+
+def test_a_message_waits_for_no_turn_and_shares_the_core():
+    schedule = lower(parse_schedule("0F0 0F1\n1F0 1F1"))
+    sharing = replace(cores(1, 2), at_once=frozenset({Kind.SEND_F, Kind.RECV_F}))
+    trace = simulate(schedule, Costs(3, 3, transfer_s=1), sharing)
+    spans = {str(span.action): (span.start_s, span.end_s) for span in trace.spans}
+    # Each message takes 2 beside compute, which does half as much meanwhile, but waits for no turn.
+    assert (spans["1RECV_F0"], spans["1RECV_F1"]) == ((3, 5), (7, 9))
+    # From 3 to 5 it does 1, the rest of a turn, and from 5 to 7 a turn of its own: 1F0 came later.
+    assert spans["0F1"] == (3, 7)
+    assert (spans["1F0"], spans["1F1"]) == ((7, 11), (11, 14))
 
 
 def test_a_slow_core_makes_turns_and_actions_longer():

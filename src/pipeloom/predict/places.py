@@ -64,6 +64,10 @@ COLLECTIVES = frozenset({Kind.UNSHARD, Kind.REDUCE_GRAD})
 ON_CORES = COMPUTE_KINDS | RECEIVE_KINDS | TIED_RECEIVE_KINDS | COLLECTIVES
 """Kinds of actions for which processes on a CPU use its cores; a receive counts both ends of a message."""
 
+TURN_S = 4e-3
+"""Seconds of a core that an operating system gives a process while others wait: Linux with a tick of 250 Hz
+(docs/decisions/0093-ranks-take-turns-on-a-core.md). A run's profile measures it."""
+
 
 def shared_links(placed: Placed, placement: Placement, partners: Sequence[int] | None = None) -> Sharing | None:
     """The nodes' network adapters and cores as shared resources.
@@ -74,7 +78,7 @@ def shared_links(placed: Placed, placement: Placement, partners: Sequence[int] |
     here. An eviction and its load use the evicting rank's adapter.
 
     If a node has more ranks than cores (``Cluster.cores_per_node``), compute, and messages and collectives inside the
-    node, which processes on a CPU copy themselves, share the cores.
+    node, which processes on a CPU copy themselves, share the cores; ranks that compute take turns there.
 
     Args:
         placed: the run and its cluster.
@@ -111,11 +115,12 @@ def shared_links(placed: Placed, placement: Placement, partners: Sequence[int] |
         return _Cores(adapter[rank][0]) if action.kind in ON_CORES else None
 
     capacity: dict[Hashable, float] = dict.fromkeys(adapter, 1.0)
-    if has_shared_cores:
-        # Devices of a pipeline rank on a node, which do the same at the same time.
-        copies = min(run.stage_devices, cluster.devices_per_node)
-        capacity |= {_Cores(node): cluster.cores_per_node / copies for node, _ in adapter}
-    return Sharing(resource_of, capacity)
+    if not has_shared_cores:
+        return Sharing(resource_of, capacity)
+    # Devices of a pipeline rank on a node, which do the same at the same time.
+    copies = min(run.stage_devices, cluster.devices_per_node)
+    cores = {_Cores(node): cluster.cores_per_node / copies for node, _ in adapter}
+    return Sharing(resource_of, capacity | cores, dict.fromkeys(cores, TURN_S), ON_CORES - COMPUTE_KINDS)
 
 
 class _Cores(NamedTuple):
