@@ -50,6 +50,12 @@ FEATURES: dict[str, Settings] = {
     "frozen layers": {"training.freeze_layers": 1},
     "adapters": {"adapter.rank": 2},
     "experts": {"model.experts": 4, "model.experts_per_token": 2, "model.balance": "microbatch"},
+    "a capacity of experts": {
+        "model.experts": 4,
+        "model.experts_per_token": 2,
+        "model.balance": "microbatch",
+        "model.expert_capacity": 0.75,
+    },
     "experts over ranks": {
         "model.experts": 4,
         "model.experts_per_token": 2,

@@ -92,6 +92,9 @@ def with_shared_experts():
     tensor = Layout(pp=1, tp=2, dp=2, ep=2, loops=2, sequence_parallel=True, shard="full", **sizes)
     yield model, tensor, ScheduleConfig()
     yield model, Layout(pp=1, cp=2, dp=2, ep=4, loops=2, **sizes), ScheduleConfig()
+    few = replace(model, expert_capacity=0.75)
+    for ep in (1, 2):
+        yield few, Layout(pp=1, dp=2, tp=2, ep=ep, loops=2, shard="full", recompute="full", **sizes), ScheduleConfig()
     own = ScheduleConfig(family="zb-h1")
     yield replace(model, balance="microbatch"), Layout(pp=2, dp=2, ep=2, loops=1, **sizes), own
 

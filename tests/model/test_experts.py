@@ -162,3 +162,51 @@ def test_biases_change_the_choice_and_not_the_weights_and_move_against_the_loads
     every = torch.stack([expert(x) for expert in found.experts.values()], -2)
     taken = every.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, 16))
     assert (found(x) - (taken * weights.unsqueeze(-1)).sum(-2)).abs().max() < 1e-12
+
+
+CAPACITY = replace(MODEL, expert_capacity=0.75, shared_experts=1)
+
+
+def with_capacity(found, x, most, taken=2):
+    """Every expert on every token; of those that chose it the first so many, in the order of the micro-batch."""
+    scores = scores_of(found, x)
+    chosen = torch.zeros_like(scores).scatter(-1, scores.topk(taken).indices, 1.0)
+    weights = chosen * scores / (chosen * scores).sum(-1, keepdim=True)
+    before = chosen.flatten(0, 1).cumsum(0).view_as(chosen)
+    every = torch.stack([expert(x) for expert in found.experts.values()], -1)
+    return (every * (weights * (before <= most)).unsqueeze(-2)).sum(-1) + found.shared(x), chosen
+
+
+def test_an_expert_takes_the_first_tokens_up_to_its_capacity():
+    found, results = block(CAPACITY), []
+    most = 7  # 0.75 x 3 x 7 tokens x 2 / 5 experts, rounded up
+    for compute in (found, lambda x: with_capacity(found, x, most)[0]):
+        x = draw(3, 7, 16).requires_grad_()
+        found.zero_grad()
+        output = compute(x)
+        (output * draw(3, 7, 16, seed=2)).sum().backward()
+        results.append([output.detach(), x.grad, *(one.grad for one in found.parameters())])
+    for own, expected in zip(*results, strict=True):
+        assert (own - expected).abs().max() < 1e-12
+    assert (results[0][0] - written_out(found, draw(3, 7, 16))).abs().max() > 1e-5
+    _, chosen = with_capacity(found, draw(3, 7, 16), most)
+    found.balance.begin(torch.device("cpu"))
+    found.balance.is_counting = True
+    found(draw(3, 7, 16))
+    loads = chosen.sum((0, 1))
+    assert torch.equal(found.balance.counts, loads.long())
+    assert found.balance.dropped == pytest.approx(float((loads - most).clamp(min=0).sum() / 42))
+    assert found.balance.dropped > 0
+
+
+def test_nothing_is_dropped_outside_of_training_or_within_the_capacity():
+    found, x = block(CAPACITY), draw(3, 7, 16)
+    found.eval()
+    assert (found(x) - written_out(found, x)).abs().max() < 1e-12
+    roomy = block(replace(CAPACITY, expert_capacity=2.5))  # 5 / 2 experts: all tokens fit into one
+    assert (roomy(x) - written_out(roomy, x)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(("factor", "tokens", "most"), [(1.0, 20, 8), (1.1, 50, 22), (0.5, 21, 5), (1.25, 3, 2)])
+def test_a_capacity_is_rounded_up(factor, tokens, most):
+    assert replace(MODEL, expert_capacity=factor).expert_layout.most_tokens(tokens) == most

@@ -124,6 +124,9 @@ def expert_runs(count):
         still = {"balance": False, "offload": False, "activation_budget": None, "device_budget": None}
         schedule, training = replace(config.schedule, **still), replace(config.training, dtype="float32")
         config = replace(config, model=model, schedule=schedule, training=training)
+        capacity = (None, None, 0.5, 1.0, 1.3)[len(found) % 5]
+        limited = replace(config, model=replace(model, expert_capacity=capacity))
+        config = config if find_problems(limited, trains=False) else limited
         if not find_problems(config, trains=False):
             found.append(config)
     return found

@@ -1,5 +1,6 @@
 """Runs with experts whose losses are those of one rank: swapped stages, moved activations, updates within the step."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from pipeloom.workload.layout import Layout
 
 MODEL = ModelConfig(num_layers=4, hidden_size=16, num_heads=2, ffn_size=24, experts=4, expert_every=2, shared_experts=1)
 BATCH, BIAS = replace(MODEL, balance_weight=0.5), replace(MODEL, balance="bias", balance_rate=0.1)
+FEW = replace(BATCH, expert_capacity=0.6)
 ONE = Layout(pp=1, loops=1, num_microbatches=4, microbatch_size=1)
 TWO = replace(ONE, pp=2, loops=2)
 REPLICAS = Layout(pp=1, loops=2, dp=2, shard="full", num_microbatches=2, microbatch_size=1)
@@ -31,6 +33,8 @@ RUNS = {
     "updated within the step": (BATCH, TWO, {**ADALOMO, "update": "stage"}, {}, {}),
     "whole matrices of shards": (BATCH, REPLICAS, {"name": "muon"}, {}, {}),
     "experts over ranks": (BIAS, replace(SHARED, shard="gradients"), {"clip_grad_norm": 0.5}, {}, {}),
+    "experts over ranks, with a capacity": (FEW, SHARED, {}, {}, {}),
+    "a capacity, some frozen": (FEW, TWO, {}, {}, {"freeze_layers": 2}),
     "experts over all ranks": (BATCH, replace(SHARED, ep=4), {"clip": "stage"}, {}, {}),
     "experts over ranks of shards": (BATCH, SHARED, {"name": "muon"}, {}, {}),
     "experts over ranks, some frozen": (BATCH, SHARED, {}, {}, {"freeze_layers": 3}),
@@ -64,3 +68,27 @@ def test_losses_are_those_of_one_rank(tmp_path, name):
     expected, found = map(losses, folders)
     assert found == pytest.approx(expected, rel=1e-11)
     assert len(set(expected.values())) == 3
+
+
+def test_a_capacity_drops_tokens_of_training_alone(tmp_path):
+    def run(model, steps):
+        return small_run(
+            tmp_path,
+            model=model,
+            layout=ONE,
+            optimizer=OptimizerConfig(lr=1e-12),
+            training=TrainingConfig(steps=steps, validation_batches=1, sample_tokens=4, predict=False, dtype="float64"),
+            checkpoint=CheckpointConfig(final="none"),
+        )
+
+    folders = tmp_path / "all", tmp_path / "few"
+    train_all(dict(zip(folders, (run(BATCH, 2), run(FEW, 2)), strict=True)))
+    every, few = (
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] for folder in folders
+    )
+    assert all("expert_dropped" not in one for one in every)
+    # An expert takes at most 3 of 4 tokens, the mean: equal loads would lose a quarter, unequal ones lose more.
+    assert all(0.25 <= one["expert_dropped"] < 0.8 for one in few)
+    assert few[0]["loss"] != every[0]["loss"]
+    of_text = [json.loads((folder / "summary.json").read_text())["validation_loss"] for folder in folders]
+    assert of_text[0] == pytest.approx(of_text[1], rel=1e-9)

@@ -107,13 +107,18 @@ def context_problems(config: RunConfig) -> Problems:
 
 def load_problems(config: RunConfig) -> Problems:
     """Loads of experts in a micro-batch of which no rank has all tokens."""
-    layout = config.layout
-    if config.model.experts is None or config.model.balance != "microbatch":
-        return
-    if layout.cp > 1:
-        yield "model.balance microbatch counts in one rank, and layout.cp divides micro-batches; use batch"
-    if layout.token_slices not in (None, 1):
-        yield "model.balance microbatch counts whole micro-batches, and layout.token_slices cuts them; use batch"
+    layout, model = config.layout, config.model
+    counting = {
+        "model.balance microbatch": (model.balance == "microbatch", "use batch"),
+        "model.expert_capacity": (model.expert_capacity is not None, "leave one of them out"),
+    }
+    for name, (counts, instead) in counting.items():
+        if model.experts is None or not counts:
+            continue
+        if layout.cp > 1:
+            yield f"{name} counts in one rank, and layout.cp divides micro-batches; {instead}"
+        if layout.token_slices not in (None, 1):
+            yield f"{name} counts whole micro-batches, and layout.token_slices cuts them; {instead}"
 
 
 def expert_sharing_problems(config: RunConfig) -> Problems:

@@ -149,7 +149,7 @@ _NEEDS: dict[str, tuple[_Need, ...]] = {
     "model.rope_fast_turns": (_BY_TURNS,),
     "model.rope_attention_factor": (("model.rope_scaling yarn", lambda run: run.model.rope_scaling == "yarn"),),
     **dict.fromkeys((f"model.{key}" for key in ("experts_per_token", "expert_every", "expert_ffn")), (_EXPERTS,)),
-    **dict.fromkeys((f"model.{key}" for key in ("shared_experts", "balance")), (_EXPERTS,)),
+    **dict.fromkeys((f"model.{key}" for key in ("shared_experts", "expert_capacity", "balance")), (_EXPERTS,)),
     **dict.fromkeys(("model.density_block", "model.density_seed"), (_DENSITY,)),
     "model.balance_weight": (_EXPERTS, _LOSS),
     "model.balance_rate": (_EXPERTS, ("model.balance bias", lambda run: run.model.balance == "bias")),

@@ -2,7 +2,8 @@
 
 With expert parallelism tokens travel to the ranks of their experts and back. With n ranks in a group, and equal loads,
 a rank keeps 1 / n of its pairs of a token and an expert, and sends the others a row each: there and back in a forward,
-and the gradients there and back in a backward. Before the first of these the ranks exchange how many rows they send.
+and the gradients there and back in a backward. With unequal loads the exchange takes as long as the rank needs to which
+most rows travel. Before the first of these the ranks exchange how many rows they send.
 Nothing is computed meanwhile.
 """
 
@@ -145,9 +146,8 @@ def travel_s(run: Run, cluster: Cluster, software: Software) -> Both:
 
 
 def travel_bytes(run: Run) -> float:
-    """Bytes of the rows of a rank, one for each pair of a token and an expert, those that stay included."""
-    experts = run.shape.experts
-    return 0.0 if experts is None else run.tokens * experts.per_token * run.shape.hidden * run.element_bytes
+    """Bytes of the rows that come to a rank's experts, one for each pair of a token and an expert, its own included."""
+    return run.computed_pairs * run.shape.hidden * run.element_bytes
 
 
 def _exchange_s(run: Run, cluster: Cluster, software: Software, message_bytes: float) -> float:

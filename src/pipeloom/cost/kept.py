@@ -16,10 +16,11 @@ a sequence, n in a micro-batch, t tensor-parallel ranks, m = n / t with sequence
     and keys             them key heads, or for 2 n norms of all heads; no output
     GELU, SwiGLU         input and output 2 e F n / t; gate, up, activated gate and product 4 e F n / t
     experts              in place of the block's input and SwiGLU: the router's input e H m and scores e' E m; indices
-                         and weights of the k experts of each token, ((8 + e') k + e') m and (16 + e) k n; for each pair
-                         of a token and an expert a row into it and out of it, 2 e H, and 4 e F / t; of shared ones
-                         their SwiGLU, and with sequence parallelism their input e H n; where ranks share them, and
-                         loads are equal, 16 k n more
+                         and weights of the k experts of each token, ((8 + e') k + e') m and e k n; for each of the k n
+                         pairs of a token and an expert a row out of it, e H, for each that is not dropped its place, 8,
+                         and for each that the rank computes a row into it, e H, and 4 e F / t; where ranks share
+                         experts also its place, 8; of shared ones their SwiGLU, and with sequence parallelism their
+                         input e H n
     rotary positions     cosines and sines of a sequence, 2 e' s Q / a, once per stage, if no layer is fully recomputed;
                          twice, with that condition each, where layers with a window have their own
     embedding            indices of learned positions 8 s; with several tensor-parallel ranks 9 n: which tokens are in
@@ -138,12 +139,13 @@ class Kept:
         run, size, wide, hidden = self.run, self.run.element_bytes, self._wide, self.run.shape.hidden
         taken, inner = experts.per_token, run.shape.kind.inner_kept
         own = size * hidden + wide * experts.count + (_INDEX_BYTES + wide) * taken + wide
-        each = taken * (2 * size * hidden + size * int(inner * self._share(experts.ffn)) + 2 * _INDEX_BYTES + size)
-        each += 2 * _INDEX_BYTES * taken * (run.ep > 1)  # the order of what arrives
-        each += size * int(inner * self._share(experts.shared * experts.ffn))
+        pairs = (size * hidden + size) * run.pairs + _INDEX_BYTES * run.sent_pairs
+        each = size * hidden + size * int(inner * self._share(experts.ffn)) + _INDEX_BYTES * (run.ep > 1)
+        pairs += each * run.computed_pairs
+        shared = size * int(inner * self._share(experts.shared * experts.ffn))
         if experts.shared and run.sequence_parallel and run.tp > 1:
-            each += size * hidden
-        return own * self._residual_tokens + each * run.tokens
+            shared += size * hidden
+        return own * self._residual_tokens + round(pairs) + shared * run.tokens
 
     def _inner_kept(self, *, flows: bool) -> float:
         """Numbers that the feed-forward block keeps for each inner element; ``flows``: its input needs a gradient."""
@@ -234,12 +236,13 @@ class Kept:
         block = 2 * shape.hidden + (1 + family.gates) * inner
         if experts is not None:
             # Of each pair, and of the shared experts if there are any.
-            block = experts.per_token * (2 * shape.hidden + (1 + family.gates) * self._share(experts.ffn))
+            pairs = self.run.computed_pairs / self.run.tokens
+            block = pairs * (2 * shape.hidden + (1 + family.gates) * self._share(experts.ffn))
             shared = experts.shared * experts.ffn
             block += 2 * shape.hidden + (1 + family.gates) * self._share(shared) if shared else 0
             router = experts.count * shape.hidden
         split = 2 * queries + 2 * keys + block
-        return size * ((2 * shape.hidden + split) * self.run.tokens + router) + self.pending_vectors()
+        return round(size * ((2 * shape.hidden + split) * self.run.tokens + router)) + self.pending_vectors()
 
     def pending_vectors(self) -> int:
         """Bytes of them that are gradients of a layer's vectors, which layers with shared weights have once."""

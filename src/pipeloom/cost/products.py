@@ -73,12 +73,13 @@ def dense_inner(shape: ModelShape) -> int:
 
 
 def expert_products(run: Run) -> tuple[int, list[Product]]:
-    """Number of a layer's experts on a rank, and the products of each: into it and out of it, with equal loads."""
+    """Number of a layer's experts on a rank, and the products of each, into it and out of it, with equal loads."""
     shape, experts = run.shape, run.shape.experts
     if experts is None:
         return 0, []
-    tokens, inner = run.ep * run.tokens * experts.per_token / experts.count, experts.ffn / run.tp
-    return experts.count // run.ep, [(tokens, shape.hidden, inner * shape.kind.gates), (tokens, inner, shape.hidden)]
+    number, inner = experts.count // run.ep, experts.ffn / run.tp
+    tokens = run.computed_pairs / number
+    return number, [(tokens, shape.hidden, inner * shape.kind.gates), (tokens, inner, shape.hidden)]
 
 
 def router_products(run: Run) -> list[Product]:
@@ -93,9 +94,8 @@ def expert_bytes(run: Run) -> float:
     Each pair of a token and an expert is read and written in both directions, then read once for the sum. Where ranks
     share experts, what arrives is sorted by expert and back again.
     """
-    experts = run.shape.experts
-    pairs = 0 if experts is None else run.tokens * experts.per_token
-    return pairs * run.shape.hidden * run.element_bytes * (5.0 if run.ep == 1 else 9.0)
+    rows = 4.0 * run.sent_pairs + run.pairs + (0.0 if run.ep == 1 else 4.0 * run.computed_pairs)
+    return rows * run.shape.hidden * run.element_bytes
 
 
 def expert_kernels(run: Run) -> int:

@@ -2,12 +2,18 @@
 
 The router's scores are a softmax over the experts, in single precision at least. A token takes the experts with its
 largest scores, and its output is the sum of theirs with these scores, divided by their sum, as in Mixtral and
-Qwen3-MoE. Tokens are sorted by expert, so that each expert has a few products over a slice; none is dropped. Where
+Qwen3-MoE. Tokens are sorted by expert, so that each expert has a few products over a slice. Where
 ranks share the experts, the sorted rows travel to them and back (``model.expert_parallel``).
 
+No token is dropped, unless experts have a capacity. Then an expert takes, in training, the first tokens of a
+micro-batch of one data rank, as many as the capacity, before they travel. The others go without it: the weights of
+their other experts stay, and a token without experts has no output but that of the shared ones. The balance counts all.
+By position, as GShard (arXiv 2006.16668, algorithm 1): whether a token is dropped depends on no token behind it.
+
 Letters of shapes are those of ``model.transformer``; k is the number of experts that a token takes, R that of pairs of
-a token and an expert. With tensor parallelism each rank has a share of every expert's inner width, and all tokens. The
-router reads the residual stream before the exchange, so a rank computes the scores of its own tokens of it.
+a token and an expert, K that of those that are kept. With tensor parallelism each rank has a share of every expert's
+inner width, and all tokens. The router reads the residual stream before the exchange, so a rank computes the scores of
+its own tokens of it.
 """
 
 # ruff: noqa: N803, N806 (upper-case letters in names are shapes)
@@ -58,7 +64,8 @@ class Balance:
     Attributes:
         kind: as given.
         bias: of the experts, [E] float32; ``None`` unless the kind is ``bias``, and on meta tensors.
-        counts: for each expert the pairs of this step, [E] int64; ``None`` before the first step.
+        tally: for each expert the pairs of this step, and the number of dropped ones, [E + 1] int64; ``None`` before
+            the first step.
         is_counting: whether forwards count.
         num_tokens: of a step of all replicas; ``None`` for those counted.
     """
@@ -74,7 +81,7 @@ class Balance:
         self.kind = kind
         self._num_experts, self._per_token, self._weight, self._rate = num_experts, per_token, weight, rate
         self.bias: Tensor | None = None
-        self.counts: Tensor | None = None
+        self.tally: Tensor | None = None
         self.is_counting = False
         self.num_tokens: int | None = None
 
@@ -83,9 +90,19 @@ class Balance:
         """Whether there is a loss."""
         return self.kind in ("batch", "microbatch") and self._weight > 0
 
+    @property
+    def counts(self) -> Tensor | None:
+        """For each expert the pairs of this step, [E] int64, dropped ones as well."""
+        return None if self.tally is None else self.tally[:-1]
+
+    @property
+    def dropped(self) -> float:
+        """Dropped pairs of this step / all."""
+        return 0.0 if self.tally is None else float(self.tally[-1] / self.tally[:-1].sum().clamp(min=1))
+
     def begin(self, device: torch.device) -> None:
         """Count from zero."""
-        self.counts = torch.zeros(self._num_experts, dtype=torch.int64, device=device)
+        self.tally = torch.zeros(self._num_experts + 1, dtype=torch.int64, device=device)
 
     def make_bias(self, device: torch.device | str) -> None:
         """Begin with zeros, if there are biases."""
@@ -102,18 +119,21 @@ class Balance:
         plain = scores.detach()
         return (plain if self.bias is None else plain + self.bias).topk(self._per_token).indices
 
-    def watch(self, scores: Tensor, loads: Tensor) -> Tensor:
+    def watch(self, scores: Tensor, loads: Tensor, most: int | None = None) -> Tensor:
         """Count the pairs of a forward.
 
         Args:
             scores: [..., E].
             loads: for each expert the pairs, [E] int64.
+            most: of them that an expert takes; ``None`` for all.
 
         Returns:
             The scores; their backward adds the gradient of the loss.
         """
-        if self.is_counting and self.counts is not None:
-            self.counts += loads
+        if self.is_counting and self.tally is not None:
+            self.tally[:-1] += loads
+            if most is not None:
+                self.tally[-1] += (loads - most).clamp(min=0).sum()
         return _Watched.apply(scores, self, loads) if self.has_loss and torch.is_grad_enabled() else scores
 
     def gradient(self, loads: Tensor) -> Tensor:
@@ -172,25 +192,44 @@ class _WideLinear(torch.autograd.Function):
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of a matrix in another order, each ``number`` times; the gradient is a sum in a fixed order."""
+    """Some rows of a matrix of which each is there ``number`` times; the gradient is a sum in a fixed order."""
 
     @staticmethod
     def forward(*args: Any, **_: Any) -> Any:
         ctx, x, order, ctx.number = args
         ctx.save_for_backward(order)
+        ctx.size = len(x) * ctx.number
         return x.index_select(0, order if ctx.number == 1 else order // ctx.number)
 
     @staticmethod
     def backward(ctx: Any, *args: Any) -> Any:
         (order,) = ctx.saved_tensors
-        own = args[0].index_select(0, _inverse(order))
+        own = _put(args[0], order, ctx.size)
         # Not index_add, which on GPUs adds rows in any order.
         return own if ctx.number == 1 else own.view(-1, ctx.number, own.shape[-1]).sum(1), None, None
 
 
-def _inverse(order: Tensor) -> Tensor:
-    """The inverse of a permutation."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+class _Back(torch.autograd.Function):
+    """The inverse of ``_Rows`` with each row once: a matrix of ``size`` rows; those that were not taken are zero."""
+
+    @staticmethod
+    def forward(*args: Any, **_: Any) -> Any:
+        ctx, rows, order, size = args
+        ctx.save_for_backward(order)
+        return _put(rows, order, size)
+
+    @staticmethod
+    def backward(ctx: Any, *args: Any) -> Any:
+        (order,) = ctx.saved_tensors
+        return args[0].index_select(0, order), None, None
+
+
+def _put(rows: Tensor, order: Tensor, size: int) -> Tensor:
+    """A matrix of ``size`` rows that has these at the places ``order``."""
+    if len(order) < size:
+        return rows.new_zeros(size, rows.shape[1]).index_copy_(0, order, rows)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(size, device=order.device))
+    return rows.index_select(0, inverse)
 
 
 class ExpertFeedForward(nn.Module):
@@ -204,9 +243,9 @@ class ExpertFeedForward(nn.Module):
         super().__init__()
         layout, within = config.expert_layout, parallel.shares_only
         assert layout is not None, "a model without experts"
-        self._parallel, self._per_token = parallel, layout.per_token
+        self._parallel = parallel
         self.router = Router(config.hidden_size, layout.count)
-        self._count, self._sharing = layout.count, ALL_EXPERTS
+        self._layout, self._sharing = layout, ALL_EXPERTS
         # A dict with the numbers of experts as keys, so that names are the same on every rank.
         self.experts = nn.ModuleDict(
             {str(one): feed_forward(config, layout.ffn, within) for one in range(layout.count)}
@@ -223,44 +262,52 @@ class ExpertFeedForward(nn.Module):
     def share(self, sharing: ExpertParallel) -> None:
         """Keep this rank's experts only."""
         self._sharing = sharing
-        self.experts = nn.ModuleDict({str(one): self.experts[str(one)] for one in sharing.own(self._count)})
+        self.experts = nn.ModuleDict({str(one): self.experts[str(one)] for one in sharing.own(self._layout.count)})
 
     def forward(self, x: Tensor) -> Tensor:
         """Each token by itself; returns what is added to the residual stream."""
         parallel, scores = self._parallel, self.router(x)
         chosen = self.balance.choose(scores)
         chosen_BTk = parallel.every_token(chosen)
-        loads = chosen_BTk.flatten().bincount(minlength=self._count) if not x.is_meta else None
+        loads = chosen_BTk.flatten().bincount(minlength=self._layout.count) if not x.is_meta else None
+        most = self._layout.most_tokens(chosen_BTk[..., 0].numel()) if self.training else None
         if loads is not None:
-            scores = self.balance.watch(scores, loads)
+            scores = self.balance.watch(scores, loads, most)
         weights = scores.gather(-1, chosen)
         weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
         x_BTH, weights_BTk = parallel.enter(x), parallel.enter(weights)
-        y_BTH = self._mixed(x_BTH, weights_BTk, chosen_BTk, self._sizes(loads, chosen_BTk.numel()))
+        order_K, sizes = self._kept(chosen_BTk, loads, most)
+        y_BTH = self._mixed(x_BTH, weights_BTk, order_K, sizes)
         return parallel.leave(y_BTH if self.shared is None else y_BTH + self.shared(x_BTH))
+
+    def _kept(self, chosen_BTk: Tensor, loads: Tensor | None, most: int | None) -> tuple[Tensor, Sequence[int]]:
+        """The pairs that experts take, sorted by expert and then by token, and for each expert their number."""
+        sizes, order_R = self._sizes(loads, chosen_BTk.numel()), chosen_BTk.flatten().argsort(stable=True)
+        if most is None or max(sizes) <= most:
+            return order_R, sizes
+        return torch.cat([own[:most] for own in order_R.split(list(sizes))]), [min(size, most) for size in sizes]
 
     def _sizes(self, loads: Tensor | None, num_pairs: int) -> Sequence[int]:
         """For each expert its number of pairs; equal ones on meta tensors, of which no choice is known."""
         if loads is not None:
             return loads.tolist()
-        number = self._count
+        number = self._layout.count
         return [num_pairs * (one + 1) // number - num_pairs * one // number for one in range(number)]
 
-    def _mixed(self, x_BTH: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor, sizes: Sequence[int]) -> Tensor:
+    def _mixed(self, x_BTH: Tensor, weights_BTk: Tensor, order_K: Tensor, sizes: Sequence[int]) -> Tensor:
         """The weighted sum of the experts' outputs."""
-        order_R = chosen_BTk.flatten().argsort(stable=True)
-        rows_RH = _Rows.apply(x_BTH.flatten(0, 1), order_R, self._per_token)
-        mixed_RH = _Rows.apply(self._outputs(rows_RH, sizes), _inverse(order_R), 1)
+        rows_KH = _Rows.apply(x_BTH.flatten(0, 1), order_K, self._layout.per_token)
+        mixed_RH = _Back.apply(self._outputs(rows_KH, sizes), order_K, weights_BTk.numel())
         mixed_BTkH = mixed_RH.view(*weights_BTk.shape, -1)
         return (mixed_BTkH * weights_BTk.unsqueeze(-1)).sum(-2)
 
-    def _outputs(self, rows_RH: Tensor, sizes: Sequence[int]) -> Tensor:
+    def _outputs(self, rows_KH: Tensor, sizes: Sequence[int]) -> Tensor:
         """Of rows in the order of the experts the output of each one's, on whichever rank it is."""
         if self._sharing.size == 1:
-            return self._computed(rows_RH, sizes)
-        route = self._sharing.route(sizes, rows_RH)
-        rows_SH = _Rows.apply(route.forth(rows_RH), route.order, 1)
-        return route.back(_Rows.apply(self._computed(rows_SH, route.sizes), _inverse(route.order), 1))
+            return self._computed(rows_KH, sizes)
+        route = self._sharing.route(sizes, rows_KH)
+        rows_SH = _Rows.apply(route.forth(rows_KH), route.order, 1)
+        return route.back(_Back.apply(self._computed(rows_SH, route.sizes), route.order, len(route.order)))
 
     def _computed(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         # An expert without tokens runs, too: its weights get a gradient, zeros.
@@ -289,14 +336,14 @@ def balances_of(module: nn.Module) -> dict[str, Balance]:
 def without_history(module: nn.Module) -> Iterator[None]:
     """Context in which experts are chosen and balanced by a forward alone: no counts of a step, and no biases."""
     balances = list(balances_of(module).values())
-    kept = [(one.counts, one.bias) for one in balances]
+    kept = [(one.tally, one.bias) for one in balances]
     for one in balances:
-        one.counts = one.bias = None
+        one.tally = one.bias = None
     try:
         yield
     finally:
-        for one, (counts, bias) in zip(balances, kept, strict=True):
-            one.counts, one.bias = counts, bias
+        for one, (tally, bias) in zip(balances, kept, strict=True):
+            one.tally, one.bias = tally, bias
 
 
 def biases_of(module: nn.Module) -> dict[str, Tensor]:

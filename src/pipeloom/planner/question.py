@@ -204,8 +204,9 @@ class Question:
 
     @property
     def _counts_microbatches(self) -> bool:
-        """Whether a loss has the loads of experts in whole micro-batches, so that a rank must have them."""
-        return self.shape.experts is not None and self.balance == "microbatch"
+        """Whether a loss or a capacity counts the loads of experts in whole micro-batches, so a rank must have them."""
+        experts = self.shape.experts
+        return experts is not None and (self.balance == "microbatch" or experts.capacity is not None)
 
     @cached_property
     def families_by_split(self) -> dict[bool, tuple[str, ...]]:

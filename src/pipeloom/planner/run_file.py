@@ -85,7 +85,9 @@ def _model(shape: ModelShape, name: str | None, seq_len: int) -> ModelConfig:
     if name is None:
         return model_of(shape, ModelConfig())
     named, known = _named(name), named_model(name, seq_len)
-    return replace(named, family=known.family, norm_eps=known.norm_eps, rope_theta=known.rope_theta)
+    capacity = None if shape.experts is None else shape.experts.capacity
+    changes = {"norm_eps": known.norm_eps, "rope_theta": known.rope_theta, "expert_capacity": capacity}
+    return replace(named, family=known.family, **changes)
 
 
 def _named(name: str) -> ModelConfig:

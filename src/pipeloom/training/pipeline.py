@@ -392,7 +392,7 @@ class Pipeline:
             assert isinstance(module, Transformer), "the configuration refuses to compile others"
             compile_pieces(module, self._config.training.compile_backend)
         if not self._trains:
-            module.requires_grad_(requires_grad=False)
+            module.requires_grad_(requires_grad=False).eval()
         return module
 
     def _forwards(self, number: int | None = None) -> Schedule:

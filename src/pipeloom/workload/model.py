@@ -16,7 +16,7 @@ NO_FORMULAS = (
     "predictions have no formulas for models that classes of transformers compute; train, evaluate, verify and export "
     "take them"
 )
-_NO_SIZES = ("preset", "file", "balance", "balance_weight", "balance_rate")
+_NO_SIZES = ("preset", "file", "balance", "balance_weight", "balance_rate", "expert_capacity")
 """Settings of a model that are none of its sizes."""
 Balance = Literal["batch", "microbatch", "bias", "none"]
 """What keeps the loads of experts equal."""
@@ -121,13 +121,17 @@ class ModelConfig:
     experts: Annotated[int, Limits(least=2)] | None = None
     """Experts of a layer: feed-forward blocks, of which a router gives each token some. None: one block for all."""
     experts_per_token: Count | None = None
-    """Experts that each token takes; their weights add up to 1. No token is dropped. None: 2."""
+    """Experts that each token takes; their weights add up to 1. None: 2."""
     expert_every: Count | None = None
     """Every layer of this number has experts, and the others one feed-forward block. None: every layer."""
     expert_ffn: Count | None = None
     """Hidden size of an expert. None: ffn_size."""
     shared_experts: Count | None = None
     """Experts that every token takes as well, with weight 1: one block of their joint size. None: none."""
+    expert_capacity: Positive | None = None
+    """Most tokens of an expert in a training step's micro-batch on one rank, as a multiple of the mean number: those
+    behind them in the micro-batch go without this expert. Evaluation and generation drop nothing. None: no token is
+    dropped."""
     balance: Balance | None = None
     """What keeps the loads of experts equal. batch: a loss with the loads of the whole batch, for schedules in which
     all forwards of a stage precede its first backward. microbatch: a loss with those of each micro-batch. bias: a bias
@@ -208,6 +212,7 @@ class ModelConfig:
             ffn=self.expert_ffn or self.ffn_size,
             every=self.expert_every or 1,
             shared=self.shared_experts or 0,
+            capacity=self.expert_capacity,
         )
 
     @property
@@ -352,7 +357,7 @@ def shape_of(model: ModelConfig) -> ModelShape:
 def model_of(shape: ModelShape, model: ModelConfig) -> ModelConfig:
     """A model's settings with the sizes of a shape; the inverse of ``shape_of``.
 
-    A shape of dense matrices leaves the model its density.
+    A shape of dense matrices leaves the model its density, and one without a capacity its own.
     """
     experts, share_layers, blocks = shape.experts, model.share_layers, shape.blocks or model.blocks
     if shape.sharing is not None:
@@ -378,6 +383,7 @@ def model_of(shape: ModelShape, model: ModelConfig) -> ModelConfig:
         expert_every=None if experts is None else experts.every,
         expert_ffn=None if experts is None else experts.ffn,
         shared_experts=None if experts is None else experts.shared or None,
+        expert_capacity=model.expert_capacity if experts is None else experts.capacity or model.expert_capacity,
         density=None if blocks is None else blocks.density,
         density_block=model.density_block if blocks is None else blocks.size,
     ).canonical

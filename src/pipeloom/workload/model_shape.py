@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from pipeloom.workload.model_families import MODELS, ModelFamily
 from pipeloom.workload.sharing import Sharing
@@ -17,6 +18,7 @@ class Experts:
         ffn: inner width of each.
         every: every layer of this number has experts, the last of each so many.
         shared: experts that every token takes, as one block of their joint width.
+        capacity: most tokens of an expert in a micro-batch / their mean number; ``None``: no token is dropped.
     """
 
     count: int
@@ -24,6 +26,13 @@ class Experts:
     ffn: int
     every: int = 1
     shared: int = 0
+    capacity: float | None = None
+
+    def most_tokens(self, tokens: float) -> int | None:
+        """Most of so many tokens that an expert takes, as Megatron rounds them; ``None`` for no limit."""
+        if self.capacity is None:
+            return None
+        return ceil(round(self.capacity * tokens * self.per_token / self.count, _DIGITS))
 
     def are_in(self, layer: int) -> bool:
         """Whether a layer, from 0, has experts."""
@@ -42,6 +51,10 @@ class Experts:
     def active_inner(self) -> int:
         """Inner width of what one token takes."""
         return (self.per_token + self.shared) * self.ffn
+
+
+_DIGITS = 9
+"""Digits behind the point of a number of tokens: 1.1 x 10 is no whole number in floats."""
 
 
 @dataclass(frozen=True, kw_only=True)

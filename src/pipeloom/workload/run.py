@@ -42,6 +42,7 @@ class Run(WithAxes):
         products: of the operands of linear layers, which are then cast; ``None``: ``precision``.
         replicate: copies of the sharded state; each is sharded over ``data_ranks / replicate`` ranks.
         ep: neighboring data ranks that share the experts of a layer, each with as many.
+        expert_load: pairs of a token and an expert on the rank with most / their mean, among ranks that share experts.
         segment: of the state, the parameters that are counted: all, or those that as many ranks hold.
         layers_by_stage: layers of each stage; ``None``: as the training program divides them.
         recompute_layers: for each layer its ``recompute``; ``None``: the same for all.
@@ -76,6 +77,7 @@ class Run(WithAxes):
     products: Products | None = None
     replicate: int = 1
     ep: int = 1
+    expert_load: float = 1.0
     segment: Literal["all", "dense", "experts"] = "all"
     layers_by_stage: tuple[int, ...] | None = None
     recompute_layers: tuple[Recompute, ...] | None = None
@@ -224,6 +226,29 @@ class Run(WithAxes):
         return self.micro_batch * self.rank_seq
 
     @property
+    def sent_pairs(self) -> float:
+        """Pairs of a token and an expert that a rank's tokens have in a layer, without those beyond a capacity."""
+        return self._within_capacity(self.pairs)
+
+    @property
+    def computed_pairs(self) -> float:
+        """Pairs that the experts of a rank compute in a layer: of the rank with most, where ranks share them.
+
+        Loads of the experts of one rank are taken as equal.
+        """
+        return self._within_capacity(self.pairs * (self.expert_load if self.ep > 1 else 1.0))
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of a token and an expert of a micro-batch on one rank in a layer."""
+        return 0.0 if self.shape.experts is None else self.tokens * self.shape.experts.per_token
+
+    def _within_capacity(self, pairs: float) -> float:
+        experts = self.shape.experts
+        most = None if experts is None else experts.most_tokens(self.tokens)
+        return pairs if experts is None or most is None else min(pairs, experts.count * most)
+
+    @property
     def rank_seq(self) -> int:
         """Tokens of a sequence on one rank of the context axis; a part of a token counts whole."""
         return -(-self.seq // self.cp)
@@ -306,6 +331,7 @@ _OF_PIECES = {
     "tp",
     "cp",
     "ep",
+    "expert_load",
     "micro_batch",
     "recompute",
     "sequence_parallel",

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from pipeloom.errors import UserError
 from pipeloom.execute.communication.collectives import Finish, Group
 from pipeloom.execute.parts.part import Part, RankRow, Service
-from pipeloom.model.experts import balances_of
+from pipeloom.model.experts import Balance, balances_of
 from pipeloom.schedule.kinds import GOES_BACK, GOES_FORTH
 from pipeloom.schedule.whole_batch import WHOLE_BATCH, interleaved_stage
 
 
 class ExpertLoads(Part):
-    """Sums the counts of a stage's experts over the replicas, while the rank goes on.
+    """Sums the counts of a stage's experts over the replicas, while the rank goes on, and tells stages that they train.
 
     The sum starts behind the last forward of the stage. Where a balance loss has the loads of the whole batch, it ends
     before the stage's first backward, otherwise with the step. Rows of all replicas are equal, so that they start
@@ -32,6 +32,7 @@ class ExpertLoads(Part):
     def __init__(self, modules: Mapping[int, nn.Module], group: Group, device: torch.device) -> None:
         found = {stage: list(balances_of(module).values()) for stage, module in modules.items()}
         self._balances = {stage: every for stage, every in found.items() if every}
+        self._modules = [modules[stage] for stage in self._balances]
         self._group, self._device = group, device
         self._sums: dict[int, tuple[Tensor, Finish]] = {}
         self._trains = False
@@ -51,8 +52,9 @@ class ExpertLoads(Part):
                 raise UserError(WHOLE_BATCH.format(found))
 
     def begin(self, row: RankRow) -> Sequence[Service]:
-        """Count from zero."""
+        """Count from zero; stages drop tokens beyond a capacity only where the row trains."""
         self._trains = row.schedule.first_backward_stage < row.schedule.num_stages
+        self._set_training(self._trains)
         for every in self._balances.values() if self._trains else ():
             for one in every:
                 one.begin(self._device)
@@ -62,31 +64,46 @@ class ExpertLoads(Part):
         """Finish the sums that no backward needed."""
         for stage in list(self._sums):
             self._finish(stage)
+        self._set_training(True)
 
     def forget(self) -> None:
         """Sums of a failed step do not count."""
         self._sums.clear()
+        self._set_training(True)
 
     @property
     def most(self) -> float:
         """Sum over this rank's layers of the load of the expert with most tokens / the mean load, in the last step."""
-        every = (one.counts for balances in self._balances.values() for one in balances)
+        every = (one.counts for one in self._every)
         return sum(
             float(counts.max() * len(counts) / counts.sum().clamp(min=1)) for counts in every if counts is not None
         )
 
+    @property
+    def dropped(self) -> float:
+        """Sum over this rank's layers of the share of dropped pairs of a token and an expert, in the last step."""
+        return sum(one.dropped for one in self._every)
+
+    @property
+    def _every(self) -> list[Balance]:
+        return [one for balances in self._balances.values() for one in balances]
+
     def move_biases(self) -> None:
         """Move the biases of experts by the counts of the last training step."""
-        for every in self._balances.values():
-            for one in every:
-                one.move()
+        for one in self._every:
+            one.move()
+
+    def _set_training(self, trains: bool) -> None:
+        for module in self._modules:
+            if module.training != trains:
+                module.train(trains)
 
     def _start(self, stage: int) -> None:
-        counts = torch.stack([one.counts for one in self._balances[stage] if one.counts is not None])
-        self._sums[stage] = counts, self._group.all_reduce(counts)
+        tallies = torch.stack([one.tally for one in self._balances[stage] if one.tally is not None])
+        self._sums[stage] = tallies, self._group.all_reduce(tallies)
 
     def _finish(self, stage: int) -> None:
-        counts, finish = self._sums.pop(stage)
+        tallies, finish = self._sums.pop(stage)
         finish()
-        for one, own in zip(self._balances[stage], counts, strict=True):
-            one.counts = own
+        for one, own in zip(self._balances[stage], tallies, strict=True):
+            one.tally = own

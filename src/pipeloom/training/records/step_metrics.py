@@ -38,6 +38,7 @@ class StepMeter:
             self._flops = shape_model_flops(shape, config.data.seq_len, config.frozen_pieces, config.pairs)
         experts = None if config.model.adapted is not None else config.model.expert_layout
         layers = range(config.model.num_layers)
+        self._drops = experts is not None and experts.capacity is not None
         self._num_routed = 0 if experts is None else sum(map(experts.are_in, layers))
         is_cuda = world.device.type == "cuda"
         peaks = datasheet_peaks(torch.cuda.get_device_name(world.device))[0] if is_cuda else {}
@@ -49,8 +50,9 @@ class StepMeter:
         own = self._pipeline_rank
         bytes_ = [0.0] * self._pp
         bytes_[own] = float(_peak_bytes(self._device))
+        of_loads = (0.0, 0.0) if loads is None else (loads.most, loads.dropped)
         busy_s, step_s = float(trace.compute(own).duration_s.sum()), trace.end_s - trace.start_s
-        return [busy_s, step_s, exposed_s(trace, own), waited_s, 0.0 if loads is None else loads.most, *bytes_]
+        return [busy_s, step_s, exposed_s(trace, own), waited_s, *of_loads, *bytes_]
 
     def metrics(self, sums: Sequence[float], tokens_per_s: float) -> dict[str, Any]:
         """The metrics of a step.
@@ -66,10 +68,11 @@ class StepMeter:
             ``memory_bytes``: for each pipeline rank the peak since the start, mean over its replicas: allocated on the
             CUDA device, or resident memory of the process. ``model_flops_per_s``: of a device, without recomputation;
             missing for models without formulas. ``expert_load``: of models with experts, the load of the expert with
-            most tokens / the mean load, mean over the layers; 1 if all are equal. ``mfu``: the share of
+            most tokens / the mean load, mean over the layers; 1 if all are equal. ``expert_dropped``: with a capacity
+            the share of pairs of a token and an expert that were dropped, mean over the layers. ``mfu``: the share of
             ``model_flops_per_s`` in the datasheet's peak, on devices with one.
         """
-        busy_s, step_s, exposed, waited_s, most_loaded, *bytes_ = sums
+        busy_s, step_s, exposed, waited_s, most_loaded, dropped, *bytes_ = sums
         found: dict[str, Any] = {
             "bubble_fraction": 1 - busy_s / step_s if step_s else 0.0,
             "exposed_communication_s": exposed / self._num_ranks,
@@ -78,6 +81,8 @@ class StepMeter:
         }
         if self._num_routed:
             found["expert_load"] = most_loaded / (self._num_pipelines * self._num_routed)
+        if self._drops:
+            found["expert_dropped"] = dropped / (self._num_pipelines * self._num_routed)
         if self._flops is None:
             return found
         rate = tokens_per_s * self._flops / self._num_ranks
