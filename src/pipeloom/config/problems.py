@@ -155,6 +155,7 @@ _NEEDS: dict[str, tuple[_Need, ...]] = {
     "model.balance_rate": (_EXPERTS, ("model.balance bias", lambda run: run.model.balance == "bias")),
     "data.bpe_vocab_size": (("data.tokenizer bpe", lambda run: run.data.tokenizer == "bpe"),),
     "layout.ep": (_EXPERTS, _REPLICAS),
+    "machine.expert_load": (_EXPERTS, ("layout.ep of at least 2", lambda run: run.layout.ep != 1)),
     "layout.replicate": (_SHARD, _REPLICAS),
     "layout.shard": (_REPLICAS,),
     "layout.sequence_parallel": (("layout.tp of at least 2", lambda run: run.layout.tp != 1),),

@@ -468,6 +468,10 @@ class MachineConfig:
     FlashAttention."""
     fused_norm: bool = True
     """Whether a norm is one kernel."""
+    expert_load: Annotated[float, Limits(least=1)] | None = None
+    """With layout.ep: tokens of experts on the fullest of the ranks that share them / the mean, for which the others
+    wait; a run's metrics have it as expert_rank_load. Memory and seconds are those of that rank. None: 1, equal
+    loads."""
     inter_bandwidth: str | None = None
     """What if the bandwidth between nodes were another: a factor such as 2x, or GB/s of a node. None: as it is."""
     intra_bandwidth: str | None = None
@@ -478,6 +482,11 @@ class MachineConfig:
     """The same for the peak of a device in every precision: a factor, or TFLOP/s of 16 bits. None: as it is."""
     memory_bandwidth: str | None = None
     """The same for the memory bandwidth of a device: a factor, or GB/s. None: as it is."""
+
+    @property
+    def known_expert_load(self) -> float:
+        """``expert_load``, or its default."""
+        return self.expert_load or 1.0
 
     @property
     def what_if(self) -> dict[str, str]:

@@ -164,14 +164,18 @@ def _dtypes(
 
 
 def of_training(question: Question, config: RunConfig) -> Question:
-    """The question for a run's optimizer, its low-rank adapters, and its balance of experts.
+    """The question for a run's optimizer, its low-rank adapters, and balance, capacity and loads of its experts.
 
     Raises:
         ConfigError: the program or the limits do not go with adapters.
     """
     program, adapter = with_update_of(question.software, config), config.pairs
     program = program if adapter is None else with_frozen(program)
-    return replace(question, adapter=adapter, balance=config.model.known_balance, software=program)
+    shape, load = question.shape, config.machine.known_expert_load
+    if shape.experts is not None:
+        shape = replace(shape, experts=replace(shape.experts, capacity=config.model.expert_capacity))
+    of_experts = {"shape": shape, "balance": config.model.known_balance, "expert_load": load}
+    return replace(question, adapter=adapter, software=program, **of_experts)
 
 
 def _loaded(

@@ -98,6 +98,7 @@ class Question:
         launcher: the program that can start every layout; pipeloom starts those of any training program.
         adapter: low-rank adapters of all layers, whose other weights are frozen; ``None``: all weights are trained.
         balance: what keeps the loads of experts equal, in models with some (``ModelConfig.balance``).
+        expert_load: of the fullest rank where ranks share experts (``Run.expert_load``).
         boundary: the code of messages between stages; ``None``: they travel as they are.
     """
 
@@ -118,6 +119,7 @@ class Question:
     launcher: Launcher = PIPELOOM
     adapter: Adapter | None = None
     balance: Balance = "batch"
+    expert_load: float = 1.0
     boundary: Boundary | None = None
 
     def __repr__(self) -> str:
@@ -304,6 +306,7 @@ class Question:
             frozen_pieces=0 if self.adapter is None else 1,  # the embedding
             adapter=self.adapter,
             boundary=self.boundary,
+            expert_load=self.expert_load,
         )
 
 

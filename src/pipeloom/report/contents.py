@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from statistics import median
 from typing import Any
 
 from pipeloom.analysis.bubble import BubbleAccount
@@ -140,12 +141,17 @@ def _headline(run: Run, traces: Mapping[str, Trace], step: int | None) -> list[d
     makespans = {name: summary.makespan_s for name, summary in summaries.items()}
     fractions = {name: summary.bubble_fraction for name, summary in summaries.items()}
     steps = {"measured": median_step_time_s(run), "predicted": (run.summary or {}).get("predicted_step_time_s")}
+    loads = [one["expert_rank_load"] for one in run.metrics if "expert_rank_load" in one]
     where = "the traced step" if step is None else f"step {step}"
     cards = [
         _compared("step time", "median over the steps, optimizer included", steps, _with_unit),
         _compared("pipeline time", f"first to last action of {where}", makespans, _with_unit),
         _compared("bubble fraction", f"idle share of the ranks in {where}", fractions, percent),
     ]
+    if loads:
+        both = {"measured": median(loads), "predicted": run.config.machine.known_expert_load}
+        note = "tokens of experts, fullest rank / mean; simulate takes machine.expert_load"
+        cards.append(_compared("load of experts", note, both, "{:.2f}".format))
     return [card for card in cards if card["measured"] is not None or card["predicted"] is not None]
 
 

@@ -79,6 +79,12 @@ class ExpertLoads(Part):
             float(counts.max() * len(counts) / counts.sum().clamp(min=1)) for counts in every if counts is not None
         )
 
+    def most_of_ranks(self, size: int) -> float:
+        """As ``most``, of so many ranks that share the experts: tokens of the fullest one / the mean."""
+        every = (one.counts for one in self._every)
+        of_ranks = (counts.view(size, -1).sum(1) for counts in every if counts is not None)
+        return sum(float(counts.max() * size / counts.sum().clamp(min=1)) for counts in of_ranks)
+
     @property
     def dropped(self) -> float:
         """Sum over this rank's layers of the share of dropped pairs of a token and an expert, in the last step."""

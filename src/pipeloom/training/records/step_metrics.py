@@ -30,6 +30,7 @@ class StepMeter:
     def __init__(self, config: RunConfig, world: World) -> None:
         layout = config.layout
         self._num_ranks, self._num_pipelines, self._pp = layout.num_ranks, layout.num_ranks // layout.pp, layout.pp
+        self._ep = layout.ep
         self._pipeline_rank = layout.coordinates(world.rank).pipeline
         self._device = world.device
         self._flops: float | None = None  # of a model without formulas
@@ -50,7 +51,7 @@ class StepMeter:
         own = self._pipeline_rank
         bytes_ = [0.0] * self._pp
         bytes_[own] = float(_peak_bytes(self._device))
-        of_loads = (0.0, 0.0) if loads is None else (loads.most, loads.dropped)
+        of_loads = (0.0,) * 3 if loads is None else (loads.most, loads.most_of_ranks(self._ep), loads.dropped)
         busy_s, step_s = float(trace.compute(own).duration_s.sum()), trace.end_s - trace.start_s
         return [busy_s, step_s, exposed_s(trace, own), waited_s, *of_loads, *bytes_]
 
@@ -68,11 +69,12 @@ class StepMeter:
             ``memory_bytes``: for each pipeline rank the peak since the start, mean over its replicas: allocated on the
             CUDA device, or resident memory of the process. ``model_flops_per_s``: of a device, without recomputation;
             missing for models without formulas. ``expert_load``: of models with experts, the load of the expert with
-            most tokens / the mean load, mean over the layers; 1 if all are equal. ``expert_dropped``: with a capacity
+            most tokens / the mean load, mean over the layers; 1 if all are equal. ``expert_rank_load``: the same of the
+            ranks that share experts, all of a rank's experts together. ``expert_dropped``: with a capacity
             the share of pairs of a token and an expert that were dropped, mean over the layers. ``mfu``: the share of
             ``model_flops_per_s`` in the datasheet's peak, on devices with one.
         """
-        busy_s, step_s, exposed, waited_s, most_loaded, dropped, *bytes_ = sums
+        busy_s, step_s, exposed, waited_s, most, most_of_ranks, dropped, *bytes_ = sums
         found: dict[str, Any] = {
             "bubble_fraction": 1 - busy_s / step_s if step_s else 0.0,
             "exposed_communication_s": exposed / self._num_ranks,
@@ -80,9 +82,10 @@ class StepMeter:
             "memory_bytes": [round(one / self._num_pipelines) for one in bytes_],
         }
         if self._num_routed:
-            found["expert_load"] = most_loaded / (self._num_pipelines * self._num_routed)
-        if self._drops:
-            found["expert_dropped"] = dropped / (self._num_pipelines * self._num_routed)
+            of_loads = {"expert_load": most, "expert_rank_load": most_of_ranks, "expert_dropped": dropped}
+            left_out = {"expert_rank_load": self._ep == 1, "expert_dropped": not self._drops}
+            number = self._num_pipelines * self._num_routed
+            found |= {name: one / number for name, one in of_loads.items() if not left_out.get(name)}
         if self._flops is None:
             return found
         rate = tokens_per_s * self._flops / self._num_ranks
