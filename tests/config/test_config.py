@@ -362,6 +362,37 @@ AXES = {
         {"model__experts": 4, "layout__dp": 3, "layout__ep": 2},
         "layout.ep must divide layout.dp, found 2 and 3",
     ),
+    "a capacity of divided micro-batches": (
+        {"model__experts": 4, "model__expert_capacity": 1.0, "layout__token_slices": 2},
+        "model.expert_capacity counts whole micro-batches, and layout.token_slices cuts them; leave one of them out",
+    ),
+    "halves of one sequence": (
+        {
+            "model__experts": 4,
+            "layout__dp": 2,
+            "layout__ep": 2,
+            "layout__ep_overlap": True,
+            "layout__microbatch_size": 1,
+        },
+        "layout.ep_overlap needs micro-batches of two sequences or more, found layout.microbatch_size 1",
+    ),
+    "a capacity of halves": (
+        {
+            "model__experts": 4,
+            "model__expert_capacity": 1.0,
+            "layout__dp": 2,
+            "layout__ep": 2,
+            "layout__ep_overlap": True,
+        },
+        (
+            "layout.ep_overlap does not work with model.expert_capacity, which counts whole micro-batches; leave one "
+            "of them out"
+        ),
+    ),
+    "loads of experts that no ranks share": (
+        {"model__experts": 4, "layout__dp": 2, "machine__expert_load": 1.5},
+        "machine.expert_load has no effect without layout.ep of at least 2; give both or leave it out",
+    ),
     "experts over ranks of copies": (
         {"model__experts": 4, "layout__dp": 4, "layout__ep": 2, "layout__replicate": 2, "layout__shard": "full"},
         (

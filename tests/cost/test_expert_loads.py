@@ -7,6 +7,8 @@ import pytest
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.collectives import travel_bytes, travel_s
 from pipeloom.cost.kept import Kept
+from pipeloom.cost.layers import Pieces
+from pipeloom.cost.overlap import layer_seconds
 from pipeloom.cost.pieces import piece_seconds
 from pipeloom.cost.products import expert_products
 from pipeloom.workload.run import Run
@@ -57,3 +59,46 @@ def test_the_rank_with_most_tokens_decides_up_to_the_capacity():
 def test_without_ranks_that_share_experts_their_loads_move_nothing():
     alone = replace(RUN, ep=1)
     assert seconds(replace(alone, expert_load=1.5)) == seconds(alone)
+
+
+def layer_of(run):
+    return layer_seconds(Pieces(run, CLUSTER, SOFTWARE))
+
+
+def test_halves_in_turns_hide_the_exchange_and_take_no_less_than_compute_alone():
+    run = replace(RUN, dp=16, ep=16, shape=replace(SHAPE, experts=replace(SHAPE.experts, count=16)), micro_batch=2)
+    for recompute in ("none", "full"):
+        plain, turns = (layer_of(replace(run, recompute=recompute, ep_overlap=one)) for one in (False, True))
+        assert plain.hidden_s == plain.edge_s == (0.0, 0.0)
+        for direction in (0, 1):
+            exposed_s = turns.whole_s[direction] + turns.hidden_s[direction]
+            again_s = turns.travel_s[0] if direction and recompute == "full" else 0.0
+            assert turns.whole_s[direction] < plain.whole_s[direction]
+            assert 0 < turns.hidden_s[direction] < turns.travel_s[direction] + again_s
+            assert turns.whole_s[direction] > exposed_s - turns.travel_s[direction] - again_s
+        assert (turns.edge_s == (0.0, 0.0)) == (recompute == "full")
+
+
+def test_what_is_not_hidden_is_the_longer_one_of_exchange_and_compute():
+    """With a link a thousand times slower, halves hide as much as is computed, less what transfers slow it down."""
+    run = replace(RUN, micro_batch=2, ep_overlap=True)
+    link = replace(CLUSTER.intra, bytes_per_s=CLUSTER.intra.bytes_per_s / 1e3)
+    slow = replace(CLUSTER, intra=link, bus_curves={}, collective_curves={})
+    found = layer_seconds(Pieces(run, slow, SOFTWARE))
+    alone = layer_seconds(Pieces(replace(run, ep=1, ep_overlap=False), slow, SOFTWARE))
+    assert found.whole_s[0] == pytest.approx(found.travel_s[0], rel=0.01)
+    assert found.hidden_s[0] == pytest.approx(alone.whole_s[0], rel=0.1)
+
+
+def test_shared_experts_hide_a_part_of_the_exchange():
+    shape = replace(SHAPE, experts=replace(SHAPE.experts, shared=1))
+    found = layer_of(replace(RUN, shape=shape))
+    assert all(0 < hidden < travel for hidden, travel in zip(found.hidden_s, found.travel_s, strict=True))
+    assert layer_of(RUN).hidden_s == (0.0, 0.0)
+
+
+def test_a_stage_exposes_its_last_exchange_once():
+    run = replace(RUN, micro_batch=2, ep_overlap=True)
+    pieces = piece_seconds(run, CLUSTER, SOFTWARE)
+    assert pieces.stage == layer_of(run.of_pieces).edge_s != (0.0, 0.0)
+    assert pieces.hidden_travel_s == layer_of(run.of_pieces).hidden_s

@@ -99,6 +99,19 @@ def with_shared_experts():
     yield replace(model, balance="microbatch"), Layout(pp=2, dp=2, ep=2, loops=1, **sizes), own
 
 
+def with_overlapping_halves():
+    """Tokens of one half of a micro-batch travel while the other is computed."""
+    model = replace(LLAMA, experts=4, expert_every=2, expert_ffn=10, shared_experts=1, balance_weight=1.0)
+    sizes = {"ep_overlap": True, "num_microbatches": 3, "microbatch_size": 3}
+    for recompute in ("none", "full", "selective"):
+        yield model, Layout(pp=1, dp=4, ep=4, loops=2, shard="full", recompute=recompute, **sizes), ScheduleConfig()
+    plain = replace(model, shared_experts=None, expert_every=None, balance="bias")
+    yield plain, Layout(pp=2, dp=2, ep=2, loops=1, **sizes), ScheduleConfig(family="zb-h1")
+    tensor = Layout(pp=1, tp=2, dp=2, ep=2, loops=2, sequence_parallel=True, recompute_layers=MIXED, **sizes)
+    yield replace(model, family="gemma2", num_kv_heads=4, window=4), tensor, ScheduleConfig()
+    yield replace(model, family="olmo2"), Layout(pp=1, cp=2, dp=2, ep=4, loops=2, **sizes), ScheduleConfig()
+
+
 def of_families_with_shared_experts():
     """Every family that trains, with the levels of sharding in turn."""
     model = replace(LLAMA, experts=4, expert_every=2, expert_ffn=10, balance="none")
@@ -176,6 +189,7 @@ RUNS = {
     "tensor-parallel": (4, list(tensor_parallel())),
     "tensor-parallel, tied": (4, list(tied_tensor_parallel())),
     "compiled": (2, list(compiled())),
+    "experts, halves in turns": (4, list(with_overlapping_halves())),
     "shared experts": (4, [*with_shared_experts(), *of_families_with_shared_experts()]),
 }
 """For each kind of runs the processes that it takes and its runs, all in the same processes."""

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from pipeloom import make_question, plan
+from pipeloom import load_run, make_question, plan
 from pipeloom.catalog import load_cluster, load_model
 from pipeloom.cost.flops import shape_model_flops
 from pipeloom.errors import ConfigError
 from pipeloom.families import FAMILIES, ends_forwards_first
+from pipeloom.planner.plan import of_training
 from pipeloom.planner.question import Limits
 from pipeloom.planner.run_file import run_config
 from pipeloom.planner.run_step import predict_step
@@ -116,3 +117,21 @@ def test_a_limit_of_ranks_that_share_experts_needs_experts(ask):
     assert question.limited(ep=(2,)).expert_sizes == (2,)
     with pytest.raises(ConfigError, match="ep shares the experts of a layer, and the model has none"):
         ask(shape=replace(SHAPE, experts=None), limits=Limits(ep=(2,)))
+
+
+def test_capacity_and_loads_of_a_run_are_planned_with_and_written(ask):
+    asked = ask(shape=MIXTURE, cluster=short_of_memory(8), global_batch=16)
+    asked = asked.limited(strategies=("none",), pp=(1,), ep=(4,), tp=(1,), families=("breadth-first",))
+    config = load_run(
+        model={"experts": 4, "expert_capacity": 1.5},
+        layout={"dp": 2, "ep": 2, "pp": 1},
+        machine={"expert_load": 2.0},
+    )
+    found = of_training(asked, config)
+    assert (found.shape.experts.capacity, found.run.expert_load) == (1.5, 2.0)
+    best, even = plan(found, explains=False).best, plan(of_training(asked, load_run()), explains=False).best
+    assert best.prediction.step_time_s > even.prediction.step_time_s
+    written = run_config(best, None, "dgx-1-v100", "pipeloom")
+    assert (written.model.expert_capacity, written.machine.expert_load, written.layout.ep) == (1.5, 2.0, 4)
+    again_s = predict_step(written, by_seconds=True).prediction.step_time_s
+    assert again_s == pytest.approx(best.prediction.step_time_s, rel=1e-9)

@@ -176,6 +176,8 @@ def shared_expert_runs(count):
         dp = draw.choice((2, 4)) if layout.pp * layout.tp == 1 else 2
         layout = replace(layout, dp=dp, ep=draw.choice([one for one in (2, 4) if dp % one == 0]), replicate=None)
         config = replace(config, layout=layout, model=replace(config.model, experts=4))
+        in_turns = replace(config, layout=replace(layout, ep_overlap=True))
+        config = in_turns if len(found) % 3 == 0 and not find_problems(in_turns, trains=False) else config
         if not find_problems(config, trains=False):
             found.append(config)
     return found

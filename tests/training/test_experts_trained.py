@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from statistics import median
 
 import pytest
 from resumed import losses, train_all
@@ -9,6 +10,8 @@ from small_run import small_run
 from thinned import thinned
 
 from pipeloom.config import CheckpointConfig, ModelConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
+from pipeloom.report.contents import _headline
+from pipeloom.runs.run_reading import read_run
 from pipeloom.workload.layout import Layout
 
 MODEL = ModelConfig(num_layers=4, hidden_size=16, num_heads=2, ffn_size=24, experts=4, expert_every=2, shared_experts=1)
@@ -68,6 +71,12 @@ def test_losses_are_those_of_one_rank(tmp_path, name):
     expected, found = map(losses, folders)
     assert found == pytest.approx(expected, rel=1e-11)
     assert len(set(expected.values())) == 3
+    if layout.ep > 1:
+        lines = [json.loads(line) for line in (folders[1] / "metrics.jsonl").read_text().splitlines()]
+        assert all(1 <= line["expert_rank_load"] <= min(layout.ep, line["expert_load"]) for line in lines)
+        (card,) = (one for one in _headline(read_run(folders[1]), {}, None) if one["name"] == "load of experts")
+        assert card["measured"] == f"{median(line['expert_rank_load'] for line in lines):.2f}"
+        assert card["predicted"] == "1.00"
 
 
 def test_a_capacity_drops_tokens_of_training_alone(tmp_path):

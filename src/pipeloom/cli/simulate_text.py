@@ -264,9 +264,8 @@ def _lanes(step: SimulatedStep, tree: Mapping[str, Any]) -> Iterator[tuple[str, 
     for label, names in _LANES.items():
         uses = [use for use in tree["communication"] if Lane.parse(use["lane"]).name in names]
         yield label, sum(use["busy_s"] for use in uses) / ranks, sum(use["hidden_s"] for use in uses) / ranks
-    around = step.ring_s
-    yield "context-parallel", around.busy_s, around.busy_s - around.exposed_s
-    yield "expert-parallel", step.travel_s, 0.0
+    for label, inner in {"context-parallel": step.ring_s, "expert-parallel": step.travel_s}.items():
+        yield label, inner.busy_s, inner.busy_s - inner.exposed_s
     yield "between stages, blocking", sum(step.blocked_s) / ranks, 0.0
     for part, label in _AFTER.items():
         yield label, tree["after_s"][part], 0.0

@@ -146,6 +146,24 @@ def expert_sharing_problems(config: RunConfig) -> Problems:
             yield f"layout.ep does not work with {name}; leave one of them out"
 
 
+def overlap_problems(config: RunConfig) -> Problems:
+    """What halves of a micro-batch that are computed in turns do not work with."""
+    layout, model = config.layout, config.model
+    if not layout.ep_overlap or layout.ep < 2:
+        return
+    if not layout.has_halves:
+        yield "layout.ep_overlap needs micro-batches of two sequences or more, found layout.microbatch_size 1"
+    refused = {
+        "model.balance microbatch, which counts whole micro-batches": model.balance == "microbatch",
+        "model.expert_capacity, which counts whole micro-batches": model.expert_capacity is not None,
+        "data.attention document, whose masks are of whole micro-batches": config.data.by_document,
+        "layout.token_slices, which cuts micro-batches": layout.token_slices not in (None, 1),
+    }
+    for name, is_on in refused.items():
+        if is_on:
+            yield f"layout.ep_overlap does not work with {name}; leave one of them out"
+
+
 def replica_problems(config: RunConfig) -> Problems:
     """Replicas with micro-batches of their own."""
     layout, schedule, own = config.layout, config.schedule, config.layout.own_microbatches

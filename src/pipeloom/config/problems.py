@@ -35,6 +35,7 @@ from pipeloom.config.layout_problems import (
     move_problems,
     narrow_problems,
     order_problems,
+    overlap_problems,
     place_problems,
     recompute_problems,
     replica_problems,
@@ -76,7 +77,7 @@ def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: boo
     checks += of_model if is_model_known else []
     checks += [_unused_problems, adapted_problems, move_problems, swap_problems, freeze_problems]
     checks += [update_problems, narrow_problems, expert_problems, density_problems, balance_problems, load_problems]
-    checks += [expert_sharing_problems]
+    checks += [expert_sharing_problems, overlap_problems]
     checks += [sharing_problems] if is_model_known else []
     checks += [
         replica_problems,
@@ -130,6 +131,7 @@ _ADAPTED: _Need = ("adapter.rank", lambda run: run.adapter.rank is not None)
 _WINDOW: _Need = ("model.window", lambda run: run.model.window is not None)
 _LOCAL: _Need = ("model.family gemma3", lambda run: _has_local_angles(run.model.family))
 _EXPERTS: _Need = ("model.experts", lambda run: run.model.experts is not None)
+_SHARED_EXPERTS: _Need = ("layout.ep of at least 2", lambda run: run.layout.shares_experts)
 _DENSITY: _Need = ("model.density", lambda run: run.model.density is not None)
 _LOSS: _Need = ("model.balance batch or microbatch", lambda run: run.model.known_balance in ("batch", "microbatch"))
 _AVERAGES: _Need = ("layout.average_every", lambda run: run.layout.average_every is not None)
@@ -155,7 +157,7 @@ _NEEDS: dict[str, tuple[_Need, ...]] = {
     "model.balance_rate": (_EXPERTS, ("model.balance bias", lambda run: run.model.balance == "bias")),
     "data.bpe_vocab_size": (("data.tokenizer bpe", lambda run: run.data.tokenizer == "bpe"),),
     "layout.ep": (_EXPERTS, _REPLICAS),
-    "machine.expert_load": (_EXPERTS, ("layout.ep of at least 2", lambda run: run.layout.ep != 1)),
+    **dict.fromkeys(("machine.expert_load", "layout.ep_overlap"), (_EXPERTS, _SHARED_EXPERTS)),
     "layout.replicate": (_SHARD, _REPLICAS),
     "layout.shard": (_REPLICAS,),
     "layout.sequence_parallel": (("layout.tp of at least 2", lambda run: run.layout.tp != 1),),

@@ -3,8 +3,8 @@
 With expert parallelism tokens travel to the ranks of their experts and back. With n ranks in a group, and equal loads,
 a rank keeps 1 / n of its pairs of a token and an expert, and sends the others a row each: there and back in a forward,
 and the gradients there and back in a backward. With unequal loads the exchange takes as long as the rank needs to which
-most rows travel. Before the first of these the ranks exchange how many rows they send.
-Nothing is computed meanwhile.
+most rows travel. Before the first of these the ranks exchange how many rows they send. What is computed meanwhile is in
+``cost.overlap``.
 """
 
 from math import ceil
@@ -140,9 +140,14 @@ def travel_s(run: Run, cluster: Cluster, software: Software) -> Both:
     experts = run.shape.experts
     if experts is None or run.ep == 1:
         return 0.0, 0.0
+    both_s = _WAYS * rows_s(run, cluster, software)
+    return _exchange_s(run, cluster, software, _COUNT_BYTES * experts.count) + both_s, both_s
+
+
+def rows_s(run: Run, cluster: Cluster, software: Software) -> float:
+    """Seconds of one of these exchanges of rows, with the arguments of ``travel_s``."""
     # Tensor-parallel ranks have all tokens, and a share of the width of each expert: each of them sends whole rows.
-    rows_s = _exchange_s(run, cluster, software, travel_bytes(run))
-    return _exchange_s(run, cluster, software, _COUNT_BYTES * experts.count) + _WAYS * rows_s, _WAYS * rows_s
+    return _exchange_s(run, cluster, software, travel_bytes(run))
 
 
 def travel_bytes(run: Run) -> float:

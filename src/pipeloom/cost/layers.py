@@ -111,7 +111,7 @@ class Pieces:
         """One layer's forward."""
         (forth, forth_s), _ = inner_exchanges(self.run, self.cluster, self.software)
         return Parts(
-            self._each_product(self._matmul_s),
+            self._each_product(self.product_s),
             self._attention_forward_s(),
             self._memory_s(self._elementwise_bytes() + self._operand_bytes(0)) + self._gather_s("output"),
             2 * self._tensor_s() + forth_s,
@@ -170,9 +170,14 @@ class Pieces:
         others = (*layer_products(self.run), *router_products(self.run), *adapter_products(self.run))
         return sum(seconds(*size) for size in others) + number * sum(seconds(*size) for size in of_expert)
 
+    def experts_s(self) -> float:
+        """Seconds of the products of a layer's experts in a forward, without shared ones."""
+        number, products = expert_products(self.run)
+        return number * sum(self.product_s(*size) for size in products)
+
     def _weight_s(self, rows: float, inner: float, columns: float) -> float:
         """Seconds of the product for a weight gradient, and of adding it to the gradients of earlier micro-batches."""
-        product_s = self._matmul_s(inner, rows, columns)
+        product_s = self.product_s(inner, rows, columns)
         added_s = self.accumulation_s(inner * columns * self.run.tp)
         return max(product_s, added_s) if self.software.fuses_accumulation else product_s + added_s
 
@@ -235,7 +240,7 @@ class Pieces:
             use, message = self.software.efficiency, logits * run.element_bytes
             gather_s = self.cluster.collective_s("all_gather", message, group, use.tensor_bus)
         return Parts(
-            matmul_s=self._matmul_s(run.tokens, run.shape.hidden, vocab),
+            matmul_s=self.product_s(run.tokens, run.shape.hidden, vocab),
             memory_s=self._memory_s(moved),
             tensor_s=gather_s,
             num_kernels=HEAD_KERNELS,
@@ -269,12 +274,13 @@ class Pieces:
         """The pieces without narrow products."""
         return replace(self, run=replace(self.run, products=None)) if self.run.products else self
 
-    def _matmul_s(self, rows: float, inner: float, columns: float) -> float:
+    def product_s(self, rows: float, inner: float, columns: float) -> float:
+        """Seconds of a product."""
         return product_s(self.run, self.cluster.device, self.software.efficiency, (rows, inner, columns))
 
     def _input_s(self, rows: float, inner: float, columns: float) -> float:
         """Seconds of the product for an input gradient; ``_weight_s`` has that for the weight gradient."""
-        return self._matmul_s(rows, columns, inner)
+        return self.product_s(rows, columns, inner)
 
     def _memory_s(self, moved_bytes: float) -> float:
         return self.cluster.device.memory_s(moved_bytes, self.software.efficiency.memory)

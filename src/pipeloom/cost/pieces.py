@@ -4,13 +4,21 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
-from pipeloom.cost.collectives import travel_s
 from pipeloom.cost.hardware import Both, Cluster, MeasuredPieces
 from pipeloom.cost.layers import Pieces
+from pipeloom.cost.overlap import layer_seconds
 from pipeloom.cost.parts import Parts
 from pipeloom.cost.software import Software
 from pipeloom.workload.run import Run
+
+
+class InnerSeconds(NamedTuple):
+    """Seconds of a step's exchanges inside layers on a rank's link, and those of them that compute waits for."""
+
+    busy_s: float
+    exposed_s: float
 
 
 @dataclass(frozen=True)
@@ -24,8 +32,10 @@ class PieceSeconds:
         idle_s: seconds of a layer in which the device waits for the host to launch kernels, by the closed forms.
         ring_busy_s: seconds of a layer's exchange of keys and values over the context axis.
         ring_exposed_s: those of them that a layer waits for, which are part of ``layer``.
-        travel_s: seconds of a layer's exchanges of tokens between ranks that share experts; part of ``layer``.
-        stage: measured seconds of a stage in addition to its pieces; else 0.
+        travel_s: seconds of a layer's exchanges of tokens between ranks that share experts.
+        hidden_travel_s: those of them that compute hides, which are no part of ``layer``; with those of a
+            recomputation.
+        stage: seconds of a stage in addition to its pieces: measured ones, or what its last exchange of tokens exposes.
         message_s: seconds of a core for a message between two stages; 0 if the link determines the time.
         is_measured: whether the seconds are from the cluster's file, not closed forms.
     """
@@ -39,6 +49,7 @@ class PieceSeconds:
     ring_busy_s: Both = (0.0, 0.0)
     ring_exposed_s: Both = (0.0, 0.0)
     travel_s: Both = (0.0, 0.0)
+    hidden_travel_s: Both = (0.0, 0.0)
     stage: Both = (0.0, 0.0)
     message_s: float = 0.0
     is_measured: bool = False
@@ -85,6 +96,7 @@ def _mean_of_kinds(run: Run, cluster: Cluster, software: Software, is_dragged: b
         layer=mean(lambda kind: kind.layer),
         idle_s=mean(lambda kind: kind.idle_s),
         ring_exposed_s=mean(lambda kind: kind.ring_exposed_s),
+        stage=(max(kind.stage[0] for kind, _ in kinds), max(kind.stage[1] for kind, _ in kinds)),
         weight_s=sum(kind.weight_s * count for kind, count in kinds) / number,
         is_measured=all(kind.is_measured for kind, _ in kinds),
     )
@@ -98,17 +110,20 @@ def _piece_seconds(run: Run, cluster: Cluster, software: Software, is_dragged: b
         return pieces.seconds(forward), pieces.seconds(backward)
 
     layer = (pieces.layer_forward(), pieces.layer_backward())
-    layer_s = both(*layer)
+    of_layer, alone_s = layer_seconds(pieces), both(*layer)
+    layer_s = of_layer.whole_s
     counted = PieceSeconds(
         embedding=both(pieces.embedding_forward(), pieces.embedding_backward()),
         layer=layer_s,
         head=both(pieces.head_forward(), pieces.head_backward()),
         weight_s=pieces.layer_weight_s(),
         head_weight_s=pieces.head_weight_s(),
-        idle_s=(layer_s[0] - layer[0].device_s, layer_s[1] - layer[1].device_s),
+        idle_s=(alone_s[0] - layer[0].device_s, alone_s[1] - layer[1].device_s),
         ring_busy_s=pieces.ring_busy_s,
         ring_exposed_s=pieces.ring_exposed_s,
-        travel_s=travel_s(run, cluster, software),
+        travel_s=of_layer.travel_s,
+        hidden_travel_s=of_layer.hidden_s,
+        stage=of_layer.edge_s,
     )
     key = run.of_measured_pieces
     # A linear search is fast enough, since the result is cached.

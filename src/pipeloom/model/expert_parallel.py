@@ -5,17 +5,23 @@ of the experts, so the rows of each other rank are a slice. In the forward, rank
 of each expert, then the rows, and after the experts the outputs, back to where the tokens are. In the backward the
 gradients travel the same ways in the other direction.
 
+An exchange begins at one place of the computation and ends at a later one; what is between them is computed while rows
+travel. Autograd runs nodes in the reverse order of the forward, so that in the backward gradients travel while the
+backward of the same parts is computed (``Travel``).
+
 Letters of shapes are those of ``model.experts``; S is the number of rows that arrive at this rank.
 """
 
-# ruff: noqa: N803, N806 (upper-case letters in names are shapes)
+# ruff: noqa: N806 (upper-case letters in names are shapes)
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+_Value = TypeVar("_Value")
 
 
 class ExpertGroup:
@@ -29,9 +35,9 @@ class ExpertGroup:
     def __init__(self, size: int = 1, index: int = 0) -> None:
         self.size, self.index = size, index
 
-    def exchange(
+    def start(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
-    ) -> None:
+    ) -> Callable[[], None]:
         """Send a slice of ``sent`` to each rank and receive one from each, in the order of the ranks; collective.
 
         Args:
@@ -39,6 +45,9 @@ class ExpertGroup:
             sent: ``[sum of sent_sizes, ...]``.
             received_sizes: rows that arrive from each rank.
             sent_sizes: rows for each rank.
+
+        Returns:
+            Waits for the end. Several exchanges may be under way; ranks start them in one order.
         """
         raise NotImplementedError
 
@@ -65,13 +74,13 @@ class Route:
     sizes: tuple[int, ...]
     order: Tensor
 
-    def forth(self, rows_RH: Tensor) -> Tensor:
-        """Rows in the order of all experts, to the ranks of these; ``[S, H]``, sorted by the rank that they are of."""
-        return _Travel.apply(rows_RH, self.group, self.received, self.sent)
+    def forth(self) -> "Travel":
+        """Of rows in the order of all experts to the ranks of these; what arrives is sorted by the rank it is of."""
+        return Travel(self.group, self.received, self.sent)
 
-    def back(self, rows_SH: Tensor) -> Tensor:
+    def back(self) -> "Travel":
         """The inverse of ``forth``."""
-        return _Travel.apply(rows_SH, self.group, self.sent, self.received)
+        return Travel(self.group, self.sent, self.received)
 
 
 @dataclass(frozen=True)
@@ -80,9 +89,11 @@ class ExpertParallel:
 
     Attributes:
         group: the ranks that share the experts of a layer.
+        overlaps: whether a stage computes the halves of a micro-batch in turns, each while tokens of the other travel.
     """
 
     group: ExpertGroup = field(default_factory=ExpertGroup)
+    overlaps: bool = False
 
     @property
     def size(self) -> int:
@@ -108,7 +119,7 @@ class ExpertParallel:
         else:
             parts = [each] * self.size
             sent_E, arriving_E = sent_E.to(like.device), arriving_E.to(like.device)
-            self.group.exchange(arriving_E, sent_E, parts, parts)
+            self.group.start(arriving_E, sent_E, parts, parts)()
         leaving, arriving = sent_E.view(self.size, each), arriving_E.view(self.size, each)
         expert_S = torch.arange(each, device=arriving.device).repeat(self.size).repeat_interleave(arriving_E)
         return Route(
@@ -124,22 +135,88 @@ ALL_EXPERTS = ExpertParallel()
 """Every rank has all experts."""
 
 
-class _Travel(torch.autograd.Function):
-    """Rows to other ranks; their gradients come back."""
+class Travel:
+    """One exchange of rows, whose gradients travel back.
+
+    Args:
+        group: the ranks.
+        received: rows from each rank.
+        sent: rows for each rank.
+    """
+
+    def __init__(self, group: ExpertGroup, received: Sequence[int], sent: Sequence[int]) -> None:
+        self._group, self._received, self._sent = group, received, sent
+        self._under_way: tuple[Tensor, Callable[[], None]] | None = None
+
+    def start(self, rows: Tensor) -> Tensor:
+        """Begin; what is returned has no content, and stands for the rows in autograd's graph until ``end``."""
+        return _Start.apply(rows, self)
+
+    def end(self, token: Tensor) -> Tensor:
+        """Wait; returns what has arrived, for what ``start`` returned."""
+        return _End.apply(token, self)
+
+    def begin(self, rows: Tensor, *, is_back: bool = False) -> None:
+        """Start the exchange of rows, or of their gradients in the other direction."""
+        received, sent = (self._sent, self._received) if is_back else (self._received, self._sent)
+        found, rows = rows.new_empty(sum(received), rows.shape[1]), rows.contiguous()
+        finish = (lambda: None) if rows.is_meta else self._group.start(found, rows, received, sent)
+        self._under_way = found, finish
+
+    def arrived(self) -> Tensor:
+        """Wait for what was started."""
+        assert self._under_way is not None, "an exchange that has not begun"
+        (found, finish), self._under_way = self._under_way, None
+        finish()
+        return found
+
+
+class _Start(torch.autograd.Function):
+    """Begins an exchange; the backward ends that of the gradients."""
 
     @staticmethod
     def forward(*args: Any, **_: Any) -> Any:
-        ctx, rows, *ctx.way = args
-        return _exchanged(rows, *ctx.way)
+        ctx, rows, ctx.travel = args
+        ctx.travel.begin(rows)
+        return rows.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *args: Any) -> Any:  # noqa: ARG004  the gradient of nothing
+        return ctx.travel.arrived(), None
+
+
+class _End(torch.autograd.Function):
+    """Ends an exchange; the backward begins that of the gradients."""
+
+    @staticmethod
+    def forward(*args: Any, **_: Any) -> Any:
+        ctx, _, ctx.travel = args
+        return ctx.travel.arrived()
 
     @staticmethod
     def backward(ctx: Any, *args: Any) -> Any:
-        group, received, sent = ctx.way
-        return _exchanged(args[0], group, sent, received), None, None, None
+        ctx.travel.begin(args[0], is_back=True)
+        return args[0].new_empty(0), None
 
 
-def _exchanged(rows: Tensor, group: ExpertGroup, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-    found = rows.new_empty(sum(received), rows.shape[1])
-    if not rows.is_meta:
-        group.exchange(found, rows.contiguous(), received, sent)
-    return found
+Steps = Generator[None, None, _Value]
+"""A computation that pauses after each start of an exchange."""
+
+
+def finished(steps: Steps[_Value]) -> _Value:
+    """The result, without pauses."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def in_turns(first: Steps[_Value], second: Steps[_Value]) -> tuple[_Value, _Value]:
+    """The results of two computations with equally many pauses; each goes on where the other pauses."""
+    while True:
+        try:
+            next(first)
+        except StopIteration as end:
+            return end.value, finished(second)
+        next(second)

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeloom.model.expert_parallel import ALL_EXPERTS, ExpertParallel
-from pipeloom.model.feed_forward import feed_forward
+from pipeloom.model.expert_parallel import ALL_EXPERTS, ExpertParallel, Steps, finished
+from pipeloom.model.feed_forward import GatedFeedForward, GeluFeedForward, feed_forward
 from pipeloom.model.parallel_layers import Split
 from pipeloom.model.tensor_parallel import TensorParallel
 from pipeloom.workload.model import Balance as BalanceKind
@@ -250,7 +250,9 @@ class ExpertFeedForward(nn.Module):
         self.experts = nn.ModuleDict(
             {str(one): feed_forward(config, layout.ffn, within) for one in range(layout.count)}
         )
-        self.shared = feed_forward(config, layout.shared * layout.ffn, within) if layout.shared else None
+        shared = feed_forward(config, layout.shared * layout.ffn, within) if layout.shared else None
+        assert not isinstance(shared, GeluFeedForward), "experts have gates"
+        self.shared: GatedFeedForward | None = shared
         self.balance = Balance(
             config.known_balance,
             layout.count,
@@ -266,6 +268,10 @@ class ExpertFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Each token by itself; returns what is added to the residual stream."""
+        return finished(self.steps(x))
+
+    def steps(self, x: Tensor) -> Steps[Tensor]:
+        """As ``forward``, with pauses while tokens travel."""
         parallel, scores = self._parallel, self.router(x)
         chosen = self.balance.choose(scores)
         chosen_BTk = parallel.every_token(chosen)
@@ -277,8 +283,12 @@ class ExpertFeedForward(nn.Module):
         weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
         x_BTH, weights_BTk = parallel.enter(x), parallel.enter(weights)
         order_K, sizes = self._kept(chosen_BTk, loads, most)
-        y_BTH = self._mixed(x_BTH, weights_BTk, order_K, sizes)
-        return parallel.leave(y_BTH if self.shared is None else y_BTH + self.shared(x_BTH))
+        rows_KH = _Rows.apply(x_BTH.flatten(0, 1), order_K, self._layout.per_token)
+        outputs_KH, shared_BTH = yield from self._outputs(rows_KH, sizes, x_BTH)
+        mixed_RH = _Back.apply(outputs_KH, order_K, weights_BTk.numel())
+        mixed_BTkH = mixed_RH.view(*weights_BTk.shape, -1)
+        y_BTH = (mixed_BTkH * weights_BTk.unsqueeze(-1)).sum(-2)
+        return parallel.leave(y_BTH if shared_BTH is None else y_BTH + shared_BTH)
 
     def _kept(self, chosen_BTk: Tensor, loads: Tensor | None, most: int | None) -> tuple[Tensor, Sequence[int]]:
         """The pairs that experts take, sorted by expert and then by token, and for each expert their number."""
@@ -294,20 +304,23 @@ class ExpertFeedForward(nn.Module):
         number = self._layout.count
         return [num_pairs * (one + 1) // number - num_pairs * one // number for one in range(number)]
 
-    def _mixed(self, x_BTH: Tensor, weights_BTk: Tensor, order_K: Tensor, sizes: Sequence[int]) -> Tensor:
-        """The weighted sum of the experts' outputs."""
-        rows_KH = _Rows.apply(x_BTH.flatten(0, 1), order_K, self._layout.per_token)
-        mixed_RH = _Back.apply(self._outputs(rows_KH, sizes), order_K, weights_BTk.numel())
-        mixed_BTkH = mixed_RH.view(*weights_BTk.shape, -1)
-        return (mixed_BTkH * weights_BTk.unsqueeze(-1)).sum(-2)
+    def _outputs(self, rows_KH: Tensor, sizes: Sequence[int], x_BTH: Tensor) -> Steps[tuple[Tensor, Tensor | None]]:
+        """Of rows in the order of the experts the output of each one's, on whichever rank it is; that of shared ones.
 
-    def _outputs(self, rows_KH: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Of rows in the order of the experts the output of each one's, on whichever rank it is."""
+        Rows travel while the shared ones are computed: there while those into them, back while the one out of them.
+        """
         if self._sharing.size == 1:
-            return self._computed(rows_KH, sizes)
+            return self._computed(rows_KH, sizes), None if self.shared is None else self.shared(x_BTH)
         route = self._sharing.route(sizes, rows_KH)
-        rows_SH = _Rows.apply(route.forth(rows_KH), route.order, 1)
-        return route.back(_Back.apply(self._computed(rows_SH, route.sizes), route.order, len(route.order)))
+        forth, back = route.forth(), route.back()
+        token = forth.start(rows_KH)
+        shared = None if self.shared is None else self.shared.inner(x_BTH)
+        yield
+        rows_SH = _Rows.apply(forth.end(token), route.order, 1)
+        token = back.start(_Back.apply(self._computed(rows_SH, route.sizes), route.order, len(route.order)))
+        shared = None if self.shared is None or shared is None else self.shared.down(shared)
+        yield
+        return back.end(token), shared
 
     def _computed(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         # An expert without tokens runs, too: its weights get a gradient, zeros.

@@ -29,9 +29,13 @@ class GatedFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Each token by itself; returns what is added to the residual stream."""
+        return self.down(self.inner(x))
+
+    def inner(self, x: Tensor) -> Tensor:
+        """The input of ``down``."""
         x_BTH = self._parallel.enter(x)
         gate_BTF, up_BTF = project(x_BTH, self.gate, self.up)
-        return self.down(self._activation(gate_BTF) * up_BTF)
+        return self._activation(gate_BTF) * up_BTF
 
 
 class GeluFeedForward(nn.Module):

@@ -75,6 +75,7 @@ def build_stage(
     with torch.device("meta"):
         stage = Transformer(config, max_positions, pieces, parallel, adapter).to(dtype)
     share_experts(stage, sharing)
+    stage.overlaps = sharing.overlaps
     if torch.device(device).type == "meta":
         if stage.borrows:
             sizes = {"max_positions": max_positions, "seed": seed}

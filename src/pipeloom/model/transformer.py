@@ -18,7 +18,7 @@ or this rank's share (``model.tensor_parallel``).
 
 # ruff: noqa: N803, N806 (upper-case letters in names are shapes)
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -30,6 +30,7 @@ from pipeloom.model.block_sparse import BlockSparseLinear, Pattern, layer_patter
 from pipeloom.model.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from pipeloom.model.deferred import OwnGradients
 from pipeloom.model.documents import Documents
+from pipeloom.model.expert_parallel import Steps, in_turns
 from pipeloom.model.experts import ExpertFeedForward
 from pipeloom.model.feed_forward import feed_forward
 from pipeloom.model.key_values import EarlierTokens, KeyValueCache
@@ -109,14 +110,38 @@ class Layer(nn.Module):
         documents: Documents | None = None,
     ) -> Tensor:
         """Residual stream to residual stream; ``rotary``, ``earlier`` and ``documents`` as in :class:`Attention`."""
+        x = self._attended(x, rotary, earlier, documents)
+        return self._fed(x, self.feed_forward(self.feed_forward_norm(x) if self._norms_precede else x))
+
+    def steps(self, x: Tensor, rotary: Rotary | None) -> Steps[Tensor]:
+        """As ``forward``, with pauses while tokens travel to experts."""
+        x, block = self._attended(x, rotary), self.feed_forward
+        read = self.feed_forward_norm(x) if self._norms_precede else x
+        return self._fed(x, (yield from block.steps(read)) if isinstance(block, ExpertFeedForward) else block(read))
+
+    def halves(self, first: Tensor, second: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+        """As ``forward``, of two parts of a micro-batch in turns."""
+        return in_turns(self.steps(first, rotary), self.steps(second, rotary))
+
+    def _attended(
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        earlier: EarlierTokens | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """The residual stream behind attention."""
+        read = self.attention_norm(x) if self._norms_precede else x
+        added = self.attention(read, rotary, earlier, documents)
         if not self._norms_precede:
-            x = x + self.attention_norm(self.attention(x, rotary, earlier, documents))
-            return x + self.feed_forward_norm(self.feed_forward(x))
-        if self._norms_follow:
-            x = x + self.attention_post_norm(self.attention(self.attention_norm(x), rotary, earlier, documents))
-            return x + self.feed_forward_post_norm(self.feed_forward(self.feed_forward_norm(x)))
-        x = x + self.attention(self.attention_norm(x), rotary, earlier, documents)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+            added = self.attention_norm(added)
+        return x + (self.attention_post_norm(added) if self._norms_precede and self._norms_follow else added)
+
+    def _fed(self, x: Tensor, added: Tensor) -> Tensor:
+        """The residual stream behind the feed-forward block, which returned what it adds."""
+        if not self._norms_precede:
+            added = self.feed_forward_norm(added)
+        return x + (self.feed_forward_post_norm(added) if self._norms_precede and self._norms_follow else added)
 
 
 class Head(nn.Module, OwnGradients):
@@ -183,6 +208,7 @@ class Transformer(nn.Module):
         self.pieces = pieces
         self.parallel = parallel
         self.context = WHOLE_SEQUENCES
+        self.overlaps = False  # whether layers run on the halves of a micro-batch in turns
         self.embedding = Embedding(config, max_positions, parallel) if 0 in pieces else None
         kind = _layer_class(config.family)
         # A dict with layer numbers of the whole model as keys, so that names are global on every stage. Layers that
@@ -304,15 +330,34 @@ class Transformer(nn.Module):
         positions = places_T if documents is None else documents.positions(places_T)
         x = self.parallel.from_boundary(x) if self.embedding is None else self.embedding(x, positions)
         rotary = self._rotary(positions, x)
-        for number in self.numbers:
-            layer = self.layers[str(self._owner[number])]
-            assert isinstance(layer, Layer)
-            earlier = None if cache is None else cache.earlier(str(number), begin)
-            own = rotary.get(layer.attention.window is not None)
-            x = run_part(layer, x, own, earlier, documents, recomputes=layer.recomputes)
+        if self.overlaps and len(x) > 1 and cache is None and documents is None:
+            x = self._in_halves(x, rotary)
+        else:
+            for number, layer, own in self._in_order(rotary):
+                earlier = None if cache is None else cache.earlier(str(number), begin)
+                x = run_part(layer, x, own, earlier, documents, recomputes=layer.recomputes)
         if self.head is None:
             return self.parallel.to_boundary(x)
         return self.head(x, self._borrowed_VH if self.embedding is None else self.embedding.tokens.weight)
+
+    def _in_order(self, rotary: Mapping[bool, Rotary]) -> Iterator[tuple[int, Layer, Rotary | None]]:
+        """The layers with their numbers and their angles."""
+        for number in self.numbers:
+            layer = self.layers[str(self._owner[number])]
+            assert isinstance(layer, Layer)
+            yield number, layer, rotary.get(layer.attention.window is not None)
+
+    def _in_halves(self, x: Tensor, rotary: Mapping[bool, Rotary]) -> Tensor:
+        """Run the layers on the halves of a micro-batch in turns; what a layer recomputes, it computes alone."""
+        layers, (first, second) = list(self._in_order(rotary)), x.chunk(2)
+        while layers:
+            number = next((n for n, (_, one, _) in enumerate(layers) if one.recomputes), len(layers))
+            ahead, layers = layers[:number], layers[number:]
+            first, second = in_turns(*(_through(half, ahead) for half in (first, second)))
+            if layers:
+                (_, layer, own), *layers = layers
+                first, second = run_part(layer.halves, first, second, own, recomputes=True)
+        return torch.cat([first, second])
 
     def _rotary(self, positions: Tensor, x: Tensor) -> dict[bool, Rotary]:
         """Rotary angles of these positions for layers without and with a window; empty for learned positions."""
@@ -335,6 +380,12 @@ class Transformer(nn.Module):
                 f"the model takes sequences of at most {self.max_positions} tokens, found {num_tokens}; "
                 "shorten the sequence or build the model with a larger max_positions (data.seq_len)"
             )
+
+
+def _through(x: Tensor, layers: Sequence[tuple[int, Layer, Rotary | None]]) -> Steps[Tensor]:
+    for _, layer, rotary in layers:
+        x = yield from layer.steps(x, rotary)
+    return x
 
 
 def _keep_blocks(layer: Layer, path: str, pattern: Pattern) -> None:

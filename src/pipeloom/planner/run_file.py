@@ -70,7 +70,7 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
             software=software,
             attention=run.attention,
             fused_norm=run.fused_norm,
-            expert_load=run.expert_load if run.ep > 1 and run.expert_load > 1 else None,
+            expert_load=run.fullest_load if run.fullest_load > 1 else None,
         ),
     )
     return with_recipe(config)

@@ -290,6 +290,7 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
         products=products_of(config.training.matmul_dtype),
         replicate=layout.replicate or 1,
         ep=layout.ep,
+        ep_overlap=layout.ep_overlap,
         expert_load=machine.known_expert_load,
         layers_by_stage=None if layout.partition is None else layers_of_pieces(layout.partition),
         placement=config.choice().placement_name,

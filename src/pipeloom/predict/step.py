@@ -1,9 +1,9 @@
 """Prediction of a run's training step: schedule, trace, times, memory, and each rank's time by cause."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import fmean
-from typing import NamedTuple
 
 from pipeloom.analysis.bubble import BubbleAccount, account_bubble
 from pipeloom.analysis.memory import MemoryCurve, memory_over_time
@@ -12,6 +12,7 @@ from pipeloom.cost.costs import ActionCosts, StageCosts
 from pipeloom.cost.exchanges import StepTerms, drain_s, stage_collectives_s, step_terms, update_s
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.memory import Memory
+from pipeloom.cost.pieces import InnerSeconds, PieceSeconds
 from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.slices import SliceModel
 from pipeloom.cost.software import Software
@@ -40,7 +41,7 @@ from pipeloom.simulation import simulate
 from pipeloom.terminal.notebook import Pictured
 from pipeloom.terminal.words import count, format_bytes, seconds
 from pipeloom.trace import Trace
-from pipeloom.workload.layout import Shard, even_slices
+from pipeloom.workload.layout import Recompute, Shard, even_slices
 from pipeloom.workload.run import Run
 
 
@@ -85,13 +86,6 @@ class Prediction:
         # Free memory, not used memory, since devices may differ.
         over = [memory.total_bytes - room for memory, room in zip(self.memory_by_rank, self.device_bytes, strict=True)]
         return over.index(max(over))
-
-
-class RingSeconds(NamedTuple):
-    """Seconds of a step's exchange of keys and values on a rank's link, and those of them that attention waits for."""
-
-    busy_s: float
-    exposed_s: float
 
 
 @dataclass(frozen=True)
@@ -263,34 +257,36 @@ class SimulatedStep(Pictured, OfPlaced):
         )
 
     @cached_property
-    def ring_s(self) -> RingSeconds:
+    def ring_s(self) -> InnerSeconds:
         """The exchange of keys and values over the context axis, in the mean of the pipeline ranks."""
-        placed, owner = self.placed, self.placed.placement.rank_by_stage
         busy_s = exposed_s = 0.0
-        if self.run.cp == 1:
-            return RingSeconds(busy_s, exposed_s)
-        # A recomputed forward exchanges again.
-        again = {"none": 0, "selective": 1, "full": 1}
-        for stages, rank in zip(layers_by_kind(self.run, self.software), owner, strict=True):
-            for alike, number in stages:
-                pieces, forwards = placed.of(alike).pieces[rank], 1 + again[alike.recompute] + self.recomputed_share
-                busy_s += number * (forwards * pieces.ring_busy_s[0] + pieces.ring_busy_s[1])
-                exposed_s += number * (forwards * pieces.ring_exposed_s[0] + pieces.ring_exposed_s[1])
+        for pieces, number, recompute in self._layer_kinds() if self.run.cp > 1 else ():
+            forwards = 1 + (recompute != "none") + self.recomputed_share  # a recomputed forward exchanges again
+            busy_s += number * (forwards * pieces.ring_busy_s[0] + pieces.ring_busy_s[1])
+            exposed_s += number * (forwards * pieces.ring_exposed_s[0] + pieces.ring_exposed_s[1])
         each = self.run.num_microbatches / self.schedule.num_ranks
-        return RingSeconds(busy_s * each, exposed_s * each)
+        return InnerSeconds(busy_s * each, exposed_s * each)
 
     @cached_property
-    def travel_s(self) -> float:
-        """Seconds of the exchanges of tokens between ranks that share experts, in the mean of the pipeline ranks."""
-        placed, owner, total_s = self.placed, self.placed.placement.rank_by_stage, 0.0
-        if self.run.ep == 1:
-            return total_s
+    def travel_s(self) -> InnerSeconds:
+        """The exchanges of tokens between ranks that share experts, in the mean of the pipeline ranks."""
+        busy_s = exposed_s = 0.0
+        for pieces, number, recompute in self._layer_kinds() if self.run.ep > 1 else ():
+            forwards, (forth_s, back_s) = 1 + self.recomputed_share, pieces.hidden_travel_s
+            own_s = (forwards + (recompute == "full")) * pieces.travel_s[0] + pieces.travel_s[1]
+            busy_s, exposed_s = busy_s + number * own_s, exposed_s + number * (own_s - forwards * forth_s - back_s)
+        if self.run.ep_overlap:  # each stage exposes its last exchange
+            placed = self.placed
+            exposed_s += sum(sum(placed.pieces[rank].stage) for rank in placed.placement.rank_by_stage)
+        each = self.run.num_microbatches / self.schedule.num_ranks
+        return InnerSeconds(busy_s * each, exposed_s * each)
+
+    def _layer_kinds(self) -> Iterator[tuple[PieceSeconds, int, Recompute]]:
+        """For each kind of layers of each stage their seconds, number, and what they recompute."""
+        placed, owner = self.placed, self.placed.placement.rank_by_stage
         for stages, rank in zip(layers_by_kind(self.run, self.software), owner, strict=True):
             for alike, number in stages:
-                forth_s, back_s = placed.of(alike).pieces[rank].travel_s
-                forwards = 1 + (alike.recompute == "full") + self.recomputed_share
-                total_s += number * (forwards * forth_s + back_s)
-        return total_s * self.run.num_microbatches / self.schedule.num_ranks
+                yield placed.of(alike).pieces[rank], number, alike.recompute
 
     @property
     def bubble_fraction(self) -> float:

@@ -34,7 +34,8 @@ def loads_of(
     """
     if config.model.experts is None:
         return None
-    return ExpertLoads(modules, make_load_group(config.layout, world, timeout, log), world.device)
+    group = make_load_group(config.layout, world, timeout, log)
+    return ExpertLoads(modules, group, world.device, config.layout.ep)
 
 
 def shared_experts(

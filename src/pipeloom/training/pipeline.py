@@ -82,7 +82,8 @@ class Pipeline:
         self._tensor_group = make_tensor_group(layout, world, _patience(config), log)
         self._parallel = TensorParallel(self._tensor_group, layout.sequence_parallel)
         self._context = ContextParallel(make_context_group(layout, world, _patience(config), log))
-        self._sharing = ExpertParallel(make_expert_group(layout, world, _patience(config), log))
+        travels = make_expert_group(layout, world, _patience(config), log)
+        self._sharing = ExpertParallel(travels, layout.ep_overlap)
         self._vocabulary = SplitVocabulary(self._parallel, config.model.vocab_size or 0)
         self.store = make_store(config)
         self.data_parallel = DataParallel(

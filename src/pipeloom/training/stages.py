@@ -246,7 +246,7 @@ def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *,
     parallel = TensorParallel(TensorGroup(layout.tp, layout.tp - 1), layout.sequence_parallel)
     vocabulary = SplitVocabulary(parallel, config.model.vocab_size or 0)
     context = ContextParallel(ContextGroup(layout.cp, layout.cp - 1))
-    sharing = ExpertParallel(ExpertGroup(layout.ep, layout.ep - 1))
+    sharing = ExpertParallel(ExpertGroup(layout.ep, layout.ep - 1), layout.ep_overlap)
     module = stage_of(config, pieces, "meta", parallel=parallel, context=context, sharing=sharing)
     module.set_recompute(by_layer)
     if splits:

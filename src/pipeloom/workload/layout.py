@@ -126,6 +126,9 @@ class Layout(WithAxes):
     ep: Count = 1
     """Expert-parallel size: neighboring ranks of the data axis that share the experts of each layer. Each of them has
     1 / ep of the experts, and tokens travel to the ranks of theirs and back. It divides dp * cp."""
+    ep_overlap: bool = False
+    """With ep: each stage computes the halves of a micro-batch in turns, so that tokens of one half travel to experts
+    and back while the other is computed. Needs a microbatch_size of at least 2."""
     replicate: Count | None = None
     """Hybrid sharding: copies of the sharded state, each sharded over dp / replicate ranks (times cp). None: one copy,
     sharded over all of them."""
@@ -340,7 +343,8 @@ class Layout(WithAxes):
             if rest == 0:
                 # A divisor of both: what divided the experts still does.
                 ep = gcd(self.ep, replicas * self.cp)
-                yield replace(self, dp=replicas, ep=ep, num_microbatches=each, microbatches=None)
+                overlaps = self.ep_overlap and ep > 1
+                yield replace(self, dp=replicas, ep=ep, ep_overlap=overlaps, num_microbatches=each, microbatches=None)
 
     def of_forwards(self) -> "Layout":
         """The same stages on the ranks of one replica, which run forwards only, of whole sequences."""
@@ -409,6 +413,16 @@ class Layout(WithAxes):
         """All groups of ranks that hold the same shard of the same stages."""
         size = self.shard_size
         return [ranks[first::size] for ranks in self.data_groups() for first in range(size)]
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether ranks share the experts of a layer, or sizes are wrong, which is reported elsewhere."""
+        return self.ep != 1
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether a micro-batch has sequences for two halves."""
+        return self.microbatch_size > 1
 
     @property
     def expert_shard(self) -> Shard:

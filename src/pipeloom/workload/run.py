@@ -42,6 +42,7 @@ class Run(WithAxes):
         products: of the operands of linear layers, which are then cast; ``None``: ``precision``.
         replicate: copies of the sharded state; each is sharded over ``data_ranks / replicate`` ranks.
         ep: neighboring data ranks that share the experts of a layer, each with as many.
+        ep_overlap: whether stages compute the halves of a micro-batch in turns, while tokens of the other travel.
         expert_load: pairs of a token and an expert on the rank with most / their mean, among ranks that share experts.
         segment: of the state, the parameters that are counted: all, or those that as many ranks hold.
         layers_by_stage: layers of each stage; ``None``: as the training program divides them.
@@ -77,6 +78,7 @@ class Run(WithAxes):
     products: Products | None = None
     replicate: int = 1
     ep: int = 1
+    ep_overlap: bool = False
     expert_load: float = 1.0
     segment: Literal["all", "dense", "experts"] = "all"
     layers_by_stage: tuple[int, ...] | None = None
@@ -236,7 +238,12 @@ class Run(WithAxes):
 
         Loads of the experts of one rank are taken as equal.
         """
-        return self._within_capacity(self.pairs * (self.expert_load if self.ep > 1 else 1.0))
+        return self._within_capacity(self.pairs * self.fullest_load)
+
+    @property
+    def fullest_load(self) -> float:
+        """``expert_load``, or 1 where every rank has all experts."""
+        return self.expert_load if self.ep > 1 else 1.0
 
     @property
     def pairs(self) -> float:
@@ -331,6 +338,7 @@ _OF_PIECES = {
     "tp",
     "cp",
     "ep",
+    "ep_overlap",
     "expert_load",
     "micro_batch",
     "recompute",

@@ -44,7 +44,7 @@ def test_the_metrics_of_a_step_are_those_of_its_trace():
     config = small_run_config()
     layout = config.layout
     trace = simulate(lower(make_schedule("breadth-first", pp=2, loops=2, num_microbatches=4)), Costs(1.0, 2.0))
-    sums = [0.0] * (5 + layout.pp)
+    sums = [0.0] * (7 + layout.pp)
     for rank in range(layout.num_ranks):
         meter = StepMeter(config, SimpleNamespace(rank=rank, device=torch.device("cpu")))
         own = meter.own(SimpleNamespace(trace=trace), 0.25)
@@ -69,7 +69,7 @@ def test_mfu_is_the_share_of_the_datasheets_peak(monkeypatch):
     config = small_run_config()
     config = replace(config, training=replace(config.training, dtype="bfloat16"))
     meter = StepMeter(config, SimpleNamespace(rank=0, device=torch.device("cuda", 0)))
-    found = meter.metrics([0.0] * 5, 1e6)
+    found = meter.metrics([0.0] * 7, 1e6)
     assert found["mfu"] == pytest.approx(found["model_flops_per_s"] / 989e12)
 
 

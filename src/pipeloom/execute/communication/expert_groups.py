@@ -1,6 +1,7 @@
 """The groups of ranks that share experts, and of those that hold the same ones."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 from torch import Tensor
@@ -27,13 +28,24 @@ class TravelGroup(ExpertGroup):
         self._processes = processes
         self._is_waiting = False
 
-    def exchange(
+    def start(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
-    ) -> None:
+    ) -> Callable[[], None]:
         """All-to-all of slices."""
+        with self._waiting():
+            end = self._group.exchange(received.split(list(received_sizes)), sent.split(list(sent_sizes)))
+
+        def finish() -> None:
+            with self._waiting():
+                end()
+
+        return finish
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
         self._is_waiting = True
         with located(self.position):
-            self._group.exchange(received.split(list(received_sizes)), sent.split(list(sent_sizes)))()
+            yield
         self._is_waiting = False
 
     def position(self) -> str:

@@ -25,15 +25,16 @@ class ExpertLoads(Part):
         modules: this rank's stages by index.
         group: the replicas; used for nothing else.
         device: of the stages.
+        size: number of ranks that share the experts.
     """
 
     kinds = frozenset()
 
-    def __init__(self, modules: Mapping[int, nn.Module], group: Group, device: torch.device) -> None:
+    def __init__(self, modules: Mapping[int, nn.Module], group: Group, device: torch.device, size: int) -> None:
         found = {stage: list(balances_of(module).values()) for stage, module in modules.items()}
         self._balances = {stage: every for stage, every in found.items() if every}
         self._modules = [modules[stage] for stage in self._balances]
-        self._group, self._device = group, device
+        self._group, self._device, self._size = group, device, size
         self._sums: dict[int, tuple[Tensor, Finish]] = {}
         self._trains = False
 
@@ -79,9 +80,10 @@ class ExpertLoads(Part):
             float(counts.max() * len(counts) / counts.sum().clamp(min=1)) for counts in every if counts is not None
         )
 
-    def most_of_ranks(self, size: int) -> float:
-        """As ``most``, of so many ranks that share the experts: tokens of the fullest one / the mean."""
-        every = (one.counts for one in self._every)
+    @property
+    def most_of_ranks(self) -> float:
+        """As ``most``, of the ranks that share experts: tokens of the fullest one / the mean."""
+        size, every = self._size, (one.counts for one in self._every)
         of_ranks = (counts.view(size, -1).sum(1) for counts in every if counts is not None)
         return sum(float(counts.max() * size / counts.sum().clamp(min=1)) for counts in of_ranks)
 

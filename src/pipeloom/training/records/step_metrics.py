@@ -30,7 +30,6 @@ class StepMeter:
     def __init__(self, config: RunConfig, world: World) -> None:
         layout = config.layout
         self._num_ranks, self._num_pipelines, self._pp = layout.num_ranks, layout.num_ranks // layout.pp, layout.pp
-        self._ep = layout.ep
         self._pipeline_rank = layout.coordinates(world.rank).pipeline
         self._device = world.device
         self._flops: float | None = None  # of a model without formulas
@@ -39,6 +38,7 @@ class StepMeter:
             self._flops = shape_model_flops(shape, config.data.seq_len, config.frozen_pieces, config.pairs)
         experts = None if config.model.adapted is not None else config.model.expert_layout
         layers = range(config.model.num_layers)
+        self._shares_experts = layout.shares_experts
         self._drops = experts is not None and experts.capacity is not None
         self._num_routed = 0 if experts is None else sum(map(experts.are_in, layers))
         is_cuda = world.device.type == "cuda"
@@ -51,7 +51,7 @@ class StepMeter:
         own = self._pipeline_rank
         bytes_ = [0.0] * self._pp
         bytes_[own] = float(_peak_bytes(self._device))
-        of_loads = (0.0,) * 3 if loads is None else (loads.most, loads.most_of_ranks(self._ep), loads.dropped)
+        of_loads = (0.0,) * 3 if loads is None else (loads.most, loads.most_of_ranks, loads.dropped)
         busy_s, step_s = float(trace.compute(own).duration_s.sum()), trace.end_s - trace.start_s
         return [busy_s, step_s, exposed_s(trace, own), waited_s, *of_loads, *bytes_]
 
@@ -83,7 +83,7 @@ class StepMeter:
         }
         if self._num_routed:
             of_loads = {"expert_load": most, "expert_rank_load": most_of_ranks, "expert_dropped": dropped}
-            left_out = {"expert_rank_load": self._ep == 1, "expert_dropped": not self._drops}
+            left_out = {"expert_rank_load": not self._shares_experts, "expert_dropped": not self._drops}
             number = self._num_pipelines * self._num_routed
             found |= {name: one / number for name, one in of_loads.items() if not left_out.get(name)}
         if self._flops is None:
