@@ -116,3 +116,22 @@ def test_a_launcher_starts_processes_itself(tmp_path, monkeypatch, capsys):
     assert main(["train", "--restart.times", "2"]) == 2
     assert "restart.times 2 has no effect under a launcher" in capsys.readouterr().err
     assert list(Path().iterdir()) == []
+
+
+def test_ranks_that_share_experts_lose_one_and_go_on_from_their_states_in_memory(tmp_path):
+    words = "--layout.pp 1 --layout.dp 4 --layout.loops 1 --layout.ep 2 --layout.num-microbatches 3 --model.experts 6"
+    quiet = Chaos(tmp_path / "quiet", STEPS, words)
+    quiet.start()
+    chaos = Chaos(tmp_path / "chaos", STEPS, f"{words} --restart.times 1 --restart.layout plan")
+    chaos.start()
+    for step in (3, 6):
+        chaos.do(Fault("kill", 2, step, 0.0))
+    chaos.finish()
+    quiet.finish()
+    assert [re.search("in memory|on the disk", line).group() for line in restarts(chaos)] == ["in memory"] * 2
+    config, problems = read_run_file(chaos.run / "config.toml")
+    assert problems == []
+    assert config.layout.num_ranks == 3
+    # On other ranks sums are in another order.
+    for own, other in zip(curve(chaos.run), curve(quiet.run), strict=True):
+        assert own == pytest.approx(other, rel=1e-3)

@@ -20,7 +20,7 @@ from pipeloom.errors import ConfigError
 from pipeloom.planner.fewer_nodes import OnNodes, Ways, fewer_replicas, nodes_of, planned, waits
 from pipeloom.planner.goals import DAY_S, SPANS, amount_or_note
 from pipeloom.planner.peers import Served, Swarm, serve
-from pipeloom.planner.survival import Event, Goodput, Stops, best_interval_s, random_events, walk
+from pipeloom.planner.survival import Event, Goodput, Stops, best_interval_s, numbers_up, random_events, walk
 from pipeloom.predict.describe import describe, described_problems
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.system.files import read_text
@@ -44,9 +44,10 @@ _FAILURES = 2000
 class Options(RunConfig):
     """Options of ``pipeloom survive``.
 
-    Goodput is the share of time in which the run makes the progress of all its nodes. Failures of nodes are random, or
-    those of a file. Three ways to go on are compared: wait for the node, use fewer replicas of the pipeline, and plan
-    another layout for the nodes that are left. All start again from the last checkpoint; any layout reads it.
+    Goodput is the share of time in which the run makes the progress of the fastest layout on all its nodes: its own, or
+    that of the planner. Failures of nodes are random, or those of a file. Three ways to go on are compared: wait for
+    the node, use fewer replicas of the pipeline, and plan another layout for the nodes that are up. All start again
+    from the last checkpoint; any layout reads it.
     --rebalance-every adds a simulation of peers that come and go while the others go on, which train cannot do.
     """
 
@@ -115,20 +116,23 @@ def run(words: list[str]) -> int:
     own = waits(options)(nodes_of(options))
     assert own.step is not None
     # Less often than once a step is not possible.
-    interval_s = max(best_interval_s(hazard.mtbf_s / own.num_nodes, checkpoint_s), own.step.prediction.step_time_s)
+    interval_s = max(best_interval_s(hazard.mtbf_s / own.num_nodes, checkpoint_s), own.step_s)
     stops = Stops(checkpoint_s=checkpoint_s, restart_s=restart_s, interval_s=interval_s)
+    numbers = sorted(numbers_up(hazard.events, hazard.num_nodes))
     ways = {
         "wait for the node": waits(options),
         "fewer replicas": fewer_replicas(options),
-        "planned anew": planned(options, options.budget_s),
+        "planned anew": planned(options, options.budget_s, numbers),
     }
-    walks = [_walk(hazard, way, stops, name) for name, way in ways.items()]
+    layouts = {name: _layouts(way, numbers, name) for name, way in ways.items()}
+    fastest_s = min(on.step_s for each in layouts.values() for on in each.values())
+    walks = [_walk(hazard, name, each, stops, fastest_s) for name, each in layouts.items()]
     swarm = None if moves is None else _swarm(options, own.step, *moves)
     served = () if swarm is None else _served(hazard, swarm)
     if options.json:
         print(json.dumps(_to_json(options, hazard, stops, walks, served)))
     else:
-        sections = _sections(options, hazard, stops, walks, own.step.prediction.step_time_s)
+        sections = _sections(options, hazard, stops, walks, own.step_s)
         print_sections(sections if swarm is None else [*sections, _peers_section(swarm, served)])
     return 0
 
@@ -141,25 +145,31 @@ class _Walked:
         name: of the way to go on.
         goodput: of the walk.
         layouts: number of nodes that were up -> what ran on them.
+        fastest_s: seconds of the fastest step of all ways, relative to which speeds are.
     """
 
     name: str
     goodput: Goodput
     layouts: dict[int, OnNodes]
+    fastest_s: float
 
 
-def _walk(hazard: _Hazard, way: Ways, stops: Stops, name: str) -> _Walked:
+def _layouts(way: Ways, numbers: Sequence[int], name: str) -> dict[int, OnNodes]:
     columns = (TextColumn(f"{name}: {{task.fields[nodes]}}"), TimeElapsedColumn())
-    seen = dict[int, OnNodes]()
+    found = dict[int, OnNodes]()
     with Bar(sys.stderr, *columns, total=1, transient=True, nodes="") as bar:
+        for number in numbers:
+            bar.update(0, nodes=count(number, "node"))
+            found[number] = way(number)
+    return found
 
-        def used(num_up: int) -> tuple[int, float]:
-            bar.update(0, nodes=count(num_up, "node"))
-            found = seen[num_up] = way(num_up)
-            return found.num_nodes, found.speed
 
-        goodput = walk(hazard.events, hazard.num_nodes, used, stops, hazard.span_s, mtbf_s=hazard.mtbf_s)
-    return _Walked(name, goodput, seen)
+def _walk(hazard: _Hazard, name: str, layouts: dict[int, OnNodes], stops: Stops, fastest_s: float) -> _Walked:
+    def used(num_up: int) -> tuple[int, float]:
+        return layouts[num_up].num_nodes, fastest_s / layouts[num_up].step_s
+
+    goodput = walk(hazard.events, hazard.num_nodes, used, stops, hazard.span_s, mtbf_s=hazard.mtbf_s)
+    return _Walked(name, goodput, layouts, fastest_s)
 
 
 def _swarm(options: Options, step: SimulatedStep, every_s: float, move_s: float | None) -> Swarm:
@@ -309,23 +319,29 @@ def _sections(options: Options, hazard: _Hazard, stops: Stops, walks: list[_Walk
         ),
     ]
     words = (
-        "Shares of the time. useful is the goodput: progress at the speed of all nodes. slower is lost where fewer "
-        "nodes compute, repeated are steps since the last checkpoint, waiting is time in which no layout fits."
+        "Shares of the time. useful is the goodput: progress at the speed of the fastest layout on all nodes. slower "
+        "is lost where steps take longer than with that one, repeated are steps since the last checkpoint, waiting is "
+        "time in which no layout fits."
     )
-    faster = [number for one in walks for number, on in one.layouts.items() if number < nodes and on.speed > 1]
-    if faster:
+    fastest_s = walks[0].fastest_s
+    if fastest_s < step_s:
         head.append(
-            f"on {count(max(faster), 'node')} the planner finds a faster layout than that of the run on {nodes}: "
-            "`pipeloom plan` finds a better one for all of them"
+            f"the layout of the run takes {percent(step_s / fastest_s - 1)} longer than the fastest that the planner "
+            f"finds on {count(nodes, 'node')}, {fastest_s:.3g} s: as long as the run has its own layout, that is in "
+            "the share of slower"
         )
     parts = [Section(parts=[head]), Section("Goodput", parts=[shares, words], is_wide=True)]
     if rows := {
-        f"{number:,} up, {one.name}": {"nodes": str(on.num_nodes), "speed": percent(on.speed), **layout_cells(on.step)}
-        for number in range(nodes - 1, max(-1, nodes - 1 - _SHOWN), -1)
+        f"{number:,} up, {one.name}": {
+            "nodes": str(on.num_nodes),
+            "speed": percent(fastest_s / on.step_s),
+            **layout_cells(on.step),
+        }
+        for number in range(nodes, max(-1, nodes - 1 - _SHOWN), -1)
         for one in walks
         if (on := one.layouts.get(number)) is not None and on.step is not None
     }:
-        parts.append(Section("On fewer nodes", parts=[table_of_cells("", rows)], is_wide=True))
+        parts.append(Section("Layouts", parts=[table_of_cells("", rows)], is_wide=True))
     return parts
 
 
@@ -354,9 +370,10 @@ def _to_json(
     """What ``--json`` prints, in seconds and fractions.
 
     Keys: ``num_nodes``, ``num_spares``, ``mtbf_s`` (of a node), ``span_s``, ``checkpoint_s``, ``restart_s``,
-    ``best_interval_s``, ``ways`` (of each way to go on the shares of the time, and ``num_failures``). With
-    --rebalance-every also ``peers``: by ``never`` and ``rebalanced`` the share of the speed of the nodes that are up
-    (``of_up``), of all nodes (``of_all``), ``num_moves``, and ``empty_s`` in which a pipeline rank had no node.
+    ``best_interval_s``, ``fastest_step_s`` (of the layout at whose speed all time would be useful), ``ways`` (of each
+    way to go on the shares of the time, and ``num_failures``). With --rebalance-every also ``peers``: by ``never`` and
+    ``rebalanced`` the share of the speed of the nodes that are up (``of_up``), of all nodes (``of_all``),
+    ``num_moves``, and ``empty_s`` in which a pipeline rank had no node.
     """
     peers = {
         name: {"of_up": one.share, "of_all": one.done / one.of_all, "num_moves": one.num_moves, "empty_s": one.empty_s}
@@ -370,6 +387,7 @@ def _to_json(
         "checkpoint_s": stops.checkpoint_s,
         "restart_s": stops.restart_s,
         "best_interval_s": stops.interval_s,
+        "fastest_step_s": walks[0].fastest_s,
         "ways": {one.name: {**one.goodput.shares, "num_failures": one.goodput.num_failures} for one in walks},
         **({"peers": peers} if peers else {}),
     }

@@ -137,7 +137,6 @@ def expert_sharing_problems(config: RunConfig) -> Problems:
         "schedule.balance, which moves activations of known sizes": schedule.balance,
         "schedule.offload, which moves activations of known sizes": schedule.offload,
         "layout.average_every, whose replicas step alone": layout.average_every is not None,
-        "restart.layout plan, which goes on with all experts on every rank": config.restart.layout == "plan",
         "optimizer.update stage, which updates each stage as one": config.optimizer.update == "stage",
         "training.check_every, whose ranks compute stages without the others": config.training.check_every is not None,
     }

@@ -1,7 +1,7 @@
 """What a run does on fewer nodes than its own: with fewer replicas, or with the layout that the planner finds."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,13 +24,16 @@ class OnNodes:
 
     Attributes:
         num_nodes: that it uses; 0 if nothing fits.
-        speed: batches a second relative to those of the run on all of its nodes.
         step: its predicted step; ``None`` if nothing fits.
     """
 
     num_nodes: int = 0
-    speed: float = 0.0
     step: SimulatedStep | None = None
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of its step; infinite if nothing fits."""
+        return math.inf if self.step is None else self.step.prediction.step_time_s
 
 
 Ways = Callable[[int], OnNodes]
@@ -44,7 +47,7 @@ def nodes_of(config: RunConfig) -> int:
 
 def waits(config: RunConfig) -> Ways:
     """The run's own layout, on all of its nodes or not at all."""
-    own = OnNodes(nodes_of(config), 1.0, predict_step(config))
+    own = OnNodes(nodes_of(config), predict_step(config))
     return lambda num_up: own if num_up >= own.num_nodes else OnNodes()
 
 
@@ -58,7 +61,7 @@ def fewer_replicas(config: RunConfig) -> Ways:
             return own
         for layout in config.layout.with_fewer_replicas(num_up * per_node):
             if (found := _fitting(config.under(layout))) is not None:
-                return _relative(found, own, math.ceil(layout.num_ranks / per_node))
+                return OnNodes(math.ceil(layout.num_ranks / per_node), found)
         return OnNodes()
 
     return on
@@ -100,7 +103,6 @@ def question_on(config: RunConfig, run: Run, cluster: str | Cluster, program: st
         attention=run.attention,
         fused_norm=run.fused_norm,
         boundary=run.boundary,
-        ep=(1, run.ep),
     )
     return of_training(question, config)
 
@@ -132,32 +134,39 @@ def _planned_on(config: RunConfig, placed: Placed, num_devices: int, budget_s: f
         return None
 
 
-def planned(config: RunConfig, budget_s: float) -> Ways:
-    """The fastest layout for the same batch on the most nodes for which there is one.
+def planned(config: RunConfig, budget_s: float, numbers: Iterable[int]) -> Ways:
+    """The fastest layout for the same batch on the nodes that are up, or on fewer of them.
+
+    With more nodes up it is never slower: the layouts of all smaller numbers take part, and on all nodes that of the
+    run.
 
     Args:
         config: of the run.
         budget_s: seconds of the search for each number of nodes.
+        numbers: of nodes that will be up.
     """
     placed, own = describe(config), waits(config)(nodes_of(config))
     per_node = placed.cluster.devices_per_node
+    likely = sorted({min(number, own.num_nodes) for number in numbers}, reverse=True)
 
     @cache
-    def best(num_nodes: int) -> SimulatedStep | None:
-        return _planned_on(config, placed, num_nodes * per_node, budget_s)
+    def best(num_nodes: int) -> OnNodes:
+        found = _planned_on(config, placed, num_nodes * per_node, budget_s)
+        return OnNodes() if found is None else OnNodes(num_nodes, found)
 
     @cache
     def on(num_up: int) -> OnNodes:
-        if num_up >= own.num_nodes:
-            return own
-        for num_nodes in range(num_up, 0, -1):
-            if (found := best(num_nodes)) is not None:
-                return _relative(found, own, num_nodes)
-        return OnNodes()
+        num_nodes = min(num_up, own.num_nodes)
+        among = [own] if num_nodes == own.num_nodes else []
+        among += [best(number) for number in likely if 0 < number <= num_nodes]
+        if (found := min(among, key=_step_s, default=OnNodes())).step is not None:
+            return found
+        # Where none of these numbers divides the batch, a smaller one may.
+        smaller = (best(number) for number in range(num_nodes - 1, 0, -1))
+        return next((one for one in smaller if one.step is not None), OnNodes())
 
     return on
 
 
-def _relative(step: SimulatedStep, own: OnNodes, num_nodes: int) -> OnNodes:
-    assert own.step is not None
-    return OnNodes(num_nodes, own.step.prediction.step_time_s / step.prediction.step_time_s, step)
+def _step_s(on: OnNodes) -> float:
+    return on.step_s

@@ -7,6 +7,7 @@ import heapq
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, fields
+from itertools import accumulate
 from math import exp, inf
 from typing import NamedTuple
 
@@ -45,8 +46,8 @@ class Goodput:
     """Where the time of a training went, in seconds; all parts together are the time itself.
 
     Attributes:
-        useful_s: the time in which the whole cluster makes the same progress.
-        slower_s: lost because fewer nodes than all of them did the steps.
+        useful_s: the time in which the fastest layout on the whole cluster makes the same progress.
+        slower_s: lost because steps took longer than with the fastest layout on the whole cluster.
         checkpoints_s: steps waited for a checkpoint.
         repeated_s: of steps after the last checkpoint before a failure, which were done again.
         restarts_s: between a failure and the next step.
@@ -121,6 +122,16 @@ def random_events(num_nodes: int, mtbf_s: float, repair_s: float, span_s: float,
     return sorted(events)
 
 
+def numbers_up(events: Iterable[Event], num_nodes: int) -> set[int]:
+    """The numbers of nodes that are up at some time.
+
+    Args:
+        events: by time.
+        num_nodes: up at the start.
+    """
+    return set(accumulate((1 if event.is_up else -1 for event in events), initial=num_nodes))
+
+
 def walk(
     events: Iterable[Event],
     num_nodes: int,
@@ -140,7 +151,7 @@ def walk(
         events: by time.
         num_nodes: up at the start.
         nodes_used: number of nodes that are up -> of these, the number that the best layout uses, and its speed
-            relative to that of the whole cluster; (0, 0.0) if no layout fits.
+            relative to that of the fastest layout on the whole cluster; (0, 0.0) if no layout fits.
         stops: seconds of checkpoints and restarts.
         span_s: length of the training.
         mtbf_s: mean time between failures of a node, which decides whether more nodes are worth a restart.
