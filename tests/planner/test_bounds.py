@@ -1,5 +1,6 @@
 """No bound is above what the simulator says, and memory is known before communication is added."""
 
+from dataclasses import replace
 from itertools import islice, product
 
 import numpy as np
@@ -11,13 +12,15 @@ from hypothesis import strategies as st
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.placed import Placed
-from pipeloom.cost.what_if import with_memory
+from pipeloom.cost.what_if import with_bandwidth, with_memory
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.passes import lower
+from pipeloom.passes.lower_sharding import num_exchanges
 from pipeloom.planner.bounds import Bounds, least_work_s
-from pipeloom.planner.candidate import Candidate, complete
+from pipeloom.planner.candidate import Candidate, complete, exchanging_bound_s, knobs_of
 from pipeloom.planner.question import Question
 from pipeloom.planner.space import Sharding, Twig, arrangements
+from pipeloom.predict.step import compute_schedule
 from pipeloom.recipe import Knobs
 from pipeloom.schedule import Kind
 from pipeloom.simulation import simulate
@@ -70,6 +73,8 @@ def test_what_is_settled_fits_and_bounds_are_never_above_what_is_simulated(leaf)
     assert leaf.twig.bound_s <= step_s
     assert leaf.bounded is not None
     assert leaf.bounded[0] <= step_s
+    assert exchanging_bound_s(leaf.bounded[1]) <= step_s
+    assert (_bounded_bytes(chosen) <= _exact_bytes(chosen) * (1 + 1e-9)).all()
     assert chosen.bound_s <= step_s
     assert chosen.bound_of_row_s <= step_s
     assert chosen.bound_without_messages_s <= step_s
@@ -81,15 +86,60 @@ def test_what_is_settled_fits_and_bounds_are_never_above_what_is_simulated(leaf)
         assert others < set(kinds) <= {"none", "full"}
 
 
+def _bounded_bytes(chosen):
+    """For each rank the bound of the memory with the stage inputs and the buffers of a layout."""
+    leaf, knobs = chosen.leaf, chosen.knobs
+    if leaf.stage_inputs is None:
+        return 0 * leaf.cut.memory.capacity_bytes
+    memory = leaf.cut.memory.sharded(chosen.run.shard, chosen.run.replicate)
+    return memory.held_bytes(leaf.stage_inputs, memory.room_of(knobs.residency, knobs.gradient_buffers))
+
+
+def _exact_bytes(chosen):
+    return chosen.leaf.cut.memory.capacity_bytes - np.array(chosen.free_bytes)
+
+
+def _only_cut(question):
+    (cut,) = (cut for one in arrangements(question)[0] if not one.splits for cut in one.cuts if cut.choices)
+    return cut
+
+
+@pytest.mark.parametrize("level", ["none", "optimizer", "gradients", "full"])
+def test_a_bound_of_the_memory_has_the_buffers_of_messages_gathers_and_gradients(ask, level):
+    question = ask(num_devices=16, global_batch=128).limited(
+        tp=(1,), pp=(2,), micro_batch=(1,), loops=(4,), recompute=("none",), families=("breadth-first",)
+    )
+    (leaf,) = Twig(_only_cut(question), Sharding((level,), 1)).leaves
+    for knobs in knobs_of(leaf.choice, level):
+        chosen = Candidate(leaf.placed(level), knobs, leaf)
+        # On the last rank the logits of further micro-batches are not part of the bound.
+        assert _bounded_bytes(chosen)[0] == pytest.approx(_exact_bytes(chosen)[0], rel=0.001)
+
+
+def test_the_bound_of_a_leaf_counts_every_gather_and_reduction_of_its_order(ask):
+    """Depth-first gathers and reduces both stages of a rank for each group of micro-batches."""
+    question = ask(num_devices=16, global_batch=128).limited(
+        tp=(1,), pp=(2,), micro_batch=(1,), loops=(4,), recompute=("none",), families=("depth-first",)
+    )
+    question = replace(question, cluster=with_bandwidth(question.cluster, intra=0.01, inter=0.01))
+    (leaf,) = Twig(_only_cut(question), Sharding(("full",), 1)).leaves
+    knobs = knobs_of(leaf.choice, "full")[0]
+    step = Candidate(leaf.placed("full"), knobs, leaf).simulate()
+    row = step.schedule.rows[0]
+    gathers, reductions = num_exchanges(compute_schedule(leaf.choice).rows[0], knobs.residency, knobs.gradient_buffers)
+    assert gathers.total() == row.is_kind(Kind.UNSHARD).sum()
+    assert reductions.total() == row.is_kind(Kind.REDUCE_GRAD).sum()
+    bound_s, step_s = exchanging_bound_s(leaf), step.prediction.step_time_s
+    assert leaf.twig.bound_s < bound_s <= step_s * (1 + 1e-9)
+
+
 def test_the_bound_of_a_row_counts_every_gather_that_its_order_makes(ask):
     """Depth-first gathers both stages of a rank for each group of micro-batches, breadth-first three times in all."""
     question = ask(num_devices=16, global_batch=128).limited(
         tp=(1,), pp=(2,), micro_batch=(1,), loops=(4,), recompute=("none",), families=("depth-first", "breadth-first")
     )
-    (cut,) = (cut for one in arrangements(question)[0] if not one.splits for cut in one.cuts if cut.choices)
-    sharding = Sharding(("full",), 1)
     bounds, gathers = {}, {}
-    for leaf in Twig(cut, sharding).leaves:
+    for leaf in Twig(_only_cut(question), Sharding(("full",), 1)).leaves:
         knobs = Knobs(choice=leaf.choice, residency=1, prefetch=1, gradient_buffers=1)
         chosen = Candidate(leaf.placed("full"), knobs, leaf)
         step = chosen.simulate()

@@ -207,6 +207,10 @@ class Software:
     efficiency: Efficiency = Efficiency()
     optimizer: Optimizer | None = None
 
+    def __hash__(self) -> int:
+        """Hash of the name, which is fast: programs are keys of caches."""
+        return hash(self.name)
+
     @property
     def has_lanes(self) -> bool:
         """Whether all communication is actions on lanes of their own, as in ``pipeloom train``."""

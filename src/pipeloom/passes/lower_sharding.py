@@ -1,6 +1,7 @@
 """Passes of data parallelism: gathers and releases of sharded weights, reductions of gradients. Each row by itself."""
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +14,7 @@ from pipeloom.schedule.action import Action
 from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, USES_WEIGHTS, Kind
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
-from pipeloom.schedule.sharding import arrivals, fewest_stays
+from pipeloom.schedule.sharding import Stay, arrivals, fewest_stays
 
 SharedState = Literal["none", "optimizer", "gradients", "full"]
 """What data-parallel ranks shard: nothing, optimizer state (ZeRO-1), also gradients (ZeRO-2), also weights (ZeRO-3)."""
@@ -138,8 +139,7 @@ def add_unshard(schedule: Schedule, residency: int | None, prefetch: int) -> Sch
 def _with_gathers(row: Row, residency: int | None, prefetch: int) -> Row:
     firsts, lasts = visits(row, USES_WEIGHTS)
     stages = row.stage[firsts].tolist()
-    places = len(stages) if residency is None else residency
-    stays = fewest_stays(stages, places)
+    places, stays = len(stages) if residency is None else residency, _stays(stages, residency)
     before = [-1, *lasts.tolist()]  # for each visit the slot before it
     added: list[tuple[int, int, Action]] = []  # (slot that it follows, order among equal slots: drops first, action)
     for stay, visit in zip(stays, arrivals(stays, stages, places, prefetch), strict=True):
@@ -147,6 +147,22 @@ def _with_gathers(row: Row, residency: int | None, prefetch: int) -> Row:
         if residency is not None:
             added.append((before[stay.last + 1], 0, Action(Kind.RESHARD, stages[stay.last])))
     return row.with_actions(added)
+
+
+def _stays(stages: Sequence[int], places: int | None) -> list[Stay]:
+    """``fewest_stays``; ``None`` for places for all."""
+    return fewest_stays(stages, max(1, len(stages)) if places is None else places)
+
+
+def num_exchanges(row: Row, residency: int | None, gradient_buffers: int | None) -> tuple[Counter[int], Counter[int]]:
+    """By stage how often ``row_with_exchanges`` gathers its weights, and how often it reduces its gradient."""
+    # Further actions of a visit need no other place.
+    uses = [row.stage[visits(row, kinds)[0]].tolist() for kinds in (USES_WEIGHTS, ADDS_TO_GRADIENT)]
+    gathers, reductions = (
+        Counter(stages[stay.first] for stay in _stays(stages, places))
+        for stages, places in zip(uses, (residency, gradient_buffers), strict=True)
+    )
+    return gathers, reductions
 
 
 def visits(row: Row, kinds: Collection[Kind]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
@@ -181,7 +197,7 @@ def add_reduce_grad(schedule: Schedule, gradient_buffers: int | None = None) -> 
 def _with_reductions(row: Row, gradient_buffers: int | None) -> Row:
     slots = np.flatnonzero(row.is_kind(*ADDS_TO_GRADIENT)).tolist()
     stages = row.stage[slots].tolist()
-    stays = fewest_stays(stages, max(1, len(slots)) if gradient_buffers is None else gradient_buffers)
+    stays = _stays(stages, gradient_buffers)
     begins = [slots[stay.first] for stay in stays]
     buffers = len(stays) if gradient_buffers is None else gradient_buffers
     added: list[tuple[int, int, Action]] = []

@@ -5,7 +5,7 @@ ranks are rows and their stages are columns.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from math import ceil, floor
 
@@ -14,32 +14,27 @@ from numpy.typing import NDArray
 
 from pipeloom.cost.exchanges import data_parallel_s, step_terms
 from pipeloom.cost.memory import (
-    frozen_bytes,
     kept_bytes,
-    lent_bytes,
     logits_bytes,
+    message_bytes,
     stage_kept_bytes,
     stage_pending_bytes,
-    state_bytes,
     working_bytes,
 )
 from pipeloom.cost.pieces import PieceSeconds
 from pipeloom.cost.placed import OfPlaced, Placed
-from pipeloom.cost.stages import gathered_parameters, num_frozen_stages, stage_layers
+from pipeloom.cost.stages import num_frozen_stages, stage_layers
+from pipeloom.planner.buffers import NO_ROOM, buffers_of, kept_state_bytes, recomputing_buffers_of, stages_by_rank
 from pipeloom.planner.work import Floats, StageTimes, Work
-from pipeloom.schedule import Kind, Placement
+from pipeloom.predict.memory import Room, num_peers
+from pipeloom.recipe import Knobs
+from pipeloom.schedule import Kind
 from pipeloom.schedule.facts import Graph
 from pipeloom.schedule.kinds import KINDS
 from pipeloom.workload.layout import Shard
 
 _ROUNDING = 1e-9
 """Relative difference of sums in another order."""
-
-
-@lru_cache(maxsize=1024)
-def stages_by_rank(placement: Placement) -> NDArray[np.int64]:
-    """[rank, number] -> stage; every rank has equally many."""
-    return np.array([placement.stages_of(rank) for rank in range(placement.num_ranks)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +72,8 @@ class Bounds(OfPlaced):
             layers: [schedule, rank] recomputed layers.
         """
         ends_s, each_s = self._recomputing
-        return (ends_s + layers * each_s).max(axis=1)
+        # Any rank recomputes at least one.
+        return np.maximum((ends_s + layers * each_s).max(axis=1), (ends_s + each_s).min())
 
     @cached_property
     def _recomputing(self) -> tuple[Floats, Floats]:
@@ -109,6 +105,11 @@ class Bounds(OfPlaced):
     def _num_frozen(self) -> int:
         """Number of stages that train nothing."""
         return num_frozen_stages(self.run, self.software)
+
+    @property
+    def has_frozen_stages(self) -> bool:
+        """Whether some stages train nothing, so that they have no backward."""
+        return self._num_frozen > 0
 
     @cached_property
     def _times(self) -> "StageTimes":
@@ -189,6 +190,12 @@ class Bounds(OfPlaced):
         each = (kept_bytes(run, software) - kept_bytes(full, software)) * lost
         more = working_bytes(full, software) - working_bytes(run, software)
         return layers[self.stages], each, more * lost
+
+    @cached_property
+    def received_bytes(self) -> Floats:
+        """For each rank the bytes of the buffers for messages of whole sequences."""
+        each = Knobs.receive_buffers * message_bytes(self.run, self.software)
+        return num_peers(self.placed.placement).astype(np.float64) * each
 
     @cached_property
     def computing_bytes(self) -> Floats:
@@ -320,7 +327,8 @@ class Sharded(OfPlaced):
         A rank starts when the first micro-batch has passed all stages before it and does all its work; then the last
         gradient returns through these stages, while the gradients of one of its own stages are reduced. The same holds
         for each stage alone. If weights are sharded, the first stage is gathered before all else. Collectives of a rank
-        run one after the other.
+        run one after the other. All stages of a rank are gathered before its first backward, so those that are not
+        there any more are gathered once more.
         """
         ranks, alone = self.bounds.work
         if not self._has_collectives:
@@ -331,8 +339,29 @@ class Sharded(OfPlaced):
             work.end_s(least_s, 1 / num_slices).max()
             for work, least_s in ((ranks, reductions_s[stages].min(axis=1)), (alone, reductions_s))
         )
-        lane_s = (gathers_s + reductions_s)[stages].sum(axis=1).max()
+        lane_s = ((gathers_s + reductions_s)[stages].sum(axis=1) + self._again_s).max()
         return float(max(pipeline_s, lane_s)) + self.after_s
+
+    def exchanging_s(self, gathers: Floats, reductions: Floats) -> float:
+        """Lower bound of the step time in seconds from the collectives of the first rank, which run one by one.
+
+        Args:
+            gathers: how often each of its stages is gathered.
+            reductions: how often the gradient of each is reduced.
+        """
+        if not self._has_collectives:
+            return self.step_s
+        gathers_s, reductions_s = (seconds[self.bounds.stages[0]] for seconds in self._collectives_s)
+        return max(self.step_s, float(gathers @ gathers_s + reductions @ reductions_s) + self.after_s)
+
+    @property
+    def _again_s(self) -> Floats | float:
+        """For each rank the least seconds of gathers of stages that it has gathered before."""
+        if self.run.sharded != "full" or self.bounds.has_frozen_stages:
+            return 0.0
+        each_s = np.sort(self._collectives_s[0][self.bounds.stages], axis=1)
+        most, _ = buffers_of("full", each_s.shape[1])[0]
+        return each_s[:, : each_s.shape[1] - most].sum(axis=1)
 
     def in_flight_bound_s(self, in_flight: Floats) -> Floats:
         """Lower bounds of the step time in seconds for schedules whose ranks hold at most these stage inputs.
@@ -394,24 +423,40 @@ class Sharded(OfPlaced):
             found |= dict(zip((Kind.UNSHARD, Kind.REDUCE_GRAD), self._collectives_s, strict=True))
         return np.array([found.get(kind, 0 * forward_s) for kind in KINDS])
 
-    def held_bytes(self, in_flight: Floats | None = None, gathered: int = 1) -> Floats:
+    def held_bytes(self, in_flight: Floats | None = None, room: Room = NO_ROOM) -> Floats:
         """For each rank a lower bound of the bytes that a device holds, of one schedule or of several.
 
         Args:
             in_flight: [..., rank, number of its stage] stage inputs that it holds at once; ``None`` for one of each.
-            gathered: stages that are gathered at once, with ``full`` sharding.
+            room: least buffers.
         """
-        if gathered not in self._always:
-            self._always[gathered] = self._always_bytes(gathered)
+        if room not in self._always:
+            self._always[room] = self._always_bytes(room)
         each = self.bounds.input_bytes
         kept = (each if in_flight is None else in_flight * each).sum(axis=-1)
-        return self._always[gathered] + kept * (1 + self.software.fragmentation)
+        return self._always[room] + kept * (1 + self.software.fragmentation)
 
     @property
     def least_bytes(self) -> Floats:
         """For each rank a lower bound of the bytes that a device holds, with one input of its largest stage alone."""
         each = self.bounds.input_bytes
-        return self.held_bytes(0 * each) + each.max(axis=1) * (1 + self.software.fragmentation)
+        # Messages of token slices are shorter.
+        held = self.held_bytes(0 * each, NO_ROOM._replace(unreduced=1))
+        return held + each.max(axis=1) * (1 + self.software.fragmentation)
+
+    @property
+    def least_room(self) -> Room:
+        """Buffers that every plain layout has."""
+        return self.room_of(1, 1)
+
+    def room_of(self, gathered: int, unreduced: int | None) -> Room:
+        """So many buffers, and those of messages."""
+        return Room(0 if self.software.is_blocking else Knobs.receive_buffers, gathered, unreduced)
+
+    @property
+    def recomputing_room(self) -> Room:
+        """Buffers of a plain layout that recomputes some layers."""
+        return self.room_of(*recomputing_buffers_of(self.run.shard, self.bounds.stages.shape[1]))
 
     def layers_to_recompute(self, in_flight: Floats) -> Floats:
         """[schedule, rank] lower bounds of the layers that must be recomputed to fit a device.
@@ -420,7 +465,7 @@ class Sharded(OfPlaced):
             in_flight: [schedule, rank, number of its stage] stage inputs that it holds at once.
         """
         layers, each, more = self.bounds.layer_bytes
-        held = self.held_bytes(in_flight)
+        held = self.held_bytes(in_flight, self.recomputing_room)
         room = self.bounds.capacity_bytes
         missing = np.where(held > room, (held + more - room) / each, 0.0)
         if not missing.any():
@@ -445,38 +490,10 @@ class Sharded(OfPlaced):
         return np.array(gathers), np.array(reductions)
 
     @cached_property
-    def _always(self) -> dict[int, Floats]:
+    def _always(self) -> dict[Room, Floats]:
         return {}
 
-    def _always_bytes(self, gathered: int) -> Floats:
+    def _always_bytes(self, room: Room) -> Floats:
         """For each rank the bytes that it holds besides stage inputs."""
-        return _kept_state_bytes(self.placed.of_state, gathered) + self.bounds.computing_bytes
-
-
-# A search has many runs with the same state of the same stages.
-@lru_cache(maxsize=4096)
-def _kept_state_bytes(placed: Placed, gathered: int) -> Floats:
-    """For each rank the bytes of weights, gradients and optimizer state, and of what the program reserves."""
-    run, software, stages = placed.run, placed.software, stages_by_rank(placed.placement)
-    held = sum((_segment_bytes(placed.of(one), stages, gathered) for one in run.segments), np.zeros(run.pp))
-    owner = placed.placement.rank_by_stage
-    for rank in {owner[0], owner[-1]}:
-        held[rank] += lent_bytes(run, software, stages[rank].tolist()).total_bytes
-    return held + software.reserve_bytes
-
-
-def _segment_bytes(placed: Placed, stages: NDArray[np.int64], gathered: int) -> Floats:
-    """For each rank the bytes of the state of one of ``Run.segments``, with its gathered weights."""
-    run, software = placed.run, placed.software
-    whole, trained = np.array(placed.rank_parameters), np.array(placed.trained_rank_parameters)
-    held = state_bytes(run, 1.0, software).total_bytes * trained + frozen_bytes(run, 1.0) * (whole - trained)
-    if run.sharded == "full":
-        alone = state_bytes(run, 1.0, software, "none")
-        # The only rank of a copy has its frozen weights whole.
-        has_shards = run.shard_size > 1 or run.adapter is None
-        # Frozen weights that are not sharded are not gathered.
-        by_stage = gathered_parameters(run, software) if has_shards else placed.trained_parameters
-        largest = np.sort(np.array(by_stage)[stages], axis=1)[:, ::-1]
-        most = gathered if software.has_reduction_lane else 1
-        held = held + largest[:, :most].sum(axis=1) * alone.weights_bytes
-    return held
+        held = kept_state_bytes(self.placed.of_state, room.gathered, room.unreduced) + self.bounds.computing_bytes
+        return held + self.bounds.received_bytes if room.receive_buffers else held

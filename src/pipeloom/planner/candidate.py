@@ -15,8 +15,11 @@ from pipeloom.cost.memory import kept_bytes
 from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.stages import stage_layers
 from pipeloom.families import Choice
+from pipeloom.passes.lower_sharding import num_exchanges
 from pipeloom.planner.bounds import Sharded
+from pipeloom.planner.buffers import buffers_of, recomputing_buffers_of
 from pipeloom.planner.space import Leaf
+from pipeloom.planner.work import Floats
 from pipeloom.predict.memory import Room, activation_room, bytes_with_room
 from pipeloom.predict.step import Prediction, SimulatedStep, compute_schedule, graph_without_messages, simulate_step
 from pipeloom.recipe import Knobs
@@ -134,30 +137,49 @@ def complete(leaf: Leaf) -> Candidate | None:
     return None
 
 
+def exchanging_bound_s(leaf: Leaf) -> float:
+    """Lower bound of the step time of a leaf in seconds, from how often its order gathers and reduces.
+
+    Before the leaf is completed: with the most buffers that layouts have, whether they fit or not.
+    """
+    return min(_exchanging_bound_s(leaf, shard) for shard in leaf.sharding.levels)
+
+
+def _exchanging_bound_s(leaf: Leaf, shard: Shard) -> float:
+    time, choice = leaf.cut.time, leaf.choice
+    sharded = time.sharded(shard, leaf.sharding.replicate)
+    if choice.loops == 1 or shard not in ("gradients", "full") or time.has_frozen_stages:
+        return sharded.step_s
+    has_some = leaf.cut.arrangement.recomputed == "some"
+    gathered, unreduced = (
+        recomputing_buffers_of(shard, choice.loops) if has_some else buffers_of(shard, choice.loops)[0]
+    )
+    return sharded.exchanging_s(*_num_exchanges(choice, gathered if shard == "full" else None, unreduced))
+
+
+@lru_cache(maxsize=4096)
+def _num_exchanges(choice: Choice, gathered: int | None, unreduced: int | None) -> tuple[Floats, Floats]:
+    """For each stage of the first rank how often it is gathered, and how often its gradient is reduced."""
+    schedule = compute_schedule(choice)
+    gathers, reductions = num_exchanges(schedule.rows[0], gathered, unreduced)
+    stages = schedule.placement.stages_of(0)
+    return np.array([gathers[one] for one in stages], float), np.array([reductions[one] for one in stages], float)
+
+
 def _is_too_large(leaf: Leaf, shard: Shard, knobs: Knobs) -> bool:
     """Whether a lower bound of its memory exceeds a device; then its schedule need not be made."""
     memory = leaf.cut.memory.sharded(shard, leaf.sharding.replicate)
-    held = memory.held_bytes(leaf.stage_inputs, knobs.residency)
+    held = memory.held_bytes(leaf.stage_inputs, memory.room_of(knobs.residency, knobs.gradient_buffers))
     return leaf.cut.memory.missing_bytes(held) > 0
 
 
 def knobs_of(choice: Choice, shard: Shard) -> list[Knobs]:
-    """Residency and gradient buffers to try, the most first; gathers start as early as memory allows.
+    """Residency and gradient buffers to try, the most first; gathers start as early as memory allows."""
+    return [_knobs(choice, *sizes) for sizes in buffers_of(shard, choice.loops)]
 
-    With buffers for all gradients, ``gradients`` would hold as much as ``optimizer``, and with every stage gathered
-    ``full`` would hold as much as ``gradients``, and both would communicate more.
-    """
-    loops = choice.loops
-    two, half = min(2, loops), max(1, loops // 2)
-    sizes: list[tuple[int, int | None]] = [(loops, None)]
-    if shard == "gradients":
-        sizes = [(loops, two), (loops, 1)]
-    elif shard == "full":
-        sizes = [(half, two), (two, two), (two, 1), (1, 1)]
-    return [
-        Knobs(choice=choice, residency=gathered, prefetch=max(1, gathered - 1), gradient_buffers=unreduced)
-        for gathered, unreduced in dict.fromkeys(sizes)
-    ]
+
+def _knobs(choice: Choice, gathered: int, unreduced: int | None) -> Knobs:
+    return Knobs(choice=choice, residency=gathered, prefetch=max(1, gathered - 1), gradient_buffers=unreduced)
 
 
 # Leaves that differ in tensor parallelism, sharding or recomputation have the same schedule.
@@ -171,9 +193,7 @@ def peaks_of(choice: Choice) -> Peaks:
 def _with_some_layers(leaf: Leaf) -> Candidate | None:
     """The candidate with the fewest recomputed layers on each rank; ``None`` if none or more than all are needed."""
     (shard,) = leaf.sharding.levels
-    tried = knobs_of(leaf.choice, shard)
-    # Two buffers: one gradient is reduced while the next is computed. More would take memory that recomputation frees.
-    knobs = next((knobs for knobs in tried if knobs.gradient_buffers == 2), tried[-1])
+    knobs = _knobs(leaf.choice, *recomputing_buffers_of(shard, leaf.choice.loops))
     if _is_too_large(leaf, shard, knobs):
         return None
     plain = Candidate(leaf.placed(shard), knobs, leaf)

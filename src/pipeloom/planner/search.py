@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from pipeloom.planner.candidate import Candidate, complete, repartitioned
+from pipeloom.planner.candidate import Candidate, complete, exchanging_bound_s, repartitioned
 from pipeloom.planner.frontier import Frontier, GroupKey, Node, OpenNode, SortKey, admits
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.space import Arrangement, Cut, Leaf, Twig, each_arrangement
@@ -332,7 +332,12 @@ class Search:
             self._drop(leaf)
 
     def _complete_leaf(self, frontier: Frontier, bound_s: float, leaf: Leaf) -> None:
-        """Push a leaf as a candidate."""
+        """Push a leaf with a closer bound, or as a candidate."""
+        if self._prunes and not leaf.has_exchanges:
+            closer_s = exchanging_bound_s(leaf)
+            if closer_s > bound_s:
+                frontier.push(self._numbered(closer_s, replace(leaf, has_exchanges=True)))
+                return
         candidate = complete(leaf)
         if candidate is None:
             self._drop(leaf)

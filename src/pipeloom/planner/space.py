@@ -10,7 +10,7 @@ Each has a lower bound of the step time and the number of leaves below it.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from math import ceil, gcd
@@ -364,14 +364,12 @@ class Twig:
         for number in range(len(self.sharding.levels)):
             fitting = [leaf for leaf, first in zip(leaves, levels, strict=True) if first == number]
             if fitting:
-                trimmed = self if number == 0 else self._from_level(number)
+                levels_left = self.sharding._replace(levels=self.sharding.levels[number:])
+                trimmed = self if number == 0 else replace(self, sharding=levels_left)
                 bounds_s = trimmed.bounds_of([leaf.choice for leaf in fitting])
                 own = fitting if number == 0 else [replace(leaf, sharding=trimmed.sharding) for leaf in fitting]
                 found += zip(bounds_s, own, strict=True)
         return found, [leaf for leaf, first in zip(leaves, levels, strict=True) if first == len(self.sharding.levels)]
-
-    def _from_level(self, number: int) -> "Twig":
-        return replace(self, sharding=self.sharding._replace(levels=self.sharding.levels[number:]))
 
     def _first_levels(self, in_flight: Floats) -> list[int]:
         """For each schedule the number of the first sharding level that may fit; that of all levels if none can.
@@ -382,14 +380,15 @@ class Twig:
         memory, levels = self.cut.memory, self.sharding.levels
         first = np.full(len(in_flight), len(levels))
         for number, shard in reversed([*enumerate(levels)]):
-            held = memory.sharded(shard, self.sharding.replicate).held_bytes(in_flight)
+            sharded = memory.sharded(shard, self.sharding.replicate)
+            room = sharded.recomputing_room if self.cut.arrangement.recomputed == "some" else sharded.least_room
+            held = sharded.held_bytes(in_flight, room)
             first[(held - memory.capacity_bytes).max(axis=1) <= 0] = number
         return first.tolist()
 
     def bounds_of(self, choices: Sequence[Choice]) -> list[float]:
         """For each schedule the lower bound of the step time in seconds, with the layers that it must recompute."""
-        time, arrangement = self._time, self.cut.arrangement
-        bounds_s = np.full(len(choices), time.step_s)
+        time, arrangement, bounds_s = self._time, self.cut.arrangement, np.full(len(choices), self.bound_s)
         closed = [number for number, choice in enumerate(choices) if _inputs_of(choice) is not None]
         if not closed or not (arrangement.splits or arrangement.recomputed == "some"):
             return bounds_s.tolist()
@@ -411,12 +410,14 @@ class Leaf:
         sharding: allowed levels, and copies.
         choice: the schedule.
         strategy: name of its strategy; ``none`` for a plain layout.
+        has_exchanges: whether its bound in the frontier counts the collectives of its order.
     """
 
     cut: Cut
     sharding: Sharding
     choice: Choice
     strategy: str = "none"
+    has_exchanges: bool = field(default=False, compare=False)
 
     @property
     def count(self) -> int:

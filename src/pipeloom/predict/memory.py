@@ -254,7 +254,7 @@ def _parts(
     activations = kept + masks + working_bytes(run, software) * most
     logits = np.zeros(placement.num_ranks)
     logits[placement.rank_by_stage[head]] = (logits_bytes(run, software) - kept_logits(run, software)) * most
-    received = _num_peers(placement).astype(np.float64) * receive_buffers * (message_bytes(run, software) * most)
+    received = num_peers(placement).astype(np.float64) * receive_buffers * (message_bytes(run, software) * most)
     reserve: Floats = np.full(placement.num_ranks, software.reserve_bytes)
     lost: Floats = software.fragmentation * (activations + logits)
     state = _besides_activations(run.of_state, software, placement, buffers)
@@ -343,7 +343,7 @@ def _most_on(schedule: Schedule, clock: tuple[Seconds, Seconds], kept: KeptBytes
 
 
 @lru_cache(maxsize=1024)
-def _num_peers(placement: Placement) -> NDArray[np.int64]:
+def num_peers(placement: Placement) -> NDArray[np.int64]:
     """For each rank the number of other ranks from which it receives."""
     near = {pair for pair in pairwise(placement.rank_by_stage) if pair[0] != pair[1]}
     peers = Counter(rank for rank, _ in near | {(other, rank) for rank, other in near})
