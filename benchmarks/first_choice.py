@@ -2,8 +2,9 @@
 
 Run by ``make first-choice TABLES="measured.csv modern.csv"``. A group has the measured layouts of one model, batch and
 number of devices. Of those that leave the headroom by prediction, the order of ``planner/choice.py`` chooses one. Its
-measured step time over that of the fastest measured layout of the group - 1 is the regret. Left out are disturbed runs,
-and sets whose "measurements" are sums of a simulator (``Software.is_composed``).
+measured step time over that of the fastest measured layout of the group - 1 is the regret. Rows that differ in nothing
+that a plan chooses, such as with and without torch.compile, are one layout with the mean of their times. Left out are
+disturbed runs, and sets whose "measurements" are sums of a simulator (``Software.is_composed``).
 """
 
 import argparse
@@ -22,6 +23,7 @@ from pipeloom.accuracy.schedules import FAMILY_OF
 from pipeloom.planner.choice import SIMPLER, choice_order
 from pipeloom.planner.error_bar import error_bar
 from pipeloom.planner.question import HEADROOM
+from pipeloom.workload.run import Run
 
 MARGINS = (0.0, SIMPLER, 0.01, 0.02, 0.03, 0.05, 0.1)
 HEADROOMS = (0.0, HEADROOM)
@@ -33,12 +35,12 @@ class Measured:
 
     Attributes:
         group: what they have in common.
-        outcomes: those with a measured step time.
+        layouts: the measured rows of each layout.
         tie: error of a comparison for the program on the device.
     """
 
     group: Group
-    outcomes: Sequence[Outcome]
+    layouts: Sequence[Sequence[Outcome]]
     tie: float
 
     def regret(self, headroom: float, margin: float | None) -> float | None:
@@ -48,17 +50,22 @@ class Measured:
             headroom: fraction of the memory that stays free.
             margin: by how much a simpler layout may be slower, a fraction; ``None``: the error of a comparison.
         """
-        fitting = [one for one in self.outcomes if one.filled <= 1 - headroom]
+        fitting = [rows for rows in self.layouts if rows[0].filled <= 1 - headroom]
         if not fitting:
             return None
-        kinds = [(one.row.run, FAMILY_OF.get(one.row.schedule, "1f1b"), "none") for one in fitting]
-        first = choice_order([one.step_time_s for one in fitting], kinds, self.tie if margin is None else margin)[0]
-        return _seconds(fitting[first]) / min(map(_seconds, self.outcomes)) - 1
+        kinds = [(*_layout(rows[0]), "none") for rows in fitting]
+        times_s = [rows[0].step_time_s for rows in fitting]
+        first = choice_order(times_s, kinds, self.tie if margin is None else margin)[0]
+        return _seconds(fitting[first]) / min(map(_seconds, self.layouts)) - 1
 
 
-def _seconds(outcome: Outcome) -> float:
-    assert outcome.row.step_time_s is not None
-    return outcome.row.step_time_s
+def _layout(outcome: Outcome) -> tuple[Run, str]:
+    """What a plan chooses of a row."""
+    return outcome.row.run, FAMILY_OF.get(outcome.row.schedule, "1f1b")
+
+
+def _seconds(rows: Sequence[Outcome]) -> float:
+    return fmean(one.row.step_time_s for one in rows if one.row.step_time_s is not None)
 
 
 def measured_groups(tables: Sequence[Path], sets: Sequence[str] = ()) -> Iterator[Measured]:
@@ -74,11 +81,14 @@ def measured_groups(tables: Sequence[Path], sets: Sequence[str] = ()) -> Iterato
         if one.error is not None:
             found[one.row.group].append(one)
     for group, outcomes in found.items():
-        if len(outcomes) > 1:
+        layouts = defaultdict[tuple[Run, str], list[Outcome]](list)
+        for one in outcomes:
+            layouts[_layout(one)].append(one)
+        if len(layouts) > 1:
             program = program_of(outcomes[0].row)[1]
             cluster = known_cluster(outcomes[0].row, program)
             assert cluster is not None, "the row was predicted"
-            yield Measured(group, outcomes, error_bar(cluster, program).tie)
+            yield Measured(group, list(layouts.values()), error_bar(cluster, program).tie)
 
 
 def mean_regret(groups: Sequence[Measured], headroom: float, margin: float | None) -> float:
@@ -94,7 +104,7 @@ def main() -> int:
     parser.add_argument("--sets", nargs="*", default=(), help="beginnings of the names of sets; default: all")
     given = parser.parse_args()
     groups = list(measured_groups(given.tables, given.sets))
-    layouts = sum(len(one.outcomes) for one in groups)
+    layouts = sum(len(one.layouts) for one in groups)
     print(f"{len(groups)} groups, {layouts} layouts; a plan prefers a simpler layout within {SIMPLER:.1%}")
     names = ["fastest" if not margin else f"within {margin:.1%}" for margin in MARGINS]
     print(f"{'mean regret':40}" + "".join(f"{name:>12}" for name in [*names, "tie"]))
