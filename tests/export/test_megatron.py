@@ -360,6 +360,7 @@ EXPERTS = {"experts": 8, "expert_ffn": 96, "balance": "microbatch"}
 
 def test_experts_over_data_parallel_ranks(tmp_path):
     model = {**EXPERTS, "experts_per_token": 3, "expert_every": 2, "shared_experts": 2, "balance_weight": 0.02}
+    model["expert_capacity"] = 1.25
     layout = {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True, "shard": "optimizer"}
     found = command(tmp_path, model=model, layout=layout)
     for name, expected in {
@@ -369,12 +370,20 @@ def test_experts_over_data_parallel_ranks(tmp_path):
         "ffn-hidden-size": "192",
         "moe-layer-freq": "[0,1,0,1,0,1,0,1,0,1]",
         "moe-shared-expert-intermediate-size": "192",
+        "moe-expert-capacity-factor": "1.25",
+        "moe-token-drop-policy": "position",
         "moe-router-load-balancing-type": "aux_loss",
         "moe-aux-loss-coeff": "0.02",
         "expert-model-parallel-size": "2",
     }.items():
         assert value(found, name) == expected
     assert "--num-experts" not in command(tmp_path)
+
+
+def test_the_overlap_of_halves_of_a_micro_batch_is_left_out(tmp_path):
+    layout = {"dp": 2, "ep": 2, "microbatch_size": 2, "ep_overlap": True}
+    written = written_for("megatron", tmp_path, model={"experts": 4, "balance": "none"}, layout=layout)
+    assert any("layout.ep_overlap" in sentence for sentence in written.notes.left_out)
 
 
 def test_a_balance_over_the_batch_differs_and_none_has_no_loss(tmp_path):

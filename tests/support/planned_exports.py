@@ -80,7 +80,10 @@ _GIVEN: dict[str, list[dict[str, Any]]] = {
         {"model": {"family": "qwen3", "head_size": 32}},
         {"model": _LLAMA_3_1},
         {"model": {"window": 64, "full_attention_layers": [0, 9]}},
-        {"model": _EXPERTS | {"balance": "microbatch"}, "layout": {"dp": 2, "ep": 2, "shard": "optimizer"}},
+        {
+            "model": _EXPERTS | {"balance": "microbatch", "expert_capacity": 1.25},
+            "layout": {"dp": 2, "ep": 2, "shard": "optimizer"},
+        },
         {
             "model": _EXPERTS | {"family": "qwen3", "balance": "none"},
             "layout": {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True},

@@ -268,7 +268,12 @@ def _experts(model: ModelConfig) -> list[Flag]:
     if experts.every > 1:
         flags.append(flag("--moe-layer-freq", _pattern(model, experts.are_in)))
     if experts.shared:
+        # Tokens travel beside the block of the shared experts, as in pipeloom.
         flags.append(flag("--moe-shared-expert-intermediate-size", experts.shared * experts.ffn))
+        flags.append(flag("--moe-shared-expert-overlap"))
+    if experts.capacity is not None:
+        flags.append(flag("--moe-expert-capacity-factor", experts.capacity))
+        flags.append(flag("--moe-token-drop-policy", "position"))
     return flags
 
 
@@ -385,6 +390,8 @@ def _left_out(job: Job) -> tuple[str, ...]:
         found.append(f"schedule.gradient_buffers {schedule.gradient_buffers}")
     if config.training.compile:
         found.append("training.compile: layers are Transformer Engine's, with its own kernels")
+    if config.layout.ep_overlap:
+        found.append("layout.ep_overlap: tokens travel beside the block of shared experts alone")
     found += job.checkpoints_left_out("Megatron-LM", "one at the end")
     found.append(f"machine.attention {config.machine.attention}: Transformer Engine chooses the kernel")
     return (*found, "training.seed: weights and batches are drawn differently")
@@ -407,6 +414,8 @@ def _differences(job: Job) -> tuple[str, ...]:
         found.append(
             "model.balance batch: the loads of experts are those of the step's micro-batches up to the present one"
         )
+    if job.model.expert_capacity is not None and layout.tp > 1:
+        found.append("model.expert_capacity: counted among the tokens of each tensor-parallel rank, not of all of them")
     if _is_fsdp(job):
         found.append(f"layout.shard {layout.shard}: gathers and reductions run for each micro-batch, not once per step")
     if (job.model.vocab_size or 0) % layout.tp:
