@@ -3,13 +3,15 @@
 ``python benchmarks/hidden_travel.py``: two gloo processes share the experts of a stage of four layers, and run forward
 and backward of a micro-batch. Each exchange of rows takes at least a given time, one after the other, as on a link: it
 ends only then. Predicted is the formula of ``pipeloom.cost.overlap`` with the measured seconds of the halves without
-such a link. A whole micro-batch has half as many exchanges, each for twice that time.
+such a link. A whole micro-batch has half as many exchanges, each for twice that time. With ``--sleeps-ms`` attention
+and experts sleep, for machines that have other work.
 """
 
 import argparse
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from pipeloom.config import ModelConfig
 from pipeloom.cost.collectives import together_s
 from pipeloom.execute.communication.collectives import GlooGroup
 from pipeloom.execute.communication.expert_groups import TravelGroup
-from pipeloom.model import build_stage
+from pipeloom.model import Transformer, build_stage
 from pipeloom.model.expert_parallel import ExpertParallel
 
 _COLUMNS = "{:>9}{:>9}{:>9}{:>11}{:>7}{:>8}"
@@ -27,6 +29,30 @@ LAYERS, SEQUENCES, TOKENS = 4, 4, 256
 MODEL = ModelConfig(
     num_layers=LAYERS, hidden_size=256, num_heads=8, ffn_size=512, experts=8, expert_ffn=512, balance="none"
 )
+
+
+class _Sleep(torch.autograd.Function):
+    """Its input, after a while; its gradient after twice that."""
+
+    @staticmethod
+    def forward(*args: Any, **_: Any) -> Any:
+        ctx, x, ctx.seconds = args
+        time.sleep(ctx.seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *args: Any) -> Any:
+        time.sleep(2 * ctx.seconds)
+        return args[0], None
+
+
+def slept(stage: Transformer, seconds: float) -> None:
+    """Let the attention of a half, and the experts of a layer for it, take so long."""
+    for layer in stage.layers.values():
+        for block in (layer.attention, next(iter(layer.feed_forward.experts.values()))):
+            block.register_forward_hook(
+                lambda _, __, output: _Sleep.apply(output, seconds * (1 if stage.overlaps else 2))
+            )
 
 
 class Link(TravelGroup):
@@ -76,14 +102,17 @@ def predicted(compute_s: float, in_experts: float, exchange_s: float) -> float:
     return LAYERS * layer_s + ahead_s + exchange_s - together_s(ahead_s, exchange_s)
 
 
-def run(rank: int, port: int, repeats: int) -> None:
+def run(rank: int, port: int, repeats: int, sleeps_s: float) -> None:
     """One of the two processes; the first prints."""
+    sequences, tokens = (SEQUENCES, TOKENS) if sleeps_s == 0 else (2, 8)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     group = Link(GlooGroup(dist.new_group([0, 1]), [0, 1], rank))
     built = {"max_positions": TOKENS, "seed": 0, "dtype": torch.float32, "device": "cpu"}
     stage = build_stage(MODEL.resolve(256), range(1, LAYERS + 1), sharing=ExpertParallel(group), **built)
-    x = torch.randn(SEQUENCES, TOKENS, 256, generator=torch.Generator().manual_seed(rank))
+    x = torch.randn(sequences, tokens, 256, generator=torch.Generator().manual_seed(rank))
+    if sleeps_s:
+        slept(stage, sleeps_s)
     spent = {"experts": 0.0}
     for layer in stage.layers.values():
         for expert in layer.feed_forward.experts.values():
@@ -114,6 +143,7 @@ def run(rank: int, port: int, repeats: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--sleeps-ms", type=float, default=0.0, help="sleep in place of most compute")
     parser.add_argument("--port", type=int, default=29711)
     options = parser.parse_args()
-    torch.multiprocessing.spawn(run, (options.port, options.repeats), nprocs=2)
+    torch.multiprocessing.spawn(run, (options.port, options.repeats, options.sleeps_ms / 1e3), nprocs=2)
