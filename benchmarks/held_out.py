@@ -418,6 +418,8 @@ def main(words: list[str]) -> None:
     parts = [word for word in words if not word.endswith(".csv") and word != "--write"]
     if parts and "--write" in words:
         sys.exit("--write needs every line: leave out " + ", ".join(parts))
+    if missing := [str(table) for table in tables if not table.is_file()]:
+        sys.exit(f"expected tables of measurements, found none at {', '.join(missing)}; name others as TABLE.csv ...")
     skipped: dict[str, int] = {}
     rows = [row for table in tables for row in read_rows(table, skipped)]
     console = Console(width=200)

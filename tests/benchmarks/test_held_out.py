@@ -81,3 +81,9 @@ def test_what_is_written_is_what_the_catalog_reads(tmp_path, monkeypatch):
 def test_part_of_the_table_is_not_written():
     with pytest.raises(SystemExit, match="leave out nanotron"):
         main(["some.csv", "nanotron", "--write"])
+
+
+def test_tables_that_are_missing_are_named(tmp_path):
+    missing = [str(tmp_path / name) for name in ("one.csv", "other.csv")]
+    with pytest.raises(SystemExit, match="none at .*one.csv, .*other.csv"):
+        main(missing)
