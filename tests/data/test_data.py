@@ -272,6 +272,21 @@ def test_the_sides_are_disjoint_documents(config: DataConfig) -> None:
     assert 0.05 < len(loaded.validation.tokens) / len(loaded.train.tokens) < 0.12
 
 
+def test_the_cache_has_one_entry_for_each_file_however_its_path_is_written(
+    config: DataConfig, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "part0" / "link.txt").symlink_to(tmp_path / "other.txt")
+    (tmp_path / "other.txt").write_text("a document behind a link " * 5, encoding="utf-8")
+    (tmp_path / "linked").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    assert config.cache is not None
+    for path in (folder, tmp_path / "linked", Path("corpus")):
+        sources = list_sources(path)
+        assert [*prepared_module._resolved(sources)] == [str(source.path.resolve()) for source in sources]
+        load_data(replace(config, path=path), 0)
+    assert len([one for one in config.cache.iterdir() if one.is_dir()]) == 1
+
+
 def test_bpe_is_loaded_from_the_cache(config: DataConfig) -> None:
     pytest.importorskip("tokenizers")
     bpe = replace(config, tokenizer="bpe", bpe_vocab_size=280)

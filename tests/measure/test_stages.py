@@ -13,6 +13,7 @@ from pipeloom.execute.communication.boundary import TokenSlices
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.families import make_schedule
+from pipeloom.measure import stages as stages_module
 from pipeloom.measure.rehearsal import Times
 from pipeloom.measure.slices import with_slices
 from pipeloom.measure.stages import Profile, message_s, most_held, num_served
@@ -31,6 +32,19 @@ from pipeloom.training.stages import saved_bytes
 from pipeloom.workload.layout import Layout
 
 UNEVEN = (9, 7, 5, 3)
+
+
+@pytest.mark.parametrize(("held", "expected"), [(1, 1 + 3), (2, 2 + 2 * 2 + 3), (4, 4 + 4 + 3)])
+def test_a_stage_alone_runs_few_micro_batches_before_the_first_step(held, expected):
+    runs: list[int] = []
+
+    def run(held: int) -> Times:
+        runs.append(held)
+        return Times(1.0 * held, 2.0 * held, 0.0)
+
+    one, several = stages_module._time_alone(run, held)
+    assert sum(runs) == expected
+    assert (one, several) == (Times(1.0, 2.0, 0.0), Times(1.0 * held, 2.0 * held, 0.0))
 
 
 def test_slices_have_their_own_compute_and_their_share_of_everything_else():

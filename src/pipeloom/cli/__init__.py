@@ -8,6 +8,7 @@ from contextlib import nullcontext, suppress
 
 from pipeloom.errors import PipeloomError
 from pipeloom.system.end_signals import ignore_stops, raised_signals
+from pipeloom.system.garbage import kept_imports
 from pipeloom.terminal.guard import guarded_streams
 
 GROUPS = {
@@ -131,7 +132,9 @@ def _run(command: str, words: list[str]) -> int:
         # Before the imports, so that a scheduler's signal has the same status at any time.
         with raised_signals() if command == "train" else nullcontext():
             # The one module of the command: most start without torch, and each without the imports of the others.
-            status = importlib.import_module(f"pipeloom.cli.{command}").run(words)
+            with kept_imports():
+                module = importlib.import_module(f"pipeloom.cli.{command}")
+            status = module.run(words)
     except PipeloomError as error:
         # all ranks of a launcher find the same wrong with the input, and all of a host the same with the host
         rank = "LOCAL_RANK" if isinstance(error, HostError) else "RANK"

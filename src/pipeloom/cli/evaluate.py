@@ -8,6 +8,7 @@ from pipeloom.cli.reference import Command, Place
 from pipeloom.cli.run_config import EVALUATION, parse_words, starts_from_folder, tokenizer_problems
 from pipeloom.config import CheckpointConfig, RunConfig, decided_problems
 from pipeloom.system.files import strict_json
+from pipeloom.system.garbage import kept_imports
 from pipeloom.workload.limits import Common, Count
 
 
@@ -51,7 +52,8 @@ def _problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
 def run(words: list[str]) -> int:
     """Parse the configuration, evaluate on its ranks, print the loss."""
     options, _, flags = parse_words(COMMAND, words, _problems)
-    from pipeloom.training.inference.evaluation import evaluate_run
+    with kept_imports():
+        from pipeloom.training.inference.evaluation import evaluate_run
 
     is_whole = "data.path" in flags
     found = evaluate_run(options, options.config, is_whole=is_whole, num_batches=options.batches)

@@ -12,6 +12,7 @@ from pipeloom.config import CheckpointConfig, RunConfig, ScheduleConfig, decided
 from pipeloom.config.layout_problems import NO_CACHE
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.system.files import read_text
+from pipeloom.system.garbage import kept_imports
 from pipeloom.terminal.words import count, format_bytes
 from pipeloom.workload.limits import Common, Count, CountOrNone, Limits
 
@@ -94,7 +95,8 @@ def run(words: list[str]) -> int:
     """Parse, continue the prompts, print them."""
     options = parse_words(COMMAND, words, _problems).options
     prompts = _prompts(options)
-    from pipeloom.training.inference.generation import Request, Sampling, generate
+    with kept_imports():
+        from pipeloom.training.inference.generation import Request, Sampling, generate
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     streams = len(prompts) == 1 and not options.json

@@ -7,6 +7,7 @@ from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, TOKENIZER_CONFIG
 from pipeloom.cli.reference import Command
 from pipeloom.cli.run_config import TRAINING, parse_config
 from pipeloom.config import RunConfig, training_problems
+from pipeloom.system.garbage import kept_imports
 from pipeloom.terminal.words import format_bytes
 from pipeloom.training.adapted import with_adapted_check
 
@@ -29,8 +30,9 @@ COMMAND = Command(
 def run(words: list[str]) -> int:
     """Parse the configuration, then train with own processes or with those of a launcher."""
     config = parse_config(COMMAND, words, with_adapted_check(training_problems))
-    from pipeloom.execute.processes.world import is_first
-    from pipeloom.training.run import train
+    with kept_imports():
+        from pipeloom.execute.processes.world import is_first
+        from pipeloom.training.run import train
 
     result = train(config)
     if is_first():

@@ -6,6 +6,7 @@ from pipeloom.cli.reference import Command
 from pipeloom.cli.run_config import VERIFICATION, parse_config
 from pipeloom.config import RunConfig, TrainingConfig
 from pipeloom.errors import UserError
+from pipeloom.system.garbage import kept_imports
 
 if TYPE_CHECKING:
     from pipeloom.training.equivalence import Equality
@@ -27,8 +28,9 @@ COMMAND = Command(
 def run(words: list[str]) -> int:
     """Parse the configuration, run both, compare; 0 if they agree, 1 if not."""
     config = parse_config(COMMAND, words)
-    from pipeloom.execute.processes.world import is_first
-    from pipeloom.training.equivalence import verify_gradients
+    with kept_imports():
+        from pipeloom.execute.processes.world import is_first
+        from pipeloom.training.equivalence import verify_gradients
 
     try:
         equality = verify_gradients(config)

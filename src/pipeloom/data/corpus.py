@@ -228,9 +228,12 @@ def _walk(root: Path) -> Iterator[Path]:
 def _source(file: Path, root: Path) -> Source | None:
     """A file's entry; None if it is no regular file, or a broken link."""
     # A broken link inside a folder is skipped; given as the corpus itself it is an error, which stat raises.
-    if file != root and not file.exists():
+    try:
+        status = file.stat()
+    except OSError:
+        if file == root or file.exists():
+            raise
         return None
-    status = file.stat()
     name = file.name if file == root else file.relative_to(root).as_posix()
     return Source(name, file, status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
 

@@ -254,11 +254,24 @@ def _key(config: DataConfig, sources: Sequence[Source], given: Tokenizer | None)
         "validation_fraction": config.validation_fraction,
         "field": config.field,
         # Times and sizes instead of contents, so that a start need not read the whole corpus.
-        "files": [(str(source.path.resolve()), source.num_bytes, source.mtime_ns) for source in sources],
+        "files": [(path, one.num_bytes, one.mtime_ns) for path, one in zip(_resolved(sources), sources, strict=True)],
     }
     if given is not None:
         facts["given"] = _sha256(given)
     return f"{config.tokenizer_kind}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}"
+
+
+def _resolved(sources: Sequence[Source]) -> Iterator[str]:
+    """The path of each file without links; each folder's is looked up once, since a corpus may have many files."""
+    found: dict[Path, Path] = {}
+    for source in sources:
+        if source.path.is_symlink():
+            yield str(source.path.resolve())
+            continue
+        folder = source.path.parent
+        if folder not in found:
+            found[folder] = folder.resolve()
+        yield str(found[folder] / source.path.name)
 
 
 def shared_tokenizer(config: DataConfig) -> Tokenizer:

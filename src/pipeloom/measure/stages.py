@@ -24,10 +24,12 @@ from pipeloom.schedule.kinds import OUT_OF
 from pipeloom.system.cores import own_cores
 from pipeloom.workload.layout import Layout
 
-_REPEATS = 5
+_REPEATS, _COLLECTIVES = 3, 5
+"""Measurements of a stage, in CPU time where that is possible, and of a collective, which others disturb more."""
 _MOST_HELD = 4
-_CROWD_S = 0.6
+_CROWD_S = 0.4
 _MESSAGES = 24
+_LEAST_ONE_WAY = 8
 _TURNS_S = 0.1
 
 
@@ -233,12 +235,12 @@ def _time_alone(run: Callable[..., Times], held: int) -> tuple[Times, Times]:
     """Times of a micro-batch by itself, and with ``held`` micro-batches in flight."""
 
     def repeated(repeats: int, held: int) -> Times:
-        run(held=held)  # allocates, and warms caches
         return Times.medians([run(held=held) for _ in range(repeats)])
 
-    one = repeated(_REPEATS, 1)
+    run(held=held)  # allocates, and warms caches
     # A run with several micro-batches is that many measurements.
-    return one, one if held == 1 else repeated(-(-_REPEATS // held), held)
+    several = repeated(-(-_REPEATS // held), held)
+    return several if held == 1 else repeated(_REPEATS, 1), several
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,7 @@ def _time_one_way(exchange: Exchange, load: _Load, *, takes_part: bool) -> list[
         host's clock; on other ranks an empty list. The end of the posting would not do: the system may let the receiver
         run before the sender's call returns.
     """
-    count = max(_MESSAGES // 2, load.num_runs(_CROWD_S / 2))  # the same on all ranks
+    count = max(_LEAST_ONE_WAY, load.num_runs(_CROWD_S / 2))  # the same on all ranks
     marks: list[float] = []
     under_way: list[UnderWay] = []
     for _ in range(count):
@@ -351,7 +353,7 @@ def _time_under_load(clock: Clock, start: Callable[[], UnderWay], load: _Load) -
 
     seconds(0)  # connects and allocates
     num_runs = 1 + load.num_runs(2 * seconds(0))
-    return median(seconds(num_runs) for _ in range(_REPEATS))
+    return median(seconds(num_runs) for _ in range(_COLLECTIVES))
 
 
 def most_held(schedule: Schedule, stage: int) -> int:

@@ -44,7 +44,7 @@ from pipeloom.training.schedules import training_schedule
 from pipeloom.training.session import (
     check_processes,
     load_text,
-    load_text_with,
+    loaded,
     long_start,
     resolve,
     resolve_early,
@@ -139,8 +139,7 @@ def _run_in(path: Path, config: RunConfig, say: _Say, begun_s: float, *, quiet: 
 
     def run(config: RunConfig, again: Again) -> RunResult:
         job = partial(_train, folder=folder, quiet=quiet, begun_s=begun_s, again=again)
-        load = partial(load_text_with, data.tokenizer.files()) if again.is_again else None
-        return run_on_all_ranks(config, job, load=load)
+        return run_on_all_ranks(config, job, load=loaded(data, is_again=again.is_again))
 
     try:
         with ExitStack() as stack:

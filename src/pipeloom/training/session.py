@@ -18,7 +18,7 @@ from pipeloom.data.prepared import given_tokenizer
 from pipeloom.data.text import Data, Whole, load_data, load_whole
 from pipeloom.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_from
 from pipeloom.errors import UserError
-from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.workers import are_forked, run_workers
 from pipeloom.execute.processes.world import World, is_launched, join_forked, join_launched, launched_size
 from pipeloom.families import FAMILIES
 from pipeloom.model.adapted import piece_parameters
@@ -137,8 +137,23 @@ def load_text(config: RunConfig) -> Data:
     return load_data(config.data, config.training.seed, _stored_tokenizer(config))
 
 
-def load_text_with(files: dict[str, str], config: RunConfig) -> Data:
-    """The data of a run whose tokenizer is loaded already, as its files: the checkpoint that had it may be lost."""
+def loaded(data: Data, *, is_again: bool) -> Callable[[RunConfig], Data]:
+    """What gives the ranks the data that this process has loaded.
+
+    Args:
+        data: of the run.
+        is_again: whether the run was started before: the checkpoint that had the tokenizer may be lost.
+    """
+    if is_launched() or are_forked():  # this process is the rank, or the rank a copy of it: nothing is opened again
+        return partial(_same, data)
+    return partial(_load_text_with, data.tokenizer.files()) if is_again else load_text
+
+
+def _same(data: Data, _config: RunConfig) -> Data:
+    return data
+
+
+def _load_text_with(files: dict[str, str], config: RunConfig) -> Data:
     return load_data(config.data, config.training.seed, files)
 
 

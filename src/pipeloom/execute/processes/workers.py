@@ -69,6 +69,11 @@ class Failure:
     is_wrong: bool = False
 
 
+def are_forked() -> bool:
+    """Whether workers are copies of the process that starts them, and so have what it has loaded."""
+    return sys.platform == "linux"  # macOS offers fork, but its system libraries are not safe after one
+
+
 def run_workers(
     work: Work, num_ranks: int, threads: int = 1, *, grace_s: float = 0.0, stopped_s: float = math.inf
 ) -> list[Any]:
@@ -90,9 +95,7 @@ def run_workers(
         WorkerError: a worker failed or was killed.
         Interrupted: a signal ended the workers.
     """
-    # macOS offers fork, but its system libraries are not safe after one.
-    method = "fork" if sys.platform == "linux" else "spawn"
-    context = multiprocessing.get_context(method)
+    context = multiprocessing.get_context("fork") if are_forked() else multiprocessing.get_context("spawn")
     with temporary_folder() as folder:
         workers: list[tuple[BaseProcess, Connection]] = []
         passed_on = PassedOn(grace_s)
