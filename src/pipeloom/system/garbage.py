@@ -1,6 +1,7 @@
 """Collecting garbage less often, or not at all, while a command makes many objects that live until its end."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,9 +26,11 @@ def kept_imports() -> Iterator[None]:
 
     Collections otherwise take a sixth of the time in which PyTorch and the modules of a run are loaded.
     """
+    before = len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        if len(sys.modules) > before:  # else a program that calls a command often would keep its garbage
+            gc.freeze()
         gc.enable()
