@@ -97,8 +97,8 @@ def refuse_large(sizes: Sequence[int], budget: int, *, trains: bool = True) -> N
     nothing = [str(stage) for stage, size in enumerate(sizes) if size == 0]
     if nothing:
         raise UserError(
-            f"the device budget swaps the experts of every stage, but stage {', '.join(nothing)} has none; use fewer "
-            "loops, or a partition with experts in each stage"
+            f"the device budget swaps the experts of every stage, and these stages have none: {', '.join(nothing)}; "
+            "use fewer loops, or a partition with experts in each stage"
         )
     large = [f"stage {stage} takes {format_bytes(size)}" for stage, size in enumerate(sizes) if size > budget]
     if large:
