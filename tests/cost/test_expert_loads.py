@@ -61,8 +61,10 @@ def test_without_ranks_that_share_experts_their_loads_move_nothing():
     assert seconds(replace(alone, expert_load=1.5)) == seconds(alone)
 
 
-def layer_of(run):
-    return layer_seconds(Pieces(run, CLUSTER, SOFTWARE))
+def layer_of(run, cluster=CLUSTER):
+    pieces = Pieces(run, cluster, SOFTWARE)
+    alone_s = pieces.seconds(pieces.layer_forward()), pieces.seconds(pieces.layer_backward())
+    return layer_seconds(pieces, alone_s)
 
 
 def test_halves_in_turns_hide_the_exchange_and_take_no_less_than_compute_alone():
@@ -84,8 +86,8 @@ def test_what_is_not_hidden_is_the_longer_one_of_exchange_and_compute():
     run = replace(RUN, micro_batch=2, ep_overlap=True)
     link = replace(CLUSTER.intra, bytes_per_s=CLUSTER.intra.bytes_per_s / 1e3)
     slow = replace(CLUSTER, intra=link, bus_curves={}, collective_curves={})
-    found = layer_seconds(Pieces(run, slow, SOFTWARE))
-    alone = layer_seconds(Pieces(replace(run, ep=1, ep_overlap=False), slow, SOFTWARE))
+    found = layer_of(run, slow)
+    alone = layer_of(replace(run, ep=1, ep_overlap=False), slow)
     assert found.whole_s[0] == pytest.approx(found.travel_s[0], rel=0.01)
     assert found.hidden_s[0] == pytest.approx(alone.whole_s[0], rel=0.1)
 

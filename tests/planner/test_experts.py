@@ -44,13 +44,13 @@ def test_orders_that_know_the_whole_batch_are_searched_unless_the_balance_needs_
         "breadth-first",
         "gpipe",
     }
-    asked = question()
-    assert set(asked.families) == {"breadth-first", "gpipe"}
-    others = replace(asked, balance="microbatch")
+    searched = question()
+    assert set(searched.families) == {"breadth-first", "gpipe"}
+    others = replace(searched, balance="microbatch")
     assert {"1f1b", "breadth-first", "depth-first"} <= set(others.families)
-    assert "slices" in asked.strategies
+    assert "slices" in searched.strategies
     assert "slices" not in others.strategies
-    assert replace(asked, shape=replace(SHAPE, experts=None)).families == others.families
+    assert replace(searched, shape=replace(SHAPE, experts=None)).families == others.families
 
 
 def test_a_plan_is_the_run_that_its_file_trains():
@@ -120,16 +120,16 @@ def test_a_limit_of_ranks_that_share_experts_needs_experts(ask):
 
 
 def test_capacity_and_loads_of_a_run_are_planned_with_and_written(ask):
-    asked = ask(shape=MIXTURE, cluster=short_of_memory(8), global_batch=16)
-    asked = asked.limited(strategies=("none",), pp=(1,), ep=(4,), tp=(1,), families=("breadth-first",))
+    searched = ask(shape=MIXTURE, cluster=short_of_memory(8), global_batch=16)
+    searched = searched.limited(strategies=("none",), pp=(1,), ep=(4,), tp=(1,), families=("breadth-first",))
     config = load_run(
         model={"experts": 4, "expert_capacity": 1.5},
         layout={"dp": 2, "ep": 2, "pp": 1},
         machine={"expert_load": 2.0},
     )
-    found = of_training(asked, config)
+    found = of_training(searched, config)
     assert (found.shape.experts.capacity, found.run.expert_load) == (1.5, 2.0)
-    best, even = plan(found, explains=False).best, plan(of_training(asked, load_run()), explains=False).best
+    best, even = plan(found, explains=False).best, plan(of_training(searched, load_run()), explains=False).best
     assert best.prediction.step_time_s > even.prediction.step_time_s
     written = run_config(best, None, "dgx-1-v100", "pipeloom")
     assert (written.model.expert_capacity, written.machine.expert_load, written.layout.ep) == (1.5, 2.0, 4)

@@ -160,7 +160,7 @@ def _piece_problems(options: Options, request: "Request", model: "ModelConfig") 
         for tp in options.tp
         if tp > 0 and (request.num_processes % tp or options.seq % tp or kv_heads % tp)
     ]
-    if model.window is not None and model.window < options.seq:
+    if model.has_window(options.seq):
         found.append(
             f"--seq must be at most the sliding window of --model, {model.window} tokens, found {options.seq}: a "
             "cluster file has the seconds of equal layers that see all tokens; other windows are closed forms"

@@ -101,7 +101,7 @@ def context_problems(config: RunConfig) -> Problems:
     if num_tokens % (2 * layout.cp * layout.tp):
         named = f"2 x layout.cp{' x layout.tp' if layout.tp > 1 else ''}"
         yield f"{named} must divide data.seq_len, found {2 * layout.cp * layout.tp} and {num_tokens}"
-    if layout.token_slices not in (None, 1):
+    if layout.cuts_sequences:
         yield "layout.token_slices cuts sequences that layout.cp divides among ranks; leave one of them out"
 
 
@@ -117,7 +117,7 @@ def load_problems(config: RunConfig) -> Problems:
             continue
         if layout.cp > 1:
             yield f"{name} counts in one rank, and layout.cp divides micro-batches; {instead}"
-        if layout.token_slices not in (None, 1):
+        if layout.cuts_sequences:
             yield f"{name} counts whole micro-batches, and layout.token_slices cuts them; {instead}"
 
 
@@ -156,7 +156,7 @@ def overlap_problems(config: RunConfig) -> Problems:
         "model.balance microbatch, which counts whole micro-batches": model.balance == "microbatch",
         "model.expert_capacity, which counts whole micro-batches": model.expert_capacity is not None,
         "data.attention document, whose masks are of whole micro-batches": config.data.by_document,
-        "layout.token_slices, which cuts micro-batches": layout.token_slices not in (None, 1),
+        "layout.token_slices, which cuts micro-batches": layout.cuts_sequences,
     }
     for name, is_on in refused.items():
         if is_on:
@@ -185,7 +185,7 @@ def replica_problems(config: RunConfig) -> Problems:
         # Counts of tokens are summed in the order in which a rank's stages end their forwards.
         "model.experts": config.model.experts is not None,
         "layout.loops auto": layout.is_automatic,
-        "layout.token_slices": layout.token_slices not in (None, 1),
+        "layout.token_slices": layout.cuts_sequences,
         "schedule.keep": schedule.keep is not None,
         "schedule.balance": schedule.balance,
         "schedule.offload": schedule.offload,
@@ -279,7 +279,7 @@ def swap_problems(config: RunConfig) -> Problems:
         f"training.on_spike {config.training.on_spike}": config.training.on_spike != "stop",
         "training.compile": config.training.compile,
         "schedule.offload": schedule.offload,
-        "layout.token_slices": layout.token_slices not in (None, 1),
+        "layout.token_slices": layout.cuts_sequences,
     }
     for name, is_on in others.items():
         if is_on:
@@ -441,7 +441,7 @@ def adapted_problems(config: RunConfig) -> Problems:
     refused = {
         f"layout.tp {layout.tp}": layout.tp > 1,
         f"layout.cp {layout.cp}": layout.cp > 1,
-        f"layout.token_slices {layout.token_slices}": layout.token_slices not in (None, 1),
+        f"layout.token_slices {layout.token_slices}": layout.cuts_sequences,
         "layout.recompute selective": "selective" in (layout.recompute, *(layout.recompute_layers or ())),
         f"schedule.family {config.family}": family is not None and family.splits_backward,
         "schedule.balance": schedule.balance,

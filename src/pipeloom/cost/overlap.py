@@ -37,15 +37,22 @@ class LayerSeconds:
     edge_s: Both = (0.0, 0.0)
 
 
-def layer_seconds(pieces: Pieces) -> LayerSeconds:
-    """The seconds of a layer; all layers are alike."""
+def layer_seconds(pieces: Pieces, alone_s: Both) -> LayerSeconds:
+    """The seconds of a layer; all layers are alike.
+
+    Args:
+        pieces: of the run.
+        alone_s: seconds of forward and backward of a layer in which nothing hides an exchange.
+    """
     run, experts = pieces.run, pieces.run.shape.experts
     halves = 2 if run.ep_overlap and experts is not None else 1
-    part = pieces if halves == 1 else replace(pieces, run=run.changed(micro_batch=run.micro_batch / halves))
-    whole_s = [halves * part.seconds(one) for one in (part.layer_forward(), part.layer_backward())]
+    part, whole_s = pieces, alone_s
+    if halves == 2:
+        part = replace(pieces, run=run.changed(micro_batch=run.micro_batch / halves))
+        whole_s = halves * part.seconds(part.layer_forward()), halves * part.seconds(part.layer_backward())
     forth_s, back_s = (halves * one for one in travel_s(part.run, part.cluster, part.software))
     if experts is None or not forth_s or (halves == 1 and not experts.shared):
-        return LayerSeconds((whole_s[0], whole_s[1]), (forth_s, back_s))
+        return LayerSeconds(whole_s, (forth_s, back_s))
     hidden_s, edge_s = _hidden(part) if halves == 2 else (_beside_shared(part), (0.0, 0.0))
     again_s = hidden_s[0] if run.recompute == "full" else 0.0
     hidden_s = hidden_s[0], hidden_s[1] + again_s

@@ -110,7 +110,8 @@ def _piece_seconds(run: Run, cluster: Cluster, software: Software, is_dragged: b
         return pieces.seconds(forward), pieces.seconds(backward)
 
     layer = (pieces.layer_forward(), pieces.layer_backward())
-    of_layer, alone_s = layer_seconds(pieces), both(*layer)
+    alone_s = both(*layer)
+    of_layer = layer_seconds(pieces, alone_s)
     layer_s = of_layer.whole_s
     counted = PieceSeconds(
         embedding=both(pieces.embedding_forward(), pieces.embedding_backward()),

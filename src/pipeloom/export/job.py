@@ -132,9 +132,11 @@ class Job:
             found.append("optimizer.clip stage: the program clips by the norm of the whole gradient; leave it out")
         if config.optimizer.update == "stage":
             found.append("optimizer.update stage: the program updates weights behind the pipeline; leave it out")
-        sliced, only = config.layout.token_slices, "the export is of runs that train all weights; leave it out"
-        if sliced not in (None, 1):
-            found.append(f"layout.token_slices {sliced}: the program runs whole sequences only; leave it out")
+        layout, only = config.layout, "the export is of runs that train all weights; leave it out"
+        if layout.cuts_sequences:
+            found.append(
+                f"layout.token_slices {layout.token_slices}: the program runs whole sequences only; leave it out"
+            )
         for name, value in (
             ("training.freeze_layers", config.training.freeze_layers),
             ("adapter.rank", config.adapter.rank),
@@ -183,8 +185,8 @@ class Job:
                 f"machine.software {self.config.machine.software} puts the head into stage {self.head_stage}, and "
                 f"leaves stage {last} empty; name a layout.partition"
             )
-        model, seq, by_document = self.model, self.config.data.seq_len, self.config.data.by_document
-        found += launcher.model_problems(model, self.dtype) + launcher.own_problems(model, seq, by_document=by_document)
+        data = self.config.data
+        found += launcher.model_problems(self.model, self.dtype, data.seq_len, by_document=data.by_document)
         return [*found, *optimizer_problems(launcher.title, self.config.optimizer.name)]
 
     def node_problems(self) -> list[str]:

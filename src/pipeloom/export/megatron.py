@@ -17,7 +17,7 @@ from pipeloom.export.text import Flag, bash_array, body, comment, flag
 from pipeloom.export.torchrun import about_ranks, script_of, start_of
 from pipeloom.schedule import Kind
 from pipeloom.terminal.words import or_list
-from pipeloom.workload.launchers import MEGATRON, first_layers_recomputed, has_window
+from pipeloom.workload.launchers import MEGATRON, first_layers_recomputed
 from pipeloom.workload.model import ModelConfig
 from pipeloom.workload.model_families import MODELS
 
@@ -129,7 +129,7 @@ def _layer_problems(job: Job) -> list[str]:
 def _model_axis_problems(job: Job) -> list[str]:
     """Axes on which Megatron-LM does not run the model."""
     model, layout, found = job.model, job.config.layout, list[str]()
-    if layout.cp > 1 and _has_window(job):
+    if layout.cp > 1 and model.has_window(job.config.data.seq_len):
         found.append(f"model.window with layout.cp {layout.cp}: Transformer Engine's ring attention has no windows")
     if model.experts is None:
         return found
@@ -228,13 +228,9 @@ def _scaled_positions(model: ModelConfig) -> list[Flag]:
     return [flag("--use-rope-scaling"), flag("--rope-scaling-factor", model.rope_factor)]
 
 
-def _has_window(job: Job) -> bool:
-    return has_window(job.model, job.config.data.seq_len)
-
-
 def _window(job: Job) -> list[Flag]:
     model = job.model
-    if model.window is None or not _has_window(job):
+    if model.window is None or not model.has_window(job.config.data.seq_len):
         return []
     # Tokens to the left and to the right of a query, which pipeloom counts itself.
     flags = [flag("--window-size", f"{model.window - 1},0")]

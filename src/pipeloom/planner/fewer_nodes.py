@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 
 from pipeloom.config import RunConfig, decided_problems
 from pipeloom.cost.hardware import Cluster
@@ -159,14 +160,10 @@ def planned(config: RunConfig, budget_s: float, numbers: Iterable[int]) -> Ways:
         num_nodes = min(num_up, own.num_nodes)
         among = [own] if num_nodes == own.num_nodes else []
         among += [best(number) for number in likely if 0 < number <= num_nodes]
-        if (found := min(among, key=_step_s, default=OnNodes())).step is not None:
+        if (found := min(among, key=attrgetter("step_s"), default=OnNodes())).step is not None:
             return found
         # Where none of these numbers divides the batch, a smaller one may.
         smaller = (best(number) for number in range(num_nodes - 1, 0, -1))
         return next((one for one in smaller if one.step is not None), OnNodes())
 
     return on
-
-
-def _step_s(on: OnNodes) -> float:
-    return on.step_s

@@ -60,11 +60,10 @@ def launch_problems(launcher: Launcher, wanted: Wanted, cluster: Cluster, num_de
     narrow = launcher.product_problems(wanted.products)
     if launcher.is_own:
         return narrow
-    title, model = launcher.title, wanted.config
+    title = launcher.title
     found = [
-        *launcher.model_problems(model, wanted.precision),
+        *launcher.model_problems(wanted.config, wanted.precision, wanted.seq, by_document=wanted.by_document),
         *narrow,
-        *launcher.own_problems(model, wanted.seq, by_document=wanted.by_document),
         *optimizer_problems(title, wanted.optimizer),
         *node_problems(cluster, num_devices),
     ]

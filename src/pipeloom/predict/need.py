@@ -173,7 +173,7 @@ def _activations(config: RunConfig, run: Run, software: Software) -> list[float]
     trained = zip(stage_layers(run, software)[0], frozen_layers(run, software), strict=True)
     layers, placement = [count - frozen for count, frozen in trained], choice.placed()
     may_leave = schedule.balance or schedule.offload or schedule.keep is not None or schedule.budget_bytes is not None
-    held = None if may_leave or layout.token_slices not in (None, 1) else choice.stage_inputs
+    held = None if may_leave or layout.cuts_sequences else choice.stage_inputs
     if held is not None:
         stages = [placement.stages_of(rank) for rank in range(layout.pp)]
         return [

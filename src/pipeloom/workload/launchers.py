@@ -59,14 +59,19 @@ class Launcher:
     has_context: bool = True
     groups: Grouping | None = None
 
-    def model_problems(self, model: ModelConfig, precision: str) -> list[str]:
-        """Why it does not train a model, a sentence each; without ``own_problems``.
+    def model_problems(self, model: ModelConfig, precision: str, seq: int, *, by_document: bool = False) -> list[str]:
+        """Why it does not train a model, a sentence each.
 
         Args:
             model: resolved.
             precision: of weights and activations: fp32, bf16, fp16 or fp64.
+            seq: sequence length in tokens.
+            by_document: whether attention ends at the borders of documents.
         """
-        return [] if self.is_own else [*self._precision_problems(precision), *self._size_problems(model)]
+        if self.is_own:
+            return []
+        of_sizes = (*self._precision_problems(precision), *self._size_problems(model))
+        return [*of_sizes, *self._part_problems(model, seq, by_document=by_document)]
 
     def _precision_problems(self, precision: str) -> Iterator[str]:
         if self.precisions and precision not in self.precisions:
@@ -88,16 +93,10 @@ class Launcher:
         if self.has_experts and model.experts is not None:
             yield from _expert_problems(model, self.title)
 
-    def own_problems(self, model: ModelConfig, seq: int, *, by_document: bool = False) -> list[str]:
-        """Settings of attention, logits, experts and density with which it is not started, a sentence each.
-
-        Args:
-            model: resolved.
-            seq: sequence length in tokens.
-            by_document: whether attention ends at the borders of documents.
-        """
+    def _part_problems(self, model: ModelConfig, seq: int, *, by_document: bool) -> list[str]:
+        """Settings of attention, logits, experts and density with which it is not started."""
         reasons = {
-            "model.window": (not self.has_windows and has_window(model, seq), "sliding windows"),
+            "model.window": (not self.has_windows and model.has_window(seq), "sliding windows"),
             "model.query_pre_attn_scalar": (model.query_pre_attn_scalar is not None, "scores of its own"),
             "model.attn_softcap": (model.attn_softcap is not None, "scores of its own"),
             "model.logit_softcap": (model.logit_softcap is not None, "bounds of logits"),
@@ -141,11 +140,6 @@ def optimizer_problems(program: str, optimizer: str) -> list[str]:
     """That a program is started with AdamW alone, for another update rule."""
     found = f"optimizer.name {optimizer}: the export to {program} supports adamw only; use adamw"
     return [] if optimizer == "adamw" else [found]
-
-
-def has_window(model: ModelConfig, seq: int) -> bool:
-    """Whether a layer does not see all earlier tokens of a sequence."""
-    return model.window is not None and model.window < seq
 
 
 def _expert_problems(model: ModelConfig, program: str) -> Iterator[str]:

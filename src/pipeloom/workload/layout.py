@@ -193,6 +193,11 @@ class Layout(WithAxes):
             return max(1, len(self.token_slices))
         return max(1, self.token_slices) if isinstance(self.token_slices, int) else 1
 
+    @property
+    def cuts_sequences(self) -> bool:
+        """Whether micro-batches are cut into token slices, with auto as well."""
+        return self.token_slices not in (None, 1)
+
     def slice_lengths(self, num_tokens: int) -> tuple[int, ...]:
         """Tokens of each slice of sequences of this length, on one rank; all in one for auto before it is decided."""
         if isinstance(self.token_slices, tuple):

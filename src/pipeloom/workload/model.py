@@ -240,6 +240,10 @@ class ModelConfig:
         """With its default (arXiv 2101.03961, section 2.2)."""
         return 0.01 if self.balance_weight is None else self.balance_weight
 
+    def has_window(self, seq: int) -> bool:
+        """Whether a layer does not see all earlier tokens of sequences of so many tokens."""
+        return self.window is not None and self.window < seq
+
     def window_of(self, layer: int) -> int | None:
         """The window of a layer; ``None`` for one that sees all earlier tokens."""
         return None if layer in self.known_full_attention_layers else self.window

@@ -15,7 +15,7 @@ from pipeloom.schedule.whole_batch import WHOLE_BATCH, interleaved_stage
 
 
 class ExpertLoads(Part):
-    """Sums the counts of a stage's experts over the replicas, while the rank goes on, and tells stages that they train.
+    """Sums the counts of a stage's experts over the replicas, while the rank goes on, and sets the mode of the stages.
 
     The sum starts behind the last forward of the stage. Where a balance loss has the loads of the whole batch, it ends
     before the stage's first backward, otherwise with the step. Rows of all replicas are equal, so that they start
@@ -56,9 +56,8 @@ class ExpertLoads(Part):
         """Count from zero; stages drop tokens beyond a capacity only where the row trains."""
         self._trains = row.schedule.first_backward_stage < row.schedule.num_stages
         self._set_training(self._trains)
-        for every in self._balances.values() if self._trains else ():
-            for one in every:
-                one.begin(self._device)
+        for one in self._every if self._trains else ():
+            one.begin(self._device)
         return ()
 
     def end(self, row: RankRow) -> None:  # noqa: ARG002
