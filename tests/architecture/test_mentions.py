@@ -28,10 +28,10 @@ MOST_KIND = {
     "BACKWARD_WEIGHT": 16,
 }
 MOST_AXIS = {
-    "pp": 51,
-    "loops": 39,
-    "num_microbatches": 39,
-    "tp": 38,
+    "pp": 52,
+    "loops": 40,
+    "num_microbatches": 40,
+    "tp": 39,
     "recompute": 36,
     "shard": 33,
     "boundary": 33,  # half of them are places between stages, and the module of their specs
@@ -39,7 +39,7 @@ MOST_AXIS = {
     "partition": 25,
     "average_every": 14,
     "microbatches": 19,
-    "cp": 16,
+    "cp": 17,
     "dp": 15,
     "replicate": 14,
     "recompute_layers": 13,

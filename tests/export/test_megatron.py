@@ -242,7 +242,7 @@ REFUSED = {
     ),
     "window and context": (
         {"model": {"window": 64}, "layout": {"pp": 2, "cp": 2}},
-        "model.window with layout.cp 2",
+        "model.window with layout.cp above 1",
     ),
     "warm-up": ({"training": {"steps": 10}}, "optimizer.lr_warmup_steps 10"),
     "nodes": ({"layout": {"pp": 3, "dp": 2, "num_microbatches": 6}}, "6 processes do not fill"),

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from pipeloom.config import ModelConfig
+from pipeloom.errors import UserError
 from pipeloom.model import build_stage
 from pipeloom.model.expert_parallel import ExpertGroup, ExpertParallel, finished, in_turns
+from pipeloom.model.transformer import Layer
+from pipeloom.workload.model_families import MODELS
 
 MODEL = ModelConfig(
     num_layers=3, hidden_size=16, num_heads=4, ffn_size=24, experts=4, expert_ffn=12, shared_experts=1, balance="none"
@@ -91,6 +94,33 @@ def test_one_sequence_is_computed_as_a_whole():
     group = Mirror()
     ran(stage_of(MODEL, group, overlaps=True), 1)
     assert group.under_way() == [0] * 12
+
+
+class Doubled(Layer):
+    """A layer of a family with a forward of its own."""
+
+    def forward(self, x, *others):
+        return super().forward(2 * x, *others)
+
+
+class DoubledInSteps(Doubled):
+    """One that halves follow."""
+
+    def steps(self, x, rotary):
+        return (yield from super().steps(2 * x, rotary))
+
+
+def test_a_family_whose_forward_halves_would_not_follow_is_refused(monkeypatch):
+    plain = MODELS[MODEL.family]
+    own, other = (replace(MODEL, family=name) for name in ("doubled", "doubled-in-steps"))
+    monkeypatch.setitem(MODELS._values, own.family, replace(plain, layer=lambda: Doubled))
+    monkeypatch.setitem(MODELS._values, other.family, replace(plain, layer=lambda: DoubledInSteps))
+    stage_of(own, Mirror(), overlaps=False)
+    with pytest.raises(UserError, match="layout.ep_overlap: Doubled of model.family doubled overrides forward"):
+        stage_of(own, Mirror(), overlaps=True)
+    _, expected = ran(stage_of(own, Mirror(), overlaps=False), 2)
+    _, found = ran(stage_of(other, Mirror(), overlaps=True), 2)
+    assert (found[0] - expected[0]).abs().max() < 1e-12
 
 
 def test_shared_experts_are_computed_while_tokens_travel():

@@ -8,12 +8,15 @@ from pipeloom import load_run, make_question, plan
 from pipeloom.catalog import load_cluster, load_model
 from pipeloom.cost.flops import shape_model_flops
 from pipeloom.errors import ConfigError
+from pipeloom.export.hand_over import TARGETS
+from pipeloom.export.job import Site, make_job
 from pipeloom.families import FAMILIES, ends_forwards_first
 from pipeloom.planner.plan import of_training
 from pipeloom.planner.question import Limits
 from pipeloom.planner.run_file import run_config
 from pipeloom.planner.run_step import predict_step
 from pipeloom.planner.search import search
+from pipeloom.planner.space import arrangements
 from pipeloom.workload.model_shape import Experts
 
 SHAPE = replace(
@@ -69,8 +72,35 @@ def test_experts_of_half_the_width_take_longer_than_one_block():
     assert alone.best.prediction.step_time_s > dense.best.prediction.step_time_s
 
 
+def test_megatron_is_planned_within_the_rules_of_its_export():
+    """Tensor-parallel ranks divide all activations, and the balance is that of micro-batches, as 1F1B needs."""
+    sizes = {"num_devices": 32, "global_batch": 64, "seq": 4096}
+    answer = plan(make_question("mixtral-8x7b", "dgx-h100", launcher="megatron", **sizes), 8, explains=False)
+    wide = plan(replace(answer.question, limits=Limits(tp=(2,), ep=(2,))), 1, explains=False)
+    for step in (*answer.steps, *wide.steps):
+        config = run_config(step, "mixtral-8x7b", "dgx-h100", "megatron-core")
+        job = make_job(config, step.cluster, Site())
+        assert not TARGETS["megatron"].problems(job)
+        assert step.run.tp == 1 or step.run.sequence_parallel
+        assert config.model.balance == ("microbatch" if step.run.pp > 1 else None)
+    assert (wide.best.run.tp, wide.best.run.ep) == (2, 2)
+    assert "none with experts" in answer.error_bar.rests_on
+
+
+def test_megatron_has_no_context_axis_with_windows():
+    shape = replace(SHAPE, experts=None, window=1024)
+    sizes = {"num_devices": 16, "global_batch": 16, "seq": 8192}
+    windows, whole = (
+        make_question(one, "dgx-h100", launcher="megatron", **sizes) for one in (shape, replace(shape, window=None))
+    )
+    sizes_of = [{one.run.cp for one in arrangements(question)[0]} for question in (windows, whole)]
+    assert sizes_of == [{1}, {1, 2}]
+
+
 def test_other_programs_are_refused():
-    with pytest.raises(ConfigError, match="model.experts needs the training program pipeloom, found fsdp"):
+    with pytest.raises(
+        ConfigError, match="model.experts needs the training program pipeloom or megatron-core, found fsdp"
+    ):
         make_question(SHAPE, "dgx-h100", num_devices=16, global_batch=64, seq=2048, software="fsdp")
 
 

@@ -8,6 +8,8 @@ inner width F, a heads, s tokens in a sequence, t tensor-parallel ranks:
                      masks of two dropouts 2 H
     split over t     queries, keys, values, and attention's output e (2 Q + 2 G);
                      GELU's input and output 2 e F, or SwiGLU's gate, up, activated gate and product 4 e F
+    experts          of each of the k experts of a token its row in and out, 2 e H k, whole; their inner width for F,
+                     split; of each expert the router's score and its softmax in single precision, 8
     scores           softmax's output e a s, with dropout its mask and output e a s + a s; plain kernels also keep a
                      single-precision copy; flash kernels and selective recomputation keep no scores
 
@@ -17,6 +19,7 @@ the first line by t, too. Full recomputation keeps each layer's input, and all o
 
 from dataclasses import replace
 
+from pipeloom.cost.products import dense_inner
 from pipeloom.cost.software import Software
 from pipeloom.workload.run import Run
 
@@ -26,6 +29,9 @@ NORM_COPY_BYTES = 8.0
 GATHERED_COPIES = 4
 """Copies of each logit that gathering logits over tensor-parallel ranks needs: shards, gathered logits, and the
 gradients of both."""
+
+_SCORE_BYTES = 8.0
+"""Of each token and expert: the router's output and its softmax, in single precision."""
 
 
 def layer_activation_bytes(
@@ -41,7 +47,7 @@ def layer_activation_bytes(
     """
     shape, size = run.shape, run.element_bytes
     whole = shape.hidden * (4 * size + (2 if dropout else 0) + (0 if run.fused_norm else 2 * norm_copies))
-    inner = shape.kind.inner_kept * size * shape.inner
+    inner = shape.kind.inner_kept * size * dense_inner(shape)
     split = size * (2 * shape.query_width + 2 * shape.kv_width) + inner
     scores = 0.0
     if run.attention in ("plain", "fused-softmax") and run.recompute != "selective":
@@ -51,7 +57,20 @@ def layer_activation_bytes(
     if run.sequence_parallel:
         whole /= run.tp
         gathered = 2 * size * shape.hidden * (1 - 1 / run.tp) if keeps_gathered else 0.0
-    return run.tokens * (whole + gathered + (split + scores) / run.tp)
+    return run.tokens * (whole + gathered + (split + scores) / run.tp) + _experts_bytes(run)
+
+
+def _experts_bytes(run: Run) -> float:
+    """Bytes that the experts of one layer keep: scores, and for each pair of a token and an expert a row in and out.
+
+    Rows of the tensor-parallel ranks are gathered, so that only the inner width of an expert is divided.
+    """
+    experts, shape, size = run.shape.experts, run.shape, run.element_bytes
+    if experts is None:
+        return 0.0
+    of_pair = size * (2 * shape.hidden + shape.kind.inner_kept * experts.ffn / run.tp)
+    scores = _SCORE_BYTES * experts.count / (run.tp if run.sequence_parallel else 1)
+    return run.computed_pairs * of_pair + run.tokens * scores
 
 
 def stage_input_bytes(run: Run) -> float:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pipeloom.workload.launchers import WITH_EXPERTS
 from pipeloom.workload.layout import Shard
 from pipeloom.workload.optimizers import OPTIMIZERS, Optimizer
 
@@ -215,6 +216,11 @@ class Software:
     def has_lanes(self) -> bool:
         """Whether all communication is actions on lanes of their own, as in ``pipeloom train``."""
         return self.has_reduction_lane and not self.is_blocking
+
+    @property
+    def takes_experts(self) -> bool:
+        """Whether it trains layers with experts."""
+        return self.has_lanes or self.name in WITH_EXPERTS
 
     def num_pieces(self, layers: int) -> int:
         """Pieces of a model that may be stages: layers, and embedding and head where these are balanced, too."""

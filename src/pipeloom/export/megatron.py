@@ -128,14 +128,10 @@ def _layer_problems(job: Job) -> list[str]:
 
 def _model_axis_problems(job: Job) -> list[str]:
     """Axes on which Megatron-LM does not run the model."""
-    model, layout, found = job.model, job.config.layout, list[str]()
-    if layout.cp > 1 and model.has_window(job.config.data.seq_len):
-        found.append(f"model.window with layout.cp {layout.cp}: Transformer Engine's ring attention has no windows")
-    if model.experts is None:
-        return found
-    if layout.tp > 1 and not layout.sequence_parallel:
-        found.append("model.experts with layout.tp above 1: Megatron-LM needs layout.sequence_parallel")
-    if _is_fsdp(job):
+    model, layout = job.model, job.config.layout
+    has_experts, has_window = model.experts is not None, model.has_window(job.config.data.seq_len)
+    found = MEGATRON.axis_problems(layout, has_experts=has_experts, has_window=has_window)
+    if has_experts and _is_fsdp(job):
         found.append(f"model.experts with layout.shard {layout.shard}: the export supports none and optimizer only")
     return found
 

@@ -75,7 +75,8 @@ def build_stage(
     with torch.device("meta"):
         stage = Transformer(config, max_positions, pieces, parallel, adapter).to(dtype)
     share_experts(stage, sharing)
-    stage.overlaps = sharing.overlaps
+    if sharing.overlaps:
+        stage.run_in_halves()
     if torch.device(device).type == "meta":
         if stage.borrows:
             sizes = {"max_positions": max_positions, "seed": seed}

@@ -208,7 +208,7 @@ class Transformer(nn.Module):
         self.pieces = pieces
         self.parallel = parallel
         self.context = WHOLE_SEQUENCES
-        self.overlaps = False  # whether layers run on the halves of a micro-batch in turns
+        self._overlaps = False  # whether layers run on the halves of a micro-batch in turns
         self.embedding = Embedding(config, max_positions, parallel) if 0 in pieces else None
         kind = _layer_class(config.family)
         # A dict with layer numbers of the whole model as keys, so that names are global on every stage. Layers that
@@ -258,6 +258,20 @@ class Transformer(nn.Module):
         It does not become a parameter of this module. If it requires a gradient, it gets the head's share.
         """
         self._borrowed_VH = weight_VH
+
+    def run_in_halves(self) -> None:
+        """Run layers on the halves of a micro-batch in turns, while tokens of the other travel to experts.
+
+        Raises:
+            UserError: a layer of the family has a forward of its own, which the steps of a half would not follow.
+        """
+        for kind in {type(layer) for layer in self.layers.values()}:
+            if issubclass(kind, Layer) and kind.forward is not Layer.forward and kind.steps is Layer.steps:
+                raise UserError(
+                    f"layout.ep_overlap: {kind.__name__} of model.family {self.config.family} overrides forward, but "
+                    "halves of a micro-batch run through steps; override steps, too, or leave layout.ep_overlap out"
+                )
+        self._overlaps = True
 
     def set_recompute(self, by_layer: Sequence[Recompute]) -> None:
         """Set activation checkpointing.
@@ -330,7 +344,7 @@ class Transformer(nn.Module):
         positions = places_T if documents is None else documents.positions(places_T)
         x = self.parallel.from_boundary(x) if self.embedding is None else self.embedding(x, positions)
         rotary = self._rotary(positions, x)
-        if self.overlaps and len(x) > 1 and cache is None and documents is None:
+        if self._overlaps and len(x) > 1 and cache is None and documents is None:
             x = self._in_halves(x, rotary)
         else:
             for number, layer, own in self._in_order(rotary):

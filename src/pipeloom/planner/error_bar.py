@@ -82,7 +82,9 @@ class ErrorBar:
         )
 
 
-def error_bar(cluster: Cluster, software: Software, accuracy: Accuracy | None = None) -> ErrorBar:
+def error_bar(
+    cluster: Cluster, software: Software, accuracy: Accuracy | None = None, *, has_experts: bool = False
+) -> ErrorBar:
     """Measured errors of predictions for a program on a cluster's device.
 
     For a program of the catalog that was calibrated on the device, the errors on held-out rows; for any other program,
@@ -93,9 +95,11 @@ def error_bar(cluster: Cluster, software: Software, accuracy: Accuracy | None = 
         cluster: whose device.
         software: with its efficiencies.
         accuracy: measured errors; ``None`` for the catalog's.
+        has_experts: whether layers of the model have experts.
     """
     known = accuracy or load_accuracy()
-    device, source = cluster.device.name, f"{known.table}, {known.date}"
+    # The published tables behind the catalog's errors have no model with experts.
+    device, source = cluster.device.name, f"{known.table}, {known.date}{'; none with experts' if has_experts else ''}"
     held_out = known.by_program.get((software.name, device))
     if held_out is not None and _is_of_catalog(software):
         return ErrorBar(

@@ -247,7 +247,9 @@ def plan(
     """
     deadline = inf if budget_s is None else time.monotonic() + budget_s
     searching = Search(question, progress=progress, found=found)
-    answer = Plan(question, error_bar(question.cluster, question.software))
+    answer = Plan(
+        question, error_bar(question.cluster, question.software, has_experts=question.shape.experts is not None)
+    )
     stop = Stop(None if budget_s is None else deadline)
     stop.run(lambda: _answer(answer, searching, count, deadline, explains=explains))
     # The search also reads the clock: other threads have no timer, and a destructor may swallow its exception.

@@ -13,12 +13,12 @@ from pipeloom.errors import ConfigError
 from pipeloom.families import FAMILIES, ends_forwards_first
 from pipeloom.planner.bounds import Bounds
 from pipeloom.predict.describe import dtype_problem
-from pipeloom.terminal.words import count, did_you_mean
+from pipeloom.terminal.words import count, did_you_mean, or_list
 from pipeloom.workload.adapter import Adapter
 from pipeloom.workload.axes import IN_SENTENCES, Axes
 from pipeloom.workload.boundary import Boundary
 from pipeloom.workload.dtypes import Precision, Products, dtype_of
-from pipeloom.workload.launchers import PIPELOOM, Launcher
+from pipeloom.workload.launchers import PIPELOOM, WITH_EXPERTS, Launcher
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.limits import Headroom, limits_of
 from pipeloom.workload.model import Balance, ModelShape
@@ -161,8 +161,10 @@ class Question:
             )
         if self.adapter is not None and not self.software.has_lanes:
             found.append(f"adapter.rank needs the training program pipeloom, found {self.software.name}")
-        if self.shape.experts is not None and not self.software.has_lanes:
-            found.append(f"model.experts needs the training program pipeloom, found {self.software.name}")
+        if self.shape.experts is not None and not self.software.takes_experts:
+            found.append(
+                f"model.experts needs the training program {or_list(WITH_EXPERTS)}, found {self.software.name}"
+            )
         if self.shape.experts is None and set(self.limits.ep or ()) - {1}:
             found.append("ep shares the experts of a layer, and the model has none; leave it out")
         if self.shape.blocks is not None and not self.software.has_lanes:
@@ -194,7 +196,7 @@ class Question:
         So are those in which a backward precedes a forward of its stage, if a balance loss needs the whole batch.
         """
         offered = tuple(name for name in _families_of(self.software) if not FAMILIES[name].is_found)
-        if self.shape.experts is not None and self.balance == "batch":
+        if self.shape.experts is not None and self._balance == "batch":
             offered = tuple(name for name in offered if ends_forwards_first(name))
         return self.limits.families or offered
 
@@ -208,7 +210,12 @@ class Question:
     def _counts_microbatches(self) -> bool:
         """Whether a loss or a capacity counts the loads of experts in whole micro-batches, so a rank must have them."""
         experts = self.shape.experts
-        return experts is not None and (self.balance == "microbatch" or experts.capacity is not None)
+        return experts is not None and (self._balance == "microbatch" or experts.capacity is not None)
+
+    @property
+    def _balance(self) -> Balance:
+        """That of a planned run: for other programs, whose orders no balance restricts, it is of micro-batches."""
+        return "microbatch" if self.balance == "batch" and not self.launcher.is_own else self.balance
 
     @cached_property
     def families_by_split(self) -> dict[bool, tuple[str, ...]]:
@@ -222,6 +229,12 @@ class Question:
         """Whether to search split backwards, whole ones or both: on one rank a split one is never faster."""
         kinds = {FAMILIES[name].splits_backward for name in self.families}
         return sorted(kinds if pp > 1 or len(kinds) == 1 else {False})
+
+    def axis_problems(self, run: Run) -> list[str]:
+        """Why the program does not run the model on the axes of a run, a sentence each."""
+        window = self.shape.window
+        has_window, has_experts = window is not None and window < self.seq, self.shape.experts is not None
+        return self.launcher.axis_problems(run, has_experts=has_experts, has_window=has_window)
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -366,6 +379,8 @@ def why_not(question: Question, sizes: Axes) -> str | None:
         return "the heads do not divide by the tensor axis"
     if tp > 1 and question.seq % tp:
         return "the tokens of a sequence do not divide by the tensor axis"
+    if problems := question.axis_problems(replace(question.run, **sizes._asdict(), sequence_parallel=tp > 1)):
+        return problems[0]
     if cp > 1 and question.seq % (2 * cp * tp):
         return "the halves of each rank's tokens do not divide by the context and tensor axis"
     if pp > question.software.num_pieces(shape.layers):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
-from math import ceil, gcd
+from math import gcd
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -24,9 +24,10 @@ from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.pieces import PieceSeconds
 from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.stages import layers_of_pieces, placement_of, stage_layers
-from pipeloom.families import FAMILIES, Choice
+from pipeloom.families import Choice
 from pipeloom.planner.bounds import AnyStages, Bounds, Floats, Sharded
 from pipeloom.planner.question import LEVELS, Question, axes, divisors, has_better_axes, why_not
+from pipeloom.planner.schedules import inputs_of, inputs_of_all, schedules_of
 from pipeloom.schedule import Placement
 from pipeloom.workload.layout import Shard
 from pipeloom.workload.run import Run
@@ -38,8 +39,6 @@ MOST_ON_A_STEP = 500_000
 """Micro-batches times pipeline ranks; larger schedules take too long to make."""
 FEW_LOOPS = 4
 """Every number of loops up to this one is searched; above, those that divide the layers or all pieces evenly."""
-GROUP_FACTORS = (1.25, 2, 4, 8, 16)
-"""Group sizes of the hybrid, as multiples of the pipeline ranks; the number of micro-batches is searched, too."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class Arrangement(OfPlaced):
         """Schedules of such stages."""
         launcher, found = self.question.launcher, self.question.families_by_split[self.splits]
         names = tuple(name for name in found if launcher.has_family(name, self.run.pp, loops))
-        return _choices_of(names, self.run.pp, loops, placement, self.run.num_microbatches)
+        return schedules_of(names, self.run.pp, loops, placement, self.run.num_microbatches)
 
     def shardings(self) -> list["Sharding"]:
         """Shardings over all data-parallel ranks, or over those of a node."""
@@ -183,68 +182,6 @@ def _layers_by_stage(
     pieces: PieceSeconds, layers: int, placement: Placement, slowness: tuple[float, ...]
 ) -> tuple[int, ...]:
     return layers_of_pieces(fastest_partition(pieces.both_s(layers), placement, slowness))
-
-
-@lru_cache(maxsize=65536)
-def _choices_of(
-    families: tuple[str, ...], pp: int, loops: int, placement: str, num_microbatches: int
-) -> tuple[Choice, ...]:
-    """Distinct schedules of a placement; unless it is looped, only those with closed forms of their stage inputs."""
-    found: list[Choice] = []
-    for name in families:
-        family = FAMILIES[name]
-        if (loops > 1 and not family.is_looped) or family.loops not in (None, loops):
-            continue
-        if family.placement not in (None, placement):
-            continue
-        plain = Choice(
-            family=name,
-            pp=pp,
-            loops=loops,
-            num_microbatches=num_microbatches,
-            placement=None if placement == "looped" else placement,
-        )
-        if family.is_grouped:
-            sizes = _group_sizes(pp, num_microbatches) if loops > 1 and placement == "looped" else ()
-            found += [replace(plain, group_size=size) for size in sizes]
-        elif placement in ("looped", family.placement) or plain.stage_inputs is not None:
-            found.append(plain)
-    found = _different(found)
-    if pp * loops == 1 and all(choice.stage_inputs is not None for choice in found):
-        # One stage takes as long in any order, so only the one that holds least is kept.
-        return tuple(sorted(found, key=lambda choice: sum(map(sum, choice.stage_inputs or ())))[:1])
-    return tuple(found)
-
-
-def _different(choices: list[Choice]) -> list[Choice]:
-    """Choices without those that have the same schedule as another family's."""
-    names, found = {choice.family for choice in choices}, list[Choice]()
-    for choice in choices:
-        name = choice.same_as
-        if name == choice.family or name not in names:
-            found.append(choice)
-            names.add(name)
-    return found
-
-
-def _group_sizes(pp: int, num_microbatches: int) -> tuple[int, ...]:
-    """Group sizes above that of depth-first, up to all micro-batches."""
-    sizes = {ceil(pp * factor) for factor in GROUP_FACTORS} | {num_microbatches}
-    return tuple(sorted(size for size in sizes if pp < size <= num_microbatches))
-
-
-@lru_cache(maxsize=65536)
-def _inputs_of(choice: Choice) -> Floats | None:
-    """[rank, number of its stage] stage inputs at a rank's peak; ``None`` without a closed form."""
-    held = choice.stage_inputs
-    return None if held is None else np.array(held, np.float64)
-
-
-@lru_cache(maxsize=4096)
-def _inputs_of_all(choices: tuple[Choice, ...]) -> Floats:
-    """[schedule, rank, number of its stage] stage inputs at a rank's peak; one of each without a closed form."""
-    shape = choices[0].pp, choices[0].loops
-    return np.array([np.ones(shape) if (own := _inputs_of(choice)) is None else own for choice in choices])
 
 
 @dataclass(frozen=True)
@@ -359,7 +296,7 @@ class Twig:
 
     def bounded(self, leaves: "Sequence[Leaf]") -> "tuple[list[tuple[float, Leaf]], list[Leaf]]":
         """The leaves that may fit, without the sharding levels that cannot, with their bounds; and the other leaves."""
-        levels = self._first_levels(_inputs_of_all(tuple(leaf.choice for leaf in leaves)))
+        levels = self._first_levels(inputs_of_all(tuple(leaf.choice for leaf in leaves)))
         found: list[tuple[float, Leaf]] = []
         for number in range(len(self.sharding.levels)):
             fitting = [leaf for leaf, first in zip(leaves, levels, strict=True) if first == number]
@@ -389,10 +326,10 @@ class Twig:
     def bounds_of(self, choices: Sequence[Choice]) -> list[float]:
         """For each schedule the lower bound of the step time in seconds, with the layers that it must recompute."""
         time, arrangement, bounds_s = self._time, self.cut.arrangement, np.full(len(choices), self.bound_s)
-        closed = [number for number, choice in enumerate(choices) if _inputs_of(choice) is not None]
+        closed = [number for number, choice in enumerate(choices) if inputs_of(choice) is not None]
         if not closed or not (arrangement.splits or arrangement.recomputed == "some"):
             return bounds_s.tolist()
-        in_flight = _inputs_of_all(tuple(choices[number] for number in closed))
+        in_flight = inputs_of_all(tuple(choices[number] for number in closed))
         if arrangement.splits:
             bounds_s[closed] = np.maximum(bounds_s[closed], time.in_flight_bound_s(in_flight))
         if arrangement.recomputed == "some":
@@ -437,7 +374,7 @@ class Leaf:
     @property
     def stage_inputs(self) -> Floats | None:
         """[rank, number of its stage] stage inputs at a rank's peak; ``None`` without a closed form."""
-        return _inputs_of(self.choice)
+        return inputs_of(self.choice)
 
     @property
     def bounded(self) -> "tuple[float, Leaf] | None":
@@ -491,10 +428,11 @@ def has_arrangement(question: Question) -> bool:
 def _arrangements_of(question: Question, cluster: Cluster, run: Run) -> Iterator[Arrangement]:
     """Arrangements of these axes with and without sequence parallelism, for each kind of recomputation."""
     for is_split in (False, True) if run.tp > 1 else (False,):
-        if question.limits.allows(sequence_parallel=is_split):
-            split = replace(run, sequence_parallel=is_split)
-            placed = Placed(split, cluster, question.software)
-            for kind in question.recompute:
-                yield Arrangement(placed.of(replace(split, recompute=kind)), question, kind)
-            if {"none", "full"} <= set(question.recompute) and question.launcher.recomputes_some:
-                yield Arrangement(placed, question, "some")
+        split = replace(run, sequence_parallel=is_split)
+        if not question.limits.allows(sequence_parallel=is_split) or question.axis_problems(split):
+            continue
+        placed = Placed(split, cluster, question.software)
+        for kind in question.recompute:
+            yield Arrangement(placed.of(replace(split, recompute=kind)), question, kind)
+        if {"none", "full"} <= set(question.recompute) and question.launcher.recomputes_some:
+            yield Arrangement(placed, question, "some")

@@ -185,7 +185,7 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
         own["layout.average_every"] = config.layout.average_every is not None, ", which reduces gradients"
         own["layout.microbatches"] = config.layout.microbatches is not None, ", whose replicas have as many"
         own["adapter.rank"] = config.adapter.rank is not None, ""
-        own["model.experts"] = config.model.experts is not None, ""
+        own["model.experts"] = config.model.experts is not None and not software.takes_experts, ""
         own["model.share_layers"] = config.model.share_layers is not None, ""
         own["model.density"] = config.model.density is not None, ", whose matrices are dense"
         problems += [

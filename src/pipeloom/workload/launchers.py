@@ -9,12 +9,14 @@ from typing import Literal
 
 from pipeloom.terminal.words import and_list, count, or_list
 from pipeloom.workload.dtypes import dtype_of
-from pipeloom.workload.layout import Recompute
+from pipeloom.workload.layout import Layout, Recompute
 from pipeloom.workload.model import ModelConfig, RopeScaling
 from pipeloom.workload.model_families import MODELS
+from pipeloom.workload.run import Run
 
 LauncherName = Literal["pipeloom", "megatron", "torchtitan"]
 Grouping = Callable[[int, int, int], list[str]]
+AxisRule = Callable[[Layout | Run, bool, bool], list[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,7 @@ class Launcher:
         takes_attention: whether a run chooses the attention kernel.
         has_windows: whether it is started with sliding windows.
         has_experts: whether it is started with experts.
+        axes: why it does not run experts and windows on so many ranks of some axes.
         products: operands of linear layers other than weights and activations.
         has_context: whether it runs context parallelism.
         groups: why it does not interleave so many micro-batches over so many ranks in groups of a size.
@@ -55,6 +58,7 @@ class Launcher:
     takes_attention: bool = False
     has_windows: bool = False
     has_experts: bool = False
+    axes: AxisRule | None = None
     products: tuple[str, ...] = ()
     has_context: bool = True
     groups: Grouping | None = None
@@ -120,6 +124,16 @@ class Launcher:
     def group_problems(self, ranks: int, microbatches: int, group_size: int) -> list[str]:
         """Why it does not run interleaved stages in groups of so many micro-batches, a sentence each."""
         return [] if self.groups is None else self.groups(ranks, microbatches, group_size)
+
+    def axis_problems(self, axes: Layout | Run, *, has_experts: bool, has_window: bool) -> list[str]:
+        """Why it does not run a model on such axes, a sentence each.
+
+        Args:
+            axes: of a layout.
+            has_experts: whether layers have experts.
+            has_window: whether a layer does not see all earlier tokens.
+        """
+        return [] if self.axes is None else self.axes(axes, has_experts, has_window)
 
     def has_family(self, family: str, ranks: int, stages: int) -> bool:
         """Whether it may run the order of a family with so many ranks and stages on each."""
@@ -191,6 +205,16 @@ def _megatron_groups(ranks: int, microbatches: int, group_size: int) -> list[str
     return found
 
 
+def _megatron_axes(axes: Layout | Run, has_experts: bool, has_window: bool) -> list[str]:
+    """Why Megatron-LM would refuse a model's experts or windows on such axes."""
+    found: list[str] = []
+    if axes.cp > 1 and has_window:
+        found.append("model.window with layout.cp above 1: Transformer Engine's ring attention has no windows")
+    if axes.tp > 1 and has_experts and not axes.sequence_parallel:
+        found.append("model.experts with layout.tp above 1: Megatron-LM needs layout.sequence_parallel")
+    return found
+
+
 _LLAMA3 = RopeScaling(
     kind="llama3", factor=8.0, original_len=8192, slow_turns=1.0, fast_turns=4.0, attention_factor=1.0
 )
@@ -207,6 +231,7 @@ MEGATRON = Launcher(
     has_whole_theta=True,
     has_windows=True,
     has_experts=True,
+    axes=_megatron_axes,
     products=("fp8",),
     groups=_megatron_groups,
 )
@@ -222,3 +247,6 @@ TORCHTITAN = Launcher(
 )
 LAUNCHERS: dict[LauncherName, Launcher] = {one.name: one for one in (PIPELOOM, MEGATRON, TORCHTITAN)}
 """Programs that can start a planned run, by name."""
+
+WITH_EXPERTS = tuple(one.software for one in LAUNCHERS.values() if one.is_own or one.has_experts)
+"""Programs of the catalog that train layers with experts."""
