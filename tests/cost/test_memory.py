@@ -8,6 +8,7 @@ from pipeloom.catalog import load_model
 from pipeloom.cost.foreign import layer_activation_bytes, stage_input_bytes
 from pipeloom.cost.memory import state_bytes
 from pipeloom.cost.software import Software
+from pipeloom.workload.model_shape import Experts
 from pipeloom.workload.run import Run
 
 GPT = load_model("gpt-175b")
@@ -32,6 +33,21 @@ def test_gathered_inputs_can_be_kept_whole():
     run = Run(shape=GPT, seq=2048, tp=8, attention="flash2", sequence_parallel=True)
     more = layer_activation_bytes(run, dropout=True, keeps_gathered=True) - layer_activation_bytes(run, dropout=True)
     assert more == pytest.approx(4 * 2048 * GPT.hidden * 7 / 8)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_experts_keep_what_a_block_of_their_joint_width_keeps_their_rows_and_scores(tp):
+    tokens = 2 * 2048
+    run = Run(shape=GPT, seq=2048, micro_batch=2, tp=tp, sequence_parallel=tp > 1, attention="flash2", precision="bf16")
+    experts = Experts(count=8, per_token=3, ffn=GPT.ffn // 4, shared=1)
+    routed = replace(run, shape=replace(GPT, experts=experts))
+    more = layer_activation_bytes(routed, dropout=False) - layer_activation_bytes(run, dropout=False)
+    assert more == pytest.approx(tokens * (3 * 2 * 2 * GPT.hidden + 8 * 8 / tp))
+    fullest = replace(routed, dp=8, ep=8, expert_load=1.5)
+    each = 2 * (2 * GPT.hidden + 2 * experts.ffn / tp)
+    assert layer_activation_bytes(fullest, dropout=False) - layer_activation_bytes(routed, dropout=False) == (
+        pytest.approx(0.5 * 3 * tokens * each)
+    )
 
 
 def test_an_unfused_norm_keeps_copies():
