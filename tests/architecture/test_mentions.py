@@ -46,7 +46,7 @@ MOST_AXIS = {
     "token_slices": 11,
     "pipeline_order": 10,
     "ep": 18,
-    "ep_overlap": 9,
+    "ep_overlap": 14,
     "microbatch_size": 8,
 }
 MOST_NEW_KIND = 8

@@ -6,6 +6,7 @@ import pytest
 
 from pipeloom import load_run, make_question, plan
 from pipeloom.catalog import load_cluster, load_model
+from pipeloom.cli.plan_layouts import layout_cells
 from pipeloom.cost.flops import shape_model_flops
 from pipeloom.errors import ConfigError
 from pipeloom.export.hand_over import TARGETS
@@ -128,10 +129,26 @@ def test_where_memory_is_short_experts_are_shared_and_the_written_run_takes_as_l
         assert again_s == pytest.approx(step.prediction.step_time_s, rel=1e-9)
 
 
+def test_halves_of_a_micro_batch_are_searched_where_they_hide_the_exchange(ask):
+    question = ask(shape=MIXTURE, global_batch=32, seq=2048).limited(strategies=("none",), ep=(4,))
+    found, without = (plan(one, explains=False).best for one in (question, question.limited(ep_overlap=(False,))))
+    assert (found.run.ep_overlap, without.run.ep_overlap) == (True, False)
+    assert found.prediction.step_time_s < without.prediction.step_time_s
+    assert layout_cells(found)["ep"] == "4+o"
+    config = run_config(found, None, "dgx-1-v100", "pipeloom")
+    again_s = predict_step(config, by_seconds=True).prediction.step_time_s
+    assert again_s == pytest.approx(found.prediction.step_time_s, rel=1e-9)
+    # None of the runs may count whole micro-batches.
+    others = [replace(question, balance="microbatch"), question.limited(families=("1f1b", "breadth-first"))]
+    for other in others:
+        assert not any(one.run.ep_overlap for one in arrangements(other)[0])
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_bounds_leave_no_layout_with_shared_experts_out(ask, every):
     shape = replace(MIXTURE, layers=4, experts=replace(MIXTURE.experts, every=every))
     question = ask(shape=shape, cluster=short_of_memory(2.6), global_batch=8).limited(tp=(1,), strategies=("none",))
+    assert {True, False} == {one.run.ep_overlap for one in arrangements(question)[0]}
     pruned, everything = search(question), search(question, prunes=False)
     found, expected = (
         [(step.run, step.knobs, step.prediction.step_time_s) for step in one.steps] for one in (pruned, everything)

@@ -31,6 +31,8 @@ EACH = 100
 """Exports for each program."""
 
 _TRAININGS: dict[str, tuple[str, int, int, int]] = {
+    "mixtral-8x7b": ("dgx-h100", 32, 64, 4096),
+    "qwen3-30b-a3b": ("h200", 32, 64, 4096),
     "llama-3-8b": ("dgx-h100", 16, 64, 4096),
     "llama-13b": ("dgx-a100", 32, 128, 2048),
     "llama-30b": ("h200", 32, 96, 2048),
@@ -181,10 +183,11 @@ def _export(what: str, config: RunConfig, cluster: Cluster, launcher: LauncherNa
 
 
 def _answers(launcher: LauncherName) -> Iterator[_Answer]:
-    families = LAUNCHERS[launcher].model_families
+    program = LAUNCHERS[launcher]
     for limits in _LIMITS[launcher]:
         for model, (cluster, devices, batch, seq) in _TRAININGS.items():
-            if load_model(model, seq).family not in families:
+            shape = load_model(model, seq)
+            if shape.family not in program.model_families or (shape.experts is not None and not program.has_experts):
                 continue
             sizes = {"num_devices": devices, "global_batch": batch, "seq": seq}
             question = make_question(model, cluster, launcher=launcher, **sizes, **limits)

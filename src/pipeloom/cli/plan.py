@@ -84,6 +84,8 @@ class Options(Goals):
     """Data-parallel sizes to search. None: all."""
     ep: tuple[int, ...] = ()
     """Numbers of data-parallel ranks that share the experts of a layer to search. None: all that divide the experts."""
+    ep_overlap: Literal["any", "on", "off"] = "any"
+    """Exchanges of tokens beside the other half of a micro-batch, as layout.ep_overlap, to search."""
     loops: Common[tuple[int, ...]] = ()
     """Virtual stages per rank to search. None: all."""
     micro_batch: Common[tuple[int, ...]] = ()

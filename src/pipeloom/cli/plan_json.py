@@ -86,8 +86,8 @@ def _or_null(step: SimulatedStep | None) -> dict[str, Any] | None:
 
 
 _OF_RUN = (
-    *IN_SENTENCES, "ep", "loops", "replicate", "shard", "micro_batch", "num_microbatches", "sequence_parallel",
-    "recompute", "recompute_layers", "layers_by_stage", "placement", "pipeline_order", "boundary",
+    *IN_SENTENCES, "ep", "ep_overlap", "loops", "replicate", "shard", "micro_batch", "num_microbatches",
+    "sequence_parallel", "recompute", "recompute_layers", "layers_by_stage", "placement", "pipeline_order", "boundary",
 )  # fmt: skip
 _OF_KNOBS = ("residency", "prefetch", "gradient_buffers", "receive_buffers")
 _OF_STEP = ("tokens_per_s", "mfu", "hfu", "bubble_fraction", "dollars_per_billion_tokens")

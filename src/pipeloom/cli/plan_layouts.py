@@ -109,7 +109,7 @@ def layout_cells(step: SimulatedStep) -> dict[str, str]:
     return {
         **run.axes.cells,
         "tp": f"{run.tp}{'+sp' if run.sequence_parallel else ''}",
-        "ep": str(run.ep) if run.ep > 1 else "-",
+        "ep": f"{run.ep}{'+o' if run.ep_overlap else ''}" if run.ep > 1 else "-",
         "micro": f"{run.num_microbatches} x {run.micro_batch}",
         "schedule": family_words(step) if has_schedule else "-",
         # Without a pipeline too: the stages whose weights are gathered, or whose gradients are reduced, one by one.

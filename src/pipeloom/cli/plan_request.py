@@ -328,7 +328,8 @@ def _model_name(config: RunConfig) -> str | None:
 
 
 def _limits(options: "Options") -> dict[str, tuple[Any, ...]]:
-    split = {"any": (), "on": (True,), "off": (False,)}[options.sequence_parallel]
-    values = {item.name: getattr(options, item.name) for item in fields(Limits)} | {"sequence_parallel": split}
+    switches = {"any": (), "on": (True,), "off": (False,)}
+    values = {item.name: getattr(options, item.name) for item in fields(Limits)}
+    values = {name: switches[among] if isinstance(among, str) else among for name, among in values.items()}
     # A flag that is not given is empty and sets no limit.
     return {name: among for name, among in values.items() if among}

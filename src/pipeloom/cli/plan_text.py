@@ -77,7 +77,7 @@ def _layouts(plan: Plan, training: Training | None, goal: Goal | None) -> Sectio
     room = " or ".join(short(size / unit) for size in sorted(sizes))
     title = f"The {count(len(plan.steps), 'best layout')}, the best one of each kind; a device has {room} {name}"
     is_priced = any(step.dollars_per_billion_tokens is not None for step in plan.steps)
-    key = _KEY + (" ep: ranks that share experts." if plan.question.shape.experts else "")
+    key = _KEY + (" ep: ranks that share experts, +o: with layout.ep_overlap." if plan.question.shape.experts else "")
     key += f" {PRICE}: dollars for 1e9 tokens{_on_price(plan.question)}." if is_priced else ""
     section = Section(title + _kept_free(plan.question), is_wide=True)
     section.parts += [_on_order(plan), best_table(plan), key, *layout_lines(plan.rows[0])]

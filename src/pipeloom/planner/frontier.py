@@ -221,7 +221,10 @@ def _admits_itself(limits: Limits, node: Node) -> bool:
     # Some of the layers are recomputed where both nothing and all are allowed.
     recompute = ("none", "full") if node.recomputed == "some" else (node.recomputed,)
     return all(limits.allows(recompute=one) for one in recompute) and limits.allows(
-        **run.sizes, micro_batch=run.micro_batch, sequence_parallel=run.sequence_parallel
+        **run.sizes,
+        ep_overlap=run.ep_overlap,
+        micro_batch=run.micro_batch,
+        sequence_parallel=run.sequence_parallel,
     )
 
 

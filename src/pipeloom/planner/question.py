@@ -32,6 +32,7 @@ class Limits:
     Attributes:
         tp, cp, pp, dp: sizes of the axes.
         ep: data ranks that share the experts of a layer.
+        ep_overlap: whether tokens travel to them beside the compute of the other half of a micro-batch.
         loops: stages of each pipeline rank.
         micro_batch: sequences of a micro-batch.
         families: schedule families.
@@ -47,6 +48,7 @@ class Limits:
     pp: tuple[int, ...] | None = None
     dp: tuple[int, ...] | None = None
     ep: tuple[int, ...] | None = None
+    ep_overlap: tuple[bool, ...] | None = None
     loops: tuple[int, ...] | None = None
     micro_batch: tuple[int, ...] | None = None
     families: tuple[str, ...] | None = None
@@ -282,6 +284,18 @@ class Question:
         sizes = (1,) if experts is None or self.adapter is not None else tuple(divisors(experts.count))
         return tuple(size for size in sizes if self.limits.allows(ep=size))
 
+    def expert_runs(self, run: Run) -> list[Run]:
+        """A run for each number of ranks that share experts, and for each whether halves of a micro-batch hide it."""
+        shared = [run.changed(ep=size) for size in self.expert_sizes if run.data_ranks % size == 0]
+        both = [one.changed(ep_overlap=True) for one in shared if one.ep > 1 and run.micro_batch > 1 and self._halves]
+        return [one for one in [*shared, *both] if self.limits.allows(ep_overlap=one.ep_overlap)]
+
+    @cached_property
+    def _halves(self) -> bool:
+        """Whether the program computes halves of a micro-batch, and none of the runs counts whole ones."""
+        counts = self._balance == "batch" and not all(map(ends_forwards_first, self.families))
+        return self.software.has_lanes and not counts and not self._counts_microbatches
+
     @cached_property
     def clusters(self) -> tuple[Cluster, ...]:
         """The cluster in every distinct order of its kinds of nodes whose devices all support the precision."""
@@ -343,7 +357,7 @@ LEVELS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")
 
 def layout_limits(run: Run, family: str) -> dict[str, Any]:
     """Limits that allow only the axes and family of one layout, with any sharding and recomputation."""
-    names = (*IN_SENTENCES, "ep", "loops", "micro_batch", "sequence_parallel")
+    names = (*IN_SENTENCES, "ep", "ep_overlap", "loops", "micro_batch", "sequence_parallel")
     return {name: (getattr(run, name),) for name in names} | {"families": (family,)}
 
 

@@ -112,6 +112,7 @@ def _layout(run: Run) -> Layout:
         shard=run.sharded,
         replicate=run.replicate if run.sharded != "none" and run.replicate > 1 else None,
         sequence_parallel=run.sequence_parallel,
+        ep_overlap=run.ep_overlap,
         recompute=run.recompute if run.recompute_layers is None else "none",
         recompute_layers=run.recompute_layers,
         token_slices=run.slices or None,

@@ -414,8 +414,7 @@ def each_arrangement(question: Question, excluded: Counter[str]) -> Iterator[Arr
                 excluded[f"a step would have more than {MOST_ON_A_STEP:,} micro-batches on its ranks"] += 1
             elif limits.allows(micro_batch=micro_batch) and not has_better_axes(question, sizes, micro_batch):
                 run = replace(question.run, **sizes._asdict(), micro_batch=micro_batch)
-                runs = [run.changed(ep=size) for size in question.expert_sizes if run.data_ranks % size == 0]
-                for cluster, one in product(question.clusters, runs):
+                for cluster, one in product(question.clusters, question.expert_runs(run)):
                     for own in _arrangements_of(question, cluster, one):
                         yield from (replace(own, splits=splits) for splits in question.splits(pp))
 
