@@ -105,6 +105,18 @@ def test_in_100_columns_the_table_has_sharding_memory_and_price(model, capsys, m
     assert any(" DP " in line or " FSDP " in line for line in lines)
 
 
+def test_a_run_file_with_settings_that_were_filled_in_is_not_replaced(model, tmp_path, capsys):
+    command = [*words(model, cluster="dgx-a100", dtype="bfloat16"), "--no-explain", "--out", str(tmp_path / "planned")]
+    assert main(command) == 0
+    assert main(command) == 0  # the same again
+    file = tmp_path / "planned" / "run.toml"
+    file.write_text(filled := file.read_text() + "# filled in\n")
+    capsys.readouterr()
+    assert main(command) == 2
+    assert f"{file} exists and is not the run of this layout; move it" in capsys.readouterr().err
+    assert file.read_text() == filled
+
+
 def test_equivalent_layouts_are_listed_first_and_row_1_is_written(model, tmp_path, capsys):
     command = [*words(model, cluster="dgx-a100", dtype="bfloat16"), "--no-explain", "--json"]
     assert main([*command, "--out", str(tmp_path / "planned")]) == 0

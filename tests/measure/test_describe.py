@@ -29,6 +29,14 @@ def test_the_cluster_gives_back_the_times_that_were_measured(tmp_path):
     assert (cluster.name, cluster.devices_per_node) == ("mine", 2)
 
 
+def test_rates_of_processes_that_share_cores_are_those_of_a_core():
+    """They are measured on the processor's clock, so that no share of a core changes them."""
+    crowded, notes = describe_cluster("mine", findings(num_processes=4, per_host=4, core_share=0.4))
+    alone, _ = describe_cluster("mine", findings())
+    assert crowded.device == alone.device
+    assert "rank 0 had 40% of a core" in str(notes)
+
+
 def test_the_best_rate_is_the_peak_of_a_device_without_a_datasheet():
     cluster, notes = describe_cluster("mine", findings())
     assert cluster.device.peak_flops_per_s == {"fp32": pytest.approx(1e11), "bf16": pytest.approx(2e11)}

@@ -48,6 +48,8 @@ def read_toml(folder: str, name_or_path: str, known: Collection[str] = ()) -> tu
     if name is not None:
         text = files("pipeloom.catalog").joinpath(folder, f"{name}.toml").read_text(encoding="utf-8")
         return parse_toml(text, name), name
+    if names_file(name_or_path) and not path.exists():
+        raise UserError(f"there is no {folder.removesuffix('s')} '{name_or_path}': no such file")
     if not names_file(name_or_path) or not path.is_file():
         known = known or names(folder)
         hint = did_you_mean(name_or_path, known)

@@ -108,7 +108,7 @@ def print_handed_over(done: HandedOver) -> None:
         _print_item("files", ", ".join(map(str, written.files)))
         if notes.needs:
             _print_item("to set", ", ".join(need.name for need in notes.needs))
-        _print_item("start", notes.start)
+        _print_item("start", f"in {written.files[0].parent}: {notes.start}")
         for head, sentences in (("differs", notes.differs), ("left out", notes.left_out)):
             for sentence in sentences:
                 _print_item(head, sentence)

@@ -7,11 +7,12 @@ from pipeloom.catalog.cluster_files import cluster_to_toml
 from pipeloom.cli.plan_request import RUN_FILE, Request
 from pipeloom.config import RunConfig
 from pipeloom.config.file import format_run
+from pipeloom.errors import UserError
 from pipeloom.planner.plan import Plan
 from pipeloom.planner.run_file import run_config
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.runs.run_folder import SCHEDULE
-from pipeloom.system.files import write_text
+from pipeloom.system.files import read_text, write_text
 from pipeloom.terminal.sections import Section
 from pipeloom.terminal.words import count
 
@@ -25,10 +26,13 @@ def write_layout(request: Request, best: SimulatedStep) -> None:
     # Places of moves and found orders follow from seconds that `pipeloom train` does not have.
     if folder is not None and moves:
         config = replace(config, schedule=replace(config.schedule, file=folder / SCHEDULE))
+    text = format_run(config)
+    if options.out is not None:
+        _keep_other(options.out / RUN_FILE, text)
     if folder is not None and best.software.has_lanes and (moves or options.out is not None):
         write_text(folder / SCHEDULE, best.schedule_text, parents=True)
     if options.out is not None:
-        write_text(options.out / RUN_FILE, format_run(config), parents=True)
+        write_text(options.out / RUN_FILE, text, parents=True)
         if not options.json:
             from pipeloom.cli.launch import print_run
 
@@ -44,6 +48,16 @@ def write_layout(request: Request, best: SimulatedStep) -> None:
         if not options.json:
             print()
             print_handed_over(done)
+
+
+def _keep_other(file: Path, text: str) -> None:
+    """Refuse to replace a run file with other settings: a written one has settings to fill in.
+
+    Raises:
+        UserError: there is one.
+    """
+    if file.exists() and read_text(file) != text:
+        raise UserError(f"{file} exists and is not the run of this layout; move it, or name another folder with --out")
 
 
 def planned_run(request: Request, best: SimulatedStep, cluster: str) -> RunConfig:

@@ -295,4 +295,7 @@ def _print_misfit(console: Console, tree: Mapping[str, Any]) -> None:
         verdict = "fits" if total <= limit else "still too much"
         console.print(f"  {setting}: {short(total / unit)} {name}, {verdict}")
     if not any(total <= limit for total in tree["help"].values()):
-        console.print("  none of these is enough: more layout.pp or layout.tp, or fewer micro-batches in flight")
+        more = "more layout.pp or layout.tp, or fewer micro-batches in flight"
+        if memory["reserve_bytes"] > limit:
+            more = "the reserve alone is larger than the device"
+        console.print(f"  none of these is enough: {more}")

@@ -83,7 +83,7 @@ def _results(summary: "RunSummary", verdict: "Verdict | None") -> dict[str, str]
     if step_s is None or summary.tokens_per_s is None:
         lines["step time"] = "not measured: all steps were done before, with other settings or in another folder"
     else:
-        lines["step time"] = f"{step_s * 1e3:.0f} ms (median), {summary.tokens_per_s:,.0f} tokens/s"
+        lines["step time"] = f"{step_s * 1e3:,.0f} ms (median), {summary.tokens_per_s:,.0f} tokens/s"
     if verdict is not None:
         lines["verdict"] = "\n".join(verdict.lines).replace("\n", f"\n{'':18}")
     if summary.exchange_s is not None:

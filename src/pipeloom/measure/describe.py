@@ -62,24 +62,17 @@ def _device(findings: Findings) -> Device:
     peaks = {name: max(peaks.get(name, 0.0), *(rate for _, rate in curve)) for name, curve in rates.items()}
     curves = {name: tuple((flops, rate / peaks[name]) for flops, rate in curve) for name, curve in rates.items()}
     first, *others = curves
-    share = _core_share(findings)
     return Device(
         name=findings.host.device_name + (", one core" if findings.host.kind == "cpu" else ""),
-        peak_flops_per_s={name: peak / share for name, peak in peaks.items()},
+        peak_flops_per_s=peaks,
         matmul_curve=curves[first],
-        kernel_s=findings.kernel.median_s * share,
+        kernel_s=findings.kernel.median_s,
         memory_bytes=findings.host.memory_bytes,
-        memory_bytes_per_s=max(findings.copy.bytes_per_s, findings.add.bytes_per_s) / share,
-        launch_s=findings.launch.median_s * share,
+        memory_bytes_per_s=max(findings.copy.bytes_per_s, findings.add.bytes_per_s),
+        launch_s=findings.launch.median_s,
         matmul_curves={name: curves[name] for name in others},
         num_multiprocessors=findings.host.num_multiprocessors,
     )
-
-
-def _core_share(findings: Findings) -> float:
-    """Share of a core that a process had, if processes share cores; a device of the cluster is a whole core."""
-    is_shared = findings.host.kind == "cpu" and findings.per_host > findings.host.num_devices
-    return min(1.0, findings.core_share) if is_shared else 1.0
 
 
 def product_rates(findings: Findings) -> dict[str, Curve]:
