@@ -206,6 +206,10 @@ def test_a_goal_chooses_among_numbers_of_devices_and_the_choice_is_written(model
     cheapest = min((4, 8), key=dollars.__getitem__)
     assert read_run_file(out / "run.toml")[0].layout.num_ranks == cheapest
     assert f"pipeloom on {cheapest} devices, tp 1" in printed
+    assert main([*command, "--deadline", deadline]) == 0
+    _, _, proposed = capsys.readouterr().out.partition("\nNext: ")
+    assert proposed.count("--devices") == 1
+    assert proposed.split()[-2:] == ["--devices", str(cheapest)]
 
 
 def test_a_goal_that_nothing_meets_names_the_nearest_and_writes_nothing(model, tmp_path, capsys):

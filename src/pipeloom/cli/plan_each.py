@@ -2,8 +2,9 @@
 
 import json
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -225,9 +226,19 @@ def _print_next(answers: Sequence[_Answer], chosen: _Offer | None, words: Sequen
         wide_console(WIDTH).print(f"\nNext: a single {' and a single '.join(flags)} prints alternatives and reasons.")
         return
     choice = chosen.answer.choice
-    # Of a flag that is given twice, the last one applies.
-    more = ["--devices", str(choice.num_devices), *(["--for", choice.launcher] if len(programs) > 1 else [])]
-    print_command("\nNext: the choice with its alternatives and reasons.", [*words, *more])
+    more = {"--devices": str(choice.num_devices)} | ({"--for": choice.launcher} if len(programs) > 1 else {})
+    own = [*_without(words, more), *chain.from_iterable(more.items())]
+    print_command("\nNext: the choice with its alternatives and reasons.", own)
+
+
+def _without(words: Sequence[str], flags: Container[str]) -> Iterator[str]:
+    """A command line without some of its flags and their values."""
+    is_left_out = False
+    for word in words:
+        name, *_ = word.split("=", 1)
+        is_left_out = name in flags if word.startswith("--") else is_left_out
+        if not is_left_out:
+            yield word
 
 
 def _to_json(answers: Sequence[_Answer], goal: Goal | None, chosen: _Offer | None) -> dict[str, Any]:

@@ -217,7 +217,8 @@ def given_tokenizer(config: DataConfig, stored: Mapping[str, str] | None) -> Tok
     if found != kind:
         has, wanted = ("one from a file", "that file") if found == "file" else (found, found)
         raise UserError(
-            f"data.tokenizer is {config.known_tokenizer}, the checkpoint has {has}; set data.tokenizer to {wanted}"
+            f"data.tokenizer is {config.known_tokenizer}, the checkpoint has {has}; set data.tokenizer to {wanted}, "
+            "or start from the run file of that run, which has all of its settings"
         )
     # The file may be gone, such as on another host; the checkpoint has it.
     if isinstance(path, Path) and path.exists() and tokenizer_files(path) != stored:

@@ -94,7 +94,7 @@ def _compared(run: Run, accounts: Mapping[str, Sequence[BubbleAccount]], typical
 def _beside(run: Run, typical_s: float, noise_s: float | None = None) -> str:
     predicted_s = (run.summary or {}).get("predicted_step_time_s")
     if predicted_s is None:
-        return "; no predicted step"
+        return "; no predicted step" + (" time, which a run writes at its end" if run.summary is None else "")
     text = f"; predicted {seconds(predicted_s)}, {predicted_s / typical_s:.2f} times the measured step"
     if noise_s is None:
         return text
