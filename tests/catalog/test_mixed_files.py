@@ -136,7 +136,9 @@ def test_links_need_groups_and_each_pair_has_one(tmp_path):
 
 def test_an_unknown_key_is_reported_in_inner_tables_too(tmp_path):
     text = cluster_to_toml(A100).replace("launch_us", "num_multiprocesors = 5\nlaunch_us")
-    assert problems(tmp_path, text) == ("there is no key 'num_multiprocesors' in device",)
+    assert problems(tmp_path, text) == (
+        "there is no key 'num_multiprocesors' in device; did you mean 'num_multiprocessors'?",
+    )
 
 
 @pytest.mark.parametrize("order", [("new", "old"), ("old", "new")])

@@ -252,7 +252,8 @@ class Reader:
         """Add a problem for each key that was not read and is not in ``known``, here and in tables inside."""
         for key in self._table:
             if key not in self._seen | known:
-                hint = did_you_mean(key, self._seen - set(self._table))
+                # A key that is given may come from the file's base.
+                hint = did_you_mean(key, self._seen - set(self._table)) or did_you_mean(key, self._seen)
                 self.complain(f"there is no key '{key}' {where}{'; ' if hint else ''}{hint}")
         for name, inner in self._inner:
             inner.complain_of_unknown(f"in {name}", {"source"})

@@ -111,7 +111,7 @@ class _Inputs:
         if self.model is not None:
             return named_model(self.model, self.seq or 1)
         assert self.shape is not None, "without a model there is nothing to check"
-        return self.shape if self.config is None else self.config.model.resolve(self.config.data.vocab_size)
+        return self.shape if self.config is None else self.config.resolved_model
 
     @property
     def matmul_dtype(self) -> MatmulDtype | None:
@@ -202,7 +202,7 @@ def _inputs(options: "Options", found: Words, words: list[str]) -> _Inputs:
     seq = options.seq or (config.data.seq_len if config is not None else None)
     shape = load_or_note(lambda name: load_model(name, seq), model, problems) if model else None
     if shape is None and config is not None and model is None and not problems:
-        shape = shape_of(config.model.resolve(config.data.vocab_size))
+        shape = shape_of(config.resolved_model)
     return _Inputs(
         options=options,
         source=SOURCE if path is None or config is None else source_of(path, words),

@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple
 
 from pipeloom.catalog import read_model
 from pipeloom.catalog.model_files import CONFIG_JSON
-from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, is_hugging_face
+from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, find_checkpoint, is_hugging_face
 from pipeloom.cli.flags import SOURCE, Words, read_words
 from pipeloom.cli.reference import Command, Options_, options_of
 from pipeloom.config import ModelConfig, RunConfig, decided_problems, in_order
@@ -16,6 +16,7 @@ from pipeloom.config.file import read_run_file, without_stale_sizes
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.describe import completed
 from pipeloom.runs.run_folder import CONFIG
+from pipeloom.runs.stored_model import model_in
 from pipeloom.workload.dtypes import dtype_of
 from pipeloom.workload.layout import ONE_RANK
 
@@ -101,6 +102,8 @@ def parse_words(
         read = run_file or path
         try:
             file, of_file = read_run_file(read, file)
+            if command.needs_run:
+                file = _with_stored_model(file, path)
         except UserError as error:
             is_read = False
             return [str(error)]
@@ -121,6 +124,18 @@ def parse_words(
     own = {name: value for name, value in own.items() if "." not in name and name in command.options.__annotations__}
     options = command.options(**{item.name: getattr(config, item.name) for item in fields(RunConfig)}, **own)
     return Parsed(options, read, frozenset(found.values))
+
+
+def _with_stored_model(config: RunConfig, run: Path) -> RunConfig:
+    """The run's configuration with the model of its newest checkpoint, if the file of its model is gone.
+
+    Raises:
+        UserError: there is no checkpoint, or it cannot be read.
+    """
+    file = config.model.file
+    if file is None or file.exists():
+        return config
+    return replace(config, model=model_in(find_checkpoint(run)))
 
 
 def pretrained_run(folder: Path, known: RunConfig) -> RunConfig:

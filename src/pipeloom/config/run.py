@@ -96,6 +96,16 @@ class RunConfig:
         return self.schedule.device_budget is not None or (layout.data_ranks > 1 and (gathers or reduces))
 
     @property
+    def resolved_model(self) -> ModelConfig:
+        """The model with every derived size. The tokenizer's file is read only for a vocabulary that is not set.
+
+        Raises:
+            UserError: that file cannot be read.
+        """
+        # The file may be gone after a checkpoint has its tokenizer.
+        return self.model.resolve(self.model.vocab_size or self.data.vocab_size)
+
+    @property
     def pairs(self) -> Adapter | None:
         """The adapters of the model; ``None`` for none."""
         own = self.adapter

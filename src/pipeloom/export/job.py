@@ -287,7 +287,7 @@ def make_job(config: RunConfig, cluster: Cluster, site: Site) -> Job:
     layers, head_stage = stage_layers(described.run, described.software)
     return Job(
         config=config,
-        model=config.model.resolve(config.data.vocab_size),
+        model=config.resolved_model,
         schedule=config.choice().make(),
         layers_by_stage=tuple(layers),
         head_stage=head_stage,

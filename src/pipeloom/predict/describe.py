@@ -274,7 +274,7 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
     """The run of a configuration that has its model's sizes, without cluster and program."""
     layout, machine = config.layout, config.machine
     return Run(
-        shape=shape_of(config.model.resolve(config.data.vocab_size)),
+        shape=shape_of(config.resolved_model),
         seq=config.data.seq_len,
         **layout.axes._asdict(),
         loops=layout.num_loops,

@@ -1,6 +1,7 @@
 """Generation through the pipeline: its tokens are those of the whole model without cached keys and values."""
 
 import json
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,6 +17,7 @@ from pipeloom.cli import main
 from pipeloom.cli.generate import COMMAND, _forwards, _problems
 from pipeloom.cli.run_config import parse_words
 from pipeloom.config import CheckpointConfig, ModelConfig, OutputConfig, TrainingConfig
+from pipeloom.config.file import format_run, read_run_file
 from pipeloom.training.conversions.export import export_weights
 from pipeloom.training.inference import generation
 from pipeloom.training.inference.generation import Request, Sampling, draw, generate
@@ -138,6 +140,22 @@ def test_tokens_are_those_that_transformers_generates(trained, tmp_path):
     again = generate(config, tmp_path / "out", Request(PROMPTS, NUM_TOKENS, GREEDY))
     assert [text.tokens for text in again.texts] == [text.tokens for text in found.texts]
     assert (again.step, again.checkpoint) == (None, str(tmp_path / "out"))
+
+
+def test_a_run_whose_model_file_is_gone_has_the_model_of_its_checkpoint(trained, tmp_path, capfd):
+    moved, text = tmp_path / "moved", tmp_path / "text.txt"
+    shutil.copytree(trained["llama"], moved)
+    config, _ = read_run_file(moved / "config.toml")
+    config = replace(config, model=ModelConfig(file=tmp_path / "base"))
+    (moved / "config.toml").write_text(format_run(config))
+    text.write_text("the cat and the dog\n" * 9)
+    words = ["--data.path", str(text), "--data.seq-len", "16", "--json"]
+    for run in (trained["llama"], moved):
+        assert main(["evaluate", str(run), *words]) == 0
+    losses = [json.loads(line)["loss"] for line in capfd.readouterr().out.splitlines()]
+    assert losses[0] == losses[1]
+    assert main(["simulate", str(moved / "config.toml")]) == 2  # nothing else has the sizes
+    assert "no such file" in capfd.readouterr().err
 
 
 def test_an_exported_folder_has_the_loss_of_its_run(trained, tmp_path, capfd):

@@ -38,13 +38,13 @@ from pipeloom.checkpoint.checkpoint_folder import (
 from pipeloom.errors import RunError, UserError
 from pipeloom.model.block_sparse import Pattern, weight_patterns
 from pipeloom.runs.run_folder import WEIGHTS, WEIGHTS_INDEX, weight_files
+from pipeloom.runs.stored_model import model_in
 from pipeloom.training.checkpoints.contents import MODEL
 from pipeloom.training.checkpoints.storage import CheckpointReader
 from pipeloom.training.conversions.export_content import (
     PEFT_WEIGHTS,
     Content,
     hugging_face_content,
-    model_in,
     own_content,
     peft_content,
     stored_adapter,

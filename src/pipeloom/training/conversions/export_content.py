@@ -16,6 +16,7 @@ from pipeloom.config import ModelConfig
 from pipeloom.errors import UserError
 from pipeloom.model.experts import is_bias
 from pipeloom.runs.run_folder import WEIGHTS_INDEX
+from pipeloom.runs.stored_model import model_in
 from pipeloom.system.files import parse_json
 from pipeloom.training.pretrained import DTYPES, Origin, read_description, weight_files_of
 from pipeloom.workload.adapter import FIRST, PAIR, PATHS, SECOND, Adapter, is_pair, without_pairs
@@ -113,18 +114,6 @@ def _of_shared(tensor: FileTensor, model: ModelConfig) -> FileTensor:
     if model.sharing is None:
         return tensor
     return replace(tensor, parameters=tuple(shared_name(name, model.sharing) for name in tensor.parameters))
-
-
-def model_in(checkpoint: Path) -> ModelConfig:
-    """The model of a checkpoint.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    try:
-        return ModelConfig(**read_info(checkpoint).model)
-    except TypeError as error:
-        raise UserError(f"cannot read the model of {checkpoint}: {error}") from None
 
 
 def _model_of(checkpoint: Path) -> tuple[ModelConfig, Origin | None, dict[str, Any]]:
