@@ -183,6 +183,8 @@ def test_collectives_that_are_no_list_of_tables_are_refused(tmp_path):
 def test_a_name_that_is_close_is_suggested():
     with pytest.raises(UserError, match=r"there is no cluster '/none/own.toml': no such file$"):
         load_cluster("/none/own.toml")
+    with pytest.raises(UserError, match="no such file"):
+        load_cluster(f"/none/{'x' * 300}.toml")
     with pytest.raises(UserError, match="there is no cluster 'dgx-a10': did you mean 'dgx-a100'"):
         load_cluster("dgx-a10")
 

@@ -164,6 +164,8 @@ def test_a_limit_of_ranks_that_share_experts_needs_experts(ask):
     assert question.limited(ep=(2,)).expert_sizes == (2,)
     with pytest.raises(ConfigError, match="ep shares the experts of a layer, and the model has none"):
         ask(shape=replace(SHAPE, experts=None), limits=Limits(ep=(2,)))
+    with pytest.raises(ConfigError, match="ep_overlap is of tokens that travel to experts, and the model has none"):
+        ask(shape=replace(SHAPE, experts=None), limits=Limits(ep_overlap=(True,)))
 
 
 def test_capacity_and_loads_of_a_run_are_planned_with_and_written(ask):

@@ -1,6 +1,7 @@
 """Reading of data files by name or by path, with all problems reported together."""
 
 import math
+import os
 from collections.abc import Collection, Mapping, Set
 from importlib.resources import files
 from itertools import pairwise
@@ -48,7 +49,7 @@ def read_toml(folder: str, name_or_path: str, known: Collection[str] = ()) -> tu
     if name is not None:
         text = files("pipeloom.catalog").joinpath(folder, f"{name}.toml").read_text(encoding="utf-8")
         return parse_toml(text, name), name
-    if names_file(name_or_path) and not path.exists():
+    if names_file(name_or_path) and not os.path.exists(path):  # noqa: PTH110  Path.exists raises for a long name
         raise UserError(f"there is no {folder.removesuffix('s')} '{name_or_path}': no such file")
     if not names_file(name_or_path) or not path.is_file():
         known = known or names(folder)

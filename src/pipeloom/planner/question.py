@@ -161,6 +161,16 @@ class Question:
             found.append(
                 f"the dtype {problem}" if problem else f"{device.name} has no peak for products in {self.products}"
             )
+        return (
+            found
+            + self._model_problems()
+            + self._order_problems()
+            + limit_problems(self.limits, self.software, self.launcher, has_adapters=self.adapter is not None)
+        )
+
+    def _model_problems(self) -> list[str]:
+        """What the program or the axes do not have for the model, its adapters and its messages."""
+        found: list[str] = []
         if self.adapter is not None and not self.software.has_lanes:
             found.append(f"adapter.rank needs the training program pipeloom, found {self.software.name}")
         if self.shape.experts is not None and not self.software.takes_experts:
@@ -169,17 +179,15 @@ class Question:
             )
         if self.shape.experts is None and set(self.limits.ep or ()) - {1}:
             found.append("ep shares the experts of a layer, and the model has none; leave it out")
+        if self.shape.experts is None and True in (self.limits.ep_overlap or ()):
+            found.append("ep_overlap is of tokens that travel to experts, and the model has none; leave it out")
         if self.shape.blocks is not None and not self.software.has_lanes:
             found.append(f"model.density needs the training program pipeloom, found {self.software.name}")
         if self.shape.blocks is not None and self._takes_matrices:
             found.append("model.density does not work with adapters, nor with optimizers that update whole matrices")
         if self.boundary is not None and not self.software.has_lanes:
             found.append(f"layout.boundary needs the training program pipeloom, found {self.software.name}")
-        return (
-            found
-            + self._order_problems()
-            + limit_problems(self.limits, self.software, self.launcher, has_adapters=self.adapter is not None)
-        )
+        return found
 
     def _order_problems(self) -> list[str]:
         """What is wrong with the search of orders."""
