@@ -42,6 +42,17 @@ def test_the_chosen_order_is_written_beside_the_run(question, capsys, tmp_path, 
     assert re.findall(r"NODE_RANK (\d) on (\w)\.", script) == [(str(rank), name) for rank, name in enumerate(order)]
 
 
+def test_where_a_run_file_is_not_replaced_its_cluster_is_not_either(question, capsys, tmp_path):
+    run = tmp_path / "planned"
+    assert main([*question, "--out", str(run)]) == 0
+    for name in ("run.toml", "run.cluster.toml"):
+        (run / name).write_text((run / name).read_text() + "# filled in\n")
+    before = {file.name: file.read_bytes() for file in run.iterdir()}
+    assert main([*question, "--out", str(run)]) == 2
+    assert "exists and is not the run of this layout" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in run.iterdir()} == before
+
+
 def test_json_has_nodes_and_their_cost(question, capsys):
     assert main([*question, "--json"]) == 0
     (best, *_) = json.loads(capsys.readouterr().out)["layouts"]

@@ -1,7 +1,6 @@
 """Reading of data files by name or by path, with all problems reported together."""
 
 import math
-import os
 from collections.abc import Collection, Mapping, Set
 from importlib.resources import files
 from itertools import pairwise
@@ -11,7 +10,7 @@ from typing import Any
 from pipeloom.config.paths import names_file
 from pipeloom.cost.hardware import Curve
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.system.files import parse_toml, read_text
+from pipeloom.system.files import exists, parse_toml, read_text
 from pipeloom.terminal.words import did_you_mean, has_line_break, same_name
 
 
@@ -49,7 +48,7 @@ def read_toml(folder: str, name_or_path: str, known: Collection[str] = ()) -> tu
     if name is not None:
         text = files("pipeloom.catalog").joinpath(folder, f"{name}.toml").read_text(encoding="utf-8")
         return parse_toml(text, name), name
-    if names_file(name_or_path) and not os.path.exists(path):  # noqa: PTH110  Path.exists raises for a long name
+    if names_file(name_or_path) and not exists(path):
         raise UserError(f"there is no {folder.removesuffix('s')} '{name_or_path}': no such file")
     if not names_file(name_or_path) or not path.is_file():
         known = known or names(folder)

@@ -235,8 +235,8 @@ def _without(words: Sequence[str], flags: Container[str]) -> Iterator[str]:
     """A command line without some of its flags and their values."""
     is_left_out = False
     for word in words:
-        name, *_ = word.split("=", 1)
-        is_left_out = name in flags if word.startswith("--") else is_left_out
+        if word.startswith("--"):
+            is_left_out = word.split("=", 1)[0] in flags
         if not is_left_out:
             yield word
 

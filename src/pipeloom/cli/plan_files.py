@@ -20,25 +20,27 @@ from pipeloom.terminal.words import count
 def write_layout(request: Request, best: SimulatedStep) -> None:
     """Write a layout to the folders of ``--out`` and ``--export``, if they are given."""
     options = request.options
-    config = planned_run(request, best, _cluster_file(request, best))
     folder = options.out or options.export
+    # The file of a cluster whose groups of nodes the layout has in another order.
+    own = None if folder is None or best.cluster == request.question.cluster else folder / "run.cluster.toml"
+    config = planned_run(request, best, request.cluster if own is None else str(own))
     moves = best.software.has_lanes and (best.knobs.moves.is_any or best.knobs.found is not None)
     # Places of moves and found orders follow from seconds that `pipeloom train` does not have.
     if folder is not None and moves:
         config = replace(config, schedule=replace(config.schedule, file=folder / SCHEDULE))
-    text = format_run(config)
     if options.out is not None:
-        _keep_other(options.out / RUN_FILE, text)
+        # Before the files that belong to it.
+        _write_run(options.out / RUN_FILE, config)
+    if own is not None:
+        _write_cluster(own, request, best)
     if folder is not None and best.software.has_lanes and (moves or options.out is not None):
         write_text(folder / SCHEDULE, best.schedule_text, parents=True)
-    if options.out is not None:
-        write_text(options.out / RUN_FILE, text, parents=True)
-        if not options.json:
-            from pipeloom.cli.launch import print_run
+    if options.out is not None and not options.json:
+        from pipeloom.cli.launch import print_run
 
-            print_run(config, best.cluster, options.out / RUN_FILE)
-            if best.software.has_lanes:
-                print(f"\nschedule: {options.out / SCHEDULE}; pipeloom train takes it as --schedule.file")
+        print_run(config, best.cluster, options.out / RUN_FILE)
+        if best.software.has_lanes:
+            print(f"\nschedule: {options.out / SCHEDULE}; pipeloom train takes it as --schedule.file")
     if options.export is not None:
         from pipeloom.cli.launch import print_handed_over
         from pipeloom.export import hand_over
@@ -50,14 +52,16 @@ def write_layout(request: Request, best: SimulatedStep) -> None:
             print_handed_over(done)
 
 
-def _keep_other(file: Path, text: str) -> None:
-    """Refuse to replace a run file with other settings: a written one has settings to fill in.
+def _write_run(file: Path, config: RunConfig) -> None:
+    """Write a run file, which has settings to fill in.
 
     Raises:
-        UserError: there is one.
+        UserError: there is one with other settings, perhaps filled in.
     """
+    text = format_run(config)
     if file.exists() and read_text(file) != text:
         raise UserError(f"{file} exists and is not the run of this layout; move it, or name another folder with --out")
+    write_text(file, text, parents=True)
 
 
 def planned_run(request: Request, best: SimulatedStep, cluster: str) -> RunConfig:
@@ -96,19 +100,13 @@ def write_page(request: Request, answer: Plan, file: Path) -> None:
     write_text(file, page, "the page", parents=True)
 
 
-def _cluster_file(request: Request, best: SimulatedStep) -> str:
-    """Name or file of the cluster; writes a file if the layout has the groups of nodes in another order."""
-    options = request.options
-    if (options.out is None and options.export is None) or best.cluster == request.question.cluster:
-        return request.cluster
-    file = (options.out or options.export or Path()) / "run.cluster.toml"
+def _write_cluster(file: Path, request: Request, best: SimulatedStep) -> None:
     note = (
         f"{request.cluster} with its groups of nodes in the order that `pipeloom plan` chose, for the ranks in order."
     )
     write_text(file, cluster_to_toml(best.cluster, {"": [note]}), parents=True)
-    if not options.json:
+    if not request.options.json:
         print(f"\nwritten: {file}, with the groups of nodes in the order that was chosen")
-    return str(file)
 
 
 def _over(config: RunConfig, planned: RunConfig, *, has_model: bool) -> RunConfig:

@@ -1,6 +1,5 @@
 """``[CONFIG] [--section.setting value ...]`` -> a configuration, with all of its problems at once."""
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -18,6 +17,7 @@ from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.describe import completed
 from pipeloom.runs.run_folder import CONFIG
 from pipeloom.runs.stored_model import model_in
+from pipeloom.system.files import exists
 from pipeloom.workload.dtypes import dtype_of
 from pipeloom.workload.layout import ONE_RANK
 
@@ -134,7 +134,7 @@ def _with_stored_model(config: RunConfig, run: Path) -> RunConfig:
         UserError: there is no checkpoint, or it cannot be read.
     """
     file = config.model.file
-    if file is None or os.path.exists(file):  # noqa: PTH110  Path.exists raises for a name that is too long
+    if file is None or exists(file):
         return config
     return replace(config, model=model_in(find_checkpoint(run)))
 

@@ -28,6 +28,11 @@ _MOST_LEVELS = 64
 """Levels of nesting; deeper ones exhaust the interpreter's stack."""
 
 
+def exists(path: Path) -> bool:
+    """Whether there is something at a path; there is nothing at a name that is too long, for which ``Path`` raises."""
+    return os.path.exists(path)  # noqa: PTH110
+
+
 def read_text(file: Path, what: str = "", most_bytes: int = MOST_BYTES) -> str:
     """Read a UTF-8 file; a byte order mark is removed.
 
