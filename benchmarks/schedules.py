@@ -8,7 +8,7 @@ from rich.console import Console
 
 from pipeloom import families
 from pipeloom.cli.families import COLUMNS, lines
-from pipeloom.plotting.draw import plot_timeline
+from pipeloom.plotting.timelines import plot_timeline
 from pipeloom.simulation import simulate
 from pipeloom.terminal.console import cells_of
 from reproduction.tables import fill

@@ -18,7 +18,7 @@ LIGHT = [
     "pipeloom.analysis.bubble",
     "pipeloom.runs.run_folder",
     "pipeloom.report",
-    "pipeloom.plotting.draw",
+    "pipeloom.plotting.timelines",
     "pipeloom.cli",
     "pipeloom.catalog",
     "pipeloom.predict.describe",

@@ -123,10 +123,10 @@ def test_curves_that_cannot_be_right_are_refused_together(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_cluster(str(file))
     assert caught.value.problems == (
-        "bf16 must have one number for each of matmul_gflop, 2, found 1",
-        "message_bytes must rise, found [4096, 4096]",
-        "all_reduce_gb_per_s must have one number for each of message_bytes, 1, found 2",
-        "all_gather_gb_per_s must be a list of numbers above 0, found []",
+        "[device.matmul_fraction_of] bf16 must have one number for each of matmul_gflop, 2, found 1",
+        "[collectives, number 1] message_bytes must rise, found [4096, 4096]",
+        "[collectives, number 2] all_reduce_gb_per_s must have one number for each of message_bytes, 1, found 2",
+        "[collectives, number 2] all_gather_gb_per_s must be a list of numbers above 0, found []",
     )
 
 
@@ -136,10 +136,18 @@ def test_curves_that_cannot_be_right_are_refused_together(tmp_path):
         (
             "[0.5, 1]",
             "[0.5, 1.85]",
-            "matmul_fraction must be a list of numbers above 0 and at most 1, found [0.5, 1.85]",
+            "[device] matmul_fraction must be a list of numbers above 0 and at most 1, found [0.5, 1.85]",
         ),
-        ("[0.1, 0.9]", "[0.1, 1.01]", "bf16 must be a list of numbers above 0 and at most 1, found [0.1, 1.01]"),
-        ("[0.5, 1]", "[0, 1]", "matmul_fraction must be a list of numbers above 0 and at most 1, found [0, 1]"),
+        (
+            "[0.1, 0.9]",
+            "[0.1, 1.01]",
+            "[device.matmul_fraction_of] bf16 must be a list of numbers above 0 and at most 1, found [0.1, 1.01]",
+        ),
+        (
+            "[0.5, 1]",
+            "[0, 1]",
+            "[device] matmul_fraction must be a list of numbers above 0 and at most 1, found [0, 1]",
+        ),
     ],
 )
 def test_a_fraction_of_a_cluster_above_1_is_refused(tmp_path, old, new, problem):
@@ -158,9 +166,18 @@ def test_a_fraction_of_a_cluster_above_1_is_refused(tmp_path, old, new, problem)
             "fragmentation = -1",
             "fragmentation is a fraction and must be a number of at least 0 and at most 1, found -1",
         ),
-        ("[efficiency]\nmemory = 1.01", "memory is a fraction and must be a number above 0 and at most 1, found 1.01"),
-        ("[efficiency]\nflash2 = 0", "flash2 is a fraction and must be a number above 0 and at most 1, found 0"),
-        ("[efficiency]\nmatmul = 2", "matmul is a fraction and must be a number above 0 and at most 1.05, found 2"),
+        (
+            "[efficiency]\nmemory = 1.01",
+            "[efficiency] memory is a fraction and must be a number above 0 and at most 1, found 1.01",
+        ),
+        (
+            "[efficiency]\nflash2 = 0",
+            "[efficiency] flash2 is a fraction and must be a number above 0 and at most 1, found 0",
+        ),
+        (
+            "[efficiency]\nmatmul = 2",
+            "[efficiency] matmul is a fraction and must be a number above 0 and at most 1.05, found 2",
+        ),
     ],
 )
 def test_a_fraction_of_a_program_outside_its_range_is_refused(tmp_path, line, problem):
@@ -238,8 +255,8 @@ def test_a_number_beyond_any_quantity_is_refused(tmp_path, value):
         load_cluster(str(file))
     told = [problem.partition(", found")[0] for problem in caught.value.problems]
     assert "devices_per_node must be a whole number of at least 1 and at most 1e+100" in told
-    assert "memory_gb must be a number of at least 0 and at most 1e+100" in told
-    assert "message_bytes must be a list of numbers above 0" in told
+    assert "[device] memory_gb must be a number of at least 0 and at most 1e+100" in told
+    assert "[collectives, number 2] message_bytes must be a list of numbers above 0" in told
 
 
 @pytest.mark.parametrize("text", ["= 3", "a = " + 5000 * "9", "a = " + 5000 * "["])

@@ -85,13 +85,13 @@ def test_all_problems_of_groups_and_links_are_reported_together(tmp_path):
     text = SHORT.replace("num_nodes = 2", 'num_nodes = 0\ncolor = "red"').replace('name = "old"', 'name = "new"')
     text = text.replace("gb_per_s = 10", "gb_per_s = 0").replace("price_per_device_hour = 1.5", "[groups.device]")
     assert problems(tmp_path, f"price_per_device_hour = 1\n{text}") == (
-        "num_nodes must be a whole number of at least 1, found 0",
+        "[groups, number 1] num_nodes must be a whole number of at least 1, found 0",
         "every group must have a name of its own, found new 2 times",
         "link between old and new: between must be two of the groups new, new, found ['old', 'new']",
         "link between old and new: gb_per_s must be a number of at least 1e-06, found 0",
         "there is no key 'price_per_device_hour' here",
-        "group new: there is no key 'color' in groups",
-        "group new: there is no key 'device' in groups",
+        "group new: there is no key 'color' here",
+        "group new: there is no key 'device' here",
     )
 
 
@@ -101,9 +101,9 @@ def test_a_group_with_nodes_of_its_own_has_to_say_everything_about_them(tmp_path
     assert {
         "group old: device must be a table, found None",
         "group old: devices_per_node must be a whole number of at least 1, found None",
-        "group old: latency_us must be a number of at least 0, found -1",
+        "group old: [intra] latency_us must be a number of at least 0, found -1",
         "group old: inter must be a table, found None",
-        "group old: there is no key 'speed' in intra",
+        "group old: [intra] there is no key 'speed' here",
     } <= set(told)
 
 
@@ -111,7 +111,7 @@ def test_problems_of_a_file_that_a_group_names_are_reported_with_the_rest(tmp_pa
     (tmp_path / "wrong.toml").write_text('name = "wrong"\ndevices_per_node = 8\n', encoding="utf-8")
     (tmp_path / "groups.toml").write_text(SHORT, encoding="utf-8")
     wrong = problems(tmp_path, SHORT.replace("dgx-1-v100", "wrong.toml").replace("num_nodes = 2", ""))
-    assert wrong[0] == "num_nodes must be a whole number of at least 1, found None"
+    assert wrong[0] == "[groups, number 1] num_nodes must be a whole number of at least 1, found None"
     assert "group old: wrong.toml: device must be a table, found None" in wrong
     assert problems(tmp_path, SHORT.replace("dgx-1-v100", "groups.toml")) == (
         "group old: cluster must have nodes of one kind, found groups.toml, which has groups",
@@ -137,7 +137,7 @@ def test_links_need_groups_and_each_pair_has_one(tmp_path):
 def test_an_unknown_key_is_reported_in_inner_tables_too(tmp_path):
     text = cluster_to_toml(A100).replace("launch_us", "num_multiprocesors = 5\nlaunch_us")
     assert problems(tmp_path, text) == (
-        "there is no key 'num_multiprocesors' in device; did you mean 'num_multiprocessors'?",
+        "[device] there is no key 'num_multiprocesors' here; did you mean 'num_multiprocessors'?",
     )
 
 

@@ -112,7 +112,7 @@ def test_all_problems_of_measured_pieces_are_reported_at_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_cluster(str(file))
     assert caught.value.problems == (
-        "family must be one of llama, gpt2, qwen2, qwen3, olmo2, gemma2, gemma3, found 'relu'",
-        "layer_us must be a list of two numbers of at least 0, found [2000]",
-        "fixed_us must be a number of at least 0, found -1",
+        "[pieces] family must be one of llama, gpt2, qwen2, qwen3, olmo2, gemma2, gemma3, found 'relu'",
+        "[pieces] layer_us must be a list of two numbers of at least 0, found [2000]",
+        "[update] fixed_us must be a number of at least 0, found -1",
     )

@@ -164,6 +164,19 @@ def test_a_flag_that_a_command_does_not_read_is_refused_by_name(capsys, command)
     assert f"{unread.partition('=')[0]} has no effect on {command}; leave it out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("plan --layout.pp 4", "--layout.pp; did you mean '--pp'?"),
+        ("plan --machine.cluster dgx-a100", "--machine.cluster; did you mean '--cluster'?"),
+        ("simulate --model llama-3-8b", "--model; did you mean '--model.preset', '--model.file' or "),
+    ],
+)
+def test_the_flag_of_another_command_leads_to_the_own_one(capsys, words, hint):
+    assert main(words.split()) == 2
+    assert f"there is no flag {hint}" in capsys.readouterr().err
+
+
 def test_flags_and_a_file_that_are_wrong_are_one_message(tmp_path, capsys):
     (tmp_path / "run.toml").write_text("layout.loop = 2\n[training]\nsteps = 0\n")
     words = [str(tmp_path / "run.toml"), "--layout.dpp", "2", "--model.hidden-size", "wide", "--pp", "2"]

@@ -56,7 +56,7 @@ def test_the_table_names_everything_that_was_measured(measured, tmp_path, capsys
     out = capsys.readouterr().out
     for words in ("fp32 product, 512 wide", "host's time", "memory, copy", "latency", "all_reduce of 2, 1 MiB, bus"):
         assert words in out
-    assert f"pipeloom validate TABLE.csv --cluster {file}" in out
+    assert f"pipeloom simulate RUN.toml --machine.cluster {file}" in out
     assert "busy" not in out
 
 

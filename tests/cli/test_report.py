@@ -54,7 +54,7 @@ def test_simulating_the_configuration_of_a_run_names_what_the_run_took(tmp_path,
         assert main(["simulate", named]) == 0
         out = capsys.readouterr().out
         assert f"the run in {run} took 120 ms a step, and its profiled stages predicted 90.0 ms" in out
-        assert "`pipeloom profile --output here.toml`" in out
+        assert "`pipeloom profile --processes 2 --output here.toml`" in out
     assert main(["simulate", config, "--layout.num-microbatches", "16"]) == 0
     assert f"the run in {run}, before flags changed its layout, took 120 ms a step" in capsys.readouterr().out
     (tmp_path / "run" / "summary.json").write_text('{"step_time_s": null}')

@@ -112,7 +112,7 @@ def test_empty_and_broken_texts_are_counted(tmp_path: Path) -> None:
             b'{"text": "a"}\n{"title": "b"}',
             r"line 2 of .* must have a text under 'text', found the keys title; set data.f",
         ),
-        (b"plain text", r"line 1 of .* must be a JSON object, found Expecting value"),
+        (b"plain text", r"line 1 of .* must be a JSON object, found an error at character 1: Expecting value"),
         (b"[1, 2]", r"line 1 .* found a value of type list"),
         (b'{"text": null}', r"line 1 .* found None"),
         (b"\xff\xfe", r"line 1 .* must be a JSON object"),

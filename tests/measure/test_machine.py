@@ -9,7 +9,7 @@ from machines import timing
 
 from pipeloom.errors import ConfigError
 from pipeloom.execute.processes.workers import run_workers
-from pipeloom.execute.processes.world import join_forked
+from pipeloom.execute.processes.world import join_forked, num_processes_here
 from pipeloom.measure import device, links, machine
 from pipeloom.measure.findings import Timing
 from pipeloom.measure.host import cpu_name, host_memory_bytes, num_devices
@@ -228,6 +228,6 @@ def test_a_launcher_says_how_many_processes_there_are(monkeypatch):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     assert machine.Request.make("cpu", None, 1.0).num_processes == 4
-    assert machine.processes_per_host(4) == 2
+    assert num_processes_here(4) == 2
     with pytest.raises(ConfigError, match="--processes is 3, but the launcher started 4"):
         machine.Request.make("cpu", 3, 1.0)

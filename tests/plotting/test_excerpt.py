@@ -3,7 +3,7 @@
 from pipeloom.cost.costs import Costs
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
-from pipeloom.plotting.draw import excerpt
+from pipeloom.plotting.timelines import excerpt
 from pipeloom.simulation import simulate
 
 TRACE = simulate(lower(make_schedule("breadth-first", pp=4, loops=2, num_microbatches=6)), Costs(1.0, 2.0, 0.1))

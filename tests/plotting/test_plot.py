@@ -13,15 +13,15 @@ from pipeloom.cost.costs import Costs
 from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_reduce_grad, add_unshard, balance, lower
-from pipeloom.plotting.draw import (
+from pipeloom.plotting.charts import _tradeoff_figure, plot_accuracy
+from pipeloom.plotting.palette import channels, fill_of
+from pipeloom.plotting.timelines import (
     _timelines_figure,
-    _tradeoff_figure,
     box_fill,
-    plot_accuracy,
     plot_timeline,
+    plot_timelines,
     stage_places,
 )
-from pipeloom.plotting.palette import channels
 from pipeloom.schedule import parse_schedule
 from pipeloom.simulation import simulate
 from pipeloom.trace import Trace
@@ -130,6 +130,26 @@ def test_the_legend_names_kinds_and_the_axis_the_numbers(tmp_path):
         assert f">{name}<" in text
 
 
+def test_panels_that_are_compared_have_letters_in_all_boxes_or_in_none(tmp_path):
+    file, wide = tmp_path / "both.svg", simulate(parse_schedule("0F0 0B0"), Costs(1, 2))
+    narrow = simulate(make_schedule("1f1b", pp=2, num_microbatches=60), Costs(0.1, 0.2))
+    plot_timelines({"wide": wide}, [file])
+    assert ">F0<" in file.read_text(encoding="utf-8")
+    plot_timelines({"wide": wide, "narrow": narrow}, [file])
+    assert ">F0<" not in file.read_text(encoding="utf-8")
+    assert ">0<" in file.read_text(encoding="utf-8")
+
+
+def test_a_kind_has_the_color_of_a_first_stage_in_the_legend_where_stages_have_tones(tmp_path):
+    file, tones = tmp_path / "looped.svg", [fill_of("forward", place, 2).fill for place in (0, 1)]
+    plot_timeline(
+        simulate(make_schedule("breadth-first", pp=2, loops=2, num_microbatches=4), Costs(1, 2)), [file], title=""
+    )
+    text = file.read_text(encoding="utf-8")
+    assert fill_of("forward").fill not in text
+    assert all(tone in text for tone in tones)
+
+
 def test_boxes_are_drawn_all_at_once_however_many_there_are(tmp_path, monkeypatch):
     calls = Counter()
 
@@ -153,14 +173,14 @@ def test_a_picture_of_shapes_has_pixels_where_shapes_are_too_many(tmp_path, monk
     file = tmp_path / "large.svg"
     plot_timeline(example(), [file], title="shapes")
     assert "<image" not in file.read_text(encoding="utf-8")
-    monkeypatch.setattr("pipeloom.plotting.draw._MOST_SHAPES", 10)
+    monkeypatch.setattr("pipeloom.plotting.timelines._MOST_SHAPES", 10)
     plot_timeline(example(), [file], title="pixels")
     assert "<image" in file.read_text(encoding="utf-8")
 
 
 def test_rows_of_very_many_ranks_share_a_height_that_a_picture_has(tmp_path, monkeypatch):
     sizes = []
-    monkeypatch.setattr("pipeloom.plotting.draw.save", lambda figure, _: sizes.append(figure))
+    monkeypatch.setattr("pipeloom.plotting.timelines.save", lambda figure, _: sizes.append(figure))
     plot_timeline(Trace((), 3000), [tmp_path / "many.png"], title="many")
     (figure,) = sizes
     assert figure.get_size_inches()[1] < 50
@@ -171,7 +191,7 @@ def test_rows_of_very_many_ranks_share_a_height_that_a_picture_has(tmp_path, mon
 
 def test_a_box_has_the_place_and_the_color_of_its_action(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr("pipeloom.plotting.draw.save", lambda figure, _: figures.append(figure))
+    monkeypatch.setattr("pipeloom.plotting.timelines.save", lambda figure, _: figures.append(figure))
     trace = simulate(parse_schedule("0F0 0B0\n1F0 1B0"), Costs(1, 2))
     plot_timeline(trace, [tmp_path / "few.png"], title="few", scale=10)
     (boxes_,) = (part for part in figures[0].axes[0].collections if isinstance(part, PolyCollection))

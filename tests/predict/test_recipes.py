@@ -55,11 +55,11 @@ def test_a_single_setting_over_the_recipe_stays():
 @pytest.mark.parametrize(
     ("lines", "problem"),
     [
-        ("lr = 0", "recipe: lr must be a number above 0"),
-        ('lr = 1\nlr_schedule = "wsd"', "recipe: lr_schedule must be one of cosine, found 'wsd'"),
-        ('lr = 1\noptimizer = "adafactor"', "recipe: optimizer must be one of adamw, found 'adafactor'"),
-        ("lr = 1\nsteps = 2\ntokens = 3", "recipe: steps and tokens cannot both be there"),
-        ("lr = 1\nz_loss = 1e-4", "there is no key 'z_loss' in recipe"),
+        ("lr = 0", "[recipe] lr must be a number above 0"),
+        ('lr = 1\nlr_schedule = "wsd"', "[recipe] lr_schedule must be one of cosine, found 'wsd'"),
+        ('lr = 1\noptimizer = "adafactor"', "[recipe] optimizer must be one of adamw, found 'adafactor'"),
+        ("lr = 1\nsteps = 2\ntokens = 3", "[recipe] steps and tokens cannot both be there"),
+        ("lr = 1\nz_loss = 1e-4", "[recipe] there is no key 'z_loss' here"),
     ],
 )
 def test_a_recipe_with_what_no_run_uses_is_refused(tmp_path, lines, problem):

@@ -42,6 +42,24 @@ def test_a_part_beyond_the_spread_is_a_cause_with_its_seconds_and_a_command(tmp_
     assert page_contents(run)["verdict"]["causes"][0] == ("compute", text)
 
 
+def test_causes_that_cancel_and_processes_that_share_cores_are_noted(tmp_path):
+    run = run_of(tmp_path, predicted_s=0.0705)
+    assert verdict_of(run).causes
+    assert verdict_of(run).note == "in the whole step these differences cancel"
+    summary = json.loads((tmp_path / SUMMARY).read_text())
+    (tmp_path / SUMMARY).write_text(json.dumps(summary | {"shared_cores": 1}))
+    assert verdict_of(read_run(tmp_path)).note == (
+        "in the whole step these differences cancel; 2 processes share 1 core, so each part contains times in which a "
+        "process waits for a core"
+    )
+
+
+def test_a_link_is_measured_with_as_many_processes_as_the_run_has(tmp_path):
+    run, late = run_of(tmp_path), [BubbleAccount(compute_s=0.04, exposed_p2p_s=0.02)] * 2
+    found = step_verdict(run, {"measured": late, "predicted": [BubbleAccount(compute_s=0.04)] * 2})
+    assert "`pipeloom profile --processes 2`" in dict(found.causes)["exposed communication"]
+
+
 def test_no_cause_is_stated_below_the_spread_of_the_steps(tmp_path):
     verdict = verdict_of(run_of(tmp_path, spread_s=0.030))
     assert verdict.headline.endswith("within the spread of the steps")

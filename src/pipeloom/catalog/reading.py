@@ -102,7 +102,8 @@ class Reader:
         self._problems: list[str] = []
         self._seen: set[str] = set()
         self._title = ""
-        self._inner: list[tuple[str, Reader]] = []
+        self._path: tuple[str, ...] = ()
+        self._inner: list[Reader] = []
 
     def number(self, key: str, default: float | None = None, *, scale: float = 1.0, least: float = 0.0) -> float:
         """A number of at least ``least``, times ``scale``."""
@@ -191,7 +192,7 @@ class Reader:
         if len(self._problems) > known:
             return ((1.0, 1.0),)
         if len(xs) != len(ys):
-            self.complain(f"{y_key} must have one number for each of {x_key}, {len(xs)}, found {len(ys)}")
+            (within or self).complain(f"{y_key} must have one number for each of {x_key}, {len(xs)}, found {len(ys)}")
         if any(after <= before for before, after in pairwise(xs)):
             self.complain(f"{x_key} must rise, found {self._table[x_key]!r}")
         return tuple(zip(xs, ys, strict=False))
@@ -230,7 +231,7 @@ class Reader:
         if not isinstance(value, dict):
             self.complain(f"{key} must be a table, found {value!r}")
             value = dict[str, Any]()
-        return self._inside(key, value)
+        return self._inside(value, *self._path, key)
 
     def tables(self, key: str) -> list["Reader"]:
         """Readers of a list of tables inside this one, which share its list of problems; empty if it is missing."""
@@ -238,25 +239,27 @@ class Reader:
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             self.complain(f"{key} must be a list of tables, found {value!r}")
             return []
-        return [self._inside(key, item) for item in value]
+        numbers = [""] if len(value) == 1 else [f", number {number}" for number in range(1, len(value) + 1)]
+        return [self._inside(item, *self._path, f"{key}{number}") for item, number in zip(value, numbers, strict=False)]
 
     def complain(self, problem: str) -> None:
-        """Add a problem, with the title of the table in front."""
-        self._problems.append(self._title + problem)
+        """Add a problem, with the title and the name of the table in front: ``[device.peak_tflop_per_s] ...``."""
+        name = f"[{'.'.join(self._path)}] " if self._path else ""
+        self._problems.append(f"{self._title}{name}{problem}")
 
     def entitle(self, title: str) -> None:
-        """Set the title that begins every problem of this table and of those inside it."""
-        self._title = f"{title}: "
+        """Set the title that begins every problem of this table and of those inside it, in place of its name."""
+        self._title, self._path = f"{title}: ", ()
 
-    def complain_of_unknown(self, where: str, known: Set[str]) -> None:
+    def complain_of_unknown(self, known: Set[str]) -> None:
         """Add a problem for each key that was not read and is not in ``known``, here and in tables inside."""
         for key in self._table:
             if key not in self._seen | known:
                 # A key that is given may come from the file's base.
                 hint = did_you_mean(key, self._seen - set(self._table)) or did_you_mean(key, self._seen)
-                self.complain(f"there is no key '{key}' {where}{'; ' if hint else ''}{hint}")
-        for name, inner in self._inner:
-            inner.complain_of_unknown(f"in {name}", {"source"})
+                self.complain(f"there is no key '{key}' here{'; ' if hint else ''}{hint}")
+        for inner in self._inner:
+            inner.complain_of_unknown({"source"})
 
     @property
     def has_problems(self) -> bool:
@@ -276,16 +279,16 @@ class Reader:
         Raises:
             ConfigError: there are problems.
         """
-        self.complain_of_unknown("here", known)
+        self.complain_of_unknown(known)
         if self._problems:
             # Without repetitions: a value may be read twice.
             raise ConfigError(list(dict.fromkeys(self._problems)), self._source)
 
-    def _inside(self, name: str, table: Mapping[str, Any]) -> "Reader":
+    def _inside(self, table: Mapping[str, Any], *path: str) -> "Reader":
         inner = Reader(table, self._source)
         # The same list, not a copy, so that problems stay in the order of the file.
-        inner._problems, inner._title = self._problems, self._title
-        self._inner.append((name, inner))
+        inner._problems, inner._title, inner._path = self._problems, self._title, path
+        self._inner.append(inner)
         return inner
 
     def _find(self, key: str, default: Any) -> Any:

@@ -39,7 +39,6 @@ def read_recipe(reader: Reader) -> TrainingRecipe:
     The update rule is AdamW, and the learning rate has a linear warm-up and a cosine decay. No other ones are
     supported, so a recipe that says otherwise is refused.
     """
-    reader.entitle("recipe")
     known = reader.names()
     reader.text("optimizer", "adamw", among=("adamw",))
     reader.text("lr_schedule", "cosine", among=("cosine",))

@@ -234,8 +234,13 @@ def _unknown(flag: str, option: Option | None, by_flag: dict[str, Option], comma
 
 
 def _close_flags(word: str, by_flag: dict[str, Option]) -> list[str]:
-    """Flags that a word may mean; without a section in it, those of every section."""
+    """Flags that a word may mean: those of a section, or with a similar name, without a section in it of every one."""
     wanted = word.lstrip("-")
+    if of_section := [flag for flag in by_flag if flag.startswith(f"--{wanted}.")]:
+        return of_section[:3]
+    # A command with flags of its own, such as `plan`, has them without the sections of a run file.
+    if (own := f"--{wanted.rpartition('.')[2]}") in by_flag:
+        return [own]
     names: dict[str, list[str]] = {}
     for flag in (*by_flag, *_HELP):
         name = flag.lstrip("-")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pipeloom.cli.flags import SOURCE, or_note, read_flags
 from pipeloom.cli.reference import Command, Output
+from pipeloom.config.paths import names_file
 from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import ConfigError
 from pipeloom.system.files import write_text
@@ -210,6 +211,7 @@ def _piece_rows(cluster: Cluster) -> "Iterator[tuple[str, str, Timing | None]]":
 def _print(path: Path, cluster: Cluster, findings: "Findings") -> None:
     from pipeloom.measure.describe import crowding, table_rows
     from pipeloom.terminal.console import make_console, print_table, table
+    from pipeloom.terminal.words import count
 
     rows = table("what", ["measured", "spread", "repeats"])
     for what, value, timing in chain(table_rows(findings), _piece_rows(cluster)):
@@ -223,4 +225,9 @@ def _print(path: Path, cluster: Cluster, findings: "Findings") -> None:
         print("links      not measured: they need two processes or more (--processes)")
     elif findings.inter is None:
         print("hosts      there is one, so nothing was measured between hosts; torchrun on several does that")
-    print(f"cluster    {path}, in {findings.seconds:.0f} s\nuse it     pipeloom validate TABLE.csv --cluster {path}")
+    if cluster.cores_per_node:
+        shared = f"{count(cluster.devices_per_node, 'process')} on {count(cluster.cores_per_node, 'core')}"
+        print(f"node       {shared}; predictions place more of them on further nodes, unless --processes is larger")
+    named = path if names_file(str(path)) else f"./{path}"  # not a name of the catalog
+    print(f"cluster    {path}, in {findings.seconds:.0f} s")
+    print(f"use it     pipeloom simulate RUN.toml --machine.cluster {named}")

@@ -115,7 +115,7 @@ def _first_of_two(options: Options) -> Options:
 
 
 def _draw(file: Path, traces: dict[str, Trace], output: TextIO) -> None:
-    from pipeloom.plotting.draw import plot_timelines
+    from pipeloom.plotting.timelines import plot_timelines
 
     plot_timelines(traces, [file], unit="units of cost")
     print(f"{'# ' if output is sys.stdout else ''}picture            {file}", file=output)

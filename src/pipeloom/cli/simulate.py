@@ -14,7 +14,7 @@ from pipeloom.config.file import read_run_file
 from pipeloom.config.sections import WHAT_IFS
 from pipeloom.errors import UserError
 from pipeloom.planner.run_step import predict_step
-from pipeloom.predict.describe import described_problems, why_training_may_differ
+from pipeloom.predict.describe import described_problems, profile_command, why_training_may_differ
 from pipeloom.predict.need import copy_bytes
 from pipeloom.predict.orders import least_step_s, with_order
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
@@ -100,7 +100,7 @@ def run(words: list[str]) -> int:
             raise UserError(f"a schedule file is for pipeloom alone, and {step.software.name} has its own order")
         write_text(options.schedule_out, step.schedule_text, "the schedule")
     if options.plot is not None:
-        from pipeloom.plotting.draw import plot_timeline
+        from pipeloom.plotting.timelines import plot_timeline
 
         unit, name = unit_s(step.trace.end_s - step.trace.start_s)
         title = f"{options.title}, simulated"
@@ -138,7 +138,7 @@ def _print_trained(file: Path | None, step: SimulatedStep, options: Options) -> 
     print(
         f"\nthe run in {file.parent}{before} took {measured} a step, and its profiled stages predicted {predicted};\n"
         f"the step above is from {source} of machine.cluster {step.cluster.name}; for this machine:\n"
-        "`pipeloom profile --output here.toml`, then add --machine.cluster ./here.toml"
+        f"`{profile_command(own)} --output here.toml`, then add --machine.cluster ./here.toml"
     )
 
 

@@ -142,7 +142,8 @@ def _print_headline(console: Console, step: SimulatedStep, tree: Mapping[str, An
         f"{dtype_words(run.precision, run.products, is_default=tree['has_default_dtype'])}{_recomputation(step)}{shard}"
     )
     devices = " and ".join(f"{number:,} x {kind.device.name}" for kind, number in kinds)
-    console.print(f"{devices} ({step.cluster.name}), trained by {step.software.name}")
+    nodes = count(max(place.last_node for place in step.places) + 1, "node")
+    console.print(f"{devices} ({step.cluster.name}) on {nodes}, trained by {step.software.name}")
     source = "measured there" if tree["has_measured_pieces"] else "from closed forms"
     console.print(f"seconds of embedding, layer and head: {source}\n")
     whole_s, pipeline_s = tree["step_time_s"], tree["pipeline_s"]

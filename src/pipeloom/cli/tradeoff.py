@@ -337,7 +337,7 @@ def _print_notes(console: Console, curves: Curves) -> None:
 
 
 def _draw(curves: Curves, file: Path) -> None:
-    from pipeloom.plotting.draw import plot_tradeoff
+    from pipeloom.plotting.charts import plot_tradeoff
 
     inputs = curves.inputs
     plot_tradeoff(

@@ -97,7 +97,7 @@ def run(words: list[str]) -> int:
         from pipeloom.accuracy.compare import parts_of
 
         # matplotlib is slow to import.
-        from pipeloom.plotting.draw import plot_accuracy
+        from pipeloom.plotting.charts import plot_accuracy
 
         points = {
             name: [(o.row.step_time_s, o.step_time_s) for o in part if o.row.step_time_s is not None]

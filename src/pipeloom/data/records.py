@@ -202,6 +202,9 @@ def _content(record: Any, field: str) -> bytes | None:
 
 
 def _no_text(record: Any, where: str, field: str) -> UserError:
+    if isinstance(record, json.JSONDecodeError):
+        # Its own text has the number of a line, which is always 1 here.
+        return UserError(f"{where} must be a JSON object, found an error at character {record.colno}: {record.msg}")
     if isinstance(record, Exception):
         return UserError(f"{where} must be a JSON object, found {reason_of(record)}")
     if not isinstance(record, dict):

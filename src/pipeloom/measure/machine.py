@@ -1,6 +1,5 @@
 """Measures a machine, in worker processes that it starts or in those of a launcher."""
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +12,14 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from pipeloom.errors import ConfigError
 from pipeloom.execute.processes.workers import run_workers
-from pipeloom.execute.processes.world import World, is_launched, join_forked, join_launched, launched_size
+from pipeloom.execute.processes.world import (
+    World,
+    is_launched,
+    join_forked,
+    join_launched,
+    launched_size,
+    num_processes_here,
+)
 from pipeloom.measure.device import (
     NUM_LAUNCHES,
     NUM_TRAFFIC,
@@ -59,7 +65,7 @@ class Request:
         kind = kind or ("cuda" if num_devices("cuda") else "cpu")
         found, wanted, problems = num_devices(kind), num_processes, list[str]()
         num_processes = launched_size() if is_launched() else wanted or max(1, min(found, MOST_PROCESSES))
-        num_here = processes_per_host(num_processes)
+        num_here = num_processes_here(num_processes)
         if wanted is not None and wanted < 1:
             problems.append(f"--processes must be at least 1, found {wanted}")
         elif wanted not in (None, num_processes):
@@ -76,11 +82,6 @@ class Request:
         if problems:
             raise ConfigError(problems, "the command line")
         return cls(kind=kind, num_processes=num_processes, budget_s=budget_s)
-
-
-def processes_per_host(num_processes: int) -> int:
-    """Processes on each host: as set by a launcher; without one there is a single host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", num_processes)) if is_launched() else num_processes
 
 
 def measure_machine(request: Request) -> Findings | None:
@@ -104,7 +105,7 @@ def _work(request: Request, rendezvous: Path, rank: int, num_ranks: int) -> Find
 
 
 def _measure_in(request: Request, world: World) -> Findings | None:
-    per_host = processes_per_host(world.size)
+    per_host = num_processes_here(world.size)
     with ProfileProgress(_num_measurements(world, per_host), is_shown=world.rank == 0) as progress:
         findings = measure_on(world, request.budget_s, per_host, progress.show)
     world.leave()

@@ -14,7 +14,7 @@ from pipeloom.analysis.memory import inputs_over_time
 from pipeloom.errors import ConfigError, PipeloomError, ScheduleError, ScheduleTextError, UserError
 from pipeloom.export.torch_csv import format_torch_csv, parse_torch_csv
 from pipeloom.families import FAMILIES
-from pipeloom.plotting.draw import timelines_svg
+from pipeloom.plotting.timelines import timelines_svg
 from pipeloom.report.contents import bubble_contents
 from pipeloom.report.over_time import chart
 from pipeloom.report.timeline import Unit, timeline_contents

@@ -1,11 +1,13 @@
 """Matplotlib figures without a display, and their files."""
 
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from pipeloom.errors import UserError
+from pipeloom.system.files import picture_problem
 from pipeloom.terminal.guard import printable
 
 if TYPE_CHECKING:
@@ -40,6 +42,17 @@ def headline(text: str, width: int) -> str:
 def plain(text: str) -> str:
     """A text for matplotlib to print literally: control characters and $, which begins mathematics, are escaped."""
     return printable(text).replace("$", r"\$")
+
+
+def check_formats(files: Sequence[Path]) -> None:
+    """Check the endings of picture files.
+
+    Raises:
+        UserError: an ending is not supported.
+    """
+    for file in files:
+        if (problem := picture_problem(file)) is not None:
+            raise UserError(problem)
 
 
 def save(figure: "Figure", file: Path) -> None:

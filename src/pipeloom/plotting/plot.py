@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeloom.calls import checked
 from pipeloom.cost.costs import Costs
 from pipeloom.errors import UserError
-from pipeloom.plotting.draw import plot_timelines, timelines_svg
+from pipeloom.plotting.timelines import plot_timelines, timelines_svg
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.schedule import Schedule
 from pipeloom.simulation import simulate

@@ -305,6 +305,17 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
     )
 
 
+def profile_command(config: RunConfig) -> str:
+    """The command that measures this machine for predictions of a run.
+
+    On a CPU with as many processes as the run has: a cluster file has no more devices on a node than were measured, and
+    predictions place the others on further nodes.
+    """
+    ranks = config.layout.num_ranks
+    is_several = config.training.device == "cpu" and ranks > 1
+    return f"pipeloom profile --processes {ranks}" if is_several else "pipeloom profile"
+
+
 def why_training_may_differ(config: RunConfig, predicted: Dtype | None = None) -> str | None:
     """Why ``train`` may run another step than ``simulate`` predicts; ``None`` if it does not.
 

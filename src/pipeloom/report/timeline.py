@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.analysis.summary import summarize
-from pipeloom.plotting.draw import box_fill, legend_names, legend_tones, stage_places
 from pipeloom.plotting.palette import Fill
+from pipeloom.plotting.timelines import box_fill, legend_names, legend_tones, stage_places
 from pipeloom.schedule.action import Action
 from pipeloom.schedule.kinds import COMPUTE_KINDS, KINDS
 from pipeloom.schedule.row import NO_MICROBATCH, Row

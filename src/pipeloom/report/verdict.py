@@ -8,11 +8,12 @@ from statistics import fmean, median
 import numpy as np
 
 from pipeloom.analysis.bubble import BubbleAccount
+from pipeloom.predict.describe import profile_command
 from pipeloom.report.curves import median_step_time_s
 from pipeloom.report.unfinished import steps_before, traced_step
 from pipeloom.runs.run_folder import CONFIG
 from pipeloom.runs.run_reading import Run
-from pipeloom.terminal.words import seconds
+from pipeloom.terminal.words import count, seconds
 
 _FEWEST = 5
 """Steps after the first one without which the spread of the steps is not estimated."""
@@ -36,7 +37,7 @@ class Verdict:
     Attributes:
         headline: measured and predicted step, their ratio, and the spread of the steps.
         causes: (name, its seconds and the next command) of each part that differs by more than the spread.
-        note: why there are no causes; empty if there are some.
+        note: why there are no causes, or what they have in common; may be empty.
         shares: the shares of the parts of the traced step, as measured; empty if it has no trace.
     """
 
@@ -87,8 +88,22 @@ def _compared(run: Run, accounts: Mapping[str, Sequence[BubbleAccount]], typical
         why = f"the traced step {step} took {seconds(times[step])}, outside that range, so its parts explain no other"
         return Verdict(headline, (), f"{why}; {again} --output.trace-step {step + 1}` traces another")
     causes = tuple(_causes(run, accounts, times[step], noise_s))
-    nothing = f"no part of step {step} differs from its prediction by more than the spread, {seconds(noise_s)}"
-    return Verdict(headline, causes, "" if causes else nothing)
+    return Verdict(headline, causes, _note(run, causes, typical_s, noise_s))
+
+
+def _note(run: Run, causes: Sequence[tuple[str, str]], typical_s: float, noise_s: float) -> str:
+    """What the causes have in common, or why there are none."""
+    step = traced_step(run)
+    if not causes:
+        return f"no part of step {step} differs from its prediction by more than the spread, {seconds(noise_s)}"
+    summary, notes = run.summary or {}, list[str]()
+    predicted_s, cores = summary.get("predicted_step_time_s"), summary.get("shared_cores")
+    if predicted_s is not None and abs(typical_s - predicted_s) <= noise_s:
+        notes.append("in the whole step these differences cancel")
+    if cores is not None:
+        shared = f"{count(run.config.layout.num_ranks, 'process')} share {count(cores, 'core')}"
+        notes.append(f"{shared}, so each part contains times in which a process waits for a core")
+    return "; ".join(notes)
 
 
 def _beside(run: Run, typical_s: float, noise_s: float | None = None) -> str:
@@ -156,7 +171,7 @@ def _advice(run: Run, part: str, *, is_slower: bool) -> str:
         return f"`pipeloom simulate {config} {more}` predicts it with more micro-batches"
     if part == "exposed communication":
         return (
-            "a slower or a shared link; `pipeloom profile` measures it, and "
+            f"a slower or a shared link; `{profile_command(run.config)}` measures it, and "
             f"`pipeloom simulate {config} --machine.cluster ./cluster.toml` predicts with it"
         )
     if part.startswith("compute") or part == "host":

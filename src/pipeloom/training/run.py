@@ -24,7 +24,6 @@ from pipeloom.config.file import read_run_file
 from pipeloom.data.text import Data
 from pipeloom.errors import ConfigError, RunError
 from pipeloom.execute.processes.world import World, is_first, is_launched
-from pipeloom.measure.host import num_devices
 from pipeloom.predict.describe import completed, why_training_may_differ
 from pipeloom.runs.hang_words import blocked_by
 from pipeloom.runs.run_folder import CONFIG, TIMELINE, RunFolder
@@ -49,6 +48,7 @@ from pipeloom.training.session import (
     resolve,
     resolve_early,
     run_on_all_ranks,
+    shared_cores,
 )
 from pipeloom.training.trainer import RunResult, Trainer
 
@@ -238,7 +238,7 @@ def _check_schedule(config: RunConfig) -> str:
 
 
 def _draw(config: RunConfig, folder: Path, result: RunResult) -> None:
-    from pipeloom.plotting.draw import plot_timelines
+    from pipeloom.plotting.timelines import plot_timelines
 
     if result.measured is None:
         return
@@ -279,12 +279,16 @@ def _announce(config: RunConfig, say: _Say) -> None:
         f"{count(config.data.seq_len, 'token')}{_cut(config)}",
         "dtype": f"{training.known_dtype}{default}",
     }
-    is_here = training.device == "cpu" and not is_launched()
-    if is_here and (cores := num_devices("cpu")) < layout.num_ranks:
+    if not is_launched() and (cores := shared_cores(config)) is not None:
         several = "`pipeloom launch` writes start files for several hosts"
         lines["host"] = f"{count(layout.num_ranks, 'process')} share {count(cores, 'core')}; {several}"
     if (may_differ := why_training_may_differ(config)) is not None:
         lines["note"] = may_differ
+    rising, steps = config.optimizer.known_lr_warmup_steps, training.known_steps
+    if rising > steps:
+        # Not a problem: a trial of a few steps of a run file is common.
+        reached = f"at most {steps / rising:.0%} of optimizer.lr"
+        lines["rate"] = f"{reached}, since optimizer.lr_warmup_steps {rising:,} are more than training.steps {steps:,}"
     if schedule.budget_bytes is not None:
         home = "memory of the host" if schedule.swap_folder is None else f"files in {schedule.swap_folder}"
         what = "stages" if config.swaps_stages else "experts"

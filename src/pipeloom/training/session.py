@@ -1,6 +1,5 @@
 """Runs a job on all ranks: in worker processes that it starts, or in this process as one rank of a launcher."""
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,8 +18,16 @@ from pipeloom.data.text import Data, Whole, load_data, load_whole
 from pipeloom.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_from
 from pipeloom.errors import UserError
 from pipeloom.execute.processes.workers import are_forked, run_workers
-from pipeloom.execute.processes.world import World, is_launched, join_forked, join_launched, launched_size
+from pipeloom.execute.processes.world import (
+    World,
+    is_launched,
+    join_forked,
+    join_launched,
+    launched_size,
+    num_processes_here,
+)
 from pipeloom.families import FAMILIES
+from pipeloom.measure.host import num_devices
 from pipeloom.model.adapted import piece_parameters
 from pipeloom.model.graph_breaks import keep_compiler_unloaded
 from pipeloom.training.slices import with_known_slices
@@ -105,14 +112,19 @@ def long_start(config: RunConfig) -> str | None:
     return "measuring token slices" if config.layout.token_slices == "auto" else None
 
 
+def shared_cores(config: RunConfig) -> int | None:
+    """Cores of this host, if more processes of the run compute on them; else ``None``."""
+    cores = num_devices("cpu")
+    return cores if config.training.device == "cpu" and cores < num_processes_here(config.layout.num_ranks) else None
+
+
 def check_processes(config: RunConfig) -> None:
     """Refuse a launcher whose number of processes differs from the layout's, and too few CUDA devices.
 
     Raises:
         UserError: names both numbers.
     """
-    # LOCAL_WORLD_SIZE is torchrun's; launchers that set only RANK are assumed to use one host.
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", launched_size())) if is_launched() else config.layout.num_ranks
+    num_here = num_processes_here(launched_size() if is_launched() else config.layout.num_ranks)
     found = torch.cuda.device_count() if config.training.device == "cuda" else num_here
     if found < num_here:
         raise UserError(

@@ -52,6 +52,7 @@ from pipeloom.training.records.step_metrics import StepMeter
 from pipeloom.training.records.step_profile import StepProfiles
 from pipeloom.training.records.traced import TracedSteps
 from pipeloom.training.schedules import schedules_by_replica
+from pipeloom.training.session import shared_cores
 
 
 class Trainer:
@@ -439,6 +440,7 @@ class Trainer:
             bubble_fraction=_bubble_fraction(measured.trace),
             predicted_bubble_fraction=_bubble_fraction(measured.predicted),
             corpus_sha256=self._data.corpus_sha256,
+            shared_cores=shared_cores(config),
             **self._swapping(),
         )
         if self._world.rank == 0:

@@ -119,6 +119,12 @@ def launched_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
+def num_processes_here(num_processes: int) -> int:
+    """Processes of this host, of ``num_processes`` in all."""
+    # LOCAL_WORLD_SIZE is torchrun's; launchers that set only RANK are assumed to use one host.
+    return int(os.environ.get("LOCAL_WORLD_SIZE", num_processes)) if is_launched() else num_processes
+
+
 def join_launched(device_type: str, timeout_s: float) -> World:
     """Join the processes of a launcher through the environment that it sets (``env://``)."""
     from torch.distributed.rendezvous import rendezvous

@@ -37,6 +37,7 @@ class RunSummary:
         peak_stage_bytes: peak bytes of swapped stages on the device, over all steps; ``None`` if none is swapped.
         swap_s: seconds of the traced step with a swap under way, summed over both directions.
         swap_hidden_s: the part of ``swap_s`` that overlaps with compute.
+        shared_cores: cores of rank 0's host, if fewer than its processes, which compute on them; else ``None``.
     """
 
     num_parameters: int
@@ -57,6 +58,7 @@ class RunSummary:
     peak_stage_bytes: int | None = None
     swap_s: float | None = None
     swap_hidden_s: float | None = None
+    shared_cores: int | None = None
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,7 +1,6 @@
 """Pictures of traces; only their layout is computed here."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -9,16 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.analysis.summary import summarize
-from pipeloom.errors import UserError
-from pipeloom.plotting.figure import headline, new_figure, plain, save, svg_text
-from pipeloom.plotting.labels import Label, place_labels
-from pipeloom.plotting.palette import BAND, PAPER, ROW, SERIES, Fill, channels, fill_of
+from pipeloom.plotting.figure import check_formats, headline, new_figure, save, svg_text
+from pipeloom.plotting.palette import PAPER, ROW, Fill, channels, fill_of
 from pipeloom.schedule.action import Action
 from pipeloom.schedule.facts import Seconds
 from pipeloom.schedule.kinds import COMPUTE_LANE_KINDS, KINDS, LOAD_OF, OUT_OF, Kind
 from pipeloom.schedule.lanes import COMPUTE_LANE, DATA_PARALLEL_LANE, Lane
 from pipeloom.schedule.row import NO_MICROBATCH, Row
-from pipeloom.system.files import picture_problem
 from pipeloom.trace import Spans, Trace
 
 if TYPE_CHECKING:
@@ -38,21 +34,9 @@ _MOST_TONES = 4
 _SIZES = (7.0, 6.0, 5.5, 5.0)
 """Font sizes of labels in compute boxes, in points."""
 _ROW_HEIGHT = 0.86
-_MARKERS = "os^vDPX*"
 _STRIP_HEIGHT = 0.2
 _STRIPS_HEIGHT = 0.4
 """Height of all strips of a row together."""
-
-
-def check_formats(files: Sequence[Path]) -> None:
-    """Check the endings of picture files.
-
-    Raises:
-        UserError: an ending is not supported.
-    """
-    for file in files:
-        if (problem := picture_problem(file)) is not None:
-            raise UserError(problem)
 
 
 def excerpt(trace: Trace, most_ranks: int = 16, most_actions: int = 3000) -> tuple[Trace, str]:
@@ -143,6 +127,17 @@ class _Panel(NamedTuple):
         """Spans that have boxes."""
         return [self.compute, *self.strips.values()]
 
+    @property
+    def has_labels(self) -> bool:
+        """Whether its boxes have labels where there is room."""
+        return len(self.compute) <= _MOST_LABELS
+
+    def has_room_for_letters(self, points_per_s: float) -> bool:
+        """Whether all compute boxes have room for the letter of their kind beside the number."""
+        width = (self.compute.end_s - self.compute.start_s) * points_per_s
+        texts = _texts(self.compute, with_letters=True) if self.has_labels else {}
+        return all(_points(text, _SIZES[0]) <= width[place] for place, text in texts.items())
+
 
 def _timelines_figure(traces: Mapping[str, Trace], unit: str, scale: float, *, is_whole: bool = True) -> "Figure":
     panels = [_Panel.of(title, trace, is_whole=is_whole) for title, trace in traces.items()]
@@ -150,8 +145,11 @@ def _timelines_figure(traces: Mapping[str, Trace], unit: str, scale: float, *, i
     figure = new_figure(_WIDTH, 0.9 + sum(rows))
     every = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     longest = max((panel.trace.end_s - panel.trace.start_s) * scale for panel in panels)
+    points = 72 * (_WIDTH - 1) / max(longest, 1e-12)
+    # Either all boxes have letters or none: panels are compared.
+    is_lettered = all(panel.has_room_for_letters(scale * points) for panel in panels)
     for axes, panel in zip(every, panels, strict=True):
-        _draw_boxes(axes, panel, scale, longest)
+        _draw_boxes(axes, panel, scale, points, is_lettered=is_lettered)
         _set_axes(axes, panel)
         # matplotlib warns of an axis of length 0.
         axes.set_xlim(0, max(longest, 1e-12))
@@ -173,14 +171,12 @@ def _set_axes(axes: "Axes", panel: _Panel) -> None:
     axes.set_facecolor(ROW)
 
 
-def _draw_boxes(axes: "Axes", panel: _Panel, scale: float, longest: float) -> None:
+def _draw_boxes(axes: "Axes", panel: _Panel, scale: float, points: float, *, is_lettered: bool) -> None:
     spans, num_strips = panel.compute, len(panel.strips)
     strip_height = min(_STRIP_HEIGHT, _STRIPS_HEIGHT / max(num_strips, 1))
     height = _ROW_HEIGHT - strip_height * num_strips
-    points = 72 * (_WIDTH - 1) / max(longest, 1e-12)
-    places, with_labels = stage_places(panel.trace), len(spans) <= _MOST_LABELS
-    bars = _Bars(axes, panel.trace.start_s, scale, points, places, with_labels=with_labels)
-    bars.draw(spans, 0.0, height, _SIZES)
+    bars = _Bars(axes, panel.trace.start_s, scale, points, stage_places(panel.trace), with_labels=panel.has_labels)
+    bars.draw(spans, 0.0, height, _SIZES, is_lettered=is_lettered)
     for number, beside in enumerate(panel.strips.values()):
         bars.draw(beside, height + number * strip_height, strip_height, (5,))
 
@@ -222,7 +218,9 @@ class _Bars(NamedTuple):
     places: Mapping[int, tuple[int, int]]
     with_labels: bool
 
-    def draw(self, spans: Spans, below: float, tall: float, sizes: Sequence[float]) -> None:
+    def draw(
+        self, spans: Spans, below: float, tall: float, sizes: Sequence[float], *, is_lettered: bool = False
+    ) -> None:
         """Draw a box for each span, all in one collection: separate patches would take minutes.
 
         Args:
@@ -230,6 +228,7 @@ class _Bars(NamedTuple):
             below: distance of the boxes from the top of their row.
             tall: their height.
             sizes: font sizes in points, of which one with room for many labels is used.
+            is_lettered: whether labels begin with the letter of the kind.
         """
         from matplotlib.collections import PolyCollection
 
@@ -248,7 +247,8 @@ class _Bars(NamedTuple):
         # Without autolim, since the limits are set and computing them would use every corner of every box.
         self.axes.add_collection(boxes, autolim=False)
         if self.with_labels:
-            self._label(spans, left, right - left, top + tall / 2, sizes)
+            texts = _texts(spans, with_letters=is_lettered)
+            self._label(spans, texts, (left, right - left, top + tall / 2), sizes)
 
     def _colors(self, row: Row) -> NDArray[np.float64]:
         """The fill color of each action's box."""
@@ -257,26 +257,24 @@ class _Bars(NamedTuple):
         fills = [channels(box_fill(Action(KINDS[kind], stage), self.places).fill) for kind, stage in which.tolist()]
         return np.array(fills, np.float64).reshape(-1, 3)[number.reshape(-1)]
 
-    def _label(self, spans: Spans, left: Seconds, width: Seconds, middle: Seconds, sizes: Sequence[float]) -> None:
-        actions = {
-            place: spans[place].action for place in np.flatnonzero(spans.row.microbatch != NO_MICROBATCH).tolist()
-        }
-        numbers = {
-            place: f"{one.microbatch}.{one.slice}" if one.slice else f"{one.microbatch}"
-            for place, one in actions.items()
-        }
-        names = {place: f"{one.kind.value}{numbers[place]}" for place, one in actions.items()}
+    def _label(
+        self,
+        spans: Spans,
+        texts: Mapping[int, str],
+        boxes: tuple[Seconds, Seconds, Seconds],
+        sizes: Sequence[float],
+    ) -> None:
+        """Write the labels; of the boxes the left edges, widths and middles are given."""
+        left, width, middle = boxes
+        actions = {place: spans[place].action for place in texts}
 
-        def fits(texts: Mapping[int, str], size: float) -> list[bool]:
+        def fits(size: float) -> list[bool]:
             return [_points(text, size) <= width[place] * self.points for place, text in texts.items()]
 
-        # Either all labels of a panel have letters or none, since they would look different.
-        is_lettered = len(sizes) > 1 and all(fits(names, sizes[0]))
-        texts = names if is_lettered else numbers
         # A smaller size for a few more labels would make all of them harder to read.
-        size = max(sizes, key=lambda one: sum(fits(texts, one)) / max(len(texts), 1) + 0.02 * one)
+        size = max(sizes, key=lambda one: sum(fits(one)) / max(len(texts), 1) + 0.02 * one)
         labeled = self._labeled_kinds(actions, texts, width, size)
-        for (place, text), has_room in zip(texts.items(), fits(texts, size), strict=True):
+        for (place, text), has_room in zip(texts.items(), fits(size), strict=True):
             if has_room and actions[place].kind in labeled:
                 self.axes.annotate(
                     text,
@@ -299,6 +297,16 @@ class _Bars(NamedTuple):
             for kind, places in by_kind.items()
             if max(_points(texts[place], size) for place in places) <= np.median(width[places]) * self.points
         }
+
+
+def _texts(spans: Spans, *, with_letters: bool) -> dict[int, str]:
+    """Number of a span -> its label, of spans with a micro-batch."""
+    texts = dict[int, str]()
+    for place in np.flatnonzero(spans.row.microbatch != NO_MICROBATCH).tolist():
+        action = spans[place].action
+        number = f"{action.microbatch}.{action.slice}" if action.slice else f"{action.microbatch}"
+        texts[place] = f"{action.kind.value}{number}" if with_letters else number
+    return texts
 
 
 def _points(text: str, size: float) -> float:
@@ -377,7 +385,8 @@ def _add_legend(figure: "Figure", panels: Sequence[_Panel]) -> None:
     shown = [Trace(spans, 0) for panel in panels for spans in panel.shown]
     # The panel with the most tones: beside a schedule of one stage on each rank, the other one has them all.
     tones = max((legend_tones(panel.trace) for panel in panels), key=len)
-    entries = [(text, fill_of(name)) for name, text in legend_names(shown)] + tones
+    # With tones, no box has the plain hue; kinds then have that of a first stage.
+    entries = [(text, fill_of(name, 0, min(2, len(tones) or 1))) for name, text in legend_names(shown)] + tones
     handles = [Patch(facecolor=fill.fill, label=text) for text, fill in entries]
     if handles:
         # As many columns as fit: matplotlib's layout reserves the height of a legend, but does not limit its width.
@@ -398,79 +407,3 @@ def _span_of(numbers: Sequence[int]) -> str:
     if len(numbers) == 1:
         return f" {numbers[0]}"
     return f"s {numbers[0]} to {numbers[-1]}"
-
-
-def plot_accuracy(points: Mapping[str, Sequence[tuple[float, float]]], file: Path) -> None:
-    """Draw predicted against measured step times, a color for each set, on logarithmic axes.
-
-    Args:
-        points: set -> (measured, predicted) in seconds.
-        file: to write; its ending selects the format (``PICTURES``).
-
-    Raises:
-        UserError: the ending is not supported, or the file cannot be written.
-    """
-    check_formats([file])
-    figure = new_figure(7, 7)
-    axes = figure.add_subplot()
-    for (name, pairs), marker, color in zip(points.items(), cycle(_MARKERS), cycle(SERIES), strict=False):
-        style = {"linestyle": "", "markersize": 4, "alpha": 0.7, "markeredgewidth": 0.3, "markeredgecolor": PAPER}
-        axes.plot(*zip(*pairs, strict=True), marker=marker, color=color, label=plain(name), **style)
-    everything = [value for pairs in points.values() for pair in pairs for value in pair]
-    if everything:
-        # The same range on both axes: predictions on the diagonal are exact.
-        ends = [min(everything) * 0.8, max(everything) * 1.25]
-        axes.plot(ends, ends, color="0.5", linewidth=1, zorder=0)
-        axes.set(xlim=ends, ylim=ends)
-        axes.legend(frameon=False, fontsize=8)
-    axes.set(xscale="log", yscale="log", aspect="equal")
-    axes.set(xlabel="measured step time (s)", ylabel="predicted step time (s)")
-    axes.spines[["top", "right"]].set_visible(False)
-    save(figure, file)
-
-
-Mark = tuple[float, float, str]
-"""(dollars, days, label)."""
-
-
-def plot_tradeoff(curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark], file: Path, *, title: str) -> None:
-    """Draw training time against cost on logarithmic axes, a curve for each method, a point for each cluster.
-
-    Args:
-        curves: method -> points, labeled with the number of devices.
-        front: points of the Pareto front, drawn as a wide band below the curves.
-        file: to write; its ending selects the format (``PICTURES``).
-        title: the headline.
-
-    Raises:
-        UserError: the ending is not supported, or the file cannot be written.
-    """
-    check_formats([file])
-    save(_tradeoff_figure(curves, front, title), file)
-
-
-def _tradeoff_figure(curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark], title: str) -> "Figure":
-    from matplotlib.ticker import EngFormatter, LogLocator
-
-    figure = new_figure(9, 5.8)
-    axes = figure.add_subplot()
-    band = [mark[:2] for mark in front]
-    labels: list[Label] = []
-    axes.plot(*zip(*band, strict=True), color=BAND, linewidth=9, alpha=0.55, zorder=0, label="Pareto front")
-    # Markers in addition to colors, for prints in gray.
-    for (method, marks), marker, color in zip(curves.items(), cycle(_MARKERS), cycle(SERIES), strict=False):
-        if marks:
-            dollars, days, _ = zip(*marks, strict=True)
-            axes.plot(dollars, days, marker=marker, markersize=5, color=color, label=method)
-            labels += [Label(label, (x, y), color) for x, y, label in marks]
-    axes.set(xscale="log", yscale="log", xlabel="cost (dollars)", ylabel="training time (days)")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(EngFormatter(sep=""))
-        axis.set_minor_formatter(EngFormatter(sep=""))
-        axis.set_minor_locator(LogLocator(subs=(2, 5)))
-    axes.set_title(headline(title, 95), loc="left", fontsize=11)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9, title="points: devices", title_fontsize=8)
-    axes.grid(alpha=0.3, which="both")
-    axes.spines[["top", "right"]].set_visible(False)
-    place_labels(figure, axes, labels)
-    return figure
