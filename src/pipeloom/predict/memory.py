@@ -236,7 +236,7 @@ def _parts(
     receive_buffers: int,
     masks: Sequence[float],
 ) -> tuple[Floats, ...]:
-    """The parts of ``Memory``, each an array over ranks: a search asks for thousands of them.
+    """The parts of ``Memory``, each an array over ranks: a search takes thousands of them.
 
     Args:
         run: model and layout.
