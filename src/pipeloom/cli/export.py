@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from pipeloom.catalog.model_files import CONFIG_JSON
 from pipeloom.checkpoint.checkpoint_folder import (
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -55,9 +56,11 @@ COMMAND = Command(
 
 
 def _kind(file: Path) -> str:
-    if file.name in (TOKENIZER, TOKENIZER_CONFIG):
-        return "tokenizer "
-    return "weights   " if file.suffix == ".safetensors" else "text      "
+    """A word for a file, as wide as ``checkpoint``."""
+    if file.suffix == ".safetensors":
+        return "weights   "
+    words = {TOKENIZER: "tokenizer ", TOKENIZER_CONFIG: "tokenizer ", CONFIG_JSON: "model     "}
+    return words.get(file.name, "index     " if file.name.endswith(".index.json") else "text      ")
 
 
 def run(words: list[str]) -> int:
