@@ -449,11 +449,15 @@ AXES = {
         "model.density does not work with adapter.rank 4, whose pairs belong to dense matrices; leave one of them out",
     ),
     "experts with adapters": (
-        {"model__experts": 2, "adapter__rank": 4},
+        {"model__experts": 2, "adapter__rank": 4, "adapter__targets": ("q", "gate")},
         (
-            "model.experts does not work with adapter.rank 4, whose pairs belong to matrices of all tokens; leave one "
-            "of them out"
+            "adapter.targets must be matrices of attention (q k v o) in a model with experts, whose products have as "
+            "many rows as tokens choose them, found gate"
         ),
+    ),
+    "biases of experts with adapters": (
+        {"model__experts": 2, "model__balance": "bias", "adapter__rank": 4},
+        "model.balance bias moves routers, which adapter.rank freezes; use none, or a loss: batch or microbatch",
     ),
     "the whole batch in an order that does not know it": (
         {"model__experts": 2, "schedule__family": "depth-first"},

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from any_runs import (
     DATA,
+    adapted_expert_runs,
     adapted_runs,
     context_runs,
     density_runs,
@@ -223,10 +224,17 @@ def test_a_step_with_shared_experts_equals_the_single_process(part):
     assert {assert_step(config) for config in shared_expert_runs(48)[part::12]} == {"shared"}
 
 
+@pytest.mark.parametrize("part", thinned(range(8), 8))
+@pytest.mark.timeout(300)
+def test_a_step_with_experts_and_adapters_equals_the_single_process_and_holds_the_bytes_that_are_predicted(part):
+    assert {assert_step(config) for config in adapted_expert_runs(32)[part::8]} <= {"kept", "shared"}
+
+
 @pytest.mark.parametrize("part", thinned(range(6), 6))
 @pytest.mark.timeout(120)
 def test_matrices_of_experts_have_the_state_of_muon_that_is_predicted(part):
-    drawn = [one for runs in (expert_runs(120)[:24], shared_expert_runs(48)) for one in runs if one.layout.tp == 1]
+    every = expert_runs(120)[:24], shared_expert_runs(48), adapted_expert_runs(32)
+    drawn = [one for runs in every for one in runs if one.layout.tp == 1]
     taken = [replace(one, optimizer=replace(one.optimizer, name="muon")) for one in drawn[part::6]]
     found = [assert_step(one) for one in taken if not find_problems(one, trains=False)]
     assert len(found) > 3

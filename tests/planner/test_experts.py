@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pipeloom import load_run, make_question, plan
-from pipeloom.catalog import load_cluster, load_model
+from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cli.plan_layouts import layout_cells
 from pipeloom.cost.flops import shape_model_flops
 from pipeloom.errors import ConfigError
@@ -18,6 +18,8 @@ from pipeloom.planner.run_file import run_config
 from pipeloom.planner.run_step import predict_step
 from pipeloom.planner.search import search
 from pipeloom.planner.space import arrangements
+from pipeloom.planner.strategies import with_frozen
+from pipeloom.workload.adapter import Adapter
 from pipeloom.workload.model_shape import Experts
 
 SHAPE = replace(
@@ -156,6 +158,28 @@ def test_bounds_leave_no_layout_with_shared_experts_out(ask, every):
     assert found == expected
     assert {run.ep for run, _, _ in found} > {1}
     assert pruned.counts.simulated < everything.counts.simulated
+
+
+PAIRS = Adapter(rank=8, alpha=16, targets=("q", "v"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "gigabytes", "limits"),
+    [({}, 1.85, {}), ({"shape": replace(MIXTURE, layers=4)}, 2.0, {"tp": (1,)})],
+    ids=["dense", "experts"],
+)
+def test_bounds_leave_no_layout_with_adapters_out(ask, shape, gigabytes, limits):
+    """Frozen weights have no state to shard, so a higher level may hold more than a lower one."""
+    program = with_frozen(load_software("pipeloom"))
+    question = ask(cluster=short_of_memory(gigabytes), software=program, adapter=PAIRS, **shape)
+    question = question.limited(strategies=("none",), **limits)
+    pruned, everything = search(question), search(question, prunes=False)
+    found, expected = (
+        [(step.run, step.knobs, step.prediction.step_time_s) for step in one.steps] for one in (pruned, everything)
+    )
+    assert found == expected
+    assert pruned.counts.simulated < everything.counts.simulated
+    assert not shape or {run.ep for run, _, _ in found} > {1}
 
 
 def test_a_limit_of_ranks_that_share_experts_needs_experts(ask):

@@ -183,6 +183,27 @@ def shared_expert_runs(count):
     return found
 
 
+@cache
+def adapted_expert_runs(count):
+    """Runs with experts, shared or not, whose attention has adapters."""
+    draw, found = random.Random(6), []
+    for config in [one for both in zip(expert_runs(120), shared_expert_runs(48), strict=False) for one in both]:
+        targets = tuple(draw.sample(("q", "k", "v", "o"), draw.choice((1, 2, 4))))
+        balance = (
+            draw.choice(("batch", "microbatch", "none")) if config.model.balance == "bias" else config.model.balance
+        )
+        model = replace(config.model, tied=draw.random() < 0.3, balance=balance)
+        config = replace(
+            config,
+            model=model,
+            adapter=AdapterConfig(rank=draw.choice((1, 3)), targets=targets, alpha=0.1, init="random"),
+            training=replace(config.training, freeze_layers=draw.choice((None, None, 2))),
+        )
+        if len(found) < count and not find_problems(config, trains=False):
+            found.append(config)
+    return found
+
+
 def with_layers(draw, config):
     """The run with other layers, which change no other draw and no schedule."""
     model, moves = config.model, config.schedule.balance or config.schedule.offload

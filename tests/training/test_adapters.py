@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -112,28 +113,49 @@ def test_a_checkpoint_has_state_of_pairs_only_and_the_weights_of_the_folder(run,
     assert weights["layers.1.attention.query.adapter.lora_B.weight"].abs().max() > 0
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft with transformers 5
-def test_merged_weights_and_the_folder_of_peft_give_the_logits_of_the_run(run, llama, tmp_path):
-    transformers = require_transformers()
-    peft = pytest.importorskip("peft", reason="needs peft")
-    tokens = torch.randint(VOCAB, (1, SEQ_LEN), generator=torch.Generator().manual_seed(0))
-    export_weights(run.output.folder, tmp_path / "own")
-    own = load_file(tmp_path / "own" / "model.safetensors")
+def logits_of(run, tokens, folder):
+    """Of the run's own files."""
+    export_weights(run.output.folder, folder / "own")
+    own = load_file(folder / "own" / "model.safetensors")
     config = replace(run, model=run.model.resolve(VOCAB))
     stage = stage_of(config, range(config.model.num_layers + 2), "cpu")
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
             parameter.copy_(own[name])
-        expected = stage(tokens)[0]
-    export_weights(run.output.folder, tmp_path / "merged", format="hf", merge=True)
-    export_weights(run.output.folder, tmp_path / "peft", format="hf")
-    assert not list((tmp_path / "peft").glob("model*.safetensors"))
+        return stage.eval()(tokens)[0]
+
+
+def logits_of_exports(run, tokens, folder, base):
+    """Of the merged folder in transformers, and of that of PEFT over the base where PEFT is installed."""
+    transformers = require_transformers()
+    export_weights(run.output.folder, folder / "merged", format="hf", merge=True)
+    export_weights(run.output.folder, folder / "peft", format="hf")
+    assert not list((folder / "peft").glob("model*.safetensors"))
     with torch.no_grad(), wide():
-        before = llama[0](tokens).logits[0]
-        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
-        base = transformers.AutoModelForCausalLM.from_pretrained(llama[1], dtype=torch.float64)
-        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft", autocast_adapter_dtype=False)
-        found = {"merged": merged(tokens).logits[0], "peft": adapted.eval()(tokens).logits[0]}
+        models = [
+            transformers.AutoModelForCausalLM.from_pretrained(one, dtype=torch.float64)
+            for one in (folder / "merged", base)
+        ]
+        for model in models:
+            if "experts" in "".join(name for name, _ in model.named_parameters()):
+                model.set_experts_implementation("eager")  # the others do not compute in float64
+        found = {"merged": models[0](tokens).logits[0]}
+        if find_spec("peft") is not None:
+            from peft import PeftModel
+
+            adapted = PeftModel.from_pretrained(models[1], folder / "peft", autocast_adapter_dtype=False)
+            found["peft"] = adapted.eval()(tokens).logits[0]
+    return found
+
+
+TOKENS = torch.randint(VOCAB, (1, SEQ_LEN), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft with transformers 5
+def test_merged_weights_and_the_folder_of_peft_give_the_logits_of_the_run(run, llama, tmp_path):
+    expected, found = logits_of(run, TOKENS, tmp_path), logits_of_exports(run, TOKENS, tmp_path, llama[1])
+    with torch.no_grad():
+        before = llama[0](TOKENS).logits[0]
     assert (before - expected).abs().max() > 1e-3
     for name, logits in found.items():
         assert (logits - expected).abs().max() < 1e-10, name
@@ -141,6 +163,32 @@ def test_merged_weights_and_the_folder_of_peft_give_the_logits_of_the_run(run, l
     assert settings["layers_to_transform"] == [1, 2, 3]
     assert sorted(settings["target_modules"]) == ["down_proj", "gate_proj", "q_proj", "v_proj"]
     assert settings["base_model_name_or_path"] == str(llama[1])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("family", thinned(["mixtral", "qwen3_moe"], 1))
+@pytest.mark.timeout(120)
+def test_attention_beside_experts_has_pairs_that_go_on_with_other_ranks_and_that_peft_reads(tmp_path, family):
+    """Experts that two ranks share, then one rank with all of them: routers and experts keep their values."""
+    base = save(make_model(family, torch.float64), tmp_path / "base")
+    layout = Layout(pp=1, dp=2, ep=2, shard="full", loops=2, num_microbatches=2, microbatch_size=1)
+    pairs = AdapterConfig(rank=4, targets=("q", "v", "o"))
+    config = tuned(tmp_path, base, layout, pairs)
+    train(config, quiet=True)
+    alone = replace(
+        config,
+        layout=Layout(pp=1, loops=1, num_microbatches=4, microbatch_size=1),
+        training=replace(config.training, steps=4),
+        checkpoint=CheckpointConfig(final="checkpoint", resume=config.output.folder),
+        output=replace(config.output, folder=tmp_path / "alone"),
+    )
+    train(alone, quiet=True)
+    expected, found = logits_of(alone, TOKENS, tmp_path), logits_of_exports(alone, TOKENS, tmp_path, base)
+    for name, logits in found.items():
+        assert (logits - expected).abs().max() < 1e-10, name
+    first, second = load_file(base / "model.safetensors"), load_file(tmp_path / "merged" / "model.safetensors")
+    changed = {name for name in first if not torch.equal(first[name], second[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "v_proj", "o_proj"}
 
 
 def test_adapters_that_peft_cannot_have_are_merged(tmp_path):

@@ -6,6 +6,7 @@ from pipeloom.config.run import RunConfig
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.schedule import Schedule, read_schedule
 from pipeloom.schedule.whole_batch import WHOLE_BATCH, interleaved_stage
+from pipeloom.workload.adapter import OF_ATTENTION
 from pipeloom.workload.model_families import MODELS
 
 Problems = Iterator[str]
@@ -20,13 +21,26 @@ def expert_problems(config: RunConfig) -> Problems:
         yield "model.experts has no effect on a model that classes of transformers compute (model.file); leave it out"
         return
     refused = {
-        f"adapter.rank {config.adapter.rank}, whose pairs belong to matrices of all tokens": config.adapter.rank,
         "training.compile, which compiles for a fixed number of tokens": config.training.compile,
         f"training.matmul_dtype {config.training.matmul_dtype}": config.training.matmul_dtype,
     }
     for name, is_on in refused.items():
         if is_on:
             yield f"model.experts does not work with {name}; leave one of them out"
+
+
+def expert_adapter_problems(config: RunConfig) -> Problems:
+    """Adapters of a model with experts: its attention may have some, and routers and experts are frozen."""
+    model, own = config.model, config.adapter
+    if own.rank is None or model.experts is None or model.experts < 2:
+        return
+    if wrong := [one for one in own.targets or () if one not in OF_ATTENTION]:
+        yield (
+            f"adapter.targets must be matrices of attention ({' '.join(OF_ATTENTION)}) in a model with experts, whose "
+            f"products have as many rows as tokens choose them, found {' '.join(wrong)}"
+        )
+    if model.known_balance == "bias":
+        yield "model.balance bias moves routers, which adapter.rank freezes; use none, or a loss: batch or microbatch"
 
 
 def expert_size_problems(config: RunConfig) -> Problems:

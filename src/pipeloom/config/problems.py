@@ -22,7 +22,12 @@ from pipeloom.checkpoint.checkpoint_folder import (
 )
 from pipeloom.config.automatic_loops import loops_problems
 from pipeloom.config.density_problems import density_problems, density_size_problems
-from pipeloom.config.expert_problems import balance_problems, expert_problems, expert_size_problems
+from pipeloom.config.expert_problems import (
+    balance_problems,
+    expert_adapter_problems,
+    expert_problems,
+    expert_size_problems,
+)
 from pipeloom.config.layout_problems import (
     Problems,
     adapted_problems,
@@ -69,6 +74,7 @@ def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: boo
     of_model = [
         _model_problems,
         expert_size_problems,
+        expert_adapter_problems,
         density_size_problems,
         stage_problems,
         tensor_problems,

@@ -100,8 +100,8 @@ def piece_flops(
         for forward, seen_tokens, kind in zip(layers, seen_per_token(shape, seq_len), recompute, strict=True)
     ]
     if adapter is not None:
-        more = 6.0 * adapter_parameters(shape, adapter) - 2.0 * shape.layer_matrix_parameters
-        by_layer = [flops + more for flops in by_layer]
+        more = 6.0 * adapter_parameters(shape, adapter)
+        by_layer = [flops + more - 2.0 * own for flops, own in zip(by_layer, shape.active_by_layer, strict=True)]
     forward_only = [embedding, *layers][:frozen_pieces]
     head *= 3 if adapter is None else 2
     return [*forward_only, *[3 * embedding, *by_layer, head][frozen_pieces:]]
@@ -186,8 +186,8 @@ def shape_model_flops(shape: ModelShape, seq_len: int, frozen_pieces: int = 0, a
         return flops(shape.active_parameters, shape.layers) - 2 / 3 * flops(parameters, layers)
     trained = shape.layers - layers
     attention = flops(0, shape.layers) - 2 / 3 * flops(0, layers)
-    back = 2 * (trained * shape.layer_matrix_parameters + shape.embedding_parameters)
-    return attention + 2 * shape.parameters + back + 6 * trained * adapter_parameters(shape, adapter)
+    back = 2 * (sum(shape.active_by_layer[layers:]) + shape.embedding_parameters)
+    return attention + 2 * shape.active_parameters + back + 6 * trained * adapter_parameters(shape, adapter)
 
 
 # Layouts of one model have the same.

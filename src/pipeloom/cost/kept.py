@@ -31,7 +31,8 @@ With borders of documents positions differ between sequences: n s in place of s.
 layers and stages of a rank share, is counted separately, because it never moves.
 
 A matrix that is frozen needs its input for no gradient: with adapters blocks keep their input only if one of its
-matrices has one, GELU and SwiGLU keep e F n / t less without one behind them, and the head's norm has no output. Each
+matrices has one, GELU and SwiGLU keep e F n / t less without one behind them, the head's norm has no output, and of
+experts and their router no input is kept. Each
 adapter of rank r keeps e r n. The first layer with adapters keeps less: below its first adapter nothing needs a
 gradient.
 
@@ -137,13 +138,14 @@ class Kept:
     def _experts(self, experts: Experts) -> int:
         """Bytes of a block with experts, its input included."""
         run, size, wide, hidden = self.run, self.run.element_bytes, self._wide, self.run.shape.hidden
-        taken, inner = experts.per_token, run.shape.kind.inner_kept
-        own = size * hidden + wide * experts.count + (_INDEX_BYTES + wide) * taken + wide
+        taken, is_trained = experts.per_token, run.adapter is None
+        inner = self._inner_kept(flows=True)
+        own = size * hidden * is_trained + wide * experts.count + (_INDEX_BYTES + wide) * taken + wide
         pairs = (size * hidden + size) * run.pairs + _INDEX_BYTES * run.sent_pairs
-        each = size * hidden + size * int(inner * self._share(experts.ffn)) + _INDEX_BYTES * (run.ep > 1)
+        each = size * hidden * is_trained + size * int(inner * self._share(experts.ffn)) + _INDEX_BYTES * (run.ep > 1)
         pairs += each * run.computed_pairs
         shared = size * int(inner * self._share(experts.shared * experts.ffn))
-        if experts.shared and run.sequence_parallel and run.tp > 1:
+        if is_trained and experts.shared and run.sequence_parallel and run.tp > 1:
             shared += size * hidden
         return own * self._residual_tokens + round(pairs) + shared * run.tokens
 

@@ -177,14 +177,16 @@ class _WideLinear(torch.autograd.Function):
     @staticmethod
     def forward(*args: Any, **_: Any) -> Any:
         ctx, x, weight = args
-        ctx.save_for_backward(x, weight)
+        # A frozen router needs its input for no gradient.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.dtype = x.dtype
         wide = torch.promote_types(x.dtype, torch.float32)
         return x.to(wide) @ weight.to(wide).t()
 
     @staticmethod
     def backward(ctx: Any, *args: Any) -> Any:
         x, weight = ctx.saved_tensors
-        own = (args[0] @ weight.to(args[0].dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        own = (args[0] @ weight.to(args[0].dtype)).to(ctx.dtype) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return own, None
         rows, taken = args[0].flatten(0, -2), x.flatten(0, -2).to(args[0].dtype)

@@ -289,7 +289,7 @@ class Question:
     def expert_sizes(self) -> tuple[int, ...]:
         """Numbers of data ranks that share the experts of a layer to search: those that divide the experts."""
         experts = self.shape.experts
-        sizes = (1,) if experts is None or self.adapter is not None else tuple(divisors(experts.count))
+        sizes = (1,) if experts is None else tuple(divisors(experts.count))
         return tuple(size for size in sizes if self.limits.allows(ep=size))
 
     def expert_runs(self, run: Run) -> list[Run]:

@@ -82,8 +82,9 @@ class Arrangement(OfPlaced):
         frozen = 0.0 if run.adapter is None else frozen_bytes(replace(run, shard=shard), held)
         state = state_bytes(run, trained, software, shard).total_bytes
         if of_experts:
-            shared = run.changed(segment="experts")
-            state += state_bytes(shared, of_experts / run.ep, software, shard).total_bytes
+            shared, own = run.changed(segment="experts", shard=shard), of_experts / run.ep
+            trains = run.adapter is None
+            state += state_bytes(shared, own, software, shard).total_bytes if trains else frozen_bytes(shared, own)
         least = state + frozen + kept + software.reserve_bytes
         # The largest device: a bound holds for every partition.
         return least - max(self.placed.device_bytes) * (1 - self.question.headroom)
@@ -239,8 +240,9 @@ class Cut(OfPlaced):
 
     def _leanest(self, levels: Sequence[Shard]) -> Sequence[Shard]:
         """The sharding levels of which one holds least."""
-        # With tied embeddings a rank may borrow the matrix of its own shards and hold more.
-        return levels if self.run.shape.tied else levels[-1:]
+        # With tied embeddings a rank may borrow the matrix of its own shards and hold more. Frozen weights have no
+        # state to shard: gathered, they may take more than whole.
+        return levels if self.run.shape.tied or self.run.adapter is not None else levels[-1:]
 
     @property
     def twigs(self) -> "Iterator[Twig]":

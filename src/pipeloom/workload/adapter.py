@@ -22,6 +22,7 @@ PATHS: dict[Target, str] = {
     "down": "feed_forward.down",
 }
 """Matrix of a layer -> its module in the layer."""
+OF_ATTENTION: tuple[Target, ...] = ("q", "k", "v", "o")
 _ROW_PARALLEL = ("o", "down")
 """Matrices whose inputs tensor-parallel ranks divide; they divide the outputs of the others."""
 PAIR = "adapter"
