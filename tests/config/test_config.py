@@ -455,6 +455,13 @@ AXES = {
             "many rows as tokens choose them, found gate"
         ),
     ),
+    "halves in turns that are compiled": (
+        {
+            "model__experts": 4, "layout__pp": 1, "layout__dp": 2, "layout__ep": 2, "layout__ep_overlap": True,
+            "training__compile": True,
+        },
+        "layout.ep_overlap does not work with training.compile, which compiles whole layers; leave one of them out",
+    ),
     "biases of experts with adapters": (
         {"model__experts": 2, "model__balance": "bias", "adapter__rank": 4},
         "model.balance bias moves routers, which adapter.rank freezes; use none, or a loss: batch or microbatch",

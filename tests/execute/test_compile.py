@@ -23,8 +23,8 @@ def _forgotten():
     counters.clear()
 
 
-def model_of(recompute):
-    config = ModelConfig(num_layers=LAYERS, hidden_size=16, num_heads=2, vocab_size=30).resolve(30)
+def model_of(recompute, **sizes):
+    config = ModelConfig(num_layers=LAYERS, hidden_size=16, num_heads=2, vocab_size=30, **sizes).resolve(30)
     model = build_stage(
         config, range(LAYERS + 2), max_positions=8, seed=0, dtype=torch.float64, device=torch.device("cpu")
     )
@@ -39,9 +39,9 @@ def gradients(model):
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def compared(recompute, backend):
+def compared(recompute, backend, **sizes):
     """Worst relative difference to the model as it is written, over two calls."""
-    model, expected = model_of(recompute), gradients(model_of(("none",) * LAYERS))
+    model, expected = model_of(recompute, **sizes), gradients(model_of(("none",) * LAYERS, **sizes))
     compile_pieces(model, backend)
     worst = 0.0
     for _ in range(2):
@@ -58,6 +58,19 @@ def test_layers_share_their_code_and_every_gradient_is_the_same():
 
 def test_layers_that_recompute_compile_too():
     assert compared(("selective", "full", "none"), "aot_eager") < 1e-9
+
+
+def test_experts_run_as_they_are_written_in_compiled_layers():
+    """Two parts of a layer, before and behind them, whatever the number of tokens of an expert."""
+    sizes = {"experts": 4, "shared_experts": 1, "balance": "none"}
+    assert compared(("none", "full", "none"), "aot_eager", **sizes) < 1e-9
+    num_graphs = counters["stats"]["unique_graphs"]
+    model = model_of(("none",) * LAYERS, **sizes)
+    compile_pieces(model, "aot_eager")
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model(torch.randint(30, (2, 8))).square().sum().backward()
+    assert counters["stats"]["unique_graphs"] == num_graphs
 
 
 @pytest.mark.timeout(600)  # a third of a minute where the compiler has not seen it, minutes where others need the cores

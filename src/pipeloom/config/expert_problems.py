@@ -21,7 +21,6 @@ def expert_problems(config: RunConfig) -> Problems:
         yield "model.experts has no effect on a model that classes of transformers compute (model.file); leave it out"
         return
     refused = {
-        "training.compile, which compiles for a fixed number of tokens": config.training.compile,
         f"training.matmul_dtype {config.training.matmul_dtype}": config.training.matmul_dtype,
     }
     for name, is_on in refused.items():

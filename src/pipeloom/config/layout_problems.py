@@ -157,6 +157,7 @@ def overlap_problems(config: RunConfig) -> Problems:
         "model.expert_capacity, which counts whole micro-batches": model.expert_capacity is not None,
         "data.attention document, whose masks are of whole micro-batches": config.data.by_document,
         "layout.token_slices, which cuts micro-batches": layout.cuts_sequences,
+        "training.compile, which compiles whole layers": config.training.compile,
     }
     for name, is_on in refused.items():
         if is_on:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from pipeloom.model.expert_parallel import ALL_EXPERTS, ExpertParallel, Steps, finished
 from pipeloom.model.feed_forward import GatedFeedForward, GeluFeedForward, feed_forward
+from pipeloom.model.graph_breaks import graph_break
 from pipeloom.model.parallel_layers import Split
 from pipeloom.model.tensor_parallel import TensorParallel
 from pipeloom.workload.model import Balance as BalanceKind
@@ -268,6 +269,7 @@ class ExpertFeedForward(nn.Module):
         self._sharing = sharing
         self.experts = nn.ModuleDict({str(one): self.experts[str(one)] for one in sharing.own(self._layout.count)})
 
+    @graph_break  # an expert has another number of tokens each time, for each of which it would be compiled again
     def forward(self, x: Tensor) -> Tensor:
         """Each token by itself; returns what is added to the residual stream."""
         return finished(self.steps(x))
