@@ -127,6 +127,11 @@ WEIGHTS: list[Row] = [
     (_INIT, {_INDEX: '{"weight_map": {"a": ".."}}'}, "*.safetensors files of its folder"),
     (_INIT, {_WEIGHTS: tensors(dict.clear)}, "it lacks"),
     (_INIT, {_WEIGHTS: b"\xff" * 8 + b"{}"}, "header too large"),
+    ("convert merge llama new --models nowhere", {}, "nothing at nowhere, and no config.json of a Hugging Face model"),
+    (f"convert merge run new --models {'x' * 300}", {}, "too long"),
+    ("convert merge run new --models llama", {}, "llama: model.num_heads is 2, there it is 4"),
+    ("convert merge llama new --models llama", {_WEIGHTS: None}, "expected model.safetensors or"),
+    ("convert merge llama new --models run", {}, "run: model.vocab_size is"),
 ]
 DATA: list[Row] = [
     (f"{_SMALL} --data.path nowhere", {}, "data.path must be a file or a folder"),
@@ -337,7 +342,7 @@ CHECKPOINTS: list[Row] = [
 ]
 EVALUATE: list[Row] = [
     ("evaluate nowhere", {}, "RUN must be the folder of a run"),
-    ("evaluate llama", {}, "data.path must be set, since a Hugging Face folder has no text"),
+    ("evaluate llama", {}, "data.path must be set, since a model of Hugging Face folders has no text"),
     ("evaluate run", {f"{_CHECKPOINT}/checkpoint.json": None}, "no complete checkpoint"),
     ("evaluate run", {f"{_CHECKPOINT}/__0_0.distcp": flipped}, "damaged"),
     ("evaluate run --data.path nowhere", {}, "data.path must be a file or a folder"),

@@ -353,7 +353,7 @@ def test_a_model_without_an_architecture_is_refused():
     ],
 )
 def test_a_description_that_names_other_files_is_refused(folders, change):
-    tree = json.loads(origin_of(folders[1]["llama"], ByteTokenizer()))
+    tree = json.loads(origin_of(folders[1]["llama"], ByteTokenizer().files()))
     assert read_description(json.dumps(tree)).texts.keys() == {"config.json", "generation_config.json"}
     change(tree)
     with pytest.raises(UserError, match=r"pretrained\.json of the checkpoint does not describe"):

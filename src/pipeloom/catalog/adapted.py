@@ -24,6 +24,11 @@ _WIDTHS = {
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
 }
 """Keys of ``config.json`` -> their values in a small model."""
+_OF_NO_EFFECT = {
+    *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+}
+"""Keys that programs change when they save a model again, and that leave its logits as they were."""
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -45,6 +50,17 @@ def hint(name: object) -> str:
 def adapted_text(table: dict[str, Any]) -> str:
     """A ``config.json`` in one line."""
     return json.dumps(table, sort_keys=True)
+
+
+def is_same_model(one: str, other: str) -> bool:
+    """Whether two texts of ``config.json`` describe the same model, whoever wrote them."""
+    if one == other:
+        return True
+    try:
+        tables = [adapted_config(text).to_dict() for text in (one, other)]
+    except Exception:  # a text of another kind, which whoever reads it next refuses
+        return False
+    return all(tables[0].get(key) == tables[1].get(key) for key in {*tables[0], *tables[1]} - _OF_NO_EFFECT)
 
 
 def adapted_problems(table: dict[str, Any], seq_len: int | None) -> Iterator[str]:

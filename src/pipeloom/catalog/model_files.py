@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pipeloom.catalog.adapted import adapted_config, adapted_problems, adapted_text, hint, is_adapted
+from pipeloom.catalog.adapted import adapted_config, adapted_problems, adapted_text, hint, is_adapted, is_same_model
 from pipeloom.catalog.architectures import ARCHITECTURES, ELSEWHERE, Architecture
 from pipeloom.catalog.config_json import ConfigJson, as_json
 from pipeloom.catalog.config_rope import rope_keys, rope_settings
@@ -53,8 +53,10 @@ class ModelFile:
 
     def over(self, model: ModelConfig) -> ModelConfig:
         """The settings of a model, overridden by those of the file."""
-        if self.adapted is not None:
-            return replace(self.adapted, preset=model.preset, file=model.file)
+        own, theirs = self.adapted, model.adapted
+        if own is not None and own.adapted is not None:
+            text = theirs if theirs is not None and is_same_model(own.adapted, theirs) else own.adapted
+            return replace(own, preset=model.preset, file=model.file, adapted=text)
         return replace(
             model_of(self.shape, model),
             norm_eps=model.norm_eps if self.norm_eps is None else self.norm_eps,
@@ -139,7 +141,8 @@ def _adapted(table: dict[str, Any], source: str, seq_len: int | None) -> ModelFi
         vocab=sizes.vocab_size,
         tied=tied,
     )
-    return ModelFile(shape, model_type=name, adapted=model)
+    longest = getattr(sizes, "max_position_embeddings", None)
+    return ModelFile(shape, model_type=name, adapted=model, most_tokens=longest if isinstance(longest, int) else None)
 
 
 def _parse(table: dict[str, Any], source: str, seq_len: int | None) -> ModelFile:

@@ -151,22 +151,38 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         UserError: there is none, or it is not complete.
     """
-    if not path.is_dir():
-        raise UserError(
-            f"expected a run folder or a checkpoint, found {'a file' if path.exists() else 'nothing'} at {path}"
-        )
+    try:
+        found = "" if path.is_dir() else "a file" if path.exists() else "nothing"
+    except OSError as error:  # such as a name that is too long
+        raise UserError(f"expected a run folder or a checkpoint, cannot read {path}: {reason_of(error)}") from None
+    if found:
+        raise UserError(f"expected a run folder or a checkpoint, found {found} at {path}")
     # First, because a checkpoint that was copied elsewhere is in no run folder.
     if is_checkpoint(path):
         missing = missing_files(path)
         if missing:
             raise UserError(f"the checkpoint {path} is not complete: it lacks {' and '.join(missing)}; use another one")
         return path
-    found = list_checkpoints(path)
-    if not found:
+    complete = list_checkpoints(path)
+    if not complete:
         drafts = sorted(draft.name for draft in (path / FOLDER).glob(f".{_PREFIX}*.part"))
         begun = f", only {', '.join(drafts)}, which was not completed" if drafts else ""
         raise UserError(f"expected a run folder or a checkpoint, found no complete checkpoint in {path}{begun}")
-    return found[-1]
+    return complete[-1]
+
+
+def find_weights(path: Path) -> Path:
+    """A Hugging Face folder as it is, or the checkpoint that ``find_checkpoint`` returns.
+
+    Raises:
+        UserError: as ``find_checkpoint``.
+    """
+    if is_hugging_face(path):
+        return path
+    try:
+        return find_checkpoint(path)
+    except UserError as error:
+        raise UserError(f"{error}, and no config.json of a Hugging Face model") from None
 
 
 def missing_files(checkpoint: Path) -> list[str]:

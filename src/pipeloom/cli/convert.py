@@ -26,7 +26,8 @@ class Options:
     """What is made. upcycle: a model with experts. delink: a model whose layers share nothing. densify: a model of
     dense matrices. merge: one model of several."""
     run: Annotated[Path, Place("RUN")]
-    """A run folder, for its newest checkpoint, or a checkpoint of one; with merge the base of the models."""
+    """A run folder, for its newest checkpoint, or a checkpoint of one; with merge the base of the models, which may be
+    a Hugging Face folder."""
     output: Annotated[Path, Place("FOLDER"), Output("folder")]
     """New folder with a run file and a checkpoint."""
     experts: Common[Annotated[int, Limits(least=2)] | None] = None
@@ -36,7 +37,7 @@ class Options:
     expert_every: Common[Count | None] = None
     """upcycle: every layer of this number has experts, and the others keep their block. None: every layer."""
     models: Common[tuple[Path, ...] | None] = None
-    """merge: run folders or checkpoints of runs that were trained from RUN."""
+    """merge: run folders or checkpoints of runs that were trained from RUN, and Hugging Face folders of its model."""
     method: Common[Literal["arithmetic", "pwe"] | None] = None
     """merge: arithmetic adds the models' weighted differences from the base. pwe: blocks have weights that routers
     return for a preference. None: arithmetic."""

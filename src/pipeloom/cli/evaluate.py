@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated
 
 from pipeloom.cli.reference import Command, Place
-from pipeloom.cli.run_config import EVALUATION, parse_words, starts_from_folder, tokenizer_problems
-from pipeloom.config import CheckpointConfig, RunConfig, decided_problems
+from pipeloom.cli.run_config import EVALUATION, parse_words, tokenizer_problems
+from pipeloom.config import CheckpointConfig, RunConfig, decided_problems, unset
 from pipeloom.system.files import strict_json
 from pipeloom.system.garbage import kept_imports
 from pipeloom.workload.limits import Common, Count
@@ -44,8 +44,8 @@ COMMAND = Command(
 def _problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
     # The checkpoint that the run began with may be gone.
     found = decided_problems(replace(config, checkpoint=CheckpointConfig()), is_model_known=is_model_known)
-    if starts_from_folder(config) and config.data.path is None and config.data.sources is None:
-        found.append("data.path must be set, since a Hugging Face folder has no text")
+    if "data.path" in unset(config):
+        found.append("data.path must be set, since a model of Hugging Face folders has no text")
     return [*found, *tokenizer_problems(config)]
 
 

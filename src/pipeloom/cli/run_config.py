@@ -6,20 +6,18 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple
 
-from pipeloom.catalog import read_model
 from pipeloom.catalog.model_files import CONFIG_JSON
 from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, find_checkpoint, is_hugging_face
 from pipeloom.cli.flags import SOURCE, Words, read_words
 from pipeloom.cli.reference import Command, Options_, options_of
-from pipeloom.config import ModelConfig, RunConfig, decided_problems, in_order
+from pipeloom.config import RunConfig, decided_problems, in_order
 from pipeloom.config.file import read_run_file, without_stale_sizes
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.predict.describe import completed
+from pipeloom.predict.describe import completed, pretrained_run
 from pipeloom.runs.run_folder import CONFIG
 from pipeloom.runs.stored_model import model_in
 from pipeloom.system.files import exists
 from pipeloom.workload.dtypes import dtype_of
-from pipeloom.workload.layout import ONE_RANK
 
 PREDICTIONS = (
     *("model", "layout", "schedule", "machine", "data.seq_len", "data.tokenizer", "data.bpe_vocab_size"),
@@ -42,8 +40,6 @@ EVALUATION = (
     "training.stall_timeout_s",
 )
 """The same for a trained model that is evaluated."""
-_MOST_TOKENS = 2048
-"""Default length of sequences of a Hugging Face model that takes longer ones: messages and memory grow with it."""
 TRAINING = (
     *("model", "data", "layout", "schedule", "optimizer", "adapter", "training", "checkpoint", "restart", "output"),
 )
@@ -93,6 +89,12 @@ def parse_words(
         nonlocal file, source, read, is_read, of_file
         run_file = _file_of_run(path)
         if run_file is None and command.needs_run:
+            if not is_hugging_face(path):
+                is_read = False
+                kinds = (
+                    f"of a run, with {CONFIG} and checkpoints, or of Hugging Face, with {CONFIG_JSON} and safetensors"
+                )
+                return [f"RUN must be the folder {kinds}, found {path}"]
             try:
                 file = pretrained_run(path, file)
             except UserError as error:
@@ -137,27 +139,6 @@ def _with_stored_model(config: RunConfig, run: Path) -> RunConfig:
     if file is None or exists(file):
         return config
     return replace(config, model=model_in(find_checkpoint(run)))
-
-
-def pretrained_run(folder: Path, known: RunConfig) -> RunConfig:
-    """A run whose weights are those of a Hugging Face folder, on one rank, with sequences as long as the model takes.
-
-    Raises:
-        UserError: the path is none, or its model is not supported.
-    """
-    if not is_hugging_face(folder):
-        raise UserError(
-            f"RUN must be the folder of a run, with {CONFIG} and checkpoints, or of Hugging Face, with {CONFIG_JSON} "
-            f"and safetensors, found {folder}"
-        )
-    length = read_model(str(folder)).most_tokens
-    return replace(
-        known,
-        model=ModelConfig(file=folder),
-        data=replace(known.data, seq_len=min(length or _MOST_TOKENS, _MOST_TOKENS)),
-        layout=ONE_RANK,
-        checkpoint=replace(known.checkpoint, init=folder),
-    )
 
 
 def starts_from_folder(config: RunConfig) -> bool:

@@ -15,8 +15,8 @@ from typing import get_type_hints
 
 from pipeloom.checkpoint.checkpoint_folder import (
     find_checkpoint,
+    find_weights,
     is_checkpoint,
-    is_hugging_face,
     list_checkpoints,
     step_of,
 )
@@ -389,10 +389,10 @@ def _checkpoint_problems(config: RunConfig) -> Problems:
 def _init_problems(init: Path | None) -> Problems:
     """Problems of the folder that a new run takes its weights from; its tensors are compared later."""
     try:
-        if init is not None and not is_hugging_face(init) and not is_checkpoint(init):
-            find_checkpoint(init)
+        if init is not None and not is_checkpoint(init):
+            find_weights(init)
     except (UserError, OSError) as error:  # an OSError such as a name that is too long
-        yield f"checkpoint.init: {reason_of(error)}, and no config.json of a Hugging Face model"
+        yield f"checkpoint.init: {reason_of(error)}"
 
 
 _LOGGERS = {"tensorboard": "'pipeloom[log]'", "wandb": "wandb", "mlflow": "mlflow-skinny"}

@@ -175,6 +175,12 @@ class LibraryTokenizer:
             raise UserError(f"expected a tokenizer of the tokenizers library, found {reason_of(error)}") from None
         return cls(encoding, files)
 
+    @property
+    def rules(self) -> dict[str, Any]:
+        """What makes the tokens of a text, in the form of the installed library."""
+        # Versions of the library write merges in several forms. A post_processor only adds tokens around a text.
+        return {key: one for key, one in json.loads(self._encoding.to_str()).items() if key != "post_processor"}
+
     def files(self) -> dict[str, str]:
         """The files that a run stores: name -> text; after :meth:`from_files`, the very text that was read."""
         return dict(self._files)
@@ -235,6 +241,17 @@ def tokenizer_from(files: Mapping[str, str]) -> Tokenizer:
     """
     of_bytes = ByteTokenizer()
     return of_bytes if dict(files) == of_bytes.files() else LibraryTokenizer.from_files(files)
+
+
+def same_tokens(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Whether a text has the same tokens by the files of two tokenizers, apart from what begins and ends it.
+
+    Raises:
+        UserError: as :meth:`LibraryTokenizer.from_files`.
+    """
+    if one[TOKENIZER] == other[TOKENIZER]:
+        return True
+    return LibraryTokenizer.from_files(one).rules == LibraryTokenizer.from_files(other).rules
 
 
 def sha256_of(files: Mapping[str, str]) -> str:

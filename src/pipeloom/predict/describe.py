@@ -20,12 +20,15 @@ from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.recipes import with_recipe
 from pipeloom.predict.stage_swaps import with_alike_stages
 from pipeloom.workload.dtypes import Dtype, Precision, precision_of, products_of
+from pipeloom.workload.layout import ONE_RANK
 from pipeloom.workload.model import NO_FORMULAS, shape_of
 from pipeloom.workload.optimizers import OPTIMIZERS
 from pipeloom.workload.run import Run
 
 _T = TypeVar("_T")
 _Config = TypeVar("_Config", bound=RunConfig)
+_MOST_TOKENS = 2048
+"""Default length of sequences of a Hugging Face model that takes longer ones: messages and memory grow with it."""
 
 
 def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
@@ -50,6 +53,22 @@ def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
             wanted = f"must be {size}, as in {source} {file.shape.name}"
             problems.append(f"model.{item.name} {wanted}, found {found}; leave one of them out")
     return replace(config, model=sized), problems
+
+
+def pretrained_run(folder: Path, known: _Config) -> _Config:
+    """A run whose weights are those of a Hugging Face folder, on one rank, with sequences as long as the model takes.
+
+    Raises:
+        UserError: its model is not supported.
+    """
+    length = read_model(str(folder), adapts=True).most_tokens
+    return replace(
+        known,
+        model=ModelConfig(file=folder),
+        data=replace(known.data, seq_len=min(length or _MOST_TOKENS, _MOST_TOKENS)),
+        layout=ONE_RANK,
+        checkpoint=replace(known.checkpoint, init=folder),
+    )
 
 
 def completed(config: _Config, judge: Callable[..., list[str]]) -> tuple[_Config, list[str]]:

@@ -5,7 +5,7 @@ it is executed: other formats of weights are pickles and are refused.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,13 @@ from pipeloom.checkpoint.checkpoint_folder import (
     read_origin,
 )
 from pipeloom.config import RunConfig
-from pipeloom.data.tokenizer import Tokenizer
 from pipeloom.errors import UserError, reason_of
 from pipeloom.model.adapted import adapted_files
 from pipeloom.runs.run_folder import WEIGHTS, WEIGHTS_INDEX
 from pipeloom.system.files import MOST_RECORD_BYTES, parse_json, read_text
 from pipeloom.terminal.words import count
 from pipeloom.training.checkpoints.boxes import Box
+from pipeloom.training.checkpoints.checkpoint import Checkpoints
 from pipeloom.training.checkpoints.contents import check_start, parameter_shapes
 from pipeloom.training.checkpoints.differences import differences, listed
 from pipeloom.training.stages import stage_of
@@ -85,7 +85,8 @@ class PretrainedWeights:
 
     Attributes:
         folder: its path.
-        dtypes: of the weights.
+        shapes: of the parameters by name, without adapters, which the folder does not have.
+        dtypes: of these parameters.
         num_files: number of files with weights.
 
     Raises:
@@ -101,7 +102,7 @@ class PretrainedWeights:
             raise UserError("\n  - ".join(lines))
         stored, num_layers = stored_tensors(folder), config.model.num_layers
         every = parameter_shapes(config)
-        shapes = {name: every[name] for name in without_pairs(every)}
+        self.shapes = shapes = {name: every[name] for name in without_pairs(every)}
         weights = weight_files_of(config.model, known.model_type).named_as_in(stored)
         tensors = weights.of_model(list(shapes), num_layers)
         self._twin = weights.tied if config.model.tied and weights.tied in stored else None
@@ -113,18 +114,19 @@ class PretrainedWeights:
         )
         problems += [f"{name} has the type {one.dtype}" for name, one in found.items() if one.dtype not in DTYPES][:1]
         if problems:
-            what = f"checkpoint.init {folder} does not have the weights of its {CONFIG_JSON}:"
+            what = f"{folder} does not have the weights of its {CONFIG_JSON}:"
             raise UserError("\n  - ".join([what, *problems]))
         self._tied = stage_of(config, range(1), "meta").tied_name
         self._stored = stored
         self._opened: dict[Path, Any] = {}
         self._places: dict[str, _Place] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
         for tensor in tensors:
             begin = 0
             for name in tensor.parameters:
                 self._places[name] = _Place(tensor.name, begin, tensor.is_transposed)
+                self.dtypes[name] = getattr(torch, DTYPES[stored[tensor.name].dtype])
                 begin += shapes[name][0]
-        self.dtypes = sorted({DTYPES[one.dtype] for one in found.values()})
         self.num_files = len({one.file for one in found.values()})
 
     def read(self, name: str, box: Box, values: Tensor) -> None:
@@ -154,6 +156,20 @@ class PretrainedWeights:
                     f"{twin} differs from {place.tensor}, but the model is tied; set tie_word_embeddings in "
                     f"its {CONFIG_JSON} to false"
                 )
+
+    def whole(self, name: str) -> Tensor:
+        """A parameter, in its type in the folder.
+
+        Raises:
+            UserError: for what ``read`` raises an ``OSError``.
+        """
+        shape = self.shapes[name]
+        found = torch.empty(shape, dtype=self.dtypes[name])
+        try:
+            self.read(name, Box((0,) * len(shape), shape), found)
+        except OSError as error:
+            raise UserError(f"cannot read {self.folder}: {reason_of(error)}") from None
+        return found
 
     def _elements(self, tensor: str, place: _Place, box: Box) -> Tensor:
         rows, *others = (slice(begin, begin + size) for begin, size in zip(*box, strict=True))
@@ -186,10 +202,31 @@ def check_init(config: RunConfig) -> str:
     assert path is not None
     if is_hugging_face(path):
         weights = PretrainedWeights(path, config)
-        return f"{path}: {count(weights.num_files, 'file')} of safetensors, {', '.join(weights.dtypes)}"
+        dtypes = sorted({str(one).removeprefix("torch.") for one in weights.dtypes.values()})
+        return f"{path}: {count(weights.num_files, 'file')} of safetensors, {', '.join(dtypes)}"
     check_start(config, path)
     info = read_info(path)
     return f"{path}: step {info.step}, {info.tokens:,} tokens"
+
+
+def read_weights(weights: Checkpoints, path: Path, config: RunConfig) -> int | None:
+    """Set the weights of all ranks to those of a checkpoint or of a Hugging Face folder. Collective.
+
+    Args:
+        weights: of this rank.
+        path: of the checkpoint or the folder.
+        config: resolved.
+
+    Returns:
+        The step of the checkpoint; ``None`` for a folder.
+
+    Raises:
+        UserError: they cannot be read, or are of another model; raised on all ranks.
+    """
+    if is_hugging_face(path):
+        weights.fill(PretrainedWeights(path, config).read, path)
+        return None
+    return weights.restore(path).step
 
 
 def _blocks(box: Box, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
@@ -214,12 +251,12 @@ class Origin:
     about: dict[str, dict[str, str]]
 
 
-def origin_of(start: Path | None, tokenizer: Tokenizer) -> str | None:
+def origin_of(start: Path | None, tokenizer: Mapping[str, str]) -> str | None:
     """The description of the folder that a run's weights come from, as JSON; ``None`` for random weights.
 
     Args:
         start: what the run starts from: a Hugging Face folder, or a checkpoint, which may have the description.
-        tokenizer: of the run.
+        tokenizer: files of that of the run.
 
     Raises:
         UserError: it cannot be read.
@@ -228,7 +265,7 @@ def origin_of(start: Path | None, tokenizer: Tokenizer) -> str | None:
         return None
     if not is_hugging_face(start):
         return read_origin(find_checkpoint(start))
-    file, own = start / TOKENIZER, tokenizer.files()[TOKENIZER]
+    file, own = start / TOKENIZER, tokenizer.get(TOKENIZER)
     is_own = file.is_file() and read_text(file, most_bytes=MOST_RECORD_BYTES) == own
     names = (CONFIG_JSON, WEIGHTS_INDEX, *TEXTS, *(TOKENIZER_TEXTS if is_own else ()))
     texts = {name: read_text(start / name) for name in names if (start / name).is_file()}

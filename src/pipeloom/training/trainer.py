@@ -95,7 +95,7 @@ class Trainer:
             self._optimizer,
             folder.path,
             tokenizer=data.tokenizer,
-            origin=origin_of(config.checkpoint.start, data.tokenizer) if world.rank == 0 else None,
+            origin=origin_of(config.checkpoint.start, data.tokenizer.files()) if world.rank == 0 else None,
             noted=self._noted.checkpoint,
         )
         self._saving = Saving(config, world, folder, self, begun_s)

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from merges import merging, tensors_of
 from small_run import small_run, write_text
 
 from pipeloom.checkpoint.checkpoint_folder import find_checkpoint
@@ -18,9 +19,7 @@ from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.model import Transformer
 from pipeloom.model.cross_entropy import summed_cross_entropy
-from pipeloom.training.checkpoints.storage import CheckpointReader
 from pipeloom.training.conversions.converted import read_run
-from pipeloom.training.conversions.export import load_stored, stored_parameters
 from pipeloom.training.conversions.router_training import Mixed
 from pipeloom.training.conversions.routers import Routers, block_of, parse_routers, read_routers, routed_blocks
 from pipeloom.training.pipeline import Pipeline
@@ -84,26 +83,6 @@ def preferring(runs, layout):
 @pytest.fixture(scope="module")
 def preferred(runs):
     return preferring(runs, "pipeline")
-
-
-def merging(base, folder, *rest):
-    models = [str(one) for one in rest if not isinstance(one, str)]
-    return [
-        "convert",
-        "merge",
-        str(base),
-        str(folder),
-        "--models",
-        *models,
-        *(one for one in rest if isinstance(one, str)),
-    ]
-
-
-def tensors_of(run):
-    stored = stored_parameters(CheckpointReader(find_checkpoint(run)))
-    found = {name: torch.empty(shape, dtype=stored.dtypes[name]) for name, shape in stored.shapes.items()}
-    load_stored(stored, found)
-    return found
 
 
 def test_weighted_differences_are_added_to_the_base_and_the_run_goes_on(runs, tmp_path, capsys):

@@ -28,8 +28,8 @@ OUTER = "outer_momentum"
 """State of the outer step, where replicas step alone and average their weights."""
 
 
-def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, tokens: int) -> CheckpointInfo:
-    """Description of a checkpoint of a resolved run after so many steps, sequences and tokens."""
+def checkpoint_info(config: RunConfig, data: Data | None, step: int, sequences: int, tokens: int) -> CheckpointInfo:
+    """Description of a checkpoint of a resolved run after so many steps, sequences and tokens; without data of none."""
     init = config.checkpoint.init
     return CheckpointInfo(
         step=step,
@@ -205,11 +205,11 @@ def state_prefix(name: str, replica: int = 0) -> str:
     return f"{STATE}{name}@{replica}." if replica else f"{STATE}{name}."
 
 
-def _text(config: RunConfig, data: Data) -> dict[str, Any]:
+def _text(config: RunConfig, data: Data | None) -> dict[str, Any]:
     sources = config.data.sources
     return {
         **({} if sources is None else {"data.sources": [one.weight for one in sources]}),
-        "text": data.corpus_sha256,
+        "text": None if data is None else data.corpus_sha256,
         "data.tokenizer": config.data.tokenizer_kind,
         "data.seq_len": config.data.seq_len,
         "data.pack": config.data.pack,

@@ -3,6 +3,7 @@
 import shutil
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,13 +11,16 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 
+from pipeloom.catalog.model_files import read_model
 from pipeloom.checkpoint.checkpoint_folder import (
     FOLDER,
     METADATA,
+    TOKENIZER,
     CheckpointInfo,
     damage,
     draft_of,
     find_checkpoint,
+    is_hugging_face,
     measure,
     name_of,
     read_info,
@@ -26,20 +30,25 @@ from pipeloom.checkpoint.checkpoint_folder import (
     write_info,
     write_synced,
 )
-from pipeloom.config import RunConfig
+from pipeloom.config import AdapterConfig, CheckpointConfig, RunConfig, with_pretrained
 from pipeloom.config.file import format_run, read_run_file
+from pipeloom.config.tokenizer_files import tokenizer_files
 from pipeloom.errors import ConfigError, RunError, UserError
+from pipeloom.predict.describe import pretrained_run
 from pipeloom.runs.run_folder import CONFIG
 from pipeloom.training.checkpoints.boxes import Elements
+from pipeloom.training.checkpoints.contents import checkpoint_info
 from pipeloom.training.checkpoints.planner import ElementsSavePlanner
-from pipeloom.training.checkpoints.storage import CheckpointWriter
+from pipeloom.training.checkpoints.storage import CheckpointReader, CheckpointWriter
+from pipeloom.training.conversions.export import Stored, stored_parameters
+from pipeloom.training.pretrained import PretrainedWeights
 
 
 class Source(NamedTuple):
     """What is converted.
 
     Attributes:
-        checkpoint: its folder.
+        checkpoint: its folder; or a Hugging Face folder.
         info: its description.
         config: the settings of its run.
         texts: files of its tokenizer.
@@ -58,9 +67,14 @@ def read_source(run: Path, folder: Path) -> Source:
         UserError: as ``read_run``, or the folder exists.
     """
     found = read_run(run)
-    if folder.exists():
-        raise UserError(f"{folder} exists; choose another folder")
+    for problem in existing(folder):
+        raise UserError(problem)
     return found
+
+
+def existing(folder: Path) -> list[str]:
+    """The problem of a folder that should be a new one; empty if it is."""
+    return [f"{folder} exists; choose another folder"] if folder.exists() else []
 
 
 def read_run(run: Path) -> Source:
@@ -82,6 +96,38 @@ def read_run(run: Path) -> Source:
     if problems:
         raise ConfigError(problems, str(file))
     return Source(checkpoint, read_info(checkpoint), config, read_tokenizer(checkpoint) or {})
+
+
+def read_folder(folder: Path, config: RunConfig | None) -> Source:
+    """A Hugging Face folder, whose weights stay on the disk.
+
+    Args:
+        folder: its path.
+        config: of a run whose settings apply, except those of the model; ``None`` for the defaults of its weights.
+
+    Raises:
+        UserError: it cannot be read, is of a model that is not supported, or lacks weights; lists everything.
+    """
+    folder = folder.absolute()
+    config = with_pretrained(pretrained_run(folder, RunConfig())) if config is None else config
+    known = read_model(str(folder), config.data.seq_len, adapts=True)
+    model = known.over(replace(config.model, preset=None, file=folder))
+    config = replace(config, model=model, adapter=AdapterConfig(), checkpoint=CheckpointConfig(init=folder))
+    texts = dict(tokenizer_files(folder)) if (folder / TOKENIZER).is_file() else {}
+    found = Source(folder, checkpoint_info(config, None, 0, 0, 0), config, texts)
+    parameters_of(found)
+    return found
+
+
+def parameters_of(source: Source) -> Stored | PretrainedWeights:
+    """The parameters of what is converted, which are not read yet.
+
+    Raises:
+        UserError: there are none, or they are of another model.
+    """
+    if is_hugging_face(source.checkpoint):
+        return PretrainedWeights(source.checkpoint, source.config)
+    return stored_parameters(CheckpointReader(source.checkpoint))
 
 
 def write_converted(

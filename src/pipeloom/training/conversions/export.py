@@ -139,6 +139,16 @@ class Stored(NamedTuple):
     prefix: str = MODEL
     patterns: Mapping[str, Pattern] = MappingProxyType({})
 
+    def whole(self, name: str) -> Tensor:
+        """A parameter.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        found = torch.empty(self.shapes[name], dtype=self.dtypes[name])
+        load_stored(self, {name: found})
+        return found
+
     def with_dense(self, patterns: Mapping[str, Pattern]) -> "Stored":
         """The same parameters; kept blocks are read as matrices."""
         return self._replace(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pipeloom.checkpoint.checkpoint_folder import is_hugging_face
 from pipeloom.config import CheckpointConfig, OutputConfig, RunConfig, decided_problems
 from pipeloom.data.text import load_data
 from pipeloom.data.tokenizer import Tokenizer
@@ -30,14 +31,17 @@ from pipeloom.training.memory_check import check_memory
 from pipeloom.training.optimizers.optimizer import set_rate
 from pipeloom.training.optimizers.updates_within import KeptGradients
 from pipeloom.training.pipeline import Pipeline
+from pipeloom.training.pretrained import read_weights
 from pipeloom.training.session import Texts, check_processes, run_on_all_ranks
 
 _LAST_RATE = 0.1
 """Of the learning rate, in the last step of a cosine; as in the authors' code."""
 
 
-def refuse_routers(base: Source) -> None:
+def refuse_routers(base: Source, models: Sequence[Source]) -> None:
     """Refuse runs whose weights or gradients are not all on their ranks after a step, or whose blocks are none.
+
+    And models without a run, since it has their text.
 
     Raises:
         ConfigError: all reasons.
@@ -50,7 +54,13 @@ def refuse_routers(base: Source) -> None:
         "schedule.device_budget": config.schedule.device_budget is not None,
         "layout.average_every": config.layout.average_every is not None,
     }
-    if problems := [f"routers cannot be trained with {name}" for name, is_set in reasons.items() if is_set]:
+    problems = [f"routers cannot be trained with {name}" for name, is_set in reasons.items() if is_set]
+    problems += [
+        f"routers are trained on the text of each model's run, {one.checkpoint} has none; use --method arithmetic"
+        for one in models
+        if is_hugging_face(one.checkpoint)
+    ]
+    if problems:
         raise ConfigError(problems, "--method pwe")
 
 
@@ -158,7 +168,7 @@ class Mixed:
         reader = Checkpoints(config, world, pipeline, None, sources[0].checkpoint, tokenizer=tokenizer)
         read: list[list[Tensor]] = []
         for one in sources:
-            reader.restore(one.checkpoint)
+            read_weights(reader, one.checkpoint, config)
             read.append([own.clone() for _, _, own in self._own()])
         self._blocks = tuple(blocks)
         self._parts = list(self._cut(read))

@@ -11,7 +11,7 @@ from pipeloom.data.tokenizer import Tokenizer
 from pipeloom.execute.processes.world import World
 from pipeloom.training.checkpoints.checkpoint import Checkpoints
 from pipeloom.training.pipeline import Pipeline
-from pipeloom.training.pretrained import PretrainedWeights
+from pipeloom.training.pretrained import PretrainedWeights, read_weights
 
 
 class Trained(NamedTuple):
@@ -68,7 +68,4 @@ def load_trained(config: RunConfig, world: World, pipeline: Pipeline, tokenizer:
     path = config.checkpoint.start
     assert path is not None
     weights = Checkpoints(config, world, pipeline, None, path, tokenizer=tokenizer)
-    if is_hugging_face(path):
-        weights.fill(PretrainedWeights(path, config).read, path)
-        return Trained(path, None)
-    return Trained(path, weights.restore(path).step)
+    return Trained(path, read_weights(weights, path, config))
