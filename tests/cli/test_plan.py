@@ -7,6 +7,7 @@ import signal
 import time
 import tomllib
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,21 @@ family = "gpt2"
 vocab = 32000
 tied = false
 """
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "vocab_size": 32000,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+"""A config.json."""
 
 
 @pytest.fixture
@@ -115,6 +131,43 @@ def test_a_run_file_with_settings_that_were_filled_in_is_not_replaced(model, tmp
     assert main(command) == 2
     assert f"{file} exists and is not the run of this layout; move it" in capsys.readouterr().err
     assert file.read_text() == filled
+
+
+def test_tokens_are_the_steps_of_the_written_run_whatever_the_models_recipe_has(tmp_path, capsys):
+    given = ["plan", "--model", "llama-13b", "--cluster", "dgx-h100", "--devices", "16", "--global-batch", "64", *SMALL]
+    given += ["--seq", "2048", "--pp", "4", "--tokens", "1B"]
+    assert main([*given, "--out", str(tmp_path / "met")]) == 0
+    assert read_run_file(tmp_path / "met" / "run.toml")[0].training.steps == ceil(1e9 / (64 * 2048))
+    capsys.readouterr()
+    assert main([*given, "--out", str(tmp_path / "late"), "--deadline", "1h"]) == 1
+    assert "nothing is written: the layout does not meet the goal" in capsys.readouterr().out
+    assert not (tmp_path / "late").exists()
+
+
+def test_a_folder_is_planned_with_its_weights_and_its_tokenizer_from_anywhere(tmp_path, capsys, monkeypatch):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    given = [
+        "plan",
+        "--model",
+        "./hf",
+        "--cluster",
+        "dgx-a100",
+        "--devices",
+        "8",
+        "--global-batch",
+        "16",
+        "--seq",
+        "512",
+    ]
+    assert main([*given, *SMALL, "--pp", "2", "--out", "out"]) == 0
+    assert "weights: of hf; without checkpoint.init the run would begin from random ones" in capsys.readouterr().out
+    found = read_run_file(tmp_path / "out" / "run.toml")[0]
+    folder = tmp_path / "hf"
+    assert (found.model.file, found.model.preset) == (folder, None)
+    assert (found.checkpoint.init, found.data.tokenizer) == (folder, folder)
 
 
 def test_equivalent_layouts_are_listed_first_and_row_1_is_written(model, tmp_path, capsys):
@@ -547,6 +600,16 @@ def test_layouts_are_shown_as_they_are_found(model, capsys):
     with PlanProgress(is_shown=True, first_s=60.0) as progress:
         progress.found(steps[0])
     assert capsys.readouterr().err == ""  # most answers come before that
+
+
+def test_a_context_axis_with_which_long_sequences_fit_is_named(capsys):
+    """It is not searched by default."""
+    given = ["--model", "llama-3-8b", "--cluster", "dgx-h100", "--devices", "16", "--global-batch", "16"]
+    assert main(["plan", *given, "--seq", "400000", "--no-explain"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    found = re.search(r"with a context axis \(--cp\) it fits: [^(]*\([^)]*cp (\d+),", out)
+    assert found is not None
+    assert main(["plan", *given, "--seq", "400000", "--no-explain", "--cp", found[1]]) == 0
 
 
 def test_sequences_that_fit_nowhere_are_named_with_a_length_that_would(model, capsys):

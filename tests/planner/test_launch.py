@@ -38,6 +38,8 @@ def test_the_export_of_a_program_accepts_every_layout_of_a_plan_for_it(name, lau
         assert not TARGETS[launcher].problems(job)
         assert step.software.name == LAUNCHERS[launcher].software
         assert step.run.loops == 1 or step.run.pp > 1
+        held = max(memory.total_bytes for memory in step.prediction.memory_by_rank)
+        assert held <= step.cluster.device.memory_bytes * (1 - answer.question.headroom)
 
 
 def test_without_the_rules_of_the_program_its_export_refuses_some_layouts():

@@ -14,6 +14,7 @@ from pipeloom.cli.reference import Command, Flag, Output, Place
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.plan import plan
 from pipeloom.planner.question import HEADROOM
+from pipeloom.predict.step import SimulatedStep
 from pipeloom.system.garbage import few_collections
 from pipeloom.workload.boundary import Boundary
 from pipeloom.workload.dtypes import Dtype, MatmulDtype
@@ -184,18 +185,21 @@ def _run_one(options: Options, request: Request, words: list[str]) -> int:
         write_page(request, answer, options.html)
         if not options.json:
             print(f"\npage: {options.html}")
-    if answer.best is not None:
+    is_met = answer.best is not None and _meets_goal(request, answer.rows[options.row - 1])
+    if is_met:
         write_layout(request, answer.rows[options.row - 1])
-        if not options.json and options.out is None and options.export is None:
-            print_next(words, request.question.launcher)
     elif not options.json and (options.out or options.export):
-        print("\nnothing is written: there is no layout to write")
+        why = "there is no layout to write" if answer.best is None else "the layout does not meet the goal"
+        print(f"\nnothing is written: {why}")
+    if answer.best is not None and not options.json and options.out is None and options.export is None:
+        print_next(words, request.question.launcher)
     if answer.stopped == "interrupt":
         # The shells' status of an interrupted command: a script must not take part of an answer for all of it.
         return 130
-    if answer.best is None:
-        return 1
-    is_met = (
-        request.goal is None or request.training is None or request.goal.is_met(request.training.cost(answer.rows[0]))
-    )
     return 0 if is_met else 1
+
+
+def _meets_goal(request: Request, step: SimulatedStep) -> bool:
+    """Whether a training with this step is within the goal, if there is one."""
+    goal, training = request.goal, request.training
+    return goal is None or training is None or goal.is_met(training.cost(step))

@@ -143,7 +143,8 @@ def _sections(answers: Sequence[_Answer], offers: Sequence[_Offer], goal: Goal |
         section.parts.append(_table(found, *_among(answers)))
     section.parts.append(
         f"Row 1 is the fastest layout by prediction, or a simpler one that takes at most {SIMPLER:.1%} longer. error: "
-        "mean error of comparable step times; ?: none was measured on these devices, of the worst other."
+        "mean error of comparable step times; ?: none was measured on these devices, of the worst other, or none with "
+        "experts."
     )
     lacks = [
         f"{_name(one.choice)}: {'nothing fits.' if one.plan is not None else '; '.join(one.refusal)}"
@@ -214,7 +215,7 @@ def _table(found: Sequence[_Answer], programs: Collection[str], sizes: Collectio
 
 
 def _error(bar: ErrorBar) -> str:
-    return f"{bar.tie:.0%}?" if bar.errors is None else f"{bar.errors.mean_abs_error:.0%}"
+    return f"{bar.tie:.0%}?" if bar.errors is None else f"{bar.errors.mean_abs_error:.0%}{'' if bar.is_alike else '?'}"
 
 
 def _print_next(answers: Sequence[_Answer], chosen: _Offer | None, words: Sequence[str], *, is_written: bool) -> None:

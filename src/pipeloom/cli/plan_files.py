@@ -1,11 +1,13 @@
 """Files that ``pipeloom plan`` writes: a run file with its schedule, and start files."""
 
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 
 from pipeloom.catalog.cluster_files import cluster_to_toml
+from pipeloom.checkpoint.checkpoint_folder import is_hugging_face
 from pipeloom.cli.plan_request import RUN_FILE, Request
-from pipeloom.config import RunConfig
+from pipeloom.config import RunConfig, with_pretrained
 from pipeloom.config.file import format_run
 from pipeloom.errors import UserError
 from pipeloom.planner.plan import Plan
@@ -41,6 +43,8 @@ def write_layout(request: Request, best: SimulatedStep) -> None:
         print_run(config, best.cluster, options.out / RUN_FILE)
         if best.software.has_lanes:
             print(f"\nschedule: {options.out / SCHEDULE}; pipeloom train takes it as --schedule.file")
+    if config.checkpoint.init is not None and request.config is None and not options.json:
+        print(f"\nweights: of {config.checkpoint.init}; without checkpoint.init the run would begin from random ones")
     if options.export is not None:
         from pipeloom.cli.launch import print_handed_over
         from pipeloom.export import hand_over
@@ -65,13 +69,22 @@ def _write_run(file: Path, config: RunConfig) -> None:
 
 
 def planned_run(request: Request, best: SimulatedStep, cluster: str) -> RunConfig:
-    """The run of a layout, on a cluster of that name or file."""
+    """The run of a layout, on a cluster of that name or file.
+
+    With the steps of the tokens that were given. The model of a Hugging Face folder starts from the weights of the
+    folder, and has its tokenizer.
+    """
     config = run_config(best, request.model, cluster, request.software)
     if cluster == request.cluster:  # a file that was written has the changes
         config = replace(config, machine=config.machine.with_changes(request.what_if))
     if request.config is not None:
         config = _over(request.config, config, has_model=request.options.model is not None)
-    return config
+    elif config.model.file is not None and is_hugging_face(config.model.file):
+        config = replace(config, checkpoint=replace(config.checkpoint, init=config.model.file))
+    if request.training is not None:
+        steps = ceil(request.training.needed_tokens(best.run.global_batch) / (best.run.global_batch * best.run.seq))
+        config = replace(config, training=replace(config.training, steps=steps))
+    return with_pretrained(config)
 
 
 def write_page(request: Request, answer: Plan, file: Path) -> None:

@@ -113,17 +113,14 @@ def _piece_request(options: Options, request: "Request") -> "PieceRequest":
     Raises:
         ConfigError: everything that is wrong with it.
     """
-    from pipeloom.catalog import find_name
-    from pipeloom.config import DataConfig, ModelConfig, RunConfig
+    from pipeloom.config import DataConfig, RunConfig
     from pipeloom.measure.host import num_devices
     from pipeloom.measure.pieces import PieceRequest
-    from pipeloom.predict.describe import with_model_sizes
+    from pipeloom.predict.describe import model_named, with_model_sizes
     from pipeloom.training.optimizers.optimizer import make_optimizer
 
-    name = options.model or ""
-    preset = find_name("models", name)
-    source = ModelConfig(file=Path(name)) if preset is None else ModelConfig(preset=preset)
-    config, problems = with_model_sizes(RunConfig(model=source, data=DataConfig(seq_len=options.seq)))
+    run = RunConfig(model=model_named(options.model or ""), data=DataConfig(seq_len=options.seq))
+    config, problems = with_model_sizes(run)
     model = config.model.resolve(1)
     problems += _piece_problems(options, request, model)
     if problems:

@@ -97,7 +97,8 @@ class Candidate(OfPlaced):
         room = Room(
             receive_buffers=0 if self.software.is_blocking else knobs.receive_buffers,
             gathered=min(knobs.residency, loops),
-            unreduced=knobs.gradient_buffers,
+            # Without a lane, gradients are reduced after the pipeline: until then every stage has its own whole.
+            unreduced=knobs.gradient_buffers if self.software.has_reduction_lane else None,
         )
         held = bytes_with_room(self.run, self.software, rows, room)
         return (self.leaf.cut.memory.capacity_bytes - held).tolist()

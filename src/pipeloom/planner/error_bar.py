@@ -21,12 +21,14 @@ class ErrorBar:
         tie: relative difference of two predicted step times below which they do not decide which layout is faster:
             ``Errors.pair_error``, or without measurements the largest one of another device.
         efficiencies: a sentence with those of a program that was not calibrated on the device; ``None`` for others.
+        is_alike: whether the measured models have layers like those of the question.
     """
 
     errors: Errors | None
     rests_on: str
     tie: float
     efficiencies: str | None = None
+    is_alike: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """``rests_on``, ``tie``, and the fields of ``errors``, each ``None`` without measurements."""
@@ -38,7 +40,7 @@ class ErrorBar:
         return abs(other_s / first_s - 1) < self.tie
 
     def on_speed(self, tokens_per_s: float, mfu: float) -> str | None:
-        """A sentence with the speed of a layout at the mean error of its step time; ``None`` without measurements.
+        """A sentence with the speed of a layout at the errors of such step times; ``None`` without measurements.
 
         Args:
             tokens_per_s: as predicted.
@@ -47,10 +49,13 @@ class ErrorBar:
         if self.errors is None:
             return None
         # The bias is that of predicted / measured step times: a speed is divided by the step time.
-        share = 1 + self.errors.bias
+        bias, error = self.errors.bias, self.errors.mean_abs_error
+        usual, late = 1 + bias, 1 / (1 + error)
         return (
-            f"Tokens/s, MFU and prices of the table have no correction for this. With the average error, row 1 has "
-            f"{tokens_per_s * share:,.0f} tokens/s and an MFU of {mfu * share:.1%}."
+            "Tokens/s, MFU and prices of the table have no correction for this. Row 1 has "
+            f"{tokens_per_s * usual:,.0f} tokens/s and an MFU of {mfu * usual:.1%} if its step is as much too "
+            f"{'short' if bias < 0 else 'long'} as these are on average, and {tokens_per_s * late:,.0f} tokens/s and "
+            f"{mfu * late:.1%} if it takes {error:.1%} longer."
         )
 
     @property
@@ -68,6 +73,8 @@ class ErrorBar:
             f"Step times: the average error is {errors.mean_abs_error:.1%}, 90% of them are within "
             f"{errors.p90_abs_error:.1%} (on average {abs(errors.bias):.1%} too {sign}): {self.rests_on}."
         )
+        if not self.is_alike:
+            step = f"No model with experts was measured, so the error of this one may be larger. {step}"
         return (step, self._on_pairs(errors), *filter(None, [self.efficiencies]))
 
     def _on_pairs(self, errors: Errors) -> str:
@@ -98,14 +105,16 @@ def error_bar(
         has_experts: whether layers of the model have experts.
     """
     known = accuracy or load_accuracy()
+    device, source = cluster.device.name, f"{known.table}, {known.date}"
     # The published tables behind the catalog's errors have no model with experts.
-    device, source = cluster.device.name, f"{known.table}, {known.date}{'; none with experts' if has_experts else ''}"
+    is_alike = not has_experts
     held_out = known.by_program.get((software.name, device))
     if held_out is not None and _is_of_catalog(software):
         return ErrorBar(
             held_out,
             f"{held_out.rows} measured steps of {software.name} on {device}, held out of the calibration ({source})",
             _tie(held_out),
+            is_alike=is_alike,
         )
     general = known.by_device.get(device)
     if general is not None:
@@ -121,6 +130,7 @@ def error_bar(
             f"predicted with general efficiencies, since {software.name} has not been calibrated there ({source})",
             _tie(general),
             _efficiencies(software, cluster),
+            is_alike,
         )
     return _unmeasured(device, known, source, _efficiencies(software, cluster))
 

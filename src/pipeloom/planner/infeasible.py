@@ -103,6 +103,7 @@ def ways_out(question: Question, near: Closest) -> Iterator[tuple[str, Simulated
     for find in (
         partial(_without_headroom, near=near),
         _with_more_devices,
+        _with_context,
         partial(_with_shorter_sequences, alike=alike),
     ):
         found = find(question)
@@ -144,6 +145,12 @@ def _with_more_devices(question: Question) -> tuple[str, SimulatedStep] | None:
         if step is not None:
             return f"{number} devices", step
     return None
+
+
+def _with_context(question: Question) -> tuple[str, SimulatedStep] | None:
+    other = question.with_context_axis
+    step = None if other is None else search(other, 1).best
+    return None if step is None else ("a context axis (--cp)", step)
 
 
 def _with_shorter_sequences(question: Question, alike: Question) -> tuple[str, SimulatedStep] | None:

@@ -1,7 +1,6 @@
 """A planned step as a run configuration for ``pipeloom train``."""
 
 from dataclasses import replace
-from pathlib import Path
 
 from pipeloom.config import (
     AdapterConfig,
@@ -14,7 +13,7 @@ from pipeloom.config import (
 )
 from pipeloom.cost.stages import pieces_of_layers
 from pipeloom.families.family import AUTO
-from pipeloom.predict.describe import with_model_sizes
+from pipeloom.predict.describe import model_named, with_model_sizes
 from pipeloom.predict.recipes import with_recipe
 from pipeloom.predict.sizes import device_type
 from pipeloom.predict.step import SimulatedStep
@@ -85,20 +84,15 @@ def _model(shape: ModelShape, name: str | None, seq_len: int) -> ModelConfig:
     """All sizes, or the name with the settings that its file has (``pipeloom.config.unset`` lists the others)."""
     if name is None:
         return model_of(shape, ModelConfig())
-    named, known = _named(name), named_model(name, seq_len)
+    named, known = model_named(name), named_model(name, seq_len)
     capacity = None if shape.experts is None else shape.experts.capacity
     changes = {"norm_eps": known.norm_eps, "rope_theta": known.rope_theta, "expert_capacity": capacity}
     return replace(named, family=known.family, **changes)
 
 
-def _named(name: str) -> ModelConfig:
-    path = Path(name)
-    return ModelConfig(file=path) if path.suffix in (".toml", ".json") else ModelConfig(preset=name)
-
-
 def named_model(name: str, seq_len: int) -> ModelConfig:
     """The settings of a model of the catalog or of a file, for sequences of so many tokens."""
-    return with_model_sizes(RunConfig(model=_named(name), data=DataConfig(seq_len=seq_len)))[0].model
+    return with_model_sizes(RunConfig(model=model_named(name), data=DataConfig(seq_len=seq_len)))[0].model
 
 
 def _layout(run: Run) -> Layout:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pipeloom.calls import checked
-from pipeloom.catalog import load_cluster, load_software, read_model
+from pipeloom.catalog import find_name, load_cluster, load_software, read_model
 from pipeloom.config import ModelConfig, RunConfig, decided_problems, find_problems, with_pretrained
 from pipeloom.config.file import parse_run, read_run_file, without_stale_sizes
 from pipeloom.config.paths import with_home
@@ -29,6 +29,12 @@ _T = TypeVar("_T")
 _Config = TypeVar("_Config", bound=RunConfig)
 _MOST_TOKENS = 2048
 """Default length of sequences of a Hugging Face model that takes longer ones: messages and memory grow with it."""
+
+
+def model_named(name: str) -> ModelConfig:
+    """The model of a name of the catalog, or of a file or a folder."""
+    preset = find_name("models", name)
+    return ModelConfig(file=Path(name)) if preset is None else ModelConfig(preset=preset)
 
 
 def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
