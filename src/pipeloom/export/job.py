@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from pipeloom.config import ModelConfig, RunConfig, find_problems, run_part, unset
+from pipeloom.checkpoint.checkpoint_folder import is_hugging_face
+from pipeloom.config import ModelConfig, RunConfig, find_problems, run_part, unset, with_pretrained
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.stages import stage_layers
 from pipeloom.errors import ConfigError
@@ -189,6 +190,28 @@ class Job:
         found += launcher.model_problems(self.model, self.dtype, data.seq_len, by_document=data.by_document)
         return [*found, *optimizer_problems(launcher.title, self.config.optimizer.name)]
 
+    def weight_problems(self, program: str, instead: str | None) -> list[str]:
+        """Why a program would train from random weights instead of those that the run starts from.
+
+        Args:
+            program: in sentences.
+            instead: how its user starts it from the weights of a Hugging Face folder; ``None`` if the export does that.
+        """
+        init, resume = self.config.checkpoint.init, self.config.checkpoint.resume
+        if resume is not None:
+            way = "export its weights by `pipeloom export --format hf`, and name that folder as checkpoint.init"
+            return [f"checkpoint.resume {resume}: {program} cannot read the state of this run; {way}"]
+        if init is None:
+            return []
+        if not is_hugging_face(init):
+            way = "name its weights from `pipeloom export --format hf` instead"
+            return [f"checkpoint.init {init}: {program} cannot read it, it is no Hugging Face folder; {way}"]
+        return (
+            []
+            if instead is None
+            else [f"checkpoint.init {init}: {program} cannot read a Hugging Face folder; {instead}"]
+        )
+
     def node_problems(self) -> list[str]:
         """Why one command cannot start the run on every node; empty if it can."""
         return node_problems(self.cluster, self.config.layout.num_ranks)
@@ -276,7 +299,7 @@ def make_job(config: RunConfig, cluster: Cluster, site: Site) -> Job:
     Raises:
         ConfigError: the configuration is wrong; has all problems.
     """
-    config, problems = with_model_sizes(with_recipe(run_part(config)))
+    config, problems = with_model_sizes(with_pretrained(with_recipe(run_part(config))))
     problems += find_problems(config, trains=False, is_model_known=not problems)
     if problems:
         raise ConfigError(problems)

@@ -37,11 +37,17 @@ _FLAGS = {
 }
 """Hyperparameter -> flag of Megatron-LM; text and tokenizer are in DATA."""
 
+_CONVERT = (
+    "convert it by tools/checkpoint/convert.py of Megatron-LM, name it as model.file instead, and start the script "
+    "with --pretrained-checkpoint and the converted folder"
+)
+
 
 def _problems(job: Job) -> list[str]:
     # Without its slices, the run would have other problems.
     return job.whole_problems() or [
         *job.start_problems(MEGATRON),
+        *job.weight_problems("Megatron-LM", _CONVERT),
         *_order_problems(job),
         *job.order_problems("Megatron-LM"),
         *_shard_problems(job),

@@ -43,6 +43,7 @@ def _problems(job: Job) -> list[str]:
     if job.whole_problems():
         return job.whole_problems()
     found = [*job.start_problems(TORCHTITAN), *job.order_problems("torchtitan")]
+    found += job.weight_problems("torchtitan", None)
     found += [] if TORCHTITAN.ties_stages else tied_problems(job, TORCHTITAN.title)
     found += _model_problems(job)
     if (style := job.config.optimizer.lr_decay_style) != "cosine":
@@ -129,8 +130,18 @@ def _flags(job: Job) -> list[Flag]:
         flags += _pipeline_flags(job)
     if config.training.compile:
         flags += [flag("--compile.enable"), flag("--compile.backend", config.training.compile_backend)]
-    if config.checkpoint.every is not None:
-        flags += [flag("--checkpoint.enable"), flag("--checkpoint.interval", config.checkpoint.every)]
+    return flags + _checkpoint_flags(job)
+
+
+def _checkpoint_flags(job: Job) -> list[Flag]:
+    own, flags = job.config.checkpoint, list[Flag]()
+    if own.every is not None or own.init is not None:
+        flags.append(flag("--checkpoint.enable"))
+    if own.every is not None:
+        flags.append(flag("--checkpoint.interval", own.every))
+    if own.init is not None:
+        # Read only while the folder of checkpoints has none; torchtitan takes no relative path.
+        flags += [flag("--checkpoint.initial_load_path", own.init.absolute()), flag("--checkpoint.initial_load_in_hf")]
     return flags
 
 
@@ -216,6 +227,8 @@ def _differences(job: Job) -> tuple[str, ...]:
         found.append(f"layout.shard {layout.shard}: FSDP2 keeps weights sharded between steps")
     if math.isinf(job.config.optimizer.known_clip_grad_norm):
         found.append("optimizer.clip_grad_norm inf: the gradient's norm is computed nevertheless")
+    if job.config.checkpoint.init is not None:
+        found.append(f"checkpoint.init is {job.config.checkpoint.init.absolute()}, on every node")
     return (*found, "optimizer.weight_decay: weights of norms are decayed, too")
 
 
