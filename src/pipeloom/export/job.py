@@ -1,18 +1,22 @@
 """A run for export: its processes on nodes and layers in stages; and the interface of targets."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from pipeloom.checkpoint.checkpoint_folder import is_hugging_face
 from pipeloom.config import ModelConfig, RunConfig, find_problems, run_part, unset, with_pretrained
 from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.stages import stage_layers
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.describe import describe, with_dtype, with_model_sizes
 from pipeloom.predict.places import node_problems
 from pipeloom.predict.recipes import recipe_notes, with_recipe
+from pipeloom.predict.step import simulate_step
 from pipeloom.schedule import Action, Kind, Schedule
-from pipeloom.terminal.words import count
+from pipeloom.terminal.words import count, seconds
 from pipeloom.workload.dtypes import precision_of
 from pipeloom.workload.launchers import Launcher, optimizer_problems
 
@@ -63,6 +67,7 @@ class Job:
         layers_by_stage: number of layers of each stage, without the first stage's embedding.
         head_stage: the stage of the head.
         cluster: where it runs.
+        placed: the run in the cost model, with its cluster and its program.
         site: of the nodes.
     """
 
@@ -72,6 +77,7 @@ class Job:
     layers_by_stage: tuple[int, ...]
     head_stage: int
     cluster: Cluster
+    placed: Placed
     site: Site
 
     @property
@@ -223,12 +229,37 @@ class Job:
         unset = "checkpoint.every is not set and checkpoint.every_s is 0"
         return [f"{unset}: a run that fails has no checkpoint and starts again"]
 
-    def checkpoints_left_out(self, program: str, otherwise: str) -> list[str]:
-        """That a program writes no checkpoints by time; ``otherwise``: what it writes without an interval of steps."""
-        every, every_s = self.config.checkpoint.every, self.config.checkpoint.every_s
-        rest = f"{otherwise}, as checkpoint.every is not set" if every is None else f"every {count(every, 'step')}"
-        sentence = f"checkpoint.every_s {every_s:g}: {program} writes checkpoints by steps only, here {rest}"
-        return [sentence] if every_s else []
+    @cached_property
+    def step_s(self) -> float | None:
+        """Predicted seconds of a step; ``None`` if the step cannot be predicted."""
+        try:
+            return simulate_step(self.placed, self.config.knobs()).prediction.step_time_s
+        except UserError:
+            return None
+
+    @cached_property
+    def interval(self) -> int | None:
+        """Steps between checkpoints of a program that counts steps; ``None``: one after the last step alone.
+
+        They are ``checkpoint.every``, or else those of ``checkpoint.every_s`` by the predicted step time.
+        """
+        own = self.config.checkpoint
+        if own.every is not None or not own.every_s or self.step_s is None:
+            return own.every
+        return max(1, math.floor(own.every_s / self.step_s))
+
+    def clock_differences(self, program: str) -> list[str]:
+        """What a program that counts steps makes of ``checkpoint.every_s``, a sentence; empty where it is the same."""
+        own, step_s = self.config.checkpoint, self.step_s
+        if not own.every_s or (own.every is not None and step_s is not None and own.every * step_s <= own.every_s):
+            return []
+        what = f"checkpoint.every_s {own.every_s:g}: {program} counts steps, here"
+        if self.interval is None:
+            return [f"{what} those of the whole run, as there is no prediction of a step; set checkpoint.every"]
+        if own.every is not None:
+            return [f"{what} the {count(own.every, 'step')} of checkpoint.every alone"]
+        assert step_s is not None, "the interval follows from it"
+        return [f"{what} {count(self.interval, 'step')}, an estimate from the predicted step time, {seconds(step_s)}"]
 
 
 @dataclass(frozen=True)
@@ -315,6 +346,7 @@ def make_job(config: RunConfig, cluster: Cluster, site: Site) -> Job:
         layers_by_stage=tuple(layers),
         head_stage=head_stage,
         cluster=cluster,
+        placed=Placed(described.run, cluster, described.software),
         site=site,
     )
 

@@ -163,13 +163,16 @@ def _make(job: Job) -> Draft:
     return replace(notes, files={SCRIPT: script})
 
 
-_FOLLOWING = {"optimizer.lr": ("--min-lr",), "training.steps": ("--eval-interval", "--save-interval")}
-"""Hyperparameter -> flags that are computed from it (``_from_the_user``)."""
+def _following(job: Job) -> dict[str, list[str]]:
+    """Hyperparameter -> flags that are computed from it (``_from_the_user``)."""
+    at_the_end = [] if job.interval else ["--save-interval"]
+    return {"optimizer.lr": ["--min-lr"], "training.steps": ["--eval-interval", *at_the_end]}
 
 
 def _without_unset(job: Job, flags: Sequence[Flag]) -> list[Flag]:
     """The flags without those of hyperparameters that the user must set, which the script adds."""
-    names = {name for setting in unset(job.config) for name in (_FLAGS.get(setting), *_FOLLOWING.get(setting, ()))}
+    following = _following(job)
+    names = {name for setting in unset(job.config) for name in (_FLAGS.get(setting), *following.get(setting, ()))}
     return [one for one in flags if one.name not in names]
 
 
@@ -181,7 +184,8 @@ def _from_the_user(job: Job) -> list[str]:
         lines.append(f'training+=(--min-lr "$({least})")')
     if "training.steps" in missing:
         steps = f"${variable('training.steps')}"
-        lines.append(f'training+=(--eval-interval "{steps}" --save-interval "{job.config.checkpoint.every or steps}")')
+        flags = " ".join(f'{name} "{steps}"' for name in _following(job)["training.steps"])
+        lines.append(f"training+=({flags})")
     return lines
 
 
@@ -357,7 +361,7 @@ def _training(job: Job) -> list[Flag]:
         flag("--min-lr", rate * optimizer.known_lr_min_fraction),
         # One evaluation, after the last step, as in pipeloom.
         flag("--eval-interval", steps),
-        flag("--save-interval", config.checkpoint.every or steps),
+        flag("--save-interval", job.interval or steps),
         *_decay(optimizer, steps),
         flag("--adam-beta1", own["betas"][0]),
         flag("--adam-beta2", own["betas"][1]),
@@ -390,14 +394,13 @@ def _left_out(job: Job) -> tuple[str, ...]:
         found.append("training.compile: layers are Transformer Engine's, with its own kernels")
     if config.layout.ep_overlap:
         found.append("layout.ep_overlap: tokens travel beside the block of shared experts alone")
-    found += job.checkpoints_left_out("Megatron-LM", "one at the end")
     found.append(f"machine.attention {config.machine.attention}: Transformer Engine chooses the kernel")
     return (*found, "training.seed: weights and batches are drawn differently")
 
 
 def _differences(job: Job) -> tuple[str, ...]:
     layout = job.config.layout
-    found: list[str] = []
+    found = job.clock_differences("Megatron-LM")
     if layout.pp > 1 and layout.num_loops > 1 and not _is_same_order(job):
         found.append(
             "order: forwards are those of breadth-first, but backwards of a rank's last stage begin before all "

@@ -93,7 +93,9 @@ def _make(job: Job) -> Draft:
         f"recompute={job.config.layout.recompute_by_layer(job.model.num_layers)[0]}",
         f"schedule={CSV if _reads_csv(job) else ''}",
     ]
-    script = script_of(job, notes, comment(PROGRAM, notes, about, job.config), lines, body("torchtitan.sh"))
+    ends = job.interval is None and "training.steps" in unset(job.config)
+    own = f'flags+=(--checkpoint.interval "${variable("training.steps")}")\n' if ends else ""
+    script = script_of(job, notes, comment(PROGRAM, notes, about, job.config), lines, own + body("torchtitan.sh"))
     module = "\n".join([comment(PROGRAM, notes, (), job.config), *_constants(job), body("torchtitan.txt")])
     files = {SCRIPT: script, CONFIG: module}
     if _reads_csv(job):
@@ -134,11 +136,11 @@ def _flags(job: Job) -> list[Flag]:
 
 
 def _checkpoint_flags(job: Job) -> list[Flag]:
-    own, flags = job.config.checkpoint, list[Flag]()
-    if own.every is not None or own.init is not None:
-        flags.append(flag("--checkpoint.enable"))
-    if own.every is not None:
-        flags.append(flag("--checkpoint.interval", own.every))
+    config, own = job.config, job.config.checkpoint
+    interval = job.interval or (None if "training.steps" in unset(config) else config.training.known_steps)
+    # After the last step it writes one as well. Without the state of the optimizer, its default, none could go on.
+    flags = [flag("--checkpoint.enable"), flag("--checkpoint.no-last_save_model_only")]
+    flags += [] if interval is None else [flag("--checkpoint.interval", interval)]
     if own.init is not None:
         # Read only while the folder of checkpoints has none; torchtitan takes no relative path.
         flags += [flag("--checkpoint.initial_load_path", own.init.absolute()), flag("--checkpoint.initial_load_in_hf")]
@@ -206,7 +208,6 @@ def _constant(name: str, value: float, missing: Collection[str]) -> str:
 def _left_out(job: Job) -> tuple[str, ...]:
     return (
         *(left_out_of_runtime(job) if _reads_csv(job) else ()),
-        *job.checkpoints_left_out("torchtitan", "none at all"),
         f"machine.attention {job.config.machine.attention}: torchtitan uses flex attention",
         "training.seed: weights and batches are drawn differently",
     )
@@ -214,7 +215,7 @@ def _left_out(job: Job) -> tuple[str, ...]:
 
 def _differences(job: Job) -> tuple[str, ...]:
     layout = job.config.layout
-    found: list[str] = []
+    found = job.clock_differences("torchtitan")
     if _reads_csv(job):
         found += differences_of_runtime(job)
     elif layout.shard == "full" and layout.data_ranks > 1 and layout.pp > 1:
