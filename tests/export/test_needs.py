@@ -79,7 +79,7 @@ def test_a_script_names_everything_that_is_missing_and_starts_nothing(tmp_path, 
         done = start(script, **some)
         assert (done.returncode, done.stderr.count("\n")) == (2, 2)
         assert f"  {left_out}: " in done.stderr
-    assert start(script, **variables).returncode == 0
+    assert start(script, **variables).returncode in (0, 75)  # 75: the probe trains no step
     assert script.with_name("started").exists()
 
 

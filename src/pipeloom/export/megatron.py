@@ -16,7 +16,7 @@ from pipeloom.export.megatron_order import is_megatrons
 from pipeloom.export.text import Flag, bash_array, body, comment, flag
 from pipeloom.export.torchrun import about_ranks, script_of, start_of
 from pipeloom.schedule import Kind
-from pipeloom.terminal.words import or_list
+from pipeloom.terminal.words import count, or_list
 from pipeloom.workload.launchers import MEGATRON, first_layers_recomputed
 from pipeloom.workload.model import ModelConfig
 from pipeloom.workload.model_families import MODELS
@@ -146,7 +146,7 @@ def _make(job: Job) -> Draft:
     needs = (*_NEEDS, *job.needs(_FLAGS))
     start = start_of(job, SCRIPT, "MEGATRON=... DATA=... ")
     notes = Draft({}, start, _left_out(job), _differences(job), needs)
-    about = [*about_ranks(job), "Flags after the script's name override those in it."]
+    about = [*about_ranks(job), "Flags after the script's name override those in it.", _about_the_end(job)]
     groups = {
         "model": _model(job),
         "parallel": [*_parallel(job), *_sharding(job)],
@@ -157,6 +157,7 @@ def _make(job: Job) -> Draft:
         *(bash_array(name, _without_unset(job, flags)) for name, flags in groups.items()),
         f"mock_vocab={(job.model.vocab_size or 0) - 1} # its tokenizer adds one token, the end of text",
         f"connections={0 if _is_fsdp(job) else 1}",
+        f"minutes={_minutes(job)} # until it writes a checkpoint and ends; 0 for no limit",
     ]
     end = "".join(f"{line}\n" for line in _from_the_user(job)) + body("megatron.sh")
     script = script_of(job, notes, comment(PROGRAM, notes, about, job.config), lines, end)
@@ -176,9 +177,28 @@ def _without_unset(job: Job, flags: Sequence[Flag]) -> list[Flag]:
     return [one for one in flags if one.name not in names]
 
 
+def _about_the_end(job: Job) -> str:
+    """A sentence about the ways to end before the last step."""
+    after = "The script ends with status 75 where a run that goes on later wrote a checkpoint, and resumes from it."
+    if not job.config.checkpoint.grace_s:
+        return f"SIGTERM ends the run at once, without a checkpoint (checkpoint.grace_s 0). {after}"
+    return (
+        "SIGTERM and Ctrl-C end the run after its step, with a checkpoint, if both take less than the 30 s after which "
+        f"torchrun kills its processes; STOP_AFTER_MIN=N ends it after N minutes, however long that takes. {after}"
+    )
+
+
+def _minutes(job: Job) -> int:
+    """``checkpoint.time_limit_s`` in minutes, which are whole ones; 0 for no limit."""
+    limit_s = job.config.checkpoint.time_limit_s
+    return 0 if limit_s is None else max(1, math.floor(limit_s / 60))
+
+
 def _from_the_user(job: Job) -> list[str]:
-    """Lines of the script that compute flags from hyperparameters which the user must set; it has checked these."""
-    missing, optimizer, lines = unset(job.config), job.config.optimizer, list[str]()
+    """Lines of the script with the last step, and with what follows from settings that the user sets."""
+    missing, optimizer = unset(job.config), job.config.optimizer
+    last = f'"${variable("training.steps")}"' if "training.steps" in missing else str(job.config.training.known_steps)
+    lines = [f"steps={last}"]
     if "optimizer.lr" in missing:
         least = f'awk -v lr="${variable("optimizer.lr")}" "BEGIN {{ print lr * {optimizer.known_lr_min_fraction} }}"'
         lines.append(f'training+=(--min-lr "$({least})")')
@@ -298,7 +318,7 @@ def _parallel(job: Job) -> list[Flag]:
 
 def layer_layout(layers_by_stage: tuple[int, ...]) -> str:
     """Stages in Megatron-LM's notation: ``E`` is the embedding, ``t`` a layer, ``L`` the head, ``|`` a boundary."""
-    stages = ["t" if count == 1 else f"t*{count}" if count else "" for count in layers_by_stage]
+    stages = ["t" if layers == 1 else f"t*{layers}" if layers else "" for layers in layers_by_stage]
     # A stage without layers is empty between two bars.
     return "|".join(["E" * (number == 0) + text for number, text in enumerate(stages)]) + "L"
 
@@ -362,6 +382,8 @@ def _training(job: Job) -> list[Flag]:
         # One evaluation, after the last step, as in pipeloom.
         flag("--eval-interval", steps),
         flag("--save-interval", job.interval or steps),
+        # SIGTERM: a checkpoint after the step, and the end.
+        *([flag("--exit-signal-handler")] if config.checkpoint.grace_s else []),
         *_decay(optimizer, steps),
         flag("--adam-beta1", own["betas"][0]),
         flag("--adam-beta2", own["betas"][1]),
@@ -400,7 +422,12 @@ def _left_out(job: Job) -> tuple[str, ...]:
 
 def _differences(job: Job) -> tuple[str, ...]:
     layout = job.config.layout
-    found = job.clock_differences("Megatron-LM")
+    found, limit_s = job.clock_differences("Megatron-LM"), job.config.checkpoint.time_limit_s
+    if limit_s is not None:
+        found.append(
+            f"checkpoint.time_limit_s {limit_s:g}: Megatron-LM writes the checkpoint behind the first step that ends "
+            f"after {count(_minutes(job), 'minute')}"
+        )
     if layout.pp > 1 and layout.num_loops > 1 and not _is_same_order(job):
         found.append(
             "order: forwards are those of breadth-first, but backwards of a rank's last stage begin before all "

@@ -230,6 +230,9 @@ def _differences(job: Job) -> tuple[str, ...]:
         found.append("optimizer.clip_grad_norm inf: the gradient's norm is computed nevertheless")
     if job.config.checkpoint.init is not None:
         found.append(f"checkpoint.init is {job.config.checkpoint.init.absolute()}, on every node")
+    found.append(
+        "a signal ends the run at once: it goes on from its newest checkpoint, and steps since then are repeated"
+    )
     return (*found, "optimizer.weight_decay: weights of norms are decayed, too")
 
 
