@@ -20,9 +20,6 @@ from pipeloom.terminal.words import count, seconds
 from pipeloom.workload.dtypes import precision_of
 from pipeloom.workload.launchers import Launcher, optimizer_problems
 
-MAX_RESTARTS = 3
-"""Restarts of a run that fails; a job that always fails must end eventually."""
-
 
 @dataclass(frozen=True)
 class Site:
