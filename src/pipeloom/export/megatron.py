@@ -12,11 +12,13 @@ from itertools import accumulate, pairwise
 
 from pipeloom.config import OptimizerConfig, unset
 from pipeloom.export.job import Draft, Job, Need, Target, variable
+from pipeloom.export.megatron_checkpoints import about_the_end, checkpoint_differences, kept, minutes_of
 from pipeloom.export.megatron_order import is_megatrons
 from pipeloom.export.text import Flag, bash_array, body, comment, flag
 from pipeloom.export.torchrun import about_ranks, script_of, start_of
+from pipeloom.export.unwritten import checkpoints_unwritten, unwritten
 from pipeloom.schedule import Kind
-from pipeloom.terminal.words import count, or_list
+from pipeloom.terminal.words import or_list
 from pipeloom.workload.launchers import MEGATRON, first_layers_recomputed
 from pipeloom.workload.model import ModelConfig
 from pipeloom.workload.model_families import MODELS
@@ -146,7 +148,7 @@ def _make(job: Job) -> Draft:
     needs = (*_NEEDS, *job.needs(_FLAGS))
     start = start_of(job, SCRIPT, "MEGATRON=... DATA=... ")
     notes = Draft({}, start, _left_out(job), _differences(job), needs)
-    about = [*about_ranks(job), "Flags after the script's name override those in it.", _about_the_end(job)]
+    about = [*about_ranks(job), "Flags after the script's name override those in it.", about_the_end(job)]
     groups = {
         "model": _model(job),
         "parallel": [*_parallel(job), *_sharding(job)],
@@ -157,7 +159,7 @@ def _make(job: Job) -> Draft:
         *(bash_array(name, _without_unset(job, flags)) for name, flags in groups.items()),
         f"mock_vocab={(job.model.vocab_size or 0) - 1} # its tokenizer adds one token, the end of text",
         f"connections={0 if _is_fsdp(job) else 1}",
-        f"minutes={_minutes(job)} # until it writes a checkpoint and ends; 0 for no limit",
+        f"minutes={minutes_of(job)} # until it writes a checkpoint and ends; 0 for no limit",
     ]
     end = "".join(f"{line}\n" for line in _from_the_user(job)) + body("megatron.sh")
     script = script_of(job, notes, comment(PROGRAM, notes, about, job.config), lines, end)
@@ -166,8 +168,9 @@ def _make(job: Job) -> Draft:
 
 def _following(job: Job) -> dict[str, list[str]]:
     """Hyperparameter -> flags that are computed from it (``_from_the_user``)."""
-    at_the_end = [] if job.interval else ["--save-interval"]
-    return {"optimizer.lr": ["--min-lr"], "training.steps": ["--eval-interval", *at_the_end]}
+    intervals = {"--eval-interval": job.config.training.validate_every, "--save-interval": job.interval}
+    at_the_end = [name for name, steps in intervals.items() if steps is None]
+    return {"optimizer.lr": ["--min-lr"], "training.steps": at_the_end}
 
 
 def _without_unset(job: Job, flags: Sequence[Flag]) -> list[Flag]:
@@ -177,32 +180,17 @@ def _without_unset(job: Job, flags: Sequence[Flag]) -> list[Flag]:
     return [one for one in flags if one.name not in names]
 
 
-def _about_the_end(job: Job) -> str:
-    """A sentence about the ways to end before the last step."""
-    after = "The script ends with status 75 where a run that goes on later wrote a checkpoint, and resumes from it."
-    if not job.config.checkpoint.grace_s:
-        return f"SIGTERM ends the run at once, without a checkpoint (checkpoint.grace_s 0). {after}"
-    return (
-        "SIGTERM and Ctrl-C end the run after its step, with a checkpoint, if both take less than the 30 s after which "
-        f"torchrun kills its processes; STOP_AFTER_MIN=N ends it after N minutes, however long that takes. {after}"
-    )
-
-
-def _minutes(job: Job) -> int:
-    """``checkpoint.time_limit_s`` in minutes, which are whole ones; 0 for no limit."""
-    limit_s = job.config.checkpoint.time_limit_s
-    return 0 if limit_s is None else max(1, math.floor(limit_s / 60))
-
-
 def _from_the_user(job: Job) -> list[str]:
     """Lines of the script with the last step, and with what follows from settings that the user sets."""
     missing, optimizer = unset(job.config), job.config.optimizer
     last = f'"${variable("training.steps")}"' if "training.steps" in missing else str(job.config.training.known_steps)
     lines = [f"steps={last}"]
+    if job.config.output.log == "tensorboard":
+        lines.append('training+=(--tensorboard-dir "$run/tensorboard")')
     if "optimizer.lr" in missing:
         least = f'awk -v lr="${variable("optimizer.lr")}" "BEGIN {{ print lr * {optimizer.known_lr_min_fraction} }}"'
         lines.append(f'training+=(--min-lr "$({least})")')
-    if "training.steps" in missing:
+    if "training.steps" in missing and _following(job)["training.steps"]:
         steps = f"${variable('training.steps')}"
         flags = " ".join(f'{name} "{steps}"' for name in _following(job)["training.steps"])
         lines.append(f"training+=({flags})")
@@ -379,9 +367,10 @@ def _training(job: Job) -> list[Flag]:
         flag(_FLAGS["optimizer.lr"], rate),
         flag(_FLAGS["optimizer.lr_warmup_steps"], optimizer.known_lr_warmup_steps),
         flag("--min-lr", rate * optimizer.known_lr_min_fraction),
-        # One evaluation, after the last step, as in pipeloom.
-        flag("--eval-interval", steps),
+        # Without it, one evaluation, after the last step, as in pipeloom.
+        flag("--eval-interval", config.training.validate_every or steps),
         flag("--save-interval", job.interval or steps),
+        *kept(job)[0],
         # SIGTERM: a checkpoint after the step, and the end.
         *([flag("--exit-signal-handler")] if config.checkpoint.grace_s else []),
         *_decay(optimizer, steps),
@@ -417,17 +406,23 @@ def _left_out(job: Job) -> tuple[str, ...]:
     if config.layout.ep_overlap:
         found.append("layout.ep_overlap: tokens travel beside the block of shared experts alone")
     found.append(f"machine.attention {config.machine.attention}: Transformer Engine chooses the kernel")
+    found += [*checkpoints_unwritten(job, "Megatron-LM"), *kept(job)[1], *unwritten(job, _own(job))]
     return (*found, "training.seed: weights and batches are drawn differently")
+
+
+def _own(job: Job) -> set[str]:
+    """Settings that only this target writes, or names itself."""
+    own = {"training.validation_batches", "training.validate_every"}
+    own |= {"checkpoint.time_limit_s", "schedule.gradient_buffers"}
+    own |= {"schedule.receive_buffers"} if job.config.layout.pp > 1 else set()
+    own |= {"schedule.residency", "schedule.prefetch"} if job.config.layout.shard == "full" else set()
+    own |= {"checkpoint.keep_every"} if job.config.checkpoint.keep is not None else set()
+    return own | ({"output.log"} if job.config.output.log == "tensorboard" else set())
 
 
 def _differences(job: Job) -> tuple[str, ...]:
     layout = job.config.layout
-    found, limit_s = job.clock_differences("Megatron-LM"), job.config.checkpoint.time_limit_s
-    if limit_s is not None:
-        found.append(
-            f"checkpoint.time_limit_s {limit_s:g}: Megatron-LM writes the checkpoint behind the first step that ends "
-            f"after {count(_minutes(job), 'minute')}"
-        )
+    found = checkpoint_differences(job)
     if layout.pp > 1 and layout.num_loops > 1 and not _is_same_order(job):
         found.append(
             "order: forwards are those of breadth-first, but backwards of a rank's last stage begin before all "

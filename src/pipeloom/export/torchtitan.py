@@ -14,6 +14,7 @@ from pipeloom.export.text import Flag, bash_array, body, comment, flag
 from pipeloom.export.torch_csv import format_torch_csv
 from pipeloom.export.torch_schedule import differences_of_runtime, left_out_of_runtime, tied_problems
 from pipeloom.export.torchrun import about_ranks, script_of, start_of
+from pipeloom.export.unwritten import checkpoints_unwritten, unwritten
 from pipeloom.workload.dtypes import products_of
 from pipeloom.workload.launchers import TORCHTITAN
 from pipeloom.workload.layout import Layout
@@ -36,6 +37,9 @@ _OWN_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
 """Family -> PyTorch's schedule with the same order; all other orders are read from the CSV."""
 _MAPPED_AS = {"looped": "Interleaved1F1B", "v": "ZBVZeroBubble"}
 """Placement -> schedule whose placement torchtitan uses for the stages of a CSV; the order is the CSV's."""
+
+_LOGS = {"tensorboard": "--metrics.enable_tensorboard", "wandb": "--metrics.enable_wandb"}
+"""Program that receives metrics -> the flag for it."""
 
 
 def _problems(job: Job) -> list[str]:
@@ -132,6 +136,9 @@ def _flags(job: Job) -> list[Flag]:
         flags += _pipeline_flags(job)
     if config.training.compile:
         flags += [flag("--compile.enable"), flag("--compile.backend", config.training.compile_backend)]
+    if config.output.log in _LOGS:
+        # Each step, as in pipeloom.
+        flags += [flag(_LOGS[config.output.log]), flag("--metrics.log_freq", 1)]
     return flags + _checkpoint_flags(job)
 
 
@@ -141,6 +148,9 @@ def _checkpoint_flags(job: Job) -> list[Flag]:
     # After the last step it writes one as well. Without the state of the optimizer, its default, none could go on.
     flags = [flag("--checkpoint.enable"), flag("--checkpoint.no-last_save_model_only")]
     flags += [] if interval is None else [flag("--checkpoint.interval", interval)]
+    # All that checkpoint.every writes stay, and the two newest of those by the clock; at least two. 0: all.
+    kept = max(2, own.keep) if own.keep is not None else 2 if own.every is None else 0
+    flags.append(flag("--checkpoint.keep_latest_k", kept))
     if own.init is not None:
         # Read only while the folder of checkpoints has none; torchtitan takes no relative path.
         flags += [flag("--checkpoint.initial_load_path", own.init.absolute()), flag("--checkpoint.initial_load_in_hf")]
@@ -206,11 +216,24 @@ def _constant(name: str, value: float, missing: Collection[str]) -> str:
 
 
 def _left_out(job: Job) -> tuple[str, ...]:
+    keep = job.config.checkpoint.keep
     return (
         *(left_out_of_runtime(job) if _reads_csv(job) else ()),
+        *checkpoints_unwritten(job, "torchtitan"),
+        *(["checkpoint.keep 1: torchtitan keeps at least two checkpoints"] if keep == 1 else []),
+        *unwritten(job, _own(job)),
         f"machine.attention {job.config.machine.attention}: torchtitan uses flex attention",
         "training.seed: weights and batches are drawn differently",
     )
+
+
+def _own(job: Job) -> set[str]:
+    """Settings that only this target writes, or names itself."""
+    own = {"training.compile_backend"}
+    if _reads_csv(job):
+        own |= {"schedule.receive_buffers", "schedule.gradient_buffers"}
+        own |= {"schedule.residency", "schedule.prefetch"} if job.config.layout.shard == "full" else set()
+    return own | ({"output.log"} if job.config.output.log in _LOGS else set())
 
 
 def _differences(job: Job) -> tuple[str, ...]:
@@ -231,7 +254,8 @@ def _differences(job: Job) -> tuple[str, ...]:
     if job.config.checkpoint.init is not None:
         found.append(f"checkpoint.init is {job.config.checkpoint.init.absolute()}, on every node")
     found.append(
-        "a signal ends the run at once: it goes on from its newest checkpoint, and steps since then are repeated"
+        f"checkpoint.grace_s {job.config.checkpoint.grace_s:g}: a signal ends the run at once, without a checkpoint; a "
+        "restart repeats the steps since the newest one"
     )
     return (*found, "optimizer.weight_decay: weights of norms are decayed, too")
 
