@@ -122,3 +122,12 @@ def test_a_signal_saves_unless_the_run_allows_no_time_for_it(tmp_path, grace_s):
     (script,) = written_for("megatron", tmp_path, checkpoint={"grace_s": grace_s}).files
     found = command_of(script, MEGATRON="/megatron", DATA="mock")
     assert ("--exit-signal-handler" in found) == (grace_s > 0)
+
+
+def test_a_long_step_begins_early_enough(tmp_path):
+    written_for("megatron", tmp_path)
+    script = tmp_path / "megatron.sh"
+    script.write_text(script.read_text().replace("step_minutes=0", "step_minutes=7"))
+    for minutes, expected in (("90", "83"), ("5", "1")):
+        found = command_of(script, MEGATRON="/megatron", DATA="mock", STOP_AFTER_MIN=minutes)
+        assert values_of(found, "--exit-duration-in-mins") == [expected]

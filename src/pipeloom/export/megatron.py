@@ -160,6 +160,7 @@ def _make(job: Job) -> Draft:
         f"mock_vocab={(job.model.vocab_size or 0) - 1} # its tokenizer adds one token, the end of text",
         f"connections={0 if _is_fsdp(job) else 1}",
         f"minutes={minutes_of(job)} # until it writes a checkpoint and ends; 0 for no limit",
+        f"step_minutes={math.floor((job.step_s or 0) / 60)} # of a step, predicted: it ends behind one",
     ]
     end = "".join(f"{line}\n" for line in _from_the_user(job)) + body("megatron.sh")
     script = script_of(job, notes, comment(PROGRAM, notes, about, job.config), lines, end)

@@ -18,7 +18,8 @@ def about_the_end(job: Job) -> str:
         return f"SIGTERM ends the run at once, without a checkpoint (checkpoint.grace_s 0). {after}"
     return (
         "SIGTERM and Ctrl-C end the run after its step, with a checkpoint, if both take less than the 30 s after which "
-        f"torchrun kills its processes; STOP_AFTER_MIN=N ends it after N minutes, however long that takes. {after}"
+        "torchrun kills its processes; STOP_AFTER_MIN=N ends it with one after about N minutes, however long that "
+        f"takes. {after}"
     )
 
 

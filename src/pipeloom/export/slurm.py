@@ -12,7 +12,7 @@ SCRIPT = "pipeloom.sbatch"
 _MAX_RESTARTS = 3
 """Starts in a row without a new checkpoint before the last one; a job that always fails must end eventually."""
 _WRITES_S = 300
-"""Seconds for a checkpoint of a program that ends by itself before the time limit, after the step in which it does."""
+"""Seconds for the checkpoint of a program that ends by itself before the time limit."""
 _SECONDS_BEFORE_LIMIT = 120
 """How long before the time limit the batch script gets a signal, for a checkpoint and the requeue."""
 _TO_QUEUE_S = 60
@@ -57,7 +57,7 @@ def _make(job: Job) -> Draft:
             *(f"#SBATCH {option}" for option in options),
             comment("sbatch of Slurm 21.08 or newer", notes, about),
             f"max_restarts={_MAX_RESTARTS}",
-            f"early_s={before_limit_s + math.ceil(job.step_s or 0) + _WRITES_S}",
+            f"early_s={before_limit_s + _WRITES_S}",
             body("slurm.sh"),
         ]
     )

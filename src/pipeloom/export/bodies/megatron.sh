@@ -6,8 +6,9 @@ fi
 if ((connections)); then
   export CUDA_DEVICE_MAX_CONNECTIONS=1 # tensor parallelism needs it on GPUs before Blackwell; FSDP does not allow it
 fi
-if [[ -n "${STOP_AFTER_MIN:-}" ]] && ((minutes == 0 || STOP_AFTER_MIN < minutes)); then
-  minutes="$STOP_AFTER_MIN" # of a scheduler that ends the job later
+if [[ -n "${STOP_AFTER_MIN:-}" ]]; then # of a scheduler that ends the job later
+  others=$((STOP_AFTER_MIN > step_minutes ? STOP_AFTER_MIN - step_minutes : 1))
+  minutes=$((minutes == 0 || others < minutes ? others : minutes))
 fi
 if ((minutes)); then
   training+=(--exit-duration-in-mins "$minutes")
