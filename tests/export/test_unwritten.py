@@ -92,6 +92,7 @@ EXAMPLES: dict[str, Any] = {
     "training.spike_loss": 3.0,
     "training.spike_grad_norm": 3.0,
     "checkpoint.keep_every": 10,
+    "checkpoint.final": "none",
     "machine.attention": "plain",
 }
 """Setting -> value, where none follows from the type."""

@@ -216,11 +216,12 @@ def _constant(name: str, value: float, missing: Collection[str]) -> str:
 
 
 def _left_out(job: Job) -> tuple[str, ...]:
-    keep = job.config.checkpoint.keep
+    keep, batches = job.config.checkpoint.keep, job.config.training.validation_batches
     return (
         *(left_out_of_runtime(job) if _reads_csv(job) else ()),
         *checkpoints_unwritten(job, "torchtitan"),
         *(["checkpoint.keep 1: torchtitan keeps at least two checkpoints"] if keep == 1 else []),
+        *([f"training.validation_batches {batches}: nothing is validated; add --validator.enable"] if batches else []),
         *unwritten(job, _own(job)),
         f"machine.attention {job.config.machine.attention}: torchtitan uses flex attention",
         "training.seed: weights and batches are drawn differently",
@@ -229,7 +230,7 @@ def _left_out(job: Job) -> tuple[str, ...]:
 
 def _own(job: Job) -> set[str]:
     """Settings that only this target writes, or names itself."""
-    own = {"training.compile_backend"}
+    own = {"training.compile_backend", "training.validation_batches"}
     if _reads_csv(job):
         own |= {"schedule.receive_buffers", "schedule.gradient_buffers"}
         own |= {"schedule.residency", "schedule.prefetch"} if job.config.layout.shard == "full" else set()

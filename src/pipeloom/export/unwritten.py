@@ -139,4 +139,6 @@ def checkpoints_unwritten(job: Job, program: str) -> list[str]:
         found.append(f"checkpoint.background: with {program}, training waits while a checkpoint is written")
     if own.final == "none":
         found.append(f"checkpoint.final none: {program} writes a checkpoint after the last step")
+    if own.final == "safetensors":
+        found.append(f"checkpoint.final safetensors: the last checkpoint is in the format of {program} alone")
     return found
