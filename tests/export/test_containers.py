@@ -62,7 +62,7 @@ def test_a_job_of_kubernetes_that_goes_on_later_starts_again_any_number_of_times
     (rule,) = spec["failurePolicy"]["rules"]
     assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
     assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
-    assert (inner["backoffLimit"], spec["failurePolicy"]["maxRestarts"]) == (0, 3)
+    assert (inner["backoffLimit"], spec["failurePolicy"]["maxRestarts"]) == (0, 100)
 
 
 def test_a_task_of_skypilot_has_nodes_devices_a_volume_and_restarts(tmp_path):
@@ -71,8 +71,17 @@ def test_a_task_of_skypilot_has_nodes_devices_a_volume_and_restarts(tmp_path):
     assert (task["name"], task["num_nodes"], task["volumes"]) == ("tiny", 2, {"/data": "lustre"})
     assert task["resources"]["accelerators"] == "A100-80GB:8"
     assert task["resources"]["image_id"] == f"docker:{SITE.image}"
-    assert task["resources"]["job_recovery"] == {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75]}
+    assert task["resources"]["job_recovery"] == {"max_restarts_on_errors": 100, "recover_on_exit_codes": [75]}
     assert task["envs"] == {"RUN": "/data/tiny"}
+
+
+@pytest.mark.parametrize("target", ["kubeflow", "skypilot"])
+def test_failures_of_a_long_run_do_not_end_it_and_the_file_has_the_reason(tmp_path, target):
+    written_for(target, tmp_path, load_cluster("dgx-a100"))
+    head = (tmp_path / f"{target}.yaml").read_text().partition("\n---\n")[0]
+    assert "up to 100 times in the whole job, which a run of months" in " ".join(head.replace("#", " ").split())
+    # Failures of 49 days with one every 2.6 days: four deviations above their mean.
+    assert 100 > 49 / 2.6 + 4 * (49 / 2.6) ** 0.5
 
 
 def test_runs_on_cpus_ask_for_cores(tmp_path):

@@ -2,12 +2,13 @@
 
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from launch_runs import CLUSTER, command_of, run_of, values_of
 
-from pipeloom.config import ModelConfig, RunConfig, ScheduleConfig
+from pipeloom.config import CheckpointConfig, ModelConfig, RunConfig, ScheduleConfig
 from pipeloom.config.file import read_run_file
 from pipeloom.export import hand_over
 from pipeloom.workload.layout import Layout
@@ -78,7 +79,7 @@ def test_a_script_names_everything_that_is_missing_and_starts_nothing(tmp_path, 
         done = start(script, **some)
         assert (done.returncode, done.stderr.count("\n")) == (2, 2)
         assert f"  {left_out}: " in done.stderr
-    assert start(script, **variables).returncode == 0
+    assert start(script, **variables).returncode in (0, 75)  # 75: the probe trains no step
     assert script.with_name("started").exists()
 
 
@@ -101,7 +102,8 @@ def test_what_is_set_becomes_flags_of_this_program(tmp_path, elsewhere):
 
 
 def test_what_is_set_becomes_flags_of_megatron_with_what_follows_from_it(tmp_path, elsewhere):
-    hand_over(elsewhere, CLUSTER, tmp_path / "out", ["megatron"])
+    without_clock = replace(elsewhere, checkpoint=CheckpointConfig(every_s=0))
+    hand_over(without_clock, CLUSTER, tmp_path / "out", ["megatron"])
     found = command_of(tmp_path / "out" / "megatron.sh", **RECIPE, **MEGATRON)
     wanted = {"lr": "2e-4", "min-lr": "2e-05", "lr-warmup-iters": "30", "train-iters": "500", "save-interval": "500",
               "rotary-base": "500000", "norm-epsilon": "1e-06", "data-path": "/tokens"}  # fmt: skip
@@ -111,8 +113,10 @@ def test_what_is_set_becomes_flags_of_megatron_with_what_follows_from_it(tmp_pat
 
 
 def test_what_is_set_reaches_the_module_of_torchtitan(tmp_path, elsewhere, monkeypatch):
-    hand_over(elsewhere, CLUSTER, tmp_path / "out", ["torchtitan"])
+    without_clock = replace(elsewhere, checkpoint=CheckpointConfig(every_s=0))
+    hand_over(without_clock, CLUSTER, tmp_path / "out", ["torchtitan"])
     found = command_of(tmp_path / "out" / "torchtitan.sh", **RECIPE, **TORCHTITAN)
+    assert values_of(found, "--checkpoint.interval") == ["500"]
     assert values_of(found, "--training.steps")[0] == "500"
     assert values_of(found, "--dataloader.dataset") == ["c4"]
     constants = (tmp_path / "out" / "torchtitan_run.py").read_text().split("\nfrom functools")[0]

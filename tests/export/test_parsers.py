@@ -64,6 +64,8 @@ def megatron_values(export: Export) -> Mapping[str, Any]:
         "adam_eps": own["eps"],
         "weight_decay": own["weight_decay"],
         "clip_grad": 0.0 if isinf(clip) else clip,
+        "save_interval": job.interval or steps,
+        "exit_signal_handler": True,
     }
 
 
@@ -98,6 +100,9 @@ def torchtitan_values(export: Export) -> Mapping[str, Any]:
         "optimizer.param_groups.0.optimizer_kwargs.eps": own["eps"],
         "optimizer.param_groups.0.optimizer_kwargs.weight_decay": own["weight_decay"],
         "recompute": "FullAC.Config" if full else "NoneType",
+        "checkpoint.enable": True,
+        "checkpoint.interval": job.interval or setting("training.steps"),
+        "checkpoint.last_save_model_only": False,
     }
 
 

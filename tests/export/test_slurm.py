@@ -8,19 +8,10 @@ from dataclasses import replace
 
 import pytest
 from clusters import mixed
-from launch_runs import CLUSTER, reasons_of, run_of, written_for
+from launch_runs import CLUSTER, SCONTROL, SRUN, reasons_of, run_of, written_for
 
 from pipeloom.export import hand_over
 
-SRUN = """#!/bin/bash
-echo "srun $*" >>"$PLAYED/calls"
-while [[ $1 == --* ]]; do shift; done
-for node in 1 0; do SLURM_NODEID=$node "$@" || exit $?; done
-"""
-SCONTROL = """#!/bin/bash
-echo "scontrol $*" >>"$PLAYED/calls"
-if [[ $1 == show ]]; then printf 'node-07\\nnode-11\\n'; fi
-"""
 PROBE = """echo "$NODE_RANK $MASTER_ADDR $MASTER_PORT $RUN $*" >>"$PLAYED/started"
 exit "${PROBE_STATUS:-0}"
 """
@@ -103,15 +94,49 @@ def test_a_run_that_fails_is_queued_again_a_few_times(tmp_path, played):
     assert calls(tmp_path, "scontrol requeue") == ["scontrol requeue 20123"]
     assert [start(tmp_path, failing).returncode for _ in range(2)] == [3, 3]
     done = start(tmp_path, failing)
-    assert "ended with status 3, the failure 4 in a row" in done.stdout
+    assert "ended with status 3, start 4 in a row without a new checkpoint" in done.stdout
     assert len(calls(tmp_path, "scontrol requeue")) == 3
 
 
-def test_a_run_that_ends_in_order_is_queued_again_any_number_of_times(tmp_path, played):
+@pytest.mark.parametrize("status", ["3", "75"])
+@pytest.mark.parametrize(
+    "checkpoint", ["checkpoints/step-%06d/checkpoint.json", "checkpoint/step-%d/.metadata", "latest"]
+)
+def test_a_run_that_makes_progress_is_queued_again_any_number_of_times(tmp_path, played, status, checkpoint):
     for times in range(1, 6):
-        start(tmp_path, {**played[1], "PROBE_STATUS": "3"})  # a failure now and then is not one in a row
-        assert start(tmp_path, {**played[1], "PROBE_STATUS": "75", "SLURM_RESTART_COUNT": "9"}).returncode == 75
-        assert len(calls(tmp_path, "scontrol requeue")) == 2 * times
+        if checkpoint == "latest":
+            write = f'mkdir -p "$RUN"\necho {9 * times} >"$RUN/latest_checkpointed_iteration.txt"\n'
+        else:
+            name = f"$RUN/{checkpoint % (9 * times)}"
+            write = f'mkdir -p "$(dirname "{name}")"\ntouch "{name}"\n'
+        # Between two checkpoints it fails three times.
+        assert [start(tmp_path, {**played[1], "PROBE_STATUS": "3"}).returncode for _ in range(3)] == [3, 3, 3]
+        (tmp_path / "probe.sh").write_text(write + PROBE)
+        environment = {**played[1], "PROBE_STATUS": status, "SLURM_RESTART_COUNT": "9"}
+        assert start(tmp_path, environment).returncode == int(status)
+        assert len(calls(tmp_path, "scontrol requeue")) == 4 * times
+        (tmp_path / "probe.sh").write_text(PROBE)
+
+
+def test_a_run_that_ends_in_order_without_a_checkpoint_is_not_queued_for_ever(tmp_path, played):
+    environment = {**played[1], "PROBE_STATUS": "75", "SLURM_RESTART_COUNT": "9"}
+    assert [start(tmp_path, environment).returncode for _ in range(4)] == [75] * 4
+    assert len(calls(tmp_path, "scontrol requeue")) == 3
+
+
+@pytest.mark.parametrize(
+    ("end", "least", "most"), [("+3 hours", 160, 180), ("+1 minute", 1, 1), ("N/A", None, None), (None, None, None)]
+)
+def test_a_program_that_ends_by_itself_gets_the_minutes_until_shortly_before_the_limit(
+    tmp_path, played, end, least, most
+):
+    if end is not None:
+        (tmp_path / "squeue").write_text(f'#!/bin/bash\ndate -d "{end}" +%FT%T 2>/dev/null || echo "{end}"\n')
+        (tmp_path / "squeue").chmod(0o755)
+    (tmp_path / "probe.sh").write_text('echo "${STOP_AFTER_MIN:-none}" >"$PLAYED/minutes"\n')
+    assert start(tmp_path, played[1]).returncode == 0
+    found = (tmp_path / "minutes").read_text().strip()
+    assert found == "none" if least is None else least <= int(found) <= most
 
 
 def test_a_run_that_is_stopped_before_the_time_limit_is_queued_again(tmp_path, played):

@@ -9,6 +9,17 @@ from pipeloom.config import RunConfig
 from pipeloom.config.file import parse_run
 from pipeloom.export import hand_over
 
+SRUN = """#!/bin/bash
+echo "srun $*" >>"$PLAYED/calls"
+while [[ $1 == --* ]]; do shift; done
+for node in 1 0; do SLURM_NODEID=$node "$@" || exit $?; done
+"""
+"""Slurm's program, which starts the command for each of two nodes."""
+SCONTROL = """#!/bin/bash
+echo "scontrol $*" >>"$PLAYED/calls"
+if [[ $1 == show ]]; then printf 'node-07\\nnode-11\\n'; fi
+"""
+"""Slurm's program, which only notes how it was called."""
 CLUSTER = replace(load_cluster("laptop"), name="small", devices_per_node=4)
 
 
@@ -51,8 +62,10 @@ def command_of(script: Path, **variables: str) -> list[str]:
     probe.chmod(0o755)
     environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(probe), "NODE_RANK": "0", "MASTER_ADDR": "head", **variables}
     done = subprocess.run(
-        ["bash", str(script)], env=environment, capture_output=True, text=True, timeout=10, check=True
+        ["bash", str(script)], env=environment, capture_output=True, text=True, timeout=10, check=False
     )
+    # The probe trains no step: 75 is the status of a run that goes on later.
+    assert done.returncode in (0, 75), done.stderr
     return done.stdout.split("\0")[:-1]
 
 

@@ -13,6 +13,14 @@ from pipeloom.export.job import Draft, Job
 from pipeloom.export.text import body, comment
 from pipeloom.export.torchrun import TARGET as TORCHRUN
 
+MAX_RESTARTS = 100
+"""Failures after which a controller does not start the run again.
+
+Kubeflow Trainer and SkyPilot count over the whole job, and progress does not set them back. A run of 49 days with a
+failure every 2.6 days has 19, by chance up to 35: with this limit runs of months go on. A job that always fails must
+end eventually, and a start takes minutes.
+"""
+
 
 def container_problems(job: Job) -> list[str]:
     """Why a run cannot be started in containers of one kind, all on equal nodes."""

@@ -1,22 +1,24 @@
 """A run for export: its processes on nodes and layers in stages; and the interface of targets."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from pipeloom.config import ModelConfig, RunConfig, find_problems, run_part, unset
+from pipeloom.checkpoint.checkpoint_folder import is_hugging_face
+from pipeloom.config import ModelConfig, RunConfig, find_problems, run_part, unset, with_pretrained
 from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.stages import stage_layers
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.describe import describe, with_dtype, with_model_sizes
 from pipeloom.predict.places import node_problems
 from pipeloom.predict.recipes import recipe_notes, with_recipe
+from pipeloom.predict.step import simulate_step
 from pipeloom.schedule import Action, Kind, Schedule
-from pipeloom.terminal.words import count
+from pipeloom.terminal.words import count, seconds
 from pipeloom.workload.dtypes import precision_of
 from pipeloom.workload.launchers import Launcher, optimizer_problems
-
-MAX_RESTARTS = 3
-"""Restarts of a run that fails; a job that always fails must end eventually."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Job:
         layers_by_stage: number of layers of each stage, without the first stage's embedding.
         head_stage: the stage of the head.
         cluster: where it runs.
+        placed: the run in the cost model, with its cluster and its program.
         site: of the nodes.
     """
 
@@ -71,6 +74,7 @@ class Job:
     layers_by_stage: tuple[int, ...]
     head_stage: int
     cluster: Cluster
+    placed: Placed
     site: Site
 
     @property
@@ -189,6 +193,28 @@ class Job:
         found += launcher.model_problems(self.model, self.dtype, data.seq_len, by_document=data.by_document)
         return [*found, *optimizer_problems(launcher.title, self.config.optimizer.name)]
 
+    def weight_problems(self, program: str, instead: str | None) -> list[str]:
+        """Why a program would train from random weights instead of those that the run starts from.
+
+        Args:
+            program: in sentences.
+            instead: how its user starts it from the weights of a Hugging Face folder; ``None`` if the export does that.
+        """
+        init, resume = self.config.checkpoint.init, self.config.checkpoint.resume
+        if resume is not None:
+            way = "export its weights by `pipeloom export --format hf`, and name that folder as checkpoint.init"
+            return [f"checkpoint.resume {resume}: {program} cannot read the state of this run; {way}"]
+        if init is None:
+            return []
+        if not is_hugging_face(init):
+            way = "name its weights from `pipeloom export --format hf` instead"
+            return [f"checkpoint.init {init}: {program} cannot read it, it is no Hugging Face folder; {way}"]
+        return (
+            []
+            if instead is None
+            else [f"checkpoint.init {init}: {program} cannot read a Hugging Face folder; {instead}"]
+        )
+
     def node_problems(self) -> list[str]:
         """Why one command cannot start the run on every node; empty if it can."""
         return node_problems(self.cluster, self.config.layout.num_ranks)
@@ -200,12 +226,37 @@ class Job:
         unset = "checkpoint.every is not set and checkpoint.every_s is 0"
         return [f"{unset}: a run that fails has no checkpoint and starts again"]
 
-    def checkpoints_left_out(self, program: str, otherwise: str) -> list[str]:
-        """That a program writes no checkpoints by time; ``otherwise``: what it writes without an interval of steps."""
-        every, every_s = self.config.checkpoint.every, self.config.checkpoint.every_s
-        rest = f"{otherwise}, as checkpoint.every is not set" if every is None else f"every {count(every, 'step')}"
-        sentence = f"checkpoint.every_s {every_s:g}: {program} writes checkpoints by steps only, here {rest}"
-        return [sentence] if every_s else []
+    @cached_property
+    def step_s(self) -> float | None:
+        """Predicted seconds of a step; ``None`` if the step cannot be predicted."""
+        try:
+            return simulate_step(self.placed, self.config.knobs()).prediction.step_time_s
+        except UserError:
+            return None
+
+    @cached_property
+    def interval(self) -> int | None:
+        """Steps between checkpoints of a program that counts steps; ``None``: one after the last step alone.
+
+        They are ``checkpoint.every``, or else those of ``checkpoint.every_s`` by the predicted step time.
+        """
+        own = self.config.checkpoint
+        if own.every is not None or not own.every_s or self.step_s is None:
+            return own.every
+        return max(1, math.floor(own.every_s / self.step_s))
+
+    def clock_differences(self, program: str) -> list[str]:
+        """What a program that counts steps makes of ``checkpoint.every_s``, a sentence; empty where it is the same."""
+        own, step_s = self.config.checkpoint, self.step_s
+        if not own.every_s or (own.every is not None and step_s is not None and own.every * step_s <= own.every_s):
+            return []
+        what = f"checkpoint.every_s {own.every_s:g}: {program} counts steps, here"
+        if self.interval is None:
+            return [f"{what} those of the whole run, as there is no prediction of a step; set checkpoint.every"]
+        if own.every is not None:
+            return [f"{what} the {count(own.every, 'step')} of checkpoint.every alone"]
+        assert step_s is not None, "the interval follows from it"
+        return [f"{what} {count(self.interval, 'step')}, an estimate from the predicted step time, {seconds(step_s)}"]
 
 
 @dataclass(frozen=True)
@@ -276,7 +327,7 @@ def make_job(config: RunConfig, cluster: Cluster, site: Site) -> Job:
     Raises:
         ConfigError: the configuration is wrong; has all problems.
     """
-    config, problems = with_model_sizes(with_recipe(run_part(config)))
+    config, problems = with_model_sizes(with_pretrained(with_recipe(run_part(config))))
     problems += find_problems(config, trains=False, is_model_known=not problems)
     if problems:
         raise ConfigError(problems)
@@ -292,6 +343,7 @@ def make_job(config: RunConfig, cluster: Cluster, site: Site) -> Job:
         layers_by_stage=tuple(layers),
         head_stage=head_stage,
         cluster=cluster,
+        placed=Placed(described.run, cluster, described.software),
         site=site,
     )
 

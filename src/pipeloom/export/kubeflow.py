@@ -7,8 +7,8 @@ The runtime is the job's own. A TrainJob that changes a runtime of the cluster w
 import math
 from typing import Any
 
-from pipeloom.export.containers import Program, container_draft, container_problems, cores
-from pipeloom.export.job import MAX_RESTARTS, Draft, Job, Target
+from pipeloom.export.containers import MAX_RESTARTS, Program, container_draft, container_problems, cores
+from pipeloom.export.job import Draft, Job, Target
 from pipeloom.export.torchrun import TARGET as TORCHRUN
 
 SCRIPT, FILE = "kubeflow.sh", "kubeflow.yaml"
@@ -43,7 +43,8 @@ def _make(job: Job) -> Draft:
         ),
         (
             "A pod that Kubernetes ends gets SIGTERM: the run writes a checkpoint, and starts again from it. After a "
-            f"failure it starts again up to {MAX_RESTARTS} times."
+            f"failure it starts again up to {MAX_RESTARTS} times in the whole job, which a run of months with a "
+            "failure every few days survives; a run that always fails ends."
         ),
         "Add what your cluster requires: a queue, tolerations, the resource of a fast network.",
         *(["The variables to set are in env, empty."] if started.needs else []),

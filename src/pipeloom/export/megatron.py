@@ -12,9 +12,11 @@ from itertools import accumulate, pairwise
 
 from pipeloom.config import OptimizerConfig, unset
 from pipeloom.export.job import Draft, Job, Need, Target, variable
+from pipeloom.export.megatron_checkpoints import about_the_end, checkpoint_differences, kept, minutes_of
 from pipeloom.export.megatron_order import is_megatrons
 from pipeloom.export.text import Flag, bash_array, body, comment, flag
 from pipeloom.export.torchrun import about_ranks, script_of, start_of
+from pipeloom.export.unwritten import checkpoints_unwritten, unwritten
 from pipeloom.schedule import Kind
 from pipeloom.terminal.words import or_list
 from pipeloom.workload.launchers import MEGATRON, first_layers_recomputed
@@ -37,11 +39,17 @@ _FLAGS = {
 }
 """Hyperparameter -> flag of Megatron-LM; text and tokenizer are in DATA."""
 
+_CONVERT = (
+    "convert it by tools/checkpoint/convert.py of Megatron-LM, name it as model.file instead, and start the script "
+    "with --pretrained-checkpoint and the converted folder"
+)
+
 
 def _problems(job: Job) -> list[str]:
     # Without its slices, the run would have other problems.
     return job.whole_problems() or [
         *job.start_problems(MEGATRON),
+        *job.weight_problems("Megatron-LM", _CONVERT),
         *_order_problems(job),
         *job.order_problems("Megatron-LM"),
         *_shard_problems(job),
@@ -140,7 +148,7 @@ def _make(job: Job) -> Draft:
     needs = (*_NEEDS, *job.needs(_FLAGS))
     start = start_of(job, SCRIPT, "MEGATRON=... DATA=... ")
     notes = Draft({}, start, _left_out(job), _differences(job), needs)
-    about = [*about_ranks(job), "Flags after the script's name override those in it."]
+    about = [*about_ranks(job), "Flags after the script's name override those in it.", about_the_end(job)]
     groups = {
         "model": _model(job),
         "parallel": [*_parallel(job), *_sharding(job)],
@@ -151,31 +159,42 @@ def _make(job: Job) -> Draft:
         *(bash_array(name, _without_unset(job, flags)) for name, flags in groups.items()),
         f"mock_vocab={(job.model.vocab_size or 0) - 1} # its tokenizer adds one token, the end of text",
         f"connections={0 if _is_fsdp(job) else 1}",
+        f"minutes={minutes_of(job)} # until it writes a checkpoint and ends; 0 for no limit",
+        f"step_minutes={math.floor((job.step_s or 0) / 60)} # of a step, predicted: it ends behind one",
     ]
     end = "".join(f"{line}\n" for line in _from_the_user(job)) + body("megatron.sh")
     script = script_of(job, notes, comment(PROGRAM, notes, about, job.config), lines, end)
     return replace(notes, files={SCRIPT: script})
 
 
-_FOLLOWING = {"optimizer.lr": ("--min-lr",), "training.steps": ("--eval-interval", "--save-interval")}
-"""Hyperparameter -> flags that are computed from it (``_from_the_user``)."""
+def _following(job: Job) -> dict[str, list[str]]:
+    """Hyperparameter -> flags that are computed from it (``_from_the_user``)."""
+    intervals = {"--eval-interval": job.config.training.validate_every, "--save-interval": job.interval}
+    at_the_end = [name for name, steps in intervals.items() if steps is None]
+    return {"optimizer.lr": ["--min-lr"], "training.steps": at_the_end}
 
 
 def _without_unset(job: Job, flags: Sequence[Flag]) -> list[Flag]:
     """The flags without those of hyperparameters that the user must set, which the script adds."""
-    names = {name for setting in unset(job.config) for name in (_FLAGS.get(setting), *_FOLLOWING.get(setting, ()))}
+    following = _following(job)
+    names = {name for setting in unset(job.config) for name in (_FLAGS.get(setting), *following.get(setting, ()))}
     return [one for one in flags if one.name not in names]
 
 
 def _from_the_user(job: Job) -> list[str]:
-    """Lines of the script that compute flags from hyperparameters which the user must set; it has checked these."""
-    missing, optimizer, lines = unset(job.config), job.config.optimizer, list[str]()
+    """Lines of the script with the last step, and with what follows from settings that the user sets."""
+    missing, optimizer = unset(job.config), job.config.optimizer
+    last = f'"${variable("training.steps")}"' if "training.steps" in missing else str(job.config.training.known_steps)
+    lines = [f"steps={last}"]
+    if job.config.output.log == "tensorboard":
+        lines.append('training+=(--tensorboard-dir "$run/tensorboard")')
     if "optimizer.lr" in missing:
         least = f'awk -v lr="${variable("optimizer.lr")}" "BEGIN {{ print lr * {optimizer.known_lr_min_fraction} }}"'
         lines.append(f'training+=(--min-lr "$({least})")')
-    if "training.steps" in missing:
+    if "training.steps" in missing and _following(job)["training.steps"]:
         steps = f"${variable('training.steps')}"
-        lines.append(f'training+=(--eval-interval "{steps}" --save-interval "{job.config.checkpoint.every or steps}")')
+        flags = " ".join(f'{name} "{steps}"' for name in _following(job)["training.steps"])
+        lines.append(f"training+=({flags})")
     return lines
 
 
@@ -288,7 +307,7 @@ def _parallel(job: Job) -> list[Flag]:
 
 def layer_layout(layers_by_stage: tuple[int, ...]) -> str:
     """Stages in Megatron-LM's notation: ``E`` is the embedding, ``t`` a layer, ``L`` the head, ``|`` a boundary."""
-    stages = ["t" if count == 1 else f"t*{count}" if count else "" for count in layers_by_stage]
+    stages = ["t" if layers == 1 else f"t*{layers}" if layers else "" for layers in layers_by_stage]
     # A stage without layers is empty between two bars.
     return "|".join(["E" * (number == 0) + text for number, text in enumerate(stages)]) + "L"
 
@@ -349,9 +368,12 @@ def _training(job: Job) -> list[Flag]:
         flag(_FLAGS["optimizer.lr"], rate),
         flag(_FLAGS["optimizer.lr_warmup_steps"], optimizer.known_lr_warmup_steps),
         flag("--min-lr", rate * optimizer.known_lr_min_fraction),
-        # One evaluation, after the last step, as in pipeloom.
-        flag("--eval-interval", steps),
-        flag("--save-interval", config.checkpoint.every or steps),
+        # Without it, one evaluation, after the last step, as in pipeloom.
+        flag("--eval-interval", config.training.validate_every or steps),
+        flag("--save-interval", job.interval or steps),
+        *kept(job)[0],
+        # SIGTERM: a checkpoint after the step, and the end.
+        *([flag("--exit-signal-handler")] if config.checkpoint.grace_s else []),
         *_decay(optimizer, steps),
         flag("--adam-beta1", own["betas"][0]),
         flag("--adam-beta2", own["betas"][1]),
@@ -384,14 +406,24 @@ def _left_out(job: Job) -> tuple[str, ...]:
         found.append("training.compile: layers are Transformer Engine's, with its own kernels")
     if config.layout.ep_overlap:
         found.append("layout.ep_overlap: tokens travel beside the block of shared experts alone")
-    found += job.checkpoints_left_out("Megatron-LM", "one at the end")
     found.append(f"machine.attention {config.machine.attention}: Transformer Engine chooses the kernel")
+    found += [*checkpoints_unwritten(job, "Megatron-LM"), *kept(job)[1], *unwritten(job, _own(job))]
     return (*found, "training.seed: weights and batches are drawn differently")
+
+
+def _own(job: Job) -> set[str]:
+    """Settings that only this target writes, or names itself."""
+    own = {"training.validation_batches", "training.validate_every"}
+    own |= {"checkpoint.time_limit_s", "schedule.gradient_buffers"}
+    own |= {"schedule.receive_buffers"} if job.config.layout.pp > 1 else set()
+    own |= {"schedule.residency", "schedule.prefetch"} if job.config.layout.shard == "full" else set()
+    own |= {"checkpoint.keep_every"} if job.config.checkpoint.keep is not None else set()
+    return own | ({"output.log"} if job.config.output.log == "tensorboard" else set())
 
 
 def _differences(job: Job) -> tuple[str, ...]:
     layout = job.config.layout
-    found: list[str] = []
+    found = checkpoint_differences(job)
     if layout.pp > 1 and layout.num_loops > 1 and not _is_same_order(job):
         found.append(
             "order: forwards are those of breadth-first, but backwards of a rank's last stage begin before all "

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from pipeloom.export.containers import Program, container_draft, container_problems, cores
-from pipeloom.export.job import MAX_RESTARTS, Draft, Job, Target
+from pipeloom.export.containers import MAX_RESTARTS, Program, container_draft, container_problems, cores
+from pipeloom.export.job import Draft, Job, Target
 from pipeloom.export.torchrun import TARGET as TORCHRUN
 
 SCRIPT, FILE = "skypilot.sh", "skypilot.yaml"
@@ -56,7 +56,9 @@ def _make(job: Job) -> Draft:
         ),
         (
             "A run that ends with status 75, after a signal or by checkpoint.time_limit_s, starts again from its "
-            f"newest checkpoint; after a preemption as well, and after a failure up to {MAX_RESTARTS} times."
+            f"newest checkpoint; after a preemption as well, and after a failure up to {MAX_RESTARTS} times "
+            "in the whole job, which a run of months with a failure every few days survives; a run that always "
+            "fails ends."
         ),
     ]
     start = f"sky jobs launch {FILE}{envs}, in its folder"

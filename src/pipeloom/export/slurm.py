@@ -3,12 +3,16 @@
 import math
 from dataclasses import replace
 
-from pipeloom.export.job import MAX_RESTARTS, Draft, Job, Target
+from pipeloom.export.job import Draft, Job, Target
 from pipeloom.export.text import body, comment
 from pipeloom.export.torchrun import TARGET as TORCHRUN
 
 SCRIPT = "pipeloom.sbatch"
 
+_MAX_RESTARTS = 3
+"""Starts in a row without a new checkpoint before the last one; a job that always fails must end eventually."""
+_WRITES_S = 300
+"""Seconds for the checkpoint of a program that ends by itself before the time limit."""
 _SECONDS_BEFORE_LIMIT = 120
 """How long before the time limit the batch script gets a signal, for a checkpoint and the requeue."""
 _TO_QUEUE_S = 60
@@ -41,8 +45,9 @@ def _make(job: Job) -> Draft:
     ]
     about = [
         (
-            "Shortly before the time limit, the run completes its step and writes a checkpoint. It is then requeued, "
-            "as after a failure, and resumes from its newest checkpoint. "
+            "Shortly before the time limit, the run completes its step and writes a checkpoint; torchtitan.sh does not "
+            "and repeats the steps since its last one. It is then requeued, as after a failure, and resumes from its "
+            f"newest checkpoint. After {_MAX_RESTARTS + 1} starts in a row without a new one it is not queued again. "
             "Add options that your site requires, such as --partition and --account."
         )
     ]
@@ -51,7 +56,8 @@ def _make(job: Job) -> Draft:
             "#!/usr/bin/env bash",
             *(f"#SBATCH {option}" for option in options),
             comment("sbatch of Slurm 21.08 or newer", notes, about),
-            f"max_restarts={MAX_RESTARTS}",
+            f"max_restarts={_MAX_RESTARTS}",
+            f"early_s={before_limit_s + _WRITES_S}",
             body("slurm.sh"),
         ]
     )

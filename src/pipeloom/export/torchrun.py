@@ -137,6 +137,7 @@ def _differences(job: Job) -> tuple[str, ...]:
         )
     texts = [("data.path" if config.data.sources is None else "a source", part.path) for _, part in config.data.parts]
     files = [*texts, ("data.tokenizer", config.data.tokenizer), ("schedule.file", config.schedule.file)]
+    files += [("checkpoint.init", config.checkpoint.init), ("checkpoint.resume", config.checkpoint.resume)]
     for name, path in files:
         if isinstance(path, Path):
             found.append(f"{name} is {path.absolute()}, on every node")

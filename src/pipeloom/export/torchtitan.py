@@ -14,6 +14,7 @@ from pipeloom.export.text import Flag, bash_array, body, comment, flag
 from pipeloom.export.torch_csv import format_torch_csv
 from pipeloom.export.torch_schedule import differences_of_runtime, left_out_of_runtime, tied_problems
 from pipeloom.export.torchrun import about_ranks, script_of, start_of
+from pipeloom.export.unwritten import checkpoints_unwritten, unwritten
 from pipeloom.workload.dtypes import products_of
 from pipeloom.workload.launchers import TORCHTITAN
 from pipeloom.workload.layout import Layout
@@ -37,12 +38,16 @@ _OWN_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
 _MAPPED_AS = {"looped": "Interleaved1F1B", "v": "ZBVZeroBubble"}
 """Placement -> schedule whose placement torchtitan uses for the stages of a CSV; the order is the CSV's."""
 
+_LOGS = {"tensorboard": "--metrics.enable_tensorboard", "wandb": "--metrics.enable_wandb"}
+"""Program that receives metrics -> the flag for it."""
+
 
 def _problems(job: Job) -> list[str]:
     # Without its slices, the run would have other problems.
     if job.whole_problems():
         return job.whole_problems()
     found = [*job.start_problems(TORCHTITAN), *job.order_problems("torchtitan")]
+    found += job.weight_problems("torchtitan", None)
     found += [] if TORCHTITAN.ties_stages else tied_problems(job, TORCHTITAN.title)
     found += _model_problems(job)
     if (style := job.config.optimizer.lr_decay_style) != "cosine":
@@ -92,7 +97,9 @@ def _make(job: Job) -> Draft:
         f"recompute={job.config.layout.recompute_by_layer(job.model.num_layers)[0]}",
         f"schedule={CSV if _reads_csv(job) else ''}",
     ]
-    script = script_of(job, notes, comment(PROGRAM, notes, about, job.config), lines, body("torchtitan.sh"))
+    ends = job.interval is None and "training.steps" in unset(job.config)
+    own = f'flags+=(--checkpoint.interval "${variable("training.steps")}")\n' if ends else ""
+    script = script_of(job, notes, comment(PROGRAM, notes, about, job.config), lines, own + body("torchtitan.sh"))
     module = "\n".join([comment(PROGRAM, notes, (), job.config), *_constants(job), body("torchtitan.txt")])
     files = {SCRIPT: script, CONFIG: module}
     if _reads_csv(job):
@@ -129,8 +136,24 @@ def _flags(job: Job) -> list[Flag]:
         flags += _pipeline_flags(job)
     if config.training.compile:
         flags += [flag("--compile.enable"), flag("--compile.backend", config.training.compile_backend)]
-    if config.checkpoint.every is not None:
-        flags += [flag("--checkpoint.enable"), flag("--checkpoint.interval", config.checkpoint.every)]
+    if config.output.log in _LOGS:
+        # Each step, as in pipeloom.
+        flags += [flag(_LOGS[config.output.log]), flag("--metrics.log_freq", 1)]
+    return flags + _checkpoint_flags(job)
+
+
+def _checkpoint_flags(job: Job) -> list[Flag]:
+    config, own = job.config, job.config.checkpoint
+    interval = job.interval or (None if "training.steps" in unset(config) else config.training.known_steps)
+    # After the last step it writes one as well. Without the state of the optimizer, its default, none could go on.
+    flags = [flag("--checkpoint.enable"), flag("--checkpoint.no-last_save_model_only")]
+    flags += [] if interval is None else [flag("--checkpoint.interval", interval)]
+    # All that checkpoint.every writes stay, and the two newest of those by the clock; at least two. 0: all.
+    kept = max(2, own.keep) if own.keep is not None else 2 if own.every is None else 0
+    flags.append(flag("--checkpoint.keep_latest_k", kept))
+    if own.init is not None:
+        # Read only while the folder of checkpoints has none; torchtitan takes no relative path.
+        flags += [flag("--checkpoint.initial_load_path", own.init.absolute()), flag("--checkpoint.initial_load_in_hf")]
     return flags
 
 
@@ -193,17 +216,30 @@ def _constant(name: str, value: float, missing: Collection[str]) -> str:
 
 
 def _left_out(job: Job) -> tuple[str, ...]:
+    keep, batches = job.config.checkpoint.keep, job.config.training.validation_batches
     return (
         *(left_out_of_runtime(job) if _reads_csv(job) else ()),
-        *job.checkpoints_left_out("torchtitan", "none at all"),
+        *checkpoints_unwritten(job, "torchtitan"),
+        *(["checkpoint.keep 1: torchtitan keeps at least two checkpoints"] if keep == 1 else []),
+        *([f"training.validation_batches {batches}: nothing is validated; add --validator.enable"] if batches else []),
+        *unwritten(job, _own(job)),
         f"machine.attention {job.config.machine.attention}: torchtitan uses flex attention",
         "training.seed: weights and batches are drawn differently",
     )
 
 
+def _own(job: Job) -> set[str]:
+    """Settings that only this target writes, or names itself."""
+    own = {"training.compile_backend", "training.validation_batches"}
+    if _reads_csv(job):
+        own |= {"schedule.receive_buffers", "schedule.gradient_buffers"}
+        own |= {"schedule.residency", "schedule.prefetch"} if job.config.layout.shard == "full" else set()
+    return own | ({"output.log"} if job.config.output.log in _LOGS else set())
+
+
 def _differences(job: Job) -> tuple[str, ...]:
     layout = job.config.layout
-    found: list[str] = []
+    found = job.clock_differences("torchtitan")
     if _reads_csv(job):
         found += differences_of_runtime(job)
     elif layout.shard == "full" and layout.data_ranks > 1 and layout.pp > 1:
@@ -216,6 +252,12 @@ def _differences(job: Job) -> tuple[str, ...]:
         found.append(f"layout.shard {layout.shard}: FSDP2 keeps weights sharded between steps")
     if math.isinf(job.config.optimizer.known_clip_grad_norm):
         found.append("optimizer.clip_grad_norm inf: the gradient's norm is computed nevertheless")
+    if job.config.checkpoint.init is not None:
+        found.append(f"checkpoint.init is {job.config.checkpoint.init.absolute()}, on every node")
+    found.append(
+        f"checkpoint.grace_s {job.config.checkpoint.grace_s:g}: a signal ends the run at once, without a checkpoint; a "
+        "restart repeats the steps since the newest one"
+    )
     return (*found, "optimizer.weight_decay: weights of norms are decayed, too")
 
 

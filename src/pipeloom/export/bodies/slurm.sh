@@ -16,6 +16,20 @@ if grep -q "^needs=($" "$script"; then
   ONLY_CHECK=1 bash "$script" # missing variables end the job without a requeue
 fi
 
+# Megatron-LM ends by itself after so many minutes, with a checkpoint: torchrun would kill it 30 s after a signal.
+end="$(SLURM_TIME_FORMAT=standard squeue --noheader --job="$SLURM_JOB_ID" --format=%e 2>/dev/null || true)"
+if end_s="$(date -d "$end" +%s 2>/dev/null)" && [[ -n $end ]]; then
+  minutes=$(((end_s - $(date +%s) - early_s) / 60))
+  export STOP_AFTER_MIN=$((minutes > 1 ? minutes : 1))
+fi
+
+newest() { # what changes with every new checkpoint: of torchrun.sh, torchtitan.sh, megatron.sh
+  compgen -G "$RUN/checkpoints/step-*/checkpoint.json" | sort -V | tail -n 1 || true
+  compgen -G "$RUN/checkpoint/step-*/.metadata" | sort -V | tail -n 1 || true
+  cat "$RUN/latest_checkpointed_iteration.txt" 2>/dev/null || true
+}
+before="$(newest)"
+
 # One task per node, which may use all of its cores.
 srun --label --kill-on-bad-exit=1 --cpu-bind=none \
   bash -c 'NODE_RANK="$SLURM_NODEID" exec bash "$0" "$@"' "$script" "$@" &
@@ -25,27 +39,29 @@ trap 'is_late=1; kill -TERM "$step" 2>/dev/null || true' USR1 # Slurm sends it b
 status=0
 wait "$step" || status=$?
 if ((is_late)); then
-  wait "$step" || true
+  status=0
+  wait "$step" || status=$?
   echo "stopped before the time limit"
 fi
-failures="$RUN.failures" # how many times in a row it failed
+failures="$RUN.failures" # how many starts in a row ended without a new checkpoint
 if ((status == 0)); then
   rm -f "$failures"
   exit 0
 fi
-if ((is_late || status == 75)); then
-  rm -f "$failures" # 75: ended in order, to go on later
-  echo "ended with status $status, to go on: queued again"
-  scontrol requeue "$SLURM_JOB_ID"
+number=0
+if [[ "$(newest)" == "$before" ]]; then
+  number=$(($(cat "$failures" 2>/dev/null || echo 0) + 1))
+fi
+if ((number > max_restarts)); then
+  echo "ended with status $status, start $number in a row without a new checkpoint: not queued again"
+  rm -f "$failures"
   exit "$status"
 fi
-number=$(($(cat "$failures" 2>/dev/null || echo 0) + 1))
 echo "$number" >"$failures"
-if ((number <= max_restarts)); then
-  echo "ended with status $status: queued again"
-  scontrol requeue "$SLURM_JOB_ID"
+if ((status == 75 || is_late)); then
+  echo "ended with status $status, to go on: queued again" # 75: ended in order
 else
-  echo "ended with status $status, the failure $number in a row"
-  rm -f "$failures"
+  echo "ended with status $status: queued again"
 fi
+scontrol requeue "$SLURM_JOB_ID"
 exit "$status"

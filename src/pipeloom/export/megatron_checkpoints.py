@@ -1,0 +1,67 @@
+"""Checkpoints of Megatron-LM, core 0.16, and the ways in which it ends before the last step.
+
+Rules are those of ``training/training.py`` (``checkpoint_and_decide_exit``) and ``training/checkpointing.py``.
+"""
+
+import math
+
+from pipeloom.config import CheckpointConfig
+from pipeloom.export.job import Job
+from pipeloom.export.text import Flag, flag
+from pipeloom.terminal.words import count
+
+
+def about_the_end(job: Job) -> str:
+    """A sentence about the ways to end before the last step."""
+    after = "The script ends with status 75 where a run that goes on later wrote a checkpoint, and resumes from it."
+    if not job.config.checkpoint.grace_s:
+        return f"SIGTERM ends the run at once, without a checkpoint (checkpoint.grace_s 0). {after}"
+    return (
+        "SIGTERM and Ctrl-C end the run after its step, with a checkpoint, if both take less than the 30 s after which "
+        "torchrun kills its processes; STOP_AFTER_MIN=N ends it with one after about N minutes, however long that "
+        f"takes. {after}"
+    )
+
+
+def minutes_of(job: Job) -> int:
+    """``checkpoint.time_limit_s`` in minutes, which are whole ones; 0 for no limit."""
+    limit_s = job.config.checkpoint.time_limit_s
+    return 0 if limit_s is None else max(1, math.floor(limit_s / 60))
+
+
+def kept(job: Job) -> tuple[list[Flag], list[str]]:
+    """Which checkpoints stay: flags, and what is left out.
+
+    Megatron-LM keeps all, or the newest with those at multiples of an interval, itself a multiple of the one at which
+    it saves.
+    """
+    own, interval = job.config.checkpoint, job.interval
+    if interval is None:
+        return [], []  # a single one
+    never = interval * 1_000_000  # beyond the last step
+    if own.keep is None:
+        # Those by the clock would fill the disk: pipeloom keeps the two newest of them.
+        what = "checkpoint.keep: Megatron-LM keeps the newest checkpoint alone, not the two newest"
+        return ([flag("--save-retain-interval", never)], [what]) if own.every is None else ([], [])
+    several = f"checkpoint.keep {own.keep}: Megatron-LM keeps all checkpoints or the newest alone, here all"
+    if own.keep > 1:
+        return [], [several]
+    if own.keep_every is not None and own.keep_every % interval:
+        what = f"checkpoint.keep_every {own.keep_every}: here all checkpoints are kept, as it is no multiple of"
+        return [], [f"{what} the {count(interval, 'step')} between them"]
+    return [flag("--save-retain-interval", own.keep_every or never)], []
+
+
+def checkpoint_differences(job: Job) -> list[str]:
+    """What of the settings of checkpoints Megatron-LM does in another way, a sentence each."""
+    found, limit_s = job.clock_differences("Megatron-LM"), job.config.checkpoint.time_limit_s
+    if limit_s is not None:
+        found.append(
+            f"checkpoint.time_limit_s {limit_s:g}: Megatron-LM writes the checkpoint behind the first step that ends "
+            f"after {count(minutes_of(job), 'minute')}"
+        )
+    if (grace_s := job.config.checkpoint.grace_s) not in (0, CheckpointConfig().grace_s):
+        found.append(
+            f"checkpoint.grace_s {grace_s:g}: torchrun kills the processes 30 s after a signal, whatever they do"
+        )
+    return found
