@@ -174,11 +174,12 @@ def test_other_batches_and_files_that_cannot_be_checked_are_remarked_on(finished
     path = tmp_path / "old"
     shutil.copytree(finished / "run" / "checkpoints" / "step-000002", path)
     without_hashes(path)
-    words = ["--training.steps", "3", "--checkpoint.resume", str(path)]
+    words = ["--training.steps", "3", "--checkpoint.resume", str(path), "--data.validation-fraction", "0.2"]
     done = train(finished, "seed", *LAYOUT, *words, "--training.seed", "7", "--checkpoint.final", "none")
     assert done.returncode == 0, done.stderr
     assert "written without hashes of its files, so damage cannot be detected" in done.stdout
-    assert "batches differ from those that its run would have read, since training.seed changed" in done.stdout
+    changed = "data.validation_fraction, training.seed changed"
+    assert f"batches differ from those that its run would have read, since {changed}" in done.stdout
     assert not (finished / "seed" / "checkpoints").exists()
     assert not (finished / "seed" / "model.safetensors").exists()
 

@@ -457,7 +457,11 @@ AXES = {
     ),
     "halves in turns that are compiled": (
         {
-            "model__experts": 4, "layout__pp": 1, "layout__dp": 2, "layout__ep": 2, "layout__ep_overlap": True,
+            "model__experts": 4,
+            "layout__pp": 1,
+            "layout__dp": 2,
+            "layout__ep": 2,
+            "layout__ep_overlap": True,
             "training__compile": True,
         },
         "layout.ep_overlap does not work with training.compile, which compiles whole layers; leave one of them out",
