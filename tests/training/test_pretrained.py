@@ -360,6 +360,33 @@ def test_a_description_that_names_other_files_is_refused(folders, change):
         read_description(json.dumps(tree))
 
 
+def test_a_folder_stays_the_model_beside_settings_of_the_run_and_a_contradicting_one_is_named_alone(folders):
+    def start(name, **settings):
+        run = RunConfig(model=ModelConfig(**settings), checkpoint=CheckpointConfig(init=folders[1][name]))
+        return completed(run, lambda *_, **__: [])
+
+    for settings in ({"balance": "bias"}, {"balance": "none"}, {"expert_capacity": 1.5}, {"experts_per_token": 2}):
+        found, problems = start("mixtral", **settings)
+        assert not problems
+        own = {
+            name: value for name, value in settings.items() if name != "experts_per_token"
+        }  # its value is the default
+        assert found.model == replace(start("mixtral")[0].model, **own)
+        assert (found.model.file, found.model.experts) == (folders[1]["mixtral"], 4)
+    for settings, wanted in (
+        ({"norm_eps": 1e-2}, "model.norm_eps must be 1e-06, as in checkpoint.init llama, found 0.01"),
+        ({"num_layers": 5}, "model.num_layers must be 4, as in checkpoint.init llama, found 5"),
+        ({"experts": 4}, "model.experts must be unset, as in checkpoint.init llama, found 4"),
+    ):
+        _, problems = start("llama", **settings)
+        assert problems == [f"{wanted}; leave one of them out"]
+    named, problems = completed(
+        RunConfig(model=ModelConfig(preset="gpt-52b"), checkpoint=CheckpointConfig(init=folders[1]["llama"])),
+        lambda *_, **__: [],
+    )
+    assert (named.model.file, problems) == (None, [])
+
+
 def test_the_folders_tokenizer_is_the_runs_and_is_exported_with_its_settings(tmp_path):
     folder = save(make_model("llama"), tmp_path / "llama")
     tokenizer = LibraryTokenizer.train([b"some text of the model's own tokenizer"], 260)
@@ -371,8 +398,6 @@ def test_the_folders_tokenizer_is_the_runs_and_is_exported_with_its_settings(tmp
     bare, problems = completed(RunConfig(checkpoint=CheckpointConfig(init=folder)), lambda *_, **__: [])
     assert not problems
     assert (bare.model.file, bare.model.num_layers, bare.data.tokenizer) == (folder, 4, folder)
-    other = RunConfig(model=ModelConfig(num_layers=5), checkpoint=CheckpointConfig(init=folder))
-    assert completed(other, lambda *_, **__: [])[0].model.file is None
     config = replace(
         config,
         optimizer=replace(config.optimizer, lr=0.01, lr_warmup_steps=0),

@@ -216,6 +216,24 @@ class ModelConfig:
         )
 
     @property
+    def usual_values(self) -> dict[str, Any]:
+        """What unset settings of a model with all sizes stand for: name -> value, of those that have an effect."""
+        if self.adapted is not None:
+            return {}
+        found: dict[str, Any] = {"head_size": self.known_head_size, "query_pre_attn_scalar": self.known_head_size}
+        found |= {"attn_softcap": self.known_attn_softcap, "logit_softcap": self.known_logit_softcap}
+        if self.window is not None:
+            found["full_attention_layers"] = self.known_full_attention_layers
+            found["rope_local_theta"] = self.known_rope_local_theta
+        if (scaling := self.scaling) is not None:
+            names = {"slow_turns", "fast_turns"} if scaling.kind != "linear" else set()
+            names |= {"attention_factor"} if scaling.kind == "yarn" else set()
+            found |= {f"rope_{name}": getattr(scaling, name) for name in names}
+        if (experts := self.expert_layout) is not None:
+            found |= {"experts_per_token": experts.per_token, "expert_every": experts.every, "expert_ffn": experts.ffn}
+        return found
+
+    @property
     def blocks(self) -> "Blocks | None":
         """The blocks of which matrices of layers consist, with their default size; ``None`` for dense matrices."""
         return None if self.density is None else Blocks(density=self.density, size=self.density_block or BLOCK)
