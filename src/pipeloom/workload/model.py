@@ -56,7 +56,8 @@ class ModelConfig:
     """Model of the catalog, which gives all sizes. None: the sizes below."""
     file: Common[Path | None] = None
     """Model file: .toml or a Hugging Face config.json. That may be of llama, mistral, qwen2, qwen3, olmo2, gemma2,
-    gemma3_text or gpt2. The file gives all sizes. None: the sizes below."""
+    gemma3_text, gpt2, mixtral or qwen3_moe; for training, also of other types of transformers. The file gives all
+    sizes. None: the sizes below."""
     family: Annotated[str, Names("model families")] = "llama"
     """Architecture. llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention. qwen2, qwen3: llama with biases
     or norms of queries and keys. olmo2: llama with such norms, and norms behind the blocks. gemma2: GELU gates, norms
