@@ -27,7 +27,7 @@ from pipeloom.predict.describe import completed, with_model_sizes
 from pipeloom.runs.run_folder import RunFolder
 from pipeloom.training.checkpoints.boxes import Box
 from pipeloom.training.conversions.export import export_weights
-from pipeloom.training.pretrained import PretrainedWeights, origin_of, read_description
+from pipeloom.training.pretrained import PretrainedWeights, check_init, origin_of, read_description
 from pipeloom.training.run import train
 from pipeloom.training.session import resolve
 from pipeloom.training.trainer import Trainer
@@ -290,6 +290,27 @@ def test_another_type_is_written_with_its_name(tmp_path):
     assert before.pop("dtype") == "float32"
     assert after == before
     assert {one.dtype for one in load_file(files[0]).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("name", "is_written"), [("llama", True), ("qwen2", True), ("qwen3", False)])
+def test_sequences_of_more_positions_than_the_folders_are_remarked_on_and_exported(tmp_path, name, is_written):
+    folder = save(make_model(name), tmp_path / name)
+    most = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    config = config_of(tmp_path, folder, LAYOUTS["one rank"])
+    equal, longer = (replace(config, data=replace(config.data, seq_len=length)) for length in (most, most + 1))
+    assert "positions" not in check_init(equal)
+    said = check_init(longer)
+    assert (
+        f"was trained on {most} positions (max_position_embeddings), sequences have {most + 1}; an export has" in said
+    )
+    assert said.endswith(f"an export has {most + 1}") == is_written
+    assert said.endswith(f"an export has {most}, from which its scaling of positions follows") == (not is_written)
+    (folder / "config.json").write_text(
+        json.dumps({**json.loads((folder / "config.json").read_text()), "max_position_embeddings": SEQ_LEN - 1})
+    )
+    before = json.loads((folder / "config.json").read_text())
+    after = json.loads((export_of(tmp_path, folder, name)[0].parent / "config.json").read_text())
+    assert after == {**before, "max_position_embeddings": SEQ_LEN if is_written else SEQ_LEN - 1}
 
 
 @pytest.fixture(scope="module")
