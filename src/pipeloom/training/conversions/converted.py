@@ -10,13 +10,12 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 
+from pipeloom.checkpoint.checkpoint_choice import choose_checkpoint
 from pipeloom.checkpoint.checkpoint_folder import (
     FOLDER,
     METADATA,
     CheckpointInfo,
-    damage,
     draft_of,
-    find_checkpoint,
     measure,
     name_of,
     read_info,
@@ -64,7 +63,7 @@ def read_source(run: Path, folder: Path) -> Source:
 
 
 def read_run(run: Path) -> Source:
-    """The newest checkpoint of a run, or a given one.
+    """The newest undamaged checkpoint of a run, or a given one.
 
     Args:
         run: a run folder, or a checkpoint of one.
@@ -72,9 +71,9 @@ def read_run(run: Path) -> Source:
     Raises:
         UserError: the run cannot be read; ``ConfigError`` if its settings are wrong.
     """
-    checkpoint = find_checkpoint(run)
-    if found := damage(checkpoint):
-        raise UserError("\n  - ".join([f"the checkpoint {checkpoint} is damaged; use another one:", *found]))
+    choice = choose_checkpoint(run)
+    choice.print_remarks()
+    checkpoint = choice.path
     file = (run_of(checkpoint) or run) / CONFIG
     if not file.exists():
         raise UserError(f"expected a run folder with {CONFIG}, found none in {file.parent}")
