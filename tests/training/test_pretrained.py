@@ -19,7 +19,7 @@ from pipeloom.cli import main
 from pipeloom.config import CheckpointConfig, ModelConfig, OutputConfig, RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.data.text import load_data
 from pipeloom.data.tokenizer import ByteTokenizer, LibraryTokenizer
-from pipeloom.errors import UserError
+from pipeloom.errors import ConfigError, UserError
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.model import Transformer
@@ -255,6 +255,11 @@ def test_a_run_starts_from_the_weights_of_another_run(tmp_path):
     shutil.rmtree(tmp_path / "run")
     # A run that resumes has its weights in its own checkpoint.
     again = replace(second, checkpoint=replace(second.checkpoint, resume=result.folder))
+    other = replace(again, checkpoint=replace(again.checkpoint, init=result.folder))
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.init has no effect with checkpoint\.resume .* whose run began with"
+    ):
+        train(other, quiet=True)
     assert train(replace(again, training=replace(again.training, steps=4)), quiet=True).summary.steps == 4
 
 

@@ -11,6 +11,7 @@ from pipeloom.catalog import load_cluster, load_software, read_model
 from pipeloom.config import ModelConfig, RunConfig, decided_problems, find_problems, with_pretrained
 from pipeloom.config.file import parse_run, read_run_file, without_stale_sizes
 from pipeloom.config.paths import with_home
+from pipeloom.config.resumed import resumed_problems
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software, with_optimizer
@@ -65,10 +66,14 @@ def completed(config: _Config, judge: Callable[..., list[str]]) -> tuple[_Config
         config: of a run.
         judge: returns the problems of a configuration; called with ``is_model_known``.
     """
+    unused = resumed_problems(config)
+    if unused:  # what follows from them is not a problem of its own
+        own = replace(config.checkpoint, init=None)
+        config = replace(config, checkpoint=own, adapter=replace(config.adapter, init=None))
     config, problems = with_model_sizes(
         with_pretrained(with_recipe(config.with_known_loops().with_most_microbatches()))
     )
-    return config, [*problems, *judge(config, is_model_known=not problems)]
+    return config, [*unused, *problems, *judge(config, is_model_known=not problems)]
 
 
 def described_problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
