@@ -13,7 +13,8 @@ from typing import get_type_hints
 
 import pytest
 
-from pipeloom.cli import COMMANDS
+from pipeloom.catalog.architectures import ARCHITECTURES
+from pipeloom.cli import COMMANDS, main
 from pipeloom.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +51,21 @@ def test_every_link_and_anchor_of_a_page_exists(page, generated):
         assert target.is_file(), f"links to {link}, which does not exist"
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target, generated.filled), f"links to {link}, which has no such heading"
+
+
+def test_help_and_documentation_name_the_same_types_of_hugging_face(capsys):
+    known = set(ARCHITECTURES)
+    with pytest.raises(SystemExit):
+        main(["train", "--help-all"])
+    shown = re.search(r"--model\.file PATH(.*?)--model\.family", capsys.readouterr().out, flags=re.S)
+    assert shown is not None
+    assert known <= set(re.findall(r"\w+", shown[1]))
+    (row,) = re.findall(
+        r"^\| `model\.file` .*$", (DOCS / "how-to" / "own-model.md").read_text(encoding="utf-8"), flags=re.M
+    )
+    assert known <= set(re.findall(r"`(\w+)`", row))
+    rows = re.findall(r"^\| (`.*?) \|", (DOCS / "simulate.md").read_text(encoding="utf-8"), flags=re.M)
+    assert known <= set(re.findall(r"`(\w+)`", "".join(rows)))
 
 
 def test_every_page_is_in_the_navigation():

@@ -15,6 +15,7 @@ from forked import Forked
 from safetensors.numpy import load_file
 from small_run import write_text
 
+from pipeloom import load_run
 from pipeloom.checkpoint.checkpoint_folder import measure, read_info, write_info
 from pipeloom.cli import main
 from pipeloom.runs.traced_step import median_step
@@ -174,13 +175,36 @@ def test_other_batches_and_files_that_cannot_be_checked_are_remarked_on(finished
     path = tmp_path / "old"
     shutil.copytree(finished / "run" / "checkpoints" / "step-000002", path)
     without_hashes(path)
-    words = ["--training.steps", "3", "--checkpoint.resume", str(path)]
+    words = ["--training.steps", "3", "--checkpoint.resume", str(path), "--data.validation-fraction", "0.2"]
     done = train(finished, "seed", *LAYOUT, *words, "--training.seed", "7", "--checkpoint.final", "none")
     assert done.returncode == 0, done.stderr
     assert "written without hashes of its files, so damage cannot be detected" in done.stdout
-    assert "batches differ from those that its run would have read, since training.seed changed" in done.stdout
+    changed = "data.validation_fraction, training.seed changed"
+    assert f"batches differ from those that its run would have read, since {changed}" in done.stdout
     assert not (finished / "seed" / "checkpoints").exists()
     assert not (finished / "seed" / "model.safetensors").exists()
+
+
+def test_first_weights_are_refused_where_a_run_goes_on_unless_they_are_its_own(finished, tmp_path, capsys):
+    run, place = finished / "run", f"checkpoint.resume {finished / 'run'}"
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 9}))
+    words = words_of(finished, "refused", *LAYOUT, "--training.steps", "6", "--checkpoint.resume", str(run))
+    for first in (folder, run / "checkpoints" / "step-000002"):
+        assert main(["train", *words, "--checkpoint.init", str(first)]) == 2
+        _, line = capsys.readouterr().err.splitlines()
+        begun = f"checkpoint.init has no effect with {place}, whose run began with random weights"
+        assert line == f"  - {begun}, found {first}; leave it out"
+    assert main(["train", *words, "--adapter.rank", "2", "--adapter.init", "random"]) == 2
+    assert (
+        f"adapter.init has no effect with {place}, whose run began with zeros, found random" in capsys.readouterr().err
+    )
+    file = tmp_path / "run" / "config.toml"
+    shutil.copytree(run, file.parent)
+    file.write_text(file.read_text().replace("[checkpoint]", f"[checkpoint]\ninit = '{tmp_path / 'gone'}'"))
+    config = load_run(file, checkpoint={"resume": str(file.parent)})
+    assert config.checkpoint.init == tmp_path / "gone"
 
 
 def test_another_model_is_named_whole_before_anything_is_written(finished):

@@ -87,6 +87,35 @@ def test_tags_around_answers_change_nothing(tmp_path: Path) -> None:
     assert parts(tokenizer_of(tmp_path, tagged), {"messages": MESSAGES})[1] == "quick</s>\nlazy 狐</s>\n"
 
 
+WITHOUT_PROMPT = {
+    "{{ message['role'] + ': ' + message['content'] + '</s>' }}": "quick</s>lazy 狐</s>",
+    "{{ '<s>' + message['role'] + '\n' + message['content'] | trim + '</s>' }}": "quick</s>lazy 狐</s>",
+    "{{ '[' + message.content + ']' if message.role != 'assistant' else ' ' + message.content + '</s>' }}": (
+        " quick</s> lazy 狐</s>"
+    ),
+}
+"""What templates that have no prompt for an answer write of a message -> the targets."""
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "unigram"])
+@pytest.mark.parametrize("body", WITHOUT_PROMPT)
+def test_the_role_is_no_target_where_a_template_has_no_prompt_for_an_answer(
+    body: str, kind: str, tmp_path: Path
+) -> None:
+    template = f"{{% for message in messages %}}{body}{{% endfor %}}"
+    path = folder_of(trained(kind), tmp_path / "tokenizer", chat_template=template)
+    _, targets = parts(tokenizer_from(tokenizer_files(path)), {"messages": MESSAGES})
+    found = targets.replace("<unk>", "狐").replace("</s> ", "</s>").strip()
+    assert found == WITHOUT_PROMPT[body].replace("</s> ", "</s>").strip()
+
+
+def test_an_empty_answer_has_its_end_alone(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    template = "{% for message in messages %}{{ message.role + ': ' + message.content + '</s>' }}{% endfor %}"
+    messages = [MESSAGES[1], {"role": "assistant", "content": ""}]
+    assert parts(tokenizer_of(tmp_path, template), {"messages": messages})[1] == "</s>"
+
+
 WRONG = {
     "{{ ''.__class__.__mro__ }}": "must take the messages, found access to attribute '__class__'",
     "{{ messages.append(1) }}": "must take the messages, found access to attribute 'append'",

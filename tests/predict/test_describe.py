@@ -79,6 +79,43 @@ def test_a_size_that_disagrees_with_the_preset_is_named():
     assert problems == ["model.num_layers must be 40, as in model.preset llama-13b, found 12; leave one of them out"]
 
 
+SCALED = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 2048}
+"""Of positions; the rest has usual values."""
+USUAL = {
+    "head_size": (128, 64),
+    "query_pre_attn_scalar": (128, 64.0),
+    "rope_fast_turns": (32.0, 16.0),
+    "rope_slow_turns": (1.0, 2.0),
+    "logit_softcap": (0.0, 5.0),
+    "num_kv_heads": (8, 4),
+    "ffn_size": (14336, 14335),
+}
+"""Setting -> the value of the file, of most of them a usual one, and another."""
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_the_value_that_a_file_leaves_to_a_default_is_right_and_named_where_another_is_found(tmp_path, name):
+    config = model_file(tmp_path, rope_scaling=SCALED, rope_theta=5e5)
+    expected, problems = with_model_sizes(config)
+    assert problems == []
+    right, wrong = USUAL[name]
+    model = replace(config.model, **{name: right})
+    assert with_model_sizes(replace(config, model=model)) == (expected, [])
+    _, problems = with_model_sizes(replace(config, model=replace(model, **{name: wrong})))
+    assert problems == [f"model.{name} must be {right}, as in model.file llama, found {wrong}; leave one of them out"]
+
+
+def test_settings_of_experts_that_are_defaults_are_right():
+    right = {"experts": 8, "experts_per_token": 2, "expert_every": 1, "expert_ffn": 14336}
+    model = ModelConfig(preset="mixtral-8x7b", **right)
+    assert with_model_sizes(RunConfig(model=model))[1] == []
+    _, problems = with_model_sizes(RunConfig(model=replace(model, experts_per_token=3, expert_every=2)))
+    assert [problem.partition(", as")[0] for problem in problems] == [
+        "model.experts_per_token must be 2",
+        "model.expert_every must be 1",
+    ]
+
+
 def test_the_epsilon_and_the_rotary_base_of_the_preset_are_those_of_the_run():
     config, problems = with_model_sizes(RunConfig(model=ModelConfig(preset="llama-3-8b")))
     assert problems == []

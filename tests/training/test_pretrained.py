@@ -19,7 +19,7 @@ from pipeloom.cli import main
 from pipeloom.config import CheckpointConfig, ModelConfig, OutputConfig, RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.data.text import load_data
 from pipeloom.data.tokenizer import ByteTokenizer, LibraryTokenizer
-from pipeloom.errors import UserError
+from pipeloom.errors import ConfigError, UserError
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.model import Transformer
@@ -27,7 +27,7 @@ from pipeloom.predict.describe import completed, with_model_sizes
 from pipeloom.runs.run_folder import RunFolder
 from pipeloom.training.checkpoints.boxes import Box
 from pipeloom.training.conversions.export import export_weights
-from pipeloom.training.pretrained import PretrainedWeights, origin_of, read_description
+from pipeloom.training.pretrained import PretrainedWeights, check_init, origin_of, read_description
 from pipeloom.training.run import train
 from pipeloom.training.session import resolve
 from pipeloom.training.trainer import Trainer
@@ -255,6 +255,11 @@ def test_a_run_starts_from_the_weights_of_another_run(tmp_path):
     shutil.rmtree(tmp_path / "run")
     # A run that resumes has its weights in its own checkpoint.
     again = replace(second, checkpoint=replace(second.checkpoint, resume=result.folder))
+    other = replace(again, checkpoint=replace(again.checkpoint, init=result.folder))
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.init has no effect with checkpoint\.resume .* whose run began with"
+    ):
+        train(other, quiet=True)
     assert train(replace(again, training=replace(again.training, steps=4)), quiet=True).summary.steps == 4
 
 
@@ -290,6 +295,27 @@ def test_another_type_is_written_with_its_name(tmp_path):
     assert before.pop("dtype") == "float32"
     assert after == before
     assert {one.dtype for one in load_file(files[0]).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("name", "is_written"), [("llama", True), ("qwen2", True), ("qwen3", False)])
+def test_sequences_of_more_positions_than_the_folders_are_remarked_on_and_exported(tmp_path, name, is_written):
+    folder = save(make_model(name), tmp_path / name)
+    most = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    config = config_of(tmp_path, folder, LAYOUTS["one rank"])
+    equal, longer = (replace(config, data=replace(config.data, seq_len=length)) for length in (most, most + 1))
+    assert "positions" not in check_init(equal)
+    said = check_init(longer)
+    assert (
+        f"was trained on {most} positions (max_position_embeddings), sequences have {most + 1}; an export has" in said
+    )
+    assert said.endswith(f"an export has {most + 1}") == is_written
+    assert said.endswith(f"an export has {most}, from which its scaling of positions follows") == (not is_written)
+    (folder / "config.json").write_text(
+        json.dumps({**json.loads((folder / "config.json").read_text()), "max_position_embeddings": SEQ_LEN - 1})
+    )
+    before = json.loads((folder / "config.json").read_text())
+    after = json.loads((export_of(tmp_path, folder, name)[0].parent / "config.json").read_text())
+    assert after == {**before, "max_position_embeddings": SEQ_LEN if is_written else SEQ_LEN - 1}
 
 
 @pytest.fixture(scope="module")
@@ -360,6 +386,33 @@ def test_a_description_that_names_other_files_is_refused(folders, change):
         read_description(json.dumps(tree))
 
 
+def test_a_folder_stays_the_model_beside_settings_of_the_run_and_a_contradicting_one_is_named_alone(folders):
+    def start(name, **settings):
+        run = RunConfig(model=ModelConfig(**settings), checkpoint=CheckpointConfig(init=folders[1][name]))
+        return completed(run, lambda *_, **__: [])
+
+    for settings in ({"balance": "bias"}, {"balance": "none"}, {"expert_capacity": 1.5}, {"experts_per_token": 2}):
+        found, problems = start("mixtral", **settings)
+        assert not problems
+        own = {
+            name: value for name, value in settings.items() if name != "experts_per_token"
+        }  # its value is the default
+        assert found.model == replace(start("mixtral")[0].model, **own)
+        assert (found.model.file, found.model.experts) == (folders[1]["mixtral"], 4)
+    for settings, wanted in (
+        ({"norm_eps": 1e-2}, "model.norm_eps must be 1e-06, as in checkpoint.init llama, found 0.01"),
+        ({"num_layers": 5}, "model.num_layers must be 4, as in checkpoint.init llama, found 5"),
+        ({"experts": 4}, "model.experts must be unset, as in checkpoint.init llama, found 4"),
+    ):
+        _, problems = start("llama", **settings)
+        assert problems == [f"{wanted}; leave one of them out"]
+    named, problems = completed(
+        RunConfig(model=ModelConfig(preset="gpt-52b"), checkpoint=CheckpointConfig(init=folders[1]["llama"])),
+        lambda *_, **__: [],
+    )
+    assert (named.model.file, problems) == (None, [])
+
+
 def test_the_folders_tokenizer_is_the_runs_and_is_exported_with_its_settings(tmp_path):
     folder = save(make_model("llama"), tmp_path / "llama")
     tokenizer = LibraryTokenizer.train([b"some text of the model's own tokenizer"], 260)
@@ -371,8 +424,6 @@ def test_the_folders_tokenizer_is_the_runs_and_is_exported_with_its_settings(tmp
     bare, problems = completed(RunConfig(checkpoint=CheckpointConfig(init=folder)), lambda *_, **__: [])
     assert not problems
     assert (bare.model.file, bare.model.num_layers, bare.data.tokenizer) == (folder, 4, folder)
-    other = RunConfig(model=ModelConfig(num_layers=5), checkpoint=CheckpointConfig(init=folder))
-    assert completed(other, lambda *_, **__: [])[0].model.file is None
     config = replace(
         config,
         optimizer=replace(config.optimizer, lr=0.01, lr_warmup_steps=0),

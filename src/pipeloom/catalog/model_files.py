@@ -26,6 +26,8 @@ from pipeloom.workload.model_shape import Experts
 
 CONFIG_JSON = "config.json"
 """File of a Hugging Face folder that describes the model."""
+POSITIONS = "max_position_embeddings"
+"""Key of the tokens of a sequence; of no effect on the function, but where scaled positions follow it."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,20 @@ def config_json(model: ModelConfig, seq_len: int) -> dict[str, Any]:
     )
 
 
+def with_positions(table: dict[str, Any], seq_len: int) -> dict[str, Any]:
+    """A ``config.json`` whose ``max_position_embeddings`` are at least the tokens of a sequence.
+
+    As it is where the scaling of rotary positions follows from the number: where the original length is not given, and
+    with YaRN, whose factor transformers 4 computes from it.
+    """
+    found = table.get(POSITIONS)
+    if table.get("model_type") not in ARCHITECTURES or not isinstance(found, int) or found >= seq_len:
+        return table
+    wider = {**table, POSITIONS: seq_len}
+    own, other = (_parse(one, CONFIG_JSON, seq_len).over(ModelConfig()) for one in (table, wider))
+    return table if own != other or own.rope_scaling == "yarn" else wider
+
+
 def _table(model: ModelConfig, seq_len: int, name: str, known: Architecture) -> dict[str, Any]:
     """A model as ``config.json`` of an architecture, which may be unable to express it."""
     table: dict[str, Any] = {
@@ -208,7 +224,7 @@ def _table(model: ModelConfig, seq_len: int, name: str, known: Architecture) -> 
     table |= {key: fixed.values[0] for key, fixed in known.fixed.items() if fixed.default not in fixed.values}
     if not known.model_family.is_rotary:
         return {**table, "n_positions": seq_len}
-    table |= {"num_key_value_heads": model.num_kv_heads, "max_position_embeddings": seq_len}
+    table |= {"num_key_value_heads": model.num_kv_heads, POSITIONS: seq_len}
     if known.head_size is not None or model.head_size is not None:
         table["head_dim"] = model.known_head_size
     return table | rope_keys(model) | window_keys(model, known.windowed) | _score_keys(model, known)
@@ -308,7 +324,7 @@ def _model(file: ConfigJson, seq_len: int | None) -> ModelFile:
         return ModelFile(shape, eps, model_type=file.name, most_tokens=rows)
     settings = rope_settings(file)
     theta, own = settings.pop("rope_theta"), settings | {"query_pre_attn_scalar": scalar}
-    longest = file.table.get("max_position_embeddings")  # of no effect on the function, so of any type
+    longest = file.table.get(POSITIONS)  # of no effect on the function, so of any type
     most = longest if isinstance(longest, int) and longest > 0 else None
     return ModelFile(shape, eps, theta, own, file.name, most_tokens=most)
 

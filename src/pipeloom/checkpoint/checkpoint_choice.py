@@ -1,5 +1,6 @@
-"""Chooses the checkpoint to resume from: the newest undamaged one."""
+"""Chooses the checkpoint whose weights are read: the newest undamaged one."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from pipeloom.checkpoint.checkpoint_folder import (
     step_of,
 )
 from pipeloom.errors import ConfigError, UserError
+from pipeloom.terminal.guard import printable
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to resume from.
+    """The checkpoint whose weights are read.
 
     Attributes:
         path: absolute path of an undamaged checkpoint.
@@ -27,6 +29,16 @@ class Choice:
 
     path: Path
     damaged: tuple[tuple[Path, str], ...] = ()
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """A line for each newer checkpoint that is not read."""
+        return tuple(f"not from {path.name}: {problem}" for path, problem in self.damaged)
+
+    def print_remarks(self) -> None:
+        """Print them beside what a command prints."""
+        for line in self.remarks:
+            print(printable(line), file=sys.stderr, flush=True)  # noqa: T201  the weights are not the newest ones
 
 
 def choose_checkpoint(path: Path) -> Choice:

@@ -25,6 +25,8 @@ from typing import Any, Literal, TypeVar
 from pipeloom.errors import UserError, reason_of
 from pipeloom.system.files import parse_json, read_text
 
+RUN_FILE = "config.toml"
+"""Run file of a run folder."""
 FOLDER = "checkpoints"
 INFO = "checkpoint.json"
 METADATA = ".metadata"

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pipeloom.catalog.model_files import CONFIG_JSON
+from pipeloom.checkpoint.checkpoint_choice import choose_checkpoint
 from pipeloom.checkpoint.checkpoint_folder import (
     TOKENIZER,
     TOKENIZER_CONFIG,
     UNCHECKED,
     can_be_checked,
-    find_checkpoint,
 )
 from pipeloom.cli.flags import SOURCE, or_note, read_flags
 from pipeloom.cli.reference import Command, Output, Place
@@ -66,15 +66,23 @@ def _kind(file: Path) -> str:
 def run(words: list[str]) -> int:
     """Parse the arguments, write the files, print their paths."""
     options, problems = read_flags(COMMAND, words)
-    checkpoint = or_note(lambda: find_checkpoint(options.checkpoint), problems)
-    if problems or checkpoint is None:
+    choice = or_note(lambda: choose_checkpoint(options.checkpoint), problems)
+    if problems or choice is None:
         raise ConfigError(problems, SOURCE)
+    checkpoint = choice.path
+    choice.print_remarks()
 
-    from pipeloom.training.conversions.export import export_weights
+    from pipeloom.training.conversions.export import export_checkpoint
 
     file_bytes = None if options.file_gb is None else round(options.file_gb * 1e9)
-    settings = {"format": options.format, "dtype": options.dtype, "file_bytes": file_bytes, "merge": options.merge}
-    files = export_weights(checkpoint, options.output, **settings)
+    files = export_checkpoint(
+        checkpoint,
+        options.output,
+        format=options.format,
+        dtype=options.dtype,
+        file_bytes=file_bytes,
+        merge=options.merge,
+    )
     remark = "" if can_be_checked(checkpoint) else f" ({UNCHECKED})"
     print("\n".join([f"checkpoint {checkpoint}{remark}", *(f"{_kind(file)} {file}" for file in files)]))
     return 0

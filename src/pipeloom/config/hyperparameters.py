@@ -11,7 +11,6 @@ from typing import TypeVar
 from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, is_hugging_face
 from pipeloom.config.problems import find_problems
 from pipeloom.config.run import RunConfig, value_of
-from pipeloom.workload.model import ModelConfig
 from pipeloom.workload.model_families import MODELS
 
 HYPERPARAMETERS = {
@@ -51,13 +50,14 @@ _Config = TypeVar("_Config", bound=RunConfig)
 def with_pretrained(config: _Config) -> _Config:
     """The run with the model and the tokenizer of the Hugging Face folder that its weights come from.
 
-    A model or a tokenizer that the run sets itself stays.
+    A model or a tokenizer that the run names itself stays. Single settings of the model do not name another one: they
+    are compared with the folder's.
     """
     init = config.checkpoint.init
     if init is None or not is_hugging_face(init):
         return config
     model, data = config.model, config.data
-    if model == ModelConfig():
+    if model.preset is None and model.file is None:
         model = replace(model, file=init)
     if data.tokenizer is None and (init / TOKENIZER).is_file():
         data = replace(data, tokenizer=init)

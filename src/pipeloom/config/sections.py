@@ -418,8 +418,8 @@ class CheckpointConfig:
     init: Common[Path | None] = None
     """Folder of weights that a new run starts from. Of Hugging Face: with a config.json and safetensors files; it is
     then the default of model.file and, with a tokenizer.json, of data.tokenizer. Or a run folder or checkpoint, of
-    which the optimizer's state is not read. A run that resumes does not read it again. None: random weights by
-    training.seed."""
+    which the optimizer's state is not read. A run that resumes does not read it again, and takes that of its first run
+    alone. None: random weights by training.seed."""
     resume: Common[Path | None] = None
     """Checkpoint to resume from, or a run folder for its newest one. It may be from a run with another layout.
     training.steps counts from the first start. The run gets a new folder, unless output.folder is the same. None: a new

@@ -20,6 +20,8 @@ from pipeloom.errors import UserError
 KEYS = (("messages",), ("prompt", "completion"))
 """Keys of records with an answer."""
 _MOST_FACTOR = 10_000
+_PRIVATE_USE = (0xE000, 0xF900)
+"""Characters that texts hardly have."""
 _Counts = npt.NDArray[np.bool_]
 
 
@@ -98,11 +100,12 @@ def _conversation(tokenizer: Tokenizer, messages: Sequence[Any], num_given: int)
         raise UserError(f"a conversation must have an answer behind its messages, found {what}")
     # A template that writes earlier answers in another way once others follow shows the last one as in use.
     ranges = [one for one in found if one is not None] if None not in found else found[-1:]
-    ids, starts = tokenizer.encode_marked(whole)
+    ids, starts, stops = tokenizer.encode_marked(whole)
     counts = np.zeros(len(ids), np.bool_)
     for one in ranges:
         assert one is not None
-        counts |= (starts >= one[0]) & (starts < one[1])
+        # A token that begins before the answer and ends in it, as " quick" behind a colon, is its first one.
+        counts |= ((starts >= one[0]) | (stops > one[0])) & (starts < one[1])
     ends = [] if len(ids) and ids[-1] == tokenizer.end_of_text else [tokenizer.end_of_text]
     return np.concatenate([ids, ends]).astype(np.int64), np.concatenate([counts, np.zeros(len(ends), np.bool_)])
 
@@ -111,11 +114,34 @@ _Render = Callable[..., str]
 
 
 def _answer(render: _Render, messages: Sequence[Any], number: int, whole: str) -> tuple[int, int] | None:
-    """Where an answer is in the conversation: behind the prompt to generate it, with its end."""
-    before = render(messages[:number], add_generation_prompt=True)
+    """Where an answer is in the conversation: behind the prompt to generate it, with its end; ``None`` if elsewhere."""
+    given = messages[:number]
+    before = render(given, add_generation_prompt=True)
     after = whole if number == len(messages) - 1 else render(messages[: number + 1], add_generation_prompt=False)
-    is_found = after.startswith(before) and whole.startswith(after)
-    return (len(before), len(after)) if is_found else None
+    if not after.startswith(before) or not whole.startswith(after):
+        return None
+    is_prompt = before != render(given, add_generation_prompt=False)
+    begin = len(before) if is_prompt else _begin(render, messages[: number + 1], len(before), after)
+    return None if begin is None else (begin, len(after))
+
+
+def _begin(render: _Render, messages: Sequence[Any], num_before: int, after: str) -> int | None:
+    """Where the last message begins under a template without a prompt to generate it: behind the header of its role.
+
+    Args:
+        render: writes messages.
+        messages: up to the last one.
+        num_before: characters of those before it.
+        after: all of them as the template writes them.
+    """
+    mark = next(one for one in map(chr, range(*_PRIVATE_USE)) if one not in after)
+    last = messages[-1]
+    marked = render([*messages[:-1], {**last, "content": mark + last["content"]}], add_generation_prompt=False)
+    begin = marked.find(mark)
+    if begin < 0 or marked[:begin] != after[:begin]:
+        return None
+    # White space alone is no header: as " quick" behind [/INST], it is generated with the answer.
+    return begin if after[num_before:begin].strip() else num_before
 
 
 def _to_json(value: Any, **given: Any) -> str:
@@ -154,11 +180,12 @@ def _renderer(config_json: str) -> _Render:
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     names = {name: settings.get(name, "") for name in ("bos_token", "eos_token")}
+    compiled = cache(environment.from_string)
 
     def render(messages: Sequence[Any], *, add_generation_prompt: bool) -> str:
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "raise_exception": fail}
         try:
-            return environment.from_string(settings["chat_template"]).render(**names, **given)
+            return compiled(settings["chat_template"]).render(**names, **given)
         except Exception as error:  # a template may do anything to any value
             raise UserError(f"the chat template of data.tokenizer must take the messages, found {error}") from None
 

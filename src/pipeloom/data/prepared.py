@@ -42,7 +42,7 @@ from pipeloom.data.tokenizer import (
 from pipeloom.errors import UserError
 from pipeloom.terminal.words import count
 
-_FORMAT = 8
+_FORMAT = 9
 """Part of the cache key; increment it when the same text and settings give other tokens or other files."""
 _BPE_SAMPLE_BYTES = 8_000_000
 _LEAST_TOKENS = 2

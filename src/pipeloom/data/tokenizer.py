@@ -211,12 +211,13 @@ class LibraryTokenizer:
         parts = [one.decode(errors="ignore") for one in (before, text, after)]
         return self._in_parts("".join(parts), len(parts[0]), len(parts[0]) + len(parts[1]))
 
-    def encode_marked(self, text: str) -> tuple[TokenArray, npt.NDArray[np.int64]]:
-        """The tokens of a text that spells special tokens, and where each begins, in characters."""
+    def encode_marked(self, text: str) -> tuple[TokenArray, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The tokens of a text that spells special tokens, and where each begins and ends, in characters."""
         self._encoding.encode_special_tokens = False
         one = self._encoding.encode(text, add_special_tokens=False)
         self._encoding.encode_special_tokens = True
-        return np.array(one.ids, np.int64), np.array([start for start, _ in one.offsets], np.int64)
+        starts, stops = np.array(one.offsets, np.int64).reshape(-1, 2).T
+        return np.array(one.ids, np.int64), starts, stops
 
     def _in_parts(self, text: str, first: int, last: int) -> TokenArray:
         """The tokens of a long text: each is of the part in which it begins, encoded with what surrounds that."""

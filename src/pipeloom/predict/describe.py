@@ -11,6 +11,7 @@ from pipeloom.catalog import find_name, load_cluster, load_software, read_model
 from pipeloom.config import ModelConfig, RunConfig, decided_problems, find_problems, with_pretrained
 from pipeloom.config.file import parse_run, read_run_file, without_stale_sizes
 from pipeloom.config.paths import with_home
+from pipeloom.config.resumed import resumed_problems
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software, with_optimizer
@@ -53,10 +54,13 @@ def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
         return config, problems
     sized = file.over(model)
     source = "model.preset" if model.preset else "model.file"
+    source = "checkpoint.init" if model.preset is None and model.file == config.checkpoint.init else source
+    usual = sized.usual_values
     for item in fields(ModelConfig):
         found, size = getattr(model, item.name), getattr(sized, item.name)
+        size = usual.get(item.name) if size is None else size
         if found not in (size, item.default):
-            wanted = f"must be {size}, as in {source} {file.shape.name}"
+            wanted = f"must be {'unset' if size is None else size}, as in {source} {file.shape.name}"
             problems.append(f"model.{item.name} {wanted}, found {found}; leave one of them out")
     return replace(config, model=sized), problems
 
@@ -87,10 +91,14 @@ def completed(config: _Config, judge: Callable[..., list[str]]) -> tuple[_Config
         config: of a run.
         judge: returns the problems of a configuration; called with ``is_model_known``.
     """
+    unused = resumed_problems(config)
+    if unused:  # what follows from them is not a problem of its own
+        own = replace(config.checkpoint, init=None)
+        config = replace(config, checkpoint=own, adapter=replace(config.adapter, init=None))
     config, problems = with_model_sizes(
         with_pretrained(with_recipe(config.with_known_loops().with_most_microbatches()))
     )
-    return config, [*problems, *judge(config, is_model_known=not problems)]
+    return config, [*unused, *problems, *judge(config, is_model_known=not problems)]
 
 
 def described_problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:

@@ -10,14 +10,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from pipeloom.checkpoint.checkpoint_folder import FOLDER
+from pipeloom.checkpoint.checkpoint_folder import FOLDER, RUN_FILE
 from pipeloom.config import RunConfig
 from pipeloom.config.file import format_run
 from pipeloom.errors import RunError
 from pipeloom.system.files import strict_json
 from pipeloom.workload.layout import Coordinates
 
-CONFIG = "config.toml"
+CONFIG = RUN_FILE
 METRICS = "metrics.jsonl"
 WARNINGS = "warnings.txt"
 """A line for each thing that went wrong without ending the run; most runs have no such file."""

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeloom.catalog.architectures import ARCHITECTURES
-from pipeloom.catalog.model_files import CONFIG_JSON, read_model
+from pipeloom.catalog.model_files import CONFIG_JSON, POSITIONS, read_model, with_positions
 from pipeloom.catalog.weight_files import WeightFiles
 from pipeloom.checkpoint.checkpoint_folder import (
     ORIGIN,
@@ -203,7 +203,8 @@ def check_init(config: RunConfig) -> str:
     if is_hugging_face(path):
         weights = PretrainedWeights(path, config)
         dtypes = sorted({str(one).removeprefix("torch.") for one in weights.dtypes.values()})
-        return f"{path}: {count(weights.num_files, 'file')} of safetensors, {', '.join(dtypes)}"
+        found = f"{path}: {count(weights.num_files, 'file')} of safetensors, {', '.join(dtypes)}"
+        return found + _longer(path, config.data.seq_len)
     check_start(config, path)
     info = read_info(path)
     return f"{path}: step {info.step}, {info.tokens:,} tokens"
@@ -227,6 +228,17 @@ def read_weights(weights: Checkpoints, path: Path, config: RunConfig) -> int | N
         weights.fill(PretrainedWeights(path, config).read, path)
         return None
     return weights.restore(path).step
+
+
+def _longer(folder: Path, seq_len: int) -> str:
+    """A line if sequences have more tokens than those that the folder's model was trained on; empty otherwise."""
+    most = read_model(str(folder), seq_len, adapts=True).most_tokens
+    if most is None or seq_len <= most:
+        return ""
+    written = with_positions(parse_json(read_text(folder / CONFIG_JSON)), seq_len)[POSITIONS]
+    why = ", from which its scaling of positions follows" if written == most else ""
+    line = f"its model was trained on {most} positions ({POSITIONS}), sequences have {seq_len}"
+    return f"\n           {line}; an export has {written}{why}"
 
 
 def _blocks(box: Box, values: Tensor) -> Iterator[tuple[Box, Tensor]]:

@@ -196,7 +196,7 @@ def _check_start(config: RunConfig, choice: Choice | None) -> str:
     if info.step == config.training.known_steps:
         line += "; all steps are done, only validation, sample and report are left"
     line += "" if can_be_checked(choice.path) else f"\n           {UNCHECKED}"
-    return line + "".join(f"\n           not from {path.name}: {problem}" for path, problem in choice.damaged)
+    return line + "".join(f"\n           {remark}" for remark in choice.remarks)
 
 
 def _changed_order(config: RunConfig, data: Data, choice: Choice | None) -> str:

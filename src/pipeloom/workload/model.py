@@ -56,7 +56,8 @@ class ModelConfig:
     """Model of the catalog, which gives all sizes. None: the sizes below."""
     file: Common[Path | None] = None
     """Model file: .toml or a Hugging Face config.json. That may be of llama, mistral, qwen2, qwen3, olmo2, gemma2,
-    gemma3_text or gpt2. The file gives all sizes. None: the sizes below."""
+    gemma3_text, gpt2, mixtral or qwen3_moe; for training, also of other types of transformers. The file gives all
+    sizes. None: the sizes below."""
     family: Annotated[str, Names("model families")] = "llama"
     """Architecture. llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention. qwen2, qwen3: llama with biases
     or norms of queries and keys. olmo2: llama with such norms, and norms behind the blocks. gemma2: GELU gates, norms
@@ -214,6 +215,24 @@ class ModelConfig:
             shared=self.shared_experts or 0,
             capacity=self.expert_capacity,
         )
+
+    @property
+    def usual_values(self) -> dict[str, Any]:
+        """What unset settings of a model with all sizes stand for: name -> value, of those that have an effect."""
+        if self.adapted is not None:
+            return {}
+        found: dict[str, Any] = {"head_size": self.known_head_size, "query_pre_attn_scalar": self.known_head_size}
+        found |= {"attn_softcap": self.known_attn_softcap, "logit_softcap": self.known_logit_softcap}
+        if self.window is not None:
+            found["full_attention_layers"] = self.known_full_attention_layers
+            found["rope_local_theta"] = self.known_rope_local_theta
+        if (scaling := self.scaling) is not None:
+            names = {"slow_turns", "fast_turns"} if scaling.kind != "linear" else set()
+            names |= {"attention_factor"} if scaling.kind == "yarn" else set()
+            found |= {f"rope_{name}": getattr(scaling, name) for name in names}
+        if (experts := self.expert_layout) is not None:
+            found |= {"experts_per_token": experts.per_token, "expert_every": experts.every, "expert_ffn": experts.ffn}
+        return found
 
     @property
     def blocks(self) -> "Blocks | None":

@@ -1,6 +1,7 @@
 """Descriptions of checkpoints: a stranger's runs no code, and what torch writes is read."""
 
 import copyreg
+import errno
 import functools
 import importlib
 import io
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, metadata
+from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
@@ -131,6 +132,24 @@ def test_what_torch_writes_is_read_back(tmp_path, writer):
     dcp.load(found, storage_reader=CheckpointReader(tmp_path), no_dist=True)
     assert all(torch.equal(found[name], state[name]) for name in state)
     assert FileSystemReader(tmp_path).read_metadata().state_dict_metadata.keys() == state.keys()
+
+
+class Full(io.FileIO):
+    """A file on a disk with room for what is short alone."""
+
+    def write(self, content):
+        if len(content) > 1000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(content)
+
+
+def test_a_full_disk_is_named_where_torch_names_a_position(tmp_path, monkeypatch):
+    monkeypatch.setattr(filesystem.FileSystem, "create_stream", lambda _self, path, _mode: Full(path, "w"))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"a": torch.zeros(5000)}, storage_writer=CheckpointWriter(tmp_path), no_dist=True)
+    ((error, _),) = caught.value.failures.values()
+    assert isinstance(error, OSError)
+    assert str(error) == "[Errno 28] No space left on device"
 
 
 def test_equal_tensors_are_equal_files_wherever_they_are_written(tmp_path):

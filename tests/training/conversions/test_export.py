@@ -15,11 +15,13 @@ from small_run import small_run
 from pipeloom.checkpoint.checkpoint_folder import FOLDER, INFO, find_checkpoint
 from pipeloom.cli import main
 from pipeloom.config import CheckpointConfig, RunConfig, TrainingConfig
+from pipeloom.config.file import format_run
 from pipeloom.data.text import load_data
 from pipeloom.errors import RunError, UserError
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
-from pipeloom.runs.run_folder import RunFolder
+from pipeloom.runs.run_folder import CONFIG, RunFolder
+from pipeloom.training.conversions.converted import read_run
 from pipeloom.training.conversions.export import export_weights
 from pipeloom.training.session import resolve
 from pipeloom.training.trainer import Trainer
@@ -246,6 +248,27 @@ def test_any_damaged_file_is_refused_by_name_and_nothing_is_written(trained, tmp
     assert main(["export", str(path), str(tmp_path / "out")]) == 2
     assert "__0_0.distcp is missing" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_newest_undamaged_checkpoint_of_a_run_is_exported_with_a_remark(trained, tmp_path, capsys):
+    run, expected = trained
+    whole, newer = (tmp_path / "run" / FOLDER / f"step-00000{step}" for step in (1, 2))
+    for one in (whole, newer):
+        shutil.copytree(find_checkpoint(run), one)
+    file = newer / "__0_0.distcp"
+    parts = bytearray(file.read_bytes())
+    parts[len(parts) // 2] ^= 1
+    file.write_bytes(parts)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"checkpoint {whole}\n")
+    assert printed.err.startswith("not from step-000002: ")
+    assert "was changed after it was written" in printed.err
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == expected.keys()
+    export_weights(tmp_path / "run", tmp_path / "other")
+    (tmp_path / "run" / CONFIG).write_text(format_run(RunConfig()))
+    assert read_run(tmp_path / "run").checkpoint == whole
+    assert capsys.readouterr().err.count("not from step-000002: ") == 2
 
 
 def without_hashes(path):

@@ -162,10 +162,14 @@ def _refuse_other_replicas(config: RunConfig, path: Path) -> None:
     )
 
 
+_HELD_OUT = "data.validation_fraction"
+
+
 def new_order(config: RunConfig, data: Data, info: CheckpointInfo) -> list[str]:
     """Settings that differ from the checkpoint's and change the batches that follow."""
     found = _text(config, data)
-    return [name for name in found if found[name] != info.data.get(name)]
+    earlier = {_HELD_OUT: found[_HELD_OUT], **info.data}  # checkpoints of earlier versions lack it
+    return [name for name in found if found[name] != earlier.get(name)]
 
 
 def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
@@ -211,6 +215,7 @@ def _text(config: RunConfig, data: Data | None) -> dict[str, Any]:
         **({} if sources is None else {"data.sources": [one.weight for one in sources]}),
         "text": None if data is None else data.corpus_sha256,
         "data.tokenizer": config.data.tokenizer_kind,
+        _HELD_OUT: config.data.validation_fraction,
         "data.seq_len": config.data.seq_len,
         "data.pack": config.data.pack,
         "data.attention": config.data.attention if config.data.by_document else None,  # which earlier ones lack

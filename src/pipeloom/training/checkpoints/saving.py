@@ -222,7 +222,7 @@ class Saving:
         return number
 
     def _room(self) -> str:
-        """Free space of the disk, for the message: torch does not name a full disk as the cause."""
+        """Free space of the disk, for the message."""
         try:
             return f" ({format_bytes(shutil.disk_usage(self._folder.path).free)} are free on its disk)"
         except OSError:

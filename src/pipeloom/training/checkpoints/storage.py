@@ -52,9 +52,22 @@ class CheckpointWriter(FileSystemWriter):
         self._activity = activity
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's tensors; returns when they are on the disk."""
-        with self._activity:
-            return super().write_data(plan, planner)
+        """Write this rank's tensors; returns when they are on the disk.
+
+        Raises:
+            OSError: they cannot be written, such as to a full disk.
+        """
+        try:
+            with self._activity:
+                return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # torch's writer of tensors raises an error about its own positions behind that of the file.
+            cause = error.__context__
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            if cause is None:
+                raise
+            raise cause from None
 
     def storage_meta(self) -> StorageMeta | None:
         """Return ``None``, where the base class returns a UUID and the path."""

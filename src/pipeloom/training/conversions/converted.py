@@ -12,14 +12,13 @@ from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 
 from pipeloom.catalog.model_files import read_model
+from pipeloom.checkpoint.checkpoint_choice import choose_checkpoint
 from pipeloom.checkpoint.checkpoint_folder import (
     FOLDER,
     METADATA,
     TOKENIZER,
     CheckpointInfo,
-    damage,
     draft_of,
-    find_checkpoint,
     is_hugging_face,
     measure,
     name_of,
@@ -78,7 +77,7 @@ def existing(folder: Path) -> list[str]:
 
 
 def read_run(run: Path) -> Source:
-    """The newest checkpoint of a run, or a given one.
+    """The newest undamaged checkpoint of a run, or a given one.
 
     Args:
         run: a run folder, or a checkpoint of one.
@@ -86,9 +85,9 @@ def read_run(run: Path) -> Source:
     Raises:
         UserError: the run cannot be read; ``ConfigError`` if its settings are wrong.
     """
-    checkpoint = find_checkpoint(run)
-    if found := damage(checkpoint):
-        raise UserError("\n  - ".join([f"the checkpoint {checkpoint} is damaged; use another one:", *found]))
+    choice = choose_checkpoint(run)
+    choice.print_remarks()
+    checkpoint = choice.path
     file = (run_of(checkpoint) or run) / CONFIG
     if not file.exists():
         raise UserError(f"expected a run folder with {CONFIG}, found none in {file.parent}")

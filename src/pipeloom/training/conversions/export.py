@@ -27,12 +27,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pipeloom.calls import checked
 from pipeloom.catalog.weight_files import FileTensor
-from pipeloom.checkpoint.checkpoint_choice import refusal
+from pipeloom.checkpoint.checkpoint_choice import choose_checkpoint
 from pipeloom.checkpoint.checkpoint_folder import (
     TOKENIZER,
     TOKENIZER_CONFIG,
-    damage,
-    find_checkpoint,
     read_tokenizer,
 )
 from pipeloom.errors import RunError, UserError
@@ -78,7 +76,7 @@ def export_weights(
         [PosixPath('weights/model.safetensors'), PosixPath('weights/tokenizer.json')]
 
     Args:
-        checkpoint: a complete checkpoint, or a run folder, of which the latest complete one is used.
+        checkpoint: a complete checkpoint, or a run folder, of which the latest undamaged one is used.
         folder: for the files; created if missing.
         format: "pipeloom" for parameters with the names of this package, "hf" for a folder that ``from_pretrained`` of
             Hugging Face's transformers loads; of a run with adapters, unless they are merged, a folder of PEFT with the
@@ -98,9 +96,21 @@ def export_weights(
             architecture of Hugging Face computes the model, or PEFT cannot have its adapters.
         RunError: the files cannot be written; none is left behind.
     """
-    checkpoint, folder = find_checkpoint(Path(checkpoint)), Path(folder)
-    if damage(checkpoint):
-        raise UserError(refusal(checkpoint))
+    choice = choose_checkpoint(Path(checkpoint))
+    choice.print_remarks()
+    return export_checkpoint(choice.path, Path(folder), format=format, dtype=dtype, file_bytes=file_bytes, merge=merge)
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    folder: Path,
+    *,
+    format: Format,  # noqa: A002  as above
+    dtype: Dtype | None,
+    file_bytes: int | None,
+    merge: bool,
+) -> list[Path]:
+    """``export_weights`` of a checkpoint whose files are known to be undamaged."""
     if weight_files(folder) or (folder / PEFT_WEIGHTS).exists():
         raise UserError(f"{folder} already has weights; choose another folder, or move them")
     stored, adapter = stored_parameters(CheckpointReader(checkpoint)), stored_adapter(checkpoint)

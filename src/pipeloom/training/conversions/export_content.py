@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from pipeloom.catalog.model_files import CONFIG_JSON, config_json
+from pipeloom.catalog.model_files import CONFIG_JSON, config_json, with_positions
 from pipeloom.catalog.weight_files import FileTensor
 from pipeloom.checkpoint.checkpoint_folder import read_info, read_origin
 from pipeloom.config import ModelConfig
@@ -98,9 +98,11 @@ def hugging_face_content(
     }
     texts = {} if first is None else dict(first.texts)
     written = str(dtype or next(iter(dtypes.values()))).removeprefix("torch.")
-    if first is None or (dtype is not None and table.get(_DTYPE_KEY, table.get(_OLD_DTYPE_KEY)) != dtype):
+    is_other = dtype is not None and table.get(_DTYPE_KEY, table.get(_OLD_DTYPE_KEY)) != dtype
+    if first is None or is_other or table != _config_of(first):
         key = _OLD_DTYPE_KEY if _OLD_DTYPE_KEY in table else _DTYPE_KEY
-        texts[CONFIG_JSON] = json.dumps({**table, key: written}, indent=2, sort_keys=True) + "\n"
+        own = {key: written} if first is None or is_other else {}
+        texts[CONFIG_JSON] = json.dumps({**table, **own}, indent=2, sort_keys=True) + "\n"
     if first is None or dtype is not None or file_bytes is not None:
         texts.pop(WEIGHTS_INDEX, None)
         return Content(tensors, dtypes, texts=texts)
@@ -119,12 +121,22 @@ def _of_shared(tensor: FileTensor, model: ModelConfig) -> FileTensor:
 def _model_of(checkpoint: Path) -> tuple[ModelConfig, Origin | None, dict[str, Any]]:
     """The model of a checkpoint, the folder that its run started from, and the ``config.json``."""
     info = read_info(checkpoint)
+    seq_len = info.data["data.seq_len"]
     # Files of Hugging Face have dense matrices.
     model = model_in(checkpoint).dense
     text = read_origin(checkpoint)
     first = None if text is None else read_description(text)
-    table = config_json(model, info.data["data.seq_len"]) if first is None else parse_json(first.texts[CONFIG_JSON])
-    return model, first, table
+    if first is None:
+        return model, None, config_json(model, seq_len)
+    # Programs that read the file cut sequences at its number of positions: it has those that were trained.
+    return model, first, with_positions(_config_of(first), seq_len)
+
+
+def _config_of(first: Origin) -> dict[str, Any]:
+    found = parse_json(first.texts[CONFIG_JSON])
+    if not isinstance(found, dict):
+        raise UserError(f"{CONFIG_JSON} of the folder that the run started from must be an object, found {found!r:.60}")
+    return found
 
 
 def peft_content(checkpoint: Path, adapter: Adapter, stated: Mapping[str, torch.dtype]) -> Content:

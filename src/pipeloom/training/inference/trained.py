@@ -8,7 +8,7 @@ from pipeloom.checkpoint.checkpoint_choice import choose_checkpoint
 from pipeloom.checkpoint.checkpoint_folder import is_hugging_face
 from pipeloom.config import RunConfig
 from pipeloom.data.tokenizer import Tokenizer
-from pipeloom.execute.processes.world import World
+from pipeloom.execute.processes.world import World, is_first
 from pipeloom.training.checkpoints.checkpoint import Checkpoints
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.pretrained import PretrainedWeights, read_weights
@@ -39,7 +39,10 @@ def with_trained(config: RunConfig, path: Path) -> RunConfig:
     if is_hugging_face(path):
         found = replace(config.checkpoint, init=path.absolute(), resume=None)
     else:
-        found = replace(config.checkpoint, resume=choose_checkpoint(path).path)
+        choice = choose_checkpoint(path)
+        if is_first():
+            choice.print_remarks()
+        found = replace(config.checkpoint, resume=choice.path)
     return replace(config, checkpoint=found)
 
 

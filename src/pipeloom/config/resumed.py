@@ -1,0 +1,56 @@
+"""Settings of the first weights that have no effect on a run that goes on from a checkpoint."""
+
+from pathlib import Path
+
+from pipeloom.checkpoint.checkpoint_folder import RUN_FILE, find_checkpoint, is_checkpoint, read_info, run_of
+from pipeloom.config.file import read_run_file
+from pipeloom.config.run import RunConfig
+from pipeloom.errors import UserError
+
+_ZEROS = "zeros"
+
+
+def resumed_problems(config: RunConfig) -> list[str]:
+    """A sentence for each such setting that is not that of the run that wrote the checkpoint.
+
+    Equal ones are no problem: run files of runs contain them, and commands are repeated with a checkpoint added.
+    """
+    resume, init, second = config.checkpoint.resume, config.checkpoint.init, config.adapter.init
+    if resume is None or (init is None and second is None):
+        return []
+    try:
+        begun, begun_second = _first_weights(resume)
+    except (UserError, OSError):  # reported elsewhere
+        return []
+    problems: list[str] = []
+    if init is not None and not _is_same(init, begun):
+        weights = "random weights" if begun is None else begun
+        problems.append(
+            f"checkpoint.init has no effect with checkpoint.resume {resume}, whose run began with {weights}, found "
+            f"{init}; leave it out"
+        )
+    if second is not None and config.adapter.rank is not None and second != begun_second:
+        problems.append(
+            f"adapter.init has no effect with checkpoint.resume {resume}, whose run began with {begun_second}, found "
+            f"{second}; leave it out"
+        )
+    return problems
+
+
+def _first_weights(resume: Path) -> tuple[Path | None, str]:
+    """What the run of a checkpoint began with: ``checkpoint.init`` and ``adapter.init``."""
+    run = run_of(resume) if is_checkpoint(resume) else resume
+    if run is not None and (run / RUN_FILE).is_file():
+        config, _ = read_run_file(run / RUN_FILE)
+        return config.checkpoint.init, config.adapter.init or _ZEROS
+    info = read_info(find_checkpoint(resume))
+    draws = info.adapter is not None and info.adapter.get("draws_second")
+    return None if info.base is None else Path(info.base), "random" if draws else _ZEROS
+
+
+def _is_same(init: Path, begun: Path | None) -> bool:
+    """Whether both name the same weights: a run has the checkpoint of the run folder that it was given."""
+    if begun is None:
+        return False
+    named = (begun, run_of(begun) or begun)
+    return init.resolve() in {one.resolve() for one in named}
