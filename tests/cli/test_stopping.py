@@ -242,7 +242,7 @@ def test_a_checkpoint_that_one_rank_cannot_write_is_a_warning_and_the_next_one_i
     assert "rank 1: " in lines[0]
     assert "File too large" in lines[0]
     assert "rank 0: [Errno 28] No space left on device" in lines[1]
-    assert "are free on its disk); the run continues without this checkpoint" in lines[1]
+    assert "are free on its disk without it); the run continues without this checkpoint" in lines[1]
     noted = (tmp_path / "run" / "warnings.txt").read_text().splitlines()
     assert [line.partition("  ")[2] for line in noted] == [line.partition("warning: ")[2] for line in lines]
     assert "warnings.txt" in printed

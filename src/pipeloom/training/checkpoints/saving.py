@@ -222,9 +222,9 @@ class Saving:
         return number
 
     def _room(self) -> str:
-        """Free space of the disk, for the message."""
+        """Free space of the disk for the message, which is that without the checkpoint: its files are removed."""
         try:
-            return f" ({format_bytes(shutil.disk_usage(self._folder.path).free)} are free on its disk)"
+            return f" ({format_bytes(shutil.disk_usage(self._folder.path).free)} are free on its disk without it)"
         except OSError:
             return ""
 
