@@ -31,7 +31,9 @@ def llama(tmp_path):
 
 def test_torchtitan_reads_a_folder_of_hugging_face(tmp_path, llama):
     written = written_for("torchtitan", tmp_path / "out", checkpoint={"init": str(llama)})
-    found = command_of(written.files[0], TOKENIZER="/tokenizer", DATASET="c4")
+    # A model from a folder has no default of these.
+    recipe = {"OPTIMIZER_LR": "1e-5", "OPTIMIZER_LR_WARMUP_STEPS": "2", "TRAINING_STEPS": "9"}
+    found = command_of(written.files[0], TOKENIZER="/tokenizer", DATASET="c4", **recipe)
     assert values_of(found, "--checkpoint.initial_load_path") == [str(llama)]
     assert {"--checkpoint.enable", "--checkpoint.initial_load_in_hf"} <= set(found)
     assert f"checkpoint.init is {llama}, on every node" in written.notes.differs
