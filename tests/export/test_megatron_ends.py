@@ -67,12 +67,18 @@ def test_a_signal_reaches_torchrun_and_the_run_goes_on_later_if_it_wrote_a_check
     tmp_path, played, until, expected, number
 ):
     environment = {**played, "WAITS": "1", **({} if until is None else {"UNTIL": until})}
-    with subprocess.Popen(["bash", str(tmp_path / "megatron.sh")], env=environment) as job:
+    command = ["bash", str(tmp_path / "megatron.sh")]
+    job = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
         while not (tmp_path / "run" / "running").exists():
             assert job.poll() is None
             time.sleep(0.02)
         job.send_signal(number)
         assert job.wait(timeout=20) == expected
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
 
 
 def queued(folder, environment):
