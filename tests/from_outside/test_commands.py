@@ -87,7 +87,7 @@ def test_paths_of_a_run_file_are_those_beside_it(folder):
     assert json.loads(done.stdout)["run"]["shape"]["hidden"] == 64, done.stderr
 
 
-def test_a_run_is_trained_damaged_and_refused_with_its_whole_checkpoint_named(folder):
+def test_a_damaged_checkpoint_is_refused_with_the_whole_ones_named_and_its_run_is_exported_from_these(folder):
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     words = (*TINY, *SHORT, "--data.path", "text.txt", "--training.steps", "2", "--checkpoint.every", "1")
     done, _ = run_command("train", *words, "--output.folder", "run", folder=folder, imported=TRAINS)
@@ -96,11 +96,15 @@ def test_a_run_is_trained_damaged_and_refused_with_its_whole_checkpoint_named(fo
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
-    refused, written = run_command("export", "run", "weights", folder=folder, imported=TRAINS)
+    refused, written = run_command("export", str(damaged.parent), "weights", folder=folder, imported=TRAINS)
     assert refused.returncode == 2
     assert "__0_0.distcp was changed after it was written" in refused.stderr
     assert "undamaged ones of its run: step-000001" in refused.stderr
     assert written == []
+    done, _ = run_command("export", "run", "weights", folder=folder, imported=TRAINS)
+    assert done.returncode == 0, done.stderr
+    assert "step-000001" in done.stdout.splitlines()[0]
+    assert "not from step-000002: __0_0.distcp was changed after it was written" in done.stdout + done.stderr
 
 
 def test_a_time_limit_in_the_middle_of_a_command_ends_it_and_the_next_one_gets_its_own_answer():
