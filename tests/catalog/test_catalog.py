@@ -1,4 +1,4 @@
-"""Files of models, clusters and programs: found by name or path, units converted, every problem told at once."""
+"""Files of models, clusters and programs: found by name or path, units converted, all problems in one message."""
 
 import re
 
@@ -235,7 +235,7 @@ def test_all_problems_of_a_file_are_reported_together(tmp_path):
     file.write_text('name = 3\nlayers = 0\nhidden = 8\nheads = 2\nffn = 8\nfamily = "relu"\nvocab = 5\ncolor = 1\n')
     with pytest.raises(ConfigError) as caught:
         load_model(str(file))
-    told = "\n".join(caught.value.problems)
+    found = "\n".join(caught.value.problems)
     for part in (
         "name must be a text",
         "layers must be",
@@ -243,7 +243,7 @@ def test_all_problems_of_a_file_are_reported_together(tmp_path):
         "tied must",
         "key 'color'",
     ):
-        assert part in told
+        assert part in found
 
 
 @pytest.mark.parametrize("value", ["inf", "1e101", "0x1" + 100 * "0"])
@@ -253,10 +253,10 @@ def test_a_number_beyond_any_quantity_is_refused(tmp_path, value):
     file.write_text(text.replace("devices_per_node = 4", f"devices_per_node = {value}"))
     with pytest.raises(ConfigError) as caught:
         load_cluster(str(file))
-    told = [problem.partition(", found")[0] for problem in caught.value.problems]
-    assert "devices_per_node must be a whole number of at least 1 and at most 1e+100" in told
-    assert "[device] memory_gb must be a number of at least 0 and at most 1e+100" in told
-    assert "[collectives, number 2] message_bytes must be a list of numbers above 0" in told
+    found = [problem.partition(", found")[0] for problem in caught.value.problems]
+    assert "devices_per_node must be a whole number of at least 1 and at most 1e+100" in found
+    assert "[device] memory_gb must be a number of at least 0 and at most 1e+100" in found
+    assert "[collectives, number 2] message_bytes must be a list of numbers above 0" in found
 
 
 @pytest.mark.parametrize("text", ["= 3", "a = " + 5000 * "9", "a = " + 5000 * "["])

@@ -143,8 +143,7 @@ def _adapted(table: dict[str, Any], source: str, seq_len: int | None) -> ModelFi
         vocab=sizes.vocab_size,
         tied=tied,
     )
-    longest = getattr(sizes, "max_position_embeddings", None)
-    return ModelFile(shape, model_type=name, adapted=model, most_tokens=longest if isinstance(longest, int) else None)
+    return ModelFile(shape, model_type=name, adapted=model, most_tokens=_most_tokens(getattr(sizes, POSITIONS, None)))
 
 
 def _parse(table: dict[str, Any], source: str, seq_len: int | None) -> ModelFile:
@@ -324,9 +323,12 @@ def _model(file: ConfigJson, seq_len: int | None) -> ModelFile:
         return ModelFile(shape, eps, model_type=file.name, most_tokens=rows)
     settings = rope_settings(file)
     theta, own = settings.pop("rope_theta"), settings | {"query_pre_attn_scalar": scalar}
-    longest = file.table.get(POSITIONS)  # of no effect on the function, so of any type
-    most = longest if isinstance(longest, int) and longest > 0 else None
-    return ModelFile(shape, eps, theta, own, file.name, most_tokens=most)
+    return ModelFile(shape, eps, theta, own, file.name, most_tokens=_most_tokens(file.table.get(POSITIONS)))
+
+
+def _most_tokens(positions: object) -> int | None:
+    """The tokens of a sequence by ``POSITIONS``, which has no effect on the function and so may have any type."""
+    return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def _scores(file: ConfigJson) -> tuple[float | None, float, float]:

@@ -234,7 +234,10 @@ def _unknown(flag: str, option: Option | None, by_flag: dict[str, Option], comma
 
 
 def _close_flags(word: str, by_flag: dict[str, Option]) -> list[str]:
-    """Flags that a word may mean: those of a section, or with a similar name, without a section in it of every one."""
+    """At most three flags that a word may mean: those of its section, or those with similar names.
+
+    A word without a section is compared with the names of flags without their sections.
+    """
     wanted = word.lstrip("-")
     if of_section := [flag for flag in by_flag if flag.startswith(f"--{wanted}.")]:
         return of_section[:3]

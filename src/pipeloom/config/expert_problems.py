@@ -20,12 +20,8 @@ def expert_problems(config: RunConfig) -> Problems:
     if model.adapted is not None:
         yield "model.experts has no effect on a model that classes of transformers compute (model.file); leave it out"
         return
-    refused = {
-        f"training.matmul_dtype {config.training.matmul_dtype}": config.training.matmul_dtype,
-    }
-    for name, is_on in refused.items():
-        if is_on:
-            yield f"model.experts does not work with {name}; leave one of them out"
+    if dtype := config.training.matmul_dtype:
+        yield f"model.experts does not work with training.matmul_dtype {dtype}; leave one of them out"
 
 
 def expert_adapter_problems(config: RunConfig) -> Problems:

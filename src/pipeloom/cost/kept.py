@@ -32,9 +32,8 @@ layers and stages of a rank share, is counted separately, because it never moves
 
 A matrix that is frozen needs its input for no gradient: with adapters blocks keep their input only if one of its
 matrices has one, GELU and SwiGLU keep e F n / t less without one behind them, the head's norm has no output, and of
-experts and their router no input is kept. Each
-adapter of rank r keeps e r n. The first layer with adapters keeps less: below its first adapter nothing needs a
-gradient.
+experts and their router no input is kept. Each adapter of rank r keeps e r n. The first layer with adapters keeps
+less: below its first adapter nothing needs a gradient.
 
 A fully recomputed layer keeps its input, e H m. Between the halves of a split backward a stage keeps, for each matrix,
 its input and the gradient of its output, and the gradients of all other parameters.

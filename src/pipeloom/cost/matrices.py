@@ -73,9 +73,9 @@ def _matrices(run: Run, software: Software, stage: int) -> list[tuple[str, Shape
     shape, (_, head) = run.shape, stage_layers(run, software)
     trained = own_layers(run, software)[stage] - frozen_layers(run, software)[stage]
     own, found = run.adapter, list[tuple[str, Shape]]()
-    if own is not None and run.segment == "experts":
-        return found
     if own is not None:
+        if run.segment == "experts":
+            return found
         for target, (inputs, outputs, _) in zip(own.targets, own.widths(shape), strict=True):
             matrix = f"layers.0.{PATHS[target]}"
             found += [(matrix + FIRST, (own.rank, inputs)), (matrix + SECOND, (outputs, own.rank))] * trained

@@ -213,8 +213,8 @@ def layer_parameters(run: Run) -> int:
 
 def _of_adapters(run: Run, software: Software) -> tuple[float, ...]:
     """Number of parameters of each stage's adapters on one device."""
-    has_none = run.adapter is None or run.segment == "experts"
-    each = 0 if has_none or run.adapter is None else sum(run.adapter.layer_parameters(run.shape, run.tp))
+    own = None if run.segment == "experts" else run.adapter
+    each = 0 if own is None else sum(own.layer_parameters(run.shape, run.tp))
     return tuple(float(count * each) for count in _trained_layers(run, software))
 
 

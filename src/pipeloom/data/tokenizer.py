@@ -245,7 +245,7 @@ def tokenizer_from(files: Mapping[str, str]) -> Tokenizer:
 
 
 def same_tokens(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Whether a text has the same tokens by the files of two tokenizers, apart from what begins and ends it.
+    """Whether two tokenizers give a text the same tokens, without those that are added at its begin and end.
 
     Raises:
         UserError: as :meth:`LibraryTokenizer.from_files`.

@@ -209,11 +209,9 @@ class Job:
         if not is_hugging_face(init):
             way = "name its weights from `pipeloom export --format hf` instead"
             return [f"checkpoint.init {init}: {program} cannot read it, it is no Hugging Face folder; {way}"]
-        return (
-            []
-            if instead is None
-            else [f"checkpoint.init {init}: {program} cannot read a Hugging Face folder; {instead}"]
-        )
+        if instead is None:
+            return []
+        return [f"checkpoint.init {init}: {program} cannot read a Hugging Face folder; {instead}"]
 
     def node_problems(self) -> list[str]:
         """Why one command cannot start the run on every node; empty if it can."""

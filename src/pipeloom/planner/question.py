@@ -217,7 +217,7 @@ class Question:
         return self.adapter is not None or (rule is not None and rule.matrices is not None)
 
     @property
-    def counts_microbatches(self) -> bool:
+    def _counts_microbatches(self) -> bool:
         """Whether a loss or a capacity counts the loads of experts in whole micro-batches, so a rank must have them."""
         experts = self.shape.experts
         return experts is not None and (self._balance == "microbatch" or experts.capacity is not None)
@@ -256,7 +256,7 @@ class Question:
     def strategies(self) -> tuple[str, ...]:
         """Strategies to try."""
         left_out = () if self.searches_orders else (ORDER,)
-        left_out = (*left_out, "slices") if self.counts_microbatches else left_out
+        left_out = (*left_out, "slices") if self._counts_microbatches else left_out
         return tuple(n for n in self.software.strategies if n not in left_out and self.limits.allows(strategies=n))
 
     @property
@@ -280,7 +280,7 @@ class Question:
         """
         if self.limits.cp is not None:
             return self.limits.cp
-        if self.counts_microbatches:
+        if self._counts_microbatches:
             return (1,)
         most = self.seq // LEAST_CONTEXT if self.launcher.has_context and not self.launcher.is_own else 1
         return tuple(2**power for power in range(max(1, most).bit_length()))
@@ -289,7 +289,7 @@ class Question:
     def with_context_axis(self) -> "Question | None":
         """The question with context axes searched, where they are only on request; ``None`` elsewhere."""
         sizes = tuple(2**power for power in range(1, 7) if self.num_devices % 2**power == 0)
-        is_possible = sizes and self.launcher.has_context and not self.counts_microbatches
+        is_possible = sizes and self.launcher.has_context and not self._counts_microbatches
         return self.limited(cp=sizes) if is_possible and self.limits.cp is None else None
 
     @cached_property
@@ -309,7 +309,7 @@ class Question:
     def _halves(self) -> bool:
         """Whether the program computes halves of a micro-batch, and none of the runs counts whole ones."""
         counts = self._balance == "batch" and not all(map(ends_forwards_first, self.families))
-        return self.software.has_lanes and not counts and not self.counts_microbatches
+        return self.software.has_lanes and not counts and not self._counts_microbatches
 
     @cached_property
     def clusters(self) -> tuple[Cluster, ...]:

@@ -87,6 +87,7 @@ class PretrainedWeights:
         folder: its path.
         shapes: of the parameters by name, without adapters, which the folder does not have.
         dtypes: of these parameters.
+        most_tokens: of a sequence, as in ``ModelFile``.
         num_files: number of files with weights.
 
     Raises:
@@ -97,6 +98,7 @@ class PretrainedWeights:
         self.folder = folder
         known = read_model(str(folder), config.data.seq_len, adapts=True)
         assert known.model_type is not None
+        self.most_tokens = known.most_tokens
         if differing := other_settings(config.model, model_settings(known.over(config.model)), "there"):
             lines = [f"checkpoint.init {folder} is of another model; set model.file to {folder}:", *differing]
             raise UserError("\n  - ".join(lines))
@@ -204,7 +206,7 @@ def check_init(config: RunConfig) -> str:
         weights = PretrainedWeights(path, config)
         dtypes = sorted({str(one).removeprefix("torch.") for one in weights.dtypes.values()})
         found = f"{path}: {count(weights.num_files, 'file')} of safetensors, {', '.join(dtypes)}"
-        return found + _longer(path, config.data.seq_len)
+        return found + _longer(weights, config.data.seq_len)
     check_start(config, path)
     info = read_info(path)
     return f"{path}: step {info.step}, {info.tokens:,} tokens"
@@ -230,12 +232,12 @@ def read_weights(weights: Checkpoints, path: Path, config: RunConfig) -> int | N
     return weights.restore(path).step
 
 
-def _longer(folder: Path, seq_len: int) -> str:
+def _longer(weights: PretrainedWeights, seq_len: int) -> str:
     """A line if sequences have more tokens than those that the folder's model was trained on; empty otherwise."""
-    most = read_model(str(folder), seq_len, adapts=True).most_tokens
+    most = weights.most_tokens
     if most is None or seq_len <= most:
         return ""
-    written = with_positions(parse_json(read_text(folder / CONFIG_JSON)), seq_len)[POSITIONS]
+    written = with_positions(parse_json(read_text(weights.folder / CONFIG_JSON)), seq_len)[POSITIONS]
     why = ", from which its scaling of positions follows" if written == most else ""
     line = f"its model was trained on {most} positions ({POSITIONS}), sequences have {seq_len}"
     return f"\n           {line}; an export has {written}{why}"

@@ -26,6 +26,7 @@ STATE = "optimizer."
 """Prefix of the keys of optimizer state."""
 OUTER = "outer_momentum"
 """State of the outer step, where replicas step alone and average their weights."""
+_HELD_OUT = "data.validation_fraction"
 
 
 def checkpoint_info(config: RunConfig, data: Data | None, step: int, sequences: int, tokens: int) -> CheckpointInfo:
@@ -160,9 +161,6 @@ def _refuse_other_replicas(config: RunConfig, path: Path) -> None:
         "in the run that wrote it, or start from its weights alone with --checkpoint.init in place of "
         "--checkpoint.resume"
     )
-
-
-_HELD_OUT = "data.validation_fraction"
 
 
 def new_order(config: RunConfig, data: Data, info: CheckpointInfo) -> list[str]:
