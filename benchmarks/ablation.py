@@ -11,13 +11,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from held_out import TABLES, Programs, Split, held_out, mean_of, splits
+from held_out import Programs, Split, held_out, mean_of, splits, tables_in
 from pipeloom.accuracy.programs import cluster_of, program_of
 from pipeloom.accuracy.rows import Row, read_rows
 from pipeloom.accuracy.schedules import predict
@@ -92,8 +91,7 @@ def ablations(known: Programs, parts: list[str]) -> Iterator[Ablation]:
 
 def main(words: list[str]) -> None:
     """Compute and print the lines."""
-    tables = [Path(word) for word in words if word.endswith(".csv")] or list(TABLES)
-    console, known = Console(width=160), Programs([row for table in tables for row in read_rows(table)])
+    console, known = Console(width=160), Programs([row for table in tables_in(words) for row in read_rows(table)])
     lines = Table("program", "fitted on", "predicted", "fact", "with", "without")
     for line in ablations(known, [word for word in words if not word.endswith(".csv")]):
         split = line.split

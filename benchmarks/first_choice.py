@@ -2,9 +2,11 @@
 
 Run by ``make first-choice TABLES="measured.csv modern.csv"``. A group has the measured layouts of one model, batch and
 number of devices. Of those that leave the headroom by prediction, the order of ``planner/choice.py`` chooses one. Its
-measured step time over that of the fastest measured layout of the group - 1 is the regret. Rows that differ in nothing
-that a plan chooses, such as with and without torch.compile, are one layout with the mean of their times. Left out are
-disturbed runs, and sets whose "measurements" are sums of a simulator (``Software.is_composed``).
+measured step time over that of the fastest measured layout of the group - 1 is the regret. The last lines compare with
+the fastest of those that leave the headroom: the regret of the order alone, without the price of the headroom. Rows
+that differ in nothing that a plan chooses, such as with and without torch.compile, are one layout with the mean of
+their times. Left out are disturbed runs, and sets whose "measurements" are sums of a simulator
+(``Software.is_composed``).
 """
 
 import argparse
@@ -16,6 +18,7 @@ from math import nan
 from pathlib import Path
 from statistics import fmean
 
+from held_out import tables_in
 from pipeloom.accuracy.compare import Outcome, compare
 from pipeloom.accuracy.programs import known_cluster, program_of
 from pipeloom.accuracy.rows import Group, read_rows
@@ -26,7 +29,12 @@ from pipeloom.planner.question import HEADROOM
 from pipeloom.workload.run import Run
 
 MARGINS = (0.0, SIMPLER, 0.01, 0.02, 0.03, 0.05, 0.1)
-HEADROOMS = (0.0, HEADROOM)
+COMPARED = (
+    (0.0, False, "0% free"),
+    (HEADROOM, False, f"{HEADROOM:.0%} free"),
+    (HEADROOM, True, f"{HEADROOM:.0%} free, of these"),
+)
+"""Headroom, whether the fastest is one of the layouts that leave it, and how a line is called."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +51,14 @@ class Measured:
     layouts: Sequence[Sequence[Outcome]]
     tie: float
 
-    def regret(self, headroom: float, margin: float | None) -> float | None:
+    def regret(self, headroom: float, margin: float | None, *, of_fitting: bool = False) -> float | None:
         """Regret of the first choice; ``None`` if nothing leaves the headroom.
 
         Args:
             headroom: fraction of the memory that stays free.
             margin: by how much a simpler layout may be slower, a fraction; ``None``: the error of a comparison.
+            of_fitting: whether the fastest is that of the layouts that leave the headroom, so that the regret is that
+                of the order alone; otherwise that of all, which adds the price of the headroom.
         """
         fitting = [rows for rows in self.layouts if rows[0].filled <= 1 - headroom]
         if not fitting:
@@ -56,7 +66,7 @@ class Measured:
         kinds = [(*_layout(rows[0]), "none") for rows in fitting]
         times_s = [rows[0].step_time_s for rows in fitting]
         first = choice_order(times_s, kinds, self.tie if margin is None else margin)[0]
-        return _seconds(fitting[first]) / min(map(_seconds, self.layouts)) - 1
+        return _seconds(fitting[first]) / min(map(_seconds, fitting if of_fitting else self.layouts)) - 1
 
 
 def _layout(outcome: Outcome) -> tuple[Run, str]:
@@ -91,30 +101,34 @@ def measured_groups(tables: Sequence[Path], sets: Sequence[str] = ()) -> Iterato
             yield Measured(group, list(layouts.values()), error_bar(cluster, program).tie)
 
 
-def mean_regret(groups: Sequence[Measured], headroom: float, margin: float | None) -> float:
+def mean_regret(
+    groups: Sequence[Measured], headroom: float, margin: float | None, *, of_fitting: bool = False
+) -> float:
     """Mean over the groups in which something leaves the headroom; not a number without such a group."""
-    regrets = [regret for one in groups if (regret := one.regret(headroom, margin)) is not None]
+    found = (one.regret(headroom, margin, of_fitting=of_fitting) for one in groups)
+    regrets = [regret for regret in found if regret is not None]
     return fmean(regrets) if regrets else nan
 
 
 def main() -> int:
     """Print a table of the mean regrets."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tables", nargs="+", type=Path)
+    parser.add_argument("tables", nargs="+")
     parser.add_argument("--sets", nargs="*", default=(), help="beginnings of the names of sets; default: all")
     given = parser.parse_args()
-    groups = list(measured_groups(given.tables, given.sets))
+    groups = list(measured_groups(tables_in(given.tables), given.sets))
     layouts = sum(len(one.layouts) for one in groups)
     print(f"{len(groups)} groups, {layouts} layouts; a plan prefers a simpler layout within {SIMPLER:.1%}")
     names = ["fastest" if not margin else f"within {margin:.1%}" for margin in MARGINS]
-    print(f"{'mean regret':40}" + "".join(f"{name:>12}" for name in [*names, "tie"]))
+    print(f"{'mean regret':46}" + "".join(f"{name:>12}" for name in [*names, "tie"]))
     sets = defaultdict[str, list[Measured]](list)
     for one in groups:
         sets[one.group.set_name].append(one)
-    for headroom in HEADROOMS:
+    for headroom, of_fitting, compared in COMPARED:
         for name, part in {"all": groups, **sets}.items():
-            cells = "".join(f"{mean_regret(part, headroom, margin):12.1%}" for margin in (*MARGINS, None))
-            print(f"{f'{headroom:.0%} free, {name[:24]} ({len(part)})':40}{cells}")
+            regrets = (mean_regret(part, headroom, margin, of_fitting=of_fitting) for margin in (*MARGINS, None))
+            cells = "".join(f"{regret:12.1%}" for regret in regrets)
+            print(f"{f'{compared}, {name[:24]} ({len(part)})':46}{cells}")
     return 0
 
 

@@ -412,14 +412,24 @@ def write_prior(prior: Prior, tables: Sequence[str], file: Path = GENERAL) -> No
     file.write_text(facts + tomli_w.dumps(values), encoding="utf-8")
 
 
+def tables_in(words: Sequence[str]) -> list[Path]:
+    """The tables of measurements among the words of a command; without any the default ones.
+
+    Raises:
+        SystemExit: one is missing.
+    """
+    tables = [Path(word) for word in words if word.endswith(".csv")] or list(TABLES)
+    if missing := [str(table) for table in tables if not table.is_file()]:
+        sys.exit(f"expected tables of measurements, found none at {', '.join(missing)}; name others as TABLE.csv ...")
+    return tables
+
+
 def main(words: list[str]) -> None:
     """Compute and print the selected lines."""
-    tables = [Path(word) for word in words if word.endswith(".csv")] or list(TABLES)
     parts = [word for word in words if not word.endswith(".csv") and word != "--write"]
     if parts and "--write" in words:
         sys.exit("--write needs every line: leave out " + ", ".join(parts))
-    if missing := [str(table) for table in tables if not table.is_file()]:
-        sys.exit(f"expected tables of measurements, found none at {', '.join(missing)}; name others as TABLE.csv ...")
+    tables = tables_in(words)
     skipped: dict[str, int] = {}
     rows = [row for table in tables for row in read_rows(table, skipped)]
     console = Console(width=200)

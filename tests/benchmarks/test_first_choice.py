@@ -25,6 +25,7 @@ def test_the_regret_is_that_of_the_layout_that_leaves_the_headroom():
     assert group.regret(0.0, 0.0) == 0
     assert group.regret(0.08, 0.0) == pytest.approx(0.2)
     assert group.regret(0.2, 0.0) == pytest.approx(0.1)
+    assert group.regret(0.08, 0.0, of_fitting=True) == pytest.approx(1 / 11)
     assert group.regret(0.6, 0.0) is None
     assert isnan(mean_regret([group], 0.6, 0.0))
 
