@@ -124,7 +124,7 @@ def profile(file: Path, budget_s: float) -> None:
         raise SystemExit("the machine could not be profiled")
 
 
-def question(file: Path) -> Question:
+def question_of(file: Path) -> Question:
     """The question to the planner."""
     return Question(
         shape=shape_of(MODEL),
@@ -138,10 +138,10 @@ def question(file: Path) -> Question:
     )
 
 
-def layouts(asked: Question) -> list[Candidate]:
+def layouts(question: Question) -> list[Candidate]:
     """Every layout of the space that fits, each once."""
     found: dict[tuple[str, ...], Candidate] = {}
-    for arrangement in arrangements(asked)[0]:
+    for arrangement in arrangements(question)[0]:
         for cut in arrangement.cuts:
             for sharding in cut.shardings:
                 for choice in cut.choices:
@@ -224,9 +224,9 @@ def measure(entries: Sequence[OpenNode], rounds: int, limit_s: float, say: Calla
         say(f"round {number}: {len(due)} runs, {time.monotonic() - begin_s:.0f} s so far")
 
 
-def print_ranking(console: Console, asked: Question) -> SimulatedStep:
+def print_ranking(console: Console, question: Question) -> SimulatedStep:
     """The planner's answer; its first choice."""
-    found = search(asked)
+    found = search(question)
     assert found.best is not None, "nothing fits"
     table = Table("", "schedule", "pp x tp x dp", "loops", "micro-batch", "shard", "predicted ms", box=None)
     for place, step in enumerate(found.steps, 1):
@@ -280,9 +280,9 @@ def main() -> None:
             profile(file, options.budget_s)
             if options.keep is not None:
                 options.keep.write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
-        asked = question(file)
-    first = print_ranking(console, asked)
-    entries = [OpenNode(chosen.simulate()) for chosen in layouts(asked)]
+        question = question_of(file)
+    first = print_ranking(console, question)
+    entries = [OpenNode(chosen.simulate()) for chosen in layouts(question)]
     if options.plan_only:
         for entry in sorted(entries, key=lambda entry: entry.predicted_s):
             console.print(*label(entry.step), f"{entry.predicted_s * 1e3:.0f}")

@@ -50,7 +50,7 @@ def main() -> None:
         words = ["--layout.num-microbatches", str(count), "--training.steps", str(options.steps)]
         ratios: list[float] = []
         hidden: list[float] = []
-        told: list[tuple[float, float]] = []
+        predicted: list[tuple[float, float]] = []
         is_same, swapped = True, dict[str, Any]()
         for _ in range(options.rounds):
             with tempfile.TemporaryDirectory() as name:
@@ -58,13 +58,13 @@ def main() -> None:
                 swapped = train(Path(name) / "swapped", [*words, "--schedule.device-budget", options.budget])
             ratios.append(swapped["step_time_s"] / plain["step_time_s"])
             hidden.append(swapped["swap_hidden_s"] / swapped["swap_s"])
-            told.append((_predicted(plain), _predicted(swapped)))
+            predicted.append((_predicted(plain), _predicted(swapped)))
             is_same = is_same and swapped["losses"] == plain["losses"]
         spread = f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
         peak = swapped["peak_stage_bytes"] / 1e6
-        of_plain, of_swapped = map(median, zip(*told, strict=True))
-        told_both = f"{of_plain:27.2f}  {of_swapped:7.2f}"
-        print(f"{count:13}  {spread:>21}  {told_both}  {median(hidden):6.0%}  {peak:7.1f}  {is_same}", flush=True)
+        of_plain, of_swapped = map(median, zip(*predicted, strict=True))
+        of_both = f"{of_plain:27.2f}  {of_swapped:7.2f}"
+        print(f"{count:13}  {spread:>21}  {of_both}  {median(hidden):6.0%}  {peak:7.1f}  {is_same}", flush=True)
     print(f"weights and state of the model: {swapped['num_parameters'] * STATE_BYTES / 1e6:.1f} MB")
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeloom.runs.run_folder import METRICS
+from user_environment import user_environment
 
 LAYOUT = ("--layout.pp", "2", "--layout.loops", "1")
 _LIMIT_S = 120.0
@@ -28,7 +29,7 @@ _GLANCE_S = 0.005
 def loading_s(name: str) -> float:
     """Seconds of a process that imports a module."""
     begin_s = time.perf_counter()
-    subprocess.run([sys.executable, "-c", f"import {name}"], check=True)
+    subprocess.run([sys.executable, "-c", f"import {name}"], env=user_environment(), check=True)
     return time.perf_counter() - begin_s
 
 
@@ -43,7 +44,9 @@ def first_step_s(*words: str) -> float:
         command = [sys.executable, "-m", "pipeloom", "train", "--output.folder", str(run), *LAYOUT, *words]
         begin_s = time.perf_counter()
         with printed.open("wb") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+            process = subprocess.Popen(
+                command, stdout=file, stderr=file, env=user_environment(), start_new_session=True
+            )
         try:
             while not (run / METRICS).exists() or b"\n" not in (run / METRICS).read_bytes():
                 if process.poll() is not None or time.perf_counter() - begin_s > _LIMIT_S:

@@ -19,6 +19,7 @@ from peers.case import Program, Row, Size
 from peers.start import RUN, START
 from pipeloom.runs.run_folder import METRICS
 from side_by_side.hosts import INTERFACE, enter, shaped_hosts, why_not
+from user_environment import user_environment
 
 _LIMIT_S = 240.0
 _GLANCE_S = 0.01
@@ -109,7 +110,7 @@ def _words(row: Row, program: Program, size: Size, start: Path, folder: Path) ->
 def _environment(threads: int) -> dict[str, str]:
     here = str(Path(__file__).parent.parent)
     path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return {**user_environment(), "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def _free_port() -> int:

@@ -141,5 +141,5 @@ def settings() -> Iterator[Setting]:
 
 def points() -> list[tuple[Case, str, Setting]]:
     """Every configuration of every case, with the programs that predict it."""
-    asked = {case: tuple(PROGRAMS) if case in (GPT_96B, LLAMA_65B) else (PROGRAM, COUNTED) for case in CASES}
-    return [(case, program, setting) for case in CASES for program in asked[case] for setting in settings()]
+    programs = {case: tuple(PROGRAMS) if case in (GPT_96B, LLAMA_65B) else (PROGRAM, COUNTED) for case in CASES}
+    return [(case, program, setting) for case in CASES for program in programs[case] for setting in settings()]

@@ -84,12 +84,12 @@ def curve(
     messages = "cut" if method == "no pipeline" else messages
     flops = hardware_flops(MODELS[model], base_run(model).seq, "full")
     chosen = [row for row in rows if (row["model"], row["messages"], row["method"]) == (model, messages, method)]
-    asked = training(model, critical)
+    needed = training(model, critical)
     found = []
     for devices in SIZES:
         of_size = [row for row in chosen if row["devices"] == str(devices if is_simulated else NUM_DEVICES)]
         options = [
-            Best(devices, beta, asked.seconds(round(beta * devices), rate) / DAY_S)
+            Best(devices, beta, needed.seconds(round(beta * devices), rate) / DAY_S)
             for row in of_size
             for beta in [float(row["batch_per_device"])]
             for rate in [float(row["tflop_per_s"]) * 1e12 * devices / flops]

@@ -9,15 +9,15 @@ import plan_demo
 from pipeloom.planner.search import search
 from pipeloom.training.schedules import training_schedule
 
-ASKED = plan_demo.question(Path("laptop"))
-FOUND = plan_demo.layouts(ASKED)
+QUESTION = plan_demo.question_of(Path("laptop"))
+FOUND = plan_demo.layouts(QUESTION)
 
 
 def test_the_space_has_every_axis_and_the_planners_first_choice_is_in_it():
     assert len(FOUND) >= 12
     axes = {(one.run.pp, one.run.tp, one.run.dp) for one in FOUND}
     assert axes == {(4, 1, 1), (2, 1, 2), (1, 1, 4), (2, 2, 1), (1, 2, 2)}
-    best = search(ASKED).best
+    best = search(QUESTION).best
     assert (best.run, best.knobs) in [(one.run, one.knobs) for one in FOUND]
 
 
@@ -60,9 +60,9 @@ def test_a_busy_first_choice_is_reported_as_a_miss(capsys):
 
 
 def test_the_search_is_exhaustive_in_effect_where_ranks_share_cores():
-    crowded = replace(ASKED.cluster, name="crowded", devices_per_node=4, cores_per_node=2)
-    asked = replace(ASKED, cluster=crowded)
+    crowded = replace(QUESTION.cluster, name="crowded", devices_per_node=4, cores_per_node=2)
+    asked = replace(QUESTION, cluster=crowded)
     pruned, every = search(asked), search(asked, prunes=False)
     assert [(step.run, step.knobs) for step in pruned.steps] == [(step.run, step.knobs) for step in every.steps]
-    alone = search(ASKED).steps[0].prediction.step_time_s
+    alone = search(QUESTION).steps[0].prediction.step_time_s
     assert pruned.steps[0].prediction.step_time_s > 1.5 * alone

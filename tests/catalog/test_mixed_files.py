@@ -97,14 +97,14 @@ def test_all_problems_of_groups_and_links_are_reported_together(tmp_path):
 
 def test_a_group_with_nodes_of_its_own_has_to_say_everything_about_them(tmp_path):
     text = SHORT.replace('cluster = "dgx-1-v100"', "[groups.intra]\nlatency_us = -1\nspeed = 3")
-    told = problems(tmp_path, text.replace("price_per_device_hour = 1.5", ""))
+    found = problems(tmp_path, text.replace("price_per_device_hour = 1.5", ""))
     assert {
         "group old: device must be a table, found None",
         "group old: devices_per_node must be a whole number of at least 1, found None",
         "group old: [intra] latency_us must be a number of at least 0, found -1",
         "group old: inter must be a table, found None",
         "group old: [intra] there is no key 'speed' here",
-    } <= set(told)
+    } <= set(found)
 
 
 def test_problems_of_a_file_that_a_group_names_are_reported_with_the_rest(tmp_path):

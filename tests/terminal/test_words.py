@@ -84,8 +84,8 @@ def test_sizes_are_written_without_exponents(size, words):
 
 @given(st.integers(1, 2**50))
 def test_a_needed_size_is_never_printed_smaller(size):
-    told = parse_bytes(format_bytes(size, rounds_up=True).replace(" bytes", ""))
-    assert size <= told <= size * 1.011 + 1
+    found = parse_bytes(format_bytes(size, rounds_up=True).replace(" bytes", ""))
+    assert size <= found <= size * 1.011 + 1
     assert abs(parse_bytes(format_bytes(size).replace(" bytes", "")) - size) <= 0.006 * size + 1
 
 
