@@ -176,6 +176,7 @@ def test_other_batches_and_files_that_cannot_be_checked_are_remarked_on(finished
     shutil.copytree(finished / "run" / "checkpoints" / "step-000002", path)
     without_hashes(path)
     words = ["--training.steps", "3", "--checkpoint.resume", str(path), "--data.validation-fraction", "0.2"]
+    words += ["--data.pack", "stream"]  # as unset, so no change
     done = train(finished, "seed", *LAYOUT, *words, "--training.seed", "7", "--checkpoint.final", "none")
     assert done.returncode == 0, done.stderr
     assert "written without hashes of its files, so damage cannot be detected" in done.stdout

@@ -26,7 +26,7 @@ STATE = "optimizer."
 """Prefix of the keys of optimizer state."""
 OUTER = "outer_momentum"
 """State of the outer step, where replicas step alone and average their weights."""
-_HELD_OUT = "data.validation_fraction"
+_HELD_OUT, _PACK = "data.validation_fraction", "data.pack"
 
 
 def checkpoint_info(config: RunConfig, data: Data | None, step: int, sequences: int, tokens: int) -> CheckpointInfo:
@@ -167,7 +167,12 @@ def new_order(config: RunConfig, data: Data, info: CheckpointInfo) -> list[str]:
     """Settings that differ from the checkpoint's and change the batches that follow."""
     found = _text(config, data)
     earlier = {_HELD_OUT: found[_HELD_OUT], **info.data}  # checkpoints of earlier versions lack it
-    return [name for name in found if found[name] != earlier.get(name)]
+    return [name for name in found if _meaning(name, found[name]) != _meaning(name, earlier.get(name))]
+
+
+def _meaning(name: str, value: object) -> object:
+    """A setting's value; ``None`` for ``data.pack stream``: unset, a text is cut like that, or refuses ``stream``."""
+    return None if (name, value) == (_PACK, "stream") else value
 
 
 def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
@@ -215,7 +220,7 @@ def _text(config: RunConfig, data: Data | None) -> dict[str, Any]:
         "data.tokenizer": config.data.tokenizer_kind,
         _HELD_OUT: config.data.validation_fraction,
         "data.seq_len": config.data.seq_len,
-        "data.pack": config.data.pack,
+        _PACK: config.data.pack,
         "data.attention": config.data.attention if config.data.by_document else None,  # which earlier ones lack
         "training.seed": config.training.seed,
     }
