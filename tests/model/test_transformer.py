@@ -73,7 +73,7 @@ def test_shorter_sequences_than_max_positions_give_the_same_logits(family: Famil
 def test_turned_products_depend_on_distance_only(query_at: int, key_at: int, shift: int, seed: int) -> None:
     table = Rotary.make(torch.arange(20), 8, 100.0, dtype=torch.float64)
     query_D, key_D = torch.randn(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    query_TD, key_TD = (table.turn(vector_D.expand(1, 1, 20, 8))[0, 0] for vector_D in (query_D, key_D))
+    query_TD, key_TD = (table.turn(vector_D.expand(1, 20, 1, 8))[0, :, 0] for vector_D in (query_D, key_D))
     here = query_TD[query_at] @ key_TD[key_at]
     there = query_TD[query_at + shift] @ key_TD[key_at + shift]
     torch.testing.assert_close(here, there, rtol=0, atol=1e-12)

@@ -80,13 +80,18 @@ class _Turn(torch.autograd.Function):
     def forward(*args: Any, **_: Any) -> Any:
         ctx, x, cos, sin = args
         ctx.save_for_backward(cos, sin)
-        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+        return _turned(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *args: Any) -> Any:
         (gradient,), (cos, sin) = args, ctx.saved_tensors
-        back = torch.addcmul(gradient * cos, gradient.roll(gradient.shape[-1] // 2, -1), sin, value=-1)
-        return back.to(gradient.dtype), None, None
+        return _turned(gradient, cos, -sin), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    # In place: memory limits these operators, and fresh tensors for each would take twice as long on CPUs.
+    crossed = x.roll(x.shape[-1] // 2, -1).to(sin.dtype).mul_(sin)
+    return crossed.addcmul_(x, cos).to(x.dtype)
 
 
 def _scaled(frequencies_R: Tensor, head_size: int, theta: float, scaling: RopeScaling) -> Tensor:
