@@ -18,6 +18,7 @@ from pipeloom.cost.flops import (
     shape_model_flops,
 )
 from pipeloom.model import build_stage, core_attention
+from pipeloom.model.visible_keys import VisibleKeys
 from pipeloom.workload.model import shape_of
 
 
@@ -49,7 +50,7 @@ def test_products_of_attention_are_those_of_the_keys_that_are_seen(window, befor
     monkeypatch.setattr(core_attention, "BLOCK", 1)
     tokens, size = 11, 4
     query, key = torch.zeros(1, 1, tokens, size), torch.zeros(1, 1, before + tokens, size)
-    visible = core_attention.VisibleKeys(before, window)
+    visible = VisibleKeys(before, window)
     with FlopCounterMode(display=False) as counter:
         # a soft cap, so that the kernel is the one that takes windows
         core_attention.core_attention(query, key, key, visible=visible, softcap=1.0)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pipeloom.model.context_parallel import ContextGroup, ContextParallel, own_parts, own_places, ring_attention
-from pipeloom.model.core_attention import BLOCK, VisibleKeys, core_attention
-from pipeloom.model.documents import Documents
+from pipeloom.model.core_attention import BLOCK, core_attention
+from pipeloom.model.visible_keys import Documents, VisibleKeys
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pipeloom.model import core_attention as module
-from pipeloom.model.core_attention import Scores, VisibleKeys, core_attention, flexible
-from pipeloom.model.documents import Documents
+from pipeloom.model.core_attention import Scores, core_attention, flexible
+from pipeloom.model.visible_keys import Documents, VisibleKeys
 
 SCALE = 0.3
 CASES = [

@@ -5,7 +5,7 @@ import time
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
@@ -13,6 +13,7 @@ from pipeloom.cli.goals import choice_lines, cost_cells
 from pipeloom.cli.plan_files import write_layout
 from pipeloom.cli.plan_json import limits_to_json, to_json
 from pipeloom.cli.plan_layouts import figure_cells, layout_cells, settings_words, table_of_cells
+from pipeloom.cli.plan_options import Options
 from pipeloom.cli.plan_request import Choice, Request
 from pipeloom.cli.plan_text import print_command
 from pipeloom.errors import UserError
@@ -25,9 +26,6 @@ from pipeloom.terminal.console import wide_console
 from pipeloom.terminal.sections import WIDTH, Section, print_sections
 from pipeloom.terminal.words import count, unit_bytes, unit_s
 from pipeloom.workload.launchers import LAUNCHERS
-
-if TYPE_CHECKING:
-    from pipeloom.cli.plan import Options
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class _Offer:
     dollars: float | None
 
 
-def run_each(options: "Options", requests: Mapping[Choice, Request | UserError], words: list[str]) -> int:
+def run_each(options: Options, requests: Mapping[Choice, Request | UserError], words: list[str]) -> int:
     """Plan for each choice, print the best layout of each and what the goal chooses.
 
     A time limit is that of the whole answer: each question has an equal share of what is left.
@@ -93,7 +91,7 @@ def run_each(options: "Options", requests: Mapping[Choice, Request | UserError],
     return 0 if (chosen is not None if goal is not None else any(one.step for one in answers)) else 1
 
 
-def _answers(options: "Options", requests: Mapping[Choice, Request | UserError]) -> list[_Answer]:
+def _answers(options: Options, requests: Mapping[Choice, Request | UserError]) -> list[_Answer]:
     from pipeloom.cli.plan_progress import PlanProgress
 
     begin, left = time.monotonic(), sum(isinstance(one, Request) for one in requests.values())

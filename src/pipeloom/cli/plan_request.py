@@ -4,11 +4,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cli.flags import SOURCE, Words, or_note
 from pipeloom.cli.goals import goal_of, priced, tokens_of
+from pipeloom.cli.plan_options import Options
 from pipeloom.cli.run_config import source_of
 from pipeloom.config import RunConfig, in_order
 from pipeloom.config.file import read_run_file
@@ -28,9 +29,6 @@ from pipeloom.workload.boundary import Boundary
 from pipeloom.workload.dtypes import Dtype, MatmulDtype, Precision, products_of
 from pipeloom.workload.launchers import LAUNCHERS, LauncherName
 from pipeloom.workload.model import ModelConfig, ModelShape, shape_of
-
-if TYPE_CHECKING:
-    from pipeloom.cli.plan import Options
 
 RUN_FILE = "run.toml"
 
@@ -59,7 +57,7 @@ class Request:
         goal: of the training, if one was given.
     """
 
-    options: "Options"
+    options: Options
     question: Question
     model: str | None
     cluster: str
@@ -88,7 +86,7 @@ class _Inputs:
         goal: of the training.
     """
 
-    options: "Options"
+    options: Options
     source: str
     config: RunConfig | None
     model: str | None
@@ -132,7 +130,7 @@ class _Inputs:
         return [Choice(launcher, size) for size in sizes for launcher in launchers]
 
 
-def requests_of(options: "Options", found: Words, words: list[str]) -> dict[Choice, Request | ConfigError]:
+def requests_of(options: Options, found: Words, words: list[str]) -> dict[Choice, Request | ConfigError]:
     """The request for each program and number of devices; where one is impossible, the error with the reasons.
 
     Raises:
@@ -154,7 +152,7 @@ def requests_of(options: "Options", found: Words, words: list[str]) -> dict[Choi
     return requests
 
 
-def _flag_problems(options: "Options", answers: int, inputs: _Inputs) -> Iterator[str]:
+def _flag_problems(options: Options, answers: int, inputs: _Inputs) -> Iterator[str]:
     """Flags that do not go together."""
     if options.out is not None and options.out.suffix == ".toml":
         yield f"--out takes a folder, to which {RUN_FILE} and {SCHEDULE} go, found {options.out}"
@@ -170,7 +168,7 @@ def _flag_problems(options: "Options", answers: int, inputs: _Inputs) -> Iterato
         yield from _problems_of_several(options, answers, has_goal=inputs.goal is not None)
 
 
-def _problems_of_several(options: "Options", answers: int, *, has_goal: bool) -> Iterator[str]:
+def _problems_of_several(options: Options, answers: int, *, has_goal: bool) -> Iterator[str]:
     """Flags that need one program and one number of devices."""
     for flag, value in {"--out": options.out, "--export": options.export}.items():
         if value is not None and not has_goal:
@@ -184,7 +182,7 @@ def _problems_of_several(options: "Options", answers: int, *, has_goal: bool) ->
         yield f"--row {options.row} is a row of one table, found {answers} programs and numbers of devices; name one"
 
 
-def _inputs(options: "Options", found: Words, words: list[str]) -> _Inputs:
+def _inputs(options: Options, found: Words, words: list[str]) -> _Inputs:
     """Read the run file and the catalog; what is wrong is added to the problems."""
     problems, path = found.problems, options.config
     tokens, goal = tokens_of(options.tokens, problems), goal_of(options, problems)
@@ -327,7 +325,7 @@ def _model_name(config: RunConfig) -> str | None:
     return config.model.preset or (str(config.model.file) if config.model.file is not None else None)
 
 
-def _limits(options: "Options") -> dict[str, tuple[Any, ...]]:
+def _limits(options: Options) -> dict[str, tuple[Any, ...]]:
     switches = {"any": (), "on": (True,), "off": (False,)}
     values = {item.name: getattr(options, item.name) for item in fields(Limits)}
     values = {name: switches[among] if isinstance(among, str) else among for name, among in values.items()}

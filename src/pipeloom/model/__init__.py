@@ -2,11 +2,11 @@
 
 from pipeloom.model.adapted import AdaptedStage
 from pipeloom.model.cross_entropy import SplitVocabulary
-from pipeloom.model.documents import Documents
 from pipeloom.model.key_values import KeyValueCache
 from pipeloom.model.split import build_stage, stage_pieces
 from pipeloom.model.tensor_parallel import TensorParallel, TensorSlice
 from pipeloom.model.transformer import TIED_NAME, Transformer, num_pieces
+from pipeloom.model.visible_keys import Documents
 
 StageModule = Transformer | AdaptedStage
 """A range of a model's pieces."""

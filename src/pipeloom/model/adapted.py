@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from pipeloom.catalog.adapted import adapted_config
 from pipeloom.catalog.weight_files import FileTensor, WeightFiles
 from pipeloom.model.adapted_outline import Outline, outline_of, whole_model
-from pipeloom.model.documents import Documents
 from pipeloom.model.key_values import KeyValueCache
 from pipeloom.model.split import generator_seed
 from pipeloom.model.tensor_parallel import TensorSlice
+from pipeloom.model.visible_keys import Documents
 from pipeloom.workload.layout import Recompute
 
 _MODEL = "model."

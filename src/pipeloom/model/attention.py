@@ -10,14 +10,14 @@ from functools import partial
 from torch import Tensor, nn
 
 from pipeloom.model.context_parallel import WHOLE_SEQUENCES, ring_attention
-from pipeloom.model.core_attention import VisibleKeys, core_attention
-from pipeloom.model.documents import Documents
+from pipeloom.model.core_attention import core_attention
 from pipeloom.model.key_values import EarlierTokens
 from pipeloom.model.norms import HeadNorm, WidthNorm, qk_norm
 from pipeloom.model.parallel_layers import ColumnParallelLinear, RowParallelLinear, project
 from pipeloom.model.rotary import Rotary
 from pipeloom.model.run_part import run_part
 from pipeloom.model.tensor_parallel import TensorParallel
+from pipeloom.model.visible_keys import Documents, VisibleKeys
 from pipeloom.workload.model import ModelConfig
 from pipeloom.workload.model_families import MODELS
 

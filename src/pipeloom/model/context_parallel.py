@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeloom.model.core_attention import Block, Rows, Scores, VisibleKeys, blocks_of, wide
-from pipeloom.model.documents import Documents
+from pipeloom.model.core_attention import Block, Rows, Scores, blocks_of, wide
 from pipeloom.model.graph_breaks import graph_break
+from pipeloom.model.visible_keys import Documents, VisibleKeys
 
 
 class ContextGroup:

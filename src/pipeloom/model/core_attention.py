@@ -17,7 +17,7 @@ queries of a block, s the keys that they see.
 # ruff: noqa: N803, N806 (upper-case letters in names are shapes)
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -25,50 +25,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeloom.model.documents import Documents
 from pipeloom.model.graph_breaks import graph_break
+from pipeloom.model.visible_keys import VisibleKeys
 
 BLOCK = 128
 """Queries of a block, as in FlashAttention: small against usual windows, so few scores of a block are masked."""
-
-
-@dataclass(frozen=True)
-class VisibleKeys:
-    """Which keys queries see: those of their own token and of earlier ones; or the last few of these, or of a document.
-
-    Attributes:
-        begin: position of the first query; keys begin at position 0 and end with the last query's.
-        window: most keys that a query sees, its own included; ``None`` for no limit.
-        documents: of the tokens: a query sees keys of its own only; ``None`` for one document.
-    """
-
-    begin: int = 0
-    window: int | None = None
-    documents: Documents | None = None
-
-    def within(self, num_keys: int) -> "VisibleKeys":
-        """The same keys, without a window that is at least as wide as all keys."""
-        return replace(self, window=None) if self.window is not None and self.window >= num_keys else self
-
-    def of_queries(self, queries: range) -> range:
-        """The keys that some of these queries see; queries count from the first one."""
-        first = 0 if self.window is None else max(0, self.begin + queries.start - self.window + 1)
-        return range(first, self.begin + queries.stop)
-
-    def mask(self, queries: range, keys: range, device: torch.device) -> Tensor:
-        """Whether a query sees a key, bool [queries, keys], or [B, 1, queries, keys] with documents."""
-        position = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1) + self.begin
-        key = torch.arange(keys.start, keys.stop, device=device)
-        is_seen = self.sees(position, key)
-        if self.documents is None:
-            return is_seen
-        firsts_BT = self.documents.firsts_BT[:, queries.start : queries.stop]
-        return (is_seen & (key >= firsts_BT.unsqueeze(-1))).unsqueeze(1)
-
-    def sees(self, position: Tensor, key: Tensor) -> Tensor:
-        """Whether queries at these positions see these keys."""
-        is_before = key <= position
-        return is_before if self.window is None else is_before & (position - key < self.window)
 
 
 class Scores(NamedTuple):

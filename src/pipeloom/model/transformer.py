@@ -29,7 +29,6 @@ from pipeloom.model.attention import Attention
 from pipeloom.model.block_sparse import BlockSparseLinear, Pattern, layer_patterns
 from pipeloom.model.context_parallel import WHOLE_SEQUENCES, ContextParallel
 from pipeloom.model.deferred import OwnGradients
-from pipeloom.model.documents import Documents
 from pipeloom.model.expert_parallel import Steps, in_turns
 from pipeloom.model.experts import ExpertFeedForward
 from pipeloom.model.feed_forward import feed_forward
@@ -46,6 +45,7 @@ from pipeloom.model.parallel_layers import (
 from pipeloom.model.rotary import Rotary
 from pipeloom.model.run_part import run_part
 from pipeloom.model.tensor_parallel import WHOLE, TensorParallel, TensorSlice
+from pipeloom.model.visible_keys import Documents
 from pipeloom.workload.adapter import PATHS, Adapter, is_pair
 from pipeloom.workload.layout import Recompute
 from pipeloom.workload.model import ModelConfig

@@ -30,7 +30,7 @@ from pipeloom.errors import UserError
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.stage import Continued
 from pipeloom.model import KeyValueCache
-from pipeloom.model.documents import Documents
+from pipeloom.model.visible_keys import Documents
 from pipeloom.training.inference.trained import check_trained, load_trained, with_trained
 from pipeloom.training.memory_check import check_memory
 from pipeloom.training.pipeline import Pipeline

@@ -1,19 +1,18 @@
-"""Documents of a window's tokens: a token sees those of its own document, in which positions count from 0.
+"""The keys that a query sees: those of earlier tokens, of a window, and of its own document, in which positions count
+from 0.
 
 Letters of shapes are those of ``model.transformer``; S is the number of tokens up to the end of a slice.
 """
 
-# ruff: noqa: N803 (upper-case letters in names are shapes)
+# ruff: noqa: N803, N806 (upper-case letters in names are shapes)
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeloom.model.graph_breaks import graph_break
-
-if TYPE_CHECKING:
-    from pipeloom.model.core_attention import VisibleKeys
 
 
 class Documents:
@@ -59,3 +58,42 @@ class Documents:
             sizes = query.shape[0], None, query.shape[2], key.shape[2]
             self._blocks[visible.window] = create_block_mask(sees, *sizes, device=str(query.device))
         return self._blocks[visible.window]
+
+
+@dataclass(frozen=True)
+class VisibleKeys:
+    """Which keys queries see: those of their own token and of earlier ones; or the last few of these, or of a document.
+
+    Attributes:
+        begin: position of the first query; keys begin at position 0 and end with the last query's.
+        window: most keys that a query sees, its own included; ``None`` for no limit.
+        documents: of the tokens: a query sees keys of its own only; ``None`` for one document.
+    """
+
+    begin: int = 0
+    window: int | None = None
+    documents: Documents | None = None
+
+    def within(self, num_keys: int) -> "VisibleKeys":
+        """The same keys, without a window that is at least as wide as all keys."""
+        return replace(self, window=None) if self.window is not None and self.window >= num_keys else self
+
+    def of_queries(self, queries: range) -> range:
+        """The keys that some of these queries see; queries count from the first one."""
+        first = 0 if self.window is None else max(0, self.begin + queries.start - self.window + 1)
+        return range(first, self.begin + queries.stop)
+
+    def mask(self, queries: range, keys: range, device: torch.device) -> Tensor:
+        """Whether a query sees a key, bool [queries, keys], or [B, 1, queries, keys] with documents."""
+        position = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1) + self.begin
+        key = torch.arange(keys.start, keys.stop, device=device)
+        is_seen = self.sees(position, key)
+        if self.documents is None:
+            return is_seen
+        firsts_BT = self.documents.firsts_BT[:, queries.start : queries.stop]
+        return (is_seen & (key >= firsts_BT.unsqueeze(-1))).unsqueeze(1)
+
+    def sees(self, position: Tensor, key: Tensor) -> Tensor:
+        """Whether queries at these positions see these keys."""
+        is_before = key <= position
+        return is_before if self.window is None else is_before & (position - key < self.window)
