@@ -101,8 +101,16 @@ def test_a_value_of_another_type_is_refused(things, tmp_path):
 
 def test_a_module_without_the_value_is_named(things, tmp_path):
     write_plugin(tmp_path, "one_plugin", adds("newer"), {GROUP: "new"})
-    assert list(things) == ["own"]
+    assert things.find("newer") == 1
     assert things.broken["new"].endswith("one_plugin adds no thing of that name")
+
+
+def test_a_wrong_entry_of_a_module_leaves_out_no_other_value_of_it(things, tmp_path):
+    write_plugin(tmp_path, "one_plugin", adds("late"), {GROUP: "early"})
+    (listed,) = tmp_path.glob("*.dist-info/entry_points.txt")
+    listed.write_text(listed.read_text() + "late = one_plugin\n")
+    assert dict(things) == {"own": 0, "late": 1}
+    assert list(things.broken) == ["early"]
 
 
 def test_a_command_mentions_a_broken_plug_in_once_and_goes_on(things, tmp_path, capsys):

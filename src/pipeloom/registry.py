@@ -125,17 +125,19 @@ class Registry(Mapping[str, Value], Generic[Value]):
     def _import(self, entry: "EntryPoint") -> str:
         """Import a module that adds the value of an entry point; why that is not possible, or nothing."""
         known, self._source = dict(self._values), _distribution(entry)
+        reason = ""
         try:
             entry.load()
         except PipeloomError as error:
             reason = str(error)
         except (Exception, SystemExit) as error:  # whatever a stranger's module does when it is imported
             reason = f"{type_and_text(error)}, in {_place(error, entry)}"
-        else:
-            reason = "" if entry.name in self._values else f"{entry.module} adds no {self.what} of that name"
         self._source = ""
         if reason:
             self._values = known  # nothing of a module that is only half there
+        elif entry.name not in self._values:
+            # What the module does add stays: another entry may name it, and a second import adds nothing.
+            reason = f"{entry.module} adds no {self.what} of that name"
         return reason
 
 
