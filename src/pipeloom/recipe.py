@@ -23,6 +23,7 @@ from pipeloom.passes import (
     lower,
     place_of_updates,
 )
+from pipeloom.passes.budget import unmoved_problems
 from pipeloom.passes.lower_sharding import ReduceGrad, SharedState, Unshard, exchanges, row_with_exchanges
 from pipeloom.passes.lower_stage_swaps import UpdatePlace
 from pipeloom.schedule import Schedule, ScheduleFile, format_schedule
@@ -233,15 +234,20 @@ def build(recipe: Recipe, sizes: Sizes | None = None, timing: Timing = nominal) 
         UserError: the family does not take these sizes, passes cannot be combined, a budget cannot be kept, or the
             given schedule does not fit.
     """
-    schedule = _unmoved(recipe, sizes)
-    if recipe.given is not None:
+    schedule, given, moves = _unmoved(recipe, sizes), recipe.given, recipe.moves
+    if given is not None:
         # The run's own schedule is made, too: the file must do the same work.
-        return recipe.given.fitted(schedule, recipe_lines(recipe, schedule, sizes))
-    if not recipe.moves.is_any:
+        fitted = given.fitted(schedule, recipe_lines(recipe, schedule, sizes))
+        if moves.budget_bytes is not None and (
+            problems := unmoved_problems(fitted, _kept(fitted, sizes), moves.budget_bytes)
+        ):
+            raise given.misfit(problems)
+        return fitted
+    if not moves.is_any:
         return schedule
-    kept = KeptBytes() if sizes is None else sizes.kept(schedule)
+    kept = _kept(schedule, sizes)
     placed = timing(schedule, kept)
-    return add_moves(schedule, recipe.moves, kept, seconds_of=placed.seconds_of, partners=placed.partners)
+    return add_moves(schedule, moves, kept, seconds_of=placed.seconds_of, partners=placed.partners)
 
 
 def schedule_text(recipe: Recipe, schedule: Schedule, sizes: Sizes | None = None) -> str:
@@ -286,12 +292,16 @@ def recipe_lines(recipe: Recipe, schedule: Schedule, sizes: Sizes | None = None)
     if residence is not None:
         lines["device_budget"] = residence.room
     if moves.is_any:
-        kept = KeptBytes() if sizes is None else sizes.kept(schedule)
+        kept = _kept(schedule, sizes)
         lines |= {name: "true" for name in ("balance", "offload") if getattr(moves, name)}
         lines["activation_budget"] = None if moves.budget_bytes is None else f"{moves.budget_bytes:.15g}"
         # 15 digits survive any conversion; more would show how a sum was rounded.
         lines["kept_bytes"] = " ".join(f"{each:.15g}" for each in kept.by_stage(schedule.num_stages))
     return {name: str(value) for name, value in lines.items() if value is not None}
+
+
+def _kept(schedule: Schedule, sizes: Sizes | None) -> KeptBytes:
+    return KeptBytes() if sizes is None else sizes.kept(schedule)
 
 
 def _unmoved(recipe: Recipe, sizes: Sizes | None) -> Schedule:

@@ -92,6 +92,12 @@ def of_any_order(recipe):
             ],
         ),
         (PLAIN, of_any_order(BALANCED), ["rank 0, slot 6: 0EVICT1, but the run has no schedule.balance"]),
+        (OFFLOADED, of_any_order(PLAIN), ["pipeline rank 0 moves nothing and holds 4, 1 more than its 3"]),
+        (
+            OFFLOADED,
+            replace(written(OFFLOADED), schedule=build(PLAIN)),
+            ["pipeline rank 0 moves nothing and holds 4, 1 more than its 3"],
+        ),
         (
             replace(SWAPPED, residence=Residence(3, is_bytes=False)),
             of_any_order(SWAPPED),

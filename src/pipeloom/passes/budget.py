@@ -7,7 +7,8 @@ import numpy as np
 from pipeloom.errors import UserError
 from pipeloom.schedule.clock import SecondsOf, times
 from pipeloom.schedule.facts import Seconds
-from pipeloom.schedule.ledger import Balance, KeptBytes, Ledger, PerStage
+from pipeloom.schedule.kinds import LOAD_OF
+from pipeloom.schedule.ledger import Balance, KeptBytes, Ledger, PerStage, most_in_rows
 from pipeloom.schedule.schedule import Schedule
 from pipeloom.terminal.words import count
 
@@ -61,16 +62,38 @@ def refuse_missing(schedule: Schedule, seconds_of: SecondsOf, kept: KeptBytes, b
         UserError: ranks that hold more, with the missing bytes.
     """
     held = kept_on(schedule, times(schedule, seconds_of), kept)
-    # Sums of bytes in another order differ by rounding.
     problems = [
-        f"pipeline rank {rank} still holds {_words(needed)}, {_words(needed - most)} more than its {_words(most)}"
+        f"pipeline rank {rank} still holds {_excess(needed, most)}"
         for rank, most in enumerate(budget)
-        if (needed := held.peak(rank)) > most * (1 + 1e-9)
+        if _exceeds(needed := held.peak(rank), most)
     ]
     if problems:
         raise UserError(
             f"the budget cannot be kept by moving what backwards need: {'; '.join(problems)}; allow more, or recompute"
         )
+
+
+def unmoved_problems(schedule: Schedule, kept: KeptBytes, most: float) -> list[str]:
+    """One sentence for each rank that moves no activation and holds more bytes than a budget.
+
+    What the other ranks hold depends on the seconds of their moves.
+    """
+    facts = schedule.facts
+    moving = set(facts.ranks[facts.where(*LOAD_OF)].tolist())
+    return [
+        f"pipeline rank {rank} moves nothing and holds {_excess(needed, most)}"
+        for rank, needed in enumerate(most_in_rows(schedule, kept))
+        if rank not in moving and _exceeds(needed, most)
+    ]
+
+
+def _exceeds(needed: float, most: float) -> bool:
+    # Sums of bytes in another order differ by rounding.
+    return needed > most * (1 + 1e-9)
+
+
+def _excess(needed: float, most: float) -> str:
+    return f"{_words(needed)}, {_words(needed - most)} more than its {_words(most)}"
 
 
 def _words(amount: float) -> str:

@@ -1,6 +1,6 @@
 """A schedule from a file, and whether it is one of those that a run can execute."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -57,9 +57,13 @@ class ScheduleFile:
         if not problems and self.recipe:
             problems += self._row_problems(made)
         if problems:
-            raise ConfigError(problems, f"{self.name}, which does not fit the run,")
+            raise self.misfit(problems)
         # Rows of one rank have no messages at either level.
         return self.schedule if self.schedule.level is made.level else replace(self.schedule, level=made.level)
+
+    def misfit(self, problems: Sequence[str]) -> ConfigError:
+        """The error of a file that does not fit a run."""
+        return ConfigError(problems, f"{self.name}, which does not fit the run,")
 
     def _recipe_problems(self, recipe: Mapping[str, str]) -> list[str]:
         return [
