@@ -149,12 +149,15 @@ def test_ranks_that_disagree_on_a_shape_say_so_before_the_first_step():
 
 
 def _user_mistake(rendezvous, rank, size):
-    raise UserError("the text is too short")
+    error = UserError("the text is too short")
+    error.add_note("it is that of the file notes.txt")
+    raise error
 
 
 def test_a_users_mistake_in_a_worker_stays_a_users_mistake():
-    with pytest.raises(UserError, match="the text is too short"):
+    with pytest.raises(UserError, match="the text is too short") as refused:
         run_workers(_user_mistake, 2)
+    assert refused.value.__notes__ == ["it is that of the file notes.txt"]
 
 
 def _exit(rendezvous, rank, size):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeloom.errors import (
     Interrupted,
@@ -33,6 +33,7 @@ from pipeloom.system.temporary import temporary_folder
 Work = Callable[[Path, int, int], Any]
 """(file for the rendezvous, rank, number of ranks) -> result, picklable."""
 
+_Error = TypeVar("_Error", bound=PipeloomError)
 _GRACE_S = 2.0
 """Seconds after the first failure in which other workers may report theirs."""
 _LOOK_S = 0.2
@@ -55,6 +56,7 @@ class Failure:
         reason: whether the message is the reason, in place of a signal's name.
         was_killed: a signal killed the process.
         is_wrong: the error names the rank that stores or computes wrong values.
+        notes: lines that belong to the message.
     """
 
     rank: int
@@ -67,6 +69,7 @@ class Failure:
     reason: bool = False
     was_killed: bool = False
     is_wrong: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def are_forked() -> bool:
@@ -153,7 +156,8 @@ def describe(rank: int, error: BaseException) -> Failure:
         return Failure(rank, str(error), number=error.number, reason=str(error) != str(Interrupted(error.number)))
     if isinstance(error, WrongRankError):
         return Failure(error.rank, message, is_wrong=True)
-    return Failure(rank, message, is_user_error, is_consequence, trace, isinstance(error, StallError))
+    notes = () if trace else tuple(getattr(error, "__notes__", ()))  # a traceback contains them
+    return Failure(rank, message, is_user_error, is_consequence, trace, isinstance(error, StallError), notes=notes)
 
 
 class _Stopped:
@@ -240,14 +244,20 @@ def _error(failures: Sequence[Failure], passed_on: int | None) -> PipeloomError 
             interrupted.add_note(cause.message)
         return interrupted
     if cause.is_user_error:
-        return UserError(cause.message)
+        return _noted(UserError(cause.message), cause.notes)
     others = len({failure.rank for failure in failures} - {cause.rank})
-    error = WorkerError(cause.message)
+    error = _noted(WorkerError(cause.message), cause.notes)
     error.rank, error.was_killed, error.is_wrong = cause.rank, cause.was_killed, cause.is_wrong
     if cause.traceback:
         error.add_note(cause.traceback)
     if others:
         error.add_note(f"({others} other worker{'s' if others > 1 else ''} ended because of it)")
+    return error
+
+
+def _noted(error: _Error, notes: Sequence[str]) -> _Error:
+    for note in notes:
+        error.add_note(note)
     return error
 
 
