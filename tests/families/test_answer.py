@@ -108,6 +108,25 @@ def test_a_broken_rule_names_the_family_in_a_note(own):
     assert caught.value.__notes__ == [f"the rows are those of the family 'own' ({file}, line {RULE_LINE})"]
 
 
+def test_a_family_that_splits_backwards_declares_it(own):
+    actions = "forward(0, 0), Action(Kind.BACKWARD_INPUT, 0, 0), Action(Kind.BACKWARD_WEIGHT, 0, 0)"
+    file = own(f"from pipeloom import Action, Kind; return Rows([[{actions}]], [1])")
+    where = f"the family 'own' ({file}, line {RULE_LINE})"
+    assert refused(pp=1) == f"{where} splits backwards; add splits_backward=True to its declaration"
+
+
+def test_several_stages_on_a_rank_are_refused_without_a_family_to_use_instead():
+    def rule(request):
+        """Own."""
+
+    family("own", is_looped=False)(rule)
+    try:
+        (problem,) = Choice(family="own", loops=2, **SIZES).problems()
+        assert problem == "own runs one stage on each rank, found loops 2; use loops 1"
+    finally:
+        FAMILIES.remove("own")
+
+
 def test_a_mistake_in_a_closed_form_is_named(own):
     own("pass", closed_form="lambda request: 1 / 0")
     with pytest.raises(FamilyError, match="the family 'own' raised ZeroDivisionError: division by zero, in .*line 4"):

@@ -15,6 +15,7 @@ from pipeloom.passes import add_slices, freeze
 from pipeloom.passes.recompute import recompute_beyond
 from pipeloom.registry import Registry
 from pipeloom.schedule import PLACEMENTS, Action, Kind, Placement, Row, Schedule
+from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, GOES_BACK
 from pipeloom.schedule.whole_batch import interleaved_stage
 from pipeloom.system.host_memory import available_memory
 from pipeloom.terminal.words import count, format_bytes, unknown_name
@@ -259,8 +260,8 @@ class Choice:
         problems: list[str] = []
         name, size = self.family, self.group_size
         if self.loops > 1 and not chosen.is_looped:
-            instead = f"use {chosen.instead} or loops 1"
-            problems.append(f"{name} runs one stage on each rank, found loops {self.loops}; {instead}")
+            instead = f"{chosen.instead} or " if chosen.instead else ""
+            problems.append(f"{name} runs one stage on each rank, found loops {self.loops}; use {instead}loops 1")
         if chosen.loops not in (None, self.loops):
             wanted = f"{name} runs {count(chosen.loops or 1, 'stage')} on each rank, found loops {self.loops}"
             problems.append(f"{wanted}; use loops {chosen.loops}")
@@ -314,7 +315,7 @@ class Choice:
         Raises:
             ConfigError: with all problems of the choice.
             ScheduleError: the family's rows break a rule.
-            FamilyError: the family raises, or returns something else than rows of actions.
+            FamilyError: the family raises, returns something else than rows of actions, or splits backwards undeclared.
         """
         problems = self.problems()
         if problems:
@@ -331,6 +332,10 @@ class Choice:
                 first_backward_stage=0 if chosen.has_backward else placement.num_stages,
                 max_stage_inputs=tuple(answer.max_stage_inputs),
             )
+        if not chosen.splits_backward and schedule.facts.has(*ADDS_TO_GRADIENT - GOES_BACK):
+            # What does not work with split backwards is refused by the declaration, before there are rows.
+            where = f"the family '{self.family}' ({place_of(chosen.rule)})"
+            raise FamilyError(f"{where} splits backwards; add splits_backward=True to its declaration")
         if chosen.has_backward:
             schedule = freeze(schedule, self.frozen_stages)
         # The family made whole micro-batches; any order of those can be sliced in place.
