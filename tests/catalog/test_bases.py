@@ -53,6 +53,10 @@ def test_what_was_measured_on_the_base_is_left_out_where_it_changes(tmp_path):
         ('base = 3\nname = "own"\n', "base must be a name of the catalog or a file, found 3"),
         ('base = "./own.toml"\nname = "own"\n', "base leads back to itself"),
         ('base = "dgx-h100"\nname = "own"\nintra.gbps = 3\n', "[intra] there is no key 'gbps' here"),
+        (
+            'base = "dgx-h100"\nname = "own"\ndevice.peak_tflop_per_s.bf61 = 3\n',
+            "[device.peak_tflop_per_s] there is no key 'bf61' here",
+        ),
         ('base = "dgx-h100"\nname = "own"\nintre.gb_per_s = 3\n', "there is no key 'intre' here; did you mean 'int"),
         ('base = "dgx-h100"\nname = "own"\ngroups = []\n', "a file with groups cannot have a base"),
         ('base = "dgx-h100"\nname = "own"\ndevice.matmul_gflop = [1]\n', "must have one number for each"),

@@ -33,7 +33,7 @@ from pipeloom.cost.mixed import GroupLink, MixedCluster, NodeGroup, mixed_cluste
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.registry import Registry
 from pipeloom.terminal.words import UNBREAKABLE, same_name
-from pipeloom.workload.dtypes import Precision
+from pipeloom.workload.dtypes import Precision, Products
 from pipeloom.workload.layout import Recompute
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.model_families import MODELS
@@ -48,6 +48,8 @@ _LINK = {"latency_us": ("latency_s", _MICRO), "gb_per_s": ("bytes_per_s", _GIGA)
 _UPDATE = {"fixed_us": ("fixed_s", _MICRO), "parameter_ns": ("parameter_s", _NANO)}
 _COUNTS = ("adapters_per_node", "cores_per_node")
 """Numbers of a cluster that files omit if they are 0."""
+_PRECISIONS = (*get_args(Precision), *get_args(Products))
+"""Keys of the tables that have a value for each precision; any other is reported as unknown."""
 _PIECE_SIZES = ("hidden", "heads", "kv_heads", "ffn", "vocab")
 _PIECE_AXES = ("seq", "tp", "sequence_parallel", "micro_batch", "recompute", "precision")
 _PIECES = ("embedding", "layer", "head", "stage")
@@ -172,7 +174,7 @@ def _group_link(reader: Reader, known: Sequence[str]) -> GroupLink:
 def _device(reader: Reader) -> Device:
     peaks = reader.table("peak_tflop_per_s")
     own = reader.table("matmul_fraction_of", is_optional=True)
-    by_precision = {key: peaks.number(key, scale=_TERA) for key in peaks.names()}
+    by_precision = {key: peaks.number(key, scale=_TERA) for key in peaks.names() if key in _PRECISIONS}
     is_measured = {"matmul_gflop", "matmul_fraction", "matmul_fraction_of"} & set(reader.names())
     return Device(
         name=reader.text("name"),
@@ -184,7 +186,9 @@ def _device(reader: Reader) -> Device:
         launch_s=reader.number("launch_us", LAUNCH_US, scale=_MICRO),
         kernel_s=reader.number("kernel_us", KERNEL_US, scale=_MICRO),
         matmul_curves={
-            key: reader.curve("matmul_gflop", key, x_scale=_GIGA, y_most=1.0, within=own) for key in own.names()
+            key: reader.curve("matmul_gflop", key, x_scale=_GIGA, y_most=1.0, within=own)
+            for key in own.names()
+            if key in _PRECISIONS
         },
         num_multiprocessors=int(reader.number("num_multiprocessors", 0)),
         early_kernels=reader.fraction("early_kernels", 1.0),
