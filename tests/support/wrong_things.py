@@ -466,7 +466,12 @@ OPTIMIZERS: list[Row] = [
         "optimizer.name muon updates whole matrices; set layout.tp 1",
     ),
     (f"{_SMALL} --optimizer.name adafactor --optimizer.betas 0.9 0.99", {}, "optimizer.betas has no effect"),
-    (f"{_SMALL} --optimizer.name adafactor --optimizer.settings depth=1", {}, "optimizer.depth has no effect"),
+    (f"{_SMALL} --optimizer.name adafactor --optimizer.settings depth=1", {}, "optimizer.settings depth=1 has no"),
+    (
+        f"{_SMALL} --optimizer.weight-decay 0 --optimizer.settings weight_decay=1 weight_decay=2",
+        {},
+        "optimizer.weight_decay and optimizer.settings weight_decay=1 and; leave all but one of them out",
+    ),
     (f"{_SMALL} --optimizer.lr-decay-style exponential", {}, "optimizer.lr-decay-style"),
     (
         f"{_SMALL} --optimizer.lr-decay-style constant --optimizer.lr-min-fraction 0.2",

@@ -51,6 +51,7 @@ from pipeloom.config.layout_problems import (
     update_problems,
 )
 from pipeloom.config.run import RunConfig, value_of
+from pipeloom.config.sections import OptimizerConfig
 from pipeloom.config.sharing_problems import sharing_problems
 from pipeloom.config.tokenizer_files import num_tokens
 from pipeloom.errors import UserError, reason_of
@@ -59,7 +60,7 @@ from pipeloom.workload.dtypes import TRAINED
 from pipeloom.workload.limits import Limits, limits_of
 from pipeloom.workload.model import head_problems
 from pipeloom.workload.model_families import MODELS
-from pipeloom.workload.optimizers import OPTIMIZERS
+from pipeloom.workload.optimizers import OPTIMIZERS, SHARED
 
 
 def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: bool = True) -> list[str]:
@@ -304,11 +305,21 @@ def optimizer_problems(config: RunConfig) -> Problems:
         yield f"{whole}, which layout.tp {config.layout.tp} divides between ranks; set layout.tp 1"
     if optimizer.clip == "stage" and math.isinf(optimizer.known_clip_grad_norm):
         yield "optimizer.clip stage clips nothing with optimizer.clip_grad_norm inf; leave one of them out"
-    taken = optimizer.rule.settings
+    taken, keys = optimizer.rule.settings, _keys_of(optimizer)
     for name in optimizer.given:
         if name not in taken:
             whose = f"optimizer.name {optimizer.name}, which takes {', '.join(taken)}"
-            yield f"optimizer.{name} has no effect with {whose}; leave it out"
+            yield f"{keys[name][0]} has no effect with {whose}; leave it out"
+        elif len(keys[name]) > 1:
+            yield f"{' and '.join(keys[name])} set the same; leave all but one of them out"
+
+
+def _keys_of(optimizer: OptimizerConfig) -> dict[str, list[str]]:
+    """Name of a setting of the update rule -> where it is set: a key of the section, or a text of its ``settings``."""
+    found = {name: [f"optimizer.{name}"] for name in SHARED if getattr(optimizer, name) is not None}
+    for text in optimizer.settings:
+        found.setdefault(text.split("=")[0], []).append(f"optimizer.settings {text}")
+    return found
 
 
 def vocabulary_problems(config: RunConfig, num_tokens: int) -> Problems:
