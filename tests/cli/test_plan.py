@@ -646,3 +646,26 @@ def test_what_the_search_does_not_price_is_refused_with_all_names(tmp_path, caps
     found = re.findall(r"- ([a-z._ ]+): the search prices", " ".join(capsys.readouterr().err.split()))
     names = ["layout.average_every", "model.share_layers", "optimizer.update stage"]
     assert sorted(found) == [*names, "training.freeze_layers"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ("model.experts = 4\nmodel.density = 0.5\n", "model.density does not work with model.experts 4"),
+        ("model.density = 0.5\nadapter.rank = 2\n", "model.density does not work with adapter.rank 2"),
+        (
+            'model.experts = 4\nmodel.balance = "bias"\nadapter.rank = 2\n',
+            "model.balance bias moves routers, which adapter.rank freezes",
+        ),
+        (
+            'adapter.rank = 2\noptimizer.name = "lomo"\noptimizer.wide_weights = false\ntraining.dtype = "bfloat16"\n',
+            "optimizer.wide_weights false does not work with adapter.rank",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "simulate", "train"])
+def test_what_no_layout_trains_is_refused_by_every_command_alike(tmp_path, capsys, command, lines, problem):
+    run = tmp_path / "run.toml"
+    run.write_text(lines)
+    assert main([command, str(run)]) == 2
+    assert " ".join(capsys.readouterr().err.split()).count(problem) == 1

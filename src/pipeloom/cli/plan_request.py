@@ -12,6 +12,8 @@ from pipeloom.cli.goals import goal_of, priced, tokens_of
 from pipeloom.cli.plan_options import Options
 from pipeloom.cli.run_config import source_of
 from pipeloom.config import RunConfig, in_order
+from pipeloom.config.density_problems import density_problems
+from pipeloom.config.expert_problems import expert_adapter_problems
 from pipeloom.config.file import read_run_file
 from pipeloom.config.layout_problems import adapter_problems
 from pipeloom.config.problems import model_problems, optimizer_problems
@@ -317,7 +319,9 @@ def _read(path: Path, seq: int | None, problems: list[str]) -> RunConfig:
         for name, (is_on, priced, instead) in unsearched.items()
         if is_on
     ]
-    problems += in_order([*found, *unknown, *values, *optimizer_problems(config), *adapter_problems(config)])
+    checks = (optimizer_problems, adapter_problems, expert_adapter_problems, density_problems)
+    values += [problem for check in checks for problem in check(config)]
+    problems += in_order([*found, *unknown, *values])
     return config
 
 

@@ -326,13 +326,8 @@ def narrow_problems(config: RunConfig) -> Problems:
     if optimizer.name in OPTIMIZERS and not optimizer.rule.takes_narrow:
         known = " and ".join(name for name, one in OPTIMIZERS.items() if one.takes_narrow)
         yield f"{what} works with optimizer.name {known}, found {optimizer.name}"
-    others = {
-        "schedule.device_budget, which moves float32 weights": config.schedule.device_budget is not None,
-        "adapter.rank, whose weights are few": config.adapter.rank is not None,
-    }
-    for name, is_on in others.items():
-        if is_on:
-            yield f"{what} does not work with {name}; leave one of them out"
+    if config.schedule.device_budget is not None:
+        yield f"{what} does not work with schedule.device_budget, which moves float32 weights; leave one of them out"
 
 
 def refused_over_stages(config: RunConfig) -> dict[str, bool]:
@@ -376,10 +371,14 @@ def freeze_problems(config: RunConfig) -> Problems:
 
 
 def adapter_problems(config: RunConfig) -> Problems:
-    """Adapters that the model cannot have."""
+    """Adapters that the model cannot have, in any layout."""
     own, model, number = config.adapter, config.model, config.training.freeze_layers
     if own.rank is None or model.family not in MODELS:
         return
+    if not config.optimizer.wide_weights:
+        yield (
+            "optimizer.wide_weights false does not work with adapter.rank, whose weights are few; leave one of them out"
+        )
     if own.rank > model.hidden_size:
         yield f"adapter.rank must be at most model.hidden_size {model.hidden_size}, found {own.rank}"
     if number == model.num_layers:
