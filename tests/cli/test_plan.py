@@ -669,3 +669,12 @@ def test_what_no_layout_trains_is_refused_by_every_command_alike(tmp_path, capsy
     run.write_text(lines)
     assert main([command, str(run)]) == 2
     assert " ".join(capsys.readouterr().err.split()).count(problem) == 1
+
+
+def test_an_optimizer_of_whole_matrices_is_planned_without_a_tensor_axis_whatever_the_file_has(tmp_path, capsys):
+    run = tmp_path / "run.toml"
+    run.write_text('optimizer.name = "muon"\nlayout.tp = 2\n')
+    assert main(["plan", str(run), "--cluster", "dgx-h100", "--devices", "8", "--no-explain", "--json"]) == 0
+    assert {layout["tp"] for layout in json.loads(capsys.readouterr().out)["layouts"]} == {1}
+    assert main(["plan", str(run), "--cluster", "dgx-h100", "--devices", "8", "--tp", "2"]) == 2
+    assert "the optimizer updates whole matrices, which the tensor axis divides" in capsys.readouterr().err

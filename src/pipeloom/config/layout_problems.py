@@ -81,6 +81,7 @@ def stage_problems(config: RunConfig) -> Problems:
 def tensor_problems(config: RunConfig) -> Problems:
     """What tensor parallelism divides."""
     layout, model, num_tokens = config.layout, config.model, config.data.seq_len
+    optimizer = config.optimizer
     # A rank computes whole heads; vocabulary and inner width may be divided unevenly.
     for name, size in (("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)):
         if layout.tp > 0 and size is not None and size % layout.tp and model.adapted is None:
@@ -90,6 +91,9 @@ def tensor_problems(config: RunConfig) -> Problems:
     if layout.tp > 1 and model.density is not None:
         divided = f"layout.tp {layout.tp}, which divides matrices between ranks"
         yield f"model.density does not work with {divided}; leave one of them out"
+    if layout.tp > 1 and optimizer.name in OPTIMIZERS and optimizer.rule.matrices is not None:
+        whole = f"optimizer.name {optimizer.name} updates whole matrices"
+        yield f"{whole}, which layout.tp {layout.tp} divides between ranks; set layout.tp 1"
 
 
 def context_problems(config: RunConfig) -> Problems:

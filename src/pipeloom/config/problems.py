@@ -291,7 +291,7 @@ def _model_problems(config: RunConfig) -> Problems:
 
 
 def optimizer_problems(config: RunConfig) -> Problems:
-    """Problems of the update rule and its settings, one sentence each."""
+    """Problems of the update rule and its settings in any layout, one sentence each."""
     optimizer = config.optimizer
     if optimizer.name not in OPTIMIZERS:
         yield f"optimizer.name: {OPTIMIZERS.unknown(optimizer.name)}"
@@ -300,9 +300,6 @@ def optimizer_problems(config: RunConfig) -> Problems:
     if wrong:
         yield f"optimizer.settings must be texts such as name=0.5, found {' '.join(map(repr, wrong))}"
         return
-    if optimizer.rule.matrices is not None and config.layout.tp > 1:
-        whole = f"optimizer.name {optimizer.name} updates whole matrices"
-        yield f"{whole}, which layout.tp {config.layout.tp} divides between ranks; set layout.tp 1"
     if optimizer.clip == "stage" and math.isinf(optimizer.known_clip_grad_norm):
         yield "optimizer.clip stage clips nothing with optimizer.clip_grad_norm inf; leave one of them out"
     taken, keys = optimizer.rule.settings, _keys_of(optimizer)

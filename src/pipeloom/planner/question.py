@@ -401,7 +401,9 @@ def axes(num_devices: int, tps: Iterable[int], cps: Sequence[int] = (1,)) -> lis
 
 def why_not(question: Question, sizes: Axes) -> str | None:
     """Why axes do not divide the model or the batch; ``None`` if they do."""
-    shape, (tp, cp, dp, pp) = question.shape, sizes
+    shape, rule, (tp, cp, dp, pp) = question.shape, question.software.optimizer, sizes
+    if tp > 1 and rule is not None and rule.matrices is not None:
+        return "the optimizer updates whole matrices, which the tensor axis divides"
     if shape.blocks is not None and tp > 1:
         return "the density is of whole matrices, which the tensor axis divides"
     if shape.heads % tp or shape.kv_heads % tp:
