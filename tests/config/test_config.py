@@ -10,6 +10,7 @@ from typing import get_type_hints
 import pytest
 
 from pipeloom.config import RunConfig, find_problems, run, sections, to_dict
+from pipeloom.errors import CallError
 from pipeloom.workload import layout as layout_module
 from pipeloom.workload.optimizers import OPTIMIZERS, Matrices
 
@@ -598,3 +599,8 @@ def test_whole_matrices_are_not_divided_by_tensor_parallelism(monkeypatch):
         problem
         == "optimizer.name adamw updates whole matrices, which layout.tp 2 divides between ranks; set layout.tp 1"
     )
+
+
+def test_a_section_of_a_run_is_of_its_type():
+    with pytest.raises(CallError, match=r"layout must be a Layout, found \{'pp': 2\}"):
+        RunConfig(layout={"pp": 2})

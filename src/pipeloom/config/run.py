@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from pipeloom.calls import checked_class
 from pipeloom.config.sections import (
     AdapterConfig,
     CheckpointConfig,
@@ -24,6 +25,7 @@ from pipeloom.workload.layout import Layout
 from pipeloom.workload.model import ModelConfig
 
 
+@checked_class
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RunConfig:
     """The configuration of a run: the sections of a run file. ``load_run`` makes it from a file or from settings.
