@@ -21,6 +21,7 @@ from pipeloom.system.end_signals import STOPS
 from pipeloom.training import run as training_run
 from pipeloom.training.checkpoints import checkpoint
 from pipeloom.training.checkpoints.saving import Saving
+from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.trainer import Trainer
 
 MODEL = ["--model.num-layers", "2", "--model.hidden-size", "16", "--model.num-heads", "2", "--data.seq-len", "8"]
@@ -164,6 +165,38 @@ def test_a_run_ends_with_a_checkpoint_before_its_time_limit_and_goes_on(tmp_path
     assert status == 75, errors
     assert saved(tmp_path) == {3: "signal"}
     assert "pipeloom train: the next step may exceed checkpoint.time_limit_s 1000\n3 of 6 steps are safe" in errors
+    again = Forked(tmp_path, words(tmp_path, "--checkpoint.resume", str(tmp_path / "run")))
+    assert again.end() == 0, again.stderr
+    assert curve(tmp_path) == uninterrupted
+
+
+def ends_in_validation(is_late):
+    """Let a signal arrive, or the time limit come near, in the third forward of a long validation."""
+    evaluate, num_calls, found = Pipeline.evaluate, 0, []
+
+    def one(self, batch):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3 and found[0]._world.rank == 0:
+            if is_late:
+                found[0]._begun_s -= 1000
+            else:
+                os.kill(os.getppid(), signal.SIGTERM)
+        return evaluate(self, batch)
+
+    calls_in_step(lambda saving, _: found.append(saving))
+    Pipeline.evaluate = one
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["signal", "time limit"])
+def test_a_run_that_ends_gives_up_a_validation_and_writes_its_checkpoint(tmp_path, uninterrupted, is_late):
+    long = ["--training.validate-every", "2", "--training.validation-batches", "1000000"]
+    limits = ["--checkpoint.grace-s", "15", "--checkpoint.time-limit-s", "1000"]
+    status, _, errors = trained(tmp_path, partial(ends_in_validation, is_late), *long, *limits)
+    assert status == 75, errors
+    assert saved(tmp_path) == {2: "signal"}
+    assert ("may exceed checkpoint.time_limit_s 1000" in errors) == is_late
+    assert ["validation_loss" in line for line in metrics(tmp_path)] == [False, False]
     again = Forked(tmp_path, words(tmp_path, "--checkpoint.resume", str(tmp_path / "run")))
     assert again.end() == 0, again.stderr
     assert curve(tmp_path) == uninterrupted

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import chain, islice
 from statistics import median_high
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pipeloom.analysis.summary import communication, summarize
 from pipeloom.checkpoint.checkpoint_folder import Cause, CheckpointInfo, list_checkpoints, run_of, step_of
 from pipeloom.config import RunConfig
-from pipeloom.data.text import Data, unigram_loss
+from pipeloom.data.text import Data
 from pipeloom.errors import PeerLostError, RunError, WrongRankError
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.processes.world import World
@@ -34,9 +34,9 @@ from pipeloom.training.checkpoints.saving import Saving
 from pipeloom.training.health.replicas import Damage, Health
 from pipeloom.training.health.slow_ranks import SlowRanks
 from pipeloom.training.health.spikes import Spikes
-from pipeloom.training.inference.evaluation import mean_loss
 from pipeloom.training.inference.sample import sample_text
 from pipeloom.training.inference.trained import load_trained
+from pipeloom.training.inference.validation import Validation
 from pipeloom.training.loading import Loading
 from pipeloom.training.optimizers.averaging import make_averaging
 from pipeloom.training.optimizers.optimizer import WholeUpdates, learning_rate, make_optimizer
@@ -85,6 +85,7 @@ class Trainer:
         self._data, self._folder = data, folder
         self._pipeline = Pipeline(config, world, log=self._noted.log)
         is_whole = self._pipeline.store is None  # swapped stages get their optimizer state one by one
+        self._validation = Validation(config, world, data, self._pipeline)
         self._optimizer = make_optimizer(config.optimizer, self._pipeline.data_parallel.parts, begins=is_whole)
         self._updates = make_updates(config.optimizer, self._optimizer, self._pipeline)
         self._averaging = make_averaging(config, world, self._pipeline, self._updates)
@@ -209,7 +210,7 @@ class Trainer:
             line |= self._meter.metrics(self._sums, speed)
         if self._problem is not None:
             line["skipped"] = self._problem
-        if self._validates_after(step) and (validation := self._validate()) is not None:
+        if self._validation.is_due(step) and (validation := self._validate(self._saving.ends_now)) is not None:
             line["validation_loss"] = validation
         return line
 
@@ -431,7 +432,7 @@ class Trainer:
             traced_step=measured.traced_step,
             train_loss=measured.loss,
             validation_loss=self._validate(),
-            unigram_loss=self._unigram_loss(),
+            unigram_loss=self._validation.unigram_loss(),
             step_time_s=step_time_s,
             predicted_step_time_s=measured.predicted_s,
             tokens_per_s=None if step_time_s is None else config.layout.update_size * config.data.seq_len / step_time_s,
@@ -467,29 +468,10 @@ class Trainer:
             "swap_hidden_s": sum(use.hidden_s for use in uses),
         }
 
-    def _validates_after(self, step: int) -> bool:
-        every = self._config.training.validate_every
-        # The last step is followed by the validation of the summary.
-        return every is not None and step % every == 0 and step < self._config.training.known_steps
-
-    def _validate(self) -> float | None:
-        num_batches = self._config.training.validation_batches
-        if num_batches == 0:
-            return None
+    def _validate(self, gives_up: Callable[[], bool] | None = None) -> float | None:
         # Deferred updates of the last step come before.
         self._updates.settle()
-        # From the first window in every run, so that losses are comparable.
-        size, windows = self._config.layout.batch_size, self._data.validation
-        batches = ((windows.batch(index, size), size) for index in range(num_batches))
-        return mean_loss(self._pipeline, self._world, batches).loss
-
-    def _unigram_loss(self) -> float:
-        data, layout, num_batches = self._data, self._config.layout, self._config.training.validation_batches
-        if num_batches == 0 or self._world.rank > 0:
-            return data.unigram_loss
-        # The same windows as in _validate, so that the losses are comparable.
-        targets = data.validation.batch(0, layout.batch_size * num_batches)[:, 1:]
-        return unigram_loss(data.shares, np.bincount(targets[targets >= 0], minlength=len(data.shares)))
+        return self._validation.loss(gives_up)
 
 
 def _say_nothing(_text: str) -> None:

@@ -88,21 +88,34 @@ class Saving:
         # Rank 0's clock alone decides; clocks of several hosts would sometimes disagree.
         is_late = self._writing is None and 0 < every_s <= time.monotonic() - self._saved_s
         is_due = self._world.rank == 0 and is_late
-        return [float(is_due), float(self._world.rank == 0 and self._is_last_in_time()), *self._signal_votes()]
+        is_over = self._is_last_in_time(max(self._last_step_s, time.monotonic() - self._step_begin_s))
+        return [float(is_due), float(is_over), *self._signal_votes()]
 
-    def _is_last_in_time(self) -> bool:
-        """Whether another step with its checkpoint could end after ``checkpoint.time_limit_s``."""
-        limit_s, now_s = self._config.checkpoint.time_limit_s, time.monotonic()
-        if limit_s is None:
+    def _is_last_in_time(self, step_s: float) -> bool:
+        """Whether another step of so many seconds could end after ``checkpoint.time_limit_s``, by rank 0's clock."""
+        limit_s = self._config.checkpoint.time_limit_s
+        if limit_s is None or self._world.rank > 0:
             return False
-        step_s = max(self._last_step_s, now_s - self._step_begin_s)
         # The last checkpoint waits for one that is being written.
         num_saves = 1 if self._writing is None else 2
-        return now_s + step_s + num_saves * _SPARE * (self._last_save_s or _SAVE_S) > self._begun_s + limit_s
+        save_s = num_saves * _SPARE * (self._last_save_s or _SAVE_S)
+        return time.monotonic() + step_s + save_s > self._begun_s + limit_s
 
     def count(self, votes: Sequence[float]) -> None:
         """Store the sums of all ranks' votes."""
         self._votes = votes
+
+    def ends_now(self) -> bool:
+        """Whether the run ends after this step, also since its votes were counted. Collective.
+
+        Validation may take longer than the grace period; the checkpoint must not wait for its end.
+        """
+        is_due, is_over, *_ = self._votes
+        # The shortest step: only if even that does not fit any more is the rest of a validation given up.
+        late = float(self._is_last_in_time(self._least_step_s))
+        late, *signals = self._world.sum([late, *self._signal_votes()])
+        self._votes = [is_due, is_over + late, *signals]
+        return any(vote > 0 for vote in self._votes[1:])
 
     def after_step(self, step: int) -> None:
         """Write a checkpoint if one is due, and end the run after a signal.
