@@ -15,7 +15,7 @@ from pipeloom.cli import main
 from pipeloom.config import DataConfig, RunConfig, SourceConfig, find_problems
 from pipeloom.config.file import format_run, parse_run, read_run_file
 from pipeloom.data.text import load_data
-from pipeloom.data.windows import Mixture, TokenWindows, Turns
+from pipeloom.data.windows import Mixture, TokenWindows, Turns, resumed
 from pipeloom.errors import UserError
 
 SEQ_LEN = 4
@@ -127,6 +127,24 @@ def test_a_run_of_one_text_may_get_more_of_them() -> None:
     rows = seen(mixed.batch(0, 20))
     expected = sources(7, 40)[1].read(range(9, 19))[:, 0].tolist()
     assert [window for source, window in rows if source == 1] == expected
+
+
+def test_one_text_of_several_goes_on_behind_its_own_windows_and_the_others_stay_noted() -> None:
+    first = mixture((1, 3), (7, 40))
+    rows = seen(first.batch(0, 8))
+    stored = first.position(8)
+    for name, expected in ((("b", "/b"), range(6, 10)), (("new", "/moved"), range(4))):
+        alone = resumed(sources(7, 40)[1], name, 8, stored, "mix")
+        found = [window for _, window in seen(alone.batch(0, 4))]
+        assert found == sources(7, 40)[1].read(expected)[:, 0].tolist()
+    alone = resumed(sources(7, 40)[1], ("b", "/b"), 8, stored, "mix")
+    rows += seen(alone.batch(0, 4))
+    again = resumed(sources(7, 40)[1], ("b", "/b"), 12, alone.position(4), "b")
+    rows += seen(again.batch(0, 4))
+    rows += seen(mixture((1, 1), (7, 40)).resumed(16, again.position(4), "b").batch(0, 8))
+    for source, windows in enumerate(sources(7, 40)):
+        own = [window for number, window in rows if number == source]
+        assert own == windows.read(range(len(own)))[:, 0].tolist()
 
 
 # Runs

@@ -96,7 +96,7 @@ class TokenWindows:
         last = np.append(rest, np.full(self._windows.shape[1] - len(rest), ~self._filler, np.int64))
         return np.stack([last if place == len(self._windows) else self._windows[place] for place in places])
 
-    def resumed(self, num_read: int, _stored: Sequence[Mapping[str, Any]] = (), _text: str = "") -> "TokenWindows":
+    def resumed(self, num_read: int) -> "TokenWindows":
         """The same windows; batch 0 begins behind those that were read, in batches of any size."""
         other = copy(self)
         other._first = num_read  # noqa: SLF001  a copy of this object
@@ -281,3 +281,21 @@ def document_begins(windows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
 
 Windows = TokenWindows | Mixture
 """What a run reads its batches from."""
+
+
+def resumed(
+    windows: Windows, name: tuple[str, str], num_read: int, stored: Sequence[Mapping[str, Any]], text: str
+) -> Windows:
+    """The windows of a run behind those that were read before a checkpoint.
+
+    Args:
+        windows: of the run.
+        name: fingerprint and path of its text, if it is one.
+        num_read: windows read in all.
+        stored: what the checkpoint has of several sources (``position``); empty if it was of one text.
+        text: fingerprint of that text.
+    """
+    if isinstance(windows, TokenWindows) and stored:
+        # One of the sources before, or a new one: windows of the others say nothing about its own. They stay noted.
+        windows = Mixture([windows], [1.0], [name])
+    return windows.resumed(num_read) if isinstance(windows, TokenWindows) else windows.resumed(num_read, stored, text)

@@ -15,6 +15,7 @@ from pipeloom.analysis.summary import communication, summarize
 from pipeloom.checkpoint.checkpoint_folder import Cause, CheckpointInfo, list_checkpoints, run_of, step_of
 from pipeloom.config import RunConfig
 from pipeloom.data.text import Data
+from pipeloom.data.windows import resumed
 from pipeloom.errors import PeerLostError, RunError, WrongRankError
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.processes.world import World
@@ -113,8 +114,8 @@ class Trainer:
             load_trained(config, world, self._pipeline, data.tokenizer)
         if again.folder is not None:
             self._checkpoints.prepare_kept(again.folder, self._done.step)
-        text = self._done.data["text"]
-        windows = data.train.resumed(self._done.sequences, self._done.sources, text)
+        name, done = (data.corpus_sha256, str(config.data.path)), self._done
+        windows = resumed(data.train, name, done.sequences, done.sources, done.data["text"])
         num_steps = config.training.known_steps - self._done.step
         self._loading = Loading(windows, config.layout.step_size, self._done.step + 1, num_steps)
         self._measured = Measured()
