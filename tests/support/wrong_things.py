@@ -335,6 +335,8 @@ CHECKPOINTS: list[Row] = [
     (f"{_SMALL} --output.folder run", {}, "contains a run already"),
     (f"{_SMALL} --checkpoint.keep-every 2", {}, "checkpoint.keep_every has no effect without checkpoint.keep"),
     (f"{_SMALL} --checkpoint.time-limit-s 0", {}, "checkpoint.time_limit_s must be above 0"),
+    (f"{_SMALL} --training.seed {2**63}", {}, "training.seed must be at most 9,223,372,036,854,775,807"),
+    (f"{_SMALL} --training.seed {-(2**63) - 1}", {}, "training.seed must be at least -9,223,372,036,854,775,808"),
     (f"{_SMALL} --checkpoint.grace-s -1", {}, "checkpoint.grace_s must be at least 0"),
     (f"{_SMALL} --checkpoint.grace-s nan", {}, "checkpoint.grace_s"),
     (f"{_SMALL} --checkpoint.background maybe", {}, "checkpoint.background"),

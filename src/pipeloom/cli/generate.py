@@ -14,7 +14,7 @@ from pipeloom.errors import ConfigError, UserError
 from pipeloom.system.files import read_text
 from pipeloom.system.garbage import kept_imports
 from pipeloom.terminal.words import count, format_bytes
-from pipeloom.workload.limits import Common, Count, CountOrNone, Limits
+from pipeloom.workload.limits import Common, Count, Limits, Seed
 
 _MOST_BYTES = 100_000_000
 """Most bytes of a file of prompts."""
@@ -44,7 +44,7 @@ class Options(RunConfig):
     """Draw among the fewest most probable tokens whose probabilities add up to this."""
     together: Common[Count] = 32
     """Most texts in the pipeline at the same time."""
-    seed: Common[CountOrNone] = 0
+    seed: Common[Seed] = 0
     """Random seed of the draws."""
     json: Common[bool] = False
     """Print a line of JSON for each text; its seconds are of all texts together."""

@@ -22,6 +22,7 @@ from pipeloom.workload.limits import (
     PlacementName,
     Positive,
     ProgramName,
+    Seed,
 )
 from pipeloom.workload.optimizers import OPTIMIZERS, SHARED, Optimizer, Setting
 
@@ -301,7 +302,7 @@ class TrainingConfig:
 
     steps: Common[Count | None] = None
     """Optimizer steps. None: 200; no default for a model from model.preset or model.file."""
-    seed: int = 0
+    seed: Seed = 0
     """Random seed of the weights, the order of the data and the sample."""
     dtype: Common[Dtype | None] = None
     """Data type of weights and activations. With bfloat16 the optimizer updates weights in float32, and gradients are

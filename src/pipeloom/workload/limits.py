@@ -27,8 +27,8 @@ class Limits:
     def words(self) -> str:
         """The range as text, such as ``at least 1``; empty for every finite number."""
         found = [f"above {self.above:g}"] if self.above is not None else []
-        found += [f"at least {self.least:g}"] if self.least > -math.inf and self.above is None else []
-        found += [f"at most {self.most:,g}"] if self.most < sys.float_info.max else []
+        found += [f"at least {self.least:,}"] if self.least > -math.inf and self.above is None else []
+        found += [f"at most {self.most:,}"] if self.most < sys.float_info.max else []
         return ", ".join(found)
 
     def refusal(self, value: float) -> str | None:
@@ -37,7 +37,7 @@ class Limits:
             return f"must be at most {self.most:,}, found {value:,}"
         if self.least <= value <= self.most and (self.above is None or value > self.above):
             return None
-        wanted = f"at least {self.least:g}" if self.above is None else f"above {self.above:g}"
+        wanted = f"at least {self.least:,}" if self.above is None else f"above {self.above:g}"
         return f"must be {and_finite(wanted, value)}, found {value}"
 
 
@@ -45,6 +45,8 @@ Count = Annotated[int, Limits(least=1)]
 """An integer of at least 1."""
 CountOrNone = Annotated[int, Limits(least=0)]
 """An integer of at least 0."""
+Seed = Annotated[int, Limits(least=-(2**63), most=2**63 - 1)]
+"""A random seed; PyTorch's generators take integers of 64 bits only."""
 Positive = Annotated[float, Limits(above=0)]
 """A number above 0."""
 Fraction = Annotated[float, Limits(least=0, most=1)]

@@ -224,6 +224,7 @@ def test_the_command_writes_texts_or_json(trained, tmp_path, capfd):
         (["--prompt", "a", "--prompts", "b"], "expected one of --prompt TEXT and --prompts FILE, found both"),
         (["--prompt", "a" * 30], "prompt 1 has 30 tokens, which with 100 more are 130"),
         (["--prompt", "a", "--max-tokens", "0"], "--max-tokens must be at least 1, found 0"),
+        (["--prompt", "a", "--seed", str(2**63)], "--seed must be at most 9,223,372,036,854,775,807"),
         (["--prompt", "a", "--top-p", "0"], "--top-p must be above 0, found 0.0"),
         (["--prompt", "a", "--temperature", "nan"], "--temperature must be"),
         (["--prompt", "a", "--layout.dp", "2"], "--layout.dp has no effect on generate"),
