@@ -58,6 +58,19 @@ def test_a_name_that_is_no_text_is_no_traceback(capsys):
     assert r"there is no run folder no\udcff;" in said(capsys, "report", os.fsdecode(b"no\xff"), status=2)
 
 
+def test_a_path_that_no_run_file_can_contain_is_refused_before_a_run_begins(capsys, tmp_path):
+    folder = tmp_path / os.fsdecode(b"no\xff")
+    folder.mkdir()
+    (folder / "a.txt").write_text("words " * 9000)
+    words = ["train", "--data.path", folder, "--data.cache", folder / "cache", "--output.folder", tmp_path / "run"]
+    found = said(capsys, *words, status=2)
+    assert "has 2 problems" in found
+    for path in (folder, folder / "cache"):
+        shown = str(path).replace("\udcff", r"\udcff")
+        assert f"the paths of a run must be UTF-8, so that its run file can contain them, found {shown};" in found
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_schedule_is_quoted_with_its_control_characters_shown(capsys, tmp_path):
     (tmp_path / "bad.txt").write_text(f"0F0 {ESCAPE}0X0\n", encoding="utf-8")
     assert f"'{SHOWN}0X0' is no action" in said(capsys, "schedule", tmp_path / "bad.txt", status=2)

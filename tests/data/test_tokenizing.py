@@ -1,6 +1,7 @@
 """Tokenizing in units: any division gives the same entry, a stopped one goes on; and files of tokens."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +72,17 @@ def test_units_of_any_size_and_processes_give_the_same_entry(kind: str, texts: P
         assert replace(other, corpus_sha256=whole.corpus_sha256) == whole
         assert {name: text for name, text in content(tmp_path / f"{unit_bytes}").items() if name in same} == same
     assert not list(tmp_path.glob("*.parts"))
+
+
+def test_a_file_may_have_a_name_that_is_not_utf_8(texts: Path, tmp_path: Path) -> None:
+    before = write(tmp_path / "before", texts, 3000)
+    name = os.fsdecode(b"\xff.txt")
+    (texts / name).write_text("words of a file")
+    whole, other = (write(tmp_path / f"{number}", texts, 3000, number) for number in (1, 2))
+    assert whole == other
+    assert whole.num_documents == before.num_documents + 1
+    (texts / name).rename(texts / os.fsdecode(b"\xfe.txt"))
+    assert write(tmp_path / "renamed", texts, 3000).corpus_sha256 != whole.corpus_sha256
 
 
 def test_a_stopped_process_goes_on(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

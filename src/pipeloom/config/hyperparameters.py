@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, is_hugging_face
+from pipeloom.config.paths import unwritable_paths
 from pipeloom.config.problems import find_problems
 from pipeloom.config.run import RunConfig, value_of
 from pipeloom.workload.model_families import MODELS
@@ -68,7 +69,11 @@ def training_problems(config: RunConfig, *, is_model_known: bool = True) -> list
     """Problems of a run that is trained on this machine, one sentence each."""
     # A model file may set some of the hyperparameters.
     recipe = hyperparameter_problems(config) if is_model_known else []
-    return [*find_problems(config, is_model_known=is_model_known), *recipe]
+    paths = [
+        f"the paths of a run must be UTF-8, so that its run file can contain them, found {path}; rename it"
+        for path in unwritable_paths(config)
+    ]
+    return [*find_problems(config, is_model_known=is_model_known), *recipe, *paths]
 
 
 def hyperparameter_problems(config: RunConfig) -> list[str]:

@@ -26,6 +26,21 @@ def with_home(config: _Config) -> _Config:
     return _change(config, expand_home)
 
 
+def unwritable_paths(config: Any) -> list[Path]:
+    """The absolute paths of the settings that no run file can contain: their names are not UTF-8."""
+    found: list[Path] = []
+
+    def note(path: Path) -> Path:
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:  # a byte of a name that is not UTF-8 is half of a surrogate pair
+            found.append(path)
+        return path
+
+    _change(with_absolute_paths(config), note)
+    return found
+
+
 def expand_home(path: Path) -> Path:
     """The path with ``~`` expanded; unchanged if there is no such user."""
     try:

@@ -174,10 +174,15 @@ def name_of(source: Source, number: int) -> str:
     return f"{source.name}/{number}" if has_records(source.path) else source.name
 
 
+def bytes_of(name: str) -> bytes:
+    """A document's name for a hash; that of a file need not be UTF-8."""
+    return name.encode(errors="surrogatepass")
+
+
 def key_of(name: str) -> int:
     """A number that gives documents a pseudo-random order, which depends on their names only."""
     # Sorted by a hash instead of shuffled: adding a document keeps the order of the others.
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+    return int.from_bytes(hashlib.sha256(bytes_of(name)).digest()[:8], "big")
 
 
 def held_out(

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, TOKENIZER_CONFIG
-from pipeloom.data.corpus import Piece, Source, documents, held_out, key_of, name_of
+from pipeloom.data.corpus import Piece, Source, bytes_of, documents, held_out, key_of, name_of
 from pipeloom.data.indexed import read_indexed, write_index
 from pipeloom.data.tokenizer import (
     ByteTokenizer,
@@ -283,7 +283,7 @@ def write_indexed_entry(folder: Path, file: Path, validation_fraction: float, to
         vocab_size=tokenizer.vocab_size,
         train_tokens=border,
         validation_tokens=total - border,
-        corpus_sha256=hashlib.sha256(f"{status.st_size} {status.st_mtime_ns} {file.name}".encode()).hexdigest(),
+        corpus_sha256=hashlib.sha256(bytes_of(f"{status.st_size} {status.st_mtime_ns} {file.name}")).hexdigest(),
         tokenizer_sha256=sha256_of(tokenizer.files()),
         file=str(file.absolute()),
     )
@@ -359,7 +359,7 @@ def _documents(job: Job, num_units: int, validation_fraction: float) -> _Documen
                 is_text.append(True)
                 if row_is_text:
                     # Lines in the form of sha256sum, so that the hash changes if a boundary between two files moves.
-                    total.update(f"{digest.hex()}  {name}\n".encode())
+                    total.update(b"%s  %s\n" % (digest.hex().encode(), bytes_of(name)))
             else:
                 total.update(f"{digest.hex()}\n".encode())
             sizes[-1] += num_bytes
