@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from small_run import write_text
 
 from pipeloom import load_run
+from pipeloom.checkpoint.checkpoint_choice import choose_checkpoint
 from pipeloom.checkpoint.checkpoint_folder import measure, read_info, write_info
 from pipeloom.cli import main
 from pipeloom.runs.traced_step import median_step
@@ -129,6 +130,33 @@ def test_a_text_that_is_named_is_evaluated_whole_even_if_the_run_has_it_in_its_f
     for words in ([], ["--data.path", own]):
         assert main(["evaluate", str(run), *words]) == 0
     assert chosen == [False, True]
+
+
+READERS = {
+    "evaluate": ("training.inference.trained", []),
+    "generate": ("training.inference.trained", ["--prompt", "the", "--max-tokens", "2"]),
+    "export": ("cli.export", ["weights"]),
+}
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_a_checkpoint_that_its_run_removes_meanwhile_has_a_note(finished, tmp_path, monkeypatch, capsys, command):
+    module, words = READERS[command]
+    run = tmp_path / "run"
+    shutil.copytree(finished / "run", run)
+
+    def choose(path):
+        chosen = choose_checkpoint(path)
+        chosen.path.rename(tmp_path / "removed")
+        return chosen
+
+    monkeypatch.setattr(f"pipeloom.{module}.choose_checkpoint", choose)
+    monkeypatch.chdir(tmp_path)
+    assert main([command, str(run), *words]) == 2
+    found = capsys.readouterr().err
+    assert f"{run / 'checkpoints' / 'step-000006'} was removed meanwhile" in found
+    assert "repeat the command" in found
+    assert "Traceback" not in found
 
 
 def test_a_run_of_its_own_goes_on_with_another_layout_and_the_whole_curve(finished):

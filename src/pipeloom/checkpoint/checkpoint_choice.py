@@ -1,6 +1,8 @@
 """Chooses the checkpoint whose weights are read: the newest undamaged one."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from pipeloom.checkpoint.checkpoint_folder import (
     step_folders,
     step_of,
 )
-from pipeloom.errors import ConfigError, UserError
+from pipeloom.errors import ConfigError, PipeloomError, UserError
 from pipeloom.terminal.guard import printable
 
 
@@ -39,6 +41,21 @@ class Choice:
         """Print them beside what a command prints."""
         for line in self.remarks:
             print(printable(line), file=sys.stderr, flush=True)  # noqa: T201  the weights are not the newest ones
+
+
+@contextmanager
+def reading(checkpoint: Path) -> Iterator[None]:
+    """Context of work that reads a checkpoint that was chosen: an error has a note if it is not there any more."""
+    try:
+        yield
+    except PipeloomError as error:
+        # Missing files look like damage; but a run in progress removes the checkpoints that it does not keep.
+        if not checkpoint.exists():
+            error.add_note(
+                f"{checkpoint} was removed meanwhile, as by a run in progress, which keeps its newest checkpoints "
+                "(checkpoint.keep); repeat the command, or name a checkpoint that stays (checkpoint.keep_every)"
+            )
+        raise
 
 
 def choose_checkpoint(path: Path) -> Choice:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pipeloom.catalog.model_files import CONFIG_JSON
-from pipeloom.checkpoint.checkpoint_choice import choose_checkpoint
+from pipeloom.checkpoint.checkpoint_choice import choose_checkpoint, reading
 from pipeloom.checkpoint.checkpoint_folder import (
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -75,14 +75,15 @@ def run(words: list[str]) -> int:
     from pipeloom.training.conversions.export import export_checkpoint
 
     file_bytes = None if options.file_gb is None else round(options.file_gb * 1e9)
-    files = export_checkpoint(
-        checkpoint,
-        options.output,
-        format=options.format,
-        dtype=options.dtype,
-        file_bytes=file_bytes,
-        merge=options.merge,
-    )
+    with reading(checkpoint):
+        files = export_checkpoint(
+            checkpoint,
+            options.output,
+            format=options.format,
+            dtype=options.dtype,
+            file_bytes=file_bytes,
+            merge=options.merge,
+        )
     remark = "" if can_be_checked(checkpoint) else f" ({UNCHECKED})"
     print("\n".join([f"checkpoint {checkpoint}{remark}", *(f"{_kind(file)} {file}" for file in files)]))
     return 0

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pipeloom.calls import checked
 from pipeloom.catalog.weight_files import FileTensor
-from pipeloom.checkpoint.checkpoint_choice import choose_checkpoint
+from pipeloom.checkpoint.checkpoint_choice import choose_checkpoint, reading
 from pipeloom.checkpoint.checkpoint_folder import (
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -98,7 +98,10 @@ def export_weights(
     """
     choice = choose_checkpoint(Path(checkpoint))
     choice.print_remarks()
-    return export_checkpoint(choice.path, Path(folder), format=format, dtype=dtype, file_bytes=file_bytes, merge=merge)
+    with reading(choice.path):
+        return export_checkpoint(
+            choice.path, Path(folder), format=format, dtype=dtype, file_bytes=file_bytes, merge=merge
+        )
 
 
 def export_checkpoint(

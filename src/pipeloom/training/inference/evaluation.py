@@ -18,7 +18,7 @@ from pipeloom.data.text import Data, Whole
 from pipeloom.data.windows import Windows
 from pipeloom.execute.processes.world import World, is_first
 from pipeloom.terminal.progress import Bar
-from pipeloom.training.inference.trained import check_trained, load_trained, with_trained
+from pipeloom.training.inference.trained import check_trained, load_trained, reads_start, with_trained
 from pipeloom.training.memory_check import check_memory
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.session import check_processes, load_text, load_whole_text, resolve, run_on_all_ranks
@@ -111,10 +111,11 @@ def evaluate_run(
     check_memory(config, trains=False)
     config = with_trained(config, run)
     load = load_whole_text if is_whole else load_text
-    if is_first():
-        # Tokenized once, before the processes start; they read the tokens from the cache.
-        check_trained(resolve(config, load(config)))
-    return run_on_all_ranks(config, partial(_evaluate, num_batches), load=load)
+    with reads_start(config):
+        if is_first():
+            # Tokenized once, before the processes start; they read the tokens from the cache.
+            check_trained(resolve(config, load(config)))
+        return run_on_all_ranks(config, partial(_evaluate, num_batches), load=load)
 
 
 def _evaluate(num_batches: int | None, config: RunConfig, world: World, data: Data | Whole) -> Evaluation | None:

@@ -31,7 +31,7 @@ from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.stage import Continued
 from pipeloom.model import KeyValueCache
 from pipeloom.model.visible_keys import Documents
-from pipeloom.training.inference.trained import check_trained, load_trained, with_trained
+from pipeloom.training.inference.trained import check_trained, load_trained, reads_start, with_trained
 from pipeloom.training.memory_check import check_memory
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.session import Tokens, check_processes, load_tokens, resolve, run_on_all_ranks
@@ -143,10 +143,11 @@ def generate(config: RunConfig, run: Path, request: Request, *, streams: bool = 
     check_processes(config)
     check_memory(config, trains=False)
     config = with_trained(config, run)
-    loaded = load_tokens(config)
-    prompts = encoded(config, loaded.tokenizer, request)
-    check_trained(resolve(config, loaded))
-    return run_on_all_ranks(config, partial(_generate, request, prompts, streams=streams), load=load_tokens)
+    with reads_start(config):
+        loaded = load_tokens(config)
+        prompts = encoded(config, loaded.tokenizer, request)
+        check_trained(resolve(config, loaded))
+        return run_on_all_ranks(config, partial(_generate, request, prompts, streams=streams), load=load_tokens)
 
 
 def longest(config: RunConfig) -> int:

@@ -1,10 +1,11 @@
 """The weights of a trained model, for work that runs forwards: from a run, a checkpoint or a Hugging Face folder."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeloom.checkpoint.checkpoint_choice import choose_checkpoint
+from pipeloom.checkpoint.checkpoint_choice import choose_checkpoint, reading
 from pipeloom.checkpoint.checkpoint_folder import is_hugging_face
 from pipeloom.config import RunConfig
 from pipeloom.data.tokenizer import Tokenizer
@@ -44,6 +45,12 @@ def with_trained(config: RunConfig, path: Path) -> RunConfig:
             choice.print_remarks()
         found = replace(config.checkpoint, resume=choice.path)
     return replace(config, checkpoint=found)
+
+
+def reads_start(config: RunConfig) -> AbstractContextManager[None]:
+    """Context of work that reads the weights that a configuration starts from; what its errors say in addition."""
+    start = config.checkpoint.start
+    return nullcontext() if start is None else reading(start)
 
 
 def check_trained(config: RunConfig) -> None:
