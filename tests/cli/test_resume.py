@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -130,6 +131,19 @@ def test_a_text_that_is_named_is_evaluated_whole_even_if_the_run_has_it_in_its_f
     for words in ([], ["--data.path", own]):
         assert main(["evaluate", str(run), *words]) == 0
     assert chosen == [False, True]
+
+
+def test_a_learning_rate_that_changes_is_in_the_output(finished):
+    checkpoint = finished / "run" / "checkpoints" / "step-000004"
+    before = metrics(finished / "run")[3]["lr"]
+    same = train(finished, "as it was", *LAYOUT, *STEPS, "--checkpoint.resume", str(checkpoint))
+    longer = [*STEPS, "--training.steps", "7", "--optimizer.lr-warmup-steps", "1"]
+    done = train(finished, "longer", *LAYOUT, *longer, "--checkpoint.resume", str(checkpoint))
+    assert same.returncode == done.returncode == 0, done.stderr
+    after = float(re.search(r"these settings give it (\S+), and go on from there\n", done.stdout)[1])
+    assert f"step 4 had a learning rate of {before:.3g}; these" in done.stdout
+    assert after > metrics(finished / "longer")[4]["lr"] > before
+    assert "learning rate" not in same.stdout
 
 
 READERS = {

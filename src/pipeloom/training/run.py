@@ -1,11 +1,13 @@
 """A training run from start to end: checks, run folder, processes, results."""
 
+import json
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from math import isclose
 from pathlib import Path
 
 from pipeloom.calls import checked
@@ -26,7 +28,7 @@ from pipeloom.errors import ConfigError, RunError
 from pipeloom.execute.processes.world import World, is_first, is_launched
 from pipeloom.predict.describe import completed, why_training_may_differ
 from pipeloom.runs.hang_words import blocked_by
-from pipeloom.runs.run_folder import CONFIG, TIMELINE, RunFolder
+from pipeloom.runs.run_folder import CONFIG, METRICS, TIMELINE, RunFolder
 from pipeloom.runs.run_start import draft_start, take_run_folder
 from pipeloom.schedule import Kind
 from pipeloom.system.end_signals import raised_signals
@@ -38,6 +40,7 @@ from pipeloom.training.automatic.interleaving import with_chosen_loops
 from pipeloom.training.checkpoints.contents import check_resumable, new_order
 from pipeloom.training.checkpoints.saving import safe_steps
 from pipeloom.training.memory_check import check_kept, check_memory
+from pipeloom.training.optimizers.optimizer import learning_rate
 from pipeloom.training.pretrained import check_init
 from pipeloom.training.schedules import training_schedule
 from pipeloom.training.session import (
@@ -129,6 +132,7 @@ def _run_in(path: Path, config: RunConfig, say: _Say, begun_s: float, *, quiet: 
     goes_on, moved = lines or (_check_start(resolved, choice), _check_schedule(resolved))
     goes_on += _changed_order(resolved, data, choice) + _unused_size(config, data, choice)
     folder = draft_start(path, resolved)
+    goes_on += _changed_rate(resolved, folder, choice)
     if folder.damaged:
         goes_on += f"\n           after the first step, {', '.join(folder.damaged)} will be called *.damaged"
     say(f"text       {data.description}{moved}\nrun        {path}{goes_on}")
@@ -205,6 +209,19 @@ def _changed_order(config: RunConfig, data: Data, choice: Choice | None) -> str:
         return ""
     differ = "batches differ from those that its run would have read"
     return f"\n           {differ}, since {', '.join(changed)} changed"
+
+
+def _changed_rate(config: RunConfig, folder: RunFolder, choice: Choice | None) -> str:
+    """A line if the last step of a resumed run had another learning rate than the settings of this run give it."""
+    lines = (folder.read(METRICS) or "").splitlines()
+    if choice is None or not lines:
+        return ""
+    done, steps, last = read_info(choice.path).step, config.training.known_steps, json.loads(lines[-1])
+    before, after = last.get("lr"), learning_rate(config.optimizer, done - 1, steps)
+    if last["step"] != done or done == steps or not isinstance(before, float) or isclose(before, after, rel_tol=1e-6):
+        return ""
+    had = f"step {done} had a learning rate of {before:.3g}"
+    return f"\n           {had}; these settings give it {after:.3g}, and go on from there"
 
 
 def _unused_size(config: RunConfig, data: Data, choice: Choice | None) -> str:
