@@ -145,7 +145,7 @@ def test_a_folder_gives_its_visible_text_sorted(tmp_path: Path) -> None:
     assert [name for name, _ in read(tmp_path)] == ["a.txt", "a/z.md", "b.txt"]
     assert dict(read(tmp_path))["a/z.md"] == b"text of a/z.md"
     data = load_data(DataConfig(path=tmp_path, seq_len=1, cache=tmp_path / ".cache"), 0)
-    assert "3 documents (3 skipped" in data.description
+    assert "3 documents (3 skipped, such as empty.txt: empty, not UTF-8, or with NUL)" in data.description
 
 
 def test_the_fingerprint_follows_names_and_contents(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_empty_and_broken_texts_are_counted(tmp_path: Path) -> None:
         DataConfig(path=tmp_path / "a.jsonl", seq_len=1, validation_fraction=0.3, cache=tmp_path / "cache"), 0
     )
     assert found == [("a.jsonl/1", b"first", 5), ("a.jsonl/5", b"last", 4)]
-    assert "2 documents (3 skipped" in data.description
+    assert "2 documents (3 skipped, such as a.jsonl/2: empty, not UTF-8, or with NUL)" in data.description
 
 
 @pytest.mark.parametrize(

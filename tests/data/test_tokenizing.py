@@ -135,7 +135,7 @@ def test_a_process_that_dies_is_an_error_and_the_rest_stays(
 def test_a_folder_of_tokens_trains_as_its_text(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tokenize", str(texts), str(tmp_path / "tokens"), "--validation-fraction", "0.1"]) == 0
     printed = capsys.readouterr().out
-    assert "312 documents (2 skipped" in printed
+    assert "312 documents (2 skipped, such as a.jsonl/101: " in printed
     assert f"--data.path {tmp_path / 'tokens'} --data.tokenizer bytes" in printed
     config = DataConfig(path=texts, seq_len=16, validation_fraction=0.1, cache=tmp_path / "cache")
     expected = load_data(config, 0)

@@ -66,6 +66,7 @@ class Summary:
         tokenizer_sha256: of the files of the tokenizer.
         file: of the tokens, if they are not in the entry.
         train_targets: of the training tokens; ``None`` if all of them are.
+        first_skipped: name of the first document that is not text; empty for none, and in entries of older versions.
     """
 
     num_documents: int
@@ -78,6 +79,7 @@ class Summary:
     tokenizer_sha256: str
     file: str = ""
     train_targets: int | None = None
+    first_skipped: str = ""
 
 
 RENEW = "copy the folder again, or remove it and tokenize the text again"
@@ -331,6 +333,7 @@ class _Documents:
         num_bytes: of all.
         num_skipped: those that are not text.
         sha256: fingerprint.
+        first_skipped: name of the first that is not text; empty for none.
     """
 
     num_tokens: npt.NDArray[np.int64]
@@ -339,12 +342,13 @@ class _Documents:
     num_bytes: int
     num_skipped: int
     sha256: str
+    first_skipped: str
 
 
 def _documents(job: Job, num_units: int, validation_fraction: float) -> _Documents:
     # Arrays: lists of millions of numbers would take five times the memory.
     keys, sizes, tokens, is_text = array("Q"), array("q"), array("q"), array("b")
-    total, numbers, firsts = hashlib.sha256(), dict[int, int](), list[int]()
+    total, numbers, firsts, first_skipped = hashlib.sha256(), dict[int, int](), list[int](), ""
     for unit in range(num_units):
         rows = np.load(job.rows_of(unit), allow_pickle=False)
         firsts.append(len(sizes))
@@ -362,6 +366,8 @@ def _documents(job: Job, num_units: int, validation_fraction: float) -> _Documen
                     total.update(b"%s  %s\n" % (digest.hex().encode(), bytes_of(name)))
             else:
                 total.update(f"{digest.hex()}\n".encode())
+            if not row_is_text and not first_skipped:
+                first_skipped = name_of(job.sources[source], numbers.get(source, 0) + number)
             sizes[-1] += num_bytes
             tokens[-1] += num_tokens
             is_text[-1] &= row_is_text
@@ -375,7 +381,8 @@ def _documents(job: Job, num_units: int, validation_fraction: float) -> _Documen
     held[chosen] = held_out(np.frombuffer(keys, np.uint64)[chosen], all_sizes[chosen], validation_fraction)
     num_tokens = np.frombuffer(tokens, np.int64) * are_text
     num_skipped = int((~are_text).sum())
-    return _Documents(num_tokens, held, firsts, int(all_sizes[are_text].sum()), num_skipped, total.hexdigest())
+    num_bytes = int(all_sizes[are_text].sum())
+    return _Documents(num_tokens, held, firsts, num_bytes, num_skipped, total.hexdigest(), first_skipped)
 
 
 def _names(sources: Sequence[Source]) -> str:
@@ -432,6 +439,7 @@ def _assemble(
         corpus_sha256=found.sha256,
         tokenizer_sha256=sha256_of(tokenizer.files()),
         train_targets=int(counts[0].sum()) if has_answers else None,
+        first_skipped=found.first_skipped,
     )
     _finish(draft, summary, np.stack(counts), tokenizer)
     return summary

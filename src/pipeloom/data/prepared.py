@@ -331,7 +331,8 @@ def where(config: DataConfig) -> str:
 
 def sizes_of(summary: Summary) -> str:
     """Documents and tokens of an entry in a message."""
-    skipped = f" ({summary.num_skipped:,} skipped: not UTF-8 text, or empty)" if summary.num_skipped else ""
+    such = f", such as {summary.first_skipped}" if summary.first_skipped else ""
+    skipped = f" ({summary.num_skipped:,} skipped{such}: empty, not UTF-8, or with NUL)" if summary.num_skipped else ""
     targets = "" if summary.train_targets is None else f" ({summary.train_targets:,} of answers)"
     return (
         f"{count(summary.num_documents, 'document')}{skipped}, {summary.num_bytes / 1e6:.3g} MB, "
