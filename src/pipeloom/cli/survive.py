@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.progress import TextColumn, TimeElapsedColumn
 
+from pipeloom.cli.flags import SOURCE
 from pipeloom.cli.plan_layouts import layout_cells, table_of_cells
 from pipeloom.cli.reference import Command
 from pipeloom.cli.run_config import PREDICTIONS, parse_words
@@ -206,7 +207,7 @@ def _inputs(options: Options) -> tuple[_Hazard, float, float, _Moves | None]:
         problems.append("machine.cluster must have one kind of node, since any node may fail")
     hazard, moves = _hazard(options, problems), _moves(options, problems)
     if problems or hazard is None or restart_s is None:
-        raise ConfigError(problems, "the failures")
+        raise ConfigError(problems, SOURCE)
     if checkpoint_s is None:
         checkpoint_s = _state_bytes(options) / ((options.storage or inf) * 1e9)
     return hazard, checkpoint_s, restart_s, moves

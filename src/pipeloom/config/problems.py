@@ -372,7 +372,11 @@ def _source_problems(config: RunConfig) -> Problems:
             yield f"the weight of each of data.sources must be above 0 and finite, found {one.weight} for {one.path}"
     paths = [one.path for one in sources]
     for path in dict.fromkeys(path for path in paths if paths.count(path) > 1):
-        yield f"each of data.sources must have a path of its own, found {path} twice; add the weights"
+        fields = list(dict.fromkeys(one.field for one in sources if one.path == path))
+        # Checkpoints find a source by its path where its text has changed.
+        several = f"for the fields {', '.join(fields)}; give the others as links to it"
+        advice = "; add the weights" if len(fields) == 1 else f" {several}"
+        yield f"each of data.sources must have a path of its own, found {path} twice{advice}"
 
 
 def _checkpoint_problems(config: RunConfig) -> Problems:
