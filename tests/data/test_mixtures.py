@@ -129,6 +129,18 @@ def test_a_run_of_one_text_may_get_more_of_them() -> None:
     assert [window for source, window in rows if source == 1] == expected
 
 
+def test_copies_of_a_text_go_on_each_behind_its_own_windows() -> None:
+    def of(*paths: str) -> Mixture:
+        return Mixture(sources(40, 40), (1, 3), [("same", path) for path in paths])
+
+    expected = seen(of("/a", "/b").batch(0, 32))[8:]
+    stored = of("/a", "/b").position(8)
+    for paths in (("/a", "/b"), ("/new", "/b"), ("/c", "/d")):
+        again = of(*paths).resumed(8, stored, "mix")
+        assert seen(again.batch(0, 24)) == expected
+        assert [one["windows"] for one in again.position(24)] == [8, 24]
+
+
 def test_one_text_of_several_goes_on_behind_its_own_windows_and_the_others_stay_noted() -> None:
     first = mixture((1, 3), (7, 40))
     rows = seen(first.batch(0, 8))

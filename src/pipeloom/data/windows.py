@@ -185,7 +185,7 @@ class Mixture:
             text: fingerprint of that text.
         """
         earlier = [_Read(**one) for one in stored] or [_Read(text, "", 1.0, num_read, 0)]
-        found = [_find(earlier, *name) for name in self._names]
+        found = _found(earlier, self._names)
         other = copy(self)
         other._begin = tuple(0 if one is None else one.windows for one in found)  # noqa: SLF001  a copy of this object
         other._gone = [_gone(one) for one in earlier if one not in found and one.windows]  # noqa: SLF001
@@ -216,9 +216,18 @@ class Mixture:
         return counts
 
 
-def _find(earlier: Sequence[_Read], text: str, path: str) -> _Read | None:
-    same_text = (one for one in earlier if one.text == text)
-    return next(same_text, None) or next((one for one in earlier if one.path == path), None)
+def _found(earlier: Sequence[_Read], names: Sequence[tuple[str, str]]) -> list[_Read | None]:
+    """What was read of each source: of its text, or else of its path; of equal texts, that of the same path first."""
+    found: list[_Read | None] = [None] * len(names)
+    left = list(earlier)
+    ways = ((True, True), (True, False), (False, True))
+    for by_text, by_path in ways:
+        for number, (text, path) in enumerate(names):
+            fits = (one for one in left if (one.text == text or not by_text) and (one.path == path or not by_path))
+            if found[number] is None and (one := next(fits, None)) is not None:
+                found[number] = one
+                left.remove(one)
+    return found
 
 
 def _gone(read: _Read) -> _Read:
