@@ -223,7 +223,8 @@ def test_other_batches_and_files_that_cannot_be_checked_are_remarked_on(finished
     assert done.returncode == 0, done.stderr
     assert "written without hashes of its files, so damage cannot be detected" in done.stdout
     changed = "data.validation_fraction, training.seed changed"
-    assert f"batches differ from those that its run would have read, since {changed}" in done.stdout
+    assert f"batches differ from those that its run would have read, since {changed}\n" in done.stdout
+    assert "validation losses may be too low: its run read text for training that is held out now\n" in done.stdout
     assert not (finished / "seed" / "checkpoints").exists()
     assert not (finished / "seed" / "model.safetensors").exists()
 

@@ -37,7 +37,7 @@ from pipeloom.terminal.words import count, format_bytes, passes_of
 from pipeloom.training.adapted import with_adapted_check
 from pipeloom.training.again import NEVER, Again, Restarts, refuse_launched
 from pipeloom.training.automatic.interleaving import with_chosen_loops
-from pipeloom.training.checkpoints.contents import check_resumable, new_order
+from pipeloom.training.checkpoints.contents import HELD_OUT, check_resumable, new_order
 from pipeloom.training.checkpoints.saving import safe_steps
 from pipeloom.training.memory_check import check_kept, check_memory
 from pipeloom.training.optimizers.optimizer import learning_rate
@@ -208,7 +208,11 @@ def _changed_order(config: RunConfig, data: Data, choice: Choice | None) -> str:
     if choice is None or not (changed := new_order(config, data, read_info(choice.path))):
         return ""
     differ = "batches differ from those that its run would have read"
-    return f"\n           {differ}, since {', '.join(changed)} changed"
+    line = f"\n           {differ}, since {', '.join(changed)} changed"
+    before, after = read_info(choice.path).data.get(HELD_OUT), config.data.validation_fraction
+    if HELD_OUT in changed and before is not None and after > before:
+        line += "\n           validation losses may be too low: its run read text for training that is held out now"
+    return line
 
 
 def _changed_rate(config: RunConfig, folder: RunFolder, choice: Choice | None) -> str:

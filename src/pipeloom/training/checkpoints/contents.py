@@ -26,7 +26,9 @@ STATE = "optimizer."
 """Prefix of the keys of optimizer state."""
 OUTER = "outer_momentum"
 """State of the outer step, where replicas step alone and average their weights."""
-_HELD_OUT, _PACK = "data.validation_fraction", "data.pack"
+HELD_OUT = "data.validation_fraction"
+"""Setting that divides the text into training and validation."""
+_PACK = "data.pack"
 
 
 def checkpoint_info(config: RunConfig, data: Data | None, step: int, sequences: int, tokens: int) -> CheckpointInfo:
@@ -166,7 +168,7 @@ def _refuse_other_replicas(config: RunConfig, path: Path) -> None:
 def new_order(config: RunConfig, data: Data, info: CheckpointInfo) -> list[str]:
     """Settings that differ from the checkpoint's and change the batches that follow."""
     found = _text(config, data)
-    earlier = {_HELD_OUT: found[_HELD_OUT], **info.data}  # checkpoints of earlier versions lack it
+    earlier = {HELD_OUT: found[HELD_OUT], **info.data}  # checkpoints of earlier versions lack it
     return [name for name in found if _meaning(name, found[name]) != _meaning(name, earlier.get(name))]
 
 
@@ -218,7 +220,7 @@ def _text(config: RunConfig, data: Data | None) -> dict[str, Any]:
         **({} if sources is None else {"data.sources": [one.weight for one in sources]}),
         "text": None if data is None else data.corpus_sha256,
         "data.tokenizer": config.data.tokenizer_kind,
-        _HELD_OUT: config.data.validation_fraction,
+        HELD_OUT: config.data.validation_fraction,
         "data.seq_len": config.data.seq_len,
         _PACK: config.data.pack,
         "data.attention": config.data.attention if config.data.by_document else None,  # which earlier ones lack
