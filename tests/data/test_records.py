@@ -125,6 +125,25 @@ def test_wrong_lines_are_refused_by_number(tmp_path: Path, content: bytes, messa
         read(tmp_path / "a.jsonl")
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_other_wrong_records_behind_the_first_are_counted(tmp_path: Path, name: str) -> None:
+    path, wrong = tmp_path / name, {4, 7, *range(20, 31), 999, 1004, 1005}
+    rows = [{"text": None if number in wrong else f"text {number}"} for number in range(1, 2001)]
+    if name == "a.parquet":
+        table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
+        pytest.importorskip("pyarrow.parquet").write_table(table, path)
+    else:
+        text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    unit = "row" if name == "a.parquet" else "line"
+    with pytest.raises(UserError) as caught:
+        read(path)
+    assert str(caught.value) == (
+        f"{unit} 4 of {path} must have a text under 'text', found None; set data.field or change the record; 14 more "
+        f"of the 1,000 {unit}s behind it are wrong: 7, 20, 21, 22, 23, 24, 25, 26, 27, 28, ..."
+    )
+
+
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow"])
 def test_damaged_files_are_refused_by_name(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name)

@@ -8,7 +8,7 @@ import gzip
 import importlib
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ DATASET_SPLITS = "dataset_dict.json"
 _LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _COLUMNS = (".parquet", ".arrow")
 _BATCH_ROWS = 1024
+_LOOK_ON, _MOST_NAMED = 1000, 10
+"""Records behind a wrong one of which the others are counted, and how many of them are named."""
 _USUAL = "text"
 """The default of data.field; records without it may have an answer."""
 
@@ -86,15 +88,16 @@ def dataset_files(folder: Path) -> list[str] | None:
 
 def _lines(path: Path, field: str, begin: int, end: int | None) -> Iterator[bytes]:
     number = 0
-    try:
+
+    def records() -> Iterator[tuple[int, Any]]:
+        nonlocal number
         for number, line in enumerate(_open(path, begin, end), start=1):
             if line.strip():
-                record = _object(line)
-                found = _content(record, field)
-                if found is None:
-                    # Only for a message the lines before this part are counted.
-                    raise _no_text(record, f"line {number + _lines_before(path, begin)} of {path}", field)
-                yield found
+                yield number, _object(line)
+
+    try:
+        # Only for a message the lines before this part are counted.
+        yield from _contents(records(), field, "line", path, lambda: _lines_before(path, begin))
     # A stream that ends early or is damaged raises any of them, in the middle of the file.
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path} is damaged behind line {number}: {error}; copy it again") from None
@@ -148,16 +151,18 @@ def _object(line: bytes) -> Any:
 def _columns(path: Path, field: str) -> Iterator[bytes]:
     arrow = _arrow("pyarrow", path)
     number = 0
-    try:
+
+    def records() -> Iterator[tuple[int, Any]]:
+        nonlocal number
         for values in _parquet(path, field) if path.suffix == ".parquet" else _stream(path, field):
             # Lengths and offsets in a damaged file could lie outside of its memory.
             values.validate(full=True)
             for record in values.to_pylist():
                 number += 1
-                found = _content(record, field)
-                if found is None:
-                    raise _no_text(record, f"row {number} of {path}", field)
-                yield found
+                yield number, record
+
+    try:
+        yield from _contents(records(), field, "row", path)
     except arrow.ArrowException as error:
         reason = str(error).splitlines()[0]
         what = (
@@ -191,6 +196,38 @@ def _columns_of(names: Sequence[str], field: str, path: Path) -> list[str]:
     return list(found)
 
 
+def _contents(
+    records: Iterator[tuple[int, Any]], field: str, unit: str, path: Path, before: Callable[[], int] = lambda: 0
+) -> Iterator[bytes]:
+    """The content of each record. Of wrong ones, the first is described, and those behind it are counted.
+
+    Args:
+        records: with their numbers.
+        field: of the text.
+        unit: what the numbers count.
+        path: of the file.
+        before: returns the number of units before the first, for a message.
+    """
+    wrong: list[int] = []
+    begin, message = 0, ""
+    for number, record in records:
+        if (found := _content(record, field)) is None:
+            if not wrong:
+                begin = before()
+                message = _no_text(record, f"{unit} {begin + number} of {path}", field)
+            wrong.append(begin + number)
+        elif not wrong:
+            yield found
+        # Not to the end of the file, which may take hours.
+        if wrong and begin + number >= wrong[0] + _LOOK_ON:
+            break
+    if len(wrong) > 1:
+        named = ", ".join(map(str, wrong[1 : _MOST_NAMED + 1])) + (", ..." if len(wrong) > _MOST_NAMED + 1 else "")
+        message += f"; {len(wrong) - 1:,} more of the {_LOOK_ON:,} {unit}s behind it are wrong: {named}"
+    if wrong:
+        raise UserError(message)
+
+
 def _content(record: Any, field: str) -> bytes | None:
     """The text of a record, or its exchange; ``None`` if it has neither."""
     if not isinstance(record, dict):
@@ -201,19 +238,19 @@ def _content(record: Any, field: str) -> bytes | None:
     return exchange_of(record) if field == _USUAL and field not in record else None
 
 
-def _no_text(record: Any, where: str, field: str) -> UserError:
+def _no_text(record: Any, where: str, field: str) -> str:
     if isinstance(record, json.JSONDecodeError):
         # Its own text has the number of a line, which is always 1 here.
-        return UserError(f"{where} must be a JSON object, found an error at character {record.colno}: {record.msg}")
+        return f"{where} must be a JSON object, found an error at character {record.colno}: {record.msg}"
     if isinstance(record, Exception):
-        return UserError(f"{where} must be a JSON object, found {reason_of(record)}")
+        return f"{where} must be a JSON object, found {reason_of(record)}"
     if not isinstance(record, dict):
         found = f"a value of type {type(record).__name__}"
     elif field in record:
         found = f"{record[field]!r:.40}"
     else:
         found = f"the keys {', '.join(record)}"[:200] if record else "no key"
-    return UserError(f"{where} must have a text under {field!r}, found {found}; set data.field or change the record")
+    return f"{where} must have a text under {field!r}, found {found}; set data.field or change the record"
 
 
 def _arrow(module: str, path: Path) -> Any:
