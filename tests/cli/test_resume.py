@@ -142,6 +142,7 @@ def test_a_learning_rate_that_changes_is_in_the_output(finished):
     assert same.returncode == done.returncode == 0, done.stderr
     after = float(re.search(r"these settings give it (\S+), and go on from there\n", done.stdout)[1])
     assert f"step 4 had a learning rate of {before:.3g}; these" in done.stdout
+    assert "a step reads" not in done.stdout
     assert after > metrics(finished / "longer")[4]["lr"] > before
     assert "learning rate" not in same.stdout
 
@@ -219,11 +220,13 @@ def test_other_batches_and_files_that_cannot_be_checked_are_remarked_on(finished
     without_hashes(path)
     words = ["--training.steps", "3", "--checkpoint.resume", str(path), "--data.validation-fraction", "0.2"]
     words += ["--data.pack", "stream"]  # as unset, so no change
+    words += ["--layout.dp", "2", "--layout.pp", "1"]
     done = train(finished, "seed", *LAYOUT, *words, "--training.seed", "7", "--checkpoint.final", "none")
     assert done.returncode == 0, done.stderr
     assert "written without hashes of its files, so damage cannot be detected" in done.stdout
     changed = "data.validation_fraction, training.seed changed"
     assert f"batches differ from those that its run would have read, since {changed}\n" in done.stdout
+    assert "a step reads 16 sequences, a step of its run read 8\n" in done.stdout
     assert "validation losses may be too low: its run read text for training that is held out now\n" in done.stdout
     assert not (finished / "seed" / "checkpoints").exists()
     assert not (finished / "seed" / "model.safetensors").exists()

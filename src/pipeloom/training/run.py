@@ -37,7 +37,7 @@ from pipeloom.terminal.words import count, format_bytes, passes_of
 from pipeloom.training.adapted import with_adapted_check
 from pipeloom.training.again import NEVER, Again, Restarts, refuse_launched
 from pipeloom.training.automatic.interleaving import with_chosen_loops
-from pipeloom.training.checkpoints.contents import HELD_OUT, check_resumable, new_order
+from pipeloom.training.checkpoints.contents import HELD_OUT, check_resumable, new_order, step_size_of
 from pipeloom.training.checkpoints.saving import safe_steps
 from pipeloom.training.memory_check import check_kept, check_memory
 from pipeloom.training.optimizers.optimizer import learning_rate
@@ -204,15 +204,21 @@ def _check_start(config: RunConfig, choice: Choice | None) -> str:
 
 
 def _changed_order(config: RunConfig, data: Data, choice: Choice | None) -> str:
-    """A line if the batches of a resumed run differ from those that its checkpoint's run would have read."""
-    if choice is None or not (changed := new_order(config, data, read_info(choice.path))):
+    """Lines if the batches of a resumed run differ from those that its checkpoint's run would have read."""
+    if choice is None:
         return ""
-    differ = "batches differ from those that its run would have read"
-    line = f"\n           {differ}, since {', '.join(changed)} changed"
-    before, after = read_info(choice.path).data.get(HELD_OUT), config.data.validation_fraction
+    info, lines = read_info(choice.path), list[str]()
+    if changed := new_order(config, data, info):
+        differ = "batches differ from those that its run would have read"
+        lines.append(f"{differ}, since {', '.join(changed)} changed")
+    before, after = info.data.get(HELD_OUT), config.data.validation_fraction
     if HELD_OUT in changed and before is not None and after > before:
-        line += "\n           validation losses may be too low: its run read text for training that is held out now"
-    return line
+        lines.append("validation losses may be too low: its run read text for training that is held out now")
+    # Other replicas easily change it: micro-batches are counted for each of them.
+    own, earlier = config.layout.step_size, step_size_of(info)
+    if own != earlier:
+        lines.append(f"a step reads {count(own, 'sequence')}, a step of its run read {earlier:,}")
+    return "".join(f"\n           {line}" for line in lines)
 
 
 def _changed_rate(config: RunConfig, folder: RunFolder, choice: Choice | None) -> str:

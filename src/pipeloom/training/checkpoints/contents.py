@@ -18,6 +18,7 @@ from pipeloom.terminal.words import count
 from pipeloom.training.checkpoints.differences import Shapes, differences
 from pipeloom.training.stages import stage_of
 from pipeloom.workload.adapter import Adapter, is_pair, without_pairs
+from pipeloom.workload.layout import Layout
 from pipeloom.workload.model import model_settings, other_settings
 
 MODEL = "model."
@@ -175,6 +176,14 @@ def new_order(config: RunConfig, data: Data, info: CheckpointInfo) -> list[str]:
 def _meaning(name: str, value: object) -> object:
     """A setting's value; ``None`` for ``data.pack stream``: unset, a text is cut like that, or refuses ``stream``."""
     return None if (name, value) == (_PACK, "stream") else value
+
+
+def step_size_of(info: CheckpointInfo) -> int:
+    """Sequences that a step of the checkpoint's run read."""
+    names = ("dp", "num_microbatches", "microbatches", "microbatch_size", "average_every")
+    found = {name: info.layout[name] for name in names if name in info.layout}  # earlier versions lack some
+    given: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in found.items()}
+    return Layout(**given).step_size
 
 
 def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
