@@ -237,6 +237,8 @@ class Trainer:
         """Write a checkpoint; returns whether a thread writes it while training goes on."""
         self._updates.settle()
         info = replace(self._info(step), cause=cause)
+        # Broken weights put every step out of range: their checkpoints must not replace those from before.
+        self._checkpoints.removes_old = self._problem is None
         if in_background:
             return self._checkpoints.begin(info)
         self._checkpoints.save(info)

@@ -37,17 +37,17 @@ def config_of(folder, policy, layout=LAYOUT, **checkpoint):
 
 @pytest.fixture
 def spoiled(monkeypatch):
-    """Rank 1 has a gradient of NaN in a step of a process, counted from 1."""
+    """Rank 1 has a gradient of NaN in some steps of a process, counted from 1."""
 
     honest = Pipeline.train_step
 
-    def spoil(number):
+    def spoil(*numbers):
         calls = []
 
         def step(pipeline, batch):
             result = honest(pipeline, batch)
             calls.append(1)
-            if len(calls) == number and pipeline._world.rank == 1:
+            if len(calls) in numbers and pipeline._world.rank == 1:
                 next(iter(pipeline.data_parallel.weights.values())).gradient.fill_(math.nan)
             return result
 
@@ -81,6 +81,18 @@ def test_a_step_is_skipped_on_every_rank_and_a_checkpoint_behind_it_resumes_to_e
     train(again, quiet=True)
     for step in (5, 6):
         assert lines(tmp_path / "again")[step]["loss"] == found[step]["loss"]
+
+
+def test_checkpoints_behind_steps_out_of_range_remove_none_from_before(tmp_path, spoiled):
+    config = config_of(tmp_path, "skip", keep=1)
+    config = replace(config, checkpoint=replace(config.checkpoint, every=1))
+    spoiled(4, 5)
+    # The run ends as after a crash, with its last steps out of range: weights that put them there may be broken.
+    train(replace(config, training=replace(config.training, steps=5)), quiet=True)
+    assert [read_info(one).step for one in list_checkpoints(config.output.folder)] == [3, 4, 5]
+    spoiled(0)
+    train(replace(config, checkpoint=replace(config.checkpoint, resume=config.output.folder)), quiet=True)
+    assert [read_info(one).step for one in list_checkpoints(config.output.folder)] == [6]
 
 
 def test_a_run_goes_back_to_its_checkpoint_and_leaves_the_batches_out(tmp_path, spoiled):

@@ -80,7 +80,12 @@ class Checkpoints:
     """Writes and reads checkpoints. Construction and all methods are collective.
 
     The optimizer's state must exist; without an optimizer only weights are read. All ranks use rank 0's run folder.
+
+    Attributes:
+        removes_old: whether a checkpoint that is written replaces older ones, as far as ``checkpoint.keep`` says.
     """
+
+    removes_old = True
 
     def __init__(
         self,
@@ -367,6 +372,8 @@ class Checkpoints:
         draft.rename(path)
         # Before older ones are removed: a crash could otherwise lose the new name and the old checkpoints.
         sync_folder(path.parent)
+        if not self.removes_old:
+            return
         keep, every = self._config.checkpoint.keep, self._config.checkpoint.keep_every
         for old in list_checkpoints(self._run)[: -(_NEWEST if keep is None else keep)]:
             if every is not None and (step_of(old) or 0) % every == 0:
