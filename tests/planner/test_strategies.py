@@ -11,6 +11,7 @@ from pipeloom.cost.hardware import Link
 from pipeloom.cost.placed import Placed
 from pipeloom.errors import ConfigError
 from pipeloom.planner.comparison import causes
+from pipeloom.planner.plan import make_question
 from pipeloom.planner.plan import plan as make_plan
 from pipeloom.planner.run_file import run_config
 from pipeloom.planner.run_step import predict_step
@@ -24,6 +25,7 @@ from pipeloom.training.schedules import training_schedule
 from pipeloom.training.stages import stage_amounts
 from pipeloom.workload.layout import Layout
 from pipeloom.workload.model import ModelShape
+from pipeloom.workload.model_shape import Experts
 
 OURS = load_software("pipeloom")
 DEEP = ModelShape(
@@ -278,3 +280,15 @@ def test_the_stages_of_a_swapped_model_may_be_chosen(deep):
     assert {step.run.loops for step in steps} <= {5, 9, 16}
     assert {strategy_of(step) for step in steps} == {"swap"}
     assert steps[0].prediction.fits
+
+
+def test_uneven_layers_are_partitioned_again_under_slices():
+    experts = Experts(count=8, per_token=2, ffn=64, every=3)
+    shape = ModelShape(
+        layers=13, hidden=64, heads=4, kv_heads=4, ffn=192, family="qwen3", vocab=4096, tied=False, experts=experts
+    )
+    limits = {"pp": (2,), "loops": (4,), "families": ("breadth-first",), "strategies": ("slices",)}
+    answer = make_plan(
+        make_question(shape, "dgx-h100", num_devices=4, global_batch=8, seq=256, **limits), explains=False
+    )
+    assert answer.best.knobs.choice.num_slices > 1

@@ -21,7 +21,14 @@ from pipeloom.planner.buffers import buffers_of, recomputing_buffers_of
 from pipeloom.planner.space import Leaf
 from pipeloom.planner.work import Floats
 from pipeloom.predict.memory import Room, activation_room, bytes_with_room
-from pipeloom.predict.step import Prediction, SimulatedStep, compute_schedule, graph_without_messages, simulate_step
+from pipeloom.predict.step import (
+    Prediction,
+    SimulatedStep,
+    compute_schedule,
+    graph_without_messages,
+    placed_in,
+    simulate_step,
+)
 from pipeloom.recipe import Knobs
 from pipeloom.schedule.peaks import Peaks
 from pipeloom.workload.launchers import with_first_layers
@@ -93,6 +100,8 @@ class Candidate(OfPlaced):
         missing.
         """
         knobs, choice, loops = self.knobs, self.knobs.choice, self.run.loops
+        # A run without lengths of its slices has those of the schedule.
+        run = placed_in(self.placed, choice).run if choice.num_slices > 1 else self.run
         rows = compute_schedule(choice) if choice.keep is not None or choice.num_slices > 1 else peaks_of(choice)
         room = Room(
             receive_buffers=0 if self.software.is_blocking else knobs.receive_buffers,
@@ -100,7 +109,7 @@ class Candidate(OfPlaced):
             # Without a lane, gradients are reduced after the pipeline: until then every stage has its own whole.
             unreduced=knobs.gradient_buffers if self.software.has_reduction_lane else None,
         )
-        held = bytes_with_room(self.run, self.software, rows, room)
+        held = bytes_with_room(run, self.software, rows, room)
         return (self.leaf.cut.memory.capacity_bytes - held).tolist()
 
     @property
