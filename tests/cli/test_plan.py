@@ -678,3 +678,19 @@ def test_an_optimizer_of_whole_matrices_is_planned_without_a_tensor_axis_whateve
     assert {layout["tp"] for layout in json.loads(capsys.readouterr().out)["layouts"]} == {1}
     assert main(["plan", str(run), "--cluster", "dgx-h100", "--devices", "8", "--tp", "2"]) == 2
     assert "the optimizer updates whole matrices, which the tensor axis divides" in capsys.readouterr().err
+
+
+def test_a_plan_with_attention_within_documents_simulates_the_same_and_computes_no_halves(tmp_path, capsys):
+    run, words = tmp_path / "run.toml", ["--cluster", "laptop", "--devices", "4", "--no-explain", "--json"]
+    run.write_text(
+        'data.attention = "document"\ndata.seq_len = 512\nmodel.experts = 4\nmodel.balance = "bias"\n'
+        "layout.num_microbatches = 4\n"
+    )
+    limits = ["--pp", "2", "--loops", "2", "--families", "1f1b", "breadth-first", "--strategies", "none"]
+    assert main(["plan", str(run), *words, *limits, "--out", str(tmp_path / "new")]) == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    assert not any(layout["ep_overlap"] for layout in layouts)
+    assert main(["simulate", str(tmp_path / "new" / "run.toml"), "--json"]) == 0
+    step = json.loads(capsys.readouterr().out)
+    assert step["step_time_s"] == pytest.approx(layouts[0]["step_time_s"])
+    assert max(memory["total_bytes"] for memory in step["memory"]) == pytest.approx(layouts[0]["memory_bytes"])

@@ -164,7 +164,7 @@ def _dtypes(
 
 
 def of_training(question: Question, config: RunConfig) -> Question:
-    """The question for a run's optimizer, its low-rank adapters, and balance, capacity and loads of its experts.
+    """The question for a run's optimizer, adapters and attention, and balance, capacity and loads of its experts.
 
     Raises:
         ConfigError: the program or the limits do not go with adapters.
@@ -175,7 +175,7 @@ def of_training(question: Question, config: RunConfig) -> Question:
     if shape.experts is not None:
         shape = replace(shape, experts=replace(shape.experts, capacity=config.model.expert_capacity))
     of_experts = {"shape": shape, "balance": config.model.known_balance, "expert_load": load}
-    return replace(question, adapter=adapter, software=program, **of_experts)
+    return replace(question, adapter=adapter, software=program, by_document=config.data.by_document, **of_experts)
 
 
 def _loaded(

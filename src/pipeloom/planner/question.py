@@ -102,6 +102,7 @@ class Question:
         balance: what keeps the loads of experts equal, in models with some (``ModelConfig.balance``).
         expert_load: of the fullest rank where ranks share experts (``Run.expert_load``).
         boundary: the code of messages between stages; ``None``: they travel as they are.
+        by_document: whether attention ends at the borders of documents.
     """
 
     shape: ModelShape
@@ -123,6 +124,7 @@ class Question:
     balance: Balance = "batch"
     expert_load: float = 1.0
     boundary: Boundary | None = None
+    by_document: bool = False
 
     def __repr__(self) -> str:
         """Model, cluster and sizes."""
@@ -307,9 +309,9 @@ class Question:
 
     @cached_property
     def _halves(self) -> bool:
-        """Whether the program computes halves of a micro-batch, and none of the runs counts whole ones."""
+        """Whether the program computes halves of a micro-batch, and no run counts or masks whole ones."""
         counts = self._balance == "batch" and not all(map(ends_forwards_first, self.families))
-        return self.software.has_lanes and not counts and not self._counts_microbatches
+        return self.software.has_lanes and not (counts or self._counts_microbatches or self.by_document)
 
     @cached_property
     def clusters(self) -> tuple[Cluster, ...]:
@@ -349,6 +351,7 @@ class Question:
             adapter=self.adapter,
             boundary=self.boundary,
             expert_load=self.expert_load,
+            by_document=self.by_document,
         )
 
 
