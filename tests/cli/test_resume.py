@@ -220,9 +220,12 @@ def test_other_batches_and_files_that_cannot_be_checked_are_remarked_on(finished
     without_hashes(path)
     words = ["--training.steps", "3", "--checkpoint.resume", str(path), "--data.validation-fraction", "0.2"]
     words += ["--data.pack", "stream"]  # as unset, so no change
-    words += ["--layout.dp", "2", "--layout.pp", "1"]
+    words += ["--layout.dp", "2", "--layout.pp", "1", "--training.validation-batches", "100"]
     done = train(finished, "seed", *LAYOUT, *words, "--training.seed", "7", "--checkpoint.final", "none")
     assert done.returncode == 0, done.stderr
+    assert (
+        "training.validation_batches 100 read 1,600 windows, and the validation text has 1,119: some are" in done.stdout
+    )
     assert "written without hashes of its files, so damage cannot be detected" in done.stdout
     changed = "data.validation_fraction, training.seed changed"
     assert f"batches differ from those that its run would have read, since {changed}\n" in done.stdout

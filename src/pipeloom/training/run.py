@@ -135,7 +135,7 @@ def _run_in(path: Path, config: RunConfig, say: _Say, begun_s: float, *, quiet: 
     goes_on += _changed_rate(resolved, folder, choice)
     if folder.damaged:
         goes_on += f"\n           after the first step, {', '.join(folder.damaged)} will be called *.damaged"
-    say(f"text       {data.description}{moved}\nrun        {path}{goes_on}")
+    say(f"text       {data.description}{_read_again(resolved, data)}{moved}\nrun        {path}{goes_on}")
     has_steps = choice is None or read_info(choice.path).step < resolved.training.known_steps
     slow = long_start(config)
     patience = "; the first step takes a few seconds" if slow is None else f"; {slow} may take minutes"
@@ -201,6 +201,16 @@ def _check_start(config: RunConfig, choice: Choice | None) -> str:
         line += "; all steps are done, only validation, sample and report are left"
     line += "" if can_be_checked(choice.path) else f"\n           {UNCHECKED}"
     return line + "".join(f"\n           {remark}" for remark in choice.remarks)
+
+
+def _read_again(config: RunConfig, data: Data) -> str:
+    """A line if a validation reads windows of its text more than once."""
+    batches, windows = config.training.validation_batches, data.validation.num_windows
+    read = batches * config.layout.batch_size
+    if read <= windows:
+        return ""
+    text = f"the validation text has {windows:,}: some are read again"
+    return f"\n           training.validation_batches {batches:,} read {count(read, 'window')}, and {text}"
 
 
 def _changed_order(config: RunConfig, data: Data, choice: Choice | None) -> str:
