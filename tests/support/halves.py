@@ -42,7 +42,7 @@ def split_family(base, delay):
     """Meanwhile there is a family that splits another one's backwards; yields its name."""
     name = f"split-{base}-{delay}"
 
-    @family(name, is_looped=FAMILIES[base].is_looped)
+    @family(name, is_looped=FAMILIES[base].is_looped, splits_backward=True)
     def rule(request):
         """A family with its backwards split."""
         whole = FAMILIES[base].rule(request)

@@ -149,10 +149,10 @@ def test_what_cannot_be_updated_without_a_copy_is_refused_at_once():
     )
     found = [one for one in find_problems(config) if "wide_weights" in one]
     assert [one.split(" found ")[-1].split(" does not work with ")[-1] for one in found] == [
+        "adapter.rank, whose weights are few; leave one of them out",
         "training.dtype float32; set bfloat16, or leave it out",
         "adamw",
         "schedule.device_budget, which moves float32 weights; leave one of them out",
-        "adapter.rank, whose weights are few; leave one of them out",
     ]
 
 
