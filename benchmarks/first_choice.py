@@ -34,7 +34,7 @@ COMPARED = (
     (HEADROOM, False, f"{HEADROOM:.0%} free"),
     (HEADROOM, True, f"{HEADROOM:.0%} free, of these"),
 )
-"""Headroom, whether the fastest is one of the layouts that leave it, and how a line is called."""
+"""Headroom, whether the fastest is one of the layouts that leave it, and the title of a line."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Measured:
         Args:
             headroom: fraction of the memory that stays free.
             margin: by how much a simpler layout may be slower, a fraction; ``None``: the error of a comparison.
-            of_fitting: whether the fastest is that of the layouts that leave the headroom, so that the regret is that
-                of the order alone; otherwise that of all, which adds the price of the headroom.
+            of_fitting: whether to compare with the fastest layout that leaves the headroom: the regret of the order
+                alone; otherwise with the fastest of all, which adds the price of the headroom.
         """
         fitting = [rows for rows in self.layouts if rows[0].filled <= 1 - headroom]
         if not fitting:

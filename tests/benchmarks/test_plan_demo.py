@@ -61,8 +61,8 @@ def test_a_busy_first_choice_is_reported_as_a_miss(capsys):
 
 def test_the_search_is_exhaustive_in_effect_where_ranks_share_cores():
     crowded = replace(QUESTION.cluster, name="crowded", devices_per_node=4, cores_per_node=2)
-    asked = replace(QUESTION, cluster=crowded)
-    pruned, every = search(asked), search(asked, prunes=False)
+    question = replace(QUESTION, cluster=crowded)
+    pruned, every = search(question), search(question, prunes=False)
     assert [(step.run, step.knobs) for step in pruned.steps] == [(step.run, step.knobs) for step in every.steps]
     alone = search(QUESTION).steps[0].prediction.step_time_s
     assert pruned.steps[0].prediction.step_time_s > 1.5 * alone

@@ -304,7 +304,9 @@ def resumed(
         stored: what the checkpoint has of several sources (``position``); empty if it was of one text.
         text: fingerprint of that text.
     """
-    if isinstance(windows, TokenWindows) and stored:
-        # One of the sources before, or a new one: windows of the others say nothing about its own. They stay noted.
+    if isinstance(windows, TokenWindows):
+        if not stored:
+            return windows.resumed(num_read)
+        # One of the sources before, or a new one: its own windows alone count. Those of the others stay stored.
         windows = Mixture([windows], [1.0], [name])
-    return windows.resumed(num_read) if isinstance(windows, TokenWindows) else windows.resumed(num_read, stored, text)
+    return windows.resumed(num_read, stored, text)

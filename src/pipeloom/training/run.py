@@ -233,10 +233,11 @@ def _changed_order(config: RunConfig, data: Data, choice: Choice | None) -> str:
 
 def _changed_rate(config: RunConfig, folder: RunFolder, choice: Choice | None) -> str:
     """A line if the last step of a resumed run had another learning rate than the settings of this run give it."""
-    lines = (folder.read(METRICS) or "").splitlines()
-    if choice is None or not lines:
+    # No list of lines: a long run has millions.
+    line = (folder.read(METRICS) or "").rstrip("\n").rpartition("\n")[2]
+    if choice is None or not line:
         return ""
-    done, steps, last = read_info(choice.path).step, config.training.known_steps, json.loads(lines[-1])
+    done, steps, last = read_info(choice.path).step, config.training.known_steps, json.loads(line)
     before, after = last.get("lr"), learning_rate(config.optimizer, done - 1, steps)
     if last["step"] != done or done == steps or not isinstance(before, float) or isclose(before, after, rel_tol=1e-6):
         return ""
