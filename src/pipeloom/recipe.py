@@ -108,7 +108,6 @@ class Knobs:
         device_budget: most bytes of stages, or of their experts, on the device of a rank at the same time; ``None``:
             all stay there.
         needs_norm: whether an update needs the norm of the whole gradient (``place_of_updates``).
-        updates_stages: whether stages that stay on the device are updated within the step, too.
         moves: of activations, between forward and backward.
         found: compute-only schedule that was searched for the seconds of a run; ``None``: the family's own.
         given: a schedule from a file; ``None`` for none.
@@ -122,7 +121,6 @@ class Knobs:
     gradient_buffers: int | None = None
     device_budget: int | None = None
     needs_norm: bool = False
-    updates_stages: bool = False
     moves: Moves = field(default_factory=Moves)
     found: Schedule | None = None
     given: ScheduleFile | None = None
@@ -137,6 +135,7 @@ def run_recipe(
     trains_tied: bool = True,
     sends: bool = True,
     swaps_part: bool = False,
+    updates_stages: bool = False,
 ) -> Recipe:
     """The recipe of a training run.
 
@@ -147,6 +146,7 @@ def run_recipe(
         trains_tied: see ``Recipe``.
         sends: whether pipeline ranks exchange tensors by sends and receives.
         swaps_part: whether a device budget is of a part of each stage, beside which the rest is gathered.
+        updates_stages: whether stages that stay on the device are updated within the step, too.
     """
     choice, budget = knobs.choice, knobs.device_budget
     unshard, reduce_grad = None, None
@@ -154,7 +154,7 @@ def run_recipe(
         unshard, reduce_grad = exchanges(
             shard, residency=knobs.residency, prefetch=knobs.prefetch, gradient_buffers=knobs.gradient_buffers
         )
-    updates: UpdatePlace | None = "at once" if knobs.updates_stages else None
+    updates: UpdatePlace | None = "at once" if updates_stages else None
     if budget is not None:
         updates = place_of_updates(choice.pp * choice.loops, needs_norm=knobs.needs_norm)
         if swaps_part:  # its gradient is not reduced, but an update in this row would wait for the rest, which is

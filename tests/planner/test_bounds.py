@@ -25,6 +25,7 @@ from pipeloom.recipe import Knobs
 from pipeloom.schedule import Kind
 from pipeloom.simulation import simulate
 from pipeloom.workload.run import Run
+from pipeloom.workload.update import Update
 
 SHARES = st.sampled_from([1.0, 0.6, 0.4, 0.25])
 """Parts of a device's memory: with less, layers are recomputed because they have to be."""
@@ -35,15 +36,17 @@ PROGRAMS = st.sampled_from(["pipeloom", "pipeloom", "megatron-2021", "scaling-20
 
 @st.composite
 def leaves(draw, programs=PROGRAMS, *, splits=False):
+    software = load_software(draw(programs))
     question = Question(
         shape=load_model(draw(st.sampled_from(["gpt-6.6b", "llama-3-8b", "llama-13b"]))),
         cluster=with_memory(load_cluster(draw(st.sampled_from(["dgx-1-v100", "dgx-a100"]))), draw(SHARES)),
-        software=load_software(draw(programs)),
+        software=software,
         num_devices=draw(st.sampled_from([4, 8, 16, 64])),
         global_batch=draw(st.sampled_from([16, 32, 48])),
         seq=1024,
         precision="fp16",
         attention=draw(st.sampled_from(["plain", "flash2"])),
+        update=Update(within_step=software.has_lanes and draw(st.booleans())),
     )
     found = [one for one in arrangements(question)[0] if one.splits == splits]
     arrangement = draw(st.sampled_from(found))
@@ -110,7 +113,7 @@ def test_a_bound_of_the_memory_has_the_buffers_of_messages_gathers_and_gradients
         tp=(1,), pp=(2,), micro_batch=(1,), loops=(4,), recompute=("none",), families=("breadth-first",)
     )
     (leaf,) = Twig(_only_cut(question), Sharding((level,), 1)).leaves
-    for knobs in knobs_of(leaf.choice, level):
+    for knobs in knobs_of(leaf, level):
         chosen = Candidate(leaf.placed(level), knobs, leaf)
         # On the last rank the logits of further micro-batches are not part of the bound.
         assert _bounded_bytes(chosen)[0] == pytest.approx(_exact_bytes(chosen)[0], rel=0.001)
@@ -123,7 +126,7 @@ def test_the_bound_of_a_leaf_counts_every_gather_and_reduction_of_its_order(ask)
     )
     question = replace(question, cluster=with_bandwidth(question.cluster, intra=0.01, inter=0.01))
     (leaf,) = Twig(_only_cut(question), Sharding(("full",), 1)).leaves
-    knobs = knobs_of(leaf.choice, "full")[0]
+    knobs = knobs_of(leaf, "full")[0]
     step = Candidate(leaf.placed("full"), knobs, leaf).simulate()
     row = step.schedule.rows[0]
     gathers, reductions = num_exchanges(compute_schedule(leaf.choice).rows[0], knobs.residency, knobs.gradient_buffers)

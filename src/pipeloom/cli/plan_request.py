@@ -15,7 +15,7 @@ from pipeloom.config import RunConfig, in_order
 from pipeloom.config.density_problems import density_problems
 from pipeloom.config.expert_problems import expert_adapter_problems
 from pipeloom.config.file import read_run_file
-from pipeloom.config.layout_problems import adapter_problems
+from pipeloom.config.layout_problems import adapter_problems, early_update_problems
 from pipeloom.config.problems import model_problems, optimizer_problems
 from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import ConfigError
@@ -290,6 +290,7 @@ def _wanted(inputs: _Inputs, model: ModelConfig | ModelShape, precision: Precisi
     return replace(
         wanted,
         optimizer=config.optimizer.name,
+        update=config.optimizer.known_update,
         has_adapters=config.adapter.rank is not None,
         by_document=config.data.by_document,
     )
@@ -310,7 +311,6 @@ def _read(path: Path, seq: int | None, problems: list[str]) -> RunConfig:
     layout, still = config.layout, config.training.freeze_layers
     unsearched = {
         "training.freeze_layers": (still is not None, "layouts that train all weights", "frozen layers"),
-        "optimizer.update stage": (config.optimizer.update == "stage", "updates behind the pipeline", "others"),
         "layout.average_every": (layout.average_every is not None, "reductions of gradients", "averages"),
         "model.share_layers": (config.model.share_layers is not None, "layers with own weights", "shared layers"),
     }
@@ -319,7 +319,7 @@ def _read(path: Path, seq: int | None, problems: list[str]) -> RunConfig:
         for name, (is_on, priced, instead) in unsearched.items()
         if is_on
     ]
-    checks = (optimizer_problems, adapter_problems, expert_adapter_problems, density_problems)
+    checks = (optimizer_problems, early_update_problems, adapter_problems, expert_adapter_problems, density_problems)
     values += [problem for check in checks for problem in check(config)]
     problems += in_order([*found, *unknown, *values])
     return config

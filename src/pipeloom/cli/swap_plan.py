@@ -38,7 +38,7 @@ def make_swap_plan(config: RunConfig) -> ReportedPlan:
         raise UserError("--swap-plan cuts a model for one device, and layout.ep swaps experts alone; leave it out")
     described, budget = describe(config), config.schedule.budget_bytes
     assert budget is not None, "a configuration with schedule.device_budget"
-    question = question_of(described, budget, needs_norm=config.optimizer.needs_norm)
+    question = question_of(described, budget, needs_norm=config.optimizer.known_update.needs_norm)
     plan = plan_swaps(question, [2**power for power in range(_MOST_DOUBLINGS)])
     whole = sum(one.total for one in swapped_amounts(described.run, described.software))
     return ReportedPlan(plan, budget, whole > budget)

@@ -141,7 +141,7 @@ def expert_sharing_problems(config: RunConfig) -> Problems:
         "schedule.balance, which moves activations of known sizes": schedule.balance,
         "schedule.offload, which moves activations of known sizes": schedule.offload,
         "layout.average_every, whose replicas step alone": layout.average_every is not None,
-        "optimizer.update stage, which updates each stage as one": config.optimizer.update == "stage",
+        "optimizer.update stage, which updates each stage as one": config.optimizer.known_update.within_step,
         "training.check_every, whose ranks compute stages without the others": config.training.check_every is not None,
     }
     for name, is_on in refused.items():
@@ -195,7 +195,7 @@ def replica_problems(config: RunConfig) -> Problems:
         "schedule.balance": schedule.balance,
         "schedule.offload": schedule.offload,
         "schedule.file": schedule.file is not None,
-        "optimizer.update stage": config.optimizer.update == "stage",
+        "optimizer.update stage": config.optimizer.known_update.within_step,
         "training.check_every": config.training.check_every is not None,
     }
     for name, is_on in others.items():
@@ -224,7 +224,7 @@ def average_problems(config: RunConfig) -> Problems:
         "model.experts": config.model.experts is not None,
         "model.share_layers": config.model.share_layers is not None,
         "optimizer.clip stage": config.optimizer.clip == "stage",
-        "optimizer.update stage": config.optimizer.update == "stage",
+        "optimizer.update stage": config.optimizer.known_update.within_step,
         "optimizer.wide_weights false": not config.optimizer.wide_weights,
         f"training.on_spike {training.on_spike}": training.on_spike != "stop",
         "training.check_every": training.check_every is not None,
@@ -291,16 +291,30 @@ def swap_problems(config: RunConfig) -> Problems:
             yield f"schedule.device_budget does not work with {name}; leave one of them out"
 
 
-def update_problems(config: RunConfig) -> Problems:
-    """Updates of stages within the step, before the gradients of others are complete."""
-    optimizer, layout, training = config.optimizer, config.layout, config.training
-    if optimizer.update == "step":
+def early_update_problems(config: RunConfig) -> Problems:
+    """Updates of stages within the step, before the gradients of others are complete, in any layout."""
+    if not config.optimizer.known_update.within_step:
         return
-    if optimizer.needs_norm:
+    if config.optimizer.known_update.needs_norm:
         yield (
             "optimizer.update stage updates a stage before the gradients of others are complete, so the norm of the "
             "whole gradient is not known (optimizer.clip whole); use optimizer.clip none or stage"
         )
+    if config.training.on_spike == "skip":
+        yield _not_with_updates("training.on_spike skip, which decides by all gradients")
+    if config.training.check_every is not None:
+        yield _not_with_updates("training.check_every, which compares weights before updates")
+
+
+def _not_with_updates(name: str) -> str:
+    return f"optimizer.update stage does not work with {name}; leave one of them out"
+
+
+def update_problems(config: RunConfig) -> Problems:
+    """What updates of stages within the step need of a layout and its schedule."""
+    optimizer, layout, schedule = config.optimizer, config.layout, config.schedule
+    if not optimizer.known_update.within_step:
+        return
     # The norm of a stage whose gradient is divided between ranks would be one more exchange within the row.
     divides = layout.tp > 1 or (layout.data_ranks > 1 and layout.shard != "none")
     if optimizer.clip == "stage" and divides:
@@ -308,15 +322,10 @@ def update_problems(config: RunConfig) -> Problems:
             "optimizer.update stage with optimizer.clip stage needs each stage's whole gradient on a rank, which "
             "layout.shard and layout.tp divide; use optimizer.clip none, or neither of them"
         )
-    others = {
-        "schedule.device_budget, which does so without it": config.schedule.device_budget is not None,
-        "schedule.gradient_buffers, since each stage is reduced once": config.schedule.gradient_buffers is not None,
-        "training.on_spike skip, which decides by all gradients": training.on_spike == "skip",
-        "training.check_every, which compares weights before updates": training.check_every is not None,
-    }
-    for name, is_on in others.items():
-        if is_on:
-            yield f"optimizer.update stage does not work with {name}; leave one of them out"
+    if schedule.device_budget is not None:
+        yield _not_with_updates("schedule.device_budget, which does so without it")
+    if schedule.gradient_buffers is not None:
+        yield _not_with_updates("schedule.gradient_buffers, since each stage is reduced once")
 
 
 def narrow_problems(config: RunConfig) -> Problems:
@@ -337,12 +346,13 @@ def narrow_problems(config: RunConfig) -> Problems:
 def refused_over_stages(config: RunConfig) -> dict[str, bool]:
     """What does not work with layers of several stages that share their weights -> whether the run has it."""
     layout, optimizer, schedule = config.layout, config.optimizer, config.schedule
+    updates_within = optimizer.known_update.within_step
     # The flat buffers of two stages differ, and so would the shards of what both have.
     is_sharded = layout.shard != "none" and layout.data_ranks > 1
     return {
         f"layout.shard {layout.shard} with several stages, whose shards differ": is_sharded,
         f"layout.tp {layout.tp} with several stages": layout.tp > 1,
-        "optimizer.update stage with several stages, of which each adds to the gradient": optimizer.update == "stage",
+        "optimizer.update stage with several stages, of which each adds to the gradient": updates_within,
         "optimizer.clip stage with several stages, which share a gradient": optimizer.clip == "stage",
         "schedule.device_budget, which swaps whole stages": schedule.device_budget is not None,
         "optimizer.wide_weights false with several stages, rounded by chance": not optimizer.wide_weights,

@@ -178,7 +178,7 @@ class RunConfig:
 
         Of stages that are updated within the step at least one has a gradient, and the largest is at least the mean.
         """
-        return 1 / self.layout.num_loops if self.optimizer.update == "stage" else 1.0
+        return 1 / self.layout.num_loops if self.optimizer.known_update.within_step else 1.0
 
     @property
     def title(self) -> str:
@@ -214,8 +214,7 @@ class RunConfig:
             prefetch=settings.known_prefetch,
             gradient_buffers=settings.gradient_buffers,
             device_budget=settings.budget_bytes,
-            needs_norm=self.optimizer.needs_norm,
-            updates_stages=self.optimizer.update == "stage",
+            needs_norm=self.optimizer.known_update.needs_norm,
             given=None if settings.file is None else read_schedule(settings.file),
             moves=Moves(balance=settings.balance, offload=settings.offload, budget_bytes=settings.activation_bytes),
             keeps_as=self.training.device,
@@ -238,6 +237,7 @@ class RunConfig:
             lends_tied=self.model.tied,
             trains_tied=is_trained,
             swaps_part=self.layout.has_own_experts,
+            updates_stages=self.optimizer.known_update.within_step,
         )
 
 

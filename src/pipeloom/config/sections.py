@@ -25,6 +25,7 @@ from pipeloom.workload.limits import (
     Seed,
 )
 from pipeloom.workload.optimizers import OPTIMIZERS, SHARED, Optimizer, Setting
+from pipeloom.workload.update import Clip, Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +206,7 @@ class OptimizerConfig:
     """Settings of a plug-in's update rule that have no key here, each as name=number."""
     clip_grad_norm: Annotated[float, Limits(above=0, most=math.inf)] | None = None
     """Largest gradient norm; larger gradients are scaled down to it. inf for no clipping. None: 1."""
-    clip: Literal["whole", "stage", "none"] = "whole"
+    clip: Clip = "whole"
     """Of which gradient clip_grad_norm limits the norm. whole: of the whole model. stage: of each stage by itself, so
     that the result depends on the stages. none: no clipping."""
     outer_lr: Positive | None = None
@@ -268,14 +269,14 @@ class OptimizerConfig:
     @property
     def known_clip_grad_norm(self) -> float:
         """``clip_grad_norm``, or its default; infinity without clipping."""
-        if self.clip == "none":
-            return math.inf
-        return 1.0 if self.clip_grad_norm is None else self.clip_grad_norm
+        limit = 1.0 if self.clip_grad_norm is None else self.clip_grad_norm
+        return math.inf if self.clip == "none" else limit
 
     @property
-    def needs_norm(self) -> bool:
-        """Whether an update needs the norm of the whole model's gradient."""
-        return self.clip == "whole" and self.known_clip_grad_norm < math.inf
+    def known_update(self) -> Update:
+        """When weights are updated, and of which gradient the norm is limited."""
+        clips = math.isfinite(self.known_clip_grad_norm)
+        return Update(within_step=self.update == "stage", clip=self.clip if clips else "none")
 
 
 @dataclass(frozen=True, kw_only=True)

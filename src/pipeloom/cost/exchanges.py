@@ -118,7 +118,7 @@ class StepTerms:
         shared_s: all-reduce of the gradients of layers that share their weights over stages, between the ranks that
             have such layers, of all replicas.
         average_s: of the average of weights between replicas that step alone, the part of one update.
-        optimizer_s: update of the weights.
+        optimizer_s: update of the weights; 0 where the pipeline updates each stage (``Run.updates_stages``).
         fixed_s: constant overhead.
     """
 
@@ -165,7 +165,7 @@ def step_terms(placed: Placed, backward_s: float) -> StepTerms:
         tied_s=tied_s * crowding,
         shared_s=shared_s * crowding,
         average_s=average_s * crowding,
-        optimizer_s=update_s(placed.of_state),
+        optimizer_s=0.0 if run.updates_stages else update_s(placed.of_state),
         fixed_s=use.step_s,
     )
 

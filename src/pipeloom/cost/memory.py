@@ -127,6 +127,15 @@ def state_bytes(run: Run, parameters: float, software: Software, shard: Shard | 
     return State(parameters * weights, parameters * gradients, parameters * optimizer)
 
 
+def lasting_bytes(run: Run, parameters: float, software: Software, shard: Shard | None = None) -> float:
+    """Bytes of ``state_bytes`` that a device holds during the whole step.
+
+    Where each stage is updated within the step, a gradient is not: it goes back after the update of its stage.
+    """
+    state = state_bytes(run, parameters, software, shard)
+    return state.total_bytes - (state.gradients_bytes if run.updates_stages else 0.0)
+
+
 def _own_state(run: Run, parameters: float, software: Software, shard: Shard) -> State:
     """``state_bytes`` of this program, whose optimizer works on shards in single precision."""
     among = 1 if shard == "none" else run.shard_size

@@ -18,7 +18,7 @@ from pipeloom.predict.step import simulate_step
 from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.terminal.words import count, seconds
 from pipeloom.workload.dtypes import precision_of
-from pipeloom.workload.launchers import Launcher, optimizer_problems
+from pipeloom.workload.launchers import Launcher, optimizer_problems, update_problems
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,7 @@ class Job:
         config, found = self.config, list[str]()
         if config.training.z_loss:
             found.append(f"training.z_loss {config.training.z_loss}: the export is of runs without it; leave it out")
-        if config.optimizer.clip == "stage":
-            found.append("optimizer.clip stage: the program clips by the norm of the whole gradient; leave it out")
-        if config.optimizer.update == "stage":
-            found.append("optimizer.update stage: the program updates weights behind the pipeline; leave it out")
+        found += update_problems(config.optimizer.known_update)
         layout, only = config.layout, "the export is of runs that train all weights; leave it out"
         if layout.cuts_sequences:
             found.append(

@@ -456,7 +456,8 @@ class Sharded(OfPlaced):
     @property
     def recomputing_room(self) -> Room:
         """Buffers of a plain layout that recomputes some layers."""
-        return self.room_of(*recomputing_buffers_of(self.run.shard, self.bounds.stages.shape[1]))
+        run, stages = self.run, self.bounds.stages.shape[1]
+        return self.room_of(*recomputing_buffers_of(run.shard, stages, updates_stages=run.updates_stages))
 
     def layers_to_recompute(self, in_flight: Floats) -> Floats:
         """[schedule, rank] lower bounds of the layers that must be recomputed to fit a device.

@@ -5,19 +5,21 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.cost.memory import frozen_bytes, lent_bytes, state_bytes
+from pipeloom.cost.memory import frozen_bytes, lasting_bytes, lent_bytes, state_bytes
 from pipeloom.cost.placed import Placed
+from pipeloom.cost.software import Software
 from pipeloom.cost.stages import gathered_parameters
 from pipeloom.planner.work import Floats
 from pipeloom.predict.memory import Room
 from pipeloom.schedule import Placement
 from pipeloom.workload.layout import Shard
+from pipeloom.workload.run import Run
 
 NO_ROOM = Room(receive_buffers=0, gathered=1, unreduced=0)
 """Fewer buffers than any schedule has."""
 
 
-def buffers_of(level: Shard, stages: int) -> list[tuple[int, int | None]]:
+def buffers_of(level: Shard, stages: int, *, updates_stages: bool = False) -> list[tuple[int, int | None]]:
     """Numbers of gathered stages and of gradient buffers to try, the most first; ``None`` for all gradients.
 
     With buffers for all gradients, ``gradients`` would hold as much as ``optimizer``, and with every stage gathered
@@ -26,6 +28,7 @@ def buffers_of(level: Shard, stages: int) -> list[tuple[int, int | None]]:
     Args:
         level: of sharding.
         stages: of each rank.
+        updates_stages: whether each stage is updated within the step; its gradient is then reduced once, before that.
     """
     two, half = min(2, stages), max(1, stages // 2)
     sizes: list[tuple[int, int | None]] = [(stages, None)]
@@ -33,15 +36,17 @@ def buffers_of(level: Shard, stages: int) -> list[tuple[int, int | None]]:
         sizes = [(stages, two), (stages, 1)]
     elif level == "full":
         sizes = [(half, two), (two, two), (two, 1), (1, 1)]
+    if updates_stages:
+        sizes = [(gathered, None) for gathered, _ in sizes]
     return list(dict.fromkeys(sizes))
 
 
-def recomputing_buffers_of(level: Shard, stages: int) -> tuple[int, int | None]:
+def recomputing_buffers_of(level: Shard, stages: int, *, updates_stages: bool = False) -> tuple[int, int | None]:
     """Of ``buffers_of`` those of layouts that recompute some layers.
 
     Two gradients: one is reduced while the next is computed. More would take memory that recomputation frees.
     """
-    tried = buffers_of(level, stages)
+    tried = buffers_of(level, stages, updates_stages=updates_stages)
     return next((one for one in tried if one[1] == 2), tried[-1])
 
 
@@ -75,9 +80,7 @@ def _segment_bytes(placed: Placed, stages: NDArray[np.int64], gathered: int, unr
     """For each rank the bytes of the state of one of ``Run.segments``, with its gathered weights and gradients."""
     run, software = placed.run, placed.software
     whole, trained = np.array(placed.rank_parameters), np.array(placed.trained_rank_parameters)
-    held = state_bytes(run, 1.0, software).total_bytes * trained + frozen_bytes(run, 1.0) * (whole - trained)
-    if run.sharded not in ("gradients", "full"):
-        return held
+    held = lasting_bytes(run, 1.0, software) * trained + frozen_bytes(run, 1.0) * (whole - trained)
     alone = state_bytes(run, 1.0, software, "none")
     if run.sharded == "full":
         # The only rank of a copy has its frozen weights whole.
@@ -87,7 +90,15 @@ def _segment_bytes(placed: Placed, stages: NDArray[np.int64], gathered: int, unr
         largest = np.sort(np.array(by_stage)[stages], axis=1)[:, ::-1]
         most = gathered if software.has_reduction_lane else 1
         held = held + largest[:, :most].sum(axis=1) * alone.weights_bytes
-    if unreduced and run.shard_size > 1 and (software.has_reduction_lane or software.gathers_once(run.num_stages)):
+    if wholes := _num_whole_gradients(run, software, unreduced):
         largest = np.array(placed.trained_parameters)[stages].max(axis=1)
-        held = held + largest * (alone.gradients_bytes * min(unreduced, stages.shape[1]))
+        held = held + largest * (alone.gradients_bytes * min(wholes, stages.shape[1]))
     return held
+
+
+def _num_whole_gradients(run: Run, software: Software, unreduced: int | None) -> int:
+    """The least number of whole gradients that a rank holds at once, beside its state."""
+    if run.updates_stages:  # whose gradients are no part of the state
+        return 1
+    waits = software.has_reduction_lane or software.gathers_once(run.num_stages)
+    return unreduced or 0 if run.sharded in ("gradients", "full") and run.shard_size > 1 and waits else 0

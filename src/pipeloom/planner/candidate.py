@@ -20,12 +20,13 @@ from pipeloom.planner.bounds import Sharded
 from pipeloom.planner.buffers import buffers_of, recomputing_buffers_of
 from pipeloom.planner.space import Leaf
 from pipeloom.planner.work import Floats
-from pipeloom.predict.memory import Room, activation_room, bytes_with_room
+from pipeloom.predict.memory import Room, activation_room, bytes_with_room, memory_by_rank
 from pipeloom.predict.step import (
     Prediction,
     SimulatedStep,
     compute_schedule,
     graph_without_messages,
+    lowered,
     placed_in,
     simulate_step,
 )
@@ -102,6 +103,11 @@ class Candidate(OfPlaced):
         knobs, choice, loops = self.knobs, self.knobs.choice, self.run.loops
         # A run without lengths of its slices has those of the schedule.
         run = placed_in(self.placed, choice).run if choice.num_slices > 1 else self.run
+        capacity_bytes = self.leaf.cut.memory.capacity_bytes
+        if run.updates_stages:
+            # How long a gradient stays depends on the place of its reduction and of its update.
+            memory = memory_by_rank(run, self.software, lowered(run, self.software, knobs), knobs.receive_buffers)
+            return (capacity_bytes - [one.total_bytes for one in memory]).tolist()
         rows = compute_schedule(choice) if choice.keep is not None or choice.num_slices > 1 else peaks_of(choice)
         room = Room(
             receive_buffers=0 if self.software.is_blocking else knobs.receive_buffers,
@@ -110,7 +116,7 @@ class Candidate(OfPlaced):
             unreduced=knobs.gradient_buffers if self.software.has_reduction_lane else None,
         )
         held = bytes_with_room(run, self.software, rows, room)
-        return (self.leaf.cut.memory.capacity_bytes - held).tolist()
+        return (capacity_bytes - held).tolist()
 
     @property
     def activation_room(self) -> tuple[float, ...]:
@@ -139,7 +145,7 @@ def complete(leaf: Leaf) -> Candidate | None:
         return _with_some_layers(leaf)
     # The least sharding first, since it communicates least; for each the largest buffers first, since they wait least.
     for shard in leaf.sharding.levels:
-        for knobs in knobs_of(leaf.choice, shard):
+        for knobs in knobs_of(leaf, shard):
             if not _is_too_large(leaf, shard, knobs):
                 candidate = Candidate(leaf.placed(shard), knobs, leaf)
                 if candidate.fits:
@@ -161,9 +167,7 @@ def _exchanging_bound_s(leaf: Leaf, shard: Shard) -> float:
     if choice.loops == 1 or shard not in ("gradients", "full") or time.has_frozen_stages:
         return sharded.step_s
     has_some = leaf.cut.arrangement.recomputed == "some"
-    gathered, unreduced = (
-        recomputing_buffers_of(shard, choice.loops) if has_some else buffers_of(shard, choice.loops)[0]
-    )
+    gathered, unreduced = _recomputing_buffers_of(leaf, shard) if has_some else _buffers_of(leaf, shard)[0]
     return sharded.exchanging_s(*_num_exchanges(choice, gathered if shard == "full" else None, unreduced))
 
 
@@ -183,9 +187,17 @@ def _is_too_large(leaf: Leaf, shard: Shard, knobs: Knobs) -> bool:
     return leaf.cut.memory.missing_bytes(held) > 0
 
 
-def knobs_of(choice: Choice, shard: Shard) -> list[Knobs]:
+def knobs_of(leaf: Leaf, shard: Shard) -> list[Knobs]:
     """Residency and gradient buffers to try, the most first; gathers start as early as memory allows."""
-    return [_knobs(choice, *sizes) for sizes in buffers_of(shard, choice.loops)]
+    return [_knobs(leaf.choice, *sizes) for sizes in _buffers_of(leaf, shard)]
+
+
+def _buffers_of(leaf: Leaf, shard: Shard) -> list[tuple[int, int | None]]:
+    return buffers_of(shard, leaf.choice.loops, updates_stages=leaf.cut.run.updates_stages)
+
+
+def _recomputing_buffers_of(leaf: Leaf, shard: Shard) -> tuple[int, int | None]:
+    return recomputing_buffers_of(shard, leaf.choice.loops, updates_stages=leaf.cut.run.updates_stages)
 
 
 def _knobs(choice: Choice, gathered: int, unreduced: int | None) -> Knobs:
@@ -203,7 +215,7 @@ def peaks_of(choice: Choice) -> Peaks:
 def _with_some_layers(leaf: Leaf) -> Candidate | None:
     """The candidate with the fewest recomputed layers on each rank; ``None`` if none or more than all are needed."""
     (shard,) = leaf.sharding.levels
-    knobs = _knobs(leaf.choice, *recomputing_buffers_of(shard, leaf.choice.loops))
+    knobs = _knobs(leaf.choice, *_recomputing_buffers_of(leaf, shard))
     if _is_too_large(leaf, shard, knobs):
         return None
     plain = Candidate(leaf.placed(shard), knobs, leaf)

@@ -1,6 +1,6 @@
 """Whether another program can train a question's model on its cluster, before layouts are searched."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import ConfigError
@@ -9,9 +9,10 @@ from pipeloom.planner.run_file import named_model
 from pipeloom.predict.places import node_problems
 from pipeloom.workload.boundary import Boundary
 from pipeloom.workload.dtypes import Precision, Products
-from pipeloom.workload.launchers import Launcher, optimizer_problems
+from pipeloom.workload.launchers import Launcher, optimizer_problems, update_problems
 from pipeloom.workload.model import ModelConfig, ModelShape, model_of
 from pipeloom.workload.run import Attention
+from pipeloom.workload.update import Update
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Wanted:
         products: of the operands of linear layers; ``None``: ``precision``.
         attention: the attention kernel.
         optimizer: name of the update rule.
+        update: when weights are updated, and of which gradient the norm is limited.
         by_document: whether attention ends at the borders of documents.
         has_adapters: whether it trains low-rank adapters of frozen weights.
         boundary: the code of messages between stages; ``None``: they travel as they are.
@@ -36,6 +38,7 @@ class Wanted:
     products: Products | None = None
     attention: Attention = "flash2"
     optimizer: str = "adamw"
+    update: Update = field(default_factory=Update)
     by_document: bool = False
     has_adapters: bool = False
     boundary: Boundary | None = None
@@ -65,6 +68,7 @@ def launch_problems(launcher: Launcher, wanted: Wanted, cluster: Cluster, num_de
         *launcher.model_problems(wanted.config, wanted.precision, wanted.seq, by_document=wanted.by_document),
         *narrow,
         *optimizer_problems(title, wanted.optimizer),
+        *update_problems(wanted.update),
         *node_problems(cluster, num_devices),
     ]
     if wanted.has_adapters:

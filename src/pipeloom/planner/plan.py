@@ -175,7 +175,14 @@ def of_training(question: Question, config: RunConfig) -> Question:
     if shape.experts is not None:
         shape = replace(shape, experts=replace(shape.experts, capacity=config.model.expert_capacity))
     of_experts = {"shape": shape, "balance": config.model.known_balance, "expert_load": load}
-    return replace(question, adapter=adapter, software=program, by_document=config.data.by_document, **of_experts)
+    return replace(
+        question,
+        adapter=adapter,
+        software=program,
+        by_document=config.data.by_document,
+        update=config.optimizer.known_update,
+        **of_experts,
+    )
 
 
 def _loaded(

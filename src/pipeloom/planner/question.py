@@ -23,6 +23,7 @@ from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.limits import Headroom, limits_of
 from pipeloom.workload.model import Balance, ModelShape
 from pipeloom.workload.run import Attention, Run
+from pipeloom.workload.update import Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,7 @@ class Question:
         expert_load: of the fullest rank where ranks share experts (``Run.expert_load``).
         boundary: the code of messages between stages; ``None``: they travel as they are.
         by_document: whether attention ends at the borders of documents.
+        update: when weights are updated, and of which gradient the norm is limited.
     """
 
     shape: ModelShape
@@ -125,6 +127,7 @@ class Question:
     expert_load: float = 1.0
     boundary: Boundary | None = None
     by_document: bool = False
+    update: Update = field(default_factory=Update)
 
     def __repr__(self) -> str:
         """Model, cluster and sizes."""
@@ -167,6 +170,7 @@ class Question:
             found
             + self._model_problems()
             + self._order_problems()
+            + self._update_problems()
             + limit_problems(self.limits, self.software, self.launcher, has_adapters=self.adapter is not None)
         )
 
@@ -201,6 +205,17 @@ class Question:
             return [f"{self.software.name} runs orders of its own, so none can be searched for it"]
         return [] if self.limits.allows(strategies=ORDER) else [f"an order is searched only if strategies name {ORDER}"]
 
+    def _update_problems(self) -> list[str]:
+        """What updates of stages within the step do not work with."""
+        found, name, limits = list[str](), "optimizer.update stage", self.limits
+        if self.update.within_step and not self.software.has_lanes:
+            found.append(f"{name} needs the training program pipeloom, found {self.software.name}")
+        if self.update.within_step and set(limits.ep or ()) - {1}:
+            found.append(f"{name} does not work with ep above 1; leave one of them out")
+        if self.update.needs_whole_stages and set(limits.tp or ()) - {1} | set(limits.shards or ()) - {"none"}:
+            found.append(f"{name} with optimizer.clip stage needs tp 1 and shards none, for whole gradients")
+        return found
+
     @cached_property
     def families(self) -> tuple[str, ...]:
         """Families to search; one whose orders are found by a search of their own only if limits name it.
@@ -211,6 +226,17 @@ class Question:
         if self.shape.experts is not None and self._balance == "batch":
             offered = tuple(name for name in offered if ends_forwards_first(name))
         return self.limits.families or offered
+
+    @cached_property
+    def undivided(self) -> list[str]:
+        """What needs more than a tensor-parallel rank's part of a matrix, a sentence each."""
+        rule = self.software.optimizer
+        needs = {
+            "the optimizer updates whole matrices": rule is not None and rule.matrices is not None,
+            "the density is of whole matrices": self.shape.blocks is not None,
+            "the optimizer clips whole stages": self.update.needs_whole_stages,
+        }
+        return [sentence for sentence, is_there in needs.items() if is_there]
 
     @property
     def _takes_matrices(self) -> bool:
@@ -252,6 +278,8 @@ class Question:
     def shards(self) -> tuple[Shard, ...]:
         """Sharding levels to search, the least first."""
         among = self.limits.shards or self.software.shards or LEVELS
+        if self.update.needs_whole_stages:
+            among = ("none",)
         return tuple(level for level in LEVELS if level in among)
 
     @cached_property
@@ -259,6 +287,7 @@ class Question:
         """Strategies to try."""
         left_out = () if self.searches_orders else (ORDER,)
         left_out = (*left_out, "slices") if self._counts_microbatches else left_out
+        left_out = (*left_out, "swap") if self.update.within_step else left_out
         return tuple(n for n in self.software.strategies if n not in left_out and self.limits.allows(strategies=n))
 
     @property
@@ -299,6 +328,7 @@ class Question:
         """Numbers of data ranks that share the experts of a layer to search: those that divide the experts."""
         experts = self.shape.experts
         sizes = (1,) if experts is None else tuple(divisors(experts.count))
+        sizes = (1,) if self.update.within_step else sizes
         return tuple(size for size in sizes if self.limits.allows(ep=size))
 
     def expert_runs(self, run: Run) -> list[Run]:
@@ -352,6 +382,7 @@ class Question:
             boundary=self.boundary,
             expert_load=self.expert_load,
             by_document=self.by_document,
+            updates_stages=self.update.within_step,
         )
 
 
@@ -404,11 +435,9 @@ def axes(num_devices: int, tps: Iterable[int], cps: Sequence[int] = (1,)) -> lis
 
 def why_not(question: Question, sizes: Axes) -> str | None:
     """Why axes do not divide the model or the batch; ``None`` if they do."""
-    shape, rule, (tp, cp, dp, pp) = question.shape, question.software.optimizer, sizes
-    if tp > 1 and rule is not None and rule.matrices is not None:
-        return "the optimizer updates whole matrices, which the tensor axis divides"
-    if shape.blocks is not None and tp > 1:
-        return "the density is of whole matrices, which the tensor axis divides"
+    shape, (tp, cp, dp, pp) = question.shape, sizes
+    if tp > 1 and (wholes := question.undivided):
+        return f"{wholes[0]}, which the tensor axis divides"
     if shape.heads % tp or shape.kv_heads % tp:
         return "the heads do not divide by the tensor axis"
     if tp > 1 and question.seq % tp:
@@ -455,7 +484,7 @@ def limit_problems(
     if not launcher.has_context and set(limits.cp or ()) - {1}:
         own.append(f"{launcher.title} has no context parallelism; leave cp out, or name another program")
     return own + [
-        f"{title} has no {what} '{name}'; {_hint(name, has)}it has {', '.join(has)}"
+        f"{title} has no {what} '{name}'; {(did_you_mean(name, has) + ' ').lstrip()}it has {', '.join(has)}"
         for what, wanted, has in (
             ("family", limits.families, _families_of(software)),
             ("sharding level", limits.shards, software.shards or LEVELS),
@@ -468,8 +497,3 @@ def limit_problems(
 
 def _families_of(software: Software) -> tuple[str, ...]:
     return software.families or tuple(name for name, known in FAMILIES.items() if known.has_backward)
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    hint = did_you_mean(name, known)
-    return f"{hint} " if hint else ""

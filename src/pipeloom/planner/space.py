@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.memory import frozen_bytes, kept_bytes, state_bytes, working_bytes
+from pipeloom.cost.memory import frozen_bytes, kept_bytes, lasting_bytes, working_bytes
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.pieces import PieceSeconds
 from pipeloom.cost.placed import OfPlaced, Placed
@@ -80,11 +80,11 @@ class Arrangement(OfPlaced):
         # On the fullest rank there are at least the mean of the layers.
         trained = held if run.adapter is None else layers * sum(run.adapter.layer_parameters(shape, 1)) / run.tp
         frozen = 0.0 if run.adapter is None else frozen_bytes(replace(run, shard=shard), held)
-        state = state_bytes(run, trained, software, shard).total_bytes
+        state = lasting_bytes(run, trained, software, shard)
         if of_experts:
             shared, own = run.changed(segment="experts", shard=shard), of_experts / run.ep
             trains = run.adapter is None
-            state += state_bytes(shared, own, software, shard).total_bytes if trains else frozen_bytes(shared, own)
+            state += lasting_bytes(shared, own, software, shard) if trains else frozen_bytes(shared, own)
         least = state + frozen + kept + software.reserve_bytes
         # The largest device: a bound holds for every partition.
         return least - max(self.placed.device_bytes) * (1 - self.question.headroom)

@@ -212,7 +212,7 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
         own = {"schedule.file": (config.schedule.file is not None, ", which has its own order")}
         own["data.attention document"] = config.data.by_document, ", which has its own attention"
         own["training.freeze_layers"] = config.training.freeze_layers is not None, ""
-        own["optimizer.update stage"] = config.optimizer.update == "stage", ""
+        own["optimizer.update stage"] = config.optimizer.known_update.within_step, ""
         own["optimizer.wide_weights false"] = not config.optimizer.wide_weights, ", which updates float32 weights"
         own["layout.boundary"] = config.layout.boundary is not None, ", which sends tensors as they are"
         own["layout.average_every"] = config.layout.average_every is not None, ", which reduces gradients"
@@ -335,6 +335,7 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
         boundary=layout.boundary,
         microbatches=layout.own_microbatches,
         updates=None if layout.average_every is None else layout.updates_by_replica,
+        updates_stages=config.optimizer.known_update.within_step,
     )
 
 

@@ -19,6 +19,7 @@ from pipeloom.cost.software import Software
 from pipeloom.cost.stages import layers_by_kind, num_frozen_stages, pieces_of_layers
 from pipeloom.errors import UserError
 from pipeloom.families import FAMILIES, Choice
+from pipeloom.passes.lower_stage_swaps import add_updates
 from pipeloom.predict.memory import held_bytes, memory_by_rank
 from pipeloom.predict.moves import by_seconds, with_moves
 from pipeloom.predict.places import Place, rank_places, shared_links
@@ -346,10 +347,10 @@ def simulate_step(placed: Placed, knobs: Knobs, *, moves_by_seconds: bool = True
         costs = swapped_costs(costs, placed)
     if how.updates is not None:
         part = placed if run.swapped is run else placed.of(run.swapped)
-        within_s = terms.optimizer_s if part is placed else update_s(part.of_state)
+        within_s = update_s(part.of_state)
         costs = with_updates(costs, part, within_s)
-        # Updates are actions of the schedule.
-        terms = replace(terms, optimizer_s=terms.optimizer_s - within_s)
+        if not run.updates_stages:  # those of what is swapped are actions of the schedule
+            terms = replace(terms, optimizer_s=terms.optimizer_s - within_s)
     # Without messages no links are shared, but cores may be.
     has_shared = schedule.level is Level.COMMUNICATION or cluster.crowding(run.num_devices) > 1
     links = shared_links(placed, schedule.placement, schedule.partners) if has_shared else None
@@ -426,16 +427,18 @@ def recipe_of(run: Run, software: Software, knobs: Knobs) -> Recipe:
         trains_tied=run.adapter is None,
         sends=not software.is_blocking,
         swaps_part=run.swapped is not run,
+        updates_stages=run.updates_stages,
     )
 
 
 def lowered(run: Run, software: Software, knobs: Knobs) -> Schedule:
-    """The schedule with the program's communication, without moves and swaps.
+    """The schedule with the program's communication and updates of stages, without moves and swaps.
 
     Raises:
         UserError: the schedule cannot be made.
     """
-    return communicating(recipe_of(run, software, knobs))
+    schedule = communicating(recipe_of(run, software, knobs))
+    return add_updates(schedule, "at once") if run.updates_stages else schedule
 
 
 def graph_without_messages(run: Run, software: Software, knobs: Knobs, rank: int | None = None) -> Graph:

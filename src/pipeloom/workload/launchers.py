@@ -13,6 +13,7 @@ from pipeloom.workload.layout import Layout, Recompute
 from pipeloom.workload.model import ModelConfig, RopeScaling
 from pipeloom.workload.model_families import MODELS
 from pipeloom.workload.run import Run
+from pipeloom.workload.update import Update
 
 LauncherName = Literal["pipeloom", "megatron", "torchtitan"]
 Grouping = Callable[[int, int, int], list[str]]
@@ -154,6 +155,16 @@ def optimizer_problems(program: str, optimizer: str) -> list[str]:
     """That a program is started with AdamW alone, for another update rule."""
     found = f"optimizer.name {optimizer}: the export to {program} supports adamw only; use adamw"
     return [] if optimizer == "adamw" else [found]
+
+
+def update_problems(update: Update) -> list[str]:
+    """That other programs clip and update the whole model after its last backward."""
+    found = list[str]()
+    if update.clip == "stage":
+        found.append("optimizer.clip stage: the program clips by the norm of the whole gradient; leave it out")
+    if update.within_step:
+        found.append("optimizer.update stage: the program updates weights behind the pipeline; leave it out")
+    return found
 
 
 def _expert_problems(model: ModelConfig, program: str) -> Iterator[str]:

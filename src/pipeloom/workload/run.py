@@ -58,6 +58,8 @@ class Run(WithAxes):
         microbatches: of each replica; ``None``: the same for all.
         updates: of each replica until weights are averaged, of which this is one of the replica with most; ``None``:
             gradients are reduced.
+        updates_stages: whether each stage is updated within the step, when its gradient is complete, and that gradient
+            takes no memory any more.
     """
 
     shape: ModelShape
@@ -92,6 +94,7 @@ class Run(WithAxes):
     boundary: Boundary | None = None
     microbatches: tuple[int, ...] | None = None
     updates: tuple[int, ...] | None = None
+    updates_stages: bool = False
 
     def __hash__(self) -> int:
         """Hash of what the layouts of a search differ in, which is fast: runs are keys of caches."""

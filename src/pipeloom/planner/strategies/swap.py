@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeloom.config import OptimizerConfig
 from pipeloom.cost.memory import kept_logits
 from pipeloom.cost.stages import layers_of_pieces
 from pipeloom.errors import UserError
@@ -70,7 +69,7 @@ def _estimate_s(leaf: Leaf) -> float:
 
 def _question(leaf: Leaf) -> SwapQuestion:
     """The pieces of a leaf's model, without a budget."""
-    return question_of(leaf.cut.placed, 0, needs_norm=OptimizerConfig().needs_norm)
+    return question_of(leaf.cut.placed, 0, needs_norm=leaf.cut.arrangement.question.update.needs_norm)
 
 
 def _budget(leaf: Leaf, question: SwapQuestion) -> float:
@@ -135,6 +134,8 @@ def _hint(question: Question) -> str | None:
 
 
 def _limit(question: Question) -> str | None:
+    if question.update.within_step:
+        return "stages that are swapped are updated where that takes the fewest swaps, without optimizer.update stage"
     return "stages are swapped through one device alone" if question.num_devices > 1 else None
 
 
