@@ -71,7 +71,10 @@ class Measured:
 
 def _layout(outcome: Outcome) -> tuple[Run, str]:
     """What a plan chooses of a row."""
-    return outcome.row.run, FAMILY_OF.get(outcome.row.schedule, "1f1b")
+    run = outcome.row.run
+    # A table may have sequence parallelism of one tensor rank, which is none.
+    run = run.changed(sequence_parallel=run.sequence_parallel and run.tp > 1)
+    return run, FAMILY_OF.get(outcome.row.schedule, "1f1b")
 
 
 def _seconds(rows: Sequence[Outcome]) -> float:

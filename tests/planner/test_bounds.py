@@ -113,7 +113,7 @@ def test_a_bound_of_the_memory_has_the_buffers_of_messages_gathers_and_gradients
         tp=(1,), pp=(2,), micro_batch=(1,), loops=(4,), recompute=("none",), families=("breadth-first",)
     )
     (leaf,) = Twig(_only_cut(question), Sharding((level,), 1)).leaves
-    for knobs in knobs_of(leaf, level):
+    for knobs in knobs_of(leaf.choice, leaf.placed(level).run):
         chosen = Candidate(leaf.placed(level), knobs, leaf)
         # On the last rank the logits of further micro-batches are not part of the bound.
         assert _bounded_bytes(chosen)[0] == pytest.approx(_exact_bytes(chosen)[0], rel=0.001)
@@ -126,7 +126,7 @@ def test_the_bound_of_a_leaf_counts_every_gather_and_reduction_of_its_order(ask)
     )
     question = replace(question, cluster=with_bandwidth(question.cluster, intra=0.01, inter=0.01))
     (leaf,) = Twig(_only_cut(question), Sharding(("full",), 1)).leaves
-    knobs = knobs_of(leaf, "full")[0]
+    knobs = knobs_of(leaf.choice, leaf.placed("full").run)[0]
     step = Candidate(leaf.placed("full"), knobs, leaf).simulate()
     row = step.schedule.rows[0]
     gathers, reductions = num_exchanges(compute_schedule(leaf.choice).rows[0], knobs.residency, knobs.gradient_buffers)

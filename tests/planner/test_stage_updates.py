@@ -14,6 +14,7 @@ optimizer.update = "stage"
 data.seq_len = 256
 layout.num_microbatches = 8
 """
+ONE = ["--micro-batch", "1"]
 LARGE = [
     "--model",
     "gpt-6.6b",
@@ -51,13 +52,13 @@ def planned(tmp_path, capsys):
     "words",
     [
         [],
-        ["--pp", "4", "--families", "breadth-first", "--loops", "2"],
-        ["--pp", "2", "--shards", "full", "--families", "breadth-first", "--loops", "4"],
-        ["--pp", "2", "--shards", "gradients", "--families", "depth-first", "--loops", "2"],
+        ["--pp", "4", "--families", "breadth-first", "--loops", "2", *ONE],
+        ["--pp", "2", "--shards", "full", "--families", "breadth-first", "--loops", "4", *ONE],
+        ["--pp", "2", "--shards", "gradients", "--families", "depth-first", "--loops", "2", *ONE],
         ["--pp", "2", "--shards", "full", "--recompute", "none", "full"],
         ["--pp", "4", "--families", "zb-h1"],
         ["--tp", "2", "--pp", "2"],
-        ["--pp", "4", "--strategies", "slices"],
+        ["--pp", "4", "--strategies", "slices", *ONE],
         ["--pp", "2", "--strategies", "order", "--families", "gpipe"],
         [*LARGE, "--machine.memory", "0.2x", "--strategies", "keep"],
         [*LARGE, "--machine.memory", "0.3x", "--strategies", "balance"],
@@ -139,14 +140,13 @@ def test_clipping_of_stages_leaves_gradients_whole(planned):
     assert err.count("optimizer.update stage with optimizer.clip stage needs tp 1 and shards none") == 1
 
 
-@pytest.mark.parametrize("clip", ["none", "whole"])
-def test_stages_that_are_swapped_are_planned_with_the_clipping_of_the_run(planned, tmp_path, capsys, clip):
+def test_stages_that_are_swapped_are_planned_with_the_clipping_of_the_run(planned, tmp_path, capsys):
     """Without a norm to wait for, a stage is updated behind its last backward, and moves less often."""
     places = ["--cluster", "dgx-a100", "--devices", "1", "--out", str(tmp_path / "new")]
     limits = ["--model", "gpt-6.6b", "--seq", "1024", "--global-batch", "8", "--strategies", "swap"]
-    status, out, err = planned(f'optimizer.clip = "{clip}"\n', *places, *limits)
+    status, out, err = planned('optimizer.clip = "none"\n', *places, *limits)
     assert status == 0, err
     best, file = json.loads(out)["layouts"][0], tmp_path / "new" / "run.toml"
-    assert load_run(file).optimizer.clip == clip
+    assert load_run(file).optimizer.clip == "none"
     assert main(["simulate", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step_time_s"] == pytest.approx(best["step_time_s"])

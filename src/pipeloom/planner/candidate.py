@@ -145,9 +145,10 @@ def complete(leaf: Leaf) -> Candidate | None:
         return _with_some_layers(leaf)
     # The least sharding first, since it communicates least; for each the largest buffers first, since they wait least.
     for shard in leaf.sharding.levels:
-        for knobs in knobs_of(leaf, shard):
+        placed = leaf.placed(shard)
+        for knobs in knobs_of(leaf.choice, placed.run):
             if not _is_too_large(leaf, shard, knobs):
-                candidate = Candidate(leaf.placed(shard), knobs, leaf)
+                candidate = Candidate(placed, knobs, leaf)
                 if candidate.fits:
                     return candidate
     return None
@@ -167,7 +168,7 @@ def _exchanging_bound_s(leaf: Leaf, shard: Shard) -> float:
     if choice.loops == 1 or shard not in ("gradients", "full") or time.has_frozen_stages:
         return sharded.step_s
     has_some = leaf.cut.arrangement.recomputed == "some"
-    gathered, unreduced = _recomputing_buffers_of(leaf, shard) if has_some else _buffers_of(leaf, shard)[0]
+    gathered, unreduced = recomputing_buffers_of(sharded.run) if has_some else buffers_of(sharded.run)[0]
     return sharded.exchanging_s(*_num_exchanges(choice, gathered if shard == "full" else None, unreduced))
 
 
@@ -187,17 +188,9 @@ def _is_too_large(leaf: Leaf, shard: Shard, knobs: Knobs) -> bool:
     return leaf.cut.memory.missing_bytes(held) > 0
 
 
-def knobs_of(leaf: Leaf, shard: Shard) -> list[Knobs]:
+def knobs_of(choice: Choice, run: Run) -> list[Knobs]:
     """Residency and gradient buffers to try, the most first; gathers start as early as memory allows."""
-    return [_knobs(leaf.choice, *sizes) for sizes in _buffers_of(leaf, shard)]
-
-
-def _buffers_of(leaf: Leaf, shard: Shard) -> list[tuple[int, int | None]]:
-    return buffers_of(shard, leaf.choice.loops, updates_stages=leaf.cut.run.updates_stages)
-
-
-def _recomputing_buffers_of(leaf: Leaf, shard: Shard) -> tuple[int, int | None]:
-    return recomputing_buffers_of(shard, leaf.choice.loops, updates_stages=leaf.cut.run.updates_stages)
+    return [_knobs(choice, *sizes) for sizes in buffers_of(run)]
 
 
 def _knobs(choice: Choice, gathered: int, unreduced: int | None) -> Knobs:
@@ -215,10 +208,11 @@ def peaks_of(choice: Choice) -> Peaks:
 def _with_some_layers(leaf: Leaf) -> Candidate | None:
     """The candidate with the fewest recomputed layers on each rank; ``None`` if none or more than all are needed."""
     (shard,) = leaf.sharding.levels
-    knobs = _knobs(leaf.choice, *_recomputing_buffers_of(leaf, shard))
+    placed = leaf.placed(shard)
+    knobs = _knobs(leaf.choice, *recomputing_buffers_of(placed.run))
     if _is_too_large(leaf, shard, knobs):
         return None
-    plain = Candidate(leaf.placed(shard), knobs, leaf)
+    plain = Candidate(placed, knobs, leaf)
     free = plain.free_bytes
     # A layout that fits with nothing recomputed is another leaf, and faster.
     return None if min(free) >= 0 else _recomputing(plain, free)

@@ -114,10 +114,11 @@ def _cost_s(leaf: Leaf) -> Floats:
 def _plain(leaf: Leaf) -> Candidate | None:
     """The leaf without the strategy, with knobs that hide collectives; ``None`` if it fits already."""
     (shard,) = leaf.sharding.levels
-    tried = knobs_of(leaf, shard)
+    placed = leaf.placed(shard)
+    tried = knobs_of(leaf.choice, placed.run)
     # Two gradient buffers and two gathered stages hide collectives; more would only take memory.
     knobs = next((knobs for knobs in tried if knobs.gradient_buffers == 2 and knobs.residency <= 2), tried[-1])
-    chosen = Candidate(leaf.placed(shard), knobs, leaf)
+    chosen = Candidate(placed, knobs, leaf)
     return None if chosen.fits else chosen
 
 

@@ -47,16 +47,17 @@ def _estimate_s(leaf: Leaf) -> float:
 
 def _candidate(leaf: Leaf) -> Candidate:
     """The leaf with the least sharding and the largest buffers."""
-    level = leaf.sharding.levels[0]
-    return Candidate(leaf.placed(level), knobs_of(leaf, level)[0], leaf)
+    placed = leaf.placed(leaf.sharding.levels[0])
+    return Candidate(placed, knobs_of(leaf.choice, placed.run)[0], leaf)
 
 
 def _build(leaf: Leaf) -> Candidate | None:
     """The candidate with the order that is found; ``None`` if none fits with any sharding."""
     tries = leaf.cut.arrangement.question.order_tries or ORDER_TRIES
     for level in leaf.sharding.levels:
-        for knobs in knobs_of(leaf, level):
-            candidate = Candidate(leaf.placed(level), knobs, leaf)
+        placed = leaf.placed(level)
+        for knobs in knobs_of(leaf.choice, placed.run):
+            candidate = Candidate(placed, knobs, leaf)
             try:
                 found = find_order(candidate.placed, knobs, candidate.activation_room, tries)
             except UserError:  # no order fits
