@@ -307,17 +307,13 @@ def _kept(schedule: Schedule, sizes: Sizes | None) -> KeptBytes:
 def _unmoved(recipe: Recipe, sizes: Sizes | None) -> Schedule:
     """The schedule with everything but moves of activations."""
     schedule, residence = communicating(recipe), recipe.residence
-    trains = schedule.first_backward_stage < schedule.num_stages
-    # A step that only evaluates has no gradient to update with.
-    if recipe.updates is not None and trains:
-        schedule = add_updates(schedule, recipe.updates)
     if residence is None:
         return schedule
     each, ahead = None, schedule.num_stages if residence.is_ring else 1
     if residence.is_bytes:
         assert sizes is not None, "a room in bytes takes the bytes of stages"
         each = stage_sizes(sizes.stages())
-        refuse_large(each, residence.room, trains=trains)
+        refuse_large(each, residence.room, trains=_trains(schedule))
     return add_stage_swaps(schedule, residence.room, sizes=each, ahead=ahead, hides=residence.is_ring)
 
 
@@ -328,7 +324,8 @@ def communicating(recipe: Recipe) -> Schedule:
         UserError: as ``build``.
     """
     if isinstance(recipe.start, Schedule):
-        return add_data_parallel(_sending(recipe.start, recipe), recipe.unshard, recipe.reduce_grad)
+        sending = add_data_parallel(_sending(recipe.start, recipe), recipe.unshard, recipe.reduce_grad)
+        return _updating(sending, recipe)
     # What needs bytes or seconds differs between runs that are otherwise equal, so it is not cached.
     return _SCHEDULES.get(_without_bytes(recipe))
 
@@ -346,12 +343,12 @@ def without_messages(recipe: Recipe, rank: int | None = None) -> Graph:
         UserError: as ``build``.
     """
     # Recipes that differ only in messages are one here.
-    bare = replace(_without_bytes(recipe), receive_buffers=None, lends_tied=False)
+    bare = replace(_without_bytes(recipe), receive_buffers=None, lends_tied=False, updates=None)
     return _GRAPHS.get((bare, rank)) if rank is not None or _exchanges(bare) else communicating(bare).graph
 
 
 def _without_bytes(recipe: Recipe) -> Recipe:
-    return replace(recipe, updates=None, residence=None, moves=Moves(), given=None)
+    return replace(recipe, residence=None, moves=Moves(), given=None)
 
 
 def _exchanges(recipe: Recipe) -> bool:
@@ -363,6 +360,8 @@ def _make(recipe: Recipe) -> Schedule:
     """Each prefix of a recipe is cached, too: recipes that differ in exchanges share the schedule with messages."""
     if isinstance(recipe.start, Schedule):
         return recipe.start
+    if recipe.updates is not None:
+        return _updating(communicating(replace(recipe, updates=None)), recipe)
     if _exchanges(recipe):
         bare = communicating(replace(recipe, unshard=None, reduce_grad=None))
         return add_data_parallel(bare, recipe.unshard, recipe.reduce_grad)
@@ -376,6 +375,16 @@ def _sending(schedule: Schedule, recipe: Recipe) -> Schedule:
     if recipe.receive_buffers is not None:
         schedule = lower(schedule, recipe.receive_buffers)
     return add_tied(schedule, returns_gradient=recipe.trains_tied) if recipe.lends_tied else schedule
+
+
+def _updating(schedule: Schedule, recipe: Recipe) -> Schedule:
+    """The schedule with the updates of stages, if the recipe has them."""
+    # A step that only evaluates has no gradient to update with.
+    return add_updates(schedule, recipe.updates) if recipe.updates is not None and _trains(schedule) else schedule
+
+
+def _trains(schedule: Schedule) -> bool:
+    return schedule.first_backward_stage < schedule.num_stages
 
 
 def _make_without_messages(key: tuple[Recipe, int | None]) -> Graph:

@@ -360,7 +360,7 @@ class Sharded(OfPlaced):
         if self.run.sharded != "full" or self.bounds.has_frozen_stages:
             return 0.0
         each_s = np.sort(self._collectives_s[0][self.bounds.stages], axis=1)
-        most, _ = buffers_of(self.run)[0]
+        most, _ = buffers_of("full", each_s.shape[1], updates_stages=self.run.updates_stages)[0]
         return each_s[:, : each_s.shape[1] - most].sum(axis=1)
 
     def in_flight_bound_s(self, in_flight: Floats) -> Floats:
@@ -456,7 +456,8 @@ class Sharded(OfPlaced):
     @property
     def recomputing_room(self) -> Room:
         """Buffers of a plain layout that recomputes some layers."""
-        return self.room_of(*recomputing_buffers_of(self.run))
+        run, stages = self.run, self.bounds.stages.shape[1]
+        return self.room_of(*recomputing_buffers_of(run.shard, stages, updates_stages=run.updates_stages))
 
     def layers_to_recompute(self, in_flight: Floats) -> Floats:
         """[schedule, rank] lower bounds of the layers that must be recomputed to fit a device.

@@ -12,40 +12,41 @@ from pipeloom.cost.stages import gathered_parameters
 from pipeloom.planner.work import Floats
 from pipeloom.predict.memory import Room
 from pipeloom.schedule import Placement
+from pipeloom.workload.layout import Shard
 from pipeloom.workload.run import Run
 
 NO_ROOM = Room(receive_buffers=0, gathered=1, unreduced=0)
 """Fewer buffers than any schedule has."""
 
 
-def buffers_of(run: Run) -> list[tuple[int, int | None]]:
+def buffers_of(level: Shard, stages: int, *, updates_stages: bool) -> list[tuple[int, int | None]]:
     """Numbers of gathered stages and of gradient buffers to try, the most first; ``None`` for all gradients.
 
     With buffers for all gradients, ``gradients`` would hold as much as ``optimizer``, and with every stage gathered
     ``full`` would hold as much as ``gradients``, and both would communicate more.
 
     Args:
-        run: its level of sharding and stages of a rank. A stage that is updated within the step is reduced once,
-            before its update.
+        level: of sharding.
+        stages: of each rank.
+        updates_stages: whether each stage is updated within the step: it is then reduced once, before its update.
     """
-    stages = run.loops
     two, half = min(2, stages), max(1, stages // 2)
     sizes: list[tuple[int, int | None]] = [(stages, None)]
-    if run.shard == "gradients":
+    if level == "gradients":
         sizes = [(stages, two), (stages, 1)]
-    elif run.shard == "full":
+    elif level == "full":
         sizes = [(half, two), (two, two), (two, 1), (1, 1)]
-    if run.updates_stages:
+    if updates_stages:
         sizes = [(gathered, None) for gathered, _ in sizes]
     return list(dict.fromkeys(sizes))
 
 
-def recomputing_buffers_of(run: Run) -> tuple[int, int | None]:
+def recomputing_buffers_of(level: Shard, stages: int, *, updates_stages: bool) -> tuple[int, int | None]:
     """Of ``buffers_of`` those of layouts that recompute some layers.
 
     Two gradients: one is reduced while the next is computed. More would take memory that recomputation frees.
     """
-    tried = buffers_of(run)
+    tried = buffers_of(level, stages, updates_stages=updates_stages)
     return next((one for one in tried if one[1] == 2), tried[-1])
 
 

@@ -168,7 +168,7 @@ def _exchanging_bound_s(leaf: Leaf, shard: Shard) -> float:
     if choice.loops == 1 or shard not in ("gradients", "full") or time.has_frozen_stages:
         return sharded.step_s
     has_some = leaf.cut.arrangement.recomputed == "some"
-    gathered, unreduced = recomputing_buffers_of(sharded.run) if has_some else buffers_of(sharded.run)[0]
+    gathered, unreduced = _recomputing_buffers_of(sharded.run) if has_some else _buffers_of(sharded.run)[0]
     return sharded.exchanging_s(*_num_exchanges(choice, gathered if shard == "full" else None, unreduced))
 
 
@@ -190,7 +190,15 @@ def _is_too_large(leaf: Leaf, shard: Shard, knobs: Knobs) -> bool:
 
 def knobs_of(choice: Choice, run: Run) -> list[Knobs]:
     """Residency and gradient buffers to try, the most first; gathers start as early as memory allows."""
-    return [_knobs(choice, *sizes) for sizes in buffers_of(run)]
+    return [_knobs(choice, *sizes) for sizes in _buffers_of(run)]
+
+
+def _buffers_of(run: Run) -> list[tuple[int, int | None]]:
+    return buffers_of(run.shard, run.loops, updates_stages=run.updates_stages)
+
+
+def _recomputing_buffers_of(run: Run) -> tuple[int, int | None]:
+    return recomputing_buffers_of(run.shard, run.loops, updates_stages=run.updates_stages)
 
 
 def _knobs(choice: Choice, gathered: int, unreduced: int | None) -> Knobs:
@@ -209,7 +217,7 @@ def _with_some_layers(leaf: Leaf) -> Candidate | None:
     """The candidate with the fewest recomputed layers on each rank; ``None`` if none or more than all are needed."""
     (shard,) = leaf.sharding.levels
     placed = leaf.placed(shard)
-    knobs = _knobs(leaf.choice, *recomputing_buffers_of(placed.run))
+    knobs = _knobs(leaf.choice, *_recomputing_buffers_of(placed.run))
     if _is_too_large(leaf, shard, knobs):
         return None
     plain = Candidate(placed, knobs, leaf)

@@ -19,7 +19,6 @@ from pipeloom.cost.software import Software
 from pipeloom.cost.stages import layers_by_kind, num_frozen_stages, pieces_of_layers
 from pipeloom.errors import UserError
 from pipeloom.families import FAMILIES, Choice
-from pipeloom.passes.lower_stage_swaps import add_updates
 from pipeloom.predict.memory import held_bytes, memory_by_rank
 from pipeloom.predict.moves import by_seconds, with_moves
 from pipeloom.predict.places import Place, rank_places, shared_links
@@ -437,8 +436,7 @@ def lowered(run: Run, software: Software, knobs: Knobs) -> Schedule:
     Raises:
         UserError: the schedule cannot be made.
     """
-    schedule = communicating(recipe_of(run, software, knobs))
-    return add_updates(schedule, "at once") if run.updates_stages else schedule
+    return communicating(recipe_of(run, software, knobs))
 
 
 def graph_without_messages(run: Run, software: Software, knobs: Knobs, rank: int | None = None) -> Graph:
