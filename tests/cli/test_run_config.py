@@ -1,5 +1,6 @@
 """Flags over a file."""
 
+import json
 from importlib import import_module
 from pathlib import Path
 
@@ -190,3 +191,21 @@ def test_a_flag_that_a_command_does_not_read_is_refused_by_name():
     ]
     with pytest.raises(ConfigError, match="--machine.cluster has no effect on train"):
         parse_config(train.COMMAND, ["--machine.cluster=laptop"])
+
+
+def test_simulate_takes_every_setting_that_changes_a_prediction_as_a_flag(tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text('optimizer.name = "lomo"\ntraining.dtype = "bfloat16"\nmachine.cluster = "dgx-h100"\n')
+    on_cpus = ["--machine.cluster", "laptop"]
+
+    def step(*flags):
+        assert main(["simulate", str(file), "--json", *flags]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return found["step_time_s"], found["memory"]
+
+    for flags, on in (
+        (["--training.matmul-dtype", "float8"], []),
+        (["--optimizer.no-wide-weights"], []),
+        (["--data.attention", "document"], on_cpus),
+    ):
+        assert step(*flags, *on) != step(*on)

@@ -21,8 +21,9 @@ from pipeloom.workload.dtypes import dtype_of
 
 PREDICTIONS = (
     *("model", "layout", "schedule", "machine", "data.seq_len", "data.tokenizer", "data.bpe_vocab_size"),
-    *("optimizer.name", "optimizer.clip_grad_norm", "optimizer.clip", "optimizer.update"),
-    *("training.dtype", "training.device", "training.freeze_layers"),
+    "data.attention",
+    *("optimizer.name", "optimizer.clip_grad_norm", "optimizer.clip", "optimizer.update", "optimizer.wide_weights"),
+    *("training.dtype", "training.matmul_dtype", "training.device", "training.freeze_layers"),
     *("adapter.rank", "adapter.targets"),
 )
 """Settings that predictions of a run read: sections and single ones. A flag of another setting is refused."""
