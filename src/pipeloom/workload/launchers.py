@@ -120,6 +120,10 @@ class Launcher:
         """Why it does not run linear layers with such operands, a sentence each; ``None`` for the usual ones."""
         if products is None or products in self.products:
             return []
+        if self.is_own:
+            return [
+                f"training.matmul_dtype: train does not run {products} products; leave it out, or plan for megatron"
+            ]
         return [f"training.matmul_dtype: pipeloom does not start {self.title} with {products} products; leave it out"]
 
     def group_problems(self, ranks: int, microbatches: int, group_size: int) -> list[str]:
