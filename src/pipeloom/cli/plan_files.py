@@ -124,13 +124,16 @@ def _write_cluster(file: Path, request: Request, best: SimulatedStep) -> None:
 
 def _over(config: RunConfig, planned: RunConfig, *, has_model: bool) -> RunConfig:
     """A run's settings with the planned ones, and with the model of the question if a flag set it."""
-    training = replace(config.training, dtype=planned.training.dtype, device=planned.training.device)
+    own, model = planned.training, planned.model if has_model else config.model
+    if config.model.known_balance == "batch" and planned.model.balance is not None:
+        # The order of a program that has no other: its backwards do not wait for the loads of the whole batch.
+        model = replace(model, balance=planned.model.balance)
     return replace(
         config,
         layout=planned.layout,
         schedule=planned.schedule,
-        model=planned.model if has_model else config.model,
+        model=model,
         machine=planned.machine,
         data=replace(config.data, seq_len=planned.data.seq_len),
-        training=training,
+        training=replace(config.training, dtype=own.dtype, matmul_dtype=own.matmul_dtype, device=own.device),
     )

@@ -1,0 +1,70 @@
+"""``pipeloom plan`` of run files: the written run is the planned one, and train accepts it."""
+
+import json
+
+import pytest
+
+from pipeloom.cli import main
+from pipeloom.predict.describe import load_run
+
+RUN = """
+model.num_layers = 8
+model.hidden_size = 1024
+model.num_heads = 16
+model.vocab_size = 32000
+data.seq_len = 1024
+layout.pp = 2
+layout.dp = 2
+machine.cluster = "dgx-h100"
+"""
+
+
+@pytest.fixture
+def planned(tmp_path, capsys):
+    """Plan a run file with more lines and with flags -> exit status, the first layout, the written run, the errors."""
+
+    def plan(lines="", *flags):
+        file, folder = tmp_path / "run.toml", tmp_path / "planned"
+        file.write_text(RUN + lines)
+        status = main(["plan", str(file), "--no-explain", "--json", "--best", "1", "--out", str(folder), *flags])
+        out, err = capsys.readouterr()
+        layout = json.loads(out)["layouts"][0] if status == 0 else None
+        return status, layout, folder / "run.toml", " ".join(err.split())
+
+    return plan
+
+
+@pytest.fixture
+def simulated(capsys):
+    """The step of a run file, in seconds."""
+
+    def simulate(file):
+        assert main(["simulate", str(file), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["step_time_s"]
+
+    return simulate
+
+
+def test_products_of_a_flag_are_those_of_the_written_run(planned, simulated):
+    status, layout, file, err = planned("", "--for", "megatron", "--matmul-dtype", "float8")
+    assert status == 0, err
+    assert load_run(file).training.matmul_dtype == "float8"
+    assert simulated(file) == pytest.approx(layout["step_time_s"])
+
+
+@pytest.mark.parametrize("balance", ["", 'model.balance = "batch"\n'])
+def test_experts_of_a_program_with_its_own_order_are_balanced_in_micro_batches(planned, simulated, balance):
+    experts = "model.experts = 8\nmodel.experts_per_token = 2\n" + balance
+    status, layout, file, err = planned(experts, "--for", "megatron", "--pp", "2")
+    assert status == 0, err
+    config = load_run(file)
+    assert config.model.balance == "microbatch"
+    assert simulated(file) == pytest.approx(layout["step_time_s"])
+
+
+def test_a_balance_that_a_run_file_names_stays(planned):
+    for balance in ("none", "microbatch"):
+        status, _, file, err = planned(f'model.experts = 8\nmodel.balance = "{balance}"\n', "--pp", "2")
+        assert status == 0, err
+        assert load_run(file).model.balance == balance
+        file.unlink()
