@@ -1,4 +1,4 @@
-"""``pipeloom plan`` of run files: the written run is the planned one, and train accepts it."""
+"""``pipeloom plan`` of run files: the written run is the planned one, train accepts it, and what is refused by name."""
 
 import json
 
@@ -68,3 +68,18 @@ def test_a_balance_that_a_run_file_names_stays(planned):
         assert status == 0, err
         assert load_run(file).model.balance == balance
         file.unlink()
+
+
+@pytest.mark.parametrize(
+    "limits", [("--loops", "11"), ("--pp", "2", "--families", "1f1b", "--loops", "2"), ("--pp", "2", "--loops", "11")]
+)
+def test_stages_that_no_schedule_has_are_the_reason_not_the_batch_and_the_devices(planned, limits):
+    status, _, _, err = planned("", *limits)
+    assert status == 2
+    assert "no family that is searched has a schedule with such stages" in err
+    assert "instead of" not in err
+
+
+@pytest.mark.parametrize("flag", ["--tp", "--cp", "--pp", "--dp", "--ep", "--loops", "--micro-batch"])
+def test_a_limit_of_sizes_is_a_count(planned, flag):
+    assert f"{flag} must be at least 1, found 0" in planned("", flag, "0")[3]

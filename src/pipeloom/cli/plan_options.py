@@ -65,22 +65,22 @@ class Options(Goals):
     headroom: Headroom = HEADROOM
     """Fraction of the memory of every device that layouts leave free. The default is the mean error of predicted
     memory; it also has to cover a fragmented allocator and buffers of the network."""
-    tp: Common[tuple[int, ...]] = ()
+    tp: Common[tuple[Count, ...]] = ()
     """Tensor-model-parallel sizes to search. None: all."""
-    cp: tuple[int, ...] = ()
+    cp: tuple[Count, ...] = ()
     """Context-parallel sizes to search. None: those with which each rank has at least 4,096 tokens of a sequence; for
     pipeloom only 1, since its attention over parts of sequences has no fused kernel on GPUs."""
-    pp: Common[tuple[int, ...]] = ()
+    pp: Common[tuple[Count, ...]] = ()
     """Pipeline-model-parallel sizes to search. 1 is no pipeline. None: all."""
-    dp: tuple[int, ...] = ()
+    dp: tuple[Count, ...] = ()
     """Data-parallel sizes to search. None: all."""
-    ep: tuple[int, ...] = ()
+    ep: tuple[Count, ...] = ()
     """Numbers of data-parallel ranks that share the experts of a layer to search. None: all that divide the experts."""
     ep_overlap: Literal["any", "on", "off"] = "any"
     """Exchanges of tokens beside the other half of a micro-batch, as layout.ep_overlap, to search."""
-    loops: Common[tuple[int, ...]] = ()
+    loops: Common[tuple[Count, ...]] = ()
     """Virtual stages per rank to search. None: all."""
-    micro_batch: Common[tuple[int, ...]] = ()
+    micro_batch: Common[tuple[Count, ...]] = ()
     """Micro-batch sizes to search, in sequences. None: all."""
     families: Common[tuple[FamilyName, ...]] = ()
     """Schedules to search. None: all that the training program has."""

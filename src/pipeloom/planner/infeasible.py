@@ -189,10 +189,14 @@ def no_layout(question: Question, excluded: Counter[str]) -> UserError:
             problems.append(f"{name} must divide the number of devices, {question.num_devices}, found {found}")
     if question.limits.names:
         problems.append(f"limits are set on {', '.join(question.limits.names)}; leave some of them out")
-    batches = _near_batches(question)
+    # Where axes divide both, other devices and batches have as few schedules.
+    is_divided = has_arrangement(question)
+    if is_divided:
+        problems.append("the axes divide both, but no family that is searched has a schedule with such stages on them")
+    batches = list[int]() if is_divided else _near_batches(question)
     if batches:
         problems.append(f"the batch may be {' or '.join(map(str, batches))} instead of {question.global_batch}")
-    numbers = near_devices(question)
+    numbers = list[int]() if is_divided else near_devices(question)
     if numbers:
         problems.append(f"there may be {' or '.join(map(str, numbers))} devices instead of {question.num_devices}")
     what = f"{question.num_devices} devices and a batch of {question.global_batch} sequences"
