@@ -62,6 +62,20 @@ def test_experts_of_a_program_with_its_own_order_are_balanced_in_micro_batches(p
     assert simulated(file) == pytest.approx(layout["step_time_s"])
 
 
+def test_the_model_of_pretrained_weights_is_planned(tmp_path, capsys, simulated):
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 8}
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(
+        json.dumps({"model_type": "llama", "vocab_size": 32000, "hidden_act": "silu", **sizes})
+    )
+    file, folder = tmp_path / "run.toml", tmp_path / "planned"
+    file.write_text('checkpoint.init = "hf"\nmachine.cluster = "dgx-a100"\nlayout.pp = 2\ndata.seq_len = 512\n')
+    assert main(["plan", str(file), "--no-explain", "--json", "--out", str(folder)]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["question"]["model"]["layers"] == 6
+    assert simulated(folder / "run.toml") == pytest.approx(answer["layouts"][0]["step_time_s"])
+
+
 def test_a_balance_that_a_run_file_names_stays(planned):
     for balance in ("none", "microbatch"):
         status, _, file, err = planned(f'model.experts = 8\nmodel.balance = "{balance}"\n', "--pp", "2")

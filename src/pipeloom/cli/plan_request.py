@@ -11,7 +11,7 @@ from pipeloom.cli.flags import SOURCE, Words, or_note
 from pipeloom.cli.goals import goal_of, priced, tokens_of
 from pipeloom.cli.plan_options import Options
 from pipeloom.cli.run_config import source_of
-from pipeloom.config import RunConfig, in_order
+from pipeloom.config import RunConfig, in_order, with_pretrained
 from pipeloom.config.density_problems import density_problems
 from pipeloom.config.expert_problems import expert_adapter_problems
 from pipeloom.config.file import read_run_file
@@ -306,7 +306,7 @@ def _read(path: Path, seq: int | None, problems: list[str]) -> RunConfig:
     config, found = read_run_file(path)
     if seq is not None:
         config = replace(config, data=replace(config.data, seq_len=seq))
-    config, unknown = with_model_sizes(config)
+    config, unknown = with_model_sizes(with_pretrained(config))
     values = [] if unknown else model_problems(config)
     layout, still = config.layout, config.training.freeze_layers
     unsearched = {
