@@ -5,6 +5,7 @@ import json
 import pytest
 
 from pipeloom.cli import main
+from pipeloom.config import find_problems
 from pipeloom.predict.describe import load_run
 
 RUN = """
@@ -97,3 +98,56 @@ def test_stages_that_no_schedule_has_are_the_reason_not_the_batch_and_the_device
 @pytest.mark.parametrize("flag", ["--tp", "--cp", "--pp", "--dp", "--ep", "--loops", "--micro-batch"])
 def test_a_limit_of_sizes_is_a_count(planned, flag):
     assert f"{flag} must be at least 1, found 0" in planned("", flag, "0")[3]
+
+
+@pytest.mark.parametrize(
+    ("lines", "flags", "problem"),
+    [
+        ("data.validation_fraction = 5.0", (), "data.validation_fraction must be at most 1, found 5.0"),
+        ("optimizer.betas = [1.5, 0.9]", (), "optimizer.betas must be at least 0 and below 1"),
+        ("adapter.alpha = 8.0", (), "adapter.alpha has no effect without adapter.rank"),
+        ("optimizer.lr_wsd_decay_steps = 5", (), "has no effect without optimizer.lr_decay_style wsd"),
+        ("machine.expert_load = 1.5", (), "machine.expert_load has no effect without model.experts"),
+        ("training.divide_every = 5", (), "training.divide_every has no effect without layout.microbatches"),
+        (
+            "training.divide_every = 5\nlayout.microbatches = [8, 4]",
+            (),
+            "training.divide_every: the search prices replicas with as many micro-batches",
+        ),
+        ("optimizer.wide_weights = false", (), "works with optimizer.name lomo and adalomo, found adamw"),
+        (
+            'optimizer.wide_weights = false\noptimizer.name = "lomo"',
+            ("--dtype", "float32"),
+            "optimizer.wide_weights false updates bfloat16 weights, found training.dtype float32",
+        ),
+        (
+            'optimizer.wide_weights = false\noptimizer.name = "lomo"',
+            ("--cluster", "laptop"),
+            "optimizer.wide_weights false updates bfloat16 weights, found training.dtype float32",
+        ),
+        (
+            "model.experts = 8",
+            ("--matmul-dtype", "float8", "--for", "megatron"),
+            "model.experts does not work with training.matmul_dtype float8",
+        ),
+    ],
+)
+def test_what_no_layout_mends_is_refused_before_the_search(planned, lines, flags, problem):
+    status, _, file, err = planned(lines + "\n", *flags)
+    assert (status, err.count(" - "), file.exists()) == (2, 1, False)
+    assert problem in err
+
+
+def test_what_a_layout_decides_is_no_problem_of_a_planned_run(planned):
+    lines = """
+layout.partition = [1, 2]
+schedule.family = "zb-v"
+schedule.gradient_buffers = 3
+model.experts = 8
+machine.expert_load = 1.5
+optimizer.name = "lomo"
+optimizer.wide_weights = false
+"""
+    status, _, file, err = planned(lines)
+    assert status == 0, err
+    assert find_problems(load_run(file), trains=False) == []

@@ -11,12 +11,10 @@ from pipeloom.cli.flags import SOURCE, Words, or_note
 from pipeloom.cli.goals import goal_of, priced, tokens_of
 from pipeloom.cli.plan_options import Options
 from pipeloom.cli.run_config import source_of
-from pipeloom.config import RunConfig, in_order, with_pretrained
-from pipeloom.config.density_problems import density_problems
-from pipeloom.config.expert_problems import expert_adapter_problems
+from pipeloom.config import RunConfig, ScheduleConfig, in_order, with_pretrained
+from pipeloom.config.any_layout import problems_in_any_layout
 from pipeloom.config.file import read_run_file
-from pipeloom.config.layout_problems import adapter_problems, early_update_problems
-from pipeloom.config.problems import model_problems, optimizer_problems
+from pipeloom.config.layout_problems import narrow_problems
 from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import ConfigError
 from pipeloom.planner.goals import Goal, Training
@@ -28,7 +26,7 @@ from pipeloom.planner.strategies import with_strategies
 from pipeloom.predict.describe import asked_precision, changed_cluster, load_or_note, with_model_sizes
 from pipeloom.runs.run_folder import SCHEDULE
 from pipeloom.workload.boundary import Boundary
-from pipeloom.workload.dtypes import Dtype, MatmulDtype, Precision, products_of
+from pipeloom.workload.dtypes import Dtype, MatmulDtype, Precision, dtype_of, products_of
 from pipeloom.workload.launchers import LAUNCHERS, LauncherName
 from pipeloom.workload.model import ModelConfig, ModelShape, shape_of
 
@@ -188,7 +186,7 @@ def _inputs(options: Options, found: Words, words: list[str]) -> _Inputs:
     """Read the run file and the catalog; what is wrong is added to the problems."""
     problems, path = found.problems, options.config
     tokens, goal = tokens_of(options.tokens, problems), goal_of(options, problems)
-    config = None if path is None else or_note(lambda: _read(path, options.seq, problems), problems)
+    config = None if path is None else or_note(lambda: _read(path, options, problems), problems)
     missing = [
         f"--{name.replace('_', '-')}"
         for name in ("model", "cluster", "devices", "global_batch", "seq")
@@ -235,6 +233,7 @@ def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
         cluster = priced(cluster, choice.num_devices, options, inputs.goal, problems)
     if shape is not None and cluster is not None:
         precision = asked_precision(inputs.dtype, cluster, choice.num_devices)
+        problems += [] if config is None else _dtype_problems(config, precision)
         wanted = _wanted(inputs, shape if launcher.is_own else inputs.settings, precision)
         problems += launch_problems(launcher, wanted, cluster, choice.num_devices)
     limits = _limits(options)
@@ -274,6 +273,12 @@ def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
     )
 
 
+def _dtype_problems(config: RunConfig, precision: Precision) -> Iterator[str]:
+    """What the run's updates do not do with the planned type of weights."""
+    training = replace(config.training, dtype=dtype_of(precision))
+    return narrow_problems(replace(config, training=training, schedule=ScheduleConfig()))
+
+
 def _wanted(inputs: _Inputs, model: ModelConfig | ModelShape, precision: Precision) -> Wanted:
     """What a program has to run, by the flags and the run file."""
     options, config = inputs.options, inputs.config
@@ -301,26 +306,30 @@ def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def _read(path: Path, seq: int | None, problems: list[str]) -> RunConfig:
+def _read(path: Path, options: Options, problems: list[str]) -> RunConfig:
     """Read the run file, with the sequence length of the question, on which the sizes of some models depend."""
     config, found = read_run_file(path)
-    if seq is not None:
-        config = replace(config, data=replace(config.data, seq_len=seq))
+    if options.seq is not None:
+        config = replace(config, data=replace(config.data, seq_len=options.seq))
     config, unknown = with_model_sizes(with_pretrained(config))
-    values = [] if unknown else model_problems(config)
+    # Without a type of its own the run has the planned one, which is judged where it is known.
+    training = replace(config.training, dtype=options.dtype or config.training.dtype or "bfloat16")
+    training = replace(training, matmul_dtype=options.matmul_dtype or training.matmul_dtype)
     layout, still = config.layout, config.training.freeze_layers
+    divides = layout.microbatches is not None and training.divide_every is not None
     unsearched = {
+        "training.divide_every": (divides, "replicas with as many micro-batches", "others"),
         "training.freeze_layers": (still is not None, "layouts that train all weights", "frozen layers"),
         "layout.average_every": (layout.average_every is not None, "reductions of gradients", "averages"),
         "model.share_layers": (config.model.share_layers is not None, "layers with own weights", "shared layers"),
     }
+    training = replace(training, divide_every=None if divides else training.divide_every)
+    values = problems_in_any_layout(replace(config, training=training), is_model_known=not unknown)
     values += [
         f"{name}: the search prices {priced}; leave it out (`pipeloom simulate` prices one layout with {instead})"
         for name, (is_on, priced, instead) in unsearched.items()
         if is_on
     ]
-    checks = (optimizer_problems, early_update_problems, adapter_problems, expert_adapter_problems, density_problems)
-    values += [problem for check in checks for problem in check(config)]
     problems += in_order([*found, *unknown, *values])
     return config
 

@@ -257,12 +257,6 @@ def _range_problems(config: RunConfig) -> Problems:
         yield f"optimizer.betas must be at least 0 and below 1, found {config.optimizer.betas}"
 
 
-def model_problems(config: RunConfig) -> list[str]:
-    """Problems of the values of the model, one sentence each."""
-    own = [one for one in _range_problems(config) if one.startswith("model.")]
-    return [*own, *_model_problems(config), *expert_size_problems(config), *density_size_problems(config)]
-
-
 def _model_problems(config: RunConfig) -> Problems:
     model = config.model
     if model.preset is not None and model.file is not None:

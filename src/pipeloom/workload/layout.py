@@ -473,3 +473,7 @@ class Layout(WithAxes):
 
 ONE_RANK = Layout(pp=1, loops=1, num_microbatches=1, microbatch_size=1)
 """One stage, and a batch of one sequence."""
+TWO_PIPELINES = Layout(pp=2, dp=2, loops=1, num_microbatches=1, microbatch_size=1)
+"""The same on two replicas of two pipeline ranks."""
+TWO_SHARING = Layout(pp=1, dp=2, ep=2, loops=1, num_microbatches=1, microbatch_size=1)
+"""The same on two replicas that share the experts of each layer."""
