@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from pipeloom.cost.software import Software
-from pipeloom.planner.question import axes, divisors
+from pipeloom.workload.axes import axes, divisors
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.run import Run
 from reproduction.fastest import fastest, loop_counts

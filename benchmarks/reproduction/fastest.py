@@ -13,8 +13,8 @@ import numpy as np
 
 from pipeloom.cost.placed import Placed
 from pipeloom.planner.bounds import Bounds, Sharded
-from pipeloom.planner.question import divisors
 from pipeloom.predict.step import SimulatedStep
+from pipeloom.workload.axes import divisors
 from reproduction.machine import Candidate
 
 

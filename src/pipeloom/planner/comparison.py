@@ -12,11 +12,12 @@ from pipeloom.cost.stages import layers_by_kind
 from pipeloom.cost.what_if import with_bandwidth, with_memory
 from pipeloom.families import FAMILIES
 from pipeloom.planner.frontier import SortKey
-from pipeloom.planner.question import Limits, Question, divisors
+from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.search import Search, is_over, search
 from pipeloom.planner.strategies import STRATEGIES, strategy_of
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.schedule import Kind
+from pipeloom.workload.axes import divisors
 from pipeloom.workload.run import Run
 
 CAUSES = {

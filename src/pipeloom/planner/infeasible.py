@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from pipeloom.errors import UserError
 from pipeloom.planner.bounds import Floats
-from pipeloom.planner.question import MOST, Question, axes, divisors, layout_limits, why_not
+from pipeloom.planner.question import MOST, Question, layout_limits, why_not
 from pipeloom.planner.search import search
 from pipeloom.planner.space import Cut, Leaf, Sharding, arrangements, has_arrangement
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.words import count
-from pipeloom.workload.axes import IN_SENTENCES, Axes
+from pipeloom.workload.axes import IN_SENTENCES, Axes, axes, divisors
 
 
 @dataclass(frozen=True)

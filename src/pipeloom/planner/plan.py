@@ -20,6 +20,7 @@ from pipeloom.planner.error_bar import ErrorBar, error_bar
 from pipeloom.planner.frontier import SortKey
 from pipeloom.planner.infeasible import Closest, closest, no_layout, ways_out
 from pipeloom.planner.launch import Wanted, check_launch
+from pipeloom.planner.left_out import left_out
 from pipeloom.planner.question import HEADROOM, Limits, Question
 from pipeloom.planner.search import Counts, Found, Progress, Search, SearchResult
 from pipeloom.planner.strategies import STRATEGIES, with_frozen, with_strategies
@@ -164,7 +165,7 @@ def _dtypes(
 
 
 def of_training(question: Question, config: RunConfig) -> Question:
-    """The question for a run's optimizer, adapters and attention, and balance, capacity and loads of its experts.
+    """The question for a run's update, adapters and attention, its experts, and what its other settings leave out.
 
     Raises:
         ConfigError: the program or the limits do not go with adapters.
@@ -181,6 +182,7 @@ def of_training(question: Question, config: RunConfig) -> Question:
         software=program,
         by_document=config.data.by_document,
         update=config.optimizer.known_update,
+        left_out=left_out(config),
         **of_experts,
     )
 

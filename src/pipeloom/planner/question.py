@@ -1,6 +1,5 @@
 """The planner's input: model, cluster, batch, and limits of the search."""
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import gcd
@@ -12,10 +11,11 @@ from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError
 from pipeloom.families import FAMILIES, ends_forwards_first
 from pipeloom.planner.bounds import Bounds
+from pipeloom.planner.left_out import LeftOut
 from pipeloom.predict.describe import dtype_problem
 from pipeloom.terminal.words import count, did_you_mean, or_list
 from pipeloom.workload.adapter import Adapter
-from pipeloom.workload.axes import IN_SENTENCES, Axes
+from pipeloom.workload.axes import IN_SENTENCES, Axes, divisors
 from pipeloom.workload.boundary import Boundary
 from pipeloom.workload.dtypes import Precision, Products, dtype_of
 from pipeloom.workload.launchers import PIPELOOM, WITH_EXPERTS, Launcher
@@ -105,6 +105,7 @@ class Question:
         boundary: the code of messages between stages; ``None``: they travel as they are.
         by_document: whether attention ends at the borders of documents.
         update: when weights are updated, and of which gradient the norm is limited.
+        left_out: what does not work with other settings of the run.
     """
 
     shape: ModelShape
@@ -128,6 +129,7 @@ class Question:
     boundary: Boundary | None = None
     by_document: bool = False
     update: Update = field(default_factory=Update)
+    left_out: LeftOut = field(default_factory=LeftOut)
 
     def __repr__(self) -> str:
         """Model, cluster and sizes."""
@@ -171,6 +173,7 @@ class Question:
             + self._model_problems()
             + self._order_problems()
             + self._update_problems()
+            + self._left_out_problems()
             + limit_problems(self.limits, self.software, self.launcher, has_adapters=self.adapter is not None)
         )
 
@@ -215,6 +218,12 @@ class Question:
         if self.update.needs_whole_stages and set(limits.tp or ()) - {1} | set(limits.shards or ()) - {"none"}:
             found.append(f"{name} with optimizer.clip stage needs tp 1 and shards none, for whole gradients")
         return found
+
+    def _left_out_problems(self) -> list[str]:
+        """Limits that name what other settings of the run leave out."""
+        limits, shares = self.limits, bool(set(self.limits.ep or ()) - {1})
+        halves = True in (limits.ep_overlap or ())
+        return list(self.left_out.problems(strategies=limits.strategies or (), shares=shares, halves=halves))
 
     @cached_property
     def families(self) -> tuple[str, ...]:
@@ -288,6 +297,7 @@ class Question:
         left_out = () if self.searches_orders else (ORDER,)
         left_out = (*left_out, "slices") if self._counts_microbatches else left_out
         left_out = (*left_out, "swap") if self.update.within_step else left_out
+        left_out = (*left_out, *(name for name, _ in self.left_out.strategies))
         return tuple(n for n in self.software.strategies if n not in left_out and self.limits.allows(strategies=n))
 
     @property
@@ -328,7 +338,7 @@ class Question:
         """Numbers of data ranks that share the experts of a layer to search: those that divide the experts."""
         experts = self.shape.experts
         sizes = (1,) if experts is None else tuple(divisors(experts.count))
-        sizes = (1,) if self.update.within_step else sizes
+        sizes = (1,) if self.update.within_step or self.left_out.sharing else sizes
         return tuple(size for size in sizes if self.limits.allows(ep=size))
 
     def expert_runs(self, run: Run) -> list[Run]:
@@ -341,7 +351,8 @@ class Question:
     def _halves(self) -> bool:
         """Whether the program computes halves of a micro-batch, and no run counts or masks whole ones."""
         counts = self._balance == "batch" and not all(map(ends_forwards_first, self.families))
-        return self.software.has_lanes and not (counts or self._counts_microbatches or self.by_document)
+        others = self._counts_microbatches or self.by_document or bool(self.left_out.halves)
+        return self.software.has_lanes and not (counts or others)
 
     @cached_property
     def clusters(self) -> tuple[Cluster, ...]:
@@ -408,29 +419,6 @@ def layout_limits(run: Run, family: str) -> dict[str, Any]:
     """Limits that allow only the axes and family of one layout, with any sharding and recomputation."""
     names = (*IN_SENTENCES, "ep", "ep_overlap", "loops", "micro_batch", "sequence_parallel")
     return {name: (getattr(run, name),) for name in names} | {"families": (family,)}
-
-
-def divisors(number: int) -> list[int]:
-    """Divisors of a number, ascending."""
-    small = [part for part in range(1, int(number**0.5) + 1) if number % part == 0]
-    return small + [number // part for part in reversed(small) if part * part != number]
-
-
-def axes(num_devices: int, tps: Iterable[int], cps: Sequence[int] = (1,)) -> list[Axes]:
-    """Axes whose product is the number of devices.
-
-    Args:
-        num_devices: of the run.
-        tps: sizes of the tensor axis; those that do not divide the devices are skipped.
-        cps: sizes of the context axis, the same.
-    """
-    return [
-        Axes(tp=tp, cp=cp, pp=pp, dp=num_devices // tp // cp // pp)
-        for tp in tps
-        for cp in cps
-        if num_devices % (tp * cp) == 0
-        for pp in divisors(num_devices // tp // cp)
-    ]
 
 
 def why_not(question: Question, sizes: Axes) -> str | None:

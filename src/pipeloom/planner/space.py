@@ -26,9 +26,10 @@ from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.stages import layers_of_pieces, placement_of, stage_layers
 from pipeloom.families import Choice
 from pipeloom.planner.bounds import AnyStages, Bounds, Floats, Sharded
-from pipeloom.planner.question import LEVELS, Question, axes, divisors, has_better_axes, why_not
+from pipeloom.planner.question import LEVELS, Question, has_better_axes, why_not
 from pipeloom.planner.schedules import inputs_of, inputs_of_all, schedules_of
 from pipeloom.schedule import Placement
+from pipeloom.workload.axes import axes, divisors
 from pipeloom.workload.layout import Shard
 from pipeloom.workload.run import Run
 
@@ -408,6 +409,8 @@ def each_arrangement(question: Question, excluded: Counter[str]) -> Iterator[Arr
         if not limits.allows(**sizes._asdict()):
             continue
         cause, (_, _, dp, pp) = why_not(question, sizes), sizes
+        if pp * dp == 1 and (names := question.left_out.one_group):
+            cause = f"{names[0]} compares pipeline ranks or replicas, of which there is one"
         if cause is not None:
             excluded[cause] += 1
             continue

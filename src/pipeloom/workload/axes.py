@@ -1,5 +1,6 @@
 """The parallel axes of a run: names, order in global ranks, and what follows from their sizes."""
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -98,3 +99,26 @@ class WithAxes(Protocol):
     def data_ranks(self) -> int:
         """Ranks that hold the same weights and compute other tokens: they sum gradients, and may share state."""
         return self.dp * self.cp
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors of a number, ascending."""
+    small = [part for part in range(1, int(number**0.5) + 1) if number % part == 0]
+    return small + [number // part for part in reversed(small) if part * part != number]
+
+
+def axes(num_devices: int, tps: Iterable[int], cps: Sequence[int] = (1,)) -> list[Axes]:
+    """Axes whose product is the number of devices.
+
+    Args:
+        num_devices: of the run.
+        tps: sizes of the tensor axis; those that do not divide the devices are skipped.
+        cps: sizes of the context axis, the same.
+    """
+    return [
+        Axes(tp=tp, cp=cp, pp=pp, dp=num_devices // tp // cp // pp)
+        for tp in tps
+        for cp in cps
+        if num_devices % (tp * cp) == 0
+        for pp in divisors(num_devices // tp // cp)
+    ]
