@@ -1,6 +1,8 @@
 """Compiled loops and plain Python give the same answers; changed rows run to their end or are refused."""
 
 import importlib
+import signal
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +19,7 @@ from pipeloom.schedule import Action, Kind, compiled, parse_schedule
 from pipeloom.schedule.kinds import STAGE_KINDS
 from pipeloom.schedule.rules import RULES, rule_name
 from pipeloom.simulation import Host, Sharing, simulate
+from pipeloom.system.stopping import Stop
 
 KINDS = list(Kind)
 PLACES = ["at once", "at the end", "in the next step"]
@@ -173,6 +176,30 @@ def test_a_constant_from_elsewhere_is_never_stale(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "NUMBER", number)
         compiled._compile_all.cache_clear()
         assert compiled.compiled(module.shifted)(10) == 10 + number
+
+
+@pytest.mark.skipif(not compiled.is_available(), reason="needs numba")
+def test_a_time_limit_that_passes_while_a_kernel_is_compiled_ends_the_work_behind_it(tmp_path, monkeypatch):
+    (tmp_path / "slow_kernels.py").write_text("def doubled(x):\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    doubled = compiled.compiled(importlib.import_module("slow_kernels").doubled)
+    lost = []
+
+    class Lost:
+        def __del__(self):
+            signal.raise_signal(signal.SIGALRM)  # as in a callback, Python ignores what its handler raises
+            lost.append(True)
+
+    def save(*_):
+        Lost()
+        if not lost:
+            raise RuntimeError("no compiled object yet")
+
+    monkeypatch.setattr(doubled._cache, "save_overload", save)
+    stop = Stop(time.monotonic() + 60)
+    stop.run(lambda: doubled(3))
+    assert (lost, stop.reason) == ([True], "time")
+    assert doubled(3) == 6
 
 
 def test_nothing_small_loads_the_compiler(monkeypatch):

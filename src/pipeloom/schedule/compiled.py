@@ -90,11 +90,26 @@ def _compile_all(module: ModuleType) -> dict[str, Any]:
             copy = FunctionType(value.__code__, names, name, value.__defaults__)
             # numba names the files of its cache by the qualified name, so that other constants find other files.
             copy.__module__, copy.__qualname__ = value.__module__, f"{name}_{stamp}"
-            names[name] = numba.njit(cache=True)(copy)
+            names[name] = _uninterrupted(numba.njit(cache=True)(copy))
             folder = Path(names[name].stats.cache_path)
     if _is_lean and not any(folder.glob(f"{module.__name__.rpartition('.')[2]}.*_{stamp}-*.nbi")):
         print(f"Compiling {module.__name__} (once on this machine) ...", file=sys.stderr)  # noqa: T201
     return names
+
+
+def _uninterrupted(dispatcher: Any) -> Any:
+    """The dispatcher, which no ``Stop`` interrupts while it compiles.
+
+    LLVM calls back for what it compiled, where an exception of a signal is lost and the object with it.
+    """
+    compile_now = dispatcher.compile
+
+    def compile_all(*arguments: Any) -> Any:
+        with shielded():
+            return compile_now(*arguments)
+
+    dispatcher.compile = compile_all
+    return dispatcher
 
 
 @contextmanager
