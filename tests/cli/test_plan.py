@@ -642,6 +642,9 @@ def test_what_the_search_does_not_price_is_refused_with_all_names(tmp_path, caps
     assert main(["plan", str(run), "--cluster", "dgx-h100", "--devices", "8"]) == 2
     found = re.findall(r"- ([a-z._ ]+): the search prices", " ".join(capsys.readouterr().err.split()))
     assert sorted(found) == ["layout.average_every", "model.share_layers", "training.freeze_layers"]
+    run.write_text("layout.dp = 2\nlayout.microbatches = [3, 1]\n")
+    assert main(["plan", str(run), "--cluster", "dgx-h100", "--devices", "8"]) == 2
+    assert "- layout.microbatches: the search prices equal numbers" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

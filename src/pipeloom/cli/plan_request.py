@@ -321,6 +321,7 @@ def _read(path: Path, options: Options, problems: list[str]) -> RunConfig:
         "training.divide_every": (divides, "replicas with as many micro-batches", "others"),
         "training.freeze_layers": (still is not None, "layouts that train all weights", "frozen layers"),
         "layout.average_every": (layout.average_every is not None, "reductions of gradients", "averages"),
+        "layout.microbatches": (layout.microbatches is not None, "equal numbers of micro-batches", "unequal numbers"),
         "model.share_layers": (config.model.share_layers is not None, "layers with own weights", "shared layers"),
     }
     training = replace(training, divide_every=None if divides else training.divide_every)
