@@ -10,7 +10,7 @@
 # make plan-demo  the planner's ranking of a small model's layouts beside all of them really run (7 minutes)
 # make plan-speed  how fast the planner answers, from the shell and on one core (some minutes; 405B takes most of them)
 # make recipes  published trainings beside plans for them: docs/recipes.md (1 minute)
-# make seeds  the twelve systems that pipeloom joins: the claim of each beside a figure made here (20 seconds)
+# make seeds  the twelve systems that pipeloom joins: the claim of each beside a figure made here (about a minute)
 # make random-plans  300 random questions to the planner: budgets, memory, written runs, better clusters (15 minutes)
 # make bench-network   beside PyTorch's pipelining over slow networks between hosts (as root; 12 minutes)
 # make bench-overhead  beside PyTorch's pipelining with next to no compute (2 minutes)
