@@ -207,7 +207,7 @@ SEEDS = (
         "a model larger than its device is swapped through it",
         swaps,
         "counted",
-        "concepts/memory.md",
+        "reproduction/atom.md",
     ),
     Seed("MoESys (2205.10034)", "33 % more throughput than DeepSpeed", experts, "simulated", "reproduction/moesys.md"),
     Seed(
