@@ -16,6 +16,7 @@
 # make bench-overhead  beside PyTorch's pipelining with next to no compute (2 minutes)
 # make bench-start  seconds from the command to the end of the first step (1 minute)
 # make bench-peers  beside a plain loop, transformers, DDP, FSDP2, PyTorch's pipelining with real compute (some minutes)
+# make bench-averages  averages of replicas over slow networks, waited for and in the background (4 minutes; takes root)
 # make bench-balance  what moving activations saves and costs, with emulated compute (1 minute)
 # make bench-checkpoints  steps beside a checkpoint to a disk of 20 MB/s, and without (1 minute)
 # make bench-tokenize  memory and speed of tokenizing 5 GB of text (ARGS="--gb 1" for less; some minutes for each GB)
@@ -59,7 +60,7 @@ STAMP       := $(VENV)/.installed
 LOADED      := numba llvmlite numpy pydantic pydantic_core rich
 
 .PHONY: demo test test-all docs dist docs-commands plan-demo recipes seeds random-plans predict reproduce schedules plan-speed bench-network bench-overhead \
-        bench-peers bench-start bench-balance bench-checkpoints bench-tokenize bench-loading bench-generate playground-pictures playground-speed tune adapted signals \
+        bench-peers bench-start bench-averages bench-balance bench-checkpoints bench-tokenize bench-loading bench-generate playground-pictures playground-speed tune adapted signals \
         gpu hangs chaos resume-pairs steady launch-schemas launch-parsers first-choice speed check format clean
 
 demo: $(STAMP)
@@ -179,6 +180,9 @@ bench-start: $(STAMP)
 
 bench-peers: $(STAMP)
 	$(BIN)/python benchmarks/beside_peers.py $(ARGS)
+
+bench-averages: $(STAMP)
+	$(BIN)/python benchmarks/averages.py $(ARGS)
 
 bench-balance: $(STAMP)
 	$(BIN)/python benchmarks/balance.py $(ARGS)

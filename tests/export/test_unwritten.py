@@ -138,6 +138,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "optimizer.momentum": {"optimizer": {"name": "sgd"}},
     "optimizer.outer_lr": _AVERAGED,
     "optimizer.outer_momentum": _AVERAGED,
+    "optimizer.outer_delayed": _AVERAGED,
     "optimizer.update": {"optimizer": {"clip": "none"}},
     "optimizer.wide_weights": {"optimizer": {"name": "lomo"}, "training": {"dtype": "bfloat16"}},
     "adapter.targets": _PAIRS,

@@ -193,7 +193,7 @@ _NEEDS: dict[str, tuple[_Need, ...]] = {
         ("optimizer.lr_decay_style wsd", lambda run: run.optimizer.lr_decay_style == "wsd"),
     ),
     "optimizer.clip_grad_norm": (("an optimizer.clip other than none", lambda run: run.optimizer.clip != "none"),),
-    **dict.fromkeys(("optimizer.outer_lr", "optimizer.outer_momentum"), (_AVERAGES,)),
+    **dict.fromkeys(("optimizer.outer_lr", "optimizer.outer_momentum", "optimizer.outer_delayed"), (_AVERAGES,)),
     "adapter.targets": (_ADAPTED,),
     "adapter.alpha": (_ADAPTED,),
     "adapter.init": (_ADAPTED,),

@@ -214,6 +214,9 @@ class OptimizerConfig:
     they began. 1 without momentum is the plain mean of their weights. None: 0.7."""
     outer_momentum: Annotated[float, Limits(least=0, most=1)] | None = None
     """With layout.average_every: Nesterov momentum of the outer step. None: 0.9."""
+    outer_delayed: bool = False
+    """With layout.average_every: whether an average runs in the background of the next step, whose end uses it.
+    Otherwise replicas wait for it."""
     update: Literal["step", "stage"] = "step"
     """When weights are updated. step: after the gradients of all stages. stage: each stage within the step, when its
     gradient is complete, whose memory the next stages then use. With the same results."""
@@ -253,14 +256,10 @@ class OptimizerConfig:
         return 0.1 if self.lr_min_fraction is None else self.lr_min_fraction
 
     @property
-    def known_outer_lr(self) -> float:
-        """``outer_lr``, or its default."""
-        return 0.7 if self.outer_lr is None else self.outer_lr
-
-    @property
-    def known_outer_momentum(self) -> float:
-        """``outer_momentum``, or its default."""
-        return 0.9 if self.outer_momentum is None else self.outer_momentum
+    def known_outer(self) -> tuple[float, float]:
+        """``outer_lr`` and ``outer_momentum``, or their defaults."""
+        rate, momentum = self.outer_lr, self.outer_momentum
+        return 0.7 if rate is None else rate, 0.9 if momentum is None else momentum
 
     def wsd_decay_steps(self, num_steps: int) -> int:
         """``lr_wsd_decay_steps``, or its default for so many steps of training."""

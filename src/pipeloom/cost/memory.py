@@ -151,6 +151,8 @@ def _own_state(run: Run, parameters: float, software: Software, shard: Shard) ->
     moments = parameters * (software.optimizer_state_bytes - _WIDE_BYTES) / among
     if run.updates is not None:  # where the weights began, and the outer momentum
         moments += parameters * 2 * _WIDE_BYTES
+        if run.delays_average:  # what is averaged, and the weights of all replicas
+            moments += parameters * 2 * _WIDE_BYTES
     # Without sharding, and without a copy, the optimizer works on the weights themselves.
     if not has_copy and shard != "none":
         weights += share

@@ -335,6 +335,7 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
         boundary=layout.boundary,
         microbatches=layout.own_microbatches,
         updates=None if layout.average_every is None else layout.updates_by_replica,
+        delays_average=config.optimizer.outer_delayed,
         updates_stages=config.optimizer.known_update.within_step,
     )
 

@@ -359,6 +359,8 @@ def simulate_step(placed: Placed, knobs: Knobs, *, moves_by_seconds: bool = True
     if knobs.device_budget is not None:
         memory = swapped_memory(memory, run, software, schedule)
     pipeline_s = (longest_rank_s(trace) if software.overlaps_steps else trace.end_s) + more_s
+    if run.delays_average:  # it runs beside the updates
+        terms = replace(terms, average_s=max(0.0, terms.average_s - pipeline_s - terms.optimizer_s))
     prediction = Prediction(pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, placed.device_bytes)
     step = SimulatedStep(placed, knobs, schedule, trace, prediction, more_s)
     # Faster than the hardware's peak: a number in a file must be wrong.

@@ -20,7 +20,7 @@ from pipeloom.execute.communication.expert_groups import make_expert_group
 from pipeloom.execute.communication.transport import Transport, edges_of
 from pipeloom.execute.communication.wires import make_wires
 from pipeloom.execute.executor import Executor, StepResult
-from pipeloom.execute.lanes import Lanes
+from pipeloom.execute.lanes import Lane, Lanes
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.parts.messages import Messages
@@ -323,6 +323,10 @@ class Pipeline:
 
         with self._as_written():
             return self._run(self._decoders[key], list(tokens), logits_of).outputs
+
+    def lane(self, name: str) -> Lane:
+        """A lane of this rank beside those of its row."""
+        return self._lanes.lane(name)
 
     def close(self) -> None:
         """Stop threads; parameters stay."""

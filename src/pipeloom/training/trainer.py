@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import chain, islice
 from statistics import median_high
@@ -193,8 +194,7 @@ class Trainer:
                 if measured.traced_step is not None:  # whose schedule is that of the prediction
                     self._use(self._division.again(self._config, step, self._folder.add_warning))
         self._saving.end()
-        # Deferred updates of the last step come before validation.
-        self._updates.settle()
+        self._settle()
         self._folder.close()
         if not has_steps:
             self._measured = self._end_again()
@@ -235,7 +235,7 @@ class Trainer:
 
     def write(self, step: int, cause: Cause, *, in_background: bool) -> bool:
         """Write a checkpoint; returns whether a thread writes it while training goes on."""
-        self._updates.settle()
+        self._settle()
         info = replace(self._info(step), cause=cause)
         # Broken weights put every step out of range: their checkpoints must not replace those from before.
         self._checkpoints.removes_old = self._problem is None
@@ -249,7 +249,7 @@ class Trainer:
         folder, every = self._again.folder, self._config.restart.known_keep_every
         if folder is None or step % every or step == self._config.training.known_steps:
             return
-        self._updates.settle()
+        self._settle()
         self._checkpoints.keep(self._info(step))
         # All ranks have a state of their own before this one, since they exchanged numbers between the two.
         if self._world.rank == 0 and step - self._done.step >= 2 * every:
@@ -288,7 +288,9 @@ class Trainer:
         traces = self._measured.predicted_by_replica = self._traces_by_replica()
         # All replicas wait for the slowest one; the trace is that of the first one alone.
         self._measured.predicted = traces[0]
-        self._measured.predicted_s = update_s(self._config.layout, traces, behind_s, average_s)
+        self._measured.predicted_s = update_s(
+            self._config.layout, traces, behind_s, average_s, hides_average=self._config.optimizer.outer_delayed
+        )
         self._folder.write(run_folder.PREDICTED_TRACE, to_chrome(traces[0], "predicted"))
 
     def _traces_by_replica(self) -> list[Trace]:
@@ -474,7 +476,14 @@ class Trainer:
     def _validate(self, gives_up: Callable[[], bool] | None = None) -> float | None:
         # Deferred updates of the last step come before.
         self._updates.settle()
-        return self._validation.loss(gives_up)
+        with nullcontext() if self._averaging is None else self._averaging.common():
+            return self._validation.loss(gives_up)
+
+    def _settle(self) -> None:
+        """Do what the steps so far owe: deferred updates, a delayed average. Collective."""
+        self._updates.settle()
+        if self._averaging is not None:
+            self._averaging.settle()
 
 
 def _say_nothing(_text: str) -> None:

@@ -58,6 +58,7 @@ class Run(WithAxes):
         microbatches: of each replica; ``None``: the same for all.
         updates: of each replica until weights are averaged, of which this is one of the replica with most; ``None``:
             gradients are reduced.
+        delays_average: whether the average of weights runs beside the updates that follow it.
         updates_stages: whether each stage is updated within the step, when its gradient is complete, and that gradient
             takes no memory any more.
     """
@@ -94,6 +95,7 @@ class Run(WithAxes):
     boundary: Boundary | None = None
     microbatches: tuple[int, ...] | None = None
     updates: tuple[int, ...] | None = None
+    delays_average: bool = False
     updates_stages: bool = False
 
     def __hash__(self) -> int:

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from alone import Outer, Replicas, values
 from resumed import losses, train_all
 from safetensors.torch import load_file
 from slowed import slow_down
@@ -30,7 +31,6 @@ from pipeloom.training.optimizers.averaging import Averaging
 from pipeloom.training.optimizers.optimizer import WholeUpdates, make_optimizer
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.session import resolve
-from pipeloom.training.stages import stage_of
 from pipeloom.training.trainer import Trainer
 from pipeloom.workload.layout import Layout
 
@@ -80,42 +80,17 @@ def test_weights_are_those_of_the_algorithm_written_out(tmp_path):
     data = load_data(config.data, config.training.seed)
     config = resolve(config, data)
 
-    def fresh():
-        return stage_of(config, range(MODEL.num_layers + 2), "cpu", dtype=torch.float64)
-
-    replicas = [fresh(), fresh()]
-    begun = [one.detach().clone() for one in replicas[0].parameters()]
-    momenta = [torch.zeros_like(one) for one in begun]
-
-    def groups(model):
-        decays = [one for one in model.parameters() if one.ndim > 1]
-        return [{"params": decays}, {"params": [one for one in model.parameters() if one.ndim < 2], "weight_decay": 0}]
-
-    rules = [torch.optim.AdamW(groups(one), lr=0.05, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1) for one in replicas]
+    replicas = Replicas(config, 2)
+    outer = Outer(values(replicas.models[0]))
     for step in range(2):
-        windows = data.train.batch(step, 5 * 2)
-        first = 0
-        for model, rule, number in zip(replicas, rules, (3, 2), strict=True):
-            for _ in range(number):
-                own = torch.from_numpy(windows[first : first + 2])
-                first += 2
-                logits = model(own[:, :-1])
-                rule.zero_grad()
-                torch.nn.functional.cross_entropy(logits.flatten(0, 1), own[:, 1:].flatten()).backward()
-                norm = sum(float(one.grad.square().sum()) for one in model.parameters()) ** 0.5
-                for one in model.parameters():
-                    one.grad /= max(1.0, norm)
-                rule.step()
-        with torch.no_grad():
-            for place, both in enumerate(zip(*(one.parameters() for one in replicas), strict=True)):
-                way = begun[place] - sum(both) / 2
-                momenta[place] = 0.9 * momenta[place] + way
-                begun[place] = begun[place] - 0.7 * (way + 0.9 * momenta[place])
-                for one in both:
-                    one.copy_(begun[place])
+        begun = [values(one) for one in replicas.models]
+        replicas.update(data.train.batch(step, 5 * 2), (3, 2))
+        outer.step(replicas.ways(begun))
+        for number in range(2):
+            replicas.place(number, outer.weights)
     found = weights_of(tmp_path / "run", tmp_path / "weights")
-    for name, expected in replicas[0].named_parameters():
-        torch.testing.assert_close(found[name], expected.detach(), rtol=1e-9, atol=1e-11)
+    for (name, _), expected in zip(replicas.models[0].named_parameters(), outer.weights, strict=True):
+        torch.testing.assert_close(found[name], expected, rtol=1e-9, atol=1e-11)
 
 
 def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_ended(tmp_path):

@@ -359,8 +359,12 @@ class DataParallel(Part):
         """
         for weights in self.weights.values():
             tensor = torch.zeros_like(weights.shard) if is_rehearsal else weights.shard
-            if tensor.numel():
-                finish(self._lane.start(self._mean(tensor)), timeout_s)
+            for pending in self.averages([tensor], self._lane):
+                finish(pending, timeout_s)
+
+    def averages(self, tensors: Iterable[Tensor], lane: Lane) -> list[UnderWay]:
+        """Start to replace tensors by their means over the replicas, on a lane. Collective; steps may run meanwhile."""
+        return [lane.start(self._mean(tensor)) for tensor in tensors if tensor.numel()]
 
     def _mean(self, tensor: Tensor) -> Job:
         yield self._groups.copies.all_reduce(tensor)

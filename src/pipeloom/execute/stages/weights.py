@@ -57,7 +57,8 @@ class StageWeights:
     shards, gradients and their sums over micro-batches have the wide one, and ``shard`` is separate memory even without
     sharding. Without ``keeps_wide`` only gradients and their sums are wide, and the optimizer updates narrow weights.
 
-    ``outer_momentum`` is that of the shard where replicas step alone and average their weights, else ``None``.
+    ``outer_momentum`` is that of the shard where replicas step alone and average their weights, else ``None``. ``way``
+    is what a delayed average is of.
 
     Args:
         module: of the stage, with initial master weights; its parameters become views.
@@ -130,7 +131,7 @@ class StageWeights:
         self.whole_bytes = self.whole.nbytes
         self.is_held = True
         self.outer_momentum: Tensor | None = None
-        self._begun = self.shard.new_empty(0)
+        self._begun = self._common = self.way = self.shard.new_empty(0)
         self.is_swapped = False
         self.drop()
 
@@ -220,9 +221,15 @@ class StageWeights:
         if self._level == "none" and self._has_copy:
             self.whole.copy_(self.shard)
 
-    def prepare_alone(self) -> None:
-        """Take memory for steps of replicas alone: where the weights begin, and the outer momentum."""
+    def prepare_alone(self, *, delays: bool = False) -> None:
+        """Take memory for steps of replicas alone: where the weights begin, and the outer momentum.
+
+        Args:
+            delays: whether averages are delayed; these are of ``way``, beside the weights that all replicas have.
+        """
         self.outer_momentum, self._begun = torch.zeros_like(self.shard), torch.empty_like(self.shard)
+        if delays:
+            self._common, self.way = torch.empty_like(self.shard), torch.empty_like(self.shard)
 
     def begin_alone(self) -> None:
         """Note where updates begin that the other replicas do not see."""
@@ -230,11 +237,45 @@ class StageWeights:
 
     def outer_step(self, lr: float, momentum: float) -> None:
         """Step from where they began towards the mean of the replicas, which the shard has, with Nesterov momentum."""
-        assert self.outer_momentum is not None
         self.shard.neg_().add_(self._begun)  # the outer gradient, in the memory of the weights
-        self.outer_momentum.mul_(momentum).add_(self.shard)
-        self.shard.add_(self.outer_momentum, alpha=momentum)
-        self._begun.sub_(self.shard, alpha=lr)
+        self._outer_step(self._begun, self.shard, lr, momentum)
+        self.shard.copy_(self._begun)
+
+    def _outer_step(self, weights: Tensor, gradient: Tensor, lr: float, momentum: float) -> None:
+        """Update weights by an outer gradient, which is overwritten."""
+        assert self.outer_momentum is not None
+        self.outer_momentum.mul_(momentum).add_(gradient)
+        gradient.add_(self.outer_momentum, alpha=momentum)
+        weights.sub_(gradient, alpha=lr)
+
+    def note_common(self) -> None:
+        """Note the weights as those that all replicas have."""
+        self._common.copy_(self.shard)
+
+    def delayed_step(self, lr: float, momentum: float) -> None:
+        """The outer step of the weights that all replicas have, by the mean of their ways, which ``way`` has."""
+        self._outer_step(self._common, self.way, lr, momentum)
+
+    def leave_common(self) -> None:
+        """Set ``way`` to the way of the updates since ``begin_alone``, and the weights to the end of that way.
+
+        It begins at the weights that all replicas have, so what these moved meanwhile is not lost.
+        """
+        torch.sub(self._begun, self.shard, out=self.way)
+        torch.sub(self._common, self.way, out=self.shard)
+
+    def take_common(self, *, keeps: bool = False) -> None:
+        """Set the weights to those that all replicas have.
+
+        Args:
+            keeps: whether ``take_own`` brings back the weights of this replica.
+        """
+        if keeps:
+            self._begun.copy_(self.shard)
+        self.shard.copy_(self._common)
+
+    def take_own(self) -> None:
+        """Set the weights to those of this replica before ``take_common``."""
         self.shard.copy_(self._begun)
 
     def lend(self, name: str) -> Tensor:

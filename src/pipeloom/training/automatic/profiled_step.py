@@ -22,7 +22,9 @@ def predicted_traces(schedules: Sequence[Schedule], profile: Profile) -> list[Tr
     return [simulate_profile(*one) for one in zip(schedules, (profile, *profile.others), strict=True)]
 
 
-def update_s(layout: Layout, traces: Sequence[Trace], behind_s: float, average_s: float) -> float:
+def update_s(
+    layout: Layout, traces: Sequence[Trace], behind_s: float, average_s: float, *, hides_average: bool = False
+) -> float:
     """Seconds of a step, or of one update of the replica with most; all replicas wait for the slowest one.
 
     Args:
@@ -30,9 +32,11 @@ def update_s(layout: Layout, traces: Sequence[Trace], behind_s: float, average_s
         traces: of each replica, or one for all.
         behind_s: of the optimizer behind each of them.
         average_s: of an average of replicas that step alone.
+        hides_average: whether it runs in the background of the updates.
     """
     each = zip(layout.updates_by_replica, cycle(traces), strict=False)
-    return (max(number * (trace.end_s + behind_s) for number, trace in each) + average_s) / layout.most_updates
+    updates_s = max(number * (trace.end_s + behind_s) for number, trace in each)
+    return (max(updates_s, average_s) if hides_average else updates_s + average_s) / layout.most_updates
 
 
 def simulate_profile(schedule: Schedule, profile: Profile) -> Trace:

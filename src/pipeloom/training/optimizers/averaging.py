@@ -1,6 +1,7 @@
 """Replicas that step alone, and average their weights: DiLoCo (arXiv 2311.08105), with ``layout.average_every``."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from pipeloom.config import RunConfig
 from pipeloom.execute.communication.collectives import make_replica_group
+from pipeloom.execute.communication.under_way import UnderWay, finish
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.processes.world import World
 from pipeloom.measure.stopwatch import median_seconds
@@ -21,6 +23,10 @@ class Averaging:
 
     The outer gradient is the mean way of the replicas back to where they began. The outer step is that of gradient
     descent with Nesterov momentum, in the type of the optimizer's weights. All replicas compute it, with equal bits.
+
+    With ``optimizer.outer_delayed`` an average runs in the background of the next step (arXiv 2501.18512, section 2.3).
+    At the end of that step all replicas do its outer step with the weights that they have in common. Each goes on from
+    there by the way of its own that is not in an average yet.
 
     Args:
         config: resolved.
@@ -36,8 +42,11 @@ class Averaging:
         self._group = make_replica_group(layout, world)
         pipeline.data_parallel.counts_alone = True
         self._weights = list(pipeline.data_parallel.weights.values())
+        self._delays, self._under_way = config.optimizer.outer_delayed, list[UnderWay]()
+        self._lane = pipeline.lane("average") if self._delays else None
+        self._has_common = False
         for weights in self._weights:
-            weights.prepare_alone()
+            weights.prepare_alone(delays=self._delays)
 
     def step(self, windows: npt.NDArray[np.int64], step: int) -> tuple[StepResult, list[float]]:
         """Do the updates of this replica in a step, without other replicas.
@@ -54,6 +63,9 @@ class Averaging:
         parts = config.layout.windows_of_updates(self._replica)
         for weights in self._weights:
             weights.begin_alone()
+            if self._delays and not self._has_common:
+                weights.note_common()
+        self._has_common = self._delays
         for update, part in enumerate(parts):
             lr = learning_rate(config.optimizer, step - 1 + update / len(parts), config.training.known_steps)
             self._updates.begin_step(lr)
@@ -68,13 +80,56 @@ class Averaging:
         return result, [loss, share]
 
     def end_step(self, squares: Sequence[float], lr: float) -> None:  # noqa: ARG002  as those of updates
-        """Average the weights of all replicas, and do the outer step. Collective."""
-        optimizer, parallel = self._config.optimizer, self._pipeline.data_parallel
-        # A replica that is done waits for the slowest one, which may have many updates left.
-        parallel.average(self._world.timeout.total_seconds())
-        for weights in self._weights:
-            weights.outer_step(optimizer.known_outer_lr, optimizer.known_outer_momentum)
+        """Average the weights of all replicas, and do the outer step; or that of the step before. Collective."""
+        parallel = self._pipeline.data_parallel
+        if self._lane is None:
+            # A replica that is done waits for the slowest one, which may have many updates left.
+            parallel.average(self._world.timeout.total_seconds())
+            for weights in self._weights:
+                weights.outer_step(*self._config.optimizer.known_outer)
+        else:
+            self._finish()
+            for weights in self._weights:
+                weights.leave_common()
+            self._under_way = parallel.averages([weights.way for weights in self._weights], self._lane)
         parallel.refresh()
+
+    def _finish(self) -> None:
+        """Do the outer step of the average that is under way, if there is one. Collective."""
+        if not self._under_way:
+            return
+        for pending in self._under_way:
+            finish(pending, self._world.timeout.total_seconds())
+        self._under_way = []
+        for weights in self._weights:
+            weights.delayed_step(*self._config.optimizer.known_outer)
+
+    def settle(self) -> None:
+        """Wait for a delayed average and do its outer step, so that all replicas have equal weights. Collective."""
+        if not self._has_common:
+            return
+        self._finish()
+        for weights in self._weights:
+            weights.take_common()
+        self._has_common = False
+        self._pipeline.data_parallel.refresh()
+
+    @contextmanager
+    def common(self) -> Iterator[None]:
+        """Context with the weights that all replicas have: without averages that are under way."""
+        if not self._has_common:
+            yield
+            return
+        refresh = self._pipeline.data_parallel.refresh
+        for weights in self._weights:
+            weights.take_common(keeps=True)
+        refresh()
+        try:
+            yield
+        finally:
+            for weights in self._weights:
+                weights.take_own()
+            refresh()
 
     def seconds(self) -> float:
         """Seconds of an average, of the slowest rank, on rank 0; weights stay as they are. Collective."""
