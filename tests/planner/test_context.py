@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from pipeloom.catalog import load_model
 from pipeloom.errors import ConfigError
 from pipeloom.planner.plan import make_question, plan
 from pipeloom.planner.space import arrangements
@@ -34,12 +35,20 @@ def test_a_data_axis_in_place_of_half_a_context_axis_is_preferred():
     assert {(one.run.cp, one.run.micro_batch) for one in only} == {(2, 1), (2, 2)}
 
 
-def test_sequences_that_no_other_axis_fits_are_trained_with_a_context_axis():
-    alone = question(tp=(1,), pp=(1,), cp=(1,), num_devices=16, global_batch=16)
-    assert plan(alone, count=1, explains=False).best is None
-    best = plan(question(tp=(1,), pp=(1,), num_devices=16), count=1, explains=False).best
-    assert best is not None
-    assert best.run.cp > 1
+@pytest.mark.parametrize(("kv_heads", "sizes"), [(1, (1, 8)), (2, (2, 4))])
+@pytest.mark.parametrize("launcher", ["megatron", "pipeloom"])
+def test_a_sequence_that_no_other_axis_fits_is_trained_with_a_context_axis(launcher, kv_heads, sizes):
+    """One sequence, few key and value heads: no data axis, a small tensor axis, a pipeline that holds all tokens."""
+    model = replace(load_model("llama-3-8b"), kv_heads=kv_heads)
+
+    def answer(cp):
+        wanted = {"num_devices": 8, "global_batch": 1, "seq": LONG, "launcher": launcher}
+        return plan(make_question(model, "dgx-h100", **wanted, cp=cp), count=1, explains=False)
+
+    alone, found = answer((1,)), answer((1, 2, 4, 8))
+    assert alone.question.limits.tp is None is alone.question.limits.pp
+    assert alone.best is None is alone.open_bound_s
+    assert (found.best.run.tp, found.best.run.cp) == sizes
 
 
 def test_shards_inside_a_node_are_those_of_whole_replicas():
