@@ -23,6 +23,7 @@ from in_process import (
 )
 
 from pipeloom.cost.stages import layers_of_pieces
+from pipeloom.data.windows import mark_begins
 from pipeloom.execute.communication.collectives import Alone, Groups
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.training import expert_loads
@@ -148,10 +149,13 @@ class OneProcess:
         return optimizer
 
     def step(self):
-        """One step on drawn tokens; the results by rank."""
+        """One step on drawn tokens, of three documents a window where attention ends at them; the results by rank."""
         config = self.config
         draw = np.random.default_rng(0)
         self._windows = draw.integers(config.model.vocab_size, size=(config.layout.batch_size, config.data.seq_len + 1))
+        if config.data.by_document:
+            for row in self._windows:
+                mark_begins(row, [0, *draw.choice(np.arange(1, len(row)), 2, replace=False)])
         ranks = [self._steps(pipeline, self._windows) for pipeline in self.pipelines]
         blocks = self.config.model.experts is not None and config.layout.dp > 1
         results = play_in_process(ranks, in_turns=config.layout.tp * config.layout.cp > 1 or blocks)
@@ -186,7 +190,8 @@ class OneProcess:
             Gradients(pipeline.counted_loss(result), own)
             for pipeline, result, own in zip(self.pipelines, results, gradients, strict=True)
         ]
-        batch = Batch.of(self._windows, layout.dp * layout.num_microbatches, torch.device("cpu"))
+        number, by_document = layout.dp * layout.num_microbatches, self.config.data.by_document
+        batch = Batch.of(self._windows, number, torch.device("cpu"), by_document=by_document)
         return compare(_joined(parts, slices), reference_gradients(self.config, batch))
 
     def gradients(self):
@@ -216,4 +221,6 @@ class OneProcess:
         if pipeline._slices is not None:
             batch = batch.cut(pipeline._slices)
         executor = pipeline._trainer
-        return executor, executor.steps(batch.inputs, pipeline._loss_of(batch, pipeline._config.training.z_loss))
+        documents = module._documents(batch, pipeline.schedule.num_slices)
+        objective = pipeline._loss_of(batch, pipeline._config.training.z_loss)
+        return executor, executor.steps(batch.inputs, objective, documents)
