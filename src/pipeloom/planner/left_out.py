@@ -42,11 +42,12 @@ def left_out(config: RunConfig) -> LeftOut:
     training = config.training
     checking = () if training.check_every is None else ("training.check_every",)
     compiled = ("training.compile",) if training.compile else ()
+    within = ("optimizer.update stage",) if config.optimizer.known_update.within_step else ()
     swapped = {
         f"training.on_spike {training.on_spike}": training.on_spike != "stop",
         "training.compile": training.compile,
         "optimizer.wide_weights false": not config.optimizer.wide_weights,
     }
     strategies = [("swap", name) for name, is_on in swapped.items() if is_on]
-    strategies += [("slices", name) for name in compiled]
-    return LeftOut(strategies=tuple(strategies), sharing=checking, halves=compiled, one_group=checking)
+    strategies += [("swap", name) for name in within] + [("slices", name) for name in compiled]
+    return LeftOut(strategies=tuple(strategies), sharing=(*within, *checking), halves=compiled, one_group=checking)

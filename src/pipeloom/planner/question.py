@@ -213,8 +213,6 @@ class Question:
         found, name, limits = list[str](), "optimizer.update stage", self.limits
         if self.update.within_step and not self.software.has_lanes:
             found.append(f"{name} needs the training program pipeloom, found {self.software.name}")
-        if self.update.within_step and set(limits.ep or ()) - {1}:
-            found.append(f"{name} does not work with ep above 1; leave one of them out")
         if self.update.needs_whole_stages and set(limits.tp or ()) - {1} | set(limits.shards or ()) - {"none"}:
             found.append(f"{name} with optimizer.clip stage needs tp 1 and shards none, for whole gradients")
         return found
@@ -296,7 +294,6 @@ class Question:
         """Strategies to try."""
         left_out = () if self.searches_orders else (ORDER,)
         left_out = (*left_out, "slices") if self._counts_microbatches else left_out
-        left_out = (*left_out, "swap") if self.update.within_step else left_out
         left_out = (*left_out, *(name for name, _ in self.left_out.strategies))
         return tuple(n for n in self.software.strategies if n not in left_out and self.limits.allows(strategies=n))
 
@@ -338,7 +335,7 @@ class Question:
         """Numbers of data ranks that share the experts of a layer to search: those that divide the experts."""
         experts = self.shape.experts
         sizes = (1,) if experts is None else tuple(divisors(experts.count))
-        sizes = (1,) if self.update.within_step or self.left_out.sharing else sizes
+        sizes = (1,) if self.left_out.sharing else sizes
         return tuple(size for size in sizes if self.limits.allows(ep=size))
 
     def expert_runs(self, run: Run) -> list[Run]:

@@ -137,8 +137,6 @@ def _hint(question: Question) -> str | None:
 
 
 def _limit(question: Question) -> str | None:
-    if question.update.within_step:
-        return "stages that are swapped are updated where that takes the fewest swaps, without optimizer.update stage"
     return "stages are swapped through one device alone" if question.num_devices > 1 else None
 
 
