@@ -26,7 +26,7 @@ from pipeloom.execute.processes.world import join_forked
 from pipeloom.execute.stages.stage import Stage
 from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.schedule import Kind
-from pipeloom.training.inference.generation import Decoder, Request, Sampling, _Sequence, encoded
+from pipeloom.training.inference.generation import Decoder, Request, Sampling, Vocabulary, _Sequence, encoded
 from pipeloom.training.inference.trained import load_trained, with_trained
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.session import load_tokens, resolve
@@ -64,7 +64,9 @@ def measured(config: RunConfig, seconds: tuple[float, float], rendezvous: Any, r
     honest = pipeline._run
     pipeline._run = lambda *arguments: results.append(honest(*arguments)) or results[-1]
     request = Request(("def f(x): return ",), NUM_TOKENS, Sampling(temperature=0))
-    decoder = Decoder(pipeline, world, loaded.tokenizer, config, request)
+    tokenizer = loaded.tokenizer
+    vocabulary = Vocabulary(tokenizer.vocab_size, frozenset({tokenizer.end_of_text}))
+    decoder = Decoder(pipeline, world, vocabulary, config, request)
     sequences = [_Sequence.of(tokens, 0) for tokens in encoded(config, loaded.tokenizer, request)]
     decoder.run(sequences)
     pipeline.close()

@@ -43,7 +43,9 @@ from pipeloom.workload.model import ModelConfig, model_settings, other_settings
 
 DTYPES: dict[str, Dtype] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types of weights by their names in safetensors; others are quantized."""
-TEXTS = ("generation_config.json",)
+GENERATION_CONFIG = "generation_config.json"
+"""File of a folder with what transformers takes for generation where it is given nothing else."""
+TEXTS = (GENERATION_CONFIG,)
 """Text files of a folder that an export of the run writes again, beside its ``config.json`` and its index."""
 TOKENIZER_TEXTS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 """Those that belong to the folder's tokenizer, if the run uses it."""
@@ -258,11 +260,14 @@ class Origin:
         texts: its text files by name.
         tensors: for each file of weights its tensors, and their types as safetensors names them.
         about: for each file of weights the metadata of its header.
+        uses_tokenizer: whether the run has the folder's tokenizer, so that numbers of tokens in the texts are its own.
+            Not stored by earlier versions.
     """
 
     texts: dict[str, str]
     tensors: dict[str, dict[str, str]]
     about: dict[str, dict[str, str]]
+    uses_tokenizer: bool = False
 
 
 def origin_of(start: Path | None, tokenizer: Mapping[str, str]) -> str | None:
@@ -286,7 +291,8 @@ def origin_of(start: Path | None, tokenizer: Mapping[str, str]) -> str | None:
     tensors: dict[str, dict[str, str]] = {}
     for name, one in stored_tensors(start).items():
         tensors.setdefault(one.file.name, {})[name] = one.dtype
-    return json.dumps(asdict(Origin(texts, tensors, {name: _about(start / name) for name in tensors})), indent=2)
+    about = {name: _about(start / name) for name in tensors}
+    return json.dumps(asdict(Origin(texts, tensors, about, uses_tokenizer=is_own)), indent=2)
 
 
 def read_description(text: str) -> Origin:

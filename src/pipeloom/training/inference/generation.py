@@ -31,6 +31,7 @@ from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.stage import Continued
 from pipeloom.model import KeyValueCache
 from pipeloom.model.visible_keys import Documents
+from pipeloom.training.inference.ends import end_tokens
 from pipeloom.training.inference.trained import check_trained, load_trained, reads_start, with_trained
 from pipeloom.training.memory_check import check_memory
 from pipeloom.training.pipeline import Pipeline
@@ -75,6 +76,26 @@ class Request(NamedTuple):
     max_tokens: int
     sampling: Sampling = Sampling()
     num_together: int = 32
+
+
+class Vocabulary(NamedTuple):
+    """The tokens that may be drawn.
+
+    Attributes:
+        size: those below it.
+        ends: those that end a text.
+    """
+
+    size: int
+    ends: frozenset[int]
+
+
+class Task(NamedTuple):
+    """What all ranks do: a request, the tokens of each of its prompts, and those that may follow."""
+
+    request: Request
+    prompts: list[list[int]]
+    vocabulary: Vocabulary
 
 
 class Text(NamedTuple):
@@ -147,7 +168,10 @@ def generate(config: RunConfig, run: Path, request: Request, *, streams: bool = 
         loaded = load_tokens(config)
         prompts = encoded(config, loaded.tokenizer, request)
         check_trained(resolve(config, loaded))
-        return run_on_all_ranks(config, partial(_generate, request, prompts, streams=streams), load=load_tokens)
+        assert config.checkpoint.start is not None
+        ends = end_tokens(config.checkpoint.start, loaded.tokenizer)
+        task = Task(request, prompts, Vocabulary(loaded.tokenizer.vocab_size, ends))
+        return run_on_all_ranks(config, partial(_generate, task, streams=streams), load=load_tokens)
 
 
 def longest(config: RunConfig) -> int:
@@ -177,13 +201,11 @@ def encoded(config: RunConfig, tokenizer: Tokenizer, request: Request) -> list[l
     return found
 
 
-def _generate(
-    request: Request, prompts: Sequence[list[int]], config: RunConfig, world: World, loaded: Tokens, *, streams: bool
-) -> Generated | None:
-    tokenizer = loaded.tokenizer
+def _generate(task: Task, config: RunConfig, world: World, loaded: Tokens, *, streams: bool) -> Generated | None:
+    (request, prompts, vocabulary), tokenizer = task, loaded.tokenizer
     pipeline = Pipeline(config, world, trains=False)
     weights = load_trained(config, world, pipeline, tokenizer)
-    decoder = Decoder(pipeline, world, tokenizer, config, request)
+    decoder = Decoder(pipeline, world, vocabulary, config, request)
     stream = _Stream(tokenizer, request.prompts[0]) if streams and world.rank == 0 else None
     sequences = [_Sequence.of(tokens, request.sampling.seed + number) for number, tokens in enumerate(prompts)]
     size = request.num_together
@@ -272,7 +294,7 @@ class Decoder:
     Args:
         pipeline: of this rank, with weights.
         world: all ranks.
-        tokenizer: of the model.
+        vocabulary: of the model's texts.
         config: resolved.
         request: length, and how tokens are drawn.
 
@@ -281,9 +303,9 @@ class Decoder:
     """
 
     def __init__(
-        self, pipeline: Pipeline, world: World, tokenizer: Tokenizer, config: RunConfig, request: Request
+        self, pipeline: Pipeline, world: World, vocabulary: Vocabulary, config: RunConfig, request: Request
     ) -> None:
-        self._pipeline, self._world, self._tokenizer = pipeline, world, tokenizer
+        self._pipeline, self._world, self._vocabulary = pipeline, world, vocabulary
         self._sampling, self._max_tokens = request.sampling, request.max_tokens
         self._pp, self._tp, self._seq_len = config.layout.pp, config.layout.tp, config.data.seq_len
         self.prompt_s = self.token_s = 0.0
@@ -373,13 +395,13 @@ class Decoder:
             for row, one in enumerate(each.sequences)
             if not one.has_ended
         ]
-        size = self._tokenizer.vocab_size
         drawn = [
-            draw(found[number][row, :size], self._sampling, one.draws) if found else 0 for one, number, row in growing
+            draw(found[number][row, : self._vocabulary.size], self._sampling, one.draws) if found else 0
+            for one, number, row in growing
         ]
         drawn = self._world.broadcast_all(drawn, self._pipeline.last_rank)
         for (one, _, _), token in zip(growing, drawn, strict=True):
-            if token == self._tokenizer.end_of_text:
+            if token in self._vocabulary.ends:
                 one.has_ended = True
             else:
                 one.drawn.append(token)
