@@ -45,6 +45,8 @@ DTYPES: dict[str, Dtype] = {"F64": "float64", "F32": "float32", "F16": "float16"
 """Types of weights by their names in safetensors; others are quantized."""
 GENERATION_CONFIG = "generation_config.json"
 """File of a folder with what transformers takes for generation where it is given nothing else."""
+END_KEY = "eos_token_id"
+"""Key of both files for the tokens that end a text: a number or several."""
 TEXTS = (GENERATION_CONFIG,)
 """Text files of a folder that an export of the run writes again, beside its ``config.json`` and its index."""
 TOKENIZER_TEXTS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")

@@ -297,3 +297,12 @@ def test_a_checkpoint_that_would_run_code_is_refused(trained, tmp_path, capsys):
     assert main(["export", str(path), str(tmp_path / "out")]) == 2
     assert ".metadata refers to os.mkdir, which no checkpoint needs" in capsys.readouterr().err
     assert sorted(file.name for file in tmp_path.iterdir()) == ["copy"]
+
+
+def test_the_model_file_of_a_run_has_the_tokens_of_its_tokenizer(trained, tmp_path):
+    """Without them, transformers takes those of the architecture's defaults, 1 and 2 for Llama."""
+    export_weights(find_checkpoint(trained[0]), tmp_path, format="hf")
+    found = json.loads((tmp_path / "config.json").read_text())
+    assert (found["bos_token_id"], found["eos_token_id"], found["pad_token_id"]) == (None, 256, None)
+    transformers = pytest.importorskip("transformers")
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).config.eos_token_id == 256

@@ -11,14 +11,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from pipeloom.catalog.model_files import CONFIG_JSON, config_json, with_positions
 from pipeloom.catalog.weight_files import FileTensor
-from pipeloom.checkpoint.checkpoint_folder import read_info, read_origin
+from pipeloom.checkpoint.checkpoint_folder import read_info, read_origin, read_tokenizer
 from pipeloom.config import ModelConfig
+from pipeloom.data.tokenizer import tokenizer_from
 from pipeloom.errors import UserError
 from pipeloom.model.experts import is_bias
 from pipeloom.runs.run_folder import WEIGHTS_INDEX
 from pipeloom.runs.stored_model import model_in
 from pipeloom.system.files import parse_json
-from pipeloom.training.pretrained import DTYPES, Origin, read_description, weight_files_of
+from pipeloom.training.pretrained import DTYPES, END_KEY, Origin, read_description, weight_files_of
 from pipeloom.workload.adapter import FIRST, PAIR, PATHS, SECOND, Adapter, is_pair, without_pairs
 from pipeloom.workload.dtypes import Dtype
 from pipeloom.workload.sharing import layer_names, shared_name
@@ -127,9 +128,29 @@ def _model_of(checkpoint: Path) -> tuple[ModelConfig, Origin | None, dict[str, A
     text = read_origin(checkpoint)
     first = None if text is None else read_description(text)
     if first is None:
-        return model, None, config_json(model, seq_len)
+        return model, None, _with_special_tokens(config_json(model, seq_len), checkpoint)
     # Programs that read the file cut sequences at its number of positions: it has those that were trained.
     return model, first, with_positions(_config_of(first), seq_len)
+
+
+def _with_special_tokens(table: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """A ``config.json`` with the tokens that begin and end a text of the checkpoint's tokenizer.
+
+    Programs take numbers that are left out from the defaults of the architecture, which are those of other tokenizers.
+    """
+    files = read_tokenizer(checkpoint)
+    if files is None:
+        return table
+    tokenizer, ends = tokenizer_from(files), table.get(END_KEY)
+    if tokenizer.end_of_text in (ends if isinstance(ends, list) else [ends]):
+        return table
+    begin = tokenizer.begin_of_text
+    return {
+        **table,
+        "bos_token_id": begin[0] if begin else None,
+        END_KEY: tokenizer.end_of_text,
+        "pad_token_id": None,
+    }
 
 
 def _config_of(first: Origin) -> dict[str, Any]:

@@ -11,9 +11,7 @@ from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, is_hugging_face, re
 from pipeloom.data.tokenizer import Tokenizer
 from pipeloom.errors import UserError
 from pipeloom.system.files import MOST_RECORD_BYTES, parse_json, read_text
-from pipeloom.training.pretrained import GENERATION_CONFIG, read_description
-
-_KEY = "eos_token_id"
+from pipeloom.training.pretrained import END_KEY, GENERATION_CONFIG, read_description
 
 
 def end_tokens(start: Path, tokenizer: Tokenizer) -> frozenset[int]:
@@ -51,8 +49,10 @@ def _listed(text: str, file: str, start: Path) -> list[int]:
         tree = parse_json(text)
     except UserError as error:
         raise UserError(f"{file} of {start}: {error}") from None
-    given = tree.get(_KEY) if isinstance(tree, dict) else None
+    given = tree.get(END_KEY) if isinstance(tree, dict) else None
     listed = given if isinstance(given, list) else [] if given is None else [given]
     if not all(type(one) is int and one >= 0 for one in listed):
-        raise UserError(f"{_KEY} in {file} of {start} must be a token's number or a list of them, found {given!r:.60}")
+        raise UserError(
+            f"{END_KEY} in {file} of {start} must be a token's number or a list of them, found {given!r:.60}"
+        )
     return listed
