@@ -44,6 +44,8 @@ GROUPS = {
 }
 """Commands by purpose, with a description; ``pipeloom.cli.NAME.run(arguments)`` runs them."""
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
+_TEXTS = ("generate", "--prompt")
+"""The command and its option whose values are texts of any number of lines; no message repeats them."""
 
 _USAGE = "\n".join(
     [
@@ -112,12 +114,17 @@ def _mention_broken_plugins(command: str, message: str = "") -> None:
                 print(f"pipeloom {command}: {sentence}", file=sys.stderr)
 
 
-def _refuse_line_breaks(words: list[str]) -> None:
+def _refuse_line_breaks(command: str, words: list[str]) -> None:
     """Refuse arguments with line breaks: printed in a message, they would look like lines of this program."""
     from pipeloom.errors import UserError
     from pipeloom.terminal.words import has_line_break
 
-    broken = [word for word in words if has_line_break(word)]
+    broken, option = list[str](), ""
+    for word in words:
+        if word.startswith("--"):
+            option = word.partition("=")[0]
+        if has_line_break(word) and (command, option) != _TEXTS:
+            broken.append(word)
     if broken:
         raise UserError(f"expected arguments of one line, found {', '.join(map(repr, broken))}; rename the file")
 
@@ -128,7 +135,7 @@ def _run(command: str, words: list[str]) -> int:
 
     start_lean()
     try:
-        _refuse_line_breaks(words)
+        _refuse_line_breaks(command, words)
         # Before the imports, so that a scheduler's signal has the same status at any time.
         with raised_signals() if command == "train" else nullcontext():
             # The one module of the command: most start without torch, and each without the imports of the others.

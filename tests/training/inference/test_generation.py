@@ -217,6 +217,16 @@ def test_the_command_writes_texts_or_json(trained, tmp_path, capfd):
     assert {len(one["tokens"]) for one in found} == {3}
 
 
+def test_a_prompt_may_have_several_lines(trained, capfd):
+    words = ["--prompt", "a\ncat", "--prompt=a\ndog", "--max-tokens", "2", "--json"]
+    assert main(["generate", str(trained["llama"]), *words[2:]]) == 0
+    assert json.loads(capfd.readouterr().out)["prompt"] == "a\ndog"
+    assert main(["generate", str(trained["llama"]), *words[:2], *words[3:]]) == 0
+    assert json.loads(capfd.readouterr().out)["prompt"] == "a\ncat"
+    assert main(["generate", "a\nb", *words[2:]]) == 2
+    assert "expected arguments of one line" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
