@@ -182,6 +182,19 @@ def test_a_vocabulary_below_the_bytes_is_found_before_text_is_read():
     assert parse_config(train.COMMAND, bpe).model.vocab_size == 256
 
 
+def test_a_tokenizer_larger_than_the_vocabulary_of_a_model_file_is_another_models(tmp_path):
+    """Whoever starts from a file has not set the size, and cannot leave it out."""
+    file = tmp_path / "model.toml"
+    sizes = 'layers = 2\nhidden = 16\nheads = 2\nffn = 32\nfamily = "llama"\ntied = false\n'
+    file.write_text(f'name = "tiny"\nvocab = 100\n{sizes}')
+    words = ["--model.file", str(file), "--data.path", str(file), "--data.tokenizer", "bytes"]
+    words += ["--optimizer.lr", "1", "--optimizer.lr-warmup-steps", "1", "--training.steps", "1"]
+    with pytest.raises(
+        ConfigError, match="found 100; set data.tokenizer to one of at most 100 tokens, the size of .*model.toml"
+    ):
+        parse_config(train.COMMAND, words)
+
+
 def test_a_flag_that_a_command_does_not_read_is_refused_by_name():
     with pytest.raises(ConfigError) as refusal:
         parse_config(simulate.COMMAND, ["--training.threads", "2", "--training.no-compile"])

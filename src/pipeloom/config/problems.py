@@ -322,7 +322,10 @@ def vocabulary_problems(config: RunConfig, num_tokens: int) -> Problems:
     if given is not None and given < num_tokens and not _limits()["model.vocab_size"].refusal(given):
         which = f"the number of tokens of data.tokenizer {config.data.known_tokenizer}"
         wanted = f"model.vocab_size must be at least {num_tokens}, {which}"
-        yield f"{wanted}, found {given}; leave it out to use {num_tokens}"
+        model = config.model.file or config.model.preset or config.checkpoint.init
+        smaller = f"set data.tokenizer to one of at most {given} tokens, the size of {model}"
+        advice = f"leave it out to use {num_tokens}" if model is None else smaller
+        yield f"{wanted}, found {given}; {advice}"
 
 
 def _tokenizer_problems(config: RunConfig) -> Problems:
