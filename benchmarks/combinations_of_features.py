@@ -4,7 +4,8 @@
 compares the page with the rules, and trains a step with every pair that they accept (``tests/conformance``).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ FEATURES: dict[str, Settings] = {
         "layout.dp": 2,
         "layout.ep": 2,
     },
+    "experts by biases": {"model.experts": 4, "model.experts_per_token": 2, "model.balance": "bias"},
     "halves in turns": {
         "model.experts": 4,
         "model.experts_per_token": 2,
@@ -76,6 +78,8 @@ FEATURES: dict[str, Settings] = {
     "kept blocks": {"model.density": 0.5, "model.density_block": 4},
     "averaged replicas": {"layout.dp": 2, "layout.average_every": 2},
     "muon": {"optimizer.name": "muon"},
+    "adalomo": {"optimizer.name": "adalomo"},
+    "clipped stages": {"optimizer.clip": "stage"},
     "updates within the step": {"optimizer.update": "stage", "optimizer.clip": "none"},
     "bfloat16 weights alone": {
         "optimizer.name": "lomo",
@@ -87,14 +91,22 @@ FEATURES: dict[str, Settings] = {
 """Name -> settings that turn a feature on."""
 
 
-def config_of(*names: str) -> tuple[RunConfig | None, list[str]]:
-    """The run with these features, and what is wrong with it; no run if two of them need different settings."""
+def settings_of(*names: str) -> Settings | None:
+    """The settings of the run with these features; ``None`` if two of them need different ones."""
     settings = dict(BASE)
     for number, name in enumerate(names):
         for key, value in FEATURES[name].items():
             if any(FEATURES[other].get(key, value) != value for other in names[:number]):
-                return None, []
+                return None
             settings[key] = value
+    return settings
+
+
+def config_of(*names: str) -> tuple[RunConfig | None, list[str]]:
+    """The run with these features, and what is wrong with it; no run if two of them need different settings."""
+    settings = settings_of(*names)
+    if settings is None:
+        return None, []
     tree: dict[str, dict[str, Any]] = {}
     for key, value in settings.items():
         section, _, setting = key.partition(".")
@@ -103,16 +115,16 @@ def config_of(*names: str) -> tuple[RunConfig | None, list[str]]:
     return config, [*problems, *find_problems(config)]
 
 
-def pairs() -> Iterator[tuple[tuple[str, str], list[str] | None]]:
+@cache
+def pairs() -> Mapping[tuple[str, str], list[str] | None]:
     """Each pair of features with the sentences that refuse it; ``None`` for settings that exclude each other."""
-    for pair in combinations(FEATURES, 2):
-        config, problems = config_of(*pair)
-        yield pair, None if config is None else problems
+    found = {pair: config_of(*pair) for pair in combinations(FEATURES, 2)}
+    return {pair: None if config is None else problems for pair, (config, problems) in found.items()}
 
 
 def blocks() -> dict[str, str]:
     """The tables of the page."""
-    found = dict(pairs())
+    found = pairs()
     names = list(FEATURES)
     head = ("", *(str(number + 1) for number in range(len(names) - 1)))
     mark = {pair: "." if reasons is None else "no" if reasons else "yes" for pair, reasons in found.items()}
