@@ -5,6 +5,7 @@
 # make dist     the wheel and the source archive, in dist/, both tested in empty environments
 # make docs-commands   every command of README, docs and examples executed, with few steps (about 6 minutes)
 # make predict  predicted beside measured step time on this machine, for six layouts
+# make experts-step  measured step time beside simulated, with experts over 2 and 4 processes (3 minutes)
 # make reproduce  the facts and figures of the breadth-first paper, and BPipe's, simulated: docs/reproduction/
 # make schedules  the table and the pictures of all families of schedules: docs/schedules/
 # make plan-demo  the planner's ranking of a small model's layouts beside all of them really run (7 minutes)
@@ -59,7 +60,7 @@ PIP         := $(BIN)/python -m pip install -q --disable-pip-version-check --no-
 STAMP       := $(VENV)/.installed
 LOADED      := numba llvmlite numpy pydantic pydantic_core rich
 
-.PHONY: demo test test-all docs dist docs-commands plan-demo recipes seeds random-plans predict reproduce schedules plan-speed bench-network bench-overhead \
+.PHONY: demo test test-all docs dist docs-commands plan-demo recipes seeds random-plans predict experts-step reproduce schedules plan-speed bench-network bench-overhead \
         bench-peers bench-start bench-averages bench-balance bench-checkpoints bench-tokenize bench-loading bench-generate playground-pictures playground-speed tune adapted signals \
         gpu hangs chaos resume-pairs steady launch-schemas launch-parsers first-choice speed check format clean
 
@@ -94,6 +95,9 @@ plan-demo: $(STAMP)
 
 predict: $(STAMP)
 	$(BIN)/python benchmarks/predict.py
+
+experts-step: $(STAMP)
+	$(BIN)/python benchmarks/experts_step.py $(ARGS)
 
 reproduce: $(STAMP)
 	$(BIN)/python benchmarks/reproduce.py

@@ -36,18 +36,19 @@ def _train(folder: Path, config: RunConfig, world: World, data: Data) -> RunSumm
     return Trainer(config, world, data, RunFolder(folder)).run().summary
 
 
+def trained(config: RunConfig) -> RunSummary:
+    """Predict and train a run, in a folder that is removed behind it."""
+    training = TrainingConfig(steps=STEPS, validation_batches=0, sample_tokens=0)
+    with tempfile.TemporaryDirectory() as folder:
+        output = replace(config.output, folder=Path(folder))
+        return run_on_all_ranks(replace(config, training=training, output=output), partial(_train, Path(folder)))
+
+
 def main() -> None:
     """Run every layout and print the table."""
     table = Table("schedule", "ranks", "loops", "predicted ms", "measured ms", "predicted / measured", "bubble")
     for family, layout in LAYOUTS:
-        config = RunConfig(
-            layout=layout,
-            schedule=ScheduleConfig(family=family),
-            training=TrainingConfig(steps=STEPS, validation_batches=0, sample_tokens=0),
-        )
-        with tempfile.TemporaryDirectory() as folder:
-            config = replace(config, output=replace(config.output, folder=Path(folder)))
-            summary = run_on_all_ranks(config, partial(_train, Path(folder)))
+        summary = trained(RunConfig(layout=layout, schedule=ScheduleConfig(family=family)))
         predicted, measured = summary.predicted_step_time_s, summary.step_time_s
         cells = [family, layout.pp, layout.num_loops, f"{predicted * 1e3:.0f}", f"{measured * 1e3:.0f}"]
         bubbles = f"{summary.predicted_bubble_fraction:.0%} / {summary.bubble_fraction:.0%}"
