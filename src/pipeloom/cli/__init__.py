@@ -122,7 +122,7 @@ def _refuse_line_breaks(command: str, words: list[str]) -> None:
     broken, option = list[str](), ""
     for word in words:
         if word.startswith("--"):
-            option = word.partition("=")[0]
+            option = word.split("=", 1)[0]
         if has_line_break(word) and (command, option) != _TEXTS:
             broken.append(word)
     if broken:
