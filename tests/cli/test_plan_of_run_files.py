@@ -112,7 +112,7 @@ def test_a_limit_of_sizes_is_a_count(planned, flag):
         (
             "training.divide_every = 5\nlayout.microbatches = [8, 4]",
             (),
-            "training.divide_every: the search prices replicas with as many micro-batches",
+            "layout.microbatches: the search prices equal numbers of micro-batches",
         ),
         ("optimizer.wide_weights = false", (), "works with optimizer.name lomo and adalomo, found adamw"),
         (

@@ -318,7 +318,6 @@ def _read(path: Path, options: Options, problems: list[str]) -> RunConfig:
     layout, still = config.layout, config.training.freeze_layers
     divides = layout.microbatches is not None and training.divide_every is not None
     unsearched = {
-        "training.divide_every": (divides, "replicas with as many micro-batches", "others"),
         "training.freeze_layers": (still is not None, "layouts that train all weights", "frozen layers"),
         "layout.average_every": (layout.average_every is not None, "reductions of gradients", "averages"),
         "layout.microbatches": (layout.microbatches is not None, "equal numbers of micro-batches", "unequal numbers"),
