@@ -8,6 +8,7 @@ machine's cores. Its load, the mean number of processes that want to run, has th
 
 import os
 import sys
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
@@ -28,13 +29,14 @@ WITHIN = 0.15
 
 
 def row_of(layout: Layout, rounds: list[RunSummary]) -> list[str]:
-    """Axes, ranges of the times in ms and of their ratio, and in how many rounds that is within the error."""
+    """Axes, ranges of the times in ms, median and range of their ratio, in how many rounds that is within the error."""
     predicted = [1e3 * one.predicted_step_time_s for one in rounds]
     measured = [1e3 * one.step_time_s for one in rounds]
     ratios = [own / other for own, other in zip(measured, predicted, strict=True)]
     number = sum(abs(one - 1) <= WITHIN for one in ratios)
     every = ((predicted, ".0f"), (measured, ".0f"), (ratios, ".2f"))
     ranges = [f"{min(values):{form}} to {max(values):{form}}" for values, form in every]
+    ranges[-1] = f"{median(ratios):.2f} ({ranges[-1]})"
     return [*map(str, (layout.ep, layout.pp, layout.dp)), *ranges, f"{number} of {len(rounds)}"]
 
 
