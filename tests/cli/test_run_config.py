@@ -220,5 +220,6 @@ def test_simulate_takes_every_setting_that_changes_a_prediction_as_a_flag(tmp_pa
         (["--training.matmul-dtype", "float8"], []),
         (["--optimizer.no-wide-weights"], []),
         (["--data.attention", "document"], on_cpus),
+        (["--optimizer.outer-delayed"], ["--layout.dp", "2", "--layout.average-every", "5"]),
     ):
         assert step(*flags, *on) != step(*on)

@@ -23,6 +23,7 @@ PREDICTIONS = (
     *("model", "layout", "schedule", "machine", "data.seq_len", "data.tokenizer", "data.bpe_vocab_size"),
     "data.attention",
     *("optimizer.name", "optimizer.clip_grad_norm", "optimizer.clip", "optimizer.update", "optimizer.wide_weights"),
+    "optimizer.outer_delayed",
     *("training.dtype", "training.matmul_dtype", "training.device", "training.freeze_layers"),
     *("adapter.rank", "adapter.targets"),
 )
