@@ -291,30 +291,16 @@ def swap_problems(config: RunConfig) -> Problems:
             yield f"schedule.device_budget does not work with {name}; leave one of them out"
 
 
-def early_update_problems(config: RunConfig) -> Problems:
-    """Updates of stages within the step, before the gradients of others are complete, in any layout."""
-    if not config.optimizer.known_update.within_step:
+def update_problems(config: RunConfig) -> Problems:
+    """Updates of stages within the step, before the gradients of others are complete."""
+    optimizer, layout, training = config.optimizer, config.layout, config.training
+    if not optimizer.known_update.within_step:
         return
-    if config.optimizer.known_update.needs_norm:
+    if optimizer.known_update.needs_norm:
         yield (
             "optimizer.update stage updates a stage before the gradients of others are complete, so the norm of the "
             "whole gradient is not known (optimizer.clip whole); use optimizer.clip none or stage"
         )
-    if config.training.on_spike == "skip":
-        yield _not_with_updates("training.on_spike skip, which decides by all gradients")
-    if config.training.check_every is not None:
-        yield _not_with_updates("training.check_every, which compares weights before updates")
-
-
-def _not_with_updates(name: str) -> str:
-    return f"optimizer.update stage does not work with {name}; leave one of them out"
-
-
-def update_problems(config: RunConfig) -> Problems:
-    """What updates of stages within the step need of a layout and its schedule."""
-    optimizer, layout, schedule = config.optimizer, config.layout, config.schedule
-    if not optimizer.known_update.within_step:
-        return
     # The norm of a stage whose gradient is divided between ranks would be one more exchange within the row.
     divides = layout.tp > 1 or (layout.data_ranks > 1 and layout.shard != "none")
     if optimizer.clip == "stage" and divides:
@@ -322,10 +308,15 @@ def update_problems(config: RunConfig) -> Problems:
             "optimizer.update stage with optimizer.clip stage needs each stage's whole gradient on a rank, which "
             "layout.shard and layout.tp divide; use optimizer.clip none, or neither of them"
         )
-    if schedule.device_budget is not None:
-        yield _not_with_updates("schedule.device_budget, which does so without it")
-    if schedule.gradient_buffers is not None:
-        yield _not_with_updates("schedule.gradient_buffers, since each stage is reduced once")
+    others = {
+        "schedule.device_budget, which does so without it": config.schedule.device_budget is not None,
+        "schedule.gradient_buffers, since each stage is reduced once": config.schedule.gradient_buffers is not None,
+        "training.on_spike skip, which decides by all gradients": training.on_spike == "skip",
+        "training.check_every, which compares weights before updates": training.check_every is not None,
+    }
+    for name, is_on in others.items():
+        if is_on:
+            yield f"optimizer.update stage does not work with {name}; leave one of them out"
 
 
 def narrow_problems(config: RunConfig) -> Problems:

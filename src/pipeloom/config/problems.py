@@ -33,7 +33,6 @@ from pipeloom.config.layout_problems import (
     adapted_problems,
     average_problems,
     context_problems,
-    early_update_problems,
     expert_sharing_problems,
     file_problems,
     freeze_problems,
@@ -84,8 +83,7 @@ def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: boo
     ]
     checks += of_model if is_model_known else []
     checks += [_unused_problems, adapted_problems, move_problems, swap_problems, freeze_problems]
-    checks += [early_update_problems, update_problems, narrow_problems]
-    checks += [expert_problems, density_problems, balance_problems, load_problems]
+    checks += [update_problems, narrow_problems, expert_problems, density_problems, balance_problems, load_problems]
     checks += [expert_sharing_problems, overlap_problems]
     checks += [sharing_problems] if is_model_known else []
     checks += [

@@ -1,5 +1,6 @@
 """The planner's input: model, cluster, batch, and limits of the search."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import gcd
@@ -469,7 +470,7 @@ def limit_problems(
     if not launcher.has_context and set(limits.cp or ()) - {1}:
         own.append(f"{launcher.title} has no context parallelism; leave cp out, or name another program")
     return own + [
-        f"{title} has no {what} '{name}'; {(did_you_mean(name, has) + ' ').lstrip()}it has {', '.join(has)}"
+        f"{title} has no {what} '{name}'; {_hint(name, has)}it has {', '.join(has)}"
         for what, wanted, has in (
             ("family", limits.families, _families_of(software)),
             ("sharding level", limits.shards, software.shards or LEVELS),
@@ -482,3 +483,8 @@ def limit_problems(
 
 def _families_of(software: Software) -> tuple[str, ...]:
     return software.families or tuple(name for name, known in FAMILIES.items() if known.has_backward)
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    hint = did_you_mean(name, known)
+    return f"{hint} " if hint else ""

@@ -97,11 +97,12 @@ def _buffers(run: Run, software: Software, schedule: Schedule) -> tuple[_Buffers
     if not software.has_reduction_lane:
         return _buffers_for(run.of_state, software, schedule.placement, 1, schedule.gradient_buffers)
     most = most_gathered(schedule, _gathered_bytes(run, software))
-    if all(gradient_rooms(row) is not None for row in schedule.rows):
+    rooms = [one for row in schedule.rows if (one := gradient_rooms(row)) is not None]
+    if len(rooms) == schedule.num_ranks:
         each = state_bytes(replace(run, shard="none"), 1.0, software).gradients_bytes
         sizes = [each * held for held in _trained_parameters(run, software)]
-        rooms = [gradient_room(row, sizes) for row in schedule.rows]
-        return tuple(_Buffers(gathered, room, has_all=True) for gathered, room in zip(most, rooms, strict=True))
+        held = (gradient_room(one, sizes) for one in rooms)
+        return tuple(_Buffers(gathered, room, has_all=True) for gathered, room in zip(most, held, strict=True))
     gradients = _gradient_buffer_bytes(run, software, schedule.placement, schedule.gradient_buffers)
     return tuple(map(_Buffers, most, gradients))
 

@@ -4,7 +4,7 @@ Used by the pass (``lower_stage_swaps``), the rules (``rules.stages``), the depe
 simulator, the report and the executor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Flag, auto
 from itertools import pairwise
@@ -221,9 +221,8 @@ def gradient_rooms(row: Row) -> dict[int, int] | None:
     return rooms
 
 
-def gradient_room(row: Row, sizes: Sequence[float]) -> float:
+def gradient_room(rooms: Mapping[int, int], sizes: Sequence[float]) -> float:
     """Size of all buffers of ``gradient_rooms``, from the size of each stage's gradient; 0 without any."""
-    rooms = gradient_rooms(row) or {}
     return sum(max(sizes[stage] for stage, own in rooms.items() if own == number) for number in set(rooms.values()))
 
 

@@ -42,11 +42,10 @@ class Averaging:
         self._group = make_replica_group(layout, world)
         pipeline.data_parallel.counts_alone = True
         self._weights = list(pipeline.data_parallel.weights.values())
-        self._delays, self._under_way = config.optimizer.outer_delayed, list[UnderWay]()
-        self._lane = pipeline.lane("average") if self._delays else None
-        self._has_common = False
+        self._lane = pipeline.lane("average") if config.optimizer.outer_delayed else None
+        self._under_way, self._has_common = list[UnderWay](), False
         for weights in self._weights:
-            weights.prepare_alone(delays=self._delays)
+            weights.prepare_alone(delays=config.optimizer.outer_delayed)
 
     def step(self, windows: npt.NDArray[np.int64], step: int) -> tuple[StepResult, list[float]]:
         """Do the updates of this replica in a step, without other replicas.
@@ -63,9 +62,9 @@ class Averaging:
         parts = config.layout.windows_of_updates(self._replica)
         for weights in self._weights:
             weights.begin_alone()
-            if self._delays and not self._has_common:
+            if self._lane is not None and not self._has_common:
                 weights.note_common()
-        self._has_common = self._delays
+        self._has_common = self._lane is not None
         for update, part in enumerate(parts):
             lr = learning_rate(config.optimizer, step - 1 + update / len(parts), config.training.known_steps)
             self._updates.begin_step(lr)
