@@ -3,21 +3,20 @@
 import json
 
 import pytest
+from planned_model import MODEL
 
 from pipeloom.cli import main
 from pipeloom.config import find_problems
 from pipeloom.predict.describe import load_run
 
-RUN = """
-model.num_layers = 8
-model.hidden_size = 1024
-model.num_heads = 16
-model.vocab_size = 32000
-data.seq_len = 1024
+RUN = (
+    MODEL
+    + """
 layout.pp = 2
 layout.dp = 2
 machine.cluster = "dgx-h100"
 """
+)
 
 
 @pytest.fixture

@@ -3,20 +3,19 @@
 import json
 
 import pytest
+from planned_model import MODEL
 
 from pipeloom.cli import main
 from pipeloom.config import find_problems
 from pipeloom.predict.describe import load_run
 
-RUN = """
-model.num_layers = 8
-model.hidden_size = 1024
-model.num_heads = 16
-model.vocab_size = 32000
-data.seq_len = 1024
+RUN = (
+    MODEL
+    + """
 layout.num_microbatches = 4
 machine.cluster = "dgx-a100"
 """
+)
 EXPERTS = "model.experts = 8\n"
 COMPILE, CHECK = "training.compile = true\n", "training.check_every = 5\n"
 NARROW = 'optimizer.name = "lomo"\noptimizer.wide_weights = false\n'
