@@ -56,17 +56,17 @@ def test_a_run_with_the_setting_is_planned_without_what_it_refuses(planned, line
 @pytest.mark.parametrize(
     ("lines", "flags", "problem"),
     [
-        (EXPERTS + CHECK, ("--ep", "2"), "training.check_every does not work with ep above 1; leave one of them out"),
-        (EXPERTS + COMPILE, ("--ep-overlap", "on"), "training.compile does not work with ep_overlap"),
-        (COMPILE, ("--strategies", "slices"), "training.compile does not work with strategy slices"),
-        (COMPILE, ("--strategies", "swap"), "training.compile does not work with strategy swap"),
-        (NARROW, ("--strategies", "swap"), "optimizer.wide_weights false does not work with strategy swap"),
         (
-            'training.on_spike = "skip"',
-            ("--strategies", "swap"),
-            "training.on_spike skip does not work with strategy swap",
+            EXPERTS + CHECK,
+            ("--ep", "2"),
+            "ep above 1 cannot be searched: layout.ep does not work with training.check_every",
         ),
-        (CHECK, ("--tp", "4"), "training.check_every compares pipeline ranks or replicas, of which there is one"),
+        (EXPERTS + COMPILE, ("--ep-overlap", "on"), "layout.ep_overlap does not work with training.compile"),
+        (COMPILE, ("--strategies", "slices"), "strategy slices cannot be searched: training.compile compiles for"),
+        (COMPILE, ("--strategies", "swap"), "schedule.device_budget does not work with training.compile"),
+        (NARROW, ("--strategies", "swap"), "optimizer.wide_weights false does not work with schedule.device_budget"),
+        ('training.on_spike = "skip"', ("--strategies", "swap"), "does not work with training.on_spike skip"),
+        (CHECK, ("--tp", "4"), "training.check_every has no effect without layout.pp x layout.dp of at least 2"),
     ],
 )
 def test_a_limit_that_the_run_refuses_is_an_error_with_the_setting(planned, lines, flags, problem):
@@ -80,6 +80,6 @@ def test_a_model_that_fits_only_where_it_is_swapped_names_the_setting_in_its_way
     status, answer, _, err = planned('training.on_spike = "skip"\n', *large)
     assert status == 1, err
     assert (
-        "Stages could be swapped through the device one after the other without training.on_spike skip."
-        in (answer["advice"])
-    )
+        "Stages could be swapped through the device one after the other, but schedule.device_budget does not work with "
+        "training.on_spike skip; leave one of them out."
+    ) in answer["advice"]

@@ -1,53 +1,75 @@
-"""What the settings of a run leave out of the layouts that a plan searches, since train refuses them together."""
+"""What the settings of a run leave out of the layouts that a plan searches: the rules of run files decide it."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
-from pipeloom.config import RunConfig
+from pipeloom.config import RunConfig, find_problems
+from pipeloom.config.sections import ScheduleConfig
+from pipeloom.workload.layout import ONE_RANK, TWO_PIPELINES, TWO_SHARING, Layout
+
+Part = Literal["strategy swap", "strategy slices", "ep above 1", "ep_overlap", "one group"]
+"""Of the layouts that are searched; the last one is a single pipeline rank without replicas."""
 
 
-@dataclass(frozen=True, kw_only=True)
+class _Probe(NamedTuple):
+    """The smallest layout with a part, its schedule, and the same layout without the part."""
+
+    layout: Layout
+    without: Layout
+    schedule: ScheduleConfig | None = None
+
+
+_TWO_LOOPS, _TWO_HALVES = replace(ONE_RANK, loops=2), replace(TWO_SHARING, microbatch_size=2)
+_PROBES: dict[Part, _Probe] = {
+    "strategy swap": _Probe(_TWO_LOOPS, _TWO_LOOPS, ScheduleConfig(device_budget="1GB")),
+    "strategy slices": _Probe(replace(ONE_RANK, token_slices=2), ONE_RANK),
+    "ep above 1": _Probe(TWO_SHARING, replace(TWO_SHARING, ep=1)),
+    "ep_overlap": _Probe(replace(_TWO_HALVES, ep_overlap=True), _TWO_HALVES),
+    "one group": _Probe(ONE_RANK, TWO_PIPELINES),
+}
+
+
+@dataclass(frozen=True)
 class LeftOut:
-    """Parts of layouts that are not searched, each with the setting of the run that does not work with them.
+    """Parts of layouts that are not searched.
 
     Attributes:
-        strategies: (strategy, setting).
-        sharing: settings that do not work with experts that ranks share.
-        halves: settings that do not work with halves of a micro-batch in turns.
-        one_group: settings that need several groups of ranks, each of which computes stages.
+        reasons: (part, sentence of the rules of run files).
     """
 
-    strategies: tuple[tuple[str, str], ...] = ()
-    sharing: tuple[str, ...] = ()
-    halves: tuple[str, ...] = ()
-    one_group: tuple[str, ...] = ()
+    reasons: tuple[tuple[Part, str], ...] = ()
 
-    def problems(self, *, strategies: tuple[str, ...], shares: bool, halves: bool) -> Iterator[str]:
-        """A sentence for each part that a question names all the same.
+    def why(self, part: str) -> list[str]:
+        """Why a part is not searched, a sentence each; empty if it is."""
+        return [sentence for one, sentence in self.reasons if one == part]
 
-        Args:
-            strategies: that it names.
-            shares: whether it names several ranks that share experts.
-            halves: whether it names halves of a micro-batch.
-        """
-        parts = [(f"strategy {name}", setting) for name, setting in self.strategies if name in strategies]
-        parts += [("ep above 1", setting) for setting in self.sharing if shares]
-        parts += [("ep_overlap", setting) for setting in self.halves if halves]
-        for part, setting in parts:
-            yield f"{setting} does not work with {part}; leave one of them out"
+    def problems(self, named: Iterable[Part]) -> Iterator[str]:
+        """A sentence for each reason against the parts that a question names all the same."""
+        for part in named:
+            yield from (f"{part} cannot be searched: {sentence}" for sentence in self.why(part))
 
 
 def left_out(config: RunConfig) -> LeftOut:
-    """What a run's settings leave out."""
-    training = config.training
-    checking = () if training.check_every is None else ("training.check_every",)
-    compiled = ("training.compile",) if training.compile else ()
-    within = ("optimizer.update stage",) if config.optimizer.known_update.within_step else ()
-    swapped = {
-        f"training.on_spike {training.on_spike}": training.on_spike != "stop",
-        "training.compile": training.compile,
-        "optimizer.wide_weights false": not config.optimizer.wide_weights,
-    }
-    strategies = [("swap", name) for name, is_on in swapped.items() if is_on]
-    strategies += [("swap", name) for name in within] + [("slices", name) for name in compiled]
-    return LeftOut(strategies=tuple(strategies), sharing=(*within, *checking), halves=compiled, one_group=checking)
+    """What a run's optimizer and training leave out.
+
+    What its model, text and adapters leave out is decided by the question, which may have no run file.
+    """
+    # The rules of experts have to be reached if the question has another model.
+    model = replace(config.model, experts=config.model.experts or 2)
+    config = replace(config, model=model)
+    plain = replace(RunConfig(), model=model, data=config.data, adapter=config.adapter)
+    return LeftOut(
+        tuple((part, sentence) for part, probe in _PROBES.items() for sentence in _against(probe, config, plain))
+    )
+
+
+def _against(probe: _Probe, config: RunConfig, plain: RunConfig) -> list[str]:
+    """Problems that only this run has, and only with the part."""
+    others = {*_problems(config, probe.without), *_problems(plain, probe.layout, probe.schedule)}
+    return [one for one in _problems(config, probe.layout, probe.schedule) if one not in others]
+
+
+def _problems(config: RunConfig, layout: Layout, schedule: ScheduleConfig | None = None) -> list[str]:
+    schedule = schedule or ScheduleConfig()
+    return find_problems(replace(config, layout=layout, schedule=schedule), trains=False, is_model_known=False)

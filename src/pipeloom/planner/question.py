@@ -12,7 +12,7 @@ from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError
 from pipeloom.families import FAMILIES, ends_forwards_first
 from pipeloom.planner.bounds import Bounds
-from pipeloom.planner.left_out import LeftOut
+from pipeloom.planner.left_out import LeftOut, Part
 from pipeloom.predict.describe import dtype_problem
 from pipeloom.terminal.words import count, did_you_mean, or_list
 from pipeloom.workload.adapter import Adapter
@@ -220,9 +220,14 @@ class Question:
 
     def _left_out_problems(self) -> list[str]:
         """Limits that name what other settings of the run leave out."""
-        limits, shares = self.limits, bool(set(self.limits.ep or ()) - {1})
-        halves = True in (limits.ep_overlap or ())
-        return list(self.left_out.problems(strategies=limits.strategies or (), shares=shares, halves=halves))
+        limits = self.limits
+        named: dict[Part, bool] = {
+            "strategy swap": "swap" in (limits.strategies or ()),
+            "strategy slices": "slices" in (limits.strategies or ()),
+            "ep above 1": bool(set(limits.ep or ()) - {1}),
+            "ep_overlap": True in (limits.ep_overlap or ()),
+        }
+        return list(self.left_out.problems(part for part, is_named in named.items() if is_named))
 
     @cached_property
     def families(self) -> tuple[str, ...]:
@@ -295,7 +300,7 @@ class Question:
         """Strategies to try."""
         left_out = () if self.searches_orders else (ORDER,)
         left_out = (*left_out, "slices") if self._counts_microbatches else left_out
-        left_out = (*left_out, *(name for name, _ in self.left_out.strategies))
+        left_out = (*left_out, *(name for name in self.software.strategies if self.left_out.why(f"strategy {name}")))
         return tuple(n for n in self.software.strategies if n not in left_out and self.limits.allows(strategies=n))
 
     @property
@@ -336,7 +341,7 @@ class Question:
         """Numbers of data ranks that share the experts of a layer to search: those that divide the experts."""
         experts = self.shape.experts
         sizes = (1,) if experts is None else tuple(divisors(experts.count))
-        sizes = (1,) if self.left_out.sharing else sizes
+        sizes = (1,) if self.left_out.why("ep above 1") else sizes
         return tuple(size for size in sizes if self.limits.allows(ep=size))
 
     def expert_runs(self, run: Run) -> list[Run]:
@@ -349,7 +354,7 @@ class Question:
     def _halves(self) -> bool:
         """Whether the program computes halves of a micro-batch, and no run counts or masks whole ones."""
         counts = self._balance == "batch" and not all(map(ends_forwards_first, self.families))
-        others = self._counts_microbatches or self.by_document or bool(self.left_out.halves)
+        others = self._counts_microbatches or self.by_document or bool(self.left_out.why("ep_overlap"))
         return self.software.has_lanes and not (counts or others)
 
     @cached_property

@@ -409,8 +409,8 @@ def each_arrangement(question: Question, excluded: Counter[str]) -> Iterator[Arr
         if not limits.allows(**sizes._asdict()):
             continue
         cause, (_, _, dp, pp) = why_not(question, sizes), sizes
-        if pp * dp == 1 and (names := question.left_out.one_group):
-            cause = f"{names[0]} compares pipeline ranks or replicas, of which there is one"
+        if pp * dp == 1 and (reasons := question.left_out.why("one group")):
+            cause = reasons[0]
         if cause is not None:
             excluded[cause] += 1
             continue

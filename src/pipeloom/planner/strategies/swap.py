@@ -20,7 +20,6 @@ from pipeloom.planner.stage_swaps import SwapQuestion, plan_swaps, question_of
 from pipeloom.planner.strategies.strategy import STRATEGIES, SearchState, Strategy
 from pipeloom.recipe import Knobs
 from pipeloom.schedule.stage_swaps import NOTHING, Content
-from pipeloom.terminal.words import and_list
 
 FAMILY = "breadth-first"
 """The schedule that visits each stage twice in a step, for any number of micro-batches."""
@@ -126,8 +125,8 @@ def _hint(question: Question) -> str | None:
             f"Stages could be swapped through the device one after the other if the file of {question.cluster.name} "
             "had the link to the host: a table [host] with latency_us and gb_per_s."
         )
-    if settings := [setting for name, setting in question.left_out.strategies if name == "swap"]:
-        return f"Stages could be swapped through the device one after the other without {and_list(settings)}."
+    if reasons := question.left_out.why("strategy swap"):
+        return f"Stages could be swapped through the device one after the other, but {'; '.join(reasons)}."
     if "swap" not in question.strategies or FAMILY not in question.families:
         return f"The strategy swap with the family {FAMILY} could swap stages through the device one after the other."
     return (
