@@ -6,9 +6,18 @@ from typing import Literal, NamedTuple
 
 from pipeloom.config import RunConfig, find_problems
 from pipeloom.config.sections import ScheduleConfig
-from pipeloom.workload.layout import ONE_RANK, TWO_PIPELINES, TWO_SHARING, Layout
+from pipeloom.workload.layout import (
+    NO_HALVES,
+    ONE_RANK,
+    TWO_HALVES,
+    TWO_LOOPS,
+    TWO_PIPELINES,
+    TWO_SHARING,
+    TWO_SLICES,
+    Layout,
+)
 
-Part = Literal["strategy swap", "strategy slices", "ep above 1", "ep_overlap", "one group"]
+Part = Literal["strategy swap", "strategy slices", "ep above 1", "halves in turns", "one group"]
 """Of the layouts that are searched; the last one is a single pipeline rank without replicas."""
 
 
@@ -20,12 +29,11 @@ class _Probe(NamedTuple):
     schedule: ScheduleConfig | None = None
 
 
-_TWO_LOOPS, _TWO_HALVES = replace(ONE_RANK, loops=2), replace(TWO_SHARING, microbatch_size=2)
 _PROBES: dict[Part, _Probe] = {
-    "strategy swap": _Probe(_TWO_LOOPS, _TWO_LOOPS, ScheduleConfig(device_budget="1GB")),
-    "strategy slices": _Probe(replace(ONE_RANK, token_slices=2), ONE_RANK),
-    "ep above 1": _Probe(TWO_SHARING, replace(TWO_SHARING, ep=1)),
-    "ep_overlap": _Probe(replace(_TWO_HALVES, ep_overlap=True), _TWO_HALVES),
+    "strategy swap": _Probe(TWO_LOOPS, TWO_LOOPS, ScheduleConfig(device_budget="1GB")),
+    "strategy slices": _Probe(TWO_SLICES, ONE_RANK),
+    "ep above 1": _Probe(TWO_SHARING, TWO_PIPELINES),
+    "halves in turns": _Probe(TWO_HALVES, NO_HALVES),
     "one group": _Probe(ONE_RANK, TWO_PIPELINES),
 }
 

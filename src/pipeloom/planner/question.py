@@ -225,7 +225,7 @@ class Question:
             "strategy swap": "swap" in (limits.strategies or ()),
             "strategy slices": "slices" in (limits.strategies or ()),
             "ep above 1": bool(set(limits.ep or ()) - {1}),
-            "ep_overlap": True in (limits.ep_overlap or ()),
+            "halves in turns": True in (limits.ep_overlap or ()),
         }
         return list(self.left_out.problems(part for part, is_named in named.items() if is_named))
 
@@ -354,7 +354,7 @@ class Question:
     def _halves(self) -> bool:
         """Whether the program computes halves of a micro-batch, and no run counts or masks whole ones."""
         counts = self._balance == "batch" and not all(map(ends_forwards_first, self.families))
-        others = self._counts_microbatches or self.by_document or bool(self.left_out.why("ep_overlap"))
+        others = self._counts_microbatches or self.by_document or bool(self.left_out.why("halves in turns"))
         return self.software.has_lanes and not (counts or others)
 
     @cached_property

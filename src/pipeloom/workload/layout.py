@@ -477,3 +477,9 @@ TWO_PIPELINES = Layout(pp=2, dp=2, loops=1, num_microbatches=1, microbatch_size=
 """The same on two replicas of two pipeline ranks."""
 TWO_SHARING = Layout(pp=1, dp=2, ep=2, loops=1, num_microbatches=1, microbatch_size=1)
 """The same on two replicas that share the experts of each layer."""
+TWO_LOOPS = replace(ONE_RANK, loops=2)
+"""Two stages on one rank."""
+TWO_SLICES = replace(ONE_RANK, token_slices=2)
+"""Sequences that are cut."""
+NO_HALVES, TWO_HALVES = (replace(TWO_SHARING, microbatch_size=2, ep_overlap=value) for value in (False, True))
+"""Experts that ranks share; halves of each micro-batch are computed in turns, or not."""
