@@ -55,7 +55,9 @@ def _check(what: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
     parameters, hints = _parameters(what)
     args = args[_num_own(what) :]
     given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-    problems = [*_name_problems(parameters, args, kwargs)]
+    problems = list[str]()
+    if not _has_right_names(what, len(args), tuple(kwargs)):
+        problems += _name_problems(parameters, args, kwargs)
     for key in parameters:
         if key in given and not _test(hints[key])(given[key]):
             problems += value_problems(key, hints[key], given[key], what)
@@ -68,6 +70,13 @@ def _parameters(what: Callable[..., Any]) -> tuple[dict[str, Parameter], dict[st
     """Parameters that a call names, and their types with what is written into them."""
     parameters = list(signature(what).parameters.items())[_num_own(what) :]
     return dict(parameters), get_type_hints(what, include_extras=True)
+
+
+@cache
+def _has_right_names(what: Callable[..., Any], num_args: int, names: tuple[str, ...]) -> bool:
+    """Whether a call names what there is, and all that has no default; the same for calls with other values."""
+    values = dict.fromkeys(names)
+    return not any(_name_problems(_parameters(what)[0], [None] * num_args, values))
 
 
 @cache

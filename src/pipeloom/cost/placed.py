@@ -181,8 +181,8 @@ class Placed:
         """
         found: list[tuple[float, ...]] = []
         for run in self.run.with_lightest_layers:
-            alike = replace(run, recompute_layers=None)
-            plain, again = (self.of(replace(alike, recompute=kind)).pieces for kind in ("none", "full"))
+            kinds = (run.changed(recompute_layers=None, recompute=kind) for kind in ("none", "full"))
+            plain, again = (self.of(kind).pieces for kind in kinds)
             both = zip(plain, again, strict=True)
             found.append(tuple(max(0.0, full.layer[1] - none.layer[1]) for none, full in both))
         return found[0] if len(found) == 1 else tuple(map(min, *found))

@@ -89,6 +89,7 @@ class Frontier:
         self._steps: dict[GroupKey, tuple[Candidate, SimulatedStep]] = {}
         self.is_urgent = is_urgent
         self._admitted: dict[int, bool] = {}
+        self._has_inner_limits = not _INNER.isdisjoint(limits.names)
         self.queue: list[OpenNode] = []
         self.deferred: list[OpenNode] = []
         self.cutoff_s = self._within_s = within_s
@@ -119,11 +120,14 @@ class Frontier:
         """``admits``, with the answer for an arrangement cached: a query has far more nodes than arrangements."""
         if not self._limits.names:
             return True
-        *own, arrangement = _lineage(node)
+        while not isinstance(node, Arrangement):
+            if self._has_inner_limits and not _admits_itself(self._limits, node):
+                return False
+            node = _above(node)
         # By identity: arrangements live as long as the search.
-        if (known := self._admitted.get(id(arrangement))) is None:
-            known = self._admitted[id(arrangement)] = _admits_itself(self._limits, arrangement)
-        return known and all(_admits_itself(self._limits, one) for one in own)
+        if (known := self._admitted.get(id(node))) is None:
+            known = self._admitted[id(node)] = _admits_itself(self._limits, node)
+        return known
 
     def offer(self, key: SortKey, candidate: Candidate, step: SimulatedStep | None = None) -> None:
         """Make a simulated layout the incumbent of its group, if limits allow it and it is better.
@@ -185,19 +189,24 @@ class Frontier:
 
 def admits(limits: Limits, node: Node) -> bool:
     """Whether a layout below the node may satisfy the limits."""
-    return not limits.names or all(_admits_itself(limits, one) for one in _lineage(node))
+    if not limits.names:
+        return True
+    while not isinstance(node, Arrangement):
+        if not _admits_itself(limits, node):
+            return False
+        node = _above(node)
+    return _admits_itself(limits, node)
 
 
-def _lineage(node: Node) -> list[Node]:
-    """The node and those above it, up to its arrangement."""
-    found: list[Node] = [node]
+_INNER = frozenset({"families", "loops", "shards", "strategies"})
+"""Limits of what nodes below an arrangement decide."""
+
+
+def _above(node: Cut | Twig | Leaf | Candidate) -> Node:
+    """What a node is a choice within."""
     if isinstance(node, Candidate):
-        found.append(node := node.leaf)
-    if isinstance(node, Leaf | Twig):
-        found.append(node := node.cut)
-    if isinstance(node, Cut):
-        found.append(node.arrangement)
-    return found
+        return node.leaf
+    return node.arrangement if isinstance(node, Cut) else node.cut
 
 
 def _admits_itself(limits: Limits, node: Node) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 
 from pipeloom.workload.model_families import MODELS, ModelFamily
@@ -133,7 +134,7 @@ class ModelShape:
         if self.own_head_size is not None and self.own_head_size * self.heads == self.hidden:
             object.__setattr__(self, "own_head_size", None)
 
-    @property
+    @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer; ``None`` for one that sees all earlier tokens."""
         full = frozenset(self.full_layers)
@@ -146,7 +147,7 @@ class ModelShape:
         """
         return not self.attn_softcap and (window is None or window >= num_keys)
 
-    @property
+    @cached_property
     def with_experts(self) -> tuple[bool, ...]:
         """Whether each layer has experts."""
         return tuple(self.experts is not None and self.experts.are_in(layer) for layer in range(self.layers))
@@ -165,7 +166,7 @@ class ModelShape:
         is_same = window == self.window and not self.full_layers and kind is self.experts
         return self if is_same else replace(self, window=window, full_layers=(), experts=kind)
 
-    @property
+    @cached_property
     def kind(self) -> ModelFamily:
         """Properties of its layers."""
         return MODELS[self.family]
