@@ -19,13 +19,20 @@ machine.cluster = "dgx-h100"
 )
 
 
+SWAPPED = """
+layout.loops = 4
+data.seq_len = 1024
+schedule.device_budget = "30GB"
+"""
+
+
 @pytest.fixture
 def planned(tmp_path, capsys):
     """Plan a run file with more lines and with flags -> exit status, the first layout, the written run, the errors."""
 
-    def plan(lines="", *flags):
+    def plan(lines="", *flags, run=RUN):
         file, folder = tmp_path / "run.toml", tmp_path / "planned"
-        file.write_text(RUN + lines)
+        file.write_text(run + lines)
         status = main(["plan", str(file), "--no-explain", "--json", "--best", "1", "--out", str(folder), *flags])
         out, err = capsys.readouterr()
         layout = json.loads(out)["layouts"][0] if status == 0 else None
@@ -150,3 +157,33 @@ optimizer.wide_weights = false
     status, _, file, err = planned(lines)
     assert status == 0, err
     assert find_problems(load_run(file), trains=False) == []
+
+
+def test_the_model_of_a_flag_replaces_that_of_the_file_which_is_not_judged(planned):
+    wrong = "model.ffn_size = 7\nmodel.num_kv_heads = 3\n"
+    status, _, _, err = planned(wrong)
+    assert status == 2
+    assert "model.num_kv_heads" in err
+    status, _, file, err = planned(wrong, "--model", "llama-3-8b", "--devices", "8")
+    assert status == 0, err
+    assert load_run(file).model.preset == "llama-3-8b"
+
+
+def test_a_run_whose_stages_are_swapped_keeps_their_folder(planned, tmp_path):
+    own = [
+        "--model",
+        "llama-13b",
+        "--cluster",
+        "dgx-a100",
+        "--devices",
+        "1",
+        "--global-batch",
+        "8",
+        "--strategies",
+        "swap",
+    ]
+    status, _, file, err = planned(f'schedule.swap_folder = "{tmp_path / "stages"}"\n', *own, run=SWAPPED)
+    assert status == 0, err
+    schedule = load_run(file).schedule
+    assert schedule.device_budget is not None
+    assert schedule.swap_folder == tmp_path / "stages"

@@ -395,6 +395,13 @@ def test_what_is_wrong_with_a_file_names_it(capsys, tmp_path):
     assert f"{tmp_path / 'mine.txt'}: row 0, cell 1: '0X0' is no action" in refusal(capsys, str(tmp_path / "mine.txt"))
 
 
+def test_a_run_file_in_place_of_a_family_names_the_flag(capsys, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("layout.pp = 2\n")
+    assert main(["schedule", str(file)]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == [f"  - {file} is a run file by its name; write --run {file}"]
+
+
 def test_all_costs_that_a_schedule_does_not_use_are_one_message(capsys):
     message = refusal(capsys, "1f1b", "--gather", "1", "--reduce", "1", "--weight", "0.5")
     for name in ("--gather", "--reduce", "--weight"):

@@ -128,10 +128,13 @@ def _over(config: RunConfig, planned: RunConfig, *, has_model: bool) -> RunConfi
     if config.model.known_balance == "batch" and planned.model.balance is not None:
         # The order of a program that has no other: its backwards do not wait for the loads of the whole batch.
         model = replace(model, balance=planned.model.balance)
+    schedule = planned.schedule
+    if schedule.device_budget is not None:  # the home of swapped stages belongs to the machine, not to the layout
+        schedule = replace(schedule, swap_folder=config.schedule.swap_folder)
     return replace(
         config,
         layout=planned.layout,
-        schedule=planned.schedule,
+        schedule=schedule,
         model=model,
         machine=planned.machine,
         data=replace(config.data, seq_len=planned.data.seq_len),

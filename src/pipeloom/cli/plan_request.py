@@ -309,6 +309,8 @@ def _first(*values: Any) -> Any:
 def _read(path: Path, options: Options, problems: list[str]) -> RunConfig:
     """Read the run file, with the sequence length of the question, on which the sizes of some models depend."""
     config, found = read_run_file(path)
+    if options.model is not None:  # in place of the file's, which is not judged
+        config = replace(config, model=ModelConfig())
     if options.seq is not None:
         config = replace(config, data=replace(config.data, seq_len=options.seq))
     config, unknown = with_model_sizes(with_pretrained(config))

@@ -169,6 +169,8 @@ def _recipe(options: Options) -> Recipe:
         problems.append("expected FAMILY, a family or a file with a schedule, or --run")
         raise ConfigError(problems, SOURCE)
     file = Path(options.family)
+    if file.suffix == ".toml":
+        raise ConfigError([f"{file} is a run file by its name; write --run {file}"], SOURCE)
     is_family = options.family in FAMILIES or not (os.sep in options.family or file.suffix or _is_file(file))
     problems += trial_choice(options).problems() if is_family else _unused_problems(options, file, _SIZES)
     if problems:

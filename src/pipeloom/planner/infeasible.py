@@ -199,7 +199,7 @@ def no_layout(question: Question, excluded: Counter[str]) -> UserError:
     numbers = list[int]() if is_divided else near_devices(question)
     if numbers:
         problems.append(f"there may be {' or '.join(map(str, numbers))} devices instead of {question.num_devices}")
-    what = f"{question.num_devices} devices and a batch of {question.global_batch} sequences"
+    what = f"{count(question.num_devices, 'device')} and a batch of {count(question.global_batch, 'sequence')}"
     return UserError("\n  - ".join([f"no layout divides {what}:", *problems]))
 
 

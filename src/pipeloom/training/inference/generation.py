@@ -31,6 +31,7 @@ from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.stage import Continued
 from pipeloom.model import KeyValueCache
 from pipeloom.model.visible_keys import Documents
+from pipeloom.terminal.words import count
 from pipeloom.training.inference.ends import end_tokens
 from pipeloom.training.inference.trained import check_trained, load_trained, reads_start, with_trained
 from pipeloom.training.memory_check import check_memory
@@ -191,7 +192,7 @@ def encoded(config: RunConfig, tokenizer: Tokenizer, request: Request) -> list[l
     found = [[*tokenizer.begin_of_text, *tokenizer.encode(one.encode()).tolist()] for one in request.prompts]
     for number, length in enumerate(map(len, found), 1):
         if length + more > most:
-            problems.append(f"prompt {number} has {length} tokens, which with {more} more are {length + more}")
+            problems.append(f"prompt {number} has {count(length, 'token')}, which with {more} more are {length + more}")
     if problems:
         raise UserError(
             "\n".join([f"sequences have at most {most} tokens (data.seq_len {config.data.seq_len}):", *problems])
