@@ -187,3 +187,22 @@ def test_a_run_whose_stages_are_swapped_keeps_their_folder(planned, tmp_path):
     schedule = load_run(file).schedule
     assert schedule.device_budget is not None
     assert schedule.swap_folder == tmp_path / "stages"
+
+
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        ('optimizer.name = "muon"\n', "optimizer.name muon"),
+        ('optimizer.name = "lomo"\noptimizer.wide_weights = false\n', "optimizer.wide_weights false"),
+        ('data.attention = "document"\n', "data.attention document"),
+        ("model.density = 0.5\nmodel.density_block = 64\n", "model.density"),
+    ],
+)
+def test_what_another_program_lacks_is_refused_as_simulate_refuses_it(planned, tmp_path, capsys, lines, name):
+    lines += 'machine.software = "megatron-core"\n'
+    status, _, file, err = planned(lines)
+    assert (status, file.exists()) == (2, False)
+    assert main(["simulate", str(tmp_path / "run.toml")]) == 2
+    sentence = f"{name} needs machine.software pipeloom, found megatron-core"
+    assert sentence in err
+    assert sentence in " ".join(capsys.readouterr().err.split())

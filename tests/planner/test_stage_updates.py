@@ -118,7 +118,7 @@ def test_what_is_published_to_fit_devices_of_24_gb_does(planned, size, num_devic
     ("lines", "words", "problem"),
     [
         ("", ["--for", "megatron"], "optimizer.update stage: the program updates weights behind the pipeline"),
-        ("", ["--software", "nanotron"], "optimizer.update stage needs the training program pipeloom, found nanotron"),
+        ("", ["--software", "nanotron"], "optimizer.update stage needs machine.software pipeloom, found nanotron"),
         ("model.experts = 4\n", ["--ep", "2"], "layout.ep does not work with optimizer.update stage"),
         ("training.check_every = 2\n", [], "optimizer.update stage does not work with training.check_every"),
     ],

@@ -23,7 +23,13 @@ from pipeloom.planner.plan import make_question, of_training
 from pipeloom.planner.question import Limits, Question, limit_problems
 from pipeloom.planner.run_file import named_model
 from pipeloom.planner.strategies import with_strategies
-from pipeloom.predict.describe import asked_precision, changed_cluster, load_or_note, with_model_sizes
+from pipeloom.predict.describe import (
+    asked_precision,
+    changed_cluster,
+    load_or_note,
+    own_program_problems,
+    with_model_sizes,
+)
 from pipeloom.runs.run_folder import SCHEDULE
 from pipeloom.workload.boundary import Boundary
 from pipeloom.workload.dtypes import Dtype, MatmulDtype, Precision, dtype_of, products_of
@@ -228,6 +234,9 @@ def _request(inputs: _Inputs, choice: Choice, problems: list[str]) -> Request:
     software_name = options.software or own
     software = load_or_note(load_software, software_name, problems)
     shape, cluster = inputs.shape, inputs.cluster
+    # What an export leaves out is another list, with other reasons.
+    if config is not None and software is not None and launcher.is_own:
+        problems += own_program_problems(replace(config, schedule=ScheduleConfig()), software)
     if cluster is not None:
         cluster = changed_cluster(cluster, inputs.what_if, choice.num_devices, problems)
         cluster = priced(cluster, choice.num_devices, options, inputs.goal, problems)

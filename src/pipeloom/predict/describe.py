@@ -208,25 +208,37 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
         software = with_update_of(software, config)
     if cluster is not None:
         problems += _lacks(config, cluster)
-    if software is not None and not software.has_lanes:
-        own = {"schedule.file": (config.schedule.file is not None, ", which has its own order")}
-        own["data.attention document"] = config.data.by_document, ", which has its own attention"
-        own["training.freeze_layers"] = config.training.freeze_layers is not None, ""
-        own["optimizer.update stage"] = config.optimizer.known_update.within_step, ""
-        own["optimizer.wide_weights false"] = not config.optimizer.wide_weights, ", which updates float32 weights"
-        own["layout.boundary"] = config.layout.boundary is not None, ", which sends tensors as they are"
-        own["layout.average_every"] = config.layout.average_every is not None, ", which reduces gradients"
-        own["layout.microbatches"] = config.layout.microbatches is not None, ", whose replicas have as many"
-        own["adapter.rank"] = config.adapter.rank is not None, ""
-        own["model.experts"] = config.model.experts is not None and not software.takes_experts, ""
-        own["model.share_layers"] = config.model.share_layers is not None, ""
-        own["model.density"] = config.model.density is not None, ", whose matrices are dense"
-        problems += [
-            f"{name} needs machine.software pipeloom, found {software.name}{what}"
-            for name, (is_given, what) in own.items()
-            if is_given
-        ]
+    problems += [] if software is None else own_program_problems(config, software)
     return cluster, software, problems
+
+
+def own_program_problems(config: RunConfig, software: Software) -> list[str]:
+    """Settings of a run that another training program does not have, a sentence each."""
+    if software.has_lanes:
+        return []
+    optimizer, layout, model = config.optimizer, config.layout, config.model
+    # An unknown name is reported elsewhere.
+    has_matrices = optimizer.name in OPTIMIZERS and optimizer.rule.matrices is not None
+    own = {
+        "schedule.file": (config.schedule.file is not None, ", which has its own order"),
+        "data.attention document": (config.data.by_document, ", which has its own attention"),
+        "training.freeze_layers": (config.training.freeze_layers is not None, ""),
+        f"optimizer.name {optimizer.name}": (has_matrices, ", whose update is priced by its bytes alone"),
+        "optimizer.update stage": (optimizer.known_update.within_step, ""),
+        "optimizer.wide_weights false": (not optimizer.wide_weights, ", which updates float32 weights"),
+        "layout.boundary": (layout.boundary is not None, ", which sends tensors as they are"),
+        "layout.average_every": (layout.average_every is not None, ", which reduces gradients"),
+        "layout.microbatches": (layout.microbatches is not None, ", whose replicas have as many"),
+        "adapter.rank": (config.adapter.rank is not None, ""),
+        "model.experts": (model.experts is not None and not software.takes_experts, ""),
+        "model.share_layers": (model.share_layers is not None, ""),
+        "model.density": (model.density is not None, ", whose matrices are dense"),
+    }
+    return [
+        f"{name} needs machine.software pipeloom, found {software.name}{what}"
+        for name, (is_given, what) in own.items()
+        if is_given
+    ]
 
 
 def changed_cluster(cluster: Cluster, changes: Mapping[str, str], num_devices: int, problems: list[str]) -> Cluster:
