@@ -1,11 +1,17 @@
 """Losses of merged models over preferences between two texts, for models near their base and far from it.
 
-python benchmarks/merged_front.py          # writes docs/reproduction/pwemoe_front.csv, in about 20 minutes
+python benchmarks/merged_front.py          # writes docs/reproduction/pwemoe_front.csv, in about half an hour
+
+Cases are processes with one thread each, one for each core.
 """
 
+import os
 import pydoc_data.topics
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,7 +40,15 @@ from pipeloom.training.conversions.routers import Routed, block_of, merged
 from pipeloom.training.run import train
 from pipeloom.workload.layout import Layout
 from reproduction.machine import Row
-from reproduction.pwemoe import ARITHMETIC, FEED_FORWARD, FROM_CONSTANTS, FROM_PREFERENCE, INTERPOLATED, NAME
+from reproduction.pwemoe import (
+    ARITHMETIC,
+    FEED_FORWARD,
+    FROM_CONSTANTS,
+    FROM_PREFERENCE,
+    INTERPOLATED,
+    NAME,
+    SEEDS,
+)
 from reproduction.tables import write_rows
 
 CASES = {"300": 3e-3, "800": 5e-3}
@@ -69,14 +83,16 @@ def _joined(files: Iterable[Path]) -> str:
     return "".join(file.read_text(encoding="utf-8", errors="ignore") for file in sorted(files))
 
 
-def run_of(folder: Path, data: DataConfig, steps: int, rate: float, init: Path | None) -> Path:
+def run_of(folder: Path, data: DataConfig, *, steps: int, rate: float, init: Path | None, seed: int) -> Path:
     """Train four layers of width 64; the run folder."""
     config = RunConfig(
         model=ModelConfig(num_layers=4, hidden_size=64, num_heads=4),
         data=data,
         layout=Layout(pp=1, loops=1, num_microbatches=1, microbatch_size=16),
         optimizer=OptimizerConfig(lr=rate, lr_warmup_steps=20),
-        training=TrainingConfig(steps=steps, sample_tokens=0, validation_batches=0, predict=False, dtype="float32"),
+        training=TrainingConfig(
+            steps=steps, seed=seed, sample_tokens=0, validation_batches=0, predict=False, dtype="float32"
+        ),
         checkpoint=CheckpointConfig(final="checkpoint", init=init),
         output=OutputConfig(folder=folder),
     )
@@ -119,20 +135,26 @@ class Losses:
         return first, second
 
 
-def rows_of(folder: Path, case: str) -> list[Row]:
-    """All methods for runs of so many steps."""
+def rows_of(folder: Path, case: str, seed: int) -> list[Row]:
+    """All methods for runs of so many steps; behind the first seed only what is compared over seeds."""
     texts = write_texts(folder)
     cache = folder / "cache"
     runs: list[Path] = []
     for name, file in texts.items():
         data, init = DataConfig(path=file, seq_len=SEQ, cache=cache), runs[0] if runs else None
         steps, rate = (int(case), CASES[case]) if runs else (BASE_STEPS, BASE_RATE)
-        runs.append(run_of(folder / name, data, steps, rate, init))
+        runs.append(run_of(folder / name, data, steps=steps, rate=rate, init=init, seed=seed))
     losses, found = Losses(runs), list[Row]()
 
     def add(method: str, preference: float, numbers: int, weights_of: Callable[[str], Sequence[float]]) -> None:
         first, second = losses.of(weights_of)
-        row = {"steps": case, "method": method, "preference": f"{preference:g}", "numbers": str(numbers)}
+        row = {
+            "steps": case,
+            "seed": str(seed),
+            "method": method,
+            "preference": f"{preference:g}",
+            "numbers": str(numbers),
+        }
         found.append({**row, "documentation": f"{first:.4f}", "headers": f"{second:.4f}"})
         print(*found[-1].values(), flush=True)
 
@@ -144,6 +166,8 @@ def rows_of(folder: Path, case: str) -> list[Row]:
         add(ARITHMETIC, number / 10, 0, lambda _, number=number: (number / 10, number / 10))
     sources = [read_run(run) for run in runs]
     for method, (routed, interpolates) in ROUTED.items():
+        if seed != SEEDS[0] and method != FROM_PREFERENCE:
+            continue
         how: dict[str, Any] = {"routed": routed, "interpolates": interpolates, "steps": ROUTER_STEPS, "lr": 0.01}
         routers = train_routers(sources[0], sources[1:], (0.5, 0.5), **how)
         assert routers is not None
@@ -159,13 +183,17 @@ def rows_of(folder: Path, case: str) -> list[Row]:
     return found
 
 
-def main() -> None:
-    """Train all, one after the other."""
+def _case(case_and_seed: tuple[str, int]) -> list[Row]:
     torch.set_num_threads(1)
-    rows = list[Row]()
-    for case in CASES:
-        with TemporaryDirectory() as folder:
-            rows += rows_of(Path(folder), case)
+    with TemporaryDirectory() as folder:
+        return rows_of(Path(folder), *case_and_seed)
+
+
+def main() -> None:
+    """Train all."""
+    # Training starts processes of its own, which a forked one with threads of PyTorch must not.
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
+        rows = [row for found in pool.map(_case, product(CASES, SEEDS)) for row in found]
     write_rows(NAME, rows)
 
 

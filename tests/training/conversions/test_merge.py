@@ -123,6 +123,8 @@ def test_routers_are_trained_on_two_ranks_as_one_process_trains_them(runs, reque
         torch.testing.assert_close(own, other.detach(), rtol=0, atol=1e-7)
     untrained = Routers.first(blocks, (0.5, 0.5), 0, interpolates=True)
     assert (found.weights([0.7, 0.3]) - untrained.weights([0.7, 0.3])).abs().max() > 0.05
+    for alone in ([1.0, 0.0], [0.0, 1.0]):
+        assert found.weights(alone).tolist() == [alone] * LAYERS
 
 
 def trained_by_hand(runs, blocks, steps, lr):

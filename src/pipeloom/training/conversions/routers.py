@@ -68,12 +68,15 @@ class Routers:
         outside: how much all other parameters have, whatever the preference; T numbers.
         gates: weights and biases: ``[L, 2 T, T]``, ``[L, 2 T]``, ``[L, T, 2 T]``, ``[L, T]``; float64.
         trained_for: digests of the base and of the models.
+        interpolates: whether a block has the preference plus what the layers return, which counts less the more the
+            preference is for one model; otherwise what the layers return.
     """
 
     blocks: tuple[str, ...]
     outside: tuple[float, ...]
     gates: tuple[Tensor, ...]
     trained_for: tuple[str, ...] = ()
+    interpolates: bool = False
 
     @classmethod
     def first(cls, blocks: Sequence[str], outside: Sequence[float], seed: int, *, interpolates: bool) -> "Routers":
@@ -83,8 +86,8 @@ class Routers:
             blocks: with a router.
             outside: weights of all other parameters.
             seed: of random numbers.
-            interpolates: whether they return about the preference itself, or, as in the authors' code, about
-                ``outside`` for every preference.
+            interpolates: whether they begin with about the preference itself, and have exactly that for one model
+                alone; or, as in the authors' code, with about ``outside`` for every preference.
         """
         models, count = len(outside), len(blocks)
         generator = torch.Generator().manual_seed(seed)
@@ -94,12 +97,10 @@ class Routers:
         )
         biases = torch.zeros(count, 2 * models, dtype=torch.float64), torch.zeros(count, models, dtype=torch.float64)
         if interpolates:
-            # Half of the inner units are the preference; the others count little at first.
-            first[:, :models], first[:, models:] = torch.eye(models), first[:, models:] / _STD
-            second[..., :models] = torch.eye(models)
+            first /= _STD  # inner units of about 1, so that the outer layer learns from the first step
         else:
             biases[1].add_(torch.tensor(outside, dtype=torch.float64))
-        return cls(tuple(blocks), tuple(outside), (first, biases[0], second, biases[1]))
+        return cls(tuple(blocks), tuple(outside), (first, biases[0], second, biases[1]), interpolates=interpolates)
 
     @property
     def num_parameters(self) -> int:
@@ -111,7 +112,9 @@ class Routers:
         first, first_bias, second, second_bias = self.gates
         given = torch.tensor(preference, dtype=torch.float64)
         inner = (first @ given + first_bias).relu()
-        return (second @ inner.unsqueeze(-1)).squeeze(-1) + second_bias
+        returned = (second @ inner.unsqueeze(-1)).squeeze(-1) + second_bias
+        # Nobody prefers one model alone to get another one: there the factor is 0.
+        return given + (1 - given.square().sum()) * returned if self.interpolates else returned
 
     def by_block(self, preference: Sequence[float]) -> dict[str | None, list[float]]:
         """The weights of each block, and under ``None`` those of all other parameters."""
@@ -123,7 +126,7 @@ class Routers:
         """As the text of a file."""
         gates = {name: gate.detach().tolist() for name, gate in zip(_GATES, self.gates, strict=True)}
         about = {"blocks": self.blocks, "outside": self.outside, "trained_for": self.trained_for}
-        return json.dumps({**about, **gates}, indent=1) + "\n"
+        return json.dumps({**about, "interpolates": self.interpolates, **gates}, indent=1) + "\n"
 
 
 def read_routers(file: Path) -> Routers:
@@ -144,6 +147,6 @@ def parse_routers(text: str) -> Routers:
     tree: Any = parse_json(text)
     blocks, outside, digests = (tuple(tree[name]) for name in ("blocks", "outside", "trained_for"))
     gates = tuple(torch.tensor(tree[name], dtype=torch.float64) for name in _GATES)
-    found = Routers(blocks, tuple(map(float, outside)), gates, digests)
+    found = Routers(blocks, tuple(map(float, outside)), gates, digests, interpolates=tree["interpolates"] is True)
     found.weights([0.0] * len(outside)).view(len(blocks), len(outside))
     return found
