@@ -13,7 +13,7 @@ general program.
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from itertools import combinations
@@ -431,7 +431,8 @@ def main(words: list[str]) -> None:
         sys.exit("--write needs every line: leave out " + ", ".join(parts))
     tables = tables_in(words)
     skipped: dict[str, int] = {}
-    rows = [row for table in tables for row in read_rows(table, skipped)]
+    by_table = {table.name: read_rows(table, skipped) for table in tables}
+    rows = [row for own in by_table.values() for row in own]
     console = Console(width=200)
     # Others have no cluster, or no family makes their schedule.
     rows = print_shipped(console, rows, skipped)
@@ -447,6 +448,10 @@ def main(words: list[str]) -> None:
     for held in answers:
         lines.add_row(*cells(held))
     console.print(lines)
+    pooled_lines = Table(*POOLED, title="each row once, without disturbed runs")
+    for line in pooled_cells(answers, by_table):
+        pooled_lines.add_row(*line)
+    console.print(pooled_lines)
     if "--write" in words:
         write(Path(" and ".join(table.name for table in tables)), rows, answers)
         write_prior(known.prior(), [table.name for table in tables])
@@ -454,6 +459,43 @@ def main(words: list[str]) -> None:
 
 
 ALL, STEPS = "all", "all that ran"
+POOLED = "rows of", "other half of models or lengths", "rows", "more devices", "rows", "program left out", "rows"
+
+
+def pooled_cells(answers: Sequence[Held], by_table: Mapping[str, Sequence[Row]]) -> Iterator[list[str]]:
+    """A line for each set and each table, and for what ran of a table: mean errors by kind of split.
+
+    A kind of split predicts each row once.
+    """
+    parts = {f"set {name}": lambda row, name=name: row.set_name == name for name in _sets(by_table)}
+    for table, rows in by_table.items():
+        own = {id(row) for row in rows}
+        parts[table] = lambda row, own=own: id(row) in own
+        parts[f"{table}, that ran"] = lambda row, own=own: id(row) in own and not program_of(row)[1].is_composed
+    quiet = {kind: _quiet(held.after for held in answers if _kind(held) == kind) for kind in range(3)}
+    for name, is_in in parts.items():
+        found = [measure([one for one in quiet[kind] if is_in(one.row)]) for kind in range(3)]
+        if any(one.timed_rows for one in found):
+            each = ((f"{one.mean_abs_error or 0:.1%}" if one.timed_rows else "-", str(one.timed_rows)) for one in found)
+            yield [name, *(cell for pair in each for cell in pair)]
+
+
+def _sets(by_table: Mapping[str, Sequence[Row]]) -> list[str]:
+    return sorted({row.set_name for rows in by_table.values() for row in rows})
+
+
+def _kind(held: Held) -> int | None:
+    """0: halves of models or of sequence lengths; 1: devices; 2: a program is left out; a device is none of them."""
+    if held.split.program != DEFAULT_SOFTWARE:
+        return int(held.split.held_out == "more")
+    return 2 if held.split.held_out == program_of(held.after[0].row)[0] else None
+
+
+def _quiet(parts: Iterable[tuple[Outcome, ...]]) -> list[Outcome]:
+    """The timed outcomes of all parts whose runs are not disturbed."""
+    outcomes = [outcome for part in parts for outcome in _timed(part)]
+    odd = disturbed(outcome.row for outcome in outcomes)
+    return [outcome for outcome in outcomes if id(outcome.row) not in odd]
 
 
 def without_composed(answer: Comparison) -> Comparison:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from held_out import Held, Split, errors_of, general, main, programs, write
+from held_out import Held, Split, errors_of, general, main, pooled_cells, programs, write
 from pipeloom.accuracy.compare import Outcome, measure
 from pipeloom.accuracy.rows import read_rows
 from pipeloom.catalog.accuracy import load_accuracy
@@ -59,6 +59,21 @@ def test_all_splits_of_a_program_are_one_entry_and_a_row_counts_once():
         "megatron-2021", 4, 3, ["a -> b", "a -> b"],
     )  # fmt: skip
     assert entry["mean_abs_error"] == pytest.approx(0.1)
+
+
+def test_each_kind_of_split_counts_a_row_once_by_set_and_by_table():
+    halves = outcomes(1.1, 1.1), outcomes(0.8)
+    names = [("megatron-2021", "a"), ("megatron-2021", "b"), ("megatron-2021", "more"), ("general", "megatron-2021")]
+    parts = [*halves, outcomes(1.3), outcomes(0.6)]
+    answers = [
+        Held(Split(program, "others", held_out, bool, bool), "a100-sxm-80gb", 3, (), tuple(part))
+        for (program, held_out), part in zip(names, parts, strict=True)
+    ]
+    device = replace(answers[-1], split=Split("general", "all others", "a100-sxm-80gb", bool, bool))
+    rows = [outcome.row for part in parts for outcome in part]
+    lines = list(pooled_cells([*answers, device], {"some.csv": rows}))
+    each = ["13.3%", "3", "30.0%", "1", "40.0%", "1"]
+    assert lines == [[name, *each] for name in (f"set {rows[0].set_name}", "some.csv", "some.csv, that ran")]
 
 
 def test_what_is_written_is_what_the_catalog_reads(tmp_path, monkeypatch):

@@ -36,8 +36,7 @@ Edge = tuple[int, int]
 _ROUNDS_S = (5e-4, 8e-3)
 """Shortest and longest delay before a lane's thread waits for a transfer, which is also the error of its end time. The
 delay approaches the longer one while transfers follow each other faster than the shorter one, since waking threads
-would
-then cost more than the transfers; receives wait until that is over."""
+would then cost more than the transfers; receives wait until that is over."""
 
 
 def edges_of(
