@@ -170,19 +170,9 @@ def test_the_model_of_a_flag_replaces_that_of_the_file_which_is_not_judged(plann
 
 
 def test_a_run_whose_stages_are_swapped_keeps_their_folder(planned, tmp_path):
-    own = [
-        "--model",
-        "llama-13b",
-        "--cluster",
-        "dgx-a100",
-        "--devices",
-        "1",
-        "--global-batch",
-        "8",
-        "--strategies",
-        "swap",
-    ]
-    status, _, file, err = planned(f'schedule.swap_folder = "{tmp_path / "stages"}"\n', *own, run=SWAPPED)
+    large = ["--model", "llama-13b", "--cluster", "dgx-a100", "--devices", "1"]
+    batch = ["--global-batch", "2", "--micro-batch", "2", "--strategies", "swap"]
+    status, _, file, err = planned(f'schedule.swap_folder = "{tmp_path / "stages"}"\n', *large, *batch, run=SWAPPED)
     assert status == 0, err
     schedule = load_run(file).schedule
     assert schedule.device_budget is not None
