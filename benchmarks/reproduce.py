@@ -92,7 +92,8 @@ def main() -> None:
         pwemoe.PAGE: fill(pwemoe.PAGE.read_text(encoding="utf-8"), pwemoe.blocks(read_rows(pwemoe.NAME))),
         sparse.PAGE: fill(sparse.PAGE.read_text(encoding="utf-8"), sparse.page_blocks(kept_blocks)),
         swarm.PAGE: fill(
-            swarm.PAGE.read_text(encoding="utf-8"), swarm.traffic_blocks(traffic) | swarm.peers_blocks(peers)
+            swarm.PAGE.read_text(encoding="utf-8"),
+            swarm.traffic_blocks(traffic) | swarm.peers_blocks(peers) | swarm.loss_blocks(read_rows(swarm.LOSS)),
         ),
         TERAPIPE: fill(TERAPIPE.read_text(encoding="utf-8"), terapipe_blocks(*sliced.values())),
     }

@@ -6,6 +6,7 @@ richest to the poorest stage keeps the stages even.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from math import inf
 from statistics import fmean
 
@@ -22,6 +23,9 @@ from reproduction.tables import FOLDER, table
 
 PAGE = FOLDER / "swarm.md"
 NAME, PEERS = "swarm_traffic", "swarm_peers"
+LOSS, SEEDS = "swarm_loss", (0, 1, 2)
+"""Trained (``benchmarks/boundary_loss.py``)."""
+EXACT, CODED, ROUNDED = "exact", "int8", "exact, rounded otherwise"
 CLUSTER = "dgx-1-v100"
 """The published ones are V100, too; here with one to a node."""
 MBIT = 500.0
@@ -116,3 +120,22 @@ def traffic_blocks(rows: Sequence[Row]) -> dict[str, str]:
         "kb_per_ms": "KB for each ms",
     }
     return {"traffic": table(tuple(heads.values()), [[str(row[name]) for name in heads] for row in rows])}
+
+
+def loss_changes(rows: Sequence[Row], kind: str, messages: str = CODED) -> list[float]:
+    """By seed how much the loss of this kind is higher than with exact messages, in percent."""
+    found = {(row["seed"], row["messages"]): float(row[f"{kind}_loss"]) for row in rows}
+    return [100 * (found[str(seed), messages] / found[str(seed), EXACT] - 1) for seed in SEEDS]
+
+
+def loss_blocks(rows: Sequence[Row]) -> dict[str, str]:
+    """The table of losses, and what differs from exact messages."""
+    losses = {(row["seed"], row["messages"]): row for row in rows}
+    lines: list[list[str]] = []
+    for kind, (place, seed) in product(("training", "validation"), enumerate(SEEDS)):
+        line = [kind, str(seed), losses[str(seed), EXACT][f"{kind}_loss"]]
+        for messages in (CODED, ROUNDED):
+            change = loss_changes(rows, kind, messages)[place]
+            line += [losses[str(seed), messages][f"{kind}_loss"], f"{change:+.2f} %"]
+        lines.append(line)
+    return {"loss": table(("loss", "seed", EXACT, CODED, "", ROUNDED, ""), lines)}

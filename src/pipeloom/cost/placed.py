@@ -99,8 +99,8 @@ class Placed:
         # Every sharding needs these; computed here they are shared, too.
         _ = self.placement, self.rank_parameters, self.trained_rank_parameters
         # Layers that are gathered one by one are part of the seconds of a stage.
-        is_shared = _SHARED_BY_SHARDINGS - ({"costs"} if self.software.gathers_layers else set[str]())
-        other.__dict__.update({name: value for name, value in self.__dict__.items() if name in is_shared})
+        own, changes = self.__dict__, "costs" if self.software.gathers_layers else None
+        other.__dict__.update({name: own[name] for name in _SHARED_BY_SHARDINGS if name in own and name != changes})
         return other
 
     def first_device(self, rank: int) -> int:
@@ -279,7 +279,7 @@ class Placed:
         )
 
 
-_SHARED_BY_SHARDINGS = {
+_SHARED_BY_SHARDINGS = (
     "placement",
     "layers",
     "parameters",
@@ -290,7 +290,7 @@ _SHARED_BY_SHARDINGS = {
     "pieces",
     "recompute_s",
     "costs",
-}
+)
 """Cached members of ``Placed`` that are equal for all shardings."""
 _FIXED_SHARES = (0.4, 0.6)
 """Shares of forward and backward in the fixed seconds of a micro-batch. An assumption: calibrations determine only
