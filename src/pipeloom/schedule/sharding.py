@@ -44,7 +44,7 @@ def fewest_stays(
         The intervals, in the order of their begins. Those that contain any one use take at most ``places`` together.
     """
     last_of = {stage: use for use, stage in enumerate(stages)}
-    if sizes is None and len(last_of) <= places:  # nothing has to leave; most calls of a search
+    if sizes is None and len(last_of) <= places:  # nothing has to leave
         first_of = {stage: use for use, stage in reversed(list(enumerate(stages)))}
         return [Stay(first_of[stage], last) for stage, last in last_of.items()]
     size_of = _size_of(sizes)
