@@ -491,14 +491,10 @@ class Sharded(OfPlaced):
         return np.array(gathers), np.array(reductions)
 
     @cached_property
-    def _of_state(self) -> Placed:
-        return self.placed.of_state
-
-    @cached_property
     def _always(self) -> dict[Room, Floats]:
         return {}
 
     def _always_bytes(self, room: Room) -> Floats:
         """For each rank the bytes that it holds besides stage inputs."""
-        held = kept_state_bytes(self._of_state, room.gathered, room.unreduced) + self.bounds.computing_bytes
+        held = kept_state_bytes(self.placed.of_state, room.gathered, room.unreduced) + self.bounds.computing_bytes
         return held + self.bounds.received_bytes if room.receive_buffers else held
