@@ -29,7 +29,6 @@ from rich.table import Table
 from pipeloom.accuracy import calculon
 from pipeloom.accuracy.baselines import constant_mfu, log_linear, mean_error
 from pipeloom.accuracy.compare import Comparison, Outcome, compare, measure, parts_of, rankings
-from pipeloom.accuracy.disturbed import disturbed
 from pipeloom.accuracy.fit import Fit, estimates, first_guess, fit
 from pipeloom.accuracy.prior import NAMES, Estimate, Prior, pooled
 from pipeloom.accuracy.programs import DEFAULT_SOFTWARE, cluster_of, default_of, program_of
@@ -232,9 +231,8 @@ def left_out_lines(known: Programs, parts: Sequence[str] = ()) -> Iterator[Held]
 
 def cells(held: Held) -> list[str]:
     """A line of the table."""
-    odd = disturbed(outcome.row for outcome in held.after)
     before, after = measure(held.before), measure(held.after)
-    quiet = measure([outcome for outcome in held.after if id(outcome.row) not in odd])
+    quiet = measure(Comparison(held.after, {}).undisturbed.outcomes)
     shares = (before.mean_abs_error, after.mean_abs_error, quiet.mean_abs_error, after.bias)
     ranks = "-" if after.rank_correlation is None else f"{after.rank_correlation:.3f}"
     regrets = ["-" if share is None else f"{share:.1%}" for share in (quiet.mean_top1_regret, quiet.mean_top3_regret)]
@@ -459,7 +457,8 @@ def main(words: list[str]) -> None:
 
 
 ALL, STEPS = "all", "all that ran"
-POOLED = "rows of", "other half of models or lengths", "rows", "more devices", "rows", "program left out", "rows"
+KINDS = OTHER_HALF, MORE_DEVICES, LEFT_OUT = "other half of models or lengths", "more devices", "program left out"
+POOLED = "rows of", *(head for kind in KINDS for head in (kind, "rows"))
 
 
 def pooled_cells(answers: Sequence[Held], by_table: Mapping[str, Sequence[Row]]) -> Iterator[list[str]]:
@@ -467,35 +466,28 @@ def pooled_cells(answers: Sequence[Held], by_table: Mapping[str, Sequence[Row]])
 
     A kind of split predicts each row once.
     """
-    parts = {f"set {name}": lambda row, name=name: row.set_name == name for name in _sets(by_table)}
-    for table, rows in by_table.items():
-        own = {id(row) for row in rows}
-        parts[table] = lambda row, own=own: id(row) in own
-        parts[f"{table}, that ran"] = lambda row, own=own: id(row) in own and not program_of(row)[1].is_composed
-    quiet = {kind: _quiet(held.after for held in answers if _kind(held) == kind) for kind in range(3)}
-    for name, is_in in parts.items():
-        found = [measure([one for one in quiet[kind] if is_in(one.row)]) for kind in range(3)]
-        if any(one.timed_rows for one in found):
-            each = ((f"{one.mean_abs_error or 0:.1%}" if one.timed_rows else "-", str(one.timed_rows)) for one in found)
-            yield [name, *(cell for pair in each for cell in pair)]
+    lines: dict[str, list[str]] = defaultdict(list)
+    names = sorted({row.set_name for rows in by_table.values() for row in rows})
+    for kind in KINDS:
+        outcomes = [one for held in answers if _kind(held) == kind for one in _timed(held.after)]
+        quiet = Comparison(tuple(outcomes), {}).undisturbed
+        by_set = parts_of(quiet.outcomes)
+        parts = {f"set {name}": by_set.get(name, []) for name in names}
+        for table, rows in by_table.items():
+            own = {id(row) for row in rows}
+            part = replace(quiet, outcomes=tuple(one for one in quiet.outcomes if id(one.row) in own))
+            parts |= {table: part.outcomes, f"{table}, that ran": without_composed(part).outcomes}
+        for name, part in parts.items():
+            found = measure(part)
+            lines[name] += [f"{found.mean_abs_error or 0:.1%}" if found.timed_rows else "-", str(found.timed_rows)]
+    yield from ([name, *line] for name, line in lines.items() if set(line[1::2]) != {"0"})
 
 
-def _sets(by_table: Mapping[str, Sequence[Row]]) -> list[str]:
-    return sorted({row.set_name for rows in by_table.values() for row in rows})
-
-
-def _kind(held: Held) -> int | None:
-    """0: halves of models or of sequence lengths; 1: devices; 2: a program is left out; a device is none of them."""
+def _kind(held: Held) -> str | None:
+    """One of ``KINDS``; ``None`` if a device is left out, whose rows belong to programs as well."""
     if held.split.program != DEFAULT_SOFTWARE:
-        return int(held.split.held_out == "more")
-    return 2 if held.split.held_out == program_of(held.after[0].row)[0] else None
-
-
-def _quiet(parts: Iterable[tuple[Outcome, ...]]) -> list[Outcome]:
-    """The timed outcomes of all parts whose runs are not disturbed."""
-    outcomes = [outcome for part in parts for outcome in _timed(part)]
-    odd = disturbed(outcome.row for outcome in outcomes)
-    return [outcome for outcome in outcomes if id(outcome.row) not in odd]
+        return MORE_DEVICES if held.split.held_out == "more" else OTHER_HALF
+    return LEFT_OUT if held.split.held_out == program_of(held.after[0].row)[0] else None
 
 
 def without_composed(answer: Comparison) -> Comparison:

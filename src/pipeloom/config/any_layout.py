@@ -1,4 +1,4 @@
-"""Problems of a run that no layout and no schedule removes, for what chooses both."""
+"""Problems of a run in layouts that are not its own, for what chooses layout and schedule."""
 
 from dataclasses import replace
 
@@ -16,10 +16,13 @@ def problems_in_any_layout(config: RunConfig, *, is_model_known: bool = True) ->
         is_model_known: whether the sizes of the model are final; otherwise they are not checked.
     """
     layouts = [ONE_RANK, TWO_PIPELINES, *([] if config.model.experts is None else [TWO_SHARING])]
-    first, *others = [_problems(config, layout, is_model_known=is_model_known) for layout in layouts]
+    first, *others = [problems_in_layout(config, layout, is_model_known=is_model_known) for layout in layouts]
     return [problem for problem in first if all(problem in found for found in others)]
 
 
-def _problems(config: RunConfig, layout: Layout, *, is_model_known: bool) -> list[str]:
-    changed = replace(config, layout=layout, schedule=ScheduleConfig())
+def problems_in_layout(
+    config: RunConfig, layout: Layout, schedule: ScheduleConfig | None = None, *, is_model_known: bool
+) -> list[str]:
+    """Problems that a run has with a layout and a schedule, by default the default one, in place of its own."""
+    changed = replace(config, layout=layout, schedule=schedule or ScheduleConfig())
     return find_problems(changed, trains=False, is_model_known=is_model_known)

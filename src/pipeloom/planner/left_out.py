@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from pipeloom.config import RunConfig, find_problems
+from pipeloom.config import RunConfig
+from pipeloom.config.any_layout import problems_in_layout
 from pipeloom.config.sections import ScheduleConfig
 from pipeloom.workload.layout import (
     NO_HALVES,
@@ -74,10 +75,8 @@ def left_out(config: RunConfig) -> LeftOut:
 
 def _against(probe: _Probe, config: RunConfig, plain: RunConfig) -> list[str]:
     """Problems that only this run has, and only with the part."""
-    others = {*_problems(config, probe.without), *_problems(plain, probe.layout, probe.schedule)}
-    return [one for one in _problems(config, probe.layout, probe.schedule) if one not in others]
-
-
-def _problems(config: RunConfig, layout: Layout, schedule: ScheduleConfig | None = None) -> list[str]:
-    schedule = schedule or ScheduleConfig()
-    return find_problems(replace(config, layout=layout, schedule=schedule), trains=False, is_model_known=False)
+    without = problems_in_layout(config, probe.without, is_model_known=False)
+    own, general = (
+        problems_in_layout(one, probe.layout, probe.schedule, is_model_known=False) for one in (config, plain)
+    )
+    return [one for one in own if one not in {*without, *general}]
