@@ -66,6 +66,31 @@ def test_the_time_of_a_checkpoint_follows_from_the_bytes_of_the_state(capsys, tm
     assert found["checkpoint_s"] == pytest.approx(parameters * 12 / 2e9, rel=0.05)
 
 
+def test_no_layout_is_planned_anew_where_the_search_has_other_prices(capsys, tmp_path):
+    """The bytes of a checkpoint are those that are written: of frozen weights the values alone."""
+    table = tmp_path / "failures.csv"
+    table.write_text("hours,node,state\n10,3,down\n20,3,up\n")
+    run = [word.replace("gpt-6.6b", "llama-3-8b") for word in RUN]
+    run += ["--trace", str(table), "--spares", "1", "--storage", "2"]
+    own = ["--training.freeze-layers", "32"]
+
+    def found(*words):
+        assert main([*run, *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    whole, frozen = found(), found(*own)
+    assert whole["not_planned"] == []
+    assert list(frozen["ways"]) == ["wait for the node", "fewer replicas"]
+    (sentence,) = frozen["not_planned"]
+    assert sentence.startswith("training.freeze_layers: the search prices layouts that train all weights")
+    # The head of 128,256 tokens is trained, with twelve bytes; all else has two.
+    head = 128256 * 4096
+    assert whole["checkpoint_s"] == pytest.approx(8.03e9 * 12 / 2e9, rel=0.01)
+    assert frozen["checkpoint_s"] == pytest.approx(((8.03e9 - head) * 2 + head * 12) / 2e9, rel=0.01)
+    assert main([*run, *own]) == 0
+    assert "no layout is planned anew: training.freeze_layers" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_answer_names_the_interval_the_layouts_and_the_time_of_a_move(capsys):
     """The time of a move follows from the state and the network."""
     assert main([*OFTEN, "--rebalance-every", "1h"]) == 0
@@ -75,7 +100,7 @@ def test_the_answer_names_the_interval_the_layouts_and_the_time_of_a_move(capsys
     assert "longer than the fastest that the planner finds on 4 nodes" in out
     # A quarter of 6.6 B parameters with 12 bytes each, over 200 GB/s of a node.
     assert "Peers that come and go" in out
-    assert "0.0985 s later, with its state" in out
+    assert "0.0986 s later, with its state" in out
     assert "best division" in out
 
 

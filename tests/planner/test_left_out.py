@@ -1,12 +1,15 @@
 """Layouts that do not work with other settings of a run are not searched, and refused where a limit names them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from planned_model import MODEL
 
 from pipeloom.cli import main
-from pipeloom.config import find_problems
+from pipeloom.config import RunConfig, TrainingConfig, find_problems
+from pipeloom.errors import UserError
+from pipeloom.planner.fewer_nodes import without_ranks
 from pipeloom.predict.describe import load_run
 
 RUN = (
@@ -83,3 +86,9 @@ def test_a_model_that_fits_only_where_it_is_swapped_names_the_setting_in_its_way
         "Stages could be swapped through the device one after the other, but schedule.device_budget does not work with "
         "training.on_spike skip; leave one of them out."
     ) in answer["advice"]
+
+
+def test_no_layout_without_slow_ranks_is_planned_for_a_run_with_other_prices():
+    config = replace(RunConfig(), training=TrainingConfig(freeze_layers=1))
+    with pytest.raises(UserError, match=r"^training\.freeze_layers: the search prices"):
+        without_ranks(config, 1, 1.0)

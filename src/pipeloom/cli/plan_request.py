@@ -19,6 +19,7 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import ConfigError
 from pipeloom.planner.goals import Goal, Training
 from pipeloom.planner.launch import Wanted, launch_problems
+from pipeloom.planner.left_out import unpriced
 from pipeloom.planner.plan import make_question, of_training
 from pipeloom.planner.question import Limits, Question, limit_problems
 from pipeloom.planner.run_file import named_model
@@ -326,21 +327,12 @@ def _read(path: Path, options: Options, problems: list[str]) -> RunConfig:
     # Without a type of its own the run has the planned one, which is judged where it is known.
     training = replace(config.training, dtype=options.dtype or config.training.dtype or "bfloat16")
     training = replace(training, matmul_dtype=options.matmul_dtype or training.matmul_dtype)
-    layout, still = config.layout, config.training.freeze_layers
-    divides = layout.microbatches is not None and training.divide_every is not None
-    unsearched = {
-        "training.freeze_layers": (still is not None, "layouts that train all weights", "frozen layers"),
-        "layout.average_every": (layout.average_every is not None, "reductions of gradients", "averages"),
-        "layout.microbatches": (layout.microbatches is not None, "equal numbers of micro-batches", "unequal numbers"),
-        "model.share_layers": (config.model.share_layers is not None, "layers with own weights", "shared layers"),
-    }
+    refused = unpriced(config)
+    # Where unequal numbers of micro-batches are refused, what divides them anew needs no sentence of its own.
+    divides = "layout.microbatches" in refused
     training = replace(training, divide_every=None if divides else training.divide_every)
     values = problems_in_any_layout(replace(config, training=training), is_model_known=not unknown)
-    values += [
-        f"{name}: the search prices {priced}; leave it out (`pipeloom simulate` prices one layout with {instead})"
-        for name, (is_on, priced, instead) in unsearched.items()
-        if is_on
-    ]
+    values += refused.values()
     problems += in_order([*found, *unknown, *values])
     return config
 

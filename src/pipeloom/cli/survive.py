@@ -20,9 +20,11 @@ from pipeloom.config import RunConfig
 from pipeloom.errors import ConfigError
 from pipeloom.planner.fewer_nodes import OnNodes, Ways, fewer_replicas, nodes_of, planned, waits
 from pipeloom.planner.goals import DAY_S, SPANS, amount_or_note
+from pipeloom.planner.left_out import unpriced
 from pipeloom.planner.peers import Served, Swarm, serve
 from pipeloom.planner.survival import Event, Goodput, Stops, best_interval_s, numbers_up, random_events, walk
 from pipeloom.predict.describe import describe, described_problems
+from pipeloom.predict.need import checkpoint_bytes
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.system.files import read_text
 from pipeloom.terminal.console import table
@@ -120,11 +122,9 @@ def run(words: list[str]) -> int:
     interval_s = max(best_interval_s(hazard.mtbf_s / own.num_nodes, checkpoint_s), own.step_s)
     stops = Stops(checkpoint_s=checkpoint_s, restart_s=restart_s, interval_s=interval_s)
     numbers = sorted(numbers_up(hazard.events, hazard.num_nodes))
-    ways = {
-        "wait for the node": waits(options),
-        "fewer replicas": fewer_replicas(options),
-        "planned anew": planned(options, options.budget_s, numbers),
-    }
+    ways = {"wait for the node": waits(options), "fewer replicas": fewer_replicas(options)}
+    if not unpriced(options):
+        ways["planned anew"] = planned(options, options.budget_s, numbers)
     layouts = {name: _layouts(way, numbers, name) for name, way in ways.items()}
     fastest_s = min(on.step_s for each in layouts.values() for on in each.values())
     walks = [_walk(hazard, name, each, stops, fastest_s) for name, each in layouts.items()]
@@ -233,8 +233,9 @@ def _moves(options: Options, problems: list[str]) -> _Moves | None:
 
 
 def _state_bytes(options: Options) -> float:
-    """Bytes of a checkpoint: weights in single precision and the state of the optimizer."""
-    return describe(options).run.shape.parameters * (4.0 + options.optimizer.rule.state_bytes)
+    """Bytes of a checkpoint, of all ranks."""
+    placed = describe(options)
+    return checkpoint_bytes(options, placed.run, placed.software)
 
 
 def _hazard(options: Options, problems: list[str]) -> _Hazard | None:
@@ -318,6 +319,7 @@ def _sections(options: Options, hazard: _Hazard, stops: Stops, walks: list[_Walk
             f"steps wait {_span(stops.checkpoint_s)} for one: --checkpoint.every-s "
             f"{stops.interval_s:.0f}"
         ),
+        *(f"no layout is planned anew: {reason}" for reason in unpriced(options).values()),
     ]
     words = (
         "Shares of the time. useful is the goodput: progress at the speed of the fastest layout on all nodes. slower "
@@ -372,9 +374,9 @@ def _to_json(
 
     Keys: ``num_nodes``, ``num_spares``, ``mtbf_s`` (of a node), ``span_s``, ``checkpoint_s``, ``restart_s``,
     ``best_interval_s``, ``fastest_step_s`` (of the layout at whose speed all time would be useful), ``ways`` (of each
-    way to go on the shares of the time, and ``num_failures``). With --rebalance-every also ``peers``: by ``never`` and
-    ``rebalanced`` the share of the speed of the nodes that are up (``of_up``), of all nodes (``of_all``),
-    ``num_moves``, and ``empty_s`` in which a pipeline rank had no node.
+    way to go on the shares of the time, and ``num_failures``), ``not_planned`` (why no layout is planned anew). With
+    --rebalance-every also ``peers``: by ``never`` and ``rebalanced`` the share of the speed of the nodes that are up
+    (``of_up``), of all nodes (``of_all``), ``num_moves``, and ``empty_s`` in which a pipeline rank had no node.
     """
     peers = {
         name: {"of_up": one.share, "of_all": one.done / one.of_all, "num_moves": one.num_moves, "empty_s": one.empty_s}
@@ -390,6 +392,7 @@ def _to_json(
         "best_interval_s": stops.interval_s,
         "fastest_step_s": walks[0].fastest_s,
         "ways": {one.name: {**one.goodput.shares, "num_failures": one.goodput.num_failures} for one in walks},
+        "not_planned": list(unpriced(options).values()),
         **({"peers": peers} if peers else {}),
     }
 

@@ -9,7 +9,8 @@ from operator import attrgetter
 from pipeloom.config import RunConfig, decided_problems
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.placed import Placed
-from pipeloom.errors import PipeloomError
+from pipeloom.errors import PipeloomError, UserError
+from pipeloom.planner.left_out import unpriced
 from pipeloom.planner.plan import make_question, of_training, plan
 from pipeloom.planner.question import Question
 from pipeloom.planner.run_step import predict_step
@@ -118,7 +119,12 @@ def without_ranks(config: RunConfig, num_ranks: int, budget_s: float) -> tuple[S
 
     Returns:
         Both steps, predicted for the same cluster; ``None`` if no layout divides the batch among fewer ranks.
+
+    Raises:
+        UserError: the run has settings that no search prices.
     """
+    if problems := unpriced(config):
+        raise UserError("; ".join(problems.values()))
     placed = describe(config)
     for num_devices in range(config.layout.num_ranks - num_ranks, 0, -1):
         found = _planned_on(config, placed, num_devices, budget_s)
@@ -142,7 +148,7 @@ def planned(config: RunConfig, budget_s: float, numbers: Iterable[int]) -> Ways:
     run.
 
     Args:
-        config: of the run.
+        config: of the run, which a search prices (``left_out.unpriced``).
         budget_s: seconds of the search for each number of nodes.
         numbers: of nodes that will be up.
     """

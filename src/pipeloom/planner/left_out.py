@@ -59,6 +59,22 @@ class LeftOut:
             yield from (f"{part} cannot be searched: {sentence}" for sentence in self.why(part))
 
 
+def unpriced(config: RunConfig) -> dict[str, str]:
+    """Settings that no layout of a search is priced with, with a sentence each; empty if the search prices the run."""
+    layout = config.layout
+    found = {
+        "training.freeze_layers": (config.training.freeze_layers, "layouts that train all weights", "frozen layers"),
+        "layout.average_every": (layout.average_every, "reductions of gradients", "averages"),
+        "layout.microbatches": (layout.microbatches, "equal numbers of micro-batches", "unequal numbers"),
+        "model.share_layers": (config.model.share_layers, "layers with own weights", "shared layers"),
+    }
+    return {
+        name: f"{name}: the search prices {priced}; leave it out (`pipeloom simulate` prices one layout with {instead})"
+        for name, (value, priced, instead) in found.items()
+        if value is not None
+    }
+
+
 def left_out(config: RunConfig) -> LeftOut:
     """What a run's optimizer and training leave out.
 

@@ -89,6 +89,19 @@ def copy_bytes(config: RunConfig, run: Run, software: Software) -> tuple[float, 
     checkpoint = config.checkpoint
     if not checkpoint.background or (checkpoint.every is None and not checkpoint.every_s) or not software.has_lanes:
         return (0.0,) * run.pp
+    return _written_bytes(config, run, software)
+
+
+def checkpoint_bytes(config: RunConfig, run: Run, software: Software) -> float:
+    """Bytes of a checkpoint, of all processes; the arguments are those of ``copy_bytes``.
+
+    Of frozen weights it has the values alone, in the precision of the run.
+    """
+    return sum(_written_bytes(config, run, software)) * run.num_devices / run.pp
+
+
+def _written_bytes(config: RunConfig, run: Run, software: Software) -> tuple[float, ...]:
+    """For each pipeline rank the bytes that one of its processes writes."""
     # Weights as the optimizer has them, and its state.
     wide = (_WIDE_BYTES if config.optimizer.wide_weights else run.element_bytes) + config.optimizer.rule.state_bytes
     alone = 0
