@@ -1,20 +1,24 @@
 """What a run of slices measures before its first step: everything that it does takes time, halves and moves too."""
 
+import time
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
 import pytest
 from small_run import small_run
+from torch import float32
 
 from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig
 from pipeloom.cost.costs import StageCosts
 from pipeloom.data.text import load_data
-from pipeloom.execute.communication.boundary import TokenSlices
+from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
+from pipeloom.execute.communication.transport import Transport
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.families import make_schedule
 from pipeloom.measure import stages as stages_module
-from pipeloom.measure.rehearsal import Times
+from pipeloom.measure.rehearsal import Exchange, Times, teams_of
 from pipeloom.measure.slices import with_slices
 from pipeloom.measure.stages import Profile, message_s, most_held, num_served
 from pipeloom.passes import lower
@@ -34,17 +38,56 @@ from pipeloom.workload.layout import Layout
 UNEVEN = (9, 7, 5, 3)
 
 
-@pytest.mark.parametrize(("held", "expected"), [(1, 1 + 3), (2, 2 + 2 * 2 + 3), (4, 4 + 4 + 3)])
+@pytest.mark.parametrize(("held", "expected"), [(1, 3), (2, 2 * 2), (4, 4)])
 def test_a_stage_alone_runs_few_micro_batches_before_the_first_step(held, expected):
-    runs: list[int] = []
+    seconds = iter([1.0, 9.0, 1.0, 1.0])
 
-    def run(held: int) -> Times:
-        runs.append(held)
-        return Times(1.0 * held, 2.0 * held, 0.0)
+    def run(clock, held):
+        return [Times(next(seconds), 2.0, 0.0) for _ in range(held)]
 
-    one, several = stages_module._time_alone(run, held)
-    assert sum(runs) == expected
-    assert (one, several) == (Times(1.0, 2.0, 0.0), Times(1.0 * held, 2.0 * held, 0.0))
+    assert stages_module._time_alone(run, None, held) == Times(1.0, 2.0, 0.0)  # the slow one does not count
+    assert len(list(seconds)) == 4 - expected
+
+
+HELD = (1, 4, 3)
+"""Micro-batches that each rank holds: a rank that holds few must not wait for one that holds many."""
+
+
+class _Sleeps:
+    """A run of micro-batches that notes in which order it computes."""
+
+    def __init__(self):
+        self.held = []
+
+    def __call__(self, clock, held, around):
+        self.held.append(held)
+        for _ in range(2 * held):
+            with around():
+                pass
+        return [Times(1.0, 1.0, 0.0)] * held
+
+
+def _together(rendezvous, rank, size):
+    world, layout, spec = join_forked(rendezvous, rank, size, "cpu", 20), Layout(pp=size), TensorSpec((4,), float32)
+    edges = [edge for low in range(size - 1) for edge in ((low, low + 1), (low + 1, low))]
+    with closing(Transport(rank, {edge: [spec] for edge in edges}, world.device, world.timeout)) as transport:
+        run, exchange = _Sleeps(), Exchange(world, transport, spec, layout)
+        found = exchange.together(run, time.perf_counter, 6, HELD[rank])
+    world.leave()
+    return run.held, len(found.times), found.receive_s > 0, found.send_s > 0
+
+
+def test_ranks_that_hold_unlike_numbers_of_micro_batches_are_timed_together():
+    found = run_workers(_together, 3)
+    assert found == [([1] * 6, 6, True, True), ([4, 2], 6, True, True), ([3, 3], 6, True, True)]
+
+
+def test_ranks_on_several_hosts_are_timed_at_once_but_one_group_of_a_host_after_the_other():
+    groups = Layout(pp=2, dp=2, tp=2).lockstep_groups()
+    assert teams_of(groups, ["a"] * 8) == groups
+    assert teams_of(groups, ["a"] * 4 + ["b"] * 4) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert teams_of(groups, list("aabbccdd")) == [list(range(8))]
+    assert teams_of(groups, list("abbacdef")) == [[0, 1, 4, 5, 6, 7], [2, 3]]
 
 
 def test_slices_have_their_own_compute_and_their_share_of_everything_else():

@@ -201,18 +201,18 @@ class _Measurement:
 
         def measure() -> Seconds:
             """CPU seconds of each message: those of the process, without those of compute on the main thread."""
-            computed_s: list[float] = []
             begin_s = time.process_time()
             # thread_time excludes the threads that move messages, which are what is measured.
-            exchange.around(lambda: computed_s.append(sum(load(time.thread_time))), _MESSAGES)
-            own_s = time.process_time() - begin_s - sum(computed_s)
+            found = exchange.together(load, time.thread_time, _MESSAGES)
+            own_s = time.process_time() - begin_s - sum(map(sum, found.times))
             return (world.sum([own_s])[0] / count,)
 
         return measure
 
     def _time(self, run: StageRun) -> Seconds:
         run(self._clock)  # so that memory and caches are as after a previous micro-batch
-        return run(self._clock)[:2]
+        (times,) = run(self._clock)
+        return times[:2]
 
     def _time_update(self, update: Update) -> Seconds:
         begin_s = self._clock()

@@ -1,10 +1,13 @@
 """Runs stages outside a step, to time them or to compile them."""
 
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from statistics import mean, median
+from functools import cached_property, partial
+from itertools import cycle
+from statistics import median
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -22,6 +25,10 @@ from pipeloom.schedule import Schedule
 from pipeloom.workload.layout import Layout
 
 Found = TypeVar("Found")
+
+
+Around = Callable[[], AbstractContextManager[None]]
+"""Returns the context of a forward or a backward."""
 
 
 class Times(NamedTuple):
@@ -61,20 +68,26 @@ class StageRun:
     objective: Objective | None
     trains: bool = True
 
-    def __call__(self, clock: Now, held: int = 1) -> Times:
-        """Mean seconds of a micro-batch.
+    def __call__(self, clock: Now, held: int = 1, around: Around = nullcontext) -> list[Times]:
+        """Seconds of each micro-batch.
 
         Args:
             clock: of the measurement.
-            held: number of forwards before the first backward. A single micro-batch reuses memory that is still in a
-                cache, which on CPUs is faster than in a step.
+            held: number of micro-batches: all forwards, then all backwards. A single one reuses memory that is still in
+                a cache, which on CPUs is faster than in a step.
+            around: context of each forward and each backward, which is not timed.
         """
-        begin = clock()
+        forward_s: list[float] = []
+        backward_s: list[tuple[float, float]] = []
         for number in range(held):
-            self.forward(Portion(number))
-        forward_s = clock() - begin
-        backward_s = [self.backward(Portion(number), clock) for number in range(held)]
-        return Times(forward_s / held, *map(mean, zip(*backward_s, strict=True)))
+            with around():
+                begin = clock()
+                self.forward(Portion(number))
+                forward_s.append(clock() - begin)
+        for number in range(held):
+            with around():
+                backward_s.append(self.backward(Portion(number), clock))
+        return [Times(one, *both) for one, both in zip(forward_s, backward_s, strict=True)]
 
     def forward(self, part: Portion) -> None:
         """Run the forward of a part."""
@@ -92,6 +105,26 @@ class StageRun:
         middle = clock()
         self.stage.backward_weight(part)
         return middle - begin, clock() - middle
+
+
+def teams_of(groups: Sequence[Sequence[int]], hosts: Sequence[str]) -> list[list[int]]:
+    """Join groups of ranks that have no host in common: each joins the first team that none of its hosts is in.
+
+    Examples:
+        >>> teams_of([[0], [1], [2], [3]], ["a", "a", "b", "b"])
+        [[0, 2], [1, 3]]
+    """
+    teams: list[list[int]] = []
+    places: list[set[str]] = []
+    for group in groups:
+        own = {hosts[rank] for rank in group}
+        free = next((number for number, place in enumerate(places) if not own & place), len(teams))
+        if free == len(teams):
+            teams.append([])
+            places.append(set())
+        teams[free] += group
+        places[free] |= own
+    return teams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,15 +174,31 @@ class Rehearsal:
             for parameter in stage.module.parameters():
                 parameter.grad = None
 
+    @cached_property
+    def hosts(self) -> list[str]:
+        """By rank the name of its host. Collective at the first use."""
+        return self.world.from_first(self.world.gather(socket.gethostname()))
+
+    @cached_property
+    def teams(self) -> list[list[int]]:
+        """Ranks that compute at the same time without slowing each other down. Collective at the first use.
+
+        All ranks where each has its own device; else one group in lockstep on each host.
+        """
+        groups = self.layout.lockstep_groups()
+        if self.world.device.type == "cuda":
+            return [list(range(self.world.size))]
+        return teams_of(groups, self.hosts)
+
     def in_turns(self, work: Callable[[], Found], teams: Sequence[Sequence[int]] = ()) -> Found:
         """Call ``work`` once on each rank, one team after the other; returns this rank's result.
 
         Args:
             work: the call.
-            teams: disjoint groups of ranks that cover all ranks; by default those in lockstep.
+            teams: disjoint groups of ranks that cover all ranks; by default ``teams`` of the rehearsal.
         """
         found: list[Found] = []
-        for team in teams or self.layout.lockstep_groups():
+        for team in teams or self.teams:
             if self.world.rank in team:
                 found.append(work())
             self.world.wait_for_all()
@@ -191,16 +240,16 @@ def warm_up(rehearsal: Rehearsal) -> None:
         rehearsal.in_turns(partial(run, rehearsal.clock), [first, others])
 
 
-class Turn(NamedTuple):
-    """Seconds of a run with messages around it, on the thread that computes.
+class Together(NamedTuple):
+    """What a rank measures while all ranks compute and exchange messages.
 
     Attributes:
-        run_s: of the run, with the slowdown by the threads that move messages.
-        receive_s: CPU seconds of the thread to post a receive; 0 without neighbors.
+        times: of each micro-batch, with the slowdown by other ranks and by the threads that move messages.
+        receive_s: median CPU seconds of the computing thread to post a receive; 0 without neighbors.
         send_s: the same of a send.
     """
 
-    run_s: float
+    times: list[Times]
     receive_s: float
     send_s: float
 
@@ -238,32 +287,44 @@ class Exchange:
         for transfer in transfers:
             finish(transfer, self._world.timeout.total_seconds())
 
-    def around(self, run: Callable[[], object], count: int, clock: Now | None = None) -> list[Turn]:
-        """Time ``count`` runs, each with one message from and one to each neighbor, as in the steady phase of 1F1B.
+    def together(self, run: StageRun, clock: Now, count: int, held: int = 1) -> Together:
+        """Run micro-batches while all ranks do, with the messages of a step between them. Collective.
+
+        Forwards and backwards pass tensors on in turns to the next and to the previous rank, whichever of them they
+        are: ranks may hold different numbers of micro-batches, and must not wait for each other.
 
         Args:
-            run: the run.
-            count: number of runs.
-            clock: of the runs; by default wall time.
+            run: of this rank's stage.
+            clock: of the run.
+            count: of micro-batches, the same on all ranks.
+            held: of them, forwards before the first backward.
         """
-        clock = clock or partial(now, self._world.device)
-        turns: list[Turn] = []
+        posts_s: dict[bool, list[float]] = {True: [], False: []}
         under_way: list[UnderWay] = []
-        num_peers = max(1, len(self.peers))
-        for _ in range(count):
+        ways = cycle((1, -1))
+
+        def post(act: Callable[[int], UnderWay], peer: int, *, sends: bool) -> list[UnderWay]:
+            if peer not in self.peers:
+                return []
             # CPU time: waiting for a core is simulated, so it must not be in the cost.
-            posting = [time.thread_time()]
-            posted = [self.receive(peer) for peer in self.peers]
-            posting.append(time.thread_time())
-            begin = clock()
-            run()
-            run_s = clock() - begin
-            posting.append(time.thread_time())
-            posted += [self.send(peer) for peer in self.peers]
-            posting.append(time.thread_time())
-            turns.append(Turn(run_s, (posting[1] - posting[0]) / num_peers, (posting[3] - posting[2]) / num_peers))
-            # One run later: in a step a message is under way while the next micro-batch computes.
+            begin_s = time.thread_time()
+            posted = act(peer)
+            posts_s[sends].append(time.thread_time() - begin_s)
+            return [posted]
+
+        @contextmanager
+        def messages() -> Iterator[None]:
+            way = next(ways)
+            posted = post(self.receive, self.place - way, sends=False)
+            yield
+            posted += post(self.send, self.place + way, sends=True)
+            # One action later: in a step a message is under way while the next action computes.
             self.finish(*under_way)
-            under_way = posted
+            under_way[:] = posted
+
+        times: list[Times] = []
+        while len(times) < count:
+            times += run(clock, min(held, count - len(times)), messages)
         self.finish(*under_way)
-        return turns
+        receive_s, send_s = (median(posts_s[sends]) if posts_s[sends] else 0.0 for sends in (False, True))
+        return Together(times, receive_s, send_s)

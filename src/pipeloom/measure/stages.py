@@ -16,8 +16,9 @@ from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.transport import Transport
 from pipeloom.execute.communication.under_way import UnderWay, finish
 from pipeloom.execute.processes.world import World
-from pipeloom.measure.rehearsal import Exchange, Rehearsal, Times, Turn
-from pipeloom.measure.stopwatch import now
+from pipeloom.execute.stages.stage import Portion
+from pipeloom.measure.rehearsal import Exchange, Rehearsal, StageRun, Times
+from pipeloom.measure.stopwatch import Now, now
 from pipeloom.measure.turns import turns_of
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import OUT_OF
@@ -87,10 +88,11 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
     Repeated for each stage of a rank:
 
     1. its weights are all-gathered;
-    2. one group of ranks in lockstep after the other is timed alone, with as many micro-batches in flight as in a step;
-       ranks of one thread in CPU time, which excludes other programs, here and in 4;
-    3. the second rank sends tensors to the first one, which waits for them, while it computes as all others do (only
-       for the first stage);
+    2. one group of ranks in lockstep after the other is timed alone on its host, with as many micro-batches in flight
+       as in a step; ranks of one thread in CPU time, which excludes other programs, here and in 4; ranks with their own
+       devices are timed at once;
+    3. the second rank sends tensors to the first one, which waits for them, while it and all others compute forwards
+       (only for the first stage);
     4. all ranks compute and exchange messages at once, which shows how much they slow each other down, and how long the
        computing thread takes to post a message;
     5. the stage's collectives are timed while all ranks compute.
@@ -109,30 +111,35 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
     exchange = Exchange(world, transport, rehearsal.outputs[0], layout)
     collective_s: dict[int, tuple[float, float]] = {}
     alone: dict[int, Times] = {}
-    shares_clock = _share_clock(world)
+    shares_clock = world.device.type == "cpu" and len(set(rehearsal.hosts)) == 1
     transfers: list[float] = []
-    turns: list[Turn] = []
-    expected = 0.0
+    posts_s: list[tuple[float, float]] = []
+    expected_s = found_s = 0.0
     for index, stage in rehearsal.visits():
-        run = partial(rehearsal.run_of(stage), rehearsal.clock)
-        one, alone[index] = rehearsal.in_turns(partial(_time_alone, run, most_held(rehearsal.schedule, index)))
-        load = _Load(world, run, sum(one))
+        run, held = rehearsal.run_of(stage), most_held(rehearsal.schedule, index)
+        run(rehearsal.clock, held)  # allocates, and warms caches
+        world.wait_for_all()
+        alone[index] = rehearsal.in_turns(partial(_time_alone, run, rehearsal.clock, held))
+        load = _Load(world, partial(run, rehearsal.clock), sum(alone[index]))
         if len(alone) == 1:  # messages have the same shape at every stage boundary
             takes_part = exchange.place <= 1 and _is_with_first(layout, world.rank)
             time_transfers = _time_one_way if shares_clock else _time_there_and_back
-            transfers = time_transfers(exchange, load, takes_part=takes_part) if exchange.peers else []
+            forwards = _Load(world, partial(replace(run, trains=False).forward, Portion(0)), alone[index].forward_s)
+            transfers = time_transfers(exchange, forwards, takes_part=takes_part) if exchange.peers else []
         # Ranks that share cores slow each other down by a factor of up to their number; half of it is assumed.
         count = max(1, load.num_runs(_CROWD_S / len(rehearsal.stages) / max(1, world.size / 2)))
         world.wait_for_all()
-        turns += exchange.around(run, count, rehearsal.clock)
+        times, *posts = exchange.together(run, rehearsal.clock, count, held)
+        posts_s.append((posts[0], posts[1]))
+        found_s += sum(map(sum, times))
+        expected_s += count * load.run_s
         collective_s[index] = _time_collectives(rehearsal, clock, index, load)
-        expected += count * load.run_s
-    slowdown = sum(turn.run_s for turn in turns) / expected
-    posts = median(turn.receive_s for turn in turns), median(turn.send_s for turn in turns)
+    slowdown = found_s / expected_s
+    receive_s, send_s = map(median, zip(*posts_s, strict=True))
     cores = own_cores() if rehearsal.is_one_thread else None
     world.wait_for_all()  # all want a core at the same time
     turns_s = turns_of(time.perf_counter, _TURNS_S) if cores and len(cores) < world.size else []
-    part = _Part(socket.gethostname(), alone, slowdown, cores, transfers, posts, collective_s, turns_s)
+    part = _Part(socket.gethostname(), alone, slowdown, cores, transfers, (receive_s, send_s), collective_s, turns_s)
     parts: list[_Part] | None = world.gather(part)
     return None if parts is None else _joined_replicas(parts, layout, world.device.type == "cuda")
 
@@ -231,21 +238,17 @@ def message_s(arrived_s: Sequence[float], begun_s: Sequence[float], send_s: floa
     return max(0.0, mean(arrived - begun for arrived, begun in both) - send_s)
 
 
-def _time_alone(run: Callable[..., Times], held: int) -> tuple[Times, Times]:
-    """Times of a micro-batch by itself, and with ``held`` micro-batches in flight."""
-
-    def repeated(repeats: int, held: int) -> Times:
-        return Times.medians([run(held=held) for _ in range(repeats)])
-
-    run(held=held)  # allocates, and warms caches
-    # A run with several micro-batches is that many measurements.
-    several = repeated(-(-_REPEATS // held), held)
-    return several if held == 1 else repeated(_REPEATS, 1), several
+def _time_alone(run: StageRun, clock: Now, held: int) -> Times:
+    """Median times of at least ``_REPEATS`` micro-batches, with ``held`` of them in flight."""
+    times: list[Times] = []
+    while len(times) < _REPEATS:
+        times += run(clock, held)
+    return Times.medians(times)
 
 
 @dataclass(frozen=True)
 class _Load:
-    """Background compute on all ranks: one forward and backward, and its seconds alone."""
+    """Background compute on all ranks: a run of a micro-batch, and its seconds alone."""
 
     world: World
     run: Callable[[], object]
@@ -261,12 +264,6 @@ def _is_with_first(layout: Layout, rank: int) -> bool:
     """Whether a rank is of the first replica, or of one that computes in lockstep with it."""
     (own,) = [group for group in layout.lockstep_groups() if rank in group]
     return any(layout.replica_of(layout.coordinates(one)) == 0 for one in own)
-
-
-def _share_clock(world: World) -> bool:
-    """Whether all ranks are processes on the CPUs of one host, so that their clocks are one. Collective."""
-    hosts = world.gather(socket.gethostname())
-    return world.device.type == "cpu" and bool(world.from_first(hosts is not None and len(set(hosts)) == 1))
 
 
 def _time_one_way(exchange: Exchange, load: _Load, *, takes_part: bool) -> list[float]:
