@@ -7,6 +7,7 @@ import pytest
 
 from pipeloom.catalog import load_cluster
 from pipeloom.cost.hardware import HOP_S, CollectiveCurve, Group, bus_bytes, interpolate
+from pipeloom.cost.mixed import NodeGroup, mixed_cluster
 from pipeloom.errors import UserError
 
 A100 = load_cluster("dgx-a100")
@@ -98,6 +99,15 @@ def test_a_precision_may_have_its_own_curve():
 def test_a_precision_that_the_device_lacks_is_reported():
     with pytest.raises(UserError, match="'a100-sxm-80gb' has no peak for fp8; its file has bf16, fp16, fp32"):
         A100.device.matmul_s(1e9, 0, "fp8")
+
+
+@pytest.mark.parametrize(("stride", "share"), [(1, 1.0), (2, 0.5), (4, 0.5), (8, 1.0)])
+def test_groups_with_some_of_a_nodes_devices_reach_their_share_of_its_network(stride, share):
+    group = Group.strided(64, stride, 8)
+    half = replace(A100, partial_group_share=0.5)
+    assert half.bus_bytes_per_s("all_reduce", group) == share * A100.bus_bytes_per_s("all_reduce", group)
+    both = mixed_cluster("both", [NodeGroup(cluster=one, num_nodes=1) for one in (A100, half)])
+    assert both.bus_bytes_per_s("all_reduce", group) == half.bus_bytes_per_s("all_reduce", group)
 
 
 NODE = Group(8, 8, 1)

@@ -109,6 +109,7 @@ def _cluster(reader: Reader) -> Cluster:
         price_per_device_hour=reader.number("price_per_device_hour", 0.0) or None,
         price_source=reader.text("price_source", ""),
         **{name: int(reader.number(name, 0)) for name in _COUNTS},
+        partial_group_share=reader.fraction("partial_group_share", 1.0),
         pieces=tuple(map(_pieces, reader.tables("pieces"))),
         update=_update(reader.table("update", is_optional=True)),
         host=_link(reader.table("host")) if "host" in reader.names() else None,

@@ -273,6 +273,7 @@ class Cluster:
         price_per_device_hour: in dollars; ``None`` if unknown.
         price_source: whose price it is, and of which date; empty if unknown.
         adapters_per_node: network adapters that the devices of a node share evenly; 0: one for each device.
+        partial_group_share: fraction of a node's network that groups with several of its devices, but not all, reach.
         cores_per_node: cores that the devices of a node share, if devices are processes on a CPU; 0: not shared.
         pieces: measured seconds of models; for other models closed forms are used.
         update: measured seconds of updating weights; ``None``: closed forms are used.
@@ -290,6 +291,7 @@ class Cluster:
     price_per_device_hour: float | None = None
     price_source: str = ""
     adapters_per_node: int = 0
+    partial_group_share: float = 1.0
     cores_per_node: int = 0
     pieces: tuple[MeasuredPieces, ...] = ()
     update: MeasuredUpdate | None = None
@@ -419,10 +421,12 @@ class Cluster:
         """Bus bandwidth in bytes/s, as defined by nccl-tests.
 
         Inside a node, that of ``bus_curves`` for one node, or of the link. Between nodes, a group with k of a node's n
-        devices gets k / n of the node's network.
+        devices gets k / n of the node's network, or of ``partial_group_share`` of it.
         """
         # The n / k groups of a node communicate at the same time: replicas end their backwards together.
         share = group.per_node / self.devices_per_node
+        if 1 < group.per_node < self.devices_per_node:
+            share *= self.partial_group_share
         curve = self.bus_curves.get(collective)
         if group.num_nodes == 1:
             return curve[0][1] if curve else self.intra.bytes_per_s

@@ -222,6 +222,7 @@ def mixed_cluster(name: str, groups: Sequence[NodeGroup], links: Sequence[GroupL
         collective_curves=every.collective_curves,
         host=every.host,
         adapters_per_node=every.adapters_per_node,
+        partial_group_share=every.partial_group_share,
         groups=tuple(groups),
         links=tuple(links),
     )
@@ -246,6 +247,7 @@ def _slowest_cluster(clusters: Sequence[Cluster], links: Sequence[Link]) -> Clus
         collective_curves=_slowest_curves(clusters),
         host=None if None in hosts else _slowest_link([host for host in hosts if host is not None]),
         adapters_per_node=min(cluster.num_adapters for cluster in clusters),
+        partial_group_share=min(cluster.partial_group_share for cluster in clusters),
     )
 
 
