@@ -300,6 +300,8 @@ def _parts(cluster: Cluster, more: _Lines, comments: Notes, prefix: str) -> Iter
     """Blocks of lines of a cluster with nodes of one kind: its keys, then its tables, whose names get ``prefix``."""
     top = {"name": cluster.name, **more, "devices_per_node": cluster.devices_per_node}
     top |= {name: number for name in _COUNTS if (number := getattr(cluster, name))}
+    if cluster.partial_group_share < 1:
+        top["partial_group_share"] = cluster.partial_group_share
     if cluster.price_per_device_hour is not None:
         top["price_per_device_hour"] = cluster.price_per_device_hour
     if cluster.price_source:

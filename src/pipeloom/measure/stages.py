@@ -17,7 +17,7 @@ from pipeloom.execute.communication.transport import Transport
 from pipeloom.execute.communication.under_way import UnderWay, finish
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.stage import Portion
-from pipeloom.measure.rehearsal import Exchange, Rehearsal, StageRun, Times
+from pipeloom.measure.rehearsal import Exchange, Rehearsal, StageRun, Times, Together
 from pipeloom.measure.stopwatch import Now, now
 from pipeloom.measure.turns import turns_of
 from pipeloom.schedule import Kind, Schedule
@@ -113,8 +113,8 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
     alone: dict[int, Times] = {}
     shares_clock = world.device.type == "cpu" and len(set(rehearsal.hosts)) == 1
     transfers: list[float] = []
-    posts_s: list[tuple[float, float]] = []
-    expected_s = found_s = 0.0
+    together: list[Together] = []
+    expected_s = 0.0
     for index, stage in rehearsal.visits():
         run, held = rehearsal.run_of(stage), most_held(rehearsal.schedule, index)
         run(rehearsal.clock, held)  # allocates, and warms caches
@@ -129,17 +129,15 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
         # Ranks that share cores slow each other down by a factor of up to their number; half of it is assumed.
         count = max(1, load.num_runs(_CROWD_S / len(rehearsal.stages) / max(1, world.size / 2)))
         world.wait_for_all()
-        times, *posts = exchange.together(run, rehearsal.clock, count, held)
-        posts_s.append((posts[0], posts[1]))
-        found_s += sum(map(sum, times))
+        together.append(exchange.together(run, rehearsal.clock, count, held))
         expected_s += count * load.run_s
         collective_s[index] = _time_collectives(rehearsal, clock, index, load)
-    slowdown = found_s / expected_s
-    receive_s, send_s = map(median, zip(*posts_s, strict=True))
+    slowdown = sum(sum(times) for one in together for times in one.times) / expected_s
+    posts = median(one.receive_s for one in together), median(one.send_s for one in together)
     cores = own_cores() if rehearsal.is_one_thread else None
     world.wait_for_all()  # all want a core at the same time
     turns_s = turns_of(time.perf_counter, _TURNS_S) if cores and len(cores) < world.size else []
-    part = _Part(socket.gethostname(), alone, slowdown, cores, transfers, (receive_s, send_s), collective_s, turns_s)
+    part = _Part(socket.gethostname(), alone, slowdown, cores, transfers, posts, collective_s, turns_s)
     parts: list[_Part] | None = world.gather(part)
     return None if parts is None else _joined_replicas(parts, layout, world.device.type == "cuda")
 
