@@ -47,7 +47,8 @@ _DEVICE = {**_MEMORY, "launch_us": ("launch_s", _MICRO), "kernel_us": ("kernel_s
 _LINK = {"latency_us": ("latency_s", _MICRO), "gb_per_s": ("bytes_per_s", _GIGA)}
 _UPDATE = {"fixed_us": ("fixed_s", _MICRO), "parameter_ns": ("parameter_s", _NANO)}
 _COUNTS = ("adapters_per_node", "cores_per_node")
-"""Numbers of a cluster that files omit if they are 0."""
+_USUAL = {**dict.fromkeys(_COUNTS, 0), "partial_group_share": 1.0}
+"""Numbers of a cluster that files omit if they have these values."""
 _PRECISIONS = (*get_args(Precision), *get_args(Products))
 """Keys of the tables that have a value for each precision; any other is reported as unknown."""
 _PIECE_SIZES = ("hidden", "heads", "kv_heads", "ffn", "vocab")
@@ -299,9 +300,7 @@ def cluster_to_toml(cluster: Cluster, notes: Mapping[str, Sequence[str]] | None 
 def _parts(cluster: Cluster, more: _Lines, comments: Notes, prefix: str) -> Iterator[list[str]]:
     """Blocks of lines of a cluster with nodes of one kind: its keys, then its tables, whose names get ``prefix``."""
     top = {"name": cluster.name, **more, "devices_per_node": cluster.devices_per_node}
-    top |= {name: number for name in _COUNTS if (number := getattr(cluster, name))}
-    if cluster.partial_group_share < 1:
-        top["partial_group_share"] = cluster.partial_group_share
+    top |= {name: number for name, usual in _USUAL.items() if (number := getattr(cluster, name)) != usual}
     if cluster.price_per_device_hour is not None:
         top["price_per_device_hour"] = cluster.price_per_device_hour
     if cluster.price_source:
