@@ -53,8 +53,8 @@ HELD = (1, 4, 3)
 """Micro-batches that each rank holds: a rank that holds few must not wait for one that holds many."""
 
 
-class _Sleeps:
-    """A run of micro-batches that notes in which order it computes."""
+class _Noted:
+    """A run that computes nothing and notes how many micro-batches it holds."""
 
     def __init__(self):
         self.held = []
@@ -71,7 +71,7 @@ def _together(rendezvous, rank, size):
     world, layout, spec = join_forked(rendezvous, rank, size, "cpu", 20), Layout(pp=size), TensorSpec((4,), float32)
     edges = [edge for low in range(size - 1) for edge in ((low, low + 1), (low + 1, low))]
     with closing(Transport(rank, {edge: [spec] for edge in edges}, world.device, world.timeout)) as transport:
-        run, exchange = _Sleeps(), Exchange(world, transport, spec, layout)
+        run, exchange = _Noted(), Exchange(world, transport, spec, layout)
         found = exchange.together(run, time.perf_counter, 6, HELD[rank])
     world.leave()
     return run.held, len(found.times), found.receive_s > 0, found.send_s > 0

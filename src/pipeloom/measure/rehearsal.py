@@ -185,10 +185,9 @@ class Rehearsal:
 
         All ranks where each has its own device; else one group in lockstep on each host.
         """
-        groups = self.layout.lockstep_groups()
         if self.world.device.type == "cuda":
             return [list(range(self.world.size))]
-        return teams_of(groups, self.hosts)
+        return teams_of(self.layout.lockstep_groups(), self.hosts)
 
     def in_turns(self, work: Callable[[], Found], teams: Sequence[Sequence[int]] = ()) -> Found:
         """Call ``work`` once on each rank, one team after the other; returns this rank's result.

@@ -1,6 +1,5 @@
 """Profiles the stages of a run: seconds of each stage, alone and while all ranks compute."""
 
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -111,7 +110,7 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
     exchange = Exchange(world, transport, rehearsal.outputs[0], layout)
     collective_s: dict[int, tuple[float, float]] = {}
     alone: dict[int, Times] = {}
-    shares_clock = world.device.type == "cpu" and len(set(rehearsal.hosts)) == 1
+    shares_clock = world.device.type == "cpu" and len(set(rehearsal.hosts)) == 1  # a host has one
     transfers: list[float] = []
     together: list[Together] = []
     expected_s = 0.0
@@ -137,7 +136,7 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
     cores = own_cores() if rehearsal.is_one_thread else None
     world.wait_for_all()  # all want a core at the same time
     turns_s = turns_of(time.perf_counter, _TURNS_S) if cores and len(cores) < world.size else []
-    part = _Part(socket.gethostname(), alone, slowdown, cores, transfers, posts, collective_s, turns_s)
+    part = _Part(rehearsal.hosts[world.rank], alone, slowdown, cores, transfers, posts, collective_s, turns_s)
     parts: list[_Part] | None = world.gather(part)
     return None if parts is None else _joined_replicas(parts, layout, world.device.type == "cuda")
 
