@@ -182,7 +182,7 @@ def test_a_part_that_is_packed_for_a_partner_with_little_of_its_own_is_in_memory
     assert assert_step(config) == "evicted"
 
 
-@pytest.mark.parametrize("part", thinned(range(6), 6))
+@pytest.mark.parametrize("part", thinned(range(12), 12))
 @pytest.mark.timeout(120)
 def test_a_step_with_frozen_layers_equals_the_single_process_and_holds_the_bytes_that_are_predicted(part):
     assert {assert_step(config) for config in frozen_runs(24)[part::6]} == {"kept"}
@@ -230,12 +230,12 @@ def test_a_step_with_experts_and_adapters_equals_the_single_process_and_holds_th
     assert {assert_step(config) for config in adapted_expert_runs(32)[part::8]} <= {"kept", "shared"}
 
 
-@pytest.mark.parametrize("part", thinned(range(6), 6))
+@pytest.mark.parametrize("part", thinned(range(12), 12))
 @pytest.mark.timeout(120)
 def test_matrices_of_experts_have_the_state_of_muon_that_is_predicted(part):
     every = expert_runs(120)[:24], shared_expert_runs(48), adapted_expert_runs(32)
     drawn = [one for runs in every for one in runs if one.layout.tp == 1]
-    taken = [replace(one, optimizer=replace(one.optimizer, name="muon")) for one in drawn[part::6]]
+    taken = [replace(one, optimizer=replace(one.optimizer, name="muon")) for one in drawn[part::12]]
     found = [assert_step(one) for one in taken if not find_problems(one, trains=False)]
     assert len(found) > 3
     assert None not in found
