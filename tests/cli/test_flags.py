@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import pytest
 
-from pipeloom.cli import COMMANDS, main
-from pipeloom.cli.flags import parse_flags, read_flags
+from pipeloom.cli import COMMANDS, main, plan, train
+from pipeloom.cli.flags import _ELSEWHERE, parse_flags, read_flags
 from pipeloom.cli.reference import Command, Output, Place, command_of
 from pipeloom.cli.run_config import parse_config
 from pipeloom.errors import ConfigError
@@ -248,3 +248,13 @@ def test_settings_of_a_run_have_the_values_of_that_run_in_the_help(name, capsys)
         assert sentence in shown
         assert "Pipeline-model-parallel size: pipeline ranks [" not in shown
         assert "--layout.[no-]sequence-parallel" in shown
+
+
+@pytest.mark.parametrize("there", _ELSEWHERE)
+def test_a_name_of_another_program_names_ours(there):
+    named = []
+    for command in (train.COMMAND, plan.COMMAND):
+        with pytest.raises(ConfigError) as refused:
+            parse_flags(command, [f"--{there}", "1"])
+        named += [one for one in refused.value.problems if f"there is no flag --{there}; did you mean" in one]
+    assert named

@@ -30,6 +30,22 @@ _Value = TypeVar("_Value")
 SOURCE = "the command line"
 _HELP = {"-h": False, "--help": False, "--help-all": True}
 """Flags that print help -> whether that has all options."""
+_ELSEWHERE = {
+    "gpus": "devices",
+    "num-gpus": "devices",
+    "ngpus": "devices",
+    "world-size": "devices",
+    "nproc-per-node": "devices",
+    "tensor-model-parallel-size": "tp",
+    "pipeline-model-parallel-size": "pp",
+    "context-parallel-size": "cp",
+    "expert-model-parallel-size": "ep",
+    "learning-rate": "lr",
+    "train-iters": "steps",
+    "bf16": "dtype",
+    "fp16": "dtype",
+}
+"""Names that Megatron-LM, torchrun and others have for a setting -> its name here."""
 
 
 @dataclass
@@ -248,8 +264,8 @@ def _close_flags(word: str, by_flag: dict[str, Option]) -> list[str]:
     for flag in (*by_flag, *_HELP):
         name = flag.lstrip("-")
         names.setdefault(name if "." in wanted else name.rpartition(".")[2], []).append(flag)
-    if wanted in names:
-        return names[wanted][:3]
+    if (here := _ELSEWHERE.get(wanted, wanted)) in names:
+        return names[here][:3]
     return [flag for name in close_names(wanted, names) for flag in names[name]][:3]
 
 
