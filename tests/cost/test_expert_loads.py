@@ -11,6 +11,7 @@ from pipeloom.cost.layers import Pieces
 from pipeloom.cost.overlap import layer_seconds
 from pipeloom.cost.pieces import piece_seconds
 from pipeloom.cost.products import expert_products
+from pipeloom.cost.stages import rank_parameters
 from pipeloom.workload.run import Run
 
 CLUSTER, SOFTWARE = load_cluster("dgx-h100"), load_software("pipeloom")
@@ -104,3 +105,14 @@ def test_a_stage_exposes_its_last_exchange_once():
     pieces = piece_seconds(run, CLUSTER, SOFTWARE)
     assert pieces.stage == layer_of(run.of_pieces).edge_s != (0.0, 0.0)
     assert pieces.hidden_travel_s == layer_of(run.of_pieces).hidden_s
+
+
+@pytest.mark.parametrize("name", ["pipeloom", "megatron-core", "fsdp", "general"])
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "qwen3-30b-a3b"])
+def test_ranks_that_share_experts_hold_all_of_them_once_together(name, model):
+    software = load_software(name)
+    alone = Run(shape=load_model(model), seq=512, dp=8, micro_batch=1, global_batch=8)
+    (whole,) = rank_parameters(alone, software)
+    for ep in (2, 4, 8):
+        dense, experts = (one for (one,) in (rank_parameters(each, software) for each in alone.changed(ep=ep).segments))
+        assert dense + ep * experts == pytest.approx(whole, rel=1e-3)

@@ -85,7 +85,7 @@ def test_megatron_is_planned_within_the_rules_of_its_export():
         job = make_job(config, step.cluster, Site())
         assert not TARGETS["megatron"].problems(job)
         assert step.run.tp == 1 or step.run.sequence_parallel
-        assert config.model.balance == ("microbatch" if step.run.pp > 1 else None)
+        assert config.model.balance == ("microbatch" if step.run.num_microbatches > 1 else None)
     assert (wide.best.run.tp, wide.best.run.ep) == (2, 2)
     assert answer.error_bar.sentences[0].startswith("No model with experts was measured, so the error of this one may")
 

@@ -127,6 +127,16 @@ def state_bytes(run: Run, parameters: float, software: Software, shard: Shard | 
     return State(parameters * weights, parameters * gradients, parameters * optimizer)
 
 
+def unreduced_bytes(run: Run, software: Software) -> float:
+    """Bytes of the gradient of a parameter that is not reduced yet, where gradients are sharded.
+
+    FSDP2 adds the gradients of micro-batches up in the type of the reduction (torch 2.13,
+    ``FSDPParam.to_accumulated_grad_if_needed``), which may be wider than the weights.
+    """
+    whole = state_bytes(run, 1.0, software, "none").gradients_bytes
+    return whole if software.has_lanes else max(whole, software.gradient_bytes)
+
+
 def lasting_bytes(run: Run, parameters: float, software: Software, shard: Shard | None = None) -> float:
     """Bytes of ``state_bytes`` that a device holds during the whole step.
 

@@ -261,7 +261,8 @@ def _parameters(run: Run, software: Software, counts: Sequence[int]) -> tuple[fl
         held[0] += _positions(run)
         held[head] += _head_norm(run)
     else:
-        each = shape.layer_matrix_parameters / run.tp + shape.kind.layer_norms * shape.hidden
+        of_experts = shape.expert_parameters if run.segment == "dense" else 0.0
+        each = (shape.layer_matrix_parameters - of_experts) / run.tp + shape.kind.layer_norms * shape.hidden
         held, embedding = [count * each for count in counts], shape.embedding_parameters / run.tp
     held[0] += embedding
     if not shape.tied or (tied_ranks(run) is not None and not software.lends_tied):

@@ -5,7 +5,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.cost.memory import frozen_bytes, lasting_bytes, lent_bytes, state_bytes
+from pipeloom.cost.memory import frozen_bytes, lasting_bytes, lent_bytes, state_bytes, unreduced_bytes
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
 from pipeloom.cost.stages import gathered_parameters
@@ -92,7 +92,7 @@ def _segment_bytes(placed: Placed, stages: NDArray[np.int64], gathered: int, unr
         held = held + largest[:, :most].sum(axis=1) * alone.weights_bytes
     if wholes := _num_whole_gradients(run, software, unreduced):
         largest = np.array(placed.trained_parameters)[stages].max(axis=1)
-        held = held + largest * (alone.gradients_bytes * min(wholes, stages.shape[1]))
+        held = held + largest * (unreduced_bytes(run, software) * min(wholes, stages.shape[1]))
     return held
 
 

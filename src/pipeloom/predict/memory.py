@@ -28,6 +28,7 @@ from pipeloom.cost.memory import (
     stage_recomputed_bytes,
     state_bytes,
     sum_of_parts,
+    unreduced_bytes,
     working_bytes,
 )
 from pipeloom.cost.software import Software
@@ -423,7 +424,7 @@ def _gradient_buffer_bytes(run: Run, software: Software, placement: Placement, b
     has_buffers = software.has_reduction_lane or software.gathers_once(run.num_stages)
     if not (_is_sharded(run) and has_buffers) or run.shard == "optimizer":
         return [0.0] * placement.num_ranks
-    each = state_bytes(replace(run, shard="none"), 1.0, software).gradients_bytes
+    each = unreduced_bytes(run, software)
     held = _trained_parameters(run, software)
     of_rank = [[held[stage] for stage in stages] for stages in _stages(placement)]
     if buffers is None:
