@@ -1,4 +1,4 @@
-"""Products of linear layers in 8 bits: faster, with casts, and nothing else changes."""
+"""Products of linear layers in 8 bits: faster, with casts; kernels that write their inputs keep these in 8 bits."""
 
 from dataclasses import replace
 
@@ -42,14 +42,25 @@ def test_norms_and_activations_that_write_8_bits_leave_what_other_kernels_write_
         assert one.memory_s - other.memory_s == pytest.approx(4 * 8192 * width / rate)
 
 
-def test_head_embedding_and_memory_are_as_before():
+def test_head_embedding_and_state_are_as_before():
     wide, narrow = (Pieces(run, CLUSTER, MEGATRON) for run in (WIDE, NARROW))
     assert narrow.head_forward() == wide.head_forward()
     assert narrow.head_backward() == wide.head_backward()
     assert narrow.head_weight_s() == wide.head_weight_s()
     assert narrow.embedding_forward() == wide.embedding_forward()
-    assert kept_bytes(NARROW, MEGATRON) == kept_bytes(WIDE, MEGATRON)
+    assert kept_bytes(NARROW, UNFUSED) == kept_bytes(WIDE, UNFUSED)
     assert state_bytes(NARROW, 1e9, MEGATRON) == state_bytes(WIDE, 1e9, MEGATRON)
+
+
+def test_inputs_of_products_are_kept_in_8_bits_and_attention_also_keeps_its_own_output():
+    """Of Llama's layer: two norms and gate, up and product; Transformer Engine and Megatron's fused SwiGLU."""
+    hidden, ffn, queries, keys = WIDE.shape.hidden, WIDE.shape.ffn, WIDE.shape.query_width, WIDE.shape.kv_width
+    wide = 2 * (4 * hidden + 2 * queries + 2 * keys + 3 * ffn)
+    narrow = 2 * (2 * hidden + 2 * queries + 2 * keys + 2 * ffn) + 2 * hidden + queries + ffn
+    assert kept_bytes(WIDE, MEGATRON) == pytest.approx(wide * WIDE.tokens / WIDE.tp)
+    assert kept_bytes(NARROW, MEGATRON) == pytest.approx(narrow * WIDE.tokens / WIDE.tp)
+    unfused = replace(MEGATRON, fuses_gates=False)
+    assert kept_bytes(WIDE, unfused) - kept_bytes(WIDE, MEGATRON) == pytest.approx(2 * ffn * WIDE.tokens / WIDE.tp)
 
 
 @pytest.mark.parametrize("name", ["dgx-h100", "h200", "dgx-b200", "dgx-b300", "gb200-nvl72", "gb300-nvl72"])

@@ -7,9 +7,14 @@ inner width F, a heads, s tokens in a sequence, t tensor-parallel ranks:
     whole            inputs and outputs of two norms 4 e H; unfused norms keep single-precision copies;
                      masks of two dropouts 2 H
     split over t     queries, keys, values, and attention's output e (2 Q + 2 G);
-                     GELU's input and output 2 e F, or SwiGLU's gate, up, activated gate and product 4 e F
+                     GELU's input and output 2 e F, or SwiGLU's gate, up, activated gate and product 4 e F; a fused
+                     kernel computes the activated gate again (``Software.fuses_gates``)
     experts          of each of the k experts of a token its row in and out, 2 e H k, whole; their inner width for F,
                      split; of each expert the router's score and its softmax in single precision, 8
+    products in      Transformer Engine keeps the inputs of products as it multiplied them (pytorch/module/linear.py,
+    8 bits           layernorm_linear.py: saved tensors of a quantized type): 1 in place of e for outputs of norms,
+                     the input of the block's second product and rows into experts; and 1 for each element of
+                     attention's output, which attention keeps itself as well
     scores           softmax's output e a s, with dropout its mask and output e a s + a s; plain kernels also keep a
                      single-precision copy; flash kernels and selective recomputation keep no scores
 
@@ -19,7 +24,7 @@ the first line by t, too. Full recomputation keeps each layer's input, and all o
 
 from dataclasses import replace
 
-from pipeloom.cost.products import dense_inner
+from pipeloom.cost.products import NARROW_BYTES, dense_inner
 from pipeloom.cost.software import Software
 from pipeloom.workload.run import Run
 
@@ -35,7 +40,13 @@ _SCORE_BYTES = 8.0
 
 
 def layer_activation_bytes(
-    run: Run, *, dropout: bool, keeps_gathered: bool = False, norm_copies: float = NORM_COPY_BYTES
+    run: Run,
+    *,
+    dropout: bool,
+    keeps_gathered: bool = False,
+    norm_copies: float = NORM_COPY_BYTES,
+    narrow_operands: bool = False,
+    fuses_gates: bool = False,
 ) -> float:
     """Bytes that one layer keeps for the backward of one micro-batch without full recomputation.
 
@@ -44,11 +55,16 @@ def layer_activation_bytes(
         dropout: whether dropout masks are kept.
         keeps_gathered: whether, with sequence parallelism, the two gathered inputs of a layer are kept.
         norm_copies: bytes per element that an unfused norm keeps.
+        narrow_operands: whether inputs of products are kept in 8 bits.
+        fuses_gates: whether a gated block does not keep its activated gate.
     """
-    shape, size = run.shape, run.element_bytes
-    whole = shape.hidden * (4 * size + (2 if dropout else 0) + (0 if run.fused_norm else 2 * norm_copies))
-    inner = shape.kind.inner_kept * size * dense_inner(shape)
-    split = size * (2 * shape.query_width + 2 * shape.kv_width) + inner
+    shape, size, operand = run.shape, run.element_bytes, NARROW_BYTES if narrow_operands else run.element_bytes
+    norms = 2 * (size + operand)
+    whole = shape.hidden * (norms + (2 if dropout else 0) + (0 if run.fused_norm else 2 * norm_copies))
+    # All but the block's output, which is the operand of a product.
+    inner = (shape.kind.inner_kept - 1 - (fuses_gates and shape.kind.gates > 1)) * size + operand
+    split = size * (2 * shape.query_width + 2 * shape.kv_width) + inner * dense_inner(shape)
+    split += operand * shape.query_width if narrow_operands else 0.0
     scores = 0.0
     if run.attention in ("plain", "fused-softmax") and run.recompute != "selective":
         per_score = size + (size + 1 if dropout else 0) + (4 if run.effective_attention == "plain" else 0)
@@ -56,19 +72,24 @@ def layer_activation_bytes(
     gathered = 0.0
     if run.sequence_parallel:
         whole /= run.tp
-        gathered = 2 * size * shape.hidden * (1 - 1 / run.tp) if keeps_gathered else 0.0
-    return run.tokens * (whole + gathered + (split + scores) / run.tp) + _experts_bytes(run)
+        gathered = 2 * operand * shape.hidden * (1 - 1 / run.tp) if keeps_gathered else 0.0
+    return run.tokens * (whole + gathered + (split + scores) / run.tp) + _experts_bytes(run, operand, inner)
 
 
-def _experts_bytes(run: Run) -> float:
+def _experts_bytes(run: Run, operand: float, inner: float) -> float:
     """Bytes that the experts of one layer keep: scores, and for each pair of a token and an expert a row in and out.
 
     Rows of the tensor-parallel ranks are gathered, so that only the inner width of an expert is divided.
+
+    Args:
+        run: model and layout.
+        operand: bytes of an element of a product's input, as it is kept.
+        inner: bytes that an expert keeps of each element of its inner width.
     """
     experts, shape, size = run.shape.experts, run.shape, run.element_bytes
     if experts is None:
         return 0.0
-    of_pair = size * (2 * shape.hidden + shape.kind.inner_kept * experts.ffn / run.tp)
+    of_pair = (size + operand) * shape.hidden + inner * experts.ffn / run.tp
     scores = _SCORE_BYTES * experts.count / (run.tp if run.sequence_parallel else 1)
     return run.computed_pairs * of_pair + run.tokens * scores
 
@@ -100,5 +121,7 @@ def layer_kept_bytes(run: Run, software: Software) -> float:
         dropout=software.dropout,
         keeps_gathered=software.keeps_gathered,
         norm_copies=software.norm_copy_bytes,
+        narrow_operands=software.fuses_casts and bool(run.products),
+        fuses_gates=software.fuses_gates,
     )
     return kept - again * (kept - stage_input_bytes(run))

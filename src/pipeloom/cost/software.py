@@ -107,7 +107,10 @@ class Software:
             the forward and the backward of each micro-batch, and gradients are scattered in the same way (FSDP). With a
             pipeline once a step (``gathers_once``).
         fuses_casts: whether norms, activations and their gradients write operands of products in 8 bits
-            (Transformer Engine, LayerNormLinear and LayerNormMLP). Other operands are cast.
+            (Transformer Engine, LayerNormLinear and LayerNormMLP), and inputs of products are kept so for the backward.
+            Other operands are cast.
+        fuses_gates: whether a gated block keeps the inputs of its activation and its output alone; otherwise the
+            activated gate, too (Megatron's ``SwiGLUFunction`` computes that again).
         native_attention: whether flash kernels are written for the device: cuDNN's, which Transformer Engine prefers
             from the H100 on (``get_attention_backend``).
         has_reduction_lane: whether data-parallel collectives run on a lane of their own during the pipeline; otherwise
@@ -180,6 +183,7 @@ class Software:
     selective_share: float = 0.0
     gathers_layers: bool = False
     fuses_casts: bool = False
+    fuses_gates: bool = False
     native_attention: bool = False
     has_reduction_lane: bool = False
     lends_tied: bool = False
