@@ -25,6 +25,7 @@ PIECES = MeasuredPieces(
 )
 MEASURED = replace(
     A100,
+    devices_per_host=4,
     cores_per_node=2,
     pieces=(PIECES, replace(PIECES, run=replace(KEY, recompute="full"), message_s=0.0)),
     update=MeasuredUpdate(fixed_s=1e-3, parameter_s=8e-9, precision="fp32"),

@@ -272,6 +272,8 @@ class Cluster:
             nothing can move to the host.
         price_per_device_hour: in dollars; ``None`` if unknown.
         price_source: whose price it is, and of which date; empty if unknown.
+        devices_per_host: devices of a host, where a node, whose devices share ``intra``, is several hosts, such as a rack
+            with one NVLink domain; 0: a node is one host.
         adapters_per_node: network adapters that the devices of a node share evenly; 0: one for each device.
         partial_group_share: fraction of a node's network that groups with several of its devices, but not all, reach.
         cores_per_node: cores that the devices of a node share, if devices are processes on a CPU; 0: not shared.
@@ -290,6 +292,7 @@ class Cluster:
     host: Link | None = None
     price_per_device_hour: float | None = None
     price_source: str = ""
+    devices_per_host: int = 0
     adapters_per_node: int = 0
     partial_group_share: float = 1.0
     cores_per_node: int = 0
@@ -399,6 +402,19 @@ class Cluster:
     def peak_flops_per_s(self, num_devices: int, precision: str) -> float:
         """Peak FLOP/s of the first ``num_devices`` devices together."""
         return sum(count * kind.device.peak_flops_per_s[precision] for kind, count in self.kinds(num_devices))
+
+    @property
+    def host_size(self) -> int:
+        """Devices of a host, on each of which a launcher starts processes."""
+        return self.devices_per_host or self.devices_per_node
+
+    def num_hosts(self, num_devices: int) -> int:
+        """Hosts of the first ``num_devices`` devices; the last of each kind may be used in part.
+
+        Raises:
+            UserError: the cluster has too few devices.
+        """
+        return sum(-(-devices // kind.host_size) for kind, devices in self.kinds(num_devices))
 
     @property
     def num_adapters(self) -> int:

@@ -98,14 +98,13 @@ class Job:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that the run needs."""
-        # Rounded up, since the last node may be used in part.
-        return -(-self.config.layout.num_ranks // self.cluster.devices_per_node)
+        """Nodes that the run needs, as launchers count them: hosts of the cluster."""
+        return self.cluster.num_hosts(self.config.layout.num_ranks)
 
     @property
     def processes_per_node(self) -> int:
         """Number of processes on each node, if all nodes have the same number."""
-        return min(self.config.layout.num_ranks, self.cluster.devices_per_node)
+        return min(self.config.layout.num_ranks, self.cluster.host_size)
 
     @property
     def dtype(self) -> str:

@@ -88,6 +88,12 @@ def about_ranks(job: Job) -> list[str]:
         which = str(node) if node == last else f"{node} to {last}"
         found.append(f"NODE_RANK {which} on {kind.name}.")
         node = last + 1
+    domains = {kind.devices_per_node for kind, _ in kinds if kind.host_size < kind.devices_per_node}
+    if job.num_nodes > 1 and domains:
+        found.append(
+            f"Nodes are hosts here: those of {max(domains)} successive ranks must be in one domain of the fast network, "
+            "which the predicted step uses."
+        )
     if job.num_nodes > 1:
         found.append("All nodes need the same folder at the same path.")
     return found

@@ -144,13 +144,15 @@ def _is_wide(run: Run, part: Cluster) -> bool:
 
 def node_problems(cluster: Cluster, num_ranks: int) -> list[str]:
     """Why one command cannot start so many ranks on every node of a cluster; empty if it can."""
-    lack, per_node = cluster.lack(num_ranks), cluster.devices_per_node
+    lack, per_node = cluster.lack(num_ranks), cluster.host_size
     if lack is not None:
         return [lack]
-    sizes = {kind.name: kind.devices_per_node for kind, _ in cluster.kinds(num_ranks)}
+    kinds = cluster.kinds(num_ranks)
+    sizes = {kind.name: kind.host_size for kind, _ in kinds}
     if len(set(sizes.values())) > 1:
+        key = "devices_per_host" if any(kind.devices_per_host for kind, _ in kinds) else "devices_per_node"
         what = f"nodes have different numbers of devices ({', '.join(f'{n} in {kind}' for kind, n in sizes.items())})"
-        way_out = f"describe the larger ones with devices_per_node {per_node}"
+        way_out = f"describe the larger ones with {key} {per_node}"
     elif num_ranks > per_node and num_ranks % per_node:
         what = f"{num_ranks} processes do not fill nodes of {per_node} devices ({cluster.name})"
         way_out = f"use a multiple of {per_node}, or fewer devices of a node"
