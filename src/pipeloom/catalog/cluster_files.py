@@ -28,6 +28,7 @@ from pipeloom.cost.hardware import (
     Link,
     MeasuredPieces,
     MeasuredUpdate,
+    Vendor,
 )
 from pipeloom.cost.mixed import GroupLink, MixedCluster, NodeGroup, mixed_cluster
 from pipeloom.errors import ConfigError, UserError
@@ -203,6 +204,7 @@ def _device(reader: Reader) -> Device:
             if key in _PRECISIONS
         },
         num_multiprocessors=int(reader.number("num_multiprocessors", 0)),
+        vendor=cast("Vendor", reader.text("vendor", "nvidia", among=get_args(Vendor))),
         early_kernels=reader.fraction("early_kernels", 1.0),
     )
 
@@ -353,6 +355,8 @@ def _device_lines(device: Device) -> _Lines:
     }
     if device.num_multiprocessors:
         lines["num_multiprocessors"] = device.num_multiprocessors
+    if device.vendor != "nvidia":
+        lines["vendor"] = device.vendor
     if device.early_kernels != 1:
         lines["early_kernels"] = device.early_kernels
     if device.matmul_curves:

@@ -274,6 +274,7 @@ def _slowest_device(devices: Sequence[Device]) -> Device:
         launch_s=max(device.launch_s for device in devices),
         matmul_curves={name: _lowest_fractions(devices, name) for name in known},
         num_multiprocessors=slowest.num_multiprocessors,
+        vendor=slowest.vendor,
         early_kernels=slowest.early_kernels,
     )
 

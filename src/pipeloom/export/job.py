@@ -7,7 +7,7 @@ from functools import cached_property
 
 from pipeloom.checkpoint.checkpoint_folder import is_hugging_face
 from pipeloom.config import ModelConfig, RunConfig, find_problems, run_part, unset, with_pretrained
-from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.hardware import Cluster, Device
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.stages import stage_layers
 from pipeloom.errors import ConfigError, UserError
@@ -112,9 +112,19 @@ class Job:
         return precision_of(self.config.training.known_dtype) or "fp64"
 
     @property
+    def device(self) -> Device:
+        """The device of the first rank, which is that of all where nodes are of one kind."""
+        return self.cluster.kinds(self.config.layout.num_ranks)[0][0].device
+
+    @property
     def has_gpus(self) -> bool:
         """Whether the cluster's devices are GPUs."""
         return self.cluster.device.is_gpu
+
+    @property
+    def has_amd_gpus(self) -> bool:
+        """Whether some of the run's devices are AMD's GPUs."""
+        return any(kind.device.vendor == "amd" for kind, _ in self.cluster.kinds(self.config.layout.num_ranks))
 
     @property
     def takes_gpus(self) -> bool:

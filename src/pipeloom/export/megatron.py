@@ -449,6 +449,8 @@ def _differences(job: Job) -> tuple[str, ...]:
         )
     if job.model.expert_capacity is not None and layout.tp > 1:
         found.append("model.expert_capacity: counted among the tokens of each tensor-parallel rank, not of all of them")
+    if job.has_amd_gpus:
+        found.append(f"devices of {job.cluster.name} are AMD's: flags are those of NVIDIA's Megatron-LM, not of a fork")
     if _is_fsdp(job):
         found.append(f"layout.shard {layout.shard}: gathers and reductions run for each micro-batch, not once per step")
     if (job.model.vocab_size or 0) % layout.tp:

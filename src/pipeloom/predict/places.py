@@ -11,6 +11,7 @@ from pipeloom.schedule import Action, Kind, Placement
 from pipeloom.schedule.kinds import COMPUTE_KINDS, PARTNER_MOVES, RECEIVE_KINDS, TIED_RECEIVE_KINDS
 from pipeloom.schedule.lanes import other_end
 from pipeloom.simulation import Sharing
+from pipeloom.terminal.words import and_list
 from pipeloom.workload.run import Run
 
 
@@ -143,11 +144,15 @@ def _is_wide(run: Run, part: Cluster) -> bool:
 
 
 def node_problems(cluster: Cluster, num_ranks: int) -> list[str]:
-    """Why one command cannot start so many ranks on every node of a cluster; empty if it can."""
+    """Why one command for each host cannot start so many ranks on a cluster; empty if it can."""
     lack, per_node = cluster.lack(num_ranks), cluster.host_size
     if lack is not None:
         return [lack]
     kinds = cluster.kinds(num_ranks)
+    tpus = [kind.name for kind, _ in kinds if kind.device.is_tpu]
+    if tpus:
+        what = f"the devices of {and_list(tpus)} are TPUs, for which steps are predicted only"
+        return [f"{what}: pipeloom writes start files for CPUs and GPUs; use a cluster with these"]
     sizes = {kind.name: kind.host_size for kind, _ in kinds}
     if len(set(sizes.values())) > 1:
         key = "devices_per_host" if any(kind.devices_per_host for kind, _ in kinds) else "devices_per_node"
