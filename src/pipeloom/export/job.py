@@ -14,9 +14,9 @@ from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.describe import describe, with_dtype, with_model_sizes
 from pipeloom.predict.places import node_problems
 from pipeloom.predict.recipes import recipe_notes, with_recipe
-from pipeloom.predict.step import simulate_step
+from pipeloom.predict.step import Prediction, simulate_step
 from pipeloom.schedule import Action, Kind, Schedule
-from pipeloom.terminal.words import count, seconds
+from pipeloom.terminal.words import count, memory_lack, seconds
 from pipeloom.workload.dtypes import precision_of
 from pipeloom.workload.launchers import Launcher, optimizer_problems, update_problems
 
@@ -231,12 +231,27 @@ class Job:
         return [f"{unset}: a run that fails has no checkpoint and starts again"]
 
     @cached_property
-    def step_s(self) -> float | None:
-        """Predicted seconds of a step; ``None`` if the step cannot be predicted."""
+    def prediction(self) -> Prediction | None:
+        """Time and memory of a step; ``None`` if the step cannot be predicted."""
         try:
-            return simulate_step(self.placed, self.config.knobs()).prediction.step_time_s
+            return simulate_step(self.placed, self.config.knobs()).prediction
         except UserError:
             return None
+
+    @property
+    def step_s(self) -> float | None:
+        """Predicted seconds of a step; ``None`` if the step cannot be predicted."""
+        return None if self.prediction is None else self.prediction.step_time_s
+
+    @property
+    def misfit(self) -> str | None:
+        """Which rank needs more memory than its devices have, a sentence; ``None`` if the prediction has no such."""
+        found = self.prediction
+        if found is None or found.fits:
+            return None
+        rank = found.fullest_rank
+        lack = memory_lack(rank, found.memory.total_bytes, found.device_bytes[rank])
+        return f"{lack}, as predicted for machine.software {self.placed.software.name}; simulate prints what would help"
 
     @cached_property
     def interval(self) -> int | None:
