@@ -40,13 +40,6 @@ def test_devices_of_several_groups_see_the_slowest_of_everything():
             assert part.collective_s("all_reduce", 1e9, over) >= group.collective_s("all_reduce", 1e9, over)
 
 
-def test_hosts_are_counted_by_the_devices_of_each_kind():
-    racks = nodes("racks", devices_per_node=16, devices_per_host=4)
-    assert [racks.num_hosts(devices) for devices in (1, 4, 6, 40)] == [1, 1, 2, 10]
-    assert [mixed((racks, 1), (FAST, 2)).num_hosts(devices) for devices in (16, 17, 32)] == [4, 5, 6]
-    assert mixed((racks, 1), (FAST, 2)).host_size == 4
-
-
 def test_hosts_links_inside_nodes_and_multiprocessors_count_too():
     launching = replace(A100, device=replace(A100.device, launch_s=9e-6))
     wired = replace(V100, intra=Link(latency_s=2e-5, bytes_per_s=1e11))

@@ -15,7 +15,7 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.export import HandedOver, hand_over
 from pipeloom.export.job import Site, training_problems
 from pipeloom.predict.describe import described_problems, with_model_sizes
-from pipeloom.predict.places import node_problems
+from pipeloom.predict.places import node_problems, num_hosts, tpus_of
 from pipeloom.predict.recipes import recipe_notes
 from pipeloom.workload.limits import Common
 
@@ -89,9 +89,9 @@ def print_run(config: RunConfig, cluster: Cluster, file: Path) -> None:
     for program, reasons in (("train", refused), ("launch", unlaunched)):
         for reason in reasons:
             _print_item("refused", f"by pipeloom {program}: {reason}")
-    if refused or cluster.device.is_tpu:
+    if refused or tpus_of(cluster, num_ranks):
         return
-    if (num_hosts := cluster.num_hosts(num_ranks)) == 1:
+    if (hosts := num_hosts(cluster, num_ranks)) == 1:
         _print_item("start", f"pipeloom train {file}")
     elif unlaunched:
         _print_item("start", f"pipeloom train {file} starts all {num_ranks} processes on one host")
@@ -99,7 +99,7 @@ def print_run(config: RunConfig, cluster: Cluster, file: Path) -> None:
         _print_item(
             "start",
             f"pipeloom launch {file} --out FOLDER writes the scripts that start its {num_ranks} processes on "
-            f"{num_hosts} nodes of {cluster.name}, by torchrun or Slurm; pipeloom train starts all of them on one host",
+            f"{hosts} nodes of {cluster.name}, by torchrun or Slurm; pipeloom train starts all of them on one host",
         )
 
 

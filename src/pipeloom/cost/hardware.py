@@ -89,11 +89,6 @@ class Device:
     early_kernels: float = 1.0
 
     @property
-    def is_tpu(self) -> bool:
-        """Whether it is a TPU, on which steps are predicted and not started."""
-        return self.vendor == "google"
-
-    @property
     def is_gpu(self) -> bool:
         """Whether it is a GPU or similar: with multiprocessors, or 10 TFLOP/s, which no core of a CPU has."""
         return self.num_multiprocessors > 0 or max(self.peak_flops_per_s.values(), default=0) >= 1e13
@@ -415,14 +410,6 @@ class Cluster:
     def host_size(self) -> int:
         """Devices of a host, on each of which a launcher starts processes."""
         return self.devices_per_host or self.devices_per_node
-
-    def num_hosts(self, num_devices: int) -> int:
-        """Hosts of the first ``num_devices`` devices; the last of each kind may be used in part.
-
-        Raises:
-            UserError: the cluster has too few devices.
-        """
-        return sum(-(-devices // kind.host_size) for kind, devices in self.kinds(num_devices))
 
     @property
     def num_adapters(self) -> int:

@@ -12,7 +12,7 @@ from pipeloom.cost.placed import Placed
 from pipeloom.cost.stages import stage_layers
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.describe import describe, with_dtype, with_model_sizes
-from pipeloom.predict.places import node_problems
+from pipeloom.predict.places import node_problems, num_hosts
 from pipeloom.predict.recipes import recipe_notes, with_recipe
 from pipeloom.predict.step import Prediction, simulate_step
 from pipeloom.schedule import Action, Kind, Schedule
@@ -99,7 +99,7 @@ class Job:
     @property
     def num_nodes(self) -> int:
         """Nodes that the run needs, as launchers count them: hosts of the cluster."""
-        return self.cluster.num_hosts(self.config.layout.num_ranks)
+        return num_hosts(self.cluster, self.config.layout.num_ranks)
 
     @property
     def processes_per_node(self) -> int:

@@ -143,14 +143,31 @@ def _is_wide(run: Run, part: Cluster) -> bool:
     return Group.strided(run.shard_size, run.tp, size).num_nodes > 1 or (stride > size > 1 and run.replicate > 1)
 
 
+def num_hosts(cluster: Cluster, num_devices: int) -> int:
+    """Hosts of the first ``num_devices`` devices; the last of each kind may be used in part.
+
+    Raises:
+        UserError: the cluster has too few devices.
+    """
+    return sum(-(-devices // kind.host_size) for kind, devices in cluster.kinds(num_devices))
+
+
+def tpus_of(cluster: Cluster, num_devices: int) -> list[str]:
+    """Names of the nodes of the first ``num_devices`` devices that are TPUs, on which no run is started.
+
+    Raises:
+        UserError: the cluster has too few devices.
+    """
+    return [kind.name for kind, _ in cluster.kinds(num_devices) if kind.device.vendor == "google"]
+
+
 def node_problems(cluster: Cluster, num_ranks: int) -> list[str]:
     """Why one command for each host cannot start so many ranks on a cluster; empty if it can."""
     lack, per_node = cluster.lack(num_ranks), cluster.host_size
     if lack is not None:
         return [lack]
     kinds = cluster.kinds(num_ranks)
-    tpus = [kind.name for kind, _ in kinds if kind.device.is_tpu]
-    if tpus:
+    if tpus := tpus_of(cluster, num_ranks):
         what = f"the devices of {and_list(tpus)} are TPUs, for which steps are predicted only"
         return [f"{what}: pipeloom writes start files for CPUs and GPUs; use a cluster with these"]
     sizes = {kind.name: kind.host_size for kind, _ in kinds}
