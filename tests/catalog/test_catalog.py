@@ -230,6 +230,26 @@ def test_a_key_of_a_file_that_is_close_is_suggested(tmp_path):
         load_cluster(str(file))
 
 
+def test_a_node_has_whole_hosts_and_by_default_it_is_one(tmp_path):
+    file = tmp_path / "hosts.toml"
+    for hosts, size in (("", 4), ("devices_per_host = 2\n", 2)):
+        file.write_text(FILE.replace("devices_per_node = 4", f"{hosts}devices_per_node = 4"))
+        assert load_cluster(str(file)).host_size == size
+    file.write_text(FILE.replace("devices_per_node = 4", "devices_per_host = 3\ndevices_per_node = 4"))
+    with pytest.raises(ConfigError, match="devices_per_host must divide devices_per_node 4.* found 3"):
+        load_cluster(str(file))
+
+
+def test_the_vendor_of_a_device_is_one_that_has_start_files_or_predictions(tmp_path):
+    vendors = {name: load_cluster(name).device.vendor for name in names("clusters")}
+    assert {name for name, vendor in vendors.items() if vendor == "google"} == {"tpu-v5e", "tpu-v5p"}
+    assert {name for name, vendor in vendors.items() if vendor == "amd"} == {"mi300x", "mi325x", "mi355x"}
+    file = tmp_path / "wrong.toml"
+    file.write_text('base = "mi300x"\nname = "mine"\n[device]\nvendor = "amd inc"\n')
+    with pytest.raises(ConfigError, match="vendor must be one of nvidia, amd, google, found 'amd inc'"):
+        load_cluster(str(file))
+
+
 def test_all_problems_of_a_file_are_reported_together(tmp_path):
     file = tmp_path / "wrong.toml"
     file.write_text('name = 3\nlayers = 0\nhidden = 8\nheads = 2\nffn = 8\nfamily = "relu"\nvocab = 5\ncolor = 1\n')

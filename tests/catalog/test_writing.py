@@ -25,11 +25,14 @@ PIECES = MeasuredPieces(
 )
 MEASURED = replace(
     A100,
+    devices_per_host=4,
     cores_per_node=2,
     pieces=(PIECES, replace(PIECES, run=replace(KEY, recompute="full"), message_s=0.0)),
     update=MeasuredUpdate(fixed_s=1e-3, parameter_s=8e-9, precision="fp32"),
     name='the "best" \\ one, größer',
-    device=replace(A100.device, matmul_curves={"fp32": tuple((x, y / 2) for x, y in A100.device.matmul_curve)}),
+    device=replace(
+        A100.device, vendor="amd", matmul_curves={"fp32": tuple((x, y / 2) for x, y in A100.device.matmul_curve)}
+    ),
     collective_curves={
         "all_reduce": (
             CollectiveCurve(ranks=2, points=((4096.0, 1.5e7), (2.0**30, 2e11))),

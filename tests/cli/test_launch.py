@@ -54,6 +54,17 @@ def test_files_that_start_nothing_are_an_error_where_all_that_start_are_refused(
     assert {file.name for file in tmp_path.iterdir()} == {"torch_schedule.csv", "torch_schedule.py"}
 
 
+@pytest.mark.parametrize(("ranks", "needs"), [("2", 1), ("16", 0)])
+def test_a_run_that_is_predicted_not_to_fit_is_written_and_said_to_lack_memory(tmp_path, capsys, ranks, needs):
+    words = ("--model.preset", "llama-3-8b", "--layout.pp", ranks, "--layout.num-microbatches", "16",
+             "--machine.cluster", "dgx-a100", "--training.device", "cuda")  # fmt: skip
+    status, said, _ = launch(capsys, "--out", tmp_path, "--to", "torchrun", "slurm", *words)
+    assert status == 0
+    told = " ".join(said.split())
+    assert told.count("does not fit pipeline rank 0 needs") == needs
+    assert ("GB of 85, as predicted for machine.software pipeloom" in told) == bool(needs)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

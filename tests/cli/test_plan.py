@@ -498,6 +498,24 @@ def test_a_run_on_several_nodes_is_not_started_by_train(model, tmp_path, capsys)
     assert f"start pipeloom train {out / 'run.toml'}" not in said
 
 
+@pytest.mark.parametrize(
+    ("cluster", "refused", "starts"),
+    [
+        ("dgx-a100", "refused by pipeloom launch: 12 processes do not fill nodes of 8 devices", True),
+        ("gb200-nvl72", "on 3 nodes of gb200-nvl72", False),
+        ("tpu-v5e", "refused by pipeloom launch: the devices of tpu-v5e are TPUs", False),
+    ],
+)
+def test_what_starts_a_planned_run_is_named_where_something_does(model, tmp_path, capsys, cluster, refused, starts):
+    out = tmp_path / "planned"
+    command = words(model, devices=12, cluster=cluster, dtype="bfloat16", **{"global-batch": 12, "pp": 1, "tp": 1})
+    assert main([*command, "--strategies", "none", "--no-explain", "--out", str(out)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert refused in said
+    assert (f"start pipeloom train {out / 'run.toml'} starts all 12 processes on one host" in said) == starts
+    assert ("pipeloom launch " + str(out / "run.toml") in said) == (cluster == "gb200-nvl72")
+
+
 def test_another_model_goes_over_that_of_a_run_file(model, tmp_path, capsys):
     first, second = tmp_path / "first", tmp_path / "second"
     assert main([*words(model), "--out", str(first), "--no-explain"]) == 0

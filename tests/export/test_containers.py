@@ -75,6 +75,22 @@ def test_a_task_of_skypilot_has_nodes_devices_a_volume_and_restarts(tmp_path):
     assert task["envs"] == {"RUN": "/data/tiny"}
 
 
+def test_a_pod_takes_the_gpus_of_their_vendor(tmp_path):
+    written = written_for("kubeflow", tmp_path, load_cluster("mi300x"), layout={"dp": 4})
+    text = (tmp_path / "kubeflow.yaml").read_text()
+    assert '"amd.com/gpu": "8"' in text
+    assert "nvidia" not in text
+    assert any("PyTorch must be that for ROCm" in sentence for sentence in written.notes.differs)
+
+
+@pytest.mark.parametrize("target", ["torchrun", "slurm", "kubeflow", "skypilot", "torchtitan", "megatron"])
+def test_nothing_that_starts_a_run_is_written_for_tpus(tmp_path, target):
+    done = hand_over(run_of(layout={"dp": 4}), load_cluster("tpu-v5p"), tmp_path, [target], site=SITE)
+    assert not done.written
+    assert not list(tmp_path.iterdir())
+    assert any(reason.startswith("the devices of tpu-v5p are TPUs") for reason in done.refused[0].reasons)
+
+
 @pytest.mark.parametrize("target", ["kubeflow", "skypilot"])
 def test_failures_of_a_long_run_do_not_end_it_and_the_file_has_the_reason(tmp_path, target):
     written_for(target, tmp_path, load_cluster("dgx-a100"))

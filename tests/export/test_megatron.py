@@ -64,6 +64,47 @@ def test_a_gpt2_and_stages_of_equal_layers(tmp_path):
     assert "--untie-embeddings-and-output-weights" not in found
 
 
+@pytest.mark.parametrize(
+    ("software", "dtype", "expected"),
+    [
+        ("pipeloom", "bfloat16", ["--bf16", "--accumulate-allreduce-grads-in-fp32"]),
+        ("megatron-core", "bfloat16", ["--bf16", "--grad-reduce-in-bf16"]),
+        ("megatron-core", "float16", ["--fp16"]),
+        ("pipeloom", "float16", ["--fp16", "--accumulate-allreduce-grads-in-fp32"]),
+        ("megatron-core", "float32", []),
+    ],
+)
+def test_gradients_have_the_bytes_that_were_predicted(tmp_path, software, dtype, expected):
+    sections = {"machine": {"software": software, "cluster": "dgx-a100"}, "training": {"dtype": dtype}}
+    written = written_for("megatron", tmp_path, **sections)
+    flags = ("--bf16", "--fp16", "--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16")
+    found = command_of(written.files[0], MEGATRON="/megatron", DATA="mock")
+    assert [flag for flag in flags if flag in found] == expected
+    is_said = any(f"gradients of micro-batches and ranks add up in {dtype}" in one for one in written.notes.differs)
+    assert is_said == (software == "megatron-core" and dtype != "float32")
+
+
+def test_gradients_that_were_predicted_with_two_widths_are_wide_and_it_is_said(tmp_path):
+    machine, training = {"software": "zero-bubble"}, {"dtype": "bfloat16"}
+    schedule, layout = {"family": "1f1b"}, {"loops": 1}
+    written = written_for("megatron", tmp_path, machine=machine, training=training, schedule=schedule, layout=layout)
+    assert "--accumulate-allreduce-grads-in-fp32" in written.files[0].read_text()
+    assert any("zero-bubble has them in 2 and 4" in one for one in written.notes.differs)
+
+
+@pytest.mark.parametrize(("software", "tp"), [("megatron-core", 2), ("megatron-core", 1), ("pipeloom", 2)])
+def test_exchanges_beside_products_are_named_where_the_prediction_has_them(tmp_path, software, tp):
+    layout = {"tp": tp, "sequence_parallel": tp > 1}
+    written = written_for("megatron", tmp_path, machine={"software": software}, layout=layout)
+    is_said = any(one.startswith("--tp-comm-overlap is left out") for one in written.notes.differs)
+    assert is_said == (software == "megatron-core" and tp > 1)
+    assert "\n  --tp-comm-overlap" not in written.files[0].read_text()
+
+
+def test_no_mask_of_the_square_of_a_sequence_is_made(tmp_path):
+    assert "--no-create-attention-mask-in-dataloader" in command(tmp_path, data={"seq_len": 131_072})
+
+
 def test_other_data_and_more_flags_go_over(tmp_path):
     (script,) = written_for("megatron", tmp_path).files
     found = command_of(script, MEGATRON="/megatron", DATA="--data-path 0.5 a 0.5 b", RUN="/run")

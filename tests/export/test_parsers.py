@@ -55,6 +55,8 @@ def megatron_values(export: Export) -> Mapping[str, Any]:
         "use_distributed_optimizer": layout.dp > 1 and layout.shard == "optimizer",
         "recompute_granularity": None if kinds == {"none"} else ("selective" if kinds == {"selective"} else "full"),
         "bf16": job.dtype == "bf16",
+        "accumulate_allreduce_grads_in_fp32": job.dtype != "fp32" and not job.placed.software.has_narrow_gradients,
+        "create_attention_mask_in_dataloader": False,
         "lr": setting("optimizer.lr"),
         "min_lr": pytest.approx(setting("optimizer.lr") * job.config.optimizer.known_lr_min_fraction),
         "lr_warmup_iters": setting("optimizer.lr_warmup_steps"),

@@ -10,6 +10,7 @@ import pytest
 from clusters import mixed
 from launch_runs import CLUSTER, SCONTROL, SRUN, reasons_of, run_of, written_for
 
+from pipeloom.catalog import load_cluster
 from pipeloom.export import hand_over
 
 PROBE = """echo "$NODE_RANK $MASTER_ADDR $MASTER_PORT $RUN $*" >>"$PLAYED/started"
@@ -50,6 +51,18 @@ def test_the_job_asks_for_whole_nodes_and_one_task_on_each(tmp_path, played):
         assert f"#SBATCH {option}" in options
     assert "#SBATCH --signal=B:USR1@120" in options
     assert played[0].notes.differs == ()
+
+
+@pytest.mark.parametrize("name", ["gb200-nvl72", "gb300-nvl72"])
+def test_the_nodes_of_a_job_are_hosts_where_a_node_of_the_cluster_is_several(tmp_path, name):
+    training, layout = {"device": "cuda"}, {"dp": 3, "num_microbatches": 12}
+    (written,) = hand_over(run_of(training=training, layout=layout), load_cluster(name), tmp_path, ["slurm"]).written
+    script = written.files[-1].read_text()
+    assert "#SBATCH --nodes=3\n" in script
+    assert "#SBATCH --gpus-per-node=4\n" in script
+    start = (tmp_path / "torchrun.sh").read_text()
+    assert "\nnodes=3\nprocesses=4\n" in start
+    assert "those of 72 successive ranks must be in one domain" in start
 
 
 def test_a_run_without_checkpoints_and_one_with_a_long_grace_are_reported_and_signalled_in_time(tmp_path):

@@ -28,6 +28,7 @@ from pipeloom.cost.hardware import (
     Link,
     MeasuredPieces,
     MeasuredUpdate,
+    Vendor,
 )
 from pipeloom.cost.mixed import GroupLink, MixedCluster, NodeGroup, mixed_cluster
 from pipeloom.errors import ConfigError, UserError
@@ -46,7 +47,7 @@ _MEMORY = {"memory_gb": ("memory_bytes", _GIGA), "memory_gb_per_s": ("memory_byt
 _DEVICE = {**_MEMORY, "launch_us": ("launch_s", _MICRO), "kernel_us": ("kernel_s", _MICRO)}
 _LINK = {"latency_us": ("latency_s", _MICRO), "gb_per_s": ("bytes_per_s", _GIGA)}
 _UPDATE = {"fixed_us": ("fixed_s", _MICRO), "parameter_ns": ("parameter_s", _NANO)}
-_COUNTS = ("adapters_per_node", "cores_per_node")
+_COUNTS = ("devices_per_host", "adapters_per_node", "cores_per_node")
 _USUAL = {**dict.fromkeys(_COUNTS, 0), "partial_group_share": 1.0}
 """Numbers of a cluster that files omit if they have these values."""
 _PRECISIONS = (*get_args(Precision), *get_args(Products))
@@ -97,6 +98,16 @@ for _name in names("clusters"):
 
 
 def _cluster(reader: Reader) -> Cluster:
+    cluster = _read_fields(reader)
+    if cluster.devices_per_node % cluster.host_size:
+        reader.complain(
+            f"devices_per_host must divide devices_per_node {cluster.devices_per_node}, since a node has whole hosts, "
+            f"found {cluster.devices_per_host}"
+        )
+    return cluster
+
+
+def _read_fields(reader: Reader) -> Cluster:
     return Cluster(
         name=reader.text("name"),
         device=_device(reader.table("device")),
@@ -193,6 +204,7 @@ def _device(reader: Reader) -> Device:
             if key in _PRECISIONS
         },
         num_multiprocessors=int(reader.number("num_multiprocessors", 0)),
+        vendor=cast("Vendor", reader.text("vendor", "nvidia", among=get_args(Vendor))),
         early_kernels=reader.fraction("early_kernels", 1.0),
     )
 
@@ -343,6 +355,8 @@ def _device_lines(device: Device) -> _Lines:
     }
     if device.num_multiprocessors:
         lines["num_multiprocessors"] = device.num_multiprocessors
+    if device.vendor != "nvidia":
+        lines["vendor"] = device.vendor
     if device.early_kernels != 1:
         lines["early_kernels"] = device.early_kernels
     if device.matmul_curves:

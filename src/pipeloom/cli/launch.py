@@ -15,6 +15,7 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.export import HandedOver, hand_over
 from pipeloom.export.job import Site, training_problems
 from pipeloom.predict.describe import described_problems, with_model_sizes
+from pipeloom.predict.places import node_problems, num_hosts, tpus_of
 from pipeloom.predict.recipes import recipe_notes
 from pipeloom.workload.limits import Common
 
@@ -84,19 +85,21 @@ def print_run(config: RunConfig, cluster: Cluster, file: Path) -> None:
     if missing:
         _print_item("", "What is to set has a line `# SET` in the file; flags of `pipeloom train` do as well.")
     num_ranks = config.layout.num_ranks
-    num_nodes = cluster.node_of(num_ranks - 1)[0] + 1
-    refused = training_problems(with_model_sizes(config)[0])
-    for reason in refused:
-        _print_item("refused", f"by pipeloom train: {reason}")
-    if refused:
+    refused, unlaunched = training_problems(with_model_sizes(config)[0]), node_problems(cluster, num_ranks)
+    for program, reasons in (("train", refused), ("launch", unlaunched)):
+        for reason in reasons:
+            _print_item("refused", f"by pipeloom {program}: {reason}")
+    if refused or tpus_of(cluster, num_ranks):
         return
-    if num_nodes == 1:
+    if (hosts := num_hosts(cluster, num_ranks)) == 1:
         _print_item("start", f"pipeloom train {file}")
+    elif unlaunched:
+        _print_item("start", f"pipeloom train {file} starts all {num_ranks} processes on one host")
     else:
         _print_item(
             "start",
             f"pipeloom launch {file} --out FOLDER writes the scripts that start its {num_ranks} processes on "
-            f"{num_nodes} nodes of {cluster.name}, by torchrun or Slurm; pipeloom train starts all of them on one host",
+            f"{hosts} nodes of {cluster.name}, by torchrun or Slurm; pipeloom train starts all of them on one host",
         )
 
 
@@ -117,8 +120,9 @@ def print_handed_over(done: HandedOver) -> None:
         print("\nto set, as variables of the environment; without them nothing starts")
         for name, what in needs.items():
             _print_item(name, what, 28)
-    for head, sentences in (("defaults", [done.usual] if done.usual is not None else []), ("recipe", done.recipe)):
-        _print_part(head, sentences)
+    parts = {"defaults": [done.usual], "recipe": done.recipe, "does not fit": [done.misfit]}
+    for head, sentences in parts.items():
+        _print_part(head, [sentence for sentence in sentences if sentence is not None])
     for refused in done.refused:
         print(f"\n{refused.target.name}: {refused.target.program} cannot express this run")
         for reason in refused.reasons:

@@ -15,7 +15,7 @@ from pipeloom.predict.traffic import boundary_traffic
 from pipeloom.schedule.kinds import LOAD_OF
 from pipeloom.schedule.lanes import DATA_PARALLEL_LANE, Lane
 from pipeloom.terminal.console import headed, print_table, table, wide_console
-from pipeloom.terminal.words import count, parameters, passes_of, seconds, short, unit_bytes, unit_s
+from pipeloom.terminal.words import count, memory_lack, parameters, passes_of, seconds, short, unit_bytes, unit_s
 
 _ACCOUNT = {
     "compute_s": "compute",
@@ -287,10 +287,7 @@ def _print_misfit(console: Console, tree: Mapping[str, Any]) -> None:
     memory = tree["memory"][fullest]
     largest = sorted(_MEMORY, key=lambda part: -memory[part])[:3]
     made_of = ", ".join(f"{_MEMORY[part]} {short(memory[part] / unit)}" for part in largest)
-    needs = (
-        f": pipeline rank {fullest} needs {short(memory['total_bytes'] / unit)} {name} of {limit / unit:.4g}; "
-        f"most of it: {made_of}"
-    )
+    needs = f": {memory_lack(fullest, memory['total_bytes'], limit)}; most of it: {made_of}"
     console.print(headed("\ndoes not fit", needs, "bold red"))
     for setting, total in tree["help"].items():
         verdict = "fits" if total <= limit else "still too much"

@@ -17,6 +17,7 @@ from pipeloom.workload.dtypes import Dtype, Precision, default_dtype
 from pipeloom.workload.run import Run
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Vendor = Literal["nvidia", "amd", "google"]
 Curve = tuple[tuple[float, float], ...]
 """(x, y) points with rising x."""
 Both = tuple[float, float]
@@ -71,6 +72,7 @@ class Device:
         memory_bytes_per_s: nominal memory bandwidth.
         launch_s: seconds of the host to launch a kernel.
         num_multiprocessors: of a GPU, for tile quantization; 0 for other devices.
+        vendor: of a GPU or a TPU; without meaning for cores of a CPU.
         early_kernels: share of the peak that kernels written for earlier devices (FlashAttention-1 and 2) can use.
     """
 
@@ -83,6 +85,7 @@ class Device:
     launch_s: float
     matmul_curves: dict[str, Curve] = field(default_factory=dict)
     num_multiprocessors: int = 0
+    vendor: Vendor = "nvidia"
     early_kernels: float = 1.0
 
     @property
@@ -272,6 +275,8 @@ class Cluster:
             nothing can move to the host.
         price_per_device_hour: in dollars; ``None`` if unknown.
         price_source: whose price it is, and of which date; empty if unknown.
+        devices_per_host: devices of a host, where a node, whose devices share ``intra``, is several hosts, such as a
+            rack with one NVLink domain; 0: a node is one host.
         adapters_per_node: network adapters that the devices of a node share evenly; 0: one for each device.
         partial_group_share: fraction of a node's network that groups with several of its devices, but not all, reach.
         cores_per_node: cores that the devices of a node share, if devices are processes on a CPU; 0: not shared.
@@ -290,6 +295,7 @@ class Cluster:
     host: Link | None = None
     price_per_device_hour: float | None = None
     price_source: str = ""
+    devices_per_host: int = 0
     adapters_per_node: int = 0
     partial_group_share: float = 1.0
     cores_per_node: int = 0
@@ -399,6 +405,11 @@ class Cluster:
     def peak_flops_per_s(self, num_devices: int, precision: str) -> float:
         """Peak FLOP/s of the first ``num_devices`` devices together."""
         return sum(count * kind.device.peak_flops_per_s[precision] for kind, count in self.kinds(num_devices))
+
+    @property
+    def host_size(self) -> int:
+        """Devices of a host, on each of which a launcher starts processes."""
+        return self.devices_per_host or self.devices_per_node
 
     @property
     def num_adapters(self) -> int:

@@ -221,6 +221,7 @@ def mixed_cluster(name: str, groups: Sequence[NodeGroup], links: Sequence[GroupL
         bus_message_bytes=every.bus_message_bytes,
         collective_curves=every.collective_curves,
         host=every.host,
+        devices_per_host=every.devices_per_host,
         adapters_per_node=every.adapters_per_node,
         partial_group_share=every.partial_group_share,
         groups=tuple(groups),
@@ -246,6 +247,7 @@ def _slowest_cluster(clusters: Sequence[Cluster], links: Sequence[Link]) -> Clus
         bus_message_bytes=min(cluster.bus_message_bytes for cluster in clusters),
         collective_curves=_slowest_curves(clusters),
         host=None if None in hosts else _slowest_link([host for host in hosts if host is not None]),
+        devices_per_host=min(cluster.host_size for cluster in clusters),
         adapters_per_node=min(cluster.num_adapters for cluster in clusters),
         partial_group_share=min(cluster.partial_group_share for cluster in clusters),
     )
@@ -272,6 +274,7 @@ def _slowest_device(devices: Sequence[Device]) -> Device:
         launch_s=max(device.launch_s for device in devices),
         matmul_curves={name: _lowest_fractions(devices, name) for name in known},
         num_multiprocessors=slowest.num_multiprocessors,
+        vendor=slowest.vendor,
         early_kernels=slowest.early_kernels,
     )
 

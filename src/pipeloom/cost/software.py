@@ -226,6 +226,11 @@ class Software:
         """Whether it trains layers with experts."""
         return self.has_lanes or self.name in WITH_EXPERTS
 
+    @property
+    def has_narrow_gradients(self) -> bool:
+        """Whether gradients of weights in two bytes add up, and are reduced, in two bytes as well."""
+        return self.gradient_bytes <= 2 and self.weight_state_bytes <= 4
+
     def num_pieces(self, layers: int) -> int:
         """Pieces of a model that may be stages: layers, and embedding and head where these are balanced, too."""
         return layers + 2 if self.partition == "balanced" else layers

@@ -69,6 +69,7 @@ class HandedOver:
         written: targets with files.
         refused: targets that cannot express the run.
         usual: a sentence with settings that are defaults, not the model's recipe; ``None`` for no such.
+        misfit: which rank is predicted to need more memory than its devices have; ``None`` for none.
         recipe: sentences on the recipe of the model; empty without one.
     """
 
@@ -77,6 +78,7 @@ class HandedOver:
     refused: tuple[Refused, ...]
     usual: str | None = None
     recipe: tuple[str, ...] = ()
+    misfit: str | None = None
 
 
 def hand_over(
@@ -113,7 +115,7 @@ def hand_over(
     stale = {name for target in chosen for name in target.files} - set(texts)
     _write(folder, texts, stale)
     written = tuple(Written(target, tuple(folder / name for name in draft.files), draft) for target, draft in drafts)
-    return HandedOver(folder, written, refused, usual_values(job.config), job.recipe)
+    return HandedOver(folder, written, refused, usual_values(job.config), job.recipe, job.misfit if written else None)
 
 
 def _check(site: Site) -> None:

@@ -7,16 +7,16 @@ from functools import cached_property
 
 from pipeloom.checkpoint.checkpoint_folder import is_hugging_face
 from pipeloom.config import ModelConfig, RunConfig, find_problems, run_part, unset, with_pretrained
-from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.hardware import Cluster, Device
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.stages import stage_layers
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.describe import describe, with_dtype, with_model_sizes
-from pipeloom.predict.places import node_problems
+from pipeloom.predict.places import node_problems, num_hosts
 from pipeloom.predict.recipes import recipe_notes, with_recipe
-from pipeloom.predict.step import simulate_step
+from pipeloom.predict.step import Prediction, simulate_step
 from pipeloom.schedule import Action, Kind, Schedule
-from pipeloom.terminal.words import count, seconds
+from pipeloom.terminal.words import count, memory_lack, seconds
 from pipeloom.workload.dtypes import precision_of
 from pipeloom.workload.launchers import Launcher, optimizer_problems, update_problems
 
@@ -98,14 +98,13 @@ class Job:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that the run needs."""
-        # Rounded up, since the last node may be used in part.
-        return -(-self.config.layout.num_ranks // self.cluster.devices_per_node)
+        """Nodes that the run needs, as launchers count them: hosts of the cluster."""
+        return num_hosts(self.cluster, self.config.layout.num_ranks)
 
     @property
     def processes_per_node(self) -> int:
         """Number of processes on each node, if all nodes have the same number."""
-        return min(self.config.layout.num_ranks, self.cluster.devices_per_node)
+        return min(self.config.layout.num_ranks, self.cluster.host_size)
 
     @property
     def dtype(self) -> str:
@@ -113,9 +112,19 @@ class Job:
         return precision_of(self.config.training.known_dtype) or "fp64"
 
     @property
+    def device(self) -> Device:
+        """The device of the first rank, which is that of all where nodes are of one kind."""
+        return self.cluster.kinds(self.config.layout.num_ranks)[0][0].device
+
+    @property
     def has_gpus(self) -> bool:
         """Whether the cluster's devices are GPUs."""
         return self.cluster.device.is_gpu
+
+    @property
+    def has_amd_gpus(self) -> bool:
+        """Whether some of the run's devices are AMD's GPUs."""
+        return any(kind.device.vendor == "amd" for kind, _ in self.cluster.kinds(self.config.layout.num_ranks))
 
     @property
     def takes_gpus(self) -> bool:
@@ -222,12 +231,27 @@ class Job:
         return [f"{unset}: a run that fails has no checkpoint and starts again"]
 
     @cached_property
-    def step_s(self) -> float | None:
-        """Predicted seconds of a step; ``None`` if the step cannot be predicted."""
+    def prediction(self) -> Prediction | None:
+        """Time and memory of a step; ``None`` if the step cannot be predicted."""
         try:
-            return simulate_step(self.placed, self.config.knobs()).prediction.step_time_s
+            return simulate_step(self.placed, self.config.knobs()).prediction
         except UserError:
             return None
+
+    @property
+    def step_s(self) -> float | None:
+        """Predicted seconds of a step; ``None`` if the step cannot be predicted."""
+        return None if self.prediction is None else self.prediction.step_time_s
+
+    @property
+    def misfit(self) -> str | None:
+        """Which rank needs more memory than its devices have, a sentence; ``None`` if the prediction has no such."""
+        found = self.prediction
+        if found is None or found.fits:
+            return None
+        rank = found.fullest_rank
+        lack = memory_lack(rank, found.memory.total_bytes, found.device_bytes[rank])
+        return f"{lack}, as predicted for machine.software {self.placed.software.name}; simulate prints what would help"
 
     @cached_property
     def interval(self) -> int | None:

@@ -114,7 +114,7 @@ def _runtime(job: Job) -> dict[str, Any]:
 def _pod(job: Job) -> dict[str, Any]:
     per_node = job.processes_per_node
     resources = (
-        {"limits": {"nvidia.com/gpu": str(per_node)}}
+        {"limits": {f"{job.device.vendor}.com/gpu": str(per_node)}}
         if job.takes_gpus
         else {"requests": {"cpu": str(cores(job.config, per_node))}}
     )

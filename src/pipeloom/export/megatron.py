@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from pipeloom.config import OptimizerConfig, unset
 from pipeloom.export.job import Draft, Job, Need, Target, variable
 from pipeloom.export.megatron_checkpoints import about_the_end, checkpoint_differences, kept, minutes_of
+from pipeloom.export.megatron_gradients import gradient_differences, precision_flags
 from pipeloom.export.megatron_order import is_megatrons
 from pipeloom.export.text import Flag, bash_array, body, comment, flag
 from pipeloom.export.torchrun import about_ranks, script_of, start_of
@@ -207,6 +208,9 @@ def _model(job: Job) -> list[Flag]:
         flag("--num-attention-heads", model.num_heads),
         flag("--seq-length", seq_len),
         flag("--max-position-embeddings", seq_len),
+        # Transformer Engine's causal attention, with a window too, reads no mask; one for each micro-batch would have
+        # the square of the sequence in bytes.
+        flag("--no-create-attention-mask-in-dataloader"),
         # The default of 128 would pad the vocabulary.
         flag("--make-vocab-size-divisible-by", 1),
         flag(_FLAGS["model.norm_eps"], model.known_norm_eps),
@@ -354,12 +358,10 @@ def _recompute(job: Job) -> list[Flag]:
 def _training(job: Job) -> list[Flag]:
     config, layout, optimizer = job.config, job.config.layout, job.config.optimizer
     own, steps, rate = optimizer.values, config.training.known_steps, optimizer.known_lr
-    # pipeloom accumulates gradients in float32, too (docs/decisions/0012).
-    precision = {"bf16": [flag("--bf16"), flag("--accumulate-allreduce-grads-in-fp32")], "fp16": [flag("--fp16")]}
     # In Megatron-LM, 0 disables clipping.
     clip = 0.0 if math.isinf(optimizer.known_clip_grad_norm) else optimizer.known_clip_grad_norm
     return [
-        *precision.get(job.dtype, []),
+        *precision_flags(job),
         # Operands of e4m3 in forwards, gradients of e5m2, each scaled by its own largest value.
         *([flag("--fp8-format", "hybrid")] if config.training.matmul_dtype is not None else []),
         flag("--micro-batch-size", layout.microbatch_size),
@@ -423,7 +425,14 @@ def _own(job: Job) -> set[str]:
 
 def _differences(job: Job) -> tuple[str, ...]:
     layout = job.config.layout
-    found = checkpoint_differences(job)
+    found = [*checkpoint_differences(job), *gradient_differences(job)]
+    if job.placed.software.name == MEGATRON.software and layout.sequence_parallel and layout.tp > 1:
+        # Not in the script: Transformer Engine makes buffers for it that not every cluster allows.
+        found.append(
+            f"--tp-comm-overlap is left out, and machine.software {MEGATRON.software} has its efficiencies from steps "
+            f"with it: with layout.tp {layout.tp} a step may take longer than predicted; add the flag after the "
+            "script's name where Transformer Engine's user buffers work"
+        )
     if layout.pp > 1 and layout.num_loops > 1 and not _is_same_order(job):
         found.append(
             "order: forwards are those of breadth-first, but backwards of a rank's last stage begin before all "
@@ -440,6 +449,8 @@ def _differences(job: Job) -> tuple[str, ...]:
         )
     if job.model.expert_capacity is not None and layout.tp > 1:
         found.append("model.expert_capacity: counted among the tokens of each tensor-parallel rank, not of all of them")
+    if job.has_amd_gpus:
+        found.append(f"devices of {job.cluster.name} are AMD's: flags are those of NVIDIA's Megatron-LM, not of a fork")
     if _is_fsdp(job):
         found.append(f"layout.shard {layout.shard}: gathers and reductions run for each micro-batch, not once per step")
     if (job.model.vocab_size or 0) % layout.tp:

@@ -36,7 +36,7 @@ _PROGRAM = Program("SkyPilot 0.14", SCRIPT, _LINES, FILE)
 
 def _problems(job: Job) -> list[str]:
     found = container_problems(job)
-    device = job.cluster.device.name
+    device = job.device.name
     if job.takes_gpus and device not in _ACCELERATORS:
         found.append(
             f"SkyPilot's name of the device {device} of {job.cluster.name} is not known, only of "
@@ -68,7 +68,7 @@ def _make(job: Job) -> Draft:
 def _task(job: Job, started: Draft) -> dict[str, Any]:
     per_node = job.processes_per_node
     devices = (
-        {"accelerators": f"{_ACCELERATORS[job.cluster.device.name]}:{per_node}"}
+        {"accelerators": f"{_ACCELERATORS[job.device.name]}:{per_node}"}
         if job.takes_gpus
         else {"cpus": f"{cores(job.config, per_node)}+"}
     )

@@ -88,6 +88,12 @@ def about_ranks(job: Job) -> list[str]:
         which = str(node) if node == last else f"{node} to {last}"
         found.append(f"NODE_RANK {which} on {kind.name}.")
         node = last + 1
+    domains = {kind.devices_per_node for kind, _ in kinds if kind.host_size < kind.devices_per_node}
+    if job.num_nodes > 1 and domains:
+        found.append(
+            f"Nodes are hosts here: those of {max(domains)} successive ranks must be in one domain of the fast "
+            "network, which the predicted step uses."
+        )
     if job.num_nodes > 1:
         found.append("All nodes need the same folder at the same path.")
     return found
@@ -120,6 +126,8 @@ def _differences(job: Job) -> tuple[str, ...]:
     if config.restart != RestartConfig():
         found.append("restart.* is left out: torchrun ends all processes, and the next start takes the last checkpoint")
     training = config.training
+    if job.has_amd_gpus:
+        found.append(f"devices of {job.cluster.name} are AMD's: PyTorch must be that for ROCm, which calls them cuda")
     # Not changed, since a run for GPUs may be tried on CPUs first.
     if job.has_gpus and training.device == "cpu":
         found.append(

@@ -72,6 +72,8 @@ def _device(findings: Findings) -> Device:
         launch_s=findings.launch.median_s,
         matmul_curves={name: curves[name] for name in others},
         num_multiprocessors=findings.host.num_multiprocessors,
+        # PyTorch calls AMD's GPUs cuda as well.
+        vendor="amd" if findings.host.kind == "cuda" and "AMD" in findings.host.device_name else "nvidia",
     )
 
 

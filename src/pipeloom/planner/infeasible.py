@@ -240,10 +240,10 @@ def near_devices(question: Question) -> list[int]:
         few = numbers[:MOST_NUMBERS].tolist()
         return next((other for other in few if has_arrangement(replace(question, num_devices=other))), None)
 
-    node = question.cluster.devices_per_node
+    host = question.cluster.host_size
     near = list[int | None]()
     for side in (products[products < number][::-1], products[(products > number) & (products <= most)]):
-        # Clusters allocate whole nodes.
-        whole = side[side % node == 0] if number > node else side[:0]
+        # Clusters allocate whole hosts.
+        whole = side[side % host == 0] if number > host else side[:0]
         near.append(first(whole) or first(side))
     return [other for other in near if other is not None]

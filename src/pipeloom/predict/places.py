@@ -11,6 +11,7 @@ from pipeloom.schedule import Action, Kind, Placement
 from pipeloom.schedule.kinds import COMPUTE_KINDS, PARTNER_MOVES, RECEIVE_KINDS, TIED_RECEIVE_KINDS
 from pipeloom.schedule.lanes import other_end
 from pipeloom.simulation import Sharing
+from pipeloom.terminal.words import and_list
 from pipeloom.workload.run import Run
 
 
@@ -142,15 +143,38 @@ def _is_wide(run: Run, part: Cluster) -> bool:
     return Group.strided(run.shard_size, run.tp, size).num_nodes > 1 or (stride > size > 1 and run.replicate > 1)
 
 
+def num_hosts(cluster: Cluster, num_devices: int) -> int:
+    """Hosts of the first ``num_devices`` devices; the last of each kind may be used in part.
+
+    Raises:
+        UserError: the cluster has too few devices.
+    """
+    return sum(-(-devices // kind.host_size) for kind, devices in cluster.kinds(num_devices))
+
+
+def tpus_of(cluster: Cluster, num_devices: int) -> list[str]:
+    """Names of the nodes of the first ``num_devices`` devices that are TPUs, on which no run is started.
+
+    Raises:
+        UserError: the cluster has too few devices.
+    """
+    return [kind.name for kind, _ in cluster.kinds(num_devices) if kind.device.vendor == "google"]
+
+
 def node_problems(cluster: Cluster, num_ranks: int) -> list[str]:
-    """Why one command cannot start so many ranks on every node of a cluster; empty if it can."""
-    lack, per_node = cluster.lack(num_ranks), cluster.devices_per_node
+    """Why one command for each host cannot start so many ranks on a cluster; empty if it can."""
+    lack, per_node = cluster.lack(num_ranks), cluster.host_size
     if lack is not None:
         return [lack]
-    sizes = {kind.name: kind.devices_per_node for kind, _ in cluster.kinds(num_ranks)}
+    kinds = cluster.kinds(num_ranks)
+    if tpus := tpus_of(cluster, num_ranks):
+        what = f"the devices of {and_list(tpus)} are TPUs, for which steps are predicted only"
+        return [f"{what}: pipeloom writes start files for CPUs and GPUs; use a cluster with these"]
+    sizes = {kind.name: kind.host_size for kind, _ in kinds}
     if len(set(sizes.values())) > 1:
+        key = "devices_per_host" if any(kind.devices_per_host for kind, _ in kinds) else "devices_per_node"
         what = f"nodes have different numbers of devices ({', '.join(f'{n} in {kind}' for kind, n in sizes.items())})"
-        way_out = f"describe the larger ones with devices_per_node {per_node}"
+        way_out = f"describe the larger ones with {key} {per_node}"
     elif num_ranks > per_node and num_ranks % per_node:
         what = f"{num_ranks} processes do not fill nodes of {per_node} devices ({cluster.name})"
         way_out = f"use a multiple of {per_node}, or fewer devices of a node"

@@ -203,3 +203,9 @@ def in_dollars(value: float) -> str:
     """Three digits, in thousands or millions where it is as much."""
     scale, letter = next(pair for pair in ((1e6, "M"), (1e3, "k"), (0.0, "")) if value >= pair[0])
     return f"${value / (scale or 1):.3g}{letter}"
+
+
+def memory_lack(rank: int, needed: float, room: float) -> str:
+    """What a pipeline rank lacks: ``pipeline rank 0 needs 93.1 GB of 80``, from both sizes in bytes."""
+    unit, name = unit_bytes(room)
+    return f"pipeline rank {rank} needs {short(needed / unit)} {name} of {room / unit:.4g}"
