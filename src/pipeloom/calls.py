@@ -1,6 +1,6 @@
 """Checks of calls of the Python interface: all problems of the arguments in one error, from the signature alone."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, wraps
 from inspect import Parameter, getdoc, signature
 from numbers import Integral, Real
@@ -122,7 +122,24 @@ def value_problems(name: str, hint: Any, value: Any, what: Callable[..., Any] | 
         has_class = any(isinstance(one, type) and one not in _WORDS for one in _alternatives(hint))
         yield f"{name} must be {_words(hint)}, found {value!r:.60}{_meaning(name, what) if has_class else ''}"
     else:
-        yield from (f"{name} {one}" for limits in limits_of(hint) if (one := limits.refusal(value)) is not None)
+        # Once each: the limits of both numbers of a pair may be the same.
+        limits = dict.fromkeys(limits_of(hint))
+        found = ((where, one.refusal(number)) for where, number in _numbers(name, value) for one in limits)
+        yield from (f"{where} {refusal}" for where, refusal in found if refusal is not None)
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The numbers of a value with their names: itself, or those inside a container, such as ``peaks['bf16']``."""
+    if isinstance(value, Mapping):
+        inner: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        inner = enumerate(value)
+    else:
+        # A setting that is not given is `None`.
+        yield from () if value is None else ((name, value),)
+        return
+    for key, item in inner:
+        yield from _numbers(f"{name}[{key!r}]", item)
 
 
 def _meaning(name: str, what: Callable[..., Any] | None) -> str:
@@ -148,7 +165,9 @@ def _test(hint: Any) -> _Test:
     limits, test = limits_of(hint), _has_type(hint)
     if not limits:
         return test
-    return lambda value: test(value) and all(one.refusal(value) is None for one in limits if value is not None)
+    return lambda value: (
+        test(value) and all(one.refusal(number) is None for _, number in _numbers("", value) for one in limits)
+    )
 
 
 @cache
@@ -183,7 +202,14 @@ def _test_inside(origin: type, inner: tuple[Any, ...]) -> _Test:
     if issubclass(origin, Mapping):
         test = _has_type(inner[1])
         return lambda value: isinstance(value, origin) and all(map(test, value.values()))
-    if not issubclass(origin, Sequence) or (origin is tuple and inner[1:] != (...,)):
+    if origin is tuple and inner[1:] != (...,):
+        tests = [_has_type(one) for one in inner]
+        return lambda value: (
+            isinstance(value, tuple)
+            and len(value) == len(tests)
+            and all(test(item) for test, item in zip(tests, value, strict=True))
+        )
+    if not issubclass(origin, Sequence):
         return lambda value: isinstance(value, origin)
     test, plain = _has_type(inner[0]), frozenset(_alternatives(inner[0])) & {int, float}
     # A text is a sequence of texts, and never meant as one.

@@ -6,6 +6,7 @@
     │   │   └── CallError        a wrong call of the Python interface; all problems of its arguments
     │   ├── HostError            the run does not fit on this host; it may fit on other hosts
     │   ├── FamilyError          a family of schedules failed; the error, its file and line
+    │   ├── StrategyError        a plug-in's strategy of the planner failed; the error, its file and line
     │   ├── ScheduleTextError    text that is not a schedule
     │   └── ScheduleError        a schedule breaks a rule; the rule, the place and the rows around it
     └── RunError                 correct input, but the run failed
@@ -36,7 +37,14 @@ class PipeloomError(Exception):
         ...     print(error)
         schedule '1f1b' has 1 problem:
           - the number of micro-batches must be at least 1, found 0
+
+    Attributes:
+        family: the family of schedules whose rows or rule are wrong; ``None`` for any other error.
+        strategy: the strategy of the planner that failed; ``None`` for any other error.
     """
+
+    family: str | None = None
+    strategy: str | None = None
 
 
 class UserError(PipeloomError, ValueError):
@@ -77,6 +85,10 @@ class HostError(UserError):
 
 class FamilyError(UserError):
     """A family of schedules raised an error, or returned something other than rows of actions."""
+
+
+class StrategyError(UserError):
+    """A strategy of the planner that a plug-in adds raised an error."""
 
 
 class ScheduleTextError(UserError):

@@ -68,6 +68,23 @@ class Registry(Mapping[str, Value], Generic[Value]):
         """Remove a value if it exists, so that a notebook may add another one of its name."""
         self._values.pop(name, None)
 
+    def leave_out(self, name: str, error: PipeloomError) -> bool:
+        """Leave out a plug-in whose value turned out to be wrong, as one that is broken.
+
+        Args:
+            name: of the value.
+            error: that it led to.
+
+        Returns:
+            Whether the value is of another distribution; those of the package and of a script stay.
+        """
+        source = self._source_of.get(name)
+        if not source or name not in self._values:
+            return False
+        self.remove(name)
+        self.broken[name] = f"the {self.what} '{name}' of {source} is left out: {_line_of(error)}"
+        return True
+
     def find(self, name: str) -> Value:
         """The value of a name.
 
@@ -139,6 +156,13 @@ class Registry(Mapping[str, Value], Generic[Value]):
             # What the module does add stays: another entry may name it, and a second import adds nothing.
             reason = f"{entry.module} adds no {self.what} of that name"
         return reason
+
+
+def _line_of(error: PipeloomError) -> str:
+    """An error on one line: its first line, the problem that follows if that is a heading, and its notes."""
+    first, *more = str(error).splitlines()
+    first += f" {more[0].strip(' -')}" if more and first.endswith(":") else ""
+    return "; ".join([first, *getattr(error, "__notes__", [])])
 
 
 def _distribution(entry: "EntryPoint") -> str:

@@ -126,7 +126,7 @@ def test_curves_that_cannot_be_right_are_refused_together(tmp_path):
         "[device.matmul_fraction_of] bf16 must have one number for each of matmul_gflop, 2, found 1",
         "[collectives, number 1] message_bytes must rise, found [4096, 4096]",
         "[collectives, number 2] all_reduce_gb_per_s must have one number for each of message_bytes, 1, found 2",
-        "[collectives, number 2] all_gather_gb_per_s must be a list of numbers above 0, found []",
+        "[collectives, number 2] all_gather_gb_per_s must be a list of numbers from 1e-06 to 1,000,000 GB/s, found []",
     )
 
 
@@ -136,17 +136,17 @@ def test_curves_that_cannot_be_right_are_refused_together(tmp_path):
         (
             "[0.5, 1]",
             "[0.5, 1.85]",
-            "[device] matmul_fraction must be a list of numbers above 0 and at most 1, found [0.5, 1.85]",
+            "[device] matmul_fraction must be a list of numbers from 1e-06 to 1, found [0.5, 1.85]",
         ),
         (
             "[0.1, 0.9]",
             "[0.1, 1.01]",
-            "[device.matmul_fraction_of] bf16 must be a list of numbers above 0 and at most 1, found [0.1, 1.01]",
+            "[device.matmul_fraction_of] bf16 must be a list of numbers from 1e-06 to 1, found [0.1, 1.01]",
         ),
         (
             "[0.5, 1]",
             "[0, 1]",
-            "[device] matmul_fraction must be a list of numbers above 0 and at most 1, found [0, 1]",
+            "[device] matmul_fraction must be a list of numbers from 1e-06 to 1, found [0, 1]",
         ),
     ],
 )
@@ -266,6 +266,25 @@ def test_all_problems_of_a_file_are_reported_together(tmp_path):
         assert part in found
 
 
+def test_figures_that_would_divide_by_zero_or_are_in_si_units_are_refused_together(tmp_path):
+    file = tmp_path / "wrong.toml"
+    text = FILE.replace("fp32 = 0.1, bf16 = 0.2", "fp32 = 989e12, bf16 = 1e-320").replace(
+        "memory_gb = 4", "memory_gb = 0"
+    )
+    text = text.replace("memory_gb_per_s = 20", "memory_gb_per_s = 3_350_000_000_000").replace("[0.03]", "[3e30]")
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(str(file))
+    peak, rate = "must be a number from 1e-06 to 1,000,000 TFLOP/s, found", "from 1e-06 to 1,000,000 GB/s, found"
+    assert caught.value.problems == (
+        f"[device.peak_tflop_per_s] fp32 {peak} 989000000000000.0; if that is in FLOP/s, write 989",
+        f"[device.peak_tflop_per_s] bf16 {peak} 1e-320",
+        "[device] memory_gb must be a number from 1e-06 to 1,000,000 GB, found 0",
+        f"[device] memory_gb_per_s must be a number {rate} 3350000000000; if that is in bytes/s, write 3350",
+        f"[collectives, number 2] all_gather_gb_per_s must be a list of numbers {rate} [3e+30]",
+    )
+
+
 @pytest.mark.parametrize("value", ["inf", "1e101", "0x1" + 100 * "0"])
 def test_a_number_beyond_any_quantity_is_refused(tmp_path, value):
     file = tmp_path / "wrong.toml"
@@ -275,8 +294,8 @@ def test_a_number_beyond_any_quantity_is_refused(tmp_path, value):
         load_cluster(str(file))
     found = [problem.partition(", found")[0] for problem in caught.value.problems]
     assert "devices_per_node must be a whole number of at least 1 and at most 1e+100" in found
-    assert "[device] memory_gb must be a number of at least 0 and at most 1e+100" in found
-    assert "[collectives, number 2] message_bytes must be a list of numbers above 0" in found
+    assert "[device] memory_gb must be a number from 1e-06 to 1,000,000 GB" in found
+    assert "[collectives, number 2] message_bytes must be a list of numbers from 1e-06 to 1e+100" in found
 
 
 @pytest.mark.parametrize("text", ["= 3", "a = " + 5000 * "9", "a = " + 5000 * "["])

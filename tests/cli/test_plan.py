@@ -107,6 +107,13 @@ def test_for_any_program_one_that_cannot_train_the_model_is_named(model, capsys)
     assert main([*words(model), "--for", "any", "--json"]) == 0
     answers = {one["question"]["launcher"]: one for one in json.loads(capsys.readouterr().out)["answers"]}
     assert answers["megatron"]["layouts"]
+    for one in (*answers["megatron"]["layouts"], *answers["pipeloom"]["layouts"]):
+        # Also where the program divides the layers evenly.
+        layers = one["layers_by_stage"]
+        assert (len(layers), sum(layers)) == (
+            one["pp"] * one["loops"],
+            answers["pipeloom"]["question"]["model"]["layers"],
+        )
     reason = "model.family gpt2: the export to torchtitan supports llama and qwen3 only"
     assert answers["torchtitan"]["refused"][1:] == [reason]
 

@@ -1,14 +1,14 @@
 """Seconds of products, memory traffic and collectives."""
 
 from dataclasses import replace
-from math import log2
+from math import inf, log2, nan
 
 import pytest
 
 from pipeloom.catalog import load_cluster
 from pipeloom.cost.hardware import HOP_S, CollectiveCurve, Group, bus_bytes, interpolate
 from pipeloom.cost.mixed import NodeGroup, mixed_cluster
-from pipeloom.errors import UserError
+from pipeloom.errors import CallError, UserError
 
 A100 = load_cluster("dgx-a100")
 NANOTRON = load_cluster("nanotron-h100-efa")
@@ -145,3 +145,21 @@ def test_measured_curves_change_nothing_between_nodes_and_for_other_collectives(
     assert MEASURED.collective_s("all_gather", 1e6, over) == A100.collective_s("all_gather", 1e6, over)
     assert MEASURED.collective_s("all_reduce", 1e6, NODE) == A100.collective_s("all_reduce", 1e6, NODE)
     assert MEASURED.collective_s("all_gather", 1e6, Group(1, 1, 1)) == 0
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, nan, inf, 1e-320, "80"])
+def test_a_device_and_a_link_without_a_rate_cannot_be_made(wrong):
+    device = {"memory_bytes": wrong, "memory_bytes_per_s": wrong, "peak_flops_per_s": {"bf16": wrong}}
+    with pytest.raises(CallError) as caught:
+        replace(A100.device, **device, matmul_curve=((wrong, 0.5),))
+    assert [problem.split()[0] for problem in caught.value.problems] == (
+        ["peak_flops_per_s", "matmul_curve", "memory_bytes", "memory_bytes_per_s"]
+        if wrong == "80"
+        else ["peak_flops_per_s['bf16']", "matmul_curve[0][0]", "memory_bytes", "memory_bytes_per_s"]
+    )
+    with pytest.raises(CallError, match="bytes_per_s must be"):
+        replace(A100.intra, bytes_per_s=wrong)
+    with pytest.raises(CallError, match="devices_per_node must be"):
+        replace(A100, devices_per_node=wrong)
+    with pytest.raises(CallError, match="devices_per_node must be"):
+        replace(mixed_cluster("both", [NodeGroup(cluster=A100, num_nodes=1)]), devices_per_node=wrong)

@@ -33,6 +33,15 @@ def test_what_is_neither_a_factor_nor_an_amount_is_refused(text):
     assert problem == (f"machine.memory must be a factor such as 2x or 0.5x, or a number above 0 in GB, found '{text}'")
 
 
+def test_a_factor_or_an_amount_beyond_any_hardware_is_refused():
+    changes = {"memory": "80e9", "intra_bandwidth": "1e-9x", "peak": "1e-320", "inter_bandwidth": "2x"}
+    assert what_if_problems(changes) == [
+        "machine.memory must be a number from 1e-06 to 1,000,000 GB, found '80e9'; if that is in bytes, write 80",
+        "machine.intra_bandwidth must be a factor from 1e-06 to 1,000,000,000, found '1e-9x'",
+        "machine.peak must be a number from 1e-06 to 1,000,000 TFLOP/s, found '1e-320'",
+    ]
+
+
 def test_changes_without_effect_are_refused(tmp_path):
     own = load_cluster("dgx-h100")
     assert "in one node of dgx-h100" in without_effect(own, {"inter_bandwidth": "2x"}, 8)[0]

@@ -31,6 +31,7 @@ from pipeloom.cost.hardware import (
     Vendor,
 )
 from pipeloom.cost.mixed import GroupLink, MixedCluster, NodeGroup, mixed_cluster
+from pipeloom.cost.units import GB, GB_PER_S, GFLOP, TFLOP_PER_S
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.registry import Registry
 from pipeloom.terminal.words import UNBREAKABLE, same_name
@@ -40,12 +41,13 @@ from pipeloom.workload.model import ModelShape
 from pipeloom.workload.model_families import MODELS
 from pipeloom.workload.run import Run
 
-_TERA, _GIGA, _MICRO, _NANO = 1e12, 1e9, 1e-6, 1e-9
+_MICRO, _NANO = 1e-6, 1e-9
 
 # For each table of a file: key -> (attribute, factor from the file's unit to the SI unit).
-_MEMORY = {"memory_gb": ("memory_bytes", _GIGA), "memory_gb_per_s": ("memory_bytes_per_s", _GIGA)}
-_DEVICE = {**_MEMORY, "launch_us": ("launch_s", _MICRO), "kernel_us": ("kernel_s", _MICRO)}
-_LINK = {"latency_us": ("latency_s", _MICRO), "gb_per_s": ("bytes_per_s", _GIGA)}
+_MEMORY = {"memory_gb": ("memory_bytes", GB), "memory_gb_per_s": ("memory_bytes_per_s", GB_PER_S)}
+_IN_SI = {key: (name, unit.scale) for key, (name, unit) in _MEMORY.items()}
+_DEVICE = {**_IN_SI, "launch_us": ("launch_s", _MICRO), "kernel_us": ("kernel_s", _MICRO)}
+_LINK = {"latency_us": ("latency_s", _MICRO), "gb_per_s": ("bytes_per_s", GB_PER_S.scale)}
 _UPDATE = {"fixed_us": ("fixed_s", _MICRO), "parameter_ns": ("parameter_s", _NANO)}
 _COUNTS = ("devices_per_host", "adapters_per_node", "cores_per_node")
 _USUAL = {**dict.fromkeys(_COUNTS, 0), "partial_group_share": 1.0}
@@ -187,19 +189,19 @@ def _group_link(reader: Reader, known: Sequence[str]) -> GroupLink:
 def _device(reader: Reader) -> Device:
     peaks = reader.table("peak_tflop_per_s")
     own = reader.table("matmul_fraction_of", is_optional=True)
-    by_precision = {key: peaks.number(key, scale=_TERA) for key in peaks.names() if key in _PRECISIONS}
+    by_precision = {key: peaks.quantity(key, TFLOP_PER_S) for key in peaks.names() if key in _PRECISIONS}
     is_measured = {"matmul_gflop", "matmul_fraction", "matmul_fraction_of"} & set(reader.names())
     return Device(
         name=reader.text("name"),
         peak_flops_per_s=by_precision,
-        matmul_curve=reader.curve("matmul_gflop", "matmul_fraction", x_scale=_GIGA, y_most=1.0)
+        matmul_curve=reader.curve("matmul_gflop", "matmul_fraction", x_unit=GFLOP)
         if is_measured
         else general_curve(by_precision),
-        **reader.numbers_of(_MEMORY),
+        **{name: reader.quantity(key, unit) for key, (name, unit) in _MEMORY.items()},
         launch_s=reader.number("launch_us", LAUNCH_US, scale=_MICRO),
         kernel_s=reader.number("kernel_us", KERNEL_US, scale=_MICRO),
         matmul_curves={
-            key: reader.curve("matmul_gflop", key, x_scale=_GIGA, y_most=1.0, within=own)
+            key: reader.curve("matmul_gflop", key, x_unit=GFLOP, within=own)
             for key in own.names()
             if key in _PRECISIONS
         },
@@ -212,15 +214,14 @@ def _device(reader: Reader) -> Device:
 def _link(reader: Reader) -> Link:
     return Link(
         latency_s=reader.number("latency_us", scale=_MICRO),
-        # A bandwidth of 0 would make every time infinite.
-        bytes_per_s=reader.number("gb_per_s", scale=_GIGA, least=1e-6),
+        bytes_per_s=reader.quantity("gb_per_s", GB_PER_S),
     )
 
 
 def _bus(reader: Reader) -> dict[Collective, Curve]:
     if not reader.names():
         return {}
-    return {kind: reader.curve("nodes", _rate(kind), y_scale=_GIGA) for kind in get_args(Collective)}
+    return {kind: reader.curve("nodes", _rate(kind), y_unit=GB_PER_S) for kind in get_args(Collective)}
 
 
 def _collectives(readers: Sequence[Reader]) -> dict[Collective, tuple[CollectiveCurve, ...]]:
@@ -229,7 +230,7 @@ def _collectives(readers: Sequence[Reader]) -> dict[Collective, tuple[Collective
         ranks = reader.integer("ranks")
         for kind in get_args(Collective):
             if _rate(kind) in reader.names():
-                points = reader.curve("message_bytes", _rate(kind), y_scale=_GIGA)
+                points = reader.curve("message_bytes", _rate(kind), y_unit=GB_PER_S)
                 curves[kind] = (*curves.get(kind, ()), CollectiveCurve(ranks=ranks, points=points))
     return curves
 
@@ -348,9 +349,9 @@ def _in_units(value: object, units: Mapping[str, tuple[str, float]]) -> _Lines:
 def _device_lines(device: Device) -> _Lines:
     lines: _Lines = {
         "name": device.name,
-        "peak_tflop_per_s": {key: value / _TERA for key, value in device.peak_flops_per_s.items()},
+        "peak_tflop_per_s": {key: value / TFLOP_PER_S.scale for key, value in device.peak_flops_per_s.items()},
         **_in_units(device, _DEVICE),
-        "matmul_gflop": [flops / _GIGA for flops, _ in device.matmul_curve],
+        "matmul_gflop": [flops / GFLOP.scale for flops, _ in device.matmul_curve],
         "matmul_fraction": [fraction for _, fraction in device.matmul_curve],
     }
     if device.num_multiprocessors:
@@ -376,7 +377,7 @@ def _piece_lines(found: MeasuredPieces) -> _Lines:
 
 
 def _rates(curves: Iterable[tuple[str, Curve]]) -> _Lines:
-    return {_rate(kind): [rate / _GIGA for _, rate in curve] for kind, curve in curves}
+    return {_rate(kind): [rate / GB_PER_S.scale for _, rate in curve] for kind, curve in curves}
 
 
 def _by_ranks(cluster: Cluster) -> dict[tuple[int, tuple[float, ...]], list[tuple[str, Curve]]]:

@@ -1,6 +1,5 @@
 """Reading of data files by name or by path, with all problems reported together."""
 
-import math
 from collections.abc import Collection, Mapping, Set
 from importlib.resources import files
 from itertools import pairwise
@@ -9,6 +8,7 @@ from typing import Any
 
 from pipeloom.config.paths import names_file
 from pipeloom.cost.hardware import Curve
+from pipeloom.cost.units import FRACTION, NUMBER, Unit
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.system.files import exists, parse_toml, read_text
 from pipeloom.terminal.words import did_you_mean, has_line_break, same_name
@@ -113,6 +113,15 @@ class Reader:
             return least * scale
         return float(value) * scale
 
+    def quantity(self, key: str, unit: Unit) -> float:
+        """A plausible number in a unit, as SI units."""
+        value = self._find(key, None)
+        if not _is_number(value) or not unit.has(value):
+            hint = unit.hints([value])
+            self.complain(f"{key} must be a number {unit.words}, found {_shown(value)}{hint}")
+            value = unit.least
+        return float(value) * unit.scale
+
     def numbers_of(self, units: Mapping[str, tuple[str, float]]) -> dict[str, float]:
         """Attribute -> number in SI units, for ``units``: key -> (attribute, factor from the file's unit)."""
         return {name: self.number(key, scale=scale) for key, (name, scale) in units.items()}
@@ -147,15 +156,15 @@ class Reader:
             return 1
         return value
 
-    def numbers(self, key: str, *, scale: float = 1.0, most: float = math.inf) -> list[float]:
-        """A list of numbers above 0 and at most ``most``, times ``scale``."""
+    def quantities(self, key: str, unit: Unit) -> list[float]:
+        """A list of plausible numbers in a unit, as SI units."""
         value = self._find(key, None)
-        if not isinstance(value, list) or not value or not all(is_positive(item) and item <= most for item in value):
-            limit = "" if most == math.inf else f" and at most {most:g}"
-            self.complain(f"{key} must be a list of numbers above 0{limit}, found {value!r}")
+        items = value if isinstance(value, list) else []
+        if not items or not all(_is_number(item) and unit.has(item) for item in items):
+            self.complain(f"{key} must be a list of numbers {unit.words}, found {value!r}{unit.hints(items)}")
             # Any valid value, so that reading continues.
             return [1.0]
-        return [float(item) * scale for item in value]
+        return [float(item) * unit.scale for item in items]
 
     def indices(self, key: str, number: int) -> tuple[int, ...]:
         """A list of different whole numbers from 0 to below ``number``; rising."""
@@ -181,14 +190,13 @@ class Reader:
         x_key: str,
         y_key: str,
         *,
-        x_scale: float = 1.0,
-        y_scale: float = 1.0,
-        y_most: float = math.inf,
+        x_unit: Unit = NUMBER,
+        y_unit: Unit = FRACTION,
         within: "Reader | None" = None,
     ) -> Curve:
         """(x, y) points from two lists of equal length, x rising; y may be in another table, ``within``."""
         known = len(self._problems)
-        xs, ys = self.numbers(x_key, scale=x_scale), (within or self).numbers(y_key, scale=y_scale, most=y_most)
+        xs, ys = self.quantities(x_key, x_unit), (within or self).quantities(y_key, y_unit)
         if len(self._problems) > known:
             return ((1.0, 1.0),)
         if len(xs) != len(ys):

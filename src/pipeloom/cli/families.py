@@ -10,7 +10,7 @@ from pipeloom.analysis.comparison import MEMORY_UNIT, compare
 from pipeloom.cli.flags import SOURCE, read_flags
 from pipeloom.cli.reference import Command
 from pipeloom.cost.costs import Costs
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, UserError
 from pipeloom.families import FAMILIES, Choice, make_schedule
 from pipeloom.passes import balance, offload
 from pipeloom.schedule import Schedule
@@ -109,7 +109,11 @@ def _schedules(pp: int, num_microbatches: int, loops: int, names: Collection[str
         plain = Choice(family=name, pp=pp, num_microbatches=num_microbatches, loops=own)
         group_size = min(2 * pp, num_microbatches) if family.is_grouped and num_microbatches >= pp else None
         label = name if group_size is None else f"{name}, groups of {group_size}"
-        yield label, Choice(**{**asdict(plain), "group_size": group_size}).make()
+        try:
+            yield label, Choice(**{**asdict(plain), "group_size": group_size}).make()
+        except UserError as error:
+            if error.family != name or not FAMILIES.leave_out(name, error):
+                raise
 
 
 def _passes(pp: int, num_microbatches: int, loops: int) -> Iterator[tuple[str, Schedule]]:

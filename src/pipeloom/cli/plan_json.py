@@ -87,7 +87,7 @@ def _or_null(step: SimulatedStep | None) -> dict[str, Any] | None:
 
 _OF_RUN = (
     *IN_SENTENCES, "ep", "ep_overlap", "loops", "replicate", "shard", "micro_batch", "num_microbatches",
-    "sequence_parallel", "recompute", "recompute_layers", "layers_by_stage", "placement", "pipeline_order", "boundary",
+    "sequence_parallel", "recompute", "recompute_layers", "placement", "pipeline_order", "boundary",
 )  # fmt: skip
 _OF_KNOBS = ("residency", "prefetch", "gradient_buffers", "receive_buffers")
 _OF_STEP = ("tokens_per_s", "mfu", "hfu", "bubble_fraction", "dollars_per_billion_tokens")
@@ -98,6 +98,8 @@ def step_to_json(step: SimulatedStep) -> dict[str, Any]:
     run, knobs, choice, prediction = step.run, step.knobs, step.knobs.choice, step.prediction
     return {
         **{name: getattr(run, name) for name in _OF_RUN},
+        # Also where the program divides them: a run has none then.
+        "layers_by_stage": step.placed.layers,
         "token_slices": run.slices or None,
         "nodes": [[kind.name, number] for kind, number in step.cluster.kinds(run.num_devices)],
         **{name: getattr(choice, name) for name in ("family", "group_size", "keep")},

@@ -12,13 +12,16 @@ from itertools import pairwise
 from math import log, log2
 from typing import Literal
 
+from pipeloom.calls import checked_class
+from pipeloom.cost.units import Amount, AmountOrNone, Share
 from pipeloom.errors import UserError
 from pipeloom.workload.dtypes import Dtype, Precision, default_dtype
+from pipeloom.workload.limits import Count, CountOrNone
 from pipeloom.workload.run import Run
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Vendor = Literal["nvidia", "amd", "google"]
-Curve = tuple[tuple[float, float], ...]
+Curve = tuple[tuple[Amount, Amount], ...]
 """(x, y) points with rising x."""
 Both = tuple[float, float]
 """Seconds of a forward and of a backward."""
@@ -57,6 +60,7 @@ def usual_peak(peak_flops_per_s: Mapping[str, float]) -> float:
     return peak_flops_per_s.get("bf16") or peak_flops_per_s.get("fp16") or max(peak_flops_per_s.values(), default=1.0)
 
 
+@checked_class
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """One accelerator.
@@ -77,16 +81,16 @@ class Device:
     """
 
     name: str
-    peak_flops_per_s: dict[str, float]
+    peak_flops_per_s: dict[str, Amount]
     matmul_curve: Curve = ()
-    kernel_s: float
-    memory_bytes: float
-    memory_bytes_per_s: float
-    launch_s: float
+    kernel_s: AmountOrNone
+    memory_bytes: Amount
+    memory_bytes_per_s: Amount
+    launch_s: AmountOrNone
     matmul_curves: dict[str, Curve] = field(default_factory=dict)
-    num_multiprocessors: int = 0
+    num_multiprocessors: CountOrNone = 0
     vendor: Vendor = "nvidia"
-    early_kernels: float = 1.0
+    early_kernels: Share = 1.0
 
     @property
     def is_gpu(self) -> bool:
@@ -137,6 +141,7 @@ class Device:
         return moved_bytes / (self.memory_bytes_per_s * efficiency)
 
 
+@checked_class
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """A link between devices.
@@ -146,8 +151,8 @@ class Link:
         bytes_per_s: bandwidth in one direction, of a device inside a node, or of a whole node between nodes.
     """
 
-    latency_s: float
-    bytes_per_s: float
+    latency_s: AmountOrNone
+    bytes_per_s: Amount
 
 
 def bus_bytes(collective: Collective, message_bytes: float, ranks: int) -> float:
@@ -159,6 +164,7 @@ def bus_bytes(collective: Collective, message_bytes: float, ranks: int) -> float
     return twice * (ranks - 1) / ranks * message_bytes
 
 
+@checked_class
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCurve:
     """Measurements of one collective inside a node.
@@ -168,7 +174,7 @@ class CollectiveCurve:
         points: (bytes of the whole tensor, bus bandwidth in bytes/s including latency), bytes rising.
     """
 
-    ranks: int
+    ranks: Count
     points: Curve
 
     def seconds(self, collective: Collective, message_bytes: float, ranks: int) -> float:
@@ -252,6 +258,7 @@ class MeasuredUpdate:
         return self.fixed_s + self.parameter_s * parameters
 
 
+@checked_class
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Devices in nodes, nodes on a network.
@@ -286,19 +293,19 @@ class Cluster:
 
     name: str
     device: Device
-    devices_per_node: int
+    devices_per_node: Count
     intra: Link
     inter: Link
     bus_curves: dict[Collective, Curve] = field(default_factory=dict)
-    bus_message_bytes: float = 0.0
+    bus_message_bytes: AmountOrNone = 0.0
     collective_curves: dict[Collective, tuple[CollectiveCurve, ...]] = field(default_factory=dict)
     host: Link | None = None
-    price_per_device_hour: float | None = None
+    price_per_device_hour: AmountOrNone | None = None
     price_source: str = ""
-    devices_per_host: int = 0
-    adapters_per_node: int = 0
-    partial_group_share: float = 1.0
-    cores_per_node: int = 0
+    devices_per_host: CountOrNone = 0
+    adapters_per_node: CountOrNone = 0
+    partial_group_share: Share = 1.0
+    cores_per_node: CountOrNone = 0
     pieces: tuple[MeasuredPieces, ...] = ()
     update: MeasuredUpdate | None = None
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, combinations
 
+from pipeloom.calls import checked_class
 from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, Device, Link, interpolate
 from pipeloom.errors import UserError
 
@@ -49,6 +50,7 @@ class GroupLink:
     link: Link
 
 
+@checked_class
 @dataclass(frozen=True, kw_only=True)
 class MixedCluster(Cluster):
     """Groups of nodes; ``mixed_cluster`` makes it.

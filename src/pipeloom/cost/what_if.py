@@ -5,34 +5,40 @@ from dataclasses import replace
 
 from pipeloom.cost.hardware import Cluster, Link, usual_peak
 from pipeloom.cost.mixed import MixedCluster
+from pipeloom.cost.units import GB, GB_PER_S, TFLOP_PER_S, Unit
 from pipeloom.terminal.words import leading_number
 
 INTER, INTRA, MEMORY = "inter_bandwidth", "intra_bandwidth", "memory"
 PEAK, MEMORY_BANDWIDTH = "peak", "memory_bandwidth"
 
 
-_FIGURES: dict[str, tuple[str, float, Callable[[Cluster], float]]] = {
-    INTER: ("GB/s", 1e9, lambda cluster: cluster.inter.bytes_per_s),
-    INTRA: ("GB/s", 1e9, lambda cluster: cluster.intra.bytes_per_s),
-    MEMORY: ("GB", 1e9, lambda cluster: cluster.device.memory_bytes),
-    PEAK: ("TFLOP/s", 1e12, lambda cluster: usual_peak(cluster.device.peak_flops_per_s)),
-    MEMORY_BANDWIDTH: ("GB/s", 1e9, lambda cluster: cluster.device.memory_bytes_per_s),
+_FIGURES: dict[str, tuple[Unit, Callable[[Cluster], float]]] = {
+    INTER: (GB_PER_S, lambda cluster: cluster.inter.bytes_per_s),
+    INTRA: (GB_PER_S, lambda cluster: cluster.intra.bytes_per_s),
+    MEMORY: (GB, lambda cluster: cluster.device.memory_bytes),
+    PEAK: (TFLOP_PER_S, lambda cluster: usual_peak(cluster.device.peak_flops_per_s)),
+    MEMORY_BANDWIDTH: (GB_PER_S, lambda cluster: cluster.device.memory_bytes_per_s),
 }
-"""Name of a change -> unit of an absolute value, that unit in SI units, the figure of a cluster."""
+"""Name of a change -> unit of an absolute value, the figure of a cluster in SI units."""
+_FACTORS = Unit("", "", 1.0, most=1e9)
 
 
 def what_if_problems(changes: Mapping[str, str]) -> list[str]:
-    """A sentence for each change that is neither a factor nor an absolute value above 0.
+    """A sentence for each change that is neither a factor nor an absolute value, or not a plausible one.
 
     Args:
         changes: name -> ``2x`` or a value in the unit of cluster files.
     """
-    return [
-        f"machine.{name} must be a factor such as 2x or 0.5x, or a number above 0 in {_FIGURES[name][0]}, "
-        f"found '{text}'"
-        for name, text in changes.items()
-        if _amount(text) is None
-    ]
+    found = []
+    for name, text in changes.items():
+        unit, (number, is_factor) = _FIGURES[name][0], _amount(text) or (0.0, False)
+        if number == 0:
+            wanted = f"a factor such as 2x or 0.5x, or a number above 0 in {unit.name}"
+            found.append(f"machine.{name} must be {wanted}, found '{text}'")
+        elif not (_FACTORS if is_factor else unit).has(number):
+            wanted = f"a factor {_FACTORS.words}" if is_factor else f"a number {unit.words}"
+            found.append(f"machine.{name} must be {wanted}, found '{text}'{'' if is_factor else unit.hint(number)}")
+    return found
 
 
 def _amount(text: str) -> tuple[float, bool] | None:
@@ -90,13 +96,13 @@ def _factor(cluster: Cluster, name: str, text: str) -> float:
     amount = _amount(text)
     assert amount is not None, "what_if_problems refuses it"
     number, is_factor = amount
-    _, unit, figure = _FIGURES[name]
-    return number if is_factor else number * unit / figure(cluster)
+    unit, figure = _FIGURES[name]
+    return number if is_factor else number * unit.scale / figure(cluster)
 
 
 def _shown(name: str, text: str) -> str:
     number, is_factor = _amount(text) or (1.0, True)
-    return f"x {number:g}" if is_factor else f"{number:g} {_FIGURES[name][0]}"
+    return f"x {number:g}" if is_factor else f"{number:g} {_FIGURES[name][0].name}"
 
 
 def _with_speed(cluster: Cluster, peak: float, memory_bandwidth: float) -> Cluster:

@@ -45,14 +45,23 @@ def naming_family(name: str, rule: Callable[..., Any]) -> Iterator[None]:
     """
     try:
         yield
-    except ScheduleError as error:
-        error.add_note(f"the rows are those of the family '{name}' ({place_of(rule)})")
+    except PipeloomError as error:
+        error.family = name
+        if isinstance(error, ScheduleError):
+            error.add_note(f"the rows are those of the family '{name}' ({place_of(rule)})")
         raise
-    except (PipeloomError, MemoryError):  # how much memory there is does not depend on the rule
+    except MemoryError:  # how much memory there is does not depend on the rule
         raise
     except Exception as error:
-        where = raised_in(error, _file_of(rule)) or place_of(rule)
-        raise FamilyError(f"the family '{name}' raised {type_and_text(error)}, in {where}; {_HINT}") from error
+        wrong = FamilyError(f"the family '{name}' raised {raised_by(error, rule)}")
+        wrong.family = name
+        raise wrong from error
+
+
+def raised_by(error: Exception, function: Callable[..., Any]) -> str:
+    """What a plug-in's function raised, for a message: the exception, its line in the function's file, what to do."""
+    where = raised_in(error, _file_of(function)) or place_of(function)
+    return f"{type_and_text(error)}, in {where}; {_HINT}"
 
 
 def checked_rows(name: str, rule: Callable[..., Any], answer: Any) -> Rows:

@@ -332,10 +332,10 @@ class Choice:
                 first_backward_stage=0 if chosen.has_backward else placement.num_stages,
                 max_stage_inputs=tuple(answer.max_stage_inputs),
             )
-        if not chosen.splits_backward and schedule.facts.has(*ADDS_TO_GRADIENT - GOES_BACK):
-            # What does not work with split backwards is refused by the declaration, before there are rows.
-            where = f"the family '{self.family}' ({place_of(chosen.rule)})"
-            raise FamilyError(f"{where} splits backwards; add splits_backward=True to its declaration")
+            if not chosen.splits_backward and schedule.facts.has(*ADDS_TO_GRADIENT - GOES_BACK):
+                # What does not work with split backwards is refused by the declaration, before there are rows.
+                where = f"the family '{self.family}' ({place_of(chosen.rule)})"
+                raise FamilyError(f"{where} splits backwards; add splits_backward=True to its declaration")
         if chosen.has_backward:
             schedule = freeze(schedule, self.frozen_stages)
         # The family made whole micro-batches; any order of those can be sliced in place.
@@ -356,7 +356,11 @@ class Choice:
     def same_as(self) -> str:
         """Representative of all families that make the same schedule for this choice of whole sequences."""
         name = self.family
-        while (same_as := FAMILIES[name].same_as) is not None and (other := same_as(self._request)) is not None:
+        while (same_as := FAMILIES[name].same_as) is not None:
+            with naming_family(name, same_as):
+                other = same_as(self._request)
+            if other is None:
+                break
             name = other
         return name
 

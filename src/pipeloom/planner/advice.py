@@ -9,7 +9,7 @@ from pipeloom.planner.error_bar import ErrorBar
 from pipeloom.planner.frontier import SAME
 from pipeloom.planner.question import ONE_STAGE, Limits, Question
 from pipeloom.planner.search import Search, is_over
-from pipeloom.planner.strategies import STRATEGIES, strategy_of
+from pipeloom.planner.strategies import limit_of, strategy_of
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.words import count
 
@@ -94,7 +94,7 @@ def on_plain(
 def _on_strategies(question: Question, best: SimulatedStep) -> Iterator[str]:
     names = question.limits.strategies
     if names is not None and strategy_of(best) not in names:
-        limits = [found for name in names if name != "none" and (found := STRATEGIES[name].limit(question)) is not None]
+        limits = [found for name in names if name != "none" and (found := limit_of(name, question)) is not None]
         reasons = f" ({'; '.join(limits)})" if limits else ""
         yield f"None of these layouts uses {' or '.join(names)}: it is not needed, or it does not help{reasons}."
 

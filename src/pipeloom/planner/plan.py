@@ -23,7 +23,8 @@ from pipeloom.planner.launch import Wanted, check_launch
 from pipeloom.planner.left_out import left_out
 from pipeloom.planner.question import HEADROOM, Limits, Question
 from pipeloom.planner.search import Counts, Found, Progress, Search, SearchResult
-from pipeloom.planner.strategies import STRATEGIES, with_frozen, with_strategies
+from pipeloom.planner.strategies import STRATEGIES, hint_of, strategy_of, with_frozen, with_strategies
+from pipeloom.planner.wrong_plugins import without_wrong_plugins
 from pipeloom.predict.describe import asked_precision, load_or_note, with_update_of
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.system.stopping import Reason, Stop
@@ -241,7 +242,9 @@ def plan(
         >>> plan(question, count=1, explains=False).best.knobs.choice.family
         'interleaved-zb'
 
-    In the main thread the time limit interrupts every part of the work, as Ctrl-C does; the plan is then incomplete.
+    An installed family or strategy that raises or breaks a rule is left out, and the search begins again without it,
+    unless the limits name it. In the main thread the time limit interrupts every part of the work, as Ctrl-C does; the
+    plan is then incomplete.
 
     Args:
         question: to answer.
@@ -255,16 +258,28 @@ def plan(
         UserError: no layout divides the devices and the batch; the message has numbers that do.
     """
     deadline = inf if budget_s is None else time.monotonic() + budget_s
+
+    def work(question: Question) -> Plan:
+        return _planned(question, count, deadline, explains=explains, progress=progress, found=found)
+
+    return without_wrong_plugins(question, work)
+
+
+def _planned(
+    question: Question, count: int, deadline: float, *, explains: bool, progress: Progress | None, found: Found | None
+) -> Plan:
     searching = Search(question, progress=progress, found=found)
     answer = Plan(
         question, error_bar(question.cluster, question.software, has_experts=question.shape.experts is not None)
     )
-    stop = Stop(None if budget_s is None else deadline)
+    stop = Stop(None if deadline == inf else deadline)
     stop.run(lambda: _answer(answer, searching, count, deadline, explains=explains))
     # The search also reads the clock: other threads have no timer, and a destructor may swallow its exception.
     answer.stopped = stop.reason or (None if answer.open_bound_s is None else "time")
     if not answer.counts.layouts:  # stopped during the search
         _set_result(answer, searching.so_far())
+    for step in answer.steps:  # whoever prints the answer needs it, and leaves out no strategy
+        strategy_of(step)
     return answer
 
 
@@ -289,7 +304,7 @@ def _answer(plan: Plan, searching: Search, count: int, deadline: float, *, expla
             _explain(plan, searching, plan.best, count, deadline)
         plan.advice.extend(on_values(plan.best))
     elif plan.open_bound_s is None:
-        plan.advice.extend(filter(None, (one.hint(question) for one in STRATEGIES.values())))
+        plan.advice.extend(filter(None, (hint_of(name, question) for name in STRATEGIES)))
         plan.closest = closest(question)
         plan.closest.ways_out.extend(ways_out(question, plan.closest))
 

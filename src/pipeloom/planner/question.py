@@ -487,7 +487,9 @@ def limit_problems(
 
 
 def _families_of(software: Software) -> tuple[str, ...]:
-    return software.families or tuple(name for name, known in FAMILIES.items() if known.has_backward)
+    # A plug-in may have been left out since the program was read.
+    own = tuple(name for name in software.families if name in FAMILIES)
+    return own or tuple(name for name, known in FAMILIES.items() if known.has_backward)
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

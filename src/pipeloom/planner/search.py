@@ -19,7 +19,7 @@ from pipeloom.planner.candidate import Candidate, complete, exchanging_bound_s, 
 from pipeloom.planner.frontier import Frontier, GroupKey, Node, OpenNode, SortKey, admits
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.space import Arrangement, Cut, Leaf, Twig, each_arrangement
-from pipeloom.planner.strategies import STRATEGIES, SearchState, Strategy
+from pipeloom.planner.strategies import STRATEGIES, SearchState, Strategy, naming_strategy
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.schedule.compiled import expect_much
 
@@ -208,8 +208,10 @@ class Search:
         open_bound_s = self._prove(frontier, deadline)
         if open_bound_s is None and (limits.strategies is not None or not limits.names):
             wanted = frontier if has_plain else self._frontier(count, replace(limits, strategies=names))
-            for name in filter(wanted.allows, self._question.strategies):
-                self._try_strategy(wanted, name, deadline)
+            # A plug-in may have been left out since the program was read.
+            for name in filter(wanted.allows, filter(STRATEGIES.__contains__, self._question.strategies)):
+                with naming_strategy(name):
+                    self._try_strategy(wanted, name, deadline)
             frontier = wanted if wanted.best else frontier
         self._counts.seconds += time.monotonic() - begin
         self._count_pruned(frontier, open_bound_s)
@@ -400,7 +402,8 @@ def _refined(candidate: Candidate, step: SimulatedStep | None) -> SimulatedStep:
     if again is not None:
         steps.append(again.simulate())
     if candidate.leaf.strategy != "none":
-        steps += STRATEGIES[candidate.leaf.strategy].refine(candidate)
+        with naming_strategy(candidate.leaf.strategy):
+            steps += STRATEGIES[candidate.leaf.strategy].refine(candidate)
     return min(steps, key=SortKey.of) if len(steps) > 1 else steps[0]
 
 

@@ -9,6 +9,7 @@ the same batch per device, and simulated there. Alternatively, every size is sea
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from pipeloom.cost.hardware import Cluster
@@ -17,6 +18,7 @@ from pipeloom.errors import ConfigError
 from pipeloom.planner.goals import Cost, Training
 from pipeloom.planner.question import Question, layout_limits
 from pipeloom.planner.search import Progress, search
+from pipeloom.planner.wrong_plugins import without_wrong_plugins
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.words import unknown_name
 from pipeloom.workload.model import ModelShape
@@ -266,7 +268,8 @@ def tradeoff(inputs: Tradeoff, progress: Progress | None = None) -> Curves:
     work = [(method, batch) for method in inputs.methods for batch in inputs.batches_per_device]
     for number, (method, batch) in enumerate(work):
         question = replace(inputs.question_of(method), global_batch=int(batch * inputs.question.num_devices))
-        steps = search(question, 1 if inputs.searches_every_size else inputs.alternatives).steps
+        number_of = 1 if inputs.searches_every_size else inputs.alternatives
+        steps = without_wrong_plugins(question, partial(search, count=number_of)).steps
         if not steps:
             missing.append((method, batch))
         for count in inputs.device_counts:

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from pipeloom.cost.software import Software
 from pipeloom.families import FAMILIES
+from pipeloom.planner.question import Question
 from pipeloom.planner.strategies import activations, order, slices, swap
-from pipeloom.planner.strategies.strategy import STRATEGIES, SearchState, Strategy
+from pipeloom.planner.strategies.strategy import STRATEGIES, SearchState, Strategy, naming_strategy
 from pipeloom.predict.step import SimulatedStep
 
 __all__ = [
@@ -16,6 +17,9 @@ __all__ = [
     "SearchState",
     "Strategy",
     "activations",
+    "hint_of",
+    "limit_of",
+    "naming_strategy",
     "order",
     "slices",
     "strategy_of",
@@ -27,7 +31,23 @@ __all__ = [
 
 def strategy_of(step: SimulatedStep) -> str:
     """Name of a step's strategy, or ``none``. Strategies of other distributions take precedence."""
-    return next((name for name in reversed(list(STRATEGIES)) if STRATEGIES[name].is_in(step)), "none")
+    for name in reversed(list(STRATEGIES)):
+        with naming_strategy(name):
+            if STRATEGIES[name].is_in(step):
+                return name
+    return "none"
+
+
+def hint_of(name: str, question: Question) -> str | None:
+    """Advice about a strategy for a question without a layout that fits."""
+    with naming_strategy(name):
+        return STRATEGIES[name].hint(question)
+
+
+def limit_of(name: str, question: Question) -> str | None:
+    """Why a strategy applies to none of the layouts of a question; ``None`` if it may apply."""
+    with naming_strategy(name):
+        return STRATEGIES[name].limit(question)
 
 
 def with_strategies(software: Software) -> Software:

@@ -1,9 +1,12 @@
 """The definition of a strategy of the planner, and the registry of strategies."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pipeloom.errors import PipeloomError, StrategyError
+from pipeloom.families.check_rows import raised_by
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Question
 from pipeloom.planner.space import Arrangement, Leaf
@@ -58,6 +61,28 @@ class Strategy:
     limit: Callable[[Question], str | None] = lambda _: None
     takes_frozen: bool = True
     programs: tuple[str, ...] = ()
+
+
+@contextmanager
+def naming_strategy(name: str) -> Iterator[None]:
+    """Context in which an exception of a strategy of a plug-in or a script becomes an error that names the strategy.
+
+    Raises:
+        StrategyError: contains the exception and its line in the strategy's file.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        applies = STRATEGIES[name].applies
+        is_own = getattr(applies, "__module__", "").startswith("pipeloom.")
+        # An error that names a family is the family's, also while the layouts of a strategy are simulated.
+        if is_own or (isinstance(error, PipeloomError) and (error.family or error.strategy)):
+            raise
+        wrong = StrategyError(f"the strategy '{name}' raised {raised_by(error, applies)}")
+        wrong.strategy = name
+        raise wrong from error
 
 
 STRATEGIES: Registry[Strategy] = Registry("strategy", "pipeloom.strategies", Strategy)
