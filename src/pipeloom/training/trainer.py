@@ -154,7 +154,8 @@ class Trainer:
         if is_writer:
             self._write_run()
             for name, text in self._data.tokenizer.files().items():
-                self._folder.write(name, text)
+                self._folder.write(name, text, is_needed=False)
+        self._noted.warn()
         has_steps = self._done.step < config.training.known_steps
         if has_steps:
             self._predict()
@@ -313,9 +314,9 @@ class Trainer:
 
     def _write_run(self) -> None:
         """Write what the run does: resolved, with what it chose by measuring; the schedule is that of the trace."""
-        self._folder.write_config(self._config)
+        self._folder.write_config(self._config, is_needed=False)
         if self._measured.traced_step is None:
-            self._folder.write(run_folder.SCHEDULE, self._pipeline.schedule_text)
+            self._folder.write(run_folder.SCHEDULE, self._pipeline.schedule_text, is_needed=False)
 
     def _step(self, step: int) -> tuple[float, float, StepResult]:
         """Do one optimizer step, counted from 1; returns loss, gradient norm, and this rank's result."""
