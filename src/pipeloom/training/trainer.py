@@ -41,6 +41,7 @@ from pipeloom.training.inference.trained import load_trained
 from pipeloom.training.inference.validation import Validation
 from pipeloom.training.loading import Loading
 from pipeloom.training.optimizers.averaging import make_averaging
+from pipeloom.training.optimizers.declared_state import DeclaredState
 from pipeloom.training.optimizers.optimizer import WholeUpdates, learning_rate, make_optimizer
 from pipeloom.training.optimizers.updates_within import make_updates
 from pipeloom.training.pipeline import Pipeline
@@ -89,6 +90,7 @@ class Trainer:
         is_whole = self._pipeline.store is None  # swapped stages get their optimizer state one by one
         self._validation = Validation(config, world, data, self._pipeline)
         self._optimizer = make_optimizer(config.optimizer, self._pipeline.data_parallel.parts, begins=is_whole)
+        self._declared = DeclaredState(config.optimizer, self._optimizer, self._pipeline.data_parallel.parts)
         self._updates = make_updates(config.optimizer, self._optimizer, self._pipeline)
         self._averaging = make_averaging(config, world, self._pipeline, self._updates)
         self._checkpoints = Checkpoints(
@@ -173,6 +175,7 @@ class Trainer:
                 begin, exchanged_s = time.perf_counter(), self._pipeline.exchange_s
                 with self._profiles.of(step):
                     loss, grad_norm, result = self._step(step)
+                self._declared.check()
                 if self._back_to is not None:
                     step, self._back_to = self._back_to, None
                     continue
@@ -481,10 +484,11 @@ class Trainer:
             return self._validation.loss(gives_up)
 
     def _settle(self) -> None:
-        """Do what the steps so far owe: deferred updates, a delayed average. Collective."""
+        """Do what the steps so far owe: deferred updates, a delayed average; check the state. Collective."""
         self._updates.settle()
         if self._averaging is not None:
             self._averaging.settle()
+        self._declared.check(again=True)
 
 
 def _say_nothing(_text: str) -> None:
