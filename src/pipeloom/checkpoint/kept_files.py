@@ -21,10 +21,9 @@ from pipeloom.errors import HostError, UserError
 from pipeloom.system.files import parse_json
 from pipeloom.system.host_memory import available_memory
 from pipeloom.system.room import take_room
+from pipeloom.system.temporary import SHARED_MEMORY
 from pipeloom.terminal.words import format_bytes
 
-SHARED_MEMORY = Path("/dev/shm")
-"""A file system in memory, whose files outlive the processes that wrote them."""
 NUM_STATES = 2
 _CELLS = 1 << 22
 _INFO_BYTES = 1 << 20

@@ -121,12 +121,11 @@ class Trainer:
         windows = resumed(data.train, name, done.sequences, done.sources, done.data["text"])
         num_steps = config.training.known_steps - self._done.step
         self._loading = Loading(windows, config.layout.step_size, self._done.step + 1, num_steps)
-        self._measured = Measured()
         self._traced = TracedSteps(config, world, folder, self._done.step)
         self._meter, self._profiles = StepMeter(config, world), StepProfiles(config, world, folder.path)
         self._sums: Sequence[float] = ()
         self._spikes, self._slow = Spikes(config.training), SlowRanks(config, world, folder)
-        self._division = Division(config, world)
+        self._measured, self._division = Measured(), Division(config, world)
         self._profile: Profile | None = None
         self._health = Health(config, world, self._pipeline, self._optimizer, self._done.step)
         self._problem: str | None = None
