@@ -9,9 +9,9 @@ from faults import LONG_S, STALL_S, Chaos, Fault, curve, differences, repeated, 
 from forked import Forked
 from thinned import thinned
 
-from pipeloom.checkpoint.kept_files import SHARED_MEMORY
 from pipeloom.cli import main
 from pipeloom.config.file import read_run_file
+from pipeloom.system.temporary import SHARED_MEMORY
 
 STEPS = 14
 

@@ -1,5 +1,6 @@
 """Both ends of an edge in shared memory: blocks that are used again, a rank that ends, and who may share."""
 
+import errno
 import os
 import resource
 import socket
@@ -9,7 +10,8 @@ from contextlib import closing
 import pytest
 import torch
 
-from pipeloom.errors import BoundaryError, PeerLostError
+from pipeloom.errors import BoundaryError, PeerLostError, RunError
+from pipeloom.execute.communication import shared_memory
 from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.communication.shared_memory import Listener, SharedReceiver, SharedSender, connect
 
@@ -76,6 +78,17 @@ def test_tensors_of_any_spec(ends, spec):
     tensor = received(receiver, spec)
     assert TensorSpec.of(tensor) == spec
     assert tensor.eq(1).all()
+
+
+def test_a_message_without_memory_is_an_error_and_no_signal(ends, monkeypatch):
+    sender, _ = ends
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shared_memory, "take_room", refuse)
+    with pytest.raises(RunError, match="no shared memory for a message of 60 bytes to rank 1: No space left"):
+        sender.send(torch.zeros(SPEC.shape))
 
 
 def test_strides_do_not_matter(ends):

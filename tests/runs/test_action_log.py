@@ -1,14 +1,18 @@
 """The file of what a rank did last: written through memory, read by others, whatever happened to the writer."""
 
+import errno
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from pipeloom import make_schedule
 from pipeloom.errors import UserError
 from pipeloom.passes import lower
+from pipeloom.runs import action_log
 from pipeloom.runs.action_log import ActionLog, read_ranks
+from pipeloom.training.records.noted import Noted
 from pipeloom.workload.layout import Coordinates
 
 SCHEDULE = lower(make_schedule("1f1b", pp=2, num_microbatches=2))
@@ -78,6 +82,61 @@ def test_long_texts_are_cut(tmp_path):
     log.note("ä" * 100_000)
     (one,) = read_ranks(tmp_path)
     assert 4000 < len(one.text) < 8192
+
+
+def test_no_file_is_sparse(tmp_path):
+    """A store to a mapped page that has no room on a full disk would kill the rank."""
+    log = open_log(tmp_path)
+    log.row("training", lower(make_schedule("1f1b", pp=2, num_microbatches=400)), 0)
+    found = (tmp_path / "rank-00000").stat()
+    assert found.st_size > 100_000
+    assert found.st_blocks * 512 >= found.st_size
+
+
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_a_rank_without_room_for_its_file_goes_on_without_one(tmp_path, monkeypatch, room):
+    calls = []
+
+    def take_room(*_):
+        calls.append(1)
+        if len(calls) > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        take(*_)
+
+    take = action_log.take_room
+    monkeypatch.setattr(action_log, "take_room", take_room)
+    log = open_log(tmp_path)
+    assert log.problem == ("" if room else "No space left on device")
+    for name in ("training", "validation"):
+        row = log.row(name, SCHEDULE, 0)
+        row.cells[2 * len(SCHEDULE.rows[0]) - 1] = 1
+        row.run.begin()
+    log.begin_step(3)
+    log.end("an error")
+    assert log.problem == "No space left on device"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["training.txt", "validation.txt"]
+
+
+def test_a_part_of_a_schedule_is_removed(tmp_path):
+    log = open_log(tmp_path)
+    (tmp_path / "training.txt").symlink_to("/dev/full")
+    log.row("training", SCHEDULE, 0)
+    assert log.problem == "No space left on device"
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_warning_names_the_ranks_without_a_file(capsys):
+    noted = object.__new__(Noted)
+    noted.log = None
+    noted.world = SimpleNamespace(gather=lambda own: [own, "No space left", "", "No space left"])
+    noted.warn()
+    assert capsys.readouterr().err == (
+        "pipeloom train: warning: cannot note what ranks 1, 3 did last: No space left; the run continues, "
+        "`pipeloom inspect` lacks them\n"
+    )
+    noted.world = SimpleNamespace(gather=lambda own: [own])
+    noted.warn()
+    assert not capsys.readouterr().err
 
 
 def test_a_killed_writer_leaves_its_file_and_is_gone(tmp_path):

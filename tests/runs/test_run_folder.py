@@ -3,8 +3,12 @@
 import errno
 import json
 import os
+from pathlib import Path
 
-from pipeloom.runs.run_folder import METRICS, WARNINGS, RunFolder
+import pytest
+
+from pipeloom.errors import RunError, UserError
+from pipeloom.runs.run_folder import DRAFTS, METRICS, TRACE, WARNINGS, RunFolder
 
 
 class Full:
@@ -36,3 +40,35 @@ def test_metrics_wait_for_room_on_a_full_disk_and_no_line_is_lost_or_cut(tmp_pat
 def test_a_warning_that_a_full_disk_has_no_room_for_ends_nothing(tmp_path):
     (tmp_path / WARNINGS).symlink_to("/dev/full")
     RunFolder(tmp_path).add_warning("step 2: the disk is full")
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    def fill(file, text, **_):
+        file.write_bytes(text[:7].encode())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", fill)
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_file_that_the_run_can_do_without_is_a_warning_and_the_older_one_stays(tmp_path, capsys):
+    (tmp_path / TRACE).write_bytes(b"old")
+    folder = RunFolder(tmp_path)
+    with pytest.raises(RunError, match="No space left on device"):
+        folder.write(TRACE, "a long new text")
+    folder.write(TRACE, "a long new text", is_needed=False)
+    said = f"cannot write {tmp_path / TRACE}: No space left on device; the run continues without it"
+    assert capsys.readouterr().err == f"pipeloom train: warning: {said}\n"
+    assert (tmp_path / WARNINGS).read_text().endswith(f"  {said}\n")
+    assert sorted(one.name for one in tmp_path.iterdir()) == [TRACE, WARNINGS]
+    assert (tmp_path / TRACE).read_bytes() == b"old"
+
+
+@pytest.mark.usefixtures("full_disk")
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_a_disk_that_is_full_before_the_first_step_refuses_the_run(tmp_path, is_needed):
+    (tmp_path / DRAFTS).mkdir()
+    with pytest.raises(UserError, match="No space left on device; free some space, or choose another --output.folder"):
+        RunFolder(tmp_path).write(TRACE, "a long new text", is_needed=is_needed)
+    assert [one.name for one in tmp_path.iterdir()] == [DRAFTS]

@@ -8,21 +8,25 @@ from pathlib import Path
 
 from pipeloom.system import temporary
 from pipeloom.system.folder_lock import LOCK
-from pipeloom.system.temporary import temporary_folder
+from pipeloom.system.temporary import remove_abandoned, temporary_folder
 
 HOLD = """
+import sys
 import time
+from pathlib import Path
 from pipeloom.system.temporary import temporary_folder
-with temporary_folder() as folder:
+with temporary_folder(*map(Path, sys.argv[1:])) as folder:
     (folder / "rendezvous").write_text("mine")
     print(folder, flush=True)
     time.sleep(60)
 """
 
 
-def start(place):
+def start(place, *shared):
     environment = {**os.environ, "TMPDIR": str(place)}
-    process = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, *shared], stdout=subprocess.PIPE, text=True, env=environment
+    )
     folder = Path(process.stdout.readline().strip())
     assert (folder / "rendezvous").is_file()
     return process, folder
@@ -53,6 +57,30 @@ def test_the_next_run_removes_the_folders_of_dead_runs_and_no_other(tmp_path, mo
     finally:
         end(living)
     assert not folder.exists()
+
+
+def test_any_run_removes_what_a_dead_one_left_in_memory(tmp_path, monkeypatch):
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(temporary, "SHARED_MEMORY", shared)
+
+    def make_one():
+        with temporary_folder():
+            pass
+
+    for remove in (remove_abandoned, make_one):
+        dead, left = start(tmp_path, shared)
+        living, used = start(tmp_path, shared)
+        end(dead)
+        try:
+            assert left.parent == used.parent == shared
+            remove()
+            assert list(shared.iterdir()) == [used]
+        finally:
+            end(living)
+        remove_abandoned()
+        assert not list(shared.iterdir())
 
 
 def test_another_users_folder_stays(tmp_path, monkeypatch):

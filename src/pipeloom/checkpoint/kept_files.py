@@ -20,10 +20,10 @@ from pipeloom.checkpoint.checkpoint_folder import CheckpointInfo
 from pipeloom.errors import HostError, UserError
 from pipeloom.system.files import parse_json
 from pipeloom.system.host_memory import available_memory
+from pipeloom.system.room import take_room
+from pipeloom.system.temporary import SHARED_MEMORY
 from pipeloom.terminal.words import format_bytes
 
-SHARED_MEMORY = Path("/dev/shm")
-"""A file system in memory, whose files outlive the processes that wrote them."""
 NUM_STATES = 2
 _CELLS = 1 << 22
 _INFO_BYTES = 1 << 20
@@ -87,8 +87,7 @@ class KeptFile:
         assert len(text) < _CELLS, "too many tensors for the head of the file"
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            # Without this, a store to memory that there is not ends the process later.
-            os.posix_fallocate(descriptor, 0, _TENSORS + NUM_STATES * state_bytes)
+            take_room(descriptor, _TENSORS + NUM_STATES * state_bytes)
             os.pwrite(descriptor, text, 0)
         finally:
             os.close(descriptor)

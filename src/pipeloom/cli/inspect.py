@@ -61,7 +61,8 @@ def run(words: list[str]) -> int:
     if len(state.ranks) > _MOST_RANKS:
         print(f"  and {count(len(state.ranks) - _MOST_RANKS, 'rank')} more")
     if missing:
-        print(f"  no file of rank {', '.join(map(str, missing[:_MOST_RANKS]))}: on a host that does not see the folder")
+        which = ", ".join(map(str, missing[:_MOST_RANKS]))
+        print(f"  no file of rank {which}: on a host that does not see the folder, or on a full disk")
     return 0
 
 

@@ -6,7 +6,8 @@
 
 A table in place of a list of events: whatever the length of a row, the state of each of its actions is there. Writing
 is a store to mapped memory, so the file is right when the process is stopped or killed, and on a GPU, where the host
-writes it. Times are those of the host's monotonic clock.
+writes it. On a full disk, the rank writes to memory that no other process sees. Times are those of the host's
+monotonic clock.
 
 A file begins with its description as JSON; at ``_TEXT`` is a text, at ``_CELLS`` are numbers of 64 bits: the state of
 the process, then four for each activity; behind them the tables of rows, each ``[actions, 2]``, at multiples of 4096.
@@ -18,6 +19,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeloom.errors import UserError
+from pipeloom.errors import UserError, reason_of
 from pipeloom.schedule import Schedule, format_schedule
 from pipeloom.system.files import parse_json
 from pipeloom.system.processes import is_stopped, lives, start_of
+from pipeloom.system.room import take_room
 from pipeloom.workload.layout import Coordinates
 
 _FORMAT = 1
@@ -111,15 +114,19 @@ class ActionLog:
         rank, size: of the process, and the number of processes.
         place: coordinates of the rank.
 
+    Attributes:
+        problem: why there is no file; empty if there is one.
+
     Raises:
-        OSError: the file cannot be made.
+        OSError: the folder cannot be opened.
     """
 
     def __init__(self, folder: Path, rank: int, size: int, place: Coordinates) -> None:
         self._rank = rank
+        self.problem = ""
         # The run's folder takes its place under another name when the first step has ended.
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._file = os.open(_file_of(folder, rank), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._file: int | None = None
         self._head: dict[str, Any] = {
             "format": _FORMAT,
             "rank": rank,
@@ -131,10 +138,13 @@ class ActionLog:
             "activities": [],
             "rows": [],
         }
-        self._size = _TABLES
+        self._size = 0
         self._runs: dict[str, Activity] = {}
-        os.ftruncate(self._file, self._size)
-        self._memory = mmap.mmap(self._file, _TABLES)
+        try:
+            self._file = self._open(_name_of(rank), os.O_RDWR)
+        except OSError as error:
+            self._give_up(error)
+        self._memory = self._map(_TABLES)
         self._cells = memoryview(self._memory)[_CELLS:].cast("q")
         self.beat()
         self._write_head()
@@ -168,15 +178,10 @@ class ActionLog:
         # In place of an earlier schedule with this name, whose cells stay where they are.
         self._head["rows"] = [one for one in self._head["rows"] if one["name"] != name]
         self._head["rows"].append({"name": name, "offset": self._size, "count": count})
-        offset, room = self._size, -(-16 * max(count, 1) // _PAGE) * _PAGE
-        self._size += room
-        os.ftruncate(self._file, self._size)
-        memory = mmap.mmap(self._file, room, offset=offset)
+        memory = self._map(-(-16 * max(count, 1) // _PAGE) * _PAGE)
         self._write_head()
         if self._rank == 0:
-            file = os.open(f"{name}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666, dir_fd=self._folder)
-            with os.fdopen(file, "w", encoding="utf-8") as text:
-                text.write(format_schedule(schedule))
+            self._write_schedule(f"{name}.txt", schedule)
         return RowLog(run, memoryview(memory).cast("q"))
 
     def begin_step(self, step: int) -> None:
@@ -198,6 +203,42 @@ class ActionLog:
         self._cells[_FAILED] = int(bool(text))
         self.beat()
         self._cells[_END] = _now()
+
+    def _open(self, name: str, access: int) -> int:
+        return os.open(name, access | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666, dir_fd=self._folder)
+
+    def _map(self, size: int) -> mmap.mmap:
+        """Map further bytes of the file, or memory of this process alone."""
+        begin = self._size
+        self._size += size
+        if self._file is not None:
+            try:
+                take_room(self._file, size, begin)
+                return mmap.mmap(self._file, size, offset=begin)
+            except OSError as error:
+                self._give_up(error)
+        return mmap.mmap(-1, size)
+
+    def _write_schedule(self, name: str, schedule: Schedule) -> None:
+        try:
+            with os.fdopen(self._open(name, os.O_WRONLY), "w", encoding="utf-8") as text:
+                text.write(format_schedule(schedule))
+        except OSError as error:
+            # A part of a schedule is none that can be read.
+            self._remove(name)
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Remove the file: what it lacks would read as what the rank has not done. A run must not end because of it."""
+        self.problem = self.problem or reason_of(error)
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        self._remove(_name_of(self._rank))
+
+    def _remove(self, name: str) -> None:
+        with suppress(OSError):
+            os.unlink(name, dir_fd=self._folder)
 
     def _write_head(self) -> None:
         text = json.dumps(self._head).encode()
@@ -335,5 +376,5 @@ def _process(pid: int, host: str, started: str) -> str:
     return "is stopped" if is_stopped(pid) else "runs"
 
 
-def _file_of(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank:05}"
+def _name_of(rank: int) -> str:
+    return f"rank-{rank:05}"

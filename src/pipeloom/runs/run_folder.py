@@ -1,11 +1,11 @@
 """The run folder: the files that a run writes, which are consistent whenever the run ends."""
 
-import errno
 import io
 import os
 import shutil
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,10 @@ from typing import Any
 from pipeloom.checkpoint.checkpoint_folder import FOLDER, RUN_FILE
 from pipeloom.config import RunConfig
 from pipeloom.config.file import format_run
-from pipeloom.errors import RunError
+from pipeloom.errors import RunError, UserError
 from pipeloom.system.files import strict_json
+from pipeloom.system.room import FULL
+from pipeloom.terminal.guard import print_warning
 from pipeloom.workload.layout import Coordinates
 
 CONFIG = RUN_FILE
@@ -41,8 +43,6 @@ ACTIONS = "actions"
 """Folder with what each rank did last (``pipeloom.runs.action_log``)."""
 DRAFTS = ".starting"
 """Folder in a run folder with the files of a run before the end of its first step."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of a full disk, or of an exceeded quota."""
 
 
 class RunFolder:
@@ -67,11 +67,17 @@ class RunFolder:
         """Whether the first step of the run has not ended."""
         return (self.path / DRAFTS).is_dir()
 
-    def write(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str, *, is_needed: bool = True) -> None:
         """Write a file atomically, so that no reader sees a part of it.
+
+        Args:
+            name: of the file.
+            text: its content.
+            is_needed: otherwise a full disk is a warning after the first step, and an older file stays.
 
         Raises:
             RunError: the folder cannot be written to any more; also raised by the methods below.
+            UserError: the disk is full before the first step; also raised by the methods below.
         """
         # In the same folder: a rename is atomic only within one file system.
         draft = self.path / f".{name}.part"
@@ -79,7 +85,11 @@ class RunFolder:
             draft.write_text(text, encoding="utf-8")
             draft.replace((self.path / DRAFTS if self.is_starting else self.path) / name)
         except OSError as error:
-            raise self._error(error) from None
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+            if is_needed or error.errno not in FULL or self.is_starting:
+                raise self._error(error) from None
+            self.warn(f"cannot write {self.path / name}: {error.strerror}; the run continues without it")
 
     def make_actions(self) -> Path | None:
         """Make the empty folder of what ranks did last; ``None`` if the disk refuses, since no run needs it."""
@@ -98,10 +108,11 @@ class RunFolder:
                 return file.read_text(encoding="utf-8")
         return None
 
-    def write_config(self, config: RunConfig) -> None:
-        """Write the configuration without the run folder, so that it can be run again unchanged."""
+    def write_config(self, config: RunConfig, *, is_needed: bool = True) -> None:
+        """Write the configuration without the run folder, so that it can be run again unchanged; see ``write``."""
         # With the folder, a second run would be refused, since the folder contains a run.
-        self.write(CONFIG, format_run(replace(config, output=replace(config.output, folder=None))))
+        text = format_run(replace(config, output=replace(config.output, folder=None)))
+        self.write(CONFIG, text, is_needed=is_needed)
 
     def add_metrics(self, metrics: dict[str, Any]) -> None:
         """Append one line to the metrics, without buffering. The first line calls ``begin``.
@@ -122,8 +133,13 @@ class RunFolder:
                 raise FileNotFoundError(2, os.strerror(2))
         except OSError as error:
             # Space may be freed while the run continues; other errors are permanent.
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise self._error(error) from None
+
+    def warn(self, text: str) -> None:
+        """Print a warning, and append it to the warnings."""
+        print_warning(text)
+        self.add_warning(f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S}  {text}")
 
     def add_warning(self, line: str) -> None:
         """Append one line to the warnings; errors are ignored."""
@@ -168,7 +184,12 @@ class RunFolder:
             self._metrics.close()
             self._metrics = None
 
-    def _error(self, error: OSError) -> RunError:
+    def _error(self, error: OSError) -> RunError | UserError:
+        if error.errno in FULL and self.is_starting:
+            return UserError(
+                f"cannot write the first files of a run to {self.path}: {error.strerror}; free some space, or choose "
+                "another --output.folder"
+            )
         return RunError(f"cannot write to the run folder {self.path} any more: {error.strerror}")
 
 

@@ -63,7 +63,8 @@ def take_run_folder(config: RunConfig) -> Iterator[FolderLock]:
         yield lock
     finally:
         # Before the lock is released, since afterwards the drafts may be another run's.
-        shutil.rmtree(path / DRAFTS, ignore_errors=True)
+        if (path / DRAFTS).is_dir():
+            _remove_drafts(path)
         lock.release()
         _remove_empty(made)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from pipeloom.system.folder_lock import lock_folder, take_over
 
 _PREFIX = "pipeloom-"
+SHARED_MEMORY = Path("/dev/shm")
+"""A file system in memory, whose files outlive the processes that wrote them."""
 
 
 @contextmanager
@@ -20,7 +22,7 @@ def temporary_folder(place: Path | None = None) -> Iterator[Path]:
         place: that contains it; ``None`` for the system's folder of temporary files.
     """
     place = place or Path(tempfile.gettempdir())
-    _remove_abandoned(place)
+    remove_abandoned()
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
     try:
         lock = lock_folder(folder)
@@ -32,9 +34,9 @@ def temporary_folder(place: Path | None = None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_abandoned(place: Path) -> None:
-    """Remove this user's folders whose processes have ended; a folder without a lock file stays."""
-    for folder in place.glob(f"{_PREFIX}*"):
+def remove_abandoned() -> None:
+    """Remove folders of this user whose processes have ended, also in memory; one without a lock file stays."""
+    for folder in [one for place in (Path(tempfile.gettempdir()), SHARED_MEMORY) for one in place.glob(f"{_PREFIX}*")]:
         try:
             # Anyone can write to the folder for temporary files: a symbolic link there may point to any file.
             is_own = folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid()

@@ -7,7 +7,7 @@ control sequences, such as tables and progress bars, writes to ``raw(stream)``; 
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
 _UNPRINTABLE = re.compile(
@@ -26,6 +26,12 @@ def printable(text: str) -> str:
     Control characters can move the cursor, change the terminal's title, or hide and reorder text.
     """
     return _UNPRINTABLE.sub(lambda found: _escaped(ord(found[0])), text)
+
+
+def print_warning(text: str) -> None:
+    """Print a warning of a training run to standard error; a closed terminal ends nothing."""
+    with suppress(OSError):
+        print(f"pipeloom train: warning: {printable(text)}", file=sys.stderr, flush=True)  # noqa: T201  people wait for it
 
 
 def _escaped(code: int) -> str:

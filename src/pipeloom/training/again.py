@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeloom.checkpoint.checkpoint_choice import choose_checkpoint
 from pipeloom.checkpoint.checkpoint_folder import list_checkpoints, step_of
-from pipeloom.checkpoint.kept_files import SHARED_MEMORY, newest_kept
+from pipeloom.checkpoint.kept_files import newest_kept
 from pipeloom.config import RunConfig
 from pipeloom.config.file import read_run_file
 from pipeloom.errors import PipeloomError, RunError, UserError, WorkerError
@@ -18,7 +18,7 @@ from pipeloom.execute.processes.world import is_launched
 from pipeloom.runs.hang import read_hang
 from pipeloom.runs.run_folder import CONFIG, RunFolder
 from pipeloom.runs.run_start import go_back, remove_unfinished
-from pipeloom.system.temporary import temporary_folder
+from pipeloom.system.temporary import SHARED_MEMORY, temporary_folder
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pipeloom.execute.processes.world import is_first, is_launched
 from pipeloom.model.adapted_outline import num_parameters
 from pipeloom.predict.need import Parts, need_by_pipeline_rank, reference_bytes
 from pipeloom.system.host_memory import Available, address_space, available_memory
+from pipeloom.system.temporary import remove_abandoned
 from pipeloom.terminal.words import count, format_bytes
 
 _ADVICE = {
@@ -32,6 +33,8 @@ _OF_STATE = (
 def check_memory(config: RunConfig, *, verifies: bool = False, trains: bool = True) -> None:
     """Refuse a run whose ranks on this host need more memory than there is; under a launcher, once on each host.
 
+    What killed runs of this user left in memory is removed first.
+
     Args:
         config: valid, with a resolved model.
         verifies: whether the run compares gradients with a reference: it has no optimizer state, but its first host
@@ -44,6 +47,7 @@ def check_memory(config: RunConfig, *, verifies: bool = False, trains: bool = Tr
     # Only the first process of each host checks: one message, and memory is counted once.
     if os.environ.get("LOCAL_RANK", "0") != "0" and is_launched():
         return
+    remove_abandoned()  # the states of a killed run may take most of the memory
     if config.model.adapted is not None:
         _check_adapted(config, config.model.adapted, verifies=verifies, trains=trains)
         return

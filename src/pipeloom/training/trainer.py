@@ -41,6 +41,7 @@ from pipeloom.training.inference.trained import load_trained
 from pipeloom.training.inference.validation import Validation
 from pipeloom.training.loading import Loading
 from pipeloom.training.optimizers.averaging import make_averaging
+from pipeloom.training.optimizers.declared_state import DeclaredState
 from pipeloom.training.optimizers.optimizer import WholeUpdates, learning_rate, make_optimizer
 from pipeloom.training.optimizers.updates_within import make_updates
 from pipeloom.training.pipeline import Pipeline
@@ -89,6 +90,7 @@ class Trainer:
         is_whole = self._pipeline.store is None  # swapped stages get their optimizer state one by one
         self._validation = Validation(config, world, data, self._pipeline)
         self._optimizer = make_optimizer(config.optimizer, self._pipeline.data_parallel.parts, begins=is_whole)
+        self._declared = DeclaredState(config.optimizer, self._optimizer, self._pipeline.data_parallel.parts)
         self._updates = make_updates(config.optimizer, self._optimizer, self._pipeline)
         self._averaging = make_averaging(config, world, self._pipeline, self._updates)
         self._checkpoints = Checkpoints(
@@ -119,12 +121,11 @@ class Trainer:
         windows = resumed(data.train, name, done.sequences, done.sources, done.data["text"])
         num_steps = config.training.known_steps - self._done.step
         self._loading = Loading(windows, config.layout.step_size, self._done.step + 1, num_steps)
-        self._measured = Measured()
         self._traced = TracedSteps(config, world, folder, self._done.step)
         self._meter, self._profiles = StepMeter(config, world), StepProfiles(config, world, folder.path)
         self._sums: Sequence[float] = ()
         self._spikes, self._slow = Spikes(config.training), SlowRanks(config, world, folder)
-        self._division = Division(config, world)
+        self._measured, self._division = Measured(), Division(config, world)
         self._profile: Profile | None = None
         self._health = Health(config, world, self._pipeline, self._optimizer, self._done.step)
         self._problem: str | None = None
@@ -154,7 +155,8 @@ class Trainer:
         if is_writer:
             self._write_run()
             for name, text in self._data.tokenizer.files().items():
-                self._folder.write(name, text)
+                self._folder.write(name, text, is_needed=False)
+        self._noted.warn()
         has_steps = self._done.step < config.training.known_steps
         if has_steps:
             self._predict()
@@ -172,6 +174,7 @@ class Trainer:
                 begin, exchanged_s = time.perf_counter(), self._pipeline.exchange_s
                 with self._profiles.of(step):
                     loss, grad_norm, result = self._step(step)
+                self._declared.check()
                 if self._back_to is not None:
                     step, self._back_to = self._back_to, None
                     continue
@@ -313,9 +316,9 @@ class Trainer:
 
     def _write_run(self) -> None:
         """Write what the run does: resolved, with what it chose by measuring; the schedule is that of the trace."""
-        self._folder.write_config(self._config)
+        self._folder.write_config(self._config, is_needed=False)
         if self._measured.traced_step is None:
-            self._folder.write(run_folder.SCHEDULE, self._pipeline.schedule_text)
+            self._folder.write(run_folder.SCHEDULE, self._pipeline.schedule_text, is_needed=False)
 
     def _step(self, step: int) -> tuple[float, float, StepResult]:
         """Do one optimizer step, counted from 1; returns loss, gradient norm, and this rank's result."""
@@ -480,10 +483,11 @@ class Trainer:
             return self._validation.loss(gives_up)
 
     def _settle(self) -> None:
-        """Do what the steps so far owe: deferred updates, a delayed average. Collective."""
+        """Do what the steps so far owe: deferred updates, a delayed average; check the state. Collective."""
         self._updates.settle()
         if self._averaging is not None:
             self._averaging.settle()
+        self._declared.check(again=True)
 
 
 def _say_nothing(_text: str) -> None:

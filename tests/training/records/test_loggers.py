@@ -143,7 +143,7 @@ def test_a_logger_that_fails_is_a_warning_and_is_called_no_more(tmp_path, monkey
         log.add(LINE)
         log.add(LINE)
     said = capsys.readouterr().err
-    assert said.count("warning: pipeloom train: output.log wandb stopped: no route to host") == 1
+    assert said.count("pipeloom train: warning: output.log wandb stopped: no route to host") == 1
     assert "\x1b" not in said
     assert calls == {"init": [], "log": [], "finish": ["log", "log"]}[fails]
 

@@ -23,9 +23,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeloom.errors import BoundaryError, PeerLostError
+from pipeloom.errors import BoundaryError, PeerLostError, RunError
 from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.communication.under_way import UnderWay
+from pipeloom.system.room import take_room
+from pipeloom.terminal.words import format_bytes
 
 _LINE = struct.Struct("=qqd")
 """A message: offset and bytes of its block, and the sender's clock, which all processes of a host share."""
@@ -179,6 +181,7 @@ class SharedSender:
 
         Raises:
             PeerLostError: the other rank ended.
+            RunError: there is no memory for another message.
         """
         begin_s = time.perf_counter()
         blocks = self._free[tensor.shape, tensor.dtype]
@@ -206,8 +209,13 @@ class SharedSender:
     def _grown(self, spec: TensorSpec) -> _Block:
         """A new block: the receiver still has all others, as many as the schedule lets the sender be ahead."""
         offset = self._size
-        self._size += -(-max(1, spec.nbytes) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        os.ftruncate(self._ends.memory, self._size)
+        room = -(-max(1, spec.nbytes) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        try:
+            take_room(self._ends.memory, room, offset)
+        except OSError as error:
+            message = f"a message of {format_bytes(spec.nbytes)} to rank {self._peer}"
+            raise RunError(f"there is no shared memory for {message}: {error.strerror}") from None
+        self._size += room
         return _Block.map(self._ends.memory, offset, spec)
 
     def end(self) -> None:

@@ -5,8 +5,6 @@ storage at rest has no memory on the device; views of it, also those that autogr
 valid again when it is back. On a CPU both memories are host memory; moves, frees and counts are the same.
 """
 
-import errno
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,23 +17,21 @@ from torch import Tensor
 from pipeloom.errors import RunError
 from pipeloom.execute.stages.weights import StageWeights
 from pipeloom.schedule.stage_swaps import NOTHING, Amounts, Content
+from pipeloom.system.room import take_room
 from pipeloom.terminal.words import format_bytes
 
 
 def _take_room(file: int, size: int, folder: Path) -> None:
-    """Allocate the blocks of a file at once: on a full disk a write to a mapping would kill the process.
+    """Take the room of an empty file.
 
     Raises:
         RunError: the disk lacks the space.
     """
-    if size == 0 or not hasattr(os, "posix_fallocate"):
-        return
     try:
-        os.posix_fallocate(file, 0, size)
+        take_room(file, size)
     except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # file systems without fallocate
-            words = f"schedule.swap_folder: {folder} has no room for {format_bytes(size)} more: {error.strerror}"
-            raise RunError(f"{words}; use a folder on a larger disk, or leave it out") from None
+        words = f"schedule.swap_folder: {folder} has no room for {format_bytes(size)} more: {error.strerror}"
+        raise RunError(f"{words}; use a folder on a larger disk, or leave it out") from None
 
 
 class _Home:

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from typing import Protocol
 
 from pipeloom.checkpoint.checkpoint_folder import Cause, list_checkpoints, step_of
@@ -246,8 +245,7 @@ class Saving:
         if self._world.rank > 0:
             return
         text = f"step {step}: {problem}; the run continues without this checkpoint"
-        self._say(f"warning: {text}")
-        self._folder.add_warning(f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S}  {text}")
+        self._folder.warn(text)
 
     def _say(self, message: str) -> None:
         with suppress(OSError):  # of a closed terminal

@@ -88,4 +88,4 @@ class SlowRanks:
         more = "; `pipeloom inspect` of the run says what a layout without it would do" if slow else ""
         self._folder.add_warning(f"step {step}: {', '.join(texts)}{more}")
         self._named = set(found)
-        self._folder.write(SLOW_RANKS, slow_text(step, slow))
+        self._folder.write(SLOW_RANKS, slow_text(step, slow), is_needed=False)

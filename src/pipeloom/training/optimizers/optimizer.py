@@ -23,6 +23,8 @@ from pipeloom.measure.stopwatch import median_seconds
 from pipeloom.measure.update import Update
 from pipeloom.schedule.stage_swaps import Content
 
+STEP = "step"
+"""Key of the number of steps, which every optimizer may have beside what it declares."""
 REPEATS = 3
 """Runs of an update that is timed."""
 
@@ -81,16 +83,21 @@ def make_optimizer(config: OptimizerConfig, parts: Sequence[FlatPart], *, begins
 def begin_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig, parts: Iterable[FlatPart]) -> None:
     """Create the initial optimizer state of parts, which PyTorch's optimizers create in their first step."""
     for part in parts:
-        shape = tuple(part.parameter.shape)
-        shapes = dict.fromkeys(config.rule.state, shape)
-        if part.name is not None:
-            shapes = config.rule.state_shapes(part.name, shape)
         optimizer.state[part.parameter] = {
-            "step": _no_steps(optimizer, part.parameter),
+            STEP: _no_steps(optimizer, part.parameter),
             **{
-                name: part.parameter.new_zeros(shape, dtype=part.parameter.grad_dtype) for name, shape in shapes.items()
+                name: part.parameter.new_zeros(shape, dtype=part.parameter.grad_dtype)
+                for name, shape in state_shapes(config, part).items()
             },
         }
+
+
+def state_shapes(config: OptimizerConfig, part: FlatPart) -> dict[str, tuple[int, ...]]:
+    """Key -> shape of the state's tensors of a part, as the optimizer declares them; the number of steps is beside."""
+    shape = tuple(part.parameter.shape)
+    if part.name is not None:
+        return config.rule.state_shapes(part.name, shape)
+    return dict.fromkeys(config.rule.state, shape)
 
 
 def _no_steps(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:

@@ -6,9 +6,7 @@ and the run continues.
 
 import os
 import secrets
-import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -17,7 +15,7 @@ from pipeloom.config import RunConfig
 from pipeloom.config.file import to_dict
 from pipeloom.config.sections import LogName
 from pipeloom.errors import reason_of
-from pipeloom.terminal.guard import printable
+from pipeloom.terminal.guard import print_warning
 
 _WANDB_ID = "wandb-id.txt"
 
@@ -76,10 +74,9 @@ class MetricLog:
                 self._stop(error)
 
     def _stop(self, error: Exception) -> None:
-        text = f"pipeloom train: output.log {self._name} stopped: {reason_of(error)}; metrics.jsonl has all metrics"
+        text = f"output.log {self._name} stopped: {reason_of(error)}; metrics.jsonl has all metrics"
         self._logger = self._name = None
-        with suppress(OSError):  # of a closed terminal
-            print(f"warning: {printable(text)}", file=sys.stderr, flush=True)  # noqa: T201  people wait for it
+        print_warning(text)
 
 
 class _TensorBoard:

@@ -10,6 +10,7 @@ from pipeloom.errors import type_and_text
 from pipeloom.execute.processes.world import World
 from pipeloom.runs.action_log import NOTHING, ActionLog, Activity
 from pipeloom.runs.run_folder import RunFolder
+from pipeloom.terminal.guard import print_warning
 
 CHECKPOINT_LANE = "checkpoint"
 """Lane of what the thread of the checkpoints does."""
@@ -45,7 +46,7 @@ class Noted:
         folder: of the run; that of rank 0 counts.
 
     Attributes:
-        log: of the rank; ``None`` where the folder cannot be written, such as on a host that does not see it.
+        log: of the rank; ``None`` where there is no folder, such as on a host that does not see it.
         world: the ranks, whose exchanges are noted.
         measuring, reading, updating: activities of the rank's own thread.
         checkpoint: activities of checkpoints.
@@ -66,6 +67,16 @@ class Noted:
             agreement=self._activity("exchange about the checkpoint", everyone, CHECKPOINT_LANE),
             wait=self._activity("wait for the checkpoint beside training", everyone),
         )
+
+    def warn(self) -> None:
+        """Print which ranks have no file, if a disk has no room for theirs. Collective."""
+        problems = self.world.gather("" if self.log is None else self.log.problem) or []
+        ranks = [str(rank) for rank, problem in enumerate(problems) if problem]
+        if ranks:
+            which = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+            reason = next(filter(None, problems))
+            text = f"cannot note what {which} did last: {reason}; the run continues, `pipeloom inspect` lacks them"
+            print_warning(text)
 
     def begin_step(self, step: int) -> None:
         """Note that a step begins."""
@@ -91,6 +102,5 @@ class Noted:
 def _open(folder: Path, config: RunConfig, world: World) -> ActionLog | None:
     try:
         return ActionLog(folder, world.rank, world.size, config.layout.coordinates(world.rank))
-    # A run must not end because nothing can be noted, such as on a full disk.
-    except OSError:
+    except OSError:  # such as on a host that does not see the folder
         return None

@@ -1,7 +1,7 @@
 """Profiles of chosen steps by torch.profiler: kernels and calls of every rank, for ui.perfetto.dev."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -11,6 +11,8 @@ from pipeloom.config import RunConfig
 from pipeloom.errors import RunError, reason_of
 from pipeloom.execute.processes.world import World
 from pipeloom.runs.run_folder import PROFILES
+from pipeloom.system.room import FULL
+from pipeloom.terminal.guard import print_warning
 
 
 class StepProfiles:
@@ -36,7 +38,7 @@ class StepProfiles:
         """Record what runs inside if the step is one of those chosen.
 
         Raises:
-            RunError: the profile cannot be written.
+            RunError: other than on a full disk, the profile cannot be written.
         """
         if step not in self._steps:
             yield
@@ -50,4 +52,9 @@ class StepProfiles:
             self._folder.mkdir(exist_ok=True)
             found.export_chrome_trace(str(file))
         except OSError as error:
-            raise RunError(f"cannot write the profile {file}: {reason_of(error)}") from None
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
+            problem = f"cannot write the profile {file}: {reason_of(error)}"
+            if error.errno not in FULL:
+                raise RunError(problem) from None
+            print_warning(f"{problem}; the run continues without it")

@@ -59,7 +59,7 @@ class TracedSteps:
             # Summary and plot show the first pipeline.
             measured.trace = measured.trace or trace
             name = run_folder.other_trace(layout.coordinates(ranks[0])) if number else run_folder.TRACE
-            self._folder.write(name, to_chrome(trace, "measured"))
+            self._folder.write(name, to_chrome(trace, "measured"), is_needed=False)
         by_rank = zip(*layout.pipelines(), strict=True)
         measured.live_bytes = tuple(max(live_bytes[rank] for rank in ranks) for ranks in by_rank)
         # On CUDA the host's clock would measure only the launch of a collective.
