@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, TOKENIZER_CONFIG
 from pipeloom.cli.reference import Command
-from pipeloom.cli.run_config import TRAINING, parse_config
+from pipeloom.cli.run_config import TRAINING, parse_words
 from pipeloom.config import RunConfig, training_problems
 from pipeloom.system.garbage import kept_imports
 from pipeloom.terminal.words import format_bytes
@@ -21,7 +21,7 @@ COMMAND = Command(
     examples={
         "pipeloom train": "the demo: four processes",
         "pipeloom train --data.path notes.txt --layout.pp 2": "your own text",
-        "pipeloom train --checkpoint.resume outputs/demo": "resume a run",
+        "pipeloom train --checkpoint.resume outputs/demo": "resume a run, with its settings",
     },
     settings=TRAINING,
 )
@@ -29,11 +29,13 @@ COMMAND = Command(
 
 def run(words: list[str]) -> int:
     """Parse the configuration, then train with own processes or with those of a launcher."""
-    config = parse_config(COMMAND, words, with_adapted_check(training_problems))
+    config, file, _, is_resumed = parse_words(COMMAND, words, with_adapted_check(training_problems))
     with kept_imports():
         from pipeloom.execute.processes.world import is_first
         from pipeloom.training.run import train
 
+    if is_resumed and is_first():
+        print(f"config     {file}, of the run that is resumed; flags override it", flush=True)
     result = train(config)
     if is_first():
         _print_end(result.summary, result.folder)
@@ -66,7 +68,7 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         TOKENIZER_CONFIG: "its end-of-text token and chat template, for transformers",
         names.SAMPLE: "text from the model",
         names.SUMMARY: "these numbers",
-        "checkpoints": f"its state; `--checkpoint.resume {folder}` goes on, with any layout",
+        "checkpoints": f"its state; `pipeloom train --checkpoint.resume {folder}` goes on, with any layout",
         names.WEIGHTS: "the weights",
         names.WEIGHTS_INDEX: "the weights; which parameter is in which file",
         names.REPORT: "all of it as one page; open it in a browser",

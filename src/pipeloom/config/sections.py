@@ -423,8 +423,8 @@ class CheckpointConfig:
     alone. None: random weights by training.seed."""
     resume: Common[Path | None] = None
     """Checkpoint to resume from, or a run folder for its newest one. It may be from a run with another layout.
-    training.steps counts from the first start. The run gets a new folder, unless output.folder is the same. None: a new
-    run."""
+    Without a run file the settings are those of that run. training.steps counts from the first start. The run gets a
+    new folder, unless output.folder is the same. None: a new run."""
 
     @property
     def start(self) -> Path | None:
