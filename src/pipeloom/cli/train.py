@@ -7,6 +7,7 @@ from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, TOKENIZER_CONFIG
 from pipeloom.cli.reference import Command
 from pipeloom.cli.run_config import TRAINING, parse_words
 from pipeloom.config import RunConfig, training_problems
+from pipeloom.system.files import read_text
 from pipeloom.system.garbage import kept_imports
 from pipeloom.terminal.words import format_bytes
 from pipeloom.training.adapted import with_adapted_check
@@ -49,9 +50,9 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
 
     sample = folder / names.SAMPLE
     if sample.exists():
-        text = sample.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-        print("\nsample\n" + "\n".join(f"  | {line}" for line in text))
-    print()
+        print(f"\nsample\n{read_text(sample)}")
+    else:
+        print()
     for name, text in _results(summary, verdict_of(read_run(folder))).items():
         print(f"{name:<18}{text}")
     print(f"\nwritten to {folder}:")
@@ -66,7 +67,7 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         names.PREDICTED_TRACE: "the same as predicted",
         TOKENIZER: "text to tokens and back, for the tokenizers library",
         TOKENIZER_CONFIG: "its end-of-text token and chat template, for transformers",
-        names.SAMPLE: "text from the model",
+        names.SAMPLE: "a prompt from the validation text, and text from the model",
         names.SUMMARY: "these numbers",
         "checkpoints": f"its state; `pipeloom train --checkpoint.resume {folder}` goes on, with any layout",
         names.WEIGHTS: "the weights",

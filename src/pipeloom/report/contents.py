@@ -52,7 +52,7 @@ def page_contents(run: Run) -> dict[str, Any]:
         "facts": _facts(run),
         "headline": _headline(run, traces, step),
         "curves": curves_contents(run),
-        "sample": run.sample,
+        "sample": None if run.sample is None else asdict(run.sample),
         "config": config_blocks(run.config_text),
         "config_note": "All settings; `pipeloom train config.toml` repeats the run.",
         "answer": nothing,

@@ -23,6 +23,7 @@ from pipeloom.runs.run_folder import (
     SUMMARY,
     TRACE,
 )
+from pipeloom.runs.sample import Sample, parse_sample
 from pipeloom.schedule import Schedule, parse_schedule
 from pipeloom.system.files import MOST_RECORD_BYTES, read_text
 from pipeloom.trace import Trace, from_chrome
@@ -58,7 +59,7 @@ class Run:
         predicted: predicted trace; ``None`` without a prediction.
         metrics: a dictionary for each completed step, with at least ``step``, ``loss`` and ``step_time_s``.
         summary: the results (``pipeloom.training.trainer.RunSummary`` describes the keys); ``None`` before the end.
-        sample: text sampled from the model; ``None`` without.
+        sample: a prompt, and the text that the model wrote behind it; ``None`` without.
         checkpoints: complete checkpoints, oldest step first.
     """
 
@@ -71,7 +72,7 @@ class Run:
     predicted: Trace | None
     metrics: tuple[dict[str, Any], ...]
     summary: dict[str, Any] | None
-    sample: str | None
+    sample: Sample | None
     checkpoints: tuple[Path, ...]
 
     @property
@@ -129,7 +130,7 @@ def read_run(folder: Path) -> Run:
         predicted=_read(folder / PREDICTED_TRACE, from_chrome),
         metrics=metrics,
         summary=summary,
-        sample=_read(folder / SAMPLE, str),
+        sample=_read(folder / SAMPLE, parse_sample),
         checkpoints=tuple(list_checkpoints(folder)),
     )
 
