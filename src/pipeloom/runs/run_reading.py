@@ -44,6 +44,9 @@ _SUMMARY_NAMES = (
     "traced_step",
 )
 
+FIRST_PIPELINE = "replica 0, tensor rank 0"
+"""Name of the pipeline whose trace is ``TRACE``."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -91,6 +94,13 @@ class Run:
         if self.schedule is None:
             return {}
         return {name: account_bubble(self.schedule, trace) for name, trace in self.traces.items()}
+
+    @cached_property
+    def other_accounts(self) -> dict[str, tuple[BubbleAccount, ...]]:
+        """Name of another pipeline -> the same of its ranks, as measured; empty where replicas have other schedules."""
+        if self.schedule is None or len(set(self.config.layout.microbatches_by_replica)) > 1:
+            return {}
+        return {name: account_bubble(self.schedule, trace) for name, trace in self.other_traces.items()}
 
 
 def read_run(folder: Path) -> Run:
