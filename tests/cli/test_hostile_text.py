@@ -111,6 +111,8 @@ def test_the_sample_at_the_end_of_a_run_is_shown_and_kept_as_it_is(tmp_path):
     done = pipeloom(["train", *words])
     assert done.returncode == 0, done.stderr
     assert not CONTROL.search(done.stdout + done.stderr)
-    assert r"  | " in done.stdout
+    _, prompt, model = re.split(r"^(?:prompt \(validation text\)|model)$", done.stdout, flags=re.M)
+    assert prompt.startswith("\n  | ")
+    assert model.startswith("\n  | ")
     assert r"\x1b]0;mine\x07\x0e\x0b\u202e" in done.stdout
     assert "\x1b]0;mine\x07\x0e\x0b\u202e" in (tmp_path / "run" / "sample.txt").read_text(encoding="utf-8")

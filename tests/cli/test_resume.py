@@ -89,7 +89,7 @@ def finished(tmp_path_factory):
     write_text(folder)
     done = train(folder, "run", *LAYOUT, *STEPS)
     assert done.returncode == 0, done.stderr
-    assert f"`--checkpoint.resume {folder / 'run'}` goes on, with any layout" in done.stdout
+    assert f"`pipeloom train --checkpoint.resume {folder / 'run'}` goes on, with any layout" in done.stdout
     return folder
 
 
@@ -147,6 +147,21 @@ def test_a_learning_rate_that_changes_is_in_the_output(finished):
     assert "learning rate" not in same.stdout
 
 
+def test_without_a_run_file_a_run_goes_on_with_the_settings_of_its_own_and_flags_over_them(finished):
+    run, again = finished / "run", finished / "without a file"
+    words = ["--checkpoint.resume", str(run), "--training.steps", "7", "--output.folder", str(again)]
+    done = pipeloom(["train", *words])
+    assert done.returncode == 0, done.stderr
+    assert f"config     {run / 'config.toml'}, of the run that is resumed; flags override it\n" in done.stdout
+    assert "batches differ" not in done.stdout
+    before, after = (tomllib.loads((folder / "config.toml").read_text()) for folder in (run, again))
+    assert after["checkpoint"].pop("resume") == str(run / "checkpoints" / "step-000006")
+    assert (before["training"].pop("steps"), after["training"].pop("steps")) == (6, 7)
+    assert after == before
+    given = load_run(run / "config.toml", checkpoint={"resume": run}, training={"steps": 7})
+    assert load_run(checkpoint={"resume": str(run)}, training={"steps": 7}) == given
+
+
 READERS = {
     "evaluate": ("training.inference.trained", []),
     "generate": ("training.inference.trained", ["--prompt", "the", "--max-tokens", "2"]),
@@ -194,7 +209,8 @@ def test_a_run_of_its_own_goes_on_with_another_layout_and_the_whole_curve(finish
         trace = from_chrome((folder / "trace.json").read_text())
         assert 0 < trace.end_s - trace.start_s < times_s[summary["traced_step"]]
     assert other["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-11)
-    assert [path.name for path in (finished / "other" / "checkpoints").iterdir()] == ["step-000006"]
+    written = sorted(path.name for path in (finished / "other" / "checkpoints").iterdir())
+    assert written == ["step-000004", "step-000006"]  # every second step, as the run that it goes on from
     assert {file.name: file.read_bytes() for file in run.iterdir() if file.is_file()} == before
 
 
@@ -258,7 +274,10 @@ def test_first_weights_are_refused_where_a_run_goes_on_unless_they_are_its_own(f
 
 
 def test_another_model_is_named_whole_before_anything_is_written(finished):
-    words = ["--training.steps", "9", "--checkpoint.resume", str(finished / "run")]
+    # Of a run file of another run: without one, it has the sizes of its own.
+    file = finished / "other.toml"
+    file.write_text("")
+    words = ["--training.steps", "9", "--checkpoint.resume", str(finished / "run"), str(file)]
     done = train(finished, "refused", *LAYOUT, *words, "--model.num-heads", "4", "--model.num-layers", "3")
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if line.startswith("  - ")]
@@ -355,7 +374,7 @@ def test_a_damaged_checkpoint_is_refused_and_everything_of_the_run_stays(finishe
     assert "not from step-000006: " in done.stdout
     assert "after the first step, step-000006 will be called *.damaged" in done.stdout
     assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 5, 6, 7, 8]
-    names = ["step-000002", "step-000004", "step-000006.damaged", "step-000008"]
+    names = ["step-000002", "step-000004", "step-000006", "step-000006.damaged", "step-000008"]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == names
 
 
@@ -380,7 +399,8 @@ def test_a_run_is_killed_while_it_starts_and_while_it_trains_and_the_next_one_go
     run = finished / "killed"
     shutil.copytree(finished / "run", run)
     before, place = contents(run), finished / "temporary"
-    words = [*LAYOUT, "--training.steps", "100000", "--checkpoint.final", "none", "--checkpoint.resume", str(run)]
+    words = [*LAYOUT, "--training.steps", "100000", "--checkpoint.every", "100000", "--checkpoint.final", "none"]
+    words += ["--checkpoint.resume", str(run)]
     with started(finished, run.name, *words):
         wait_until((run / ".starting" / "schedule.txt").exists)
     killed = contents(run)
@@ -427,7 +447,17 @@ def test_a_run_killed_after_its_last_step_is_finished_by_going_on(finished):
     assert other == pytest.approx(one)
 
     done = train(
-        finished, "end only", *LAYOUT, *STEPS[:4], "--checkpoint.resume", str(run), "--training.validation-batches", "0"
+        finished,
+        "end only",
+        str(run / "config.toml"),
+        *LAYOUT,
+        *STEPS[:4],
+        "--checkpoint.resume",
+        str(run),
+        "--training.validate-every",
+        "None",
+        "--training.validation-batches",
+        "0",
     )
     assert done.returncode == 0, done.stderr
     assert "step time         not measured" in done.stdout

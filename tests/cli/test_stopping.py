@@ -17,6 +17,8 @@ from small_run import write_text
 from thinned import thinned
 
 from pipeloom.checkpoint.checkpoint_folder import list_checkpoints, read_info
+from pipeloom.runs.hang import read_hang
+from pipeloom.runs.hang_words import end_of
 from pipeloom.system.end_signals import STOPS
 from pipeloom.training import run as training_run
 from pipeloom.training.checkpoints import checkpoint
@@ -118,6 +120,9 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_the_printed_command_goes_on_t
     status, _, errors = trained(tmp_path, partial(signals, number, (0, step)))
     assert status == status_of(number), errors
     assert saved(tmp_path) == {step: "signal"}
+    state = read_hang(tmp_path / "run")
+    ended = f"the run has ended in order, after step {step}"
+    assert end_of(tmp_path / "run", state) == f"{ended}, with a checkpoint: interrupted by {number.name}"
     *_, first, safe, how = errors.splitlines()
     assert first == f"pipeloom train: interrupted by {number.name}"
     assert safe.startswith(f"{step} of {STEPS} steps are safe, in {tmp_path}/run/checkpoints/step-00000{step}.")

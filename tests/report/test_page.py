@@ -18,6 +18,7 @@ from pipeloom.report import format_page, write_report
 from pipeloom.report.contents import CAUSES, page_contents
 from pipeloom.runs.run_folder import CONFIG, METRICS, PREDICTED_TRACE, SAMPLE, SCHEDULE, SUMMARY, TRACE, other_trace
 from pipeloom.runs.run_reading import read_run
+from pipeloom.runs.sample import Sample, format_sample
 from pipeloom.simulation import simulate
 from pipeloom.system.folder_lock import lock_folder
 from pipeloom.trace import to_chrome
@@ -125,9 +126,13 @@ def test_several_pipelines_are_shown_side_by_side(tmp_path):
 def test_stage_inputs_and_loss_are_curves(tmp_path):
     contents = page_contents(read_run(write_run(tmp_path)))
     inputs, memory = contents["over_time"]
+    assert inputs["labels"] == ["measured", "predicted"]
     assert inputs["most"] == 8
     assert [rank["peak"] for rank in inputs["ranks"]] == ["peak 8", "peak 8"]
     assert memory["title"] == "Memory, MB"
+    assert memory["labels"] == ["cost model, at measured times", "cost model, at predicted times"]
+    assert all(rank["peak"].endswith("MB by the cost model, 312 MB measured") for rank in memory["ranks"])
+    assert "Measured: the peak since the start of the run, resident memory of the process" in memory["note"]
     for rank in memory["ranks"]:
         for curve in rank["curves"]:
             held = [size for _, size in curve]
@@ -252,7 +257,7 @@ def test_what_a_run_wrote_cannot_become_markup(tmp_path):
     assert page.count("<script") == 2
     assert "<img" not in page
     assert "<!--" not in page
-    assert contents_of(page)["sample"] == text
+    assert contents_of(page)["sample"] == {"prompt": "", "continuation": text}
     assert contents_of(page)["folder"] == "<b>&run"
 
 
@@ -262,10 +267,10 @@ def test_what_a_run_wrote_cannot_become_markup(tmp_path):
 def test_foreign_text_of_any_kind_comes_back_from_the_page_as_it_is(tmp_path, text):
     folder = without_its_end(write_run(tmp_path / os.fsdecode(b"run\xff$(x)")))
     write_checkpoint(folder, 2)
-    (folder / SAMPLE).write_text(text, encoding="utf-8")
+    (folder / SAMPLE).write_text(format_sample(Sample(text, text)), encoding="utf-8")
     page = write_report(folder, tmp_path / "page.html").read_text(encoding="utf-8")
     contents = contents_of(page)
-    assert contents["sample"] == text
+    assert contents["sample"] == {"prompt": text, "continuation": text}
     assert contents["folder"] == os.fsdecode(b"run\xff$(x)")
     assert shlex.split(contents["unfinished"]["resume"])[-1] == str(folder)
     assert page.count("<script") == 2

@@ -1,6 +1,7 @@
 """The verdict on a step: what it states, and what it leaves to noise."""
 
 import json
+from dataclasses import replace
 from itertools import cycle
 
 import pytest
@@ -30,8 +31,8 @@ def test_a_part_beyond_the_spread_is_a_cause_with_its_seconds_and_a_command(tmp_
     run = run_of(tmp_path)
     verdict = verdict_of(run)
     assert verdict.headline == (
-        "measured 70.0 ms a step (median), 8 of 10 steps 69.0 ms to 71.0 ms; predicted 45.0 ms, 0.64 times the "
-        "measured step: slower than predicted"
+        "measured 70.0 ms a step (median), 80% of the steps between 69.0 ms and 71.0 ms; predicted 45.0 ms, 0.64 times "
+        "the measured step: slower than predicted"
     )
     part, text = verdict.causes[0]
     assert part == "compute"
@@ -79,6 +80,40 @@ def test_what_hinders_a_comparison_is_printed_instead_of_a_cause(tmp_path, setti
     verdict = verdict_of(run_of(tmp_path, **settings))
     assert verdict.causes == ()
     assert words in verdict.note
+
+
+def test_a_traced_step_outside_the_range_has_advice_that_the_run_can_follow(tmp_path):
+    run = run_of(tmp_path, traced_s=0.2)
+    assert "--output.trace-step 4` traces another" in verdict_of(run).note
+    run = run_of(tmp_path / "last")
+    last = [*run.metrics[:-1], run.metrics[-1] | {"step_time_s": 0.2}]
+    run = replace(run, metrics=tuple(last), summary=run.summary | {"traced_step": 12})
+    assert "--output.trace-step 7` traces another" in verdict_of(run).note  # a run of 12 steps has no 13th
+
+
+def test_shares_and_causes_are_means_over_all_replicas(tmp_path):
+    one, other = (
+        [BubbleAccount(compute_s=0.06, drain_s=0.01)] * 2,
+        [BubbleAccount(compute_s=0.02, exposed_p2p_s=0.05)] * 2,
+    )
+    accounts = {"measured": one, "predicted": [BubbleAccount(compute_s=0.04)] * 2}
+    run = run_of(tmp_path)
+    assert "exposed communication" not in step_verdict(run, accounts).shares
+    found = step_verdict(run, accounts, {"replica 1, tensor rank 0": other})
+    assert "exposed communication 36%" in found.shares
+    assert dict(found.causes)["exposed communication"].startswith("25.0 ms, predicted 0")
+    slow = [BubbleAccount(compute_s=0.04), BubbleAccount(compute_s=0.06)]
+    found = step_verdict(run, accounts | {"measured": accounts["predicted"]}, {"replica 1, tensor rank 0": slow})
+    assert "compute of rank 1 of replica 1, tensor rank 0, a straggler" in dict(found.causes)
+
+
+def test_the_verdict_on_unequal_replicas_names_the_one_that_it_is_on(tmp_path):
+    run = run_of(tmp_path)
+    layout = replace(run.config.layout, dp=2, microbatches=(4, 3), num_microbatches=4)
+    config = replace(run.config, layout=layout)
+    run = replace(run, config=config, other_traces={"replica 1, tensor rank 0": run.trace})
+    assert verdict_of(run).shares.startswith("where step 3 of replica 0 went: ")
+    assert "the parts of replica 0" in verdict_of(run).note
 
 
 def test_a_rank_that_is_slower_than_the_others_is_a_straggler(tmp_path):

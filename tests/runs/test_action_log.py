@@ -77,6 +77,16 @@ def test_an_error_is_distinct_from_a_note(tmp_path):
     assert (one.has_failed, one.text) == (True, "OSError: no")
 
 
+def test_an_interruption_is_distinct_from_another_error_and_no_note_replaces_an_end(tmp_path):
+    log = open_log(tmp_path)
+    log.end("interrupted by SIGTERM", is_interrupted=True)
+    log.note("MainThread: somewhere")  # as from a thread that still beats
+    (one,) = read_ranks(tmp_path)
+    assert (one.has_failed, one.is_interrupted, one.text) == (True, True, "interrupted by SIGTERM")
+    log.end("OSError: no")
+    assert not read_ranks(tmp_path)[0].is_interrupted
+
+
 def test_long_texts_are_cut(tmp_path):
     log = open_log(tmp_path)
     log.note("ä" * 100_000)

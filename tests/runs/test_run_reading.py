@@ -15,7 +15,7 @@ def test_a_finished_run_is_read_whole(tmp_path):
     assert run.trace.end_s == pytest.approx(2 * run.predicted.end_s)
     assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5]
     assert run.summary["steps"] == 5
-    assert run.sample == "def f():\n    return 1 < 2 & 3\n"
+    assert run.sample.continuation == "def f():\n    return 1 < 2 & 3\n"
 
 
 def test_prediction_and_sample_may_be_absent(tmp_path):

@@ -48,7 +48,7 @@ def write_run(
         trace = simulate(schedule, Costs(0.001, 0.002, 0.0005))
         (folder / run_folder.PREDICTED_TRACE).write_text(to_chrome(trace, "predicted"))
     tokens = layout.batch_size * config.data.seq_len
-    lines = [_metrics(step, loss, tokens) for step in range(1, steps + 1)]
+    lines = [_metrics(step, loss, tokens) | {"memory_bytes": [312e6] * pp} for step in range(1, steps + 1)]
     (folder / run_folder.METRICS).write_text("".join(strict_json(line) + "\n" for line in lines))
     if sample is not None:
         (folder / run_folder.SAMPLE).write_text(sample, encoding="utf-8")

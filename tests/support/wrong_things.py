@@ -384,6 +384,7 @@ AROUND: list[Row] = [
     (f"{_SMALL} --output.log wandb", {}, "output.log wandb needs a package that is missing: pip install wandb"),
     (f"{_SMALL} --output.log mlflow", {}, "output.log mlflow needs a package that is missing"),
     (f"{_SMALL} --output.profile 3", {}, "output.profile must be steps from 1 to training.steps 2, found [3]"),
+    (f"{_SMALL} --output.trace-step 3", {}, "output.trace_step must be at most training.steps 2, found 3"),
     (f"{_SMALL} --output.profile 0", {}, "output.profile must be steps from 1"),
     (f"{_SMALL} --output.profile first", {}, "output.profile"),
     (f"{_SMALL} --training.freeze-layers 3", {}, "training.freeze_layers must be at most model.num_layers 2"),

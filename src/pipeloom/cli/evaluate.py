@@ -51,7 +51,7 @@ def _problems(config: RunConfig, *, is_model_known: bool = True) -> list[str]:
 
 def run(words: list[str]) -> int:
     """Parse the configuration, evaluate on its ranks, print the loss."""
-    options, _, flags = parse_words(COMMAND, words, _problems)
+    options, _, flags, _ = parse_words(COMMAND, words, _problems)
     with kept_imports():
         from pipeloom.training.inference.evaluation import evaluate_run
 

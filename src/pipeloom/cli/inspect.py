@@ -33,7 +33,7 @@ def run(words: list[str]) -> int:
     """Parse the arguments, and print what blocks the run, and where every rank is."""
     options, problems = read_flags(COMMAND, words)
     from pipeloom.runs.hang import read_hang
-    from pipeloom.runs.hang_words import sentences_of, state_of
+    from pipeloom.runs.hang_words import end_of, sentences_of, state_of
     from pipeloom.terminal.words import count, seconds
 
     state = or_note(lambda: read_hang(options.folder), problems)
@@ -42,8 +42,8 @@ def run(words: list[str]) -> int:
     _print_slow(options.folder)
     missing = sorted(set(range(state.ranks[0].size)) - {one.rank for one in state.ranks})
     step = max(one.step for one in state.ranks)
-    if all(one.has_ended and not one.has_failed for one in state.ranks):
-        print(f"the run has ended in order, after step {step}")
+    if ended := end_of(options.folder, state):
+        print(ended)
         return 0
     live = "" if state.is_live else "; its processes have ended"
     print(f"step {step}; no rank has begun or ended anything for {seconds(max(0.0, state.quiet_s))}{live}\n")

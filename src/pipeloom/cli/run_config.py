@@ -9,9 +9,10 @@ from typing import Any, Generic, NamedTuple
 from pipeloom.catalog.model_files import CONFIG_JSON
 from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, find_checkpoint, is_hugging_face
 from pipeloom.cli.flags import SOURCE, Words, read_words
-from pipeloom.cli.reference import Command, Options_, options_of
+from pipeloom.cli.reference import RUN_FIELD, Command, Options_, options_of
 from pipeloom.config import RunConfig, decided_problems, in_order
 from pipeloom.config.file import read_run_file, without_stale_sizes
+from pipeloom.config.resumed import run_file_of
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.describe import completed, pretrained_run
 from pipeloom.runs.run_folder import CONFIG
@@ -55,11 +56,13 @@ class Parsed(NamedTuple, Generic[Options_]):
         options: the configuration, without problems, and the command's own options.
         file: the run file that was read, that of the folder for the folder of a run; ``None`` without one.
         flags: names of the settings that flags set, such as ``data.path``.
+        is_resumed: whether the run file is that of the run which ``checkpoint.resume`` names, for want of another one.
     """
 
     options: Options_
     file: Path | None
     flags: frozenset[str]
+    is_resumed: bool = False
 
 
 def parse_config(
@@ -73,6 +76,8 @@ def parse_words(
     command: Command[Options_], words: Sequence[str], judge: Callable[..., list[str]] = decided_problems
 ) -> Parsed[Options_]:
     """Read the run file, if there is one, and the flags over it; take the model's sizes from its source.
+
+    Without a run file, a run that resumes has that of the run which wrote its checkpoint.
 
     Args:
         command: its options are a ``RunConfig``, or one with more fields.
@@ -90,25 +95,13 @@ def parse_words(
     def open_file(path: Path) -> list[str]:
         nonlocal file, source, read, is_read, of_file
         run_file = _file_of_run(path)
-        if run_file is None and command.needs_run:
-            if not is_hugging_face(path):
-                is_read = False
-                kinds = (
-                    f"of a run, with {CONFIG} and checkpoints, or of Hugging Face, with {CONFIG_JSON} and safetensors"
-                )
-                return [f"RUN must be the folder {kinds}, found {path}"]
-            try:
-                file = pretrained_run(path, file)
-            except UserError as error:
-                is_read = False
-                return [str(error)]
-            source = source_of(path, words)
-            return []
-        read = run_file or path
         try:
-            file, of_file = read_run_file(read, file)
-            if command.needs_run:
-                file = _with_stored_model(file, path)
+            if run_file is None and command.needs_run:
+                file = _pretrained(path, file)
+            else:
+                read = run_file or path
+                file, of_file = read_run_file(read, file)
+                file = _with_stored_model(file, path) if command.needs_run else file
         except UserError as error:
             is_read = False
             return [str(error)]
@@ -116,6 +109,10 @@ def parse_words(
         return []
 
     found = read_words(command, words, open_file)
+    resume: Path | None = found.values.get("checkpoint.resume")
+    own = None if resume is None or RUN_FIELD in found.values else run_file_of(resume)
+    if own is not None:
+        found.problems += open_file(own)
     config = without_stale_sizes(_over(file, found), file)
     problems = found.problems
     # Judging defaults instead of a file that cannot be read would report what is not wrong.
@@ -125,10 +122,22 @@ def parse_words(
         problems += in_order([*of_file, *(one for one in values if not any(name in one for name in found.wrong))])
     if problems:
         raise ConfigError(problems, source)
-    own = {option.name: found.values.get(option.name, option.default) for option in options_of(command)}
-    own = {name: value for name, value in own.items() if "." not in name and name in command.options.__annotations__}
-    options = command.options(**{item.name: getattr(config, item.name) for item in fields(RunConfig)}, **own)
-    return Parsed(options, read, frozenset(found.values))
+    more = {option.name: found.values.get(option.name, option.default) for option in options_of(command)}
+    more = {name: value for name, value in more.items() if "." not in name and name in command.options.__annotations__}
+    options = command.options(**{item.name: getattr(config, item.name) for item in fields(RunConfig)}, **more)
+    return Parsed(options, read, frozenset(found.values), is_resumed=own is not None)
+
+
+def _pretrained(path: Path, default: RunConfig) -> RunConfig:
+    """The configuration of a Hugging Face folder in the place of a run's.
+
+    Raises:
+        UserError: it is none, or cannot be read.
+    """
+    if not is_hugging_face(path):
+        kinds = f"of a run, with {CONFIG} and checkpoints, or of Hugging Face, with {CONFIG_JSON} and safetensors"
+        raise UserError(f"RUN must be the folder {kinds}, found {path}")
+    return pretrained_run(path, default)
 
 
 def _with_stored_model(config: RunConfig, run: Path) -> RunConfig:

@@ -72,7 +72,7 @@ COMMAND = Command(
 
 def run(words: list[str]) -> int:
     """Parse the configuration, simulate, print; 1 if the step does not fit the devices, whose prediction is printed."""
-    options, file, _ = parse_words(COMMAND, words, described_problems)
+    options, file, *_ = parse_words(COMMAND, words, described_problems)
     if options.swap_plan and options.schedule.device_budget is None:
         raise UserError("--swap-plan has no effect without schedule.device_budget; give both or leave it out")
     if options.by_seconds and not (options.schedule.balance or options.schedule.offload):

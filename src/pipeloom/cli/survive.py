@@ -15,7 +15,7 @@ from rich.progress import TextColumn, TimeElapsedColumn
 from pipeloom.cli.flags import SOURCE
 from pipeloom.cli.plan_layouts import layout_cells, table_of_cells
 from pipeloom.cli.reference import Command
-from pipeloom.cli.run_config import PREDICTIONS, parse_words
+from pipeloom.cli.run_config import PREDICTIONS, parse_config
 from pipeloom.config import RunConfig
 from pipeloom.errors import ConfigError
 from pipeloom.planner.fewer_nodes import OnNodes, Ways, fewer_replicas, nodes_of, planned, waits
@@ -114,7 +114,7 @@ class _Hazard:
 
 def run(words: list[str]) -> int:
     """Parse, walk over the failures once for each way to go on, print."""
-    options, _, _ = parse_words(COMMAND, words, described_problems)
+    options = parse_config(COMMAND, words, described_problems)
     hazard, checkpoint_s, restart_s, moves = _inputs(options)
     own = waits(options)(nodes_of(options))
     assert own.step is not None

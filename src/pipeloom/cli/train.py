@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, TOKENIZER_CONFIG
 from pipeloom.cli.reference import Command
-from pipeloom.cli.run_config import TRAINING, parse_config
+from pipeloom.cli.run_config import TRAINING, parse_words
 from pipeloom.config import RunConfig, training_problems
+from pipeloom.system.files import read_text
 from pipeloom.system.garbage import kept_imports
 from pipeloom.terminal.words import format_bytes
 from pipeloom.training.adapted import with_adapted_check
@@ -21,7 +22,7 @@ COMMAND = Command(
     examples={
         "pipeloom train": "the demo: four processes",
         "pipeloom train --data.path notes.txt --layout.pp 2": "your own text",
-        "pipeloom train --checkpoint.resume outputs/demo": "resume a run",
+        "pipeloom train --checkpoint.resume outputs/demo": "resume a run, with its settings",
     },
     settings=TRAINING,
 )
@@ -29,11 +30,13 @@ COMMAND = Command(
 
 def run(words: list[str]) -> int:
     """Parse the configuration, then train with own processes or with those of a launcher."""
-    config = parse_config(COMMAND, words, with_adapted_check(training_problems))
+    config, file, _, is_resumed = parse_words(COMMAND, words, with_adapted_check(training_problems))
     with kept_imports():
         from pipeloom.execute.processes.world import is_first
         from pipeloom.training.run import train
 
+    if is_resumed and is_first():
+        print(f"config     {file}, of the run that is resumed; flags override it", flush=True)
     result = train(config)
     if is_first():
         _print_end(result.summary, result.folder)
@@ -47,9 +50,9 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
 
     sample = folder / names.SAMPLE
     if sample.exists():
-        text = sample.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-        print("\nsample\n" + "\n".join(f"  | {line}" for line in text))
-    print()
+        print(f"\nsample\n{read_text(sample)}")
+    else:
+        print()
     for name, text in _results(summary, verdict_of(read_run(folder))).items():
         print(f"{name:<18}{text}")
     print(f"\nwritten to {folder}:")
@@ -64,9 +67,9 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         names.PREDICTED_TRACE: "the same as predicted",
         TOKENIZER: "text to tokens and back, for the tokenizers library",
         TOKENIZER_CONFIG: "its end-of-text token and chat template, for transformers",
-        names.SAMPLE: "text from the model",
+        names.SAMPLE: "a prompt from the validation text, and text from the model",
         names.SUMMARY: "these numbers",
-        "checkpoints": f"its state; `--checkpoint.resume {folder}` goes on, with any layout",
+        "checkpoints": f"its state; `pipeloom train --checkpoint.resume {folder}` goes on, with any layout",
         names.WEIGHTS: "the weights",
         names.WEIGHTS_INDEX: "the weights; which parameter is in which file",
         names.REPORT: "all of it as one page; open it in a browser",

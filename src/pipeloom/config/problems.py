@@ -421,6 +421,9 @@ def _training_problems(config: RunConfig) -> Problems:
         )
     if wrong := [step for step in config.output.profile or () if not 1 <= step <= steps]:
         yield f"output.profile must be steps from 1 to training.steps {steps}, found {wrong}"
+    traced = config.output.trace_step
+    if traced > steps and traced != _DEFAULTS.output.trace_step:  # short runs have the default, too
+        yield f"output.trace_step must be at most training.steps {steps}, found {traced}"
     log = config.output.log
     if log is not None and find_spec(log) is None:
         yield f"output.log {log} needs a package that is missing: pip install {_LOGGERS[log]}"

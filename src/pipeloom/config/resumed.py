@@ -1,5 +1,6 @@
-"""Settings of the first weights that have no effect on a run that goes on from a checkpoint."""
+"""What a run that goes on from a checkpoint has of the run that wrote it: its configuration, its first weights."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from pipeloom.checkpoint.checkpoint_folder import RUN_FILE, find_checkpoint, is_checkpoint, read_info, run_of
@@ -8,6 +9,18 @@ from pipeloom.config.run import RunConfig
 from pipeloom.errors import UserError
 
 _ZEROS = "zeros"
+
+
+def run_file_of(resume: Path) -> Path | None:
+    """The run file of the run that ``checkpoint.resume`` names; ``None`` if it is gone, as that of a moved checkpoint.
+
+    A run that resumes without a run file has it as its default: the checkpoint has no text, learning rate or seed.
+    """
+    with suppress(OSError):  # such as a name that is too long
+        run = run_of(resume) if is_checkpoint(resume) else resume
+        if run is not None and (run / RUN_FILE).is_file():
+            return run / RUN_FILE
+    return None
 
 
 def resumed_problems(config: RunConfig) -> list[str]:
@@ -39,9 +52,8 @@ def resumed_problems(config: RunConfig) -> list[str]:
 
 def _first_weights(resume: Path) -> tuple[Path | None, str]:
     """What the run of a checkpoint began with: ``checkpoint.init`` and ``adapter.init``."""
-    run = run_of(resume) if is_checkpoint(resume) else resume
-    if run is not None and (run / RUN_FILE).is_file():
-        config, _ = read_run_file(run / RUN_FILE)
+    if (file := run_file_of(resume)) is not None:
+        config, _ = read_run_file(file)
         return config.checkpoint.init, config.adapter.init or _ZEROS
     info = read_info(find_checkpoint(resume))
     draws = info.adapter is not None and info.adapter.get("draws_second")

@@ -380,8 +380,8 @@ class OutputConfig:
     folder: Common[Path | None] = None
     """Run folder. It is created if it does not exist. None: outputs/ and the time of the start."""
     trace_step: Count = 10
-    """Step whose trace and timeline are written, counted from 1: of this one and four more, the one of median time.
-    With fewer steps, of as many as there are, or the last one."""
+    """Step whose trace and timeline are written, counted from the start of this run: of this one and four more, the
+    one of median time. Where fewer follow, of as many as there are; a run shorter than the default traces its last."""
     profile: tuple[int, ...] | None = None
     """Steps, counted from 1, that torch.profiler records on every rank, in profile/ of the run folder. These steps take
     longer. None: none."""
@@ -423,8 +423,8 @@ class CheckpointConfig:
     alone. None: random weights by training.seed."""
     resume: Common[Path | None] = None
     """Checkpoint to resume from, or a run folder for its newest one. It may be from a run with another layout.
-    training.steps counts from the first start. The run gets a new folder, unless output.folder is the same. None: a new
-    run."""
+    Without a run file the settings are those of that run. training.steps counts from the first start. The run gets a
+    new folder, unless output.folder is the same. None: a new run."""
 
     @property
     def start(self) -> Path | None:

@@ -11,7 +11,7 @@ from pipeloom.catalog import find_name, load_cluster, load_software, read_model
 from pipeloom.config import ModelConfig, RunConfig, decided_problems, find_problems, with_pretrained
 from pipeloom.config.file import parse_run, read_run_file, without_stale_sizes
 from pipeloom.config.paths import with_home
-from pipeloom.config.resumed import resumed_problems
+from pipeloom.config.resumed import resumed_problems, run_file_of
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software, with_optimizer
@@ -125,7 +125,8 @@ def load_run(file: str | Path | None = None, **sections: Mapping[str, Any]) -> R
 
     Args:
         file: a TOML file with the sections and keys of ``RunConfig``; its paths are relative to its folder. ``None``:
-            the defaults, which are those of ``pipeloom train``.
+            the defaults, which are those of ``pipeloom train``, or with ``checkpoint={"resume": ...}`` the settings of
+            the run that wrote the checkpoint.
         sections: section -> settings, which override the file like flags of the command line.
 
     Returns:
@@ -135,6 +136,9 @@ def load_run(file: str | Path | None = None, **sections: Mapping[str, Any]) -> R
         ConfigError: the file or the settings are wrong; has all problems.
         UserError: the file cannot be read, or is not TOML.
     """
+    resume = sections.get("checkpoint", {}).get("resume")
+    if file is None and isinstance(resume, str | Path):
+        file = run_file_of(Path(resume))
     config, problems = parse_run({}) if file is None else read_run_file(Path(file))
     if sections:
         given = config

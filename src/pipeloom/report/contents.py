@@ -13,7 +13,7 @@ from pipeloom.report.over_time import over_time_contents
 from pipeloom.report.timeline import MILLISECONDS, timeline_contents
 from pipeloom.report.unfinished import done_steps, traced_step, unfinished_contents
 from pipeloom.report.verdict import Verdict, step_verdict
-from pipeloom.runs.run_reading import Run
+from pipeloom.runs.run_reading import FIRST_PIPELINE, Run
 from pipeloom.schedule.lanes import DATA_PARALLEL_LANE
 from pipeloom.terminal.words import count, ms, percent
 from pipeloom.trace import Trace
@@ -52,7 +52,7 @@ def page_contents(run: Run) -> dict[str, Any]:
         "facts": _facts(run),
         "headline": _headline(run, traces, step),
         "curves": curves_contents(run),
-        "sample": run.sample,
+        "sample": None if run.sample is None else asdict(run.sample),
         "config": config_blocks(run.config_text),
         "config_note": "All settings; `pipeloom train config.toml` repeats the run.",
         "answer": nothing,
@@ -81,7 +81,7 @@ def config_blocks(text: str) -> list[str]:
 
 def verdict_of(run: Run) -> Verdict | None:
     """The verdict on a run's step; ``None`` if no step was measured."""
-    return step_verdict(run, run.accounts)
+    return step_verdict(run, run.accounts, run.other_accounts)
 
 
 def _other_axes(layout: Layout) -> str:
@@ -261,7 +261,7 @@ def _pipelines(run: Run) -> list[list[str]]:
     """A row for each pipeline of the layout, if there are several: name, step, compute, communication."""
     if run.trace is None or not run.other_traces:
         return []
-    traces = {"replica 0, tensor rank 0": run.trace, **run.other_traces}
+    traces = {FIRST_PIPELINE: run.trace, **run.other_traces}
     rows = []
     for name, trace in sorted(traces.items()):
         uses = communication(trace)

@@ -602,7 +602,7 @@ function overTime(data) {
     });
     return node;
   });
-  const legend = keys(data.traces.map((name) => ({ name, style: `line ${name}` })));
+  const legend = keys(data.traces.map((trace, number) => ({ name: data.labels[number], style: `line ${trace}` })));
   return section(
     data.title,
     data.note,

@@ -29,16 +29,25 @@ def over_time_contents(run: Run, schedule: Schedule, traces: Mapping[str, Trace]
     held = held_bytes_of(run, schedule)
     if held is not None:
         memory = {name: memory_over_time(schedule, trace, held) for name, trace in traces.items()}
-        charts.append(memory_chart(memory, traces))
+        peaks = run.metrics[-1].get("memory_bytes", ()) if run.metrics else ()
+        charts.append(memory_chart(memory, traces, peaks, on_device=run.config.training.device == "cuda"))
     return charts
 
 
-def memory_chart(curves: Mapping[str, Sequence[MemoryCurve]], traces: Mapping[str, Trace]) -> dict[str, Any]:
+def memory_chart(
+    curves: Mapping[str, Sequence[MemoryCurve]],
+    traces: Mapping[str, Trace],
+    peaks: Sequence[float] = (),
+    *,
+    on_device: bool = False,
+) -> dict[str, Any]:
     """A chart of the memory of each rank by the cost model.
 
     Args:
         curves: name of a trace -> bytes of each rank over time.
         traces: by the same names.
+        peaks: of each rank, as measured until the last step; empty if nothing was.
+        on_device: whether these are of a CUDA device, not of a process.
     """
     most = max(size for ranks in curves.values() for curve in ranks for _, size in curve.points)
     size_of_unit, unit = unit_bytes(most)
@@ -46,7 +55,14 @@ def memory_chart(curves: Mapping[str, Sequence[MemoryCurve]], traces: Mapping[st
         name: [[(time_s, size / size_of_unit) for time_s, size in curve.points] for curve in ranks]
         for name, ranks in curves.items()
     }
-    return chart(f"Memory, {unit}", _MEMORY, memory, traces, peak=lambda most: f"peak {short(most)} {unit}")
+    found = chart(f"Memory, {unit}", _MEMORY, memory, traces, peak=lambda most: f"peak {short(most)} {unit}")
+    found["labels"] = [f"cost model, at {name} times" for name in traces]
+    if len(peaks) == len(found["ranks"]):
+        what = "allocated on the device" if on_device else "resident memory of the process, PyTorch itself included"
+        found["note"] += f" Measured: the peak since the start of the run, {what}."
+        for rank, peak in zip(found["ranks"], peaks, strict=True):
+            rank["peak"] += f" by the cost model, {short(peak / size_of_unit)} {unit} measured"
+    return found
 
 
 STAGE_INPUTS = (
@@ -101,6 +117,7 @@ def chart(
         "title": title,
         "note": note,
         "traces": list(traces),
+        "labels": list(traces),
         "ranks": ranks,
         "end": ink(longest * unit.per_s),
         "unit": unit.name,

@@ -201,8 +201,10 @@ function training(curves) {
 
 // ---------------------------------------------------------------- the rest
 
-function sample(text) {
-  return section("Sample", "Text from the trained model.", element("pre", { class: "sample" }, text));
+function sample({ prompt, continuation }) {
+  const note = prompt ? "Gray: the prompt, from the validation text. Behind it: text from the trained model." : "";
+  const text = element("pre", { class: "sample" }, element("span", { class: "prompt" }, prompt), continuation);
+  return section("Sample", note, text);
 }
 
 // A part of an answer: paragraphs, lists of sentences, and tables.

@@ -41,6 +41,8 @@ _PAGE = 4096
 _TABLES = _CELLS + _PAGE
 _BEAT, _END, _FAILED, _STEP, _FIRST = 0, 1, 2, 3, 8
 """Cells: the last sign of life, the end, whether it was an error, the step, the first activity."""
+_ERROR, _INTERRUPTED = 1, 2
+"""How a rank failed: an error, or a signal or a limit of time that ended the run in order."""
 _MOST_ACTIVITIES = 100
 _MOST_ACTIONS = 1 << 24
 _ZEROS = np.zeros((0, 2), np.int64)
@@ -193,14 +195,18 @@ class ActionLog:
         self._cells[_BEAT] = _now()
 
     def note(self, text: str) -> None:
-        """Replace the text, such as where the threads of a rank are that hangs."""
+        """Replace the text, such as where the threads of a rank are that hangs; behind the end it stays."""
+        if not self._cells[_END]:  # a thread may still beat
+            self._write_text(text)
+
+    def _write_text(self, text: str) -> None:
         content = text.encode(errors="replace")[: _TEXT_BYTES - 1] + b"\0"
         self._memory[_TEXT : _TEXT + len(content)] = content
 
-    def end(self, text: str = "") -> None:
-        """Note that the rank has ended in order, or the error with which it ended."""
-        self.note(text)
-        self._cells[_FAILED] = int(bool(text))
+    def end(self, text: str = "", *, is_interrupted: bool = False) -> None:
+        """Note that the rank has ended in order, or the error with which it ended, which may be an interruption."""
+        self._write_text(text)
+        self._cells[_FAILED] = _INTERRUPTED if is_interrupted else _ERROR if text else 0
         self.beat()
         self._cells[_END] = _now()
 
@@ -284,6 +290,7 @@ class LoggedRank:
         beat_ns: last sign of life.
         has_ended: whether the rank noted its end.
         has_failed: whether that was an error, whose text is ``text``.
+        is_interrupted: whether that error is a signal, or a limit of time, which ended the run in order.
         text: what it noted last; empty for nothing.
         activities: all that it has.
         rows: name of a schedule -> [actions, 2] when each action of the rank's row last began, negative while the host
@@ -300,6 +307,7 @@ class LoggedRank:
     beat_ns: int
     has_ended: bool
     has_failed: bool
+    is_interrupted: bool
     text: str
     activities: tuple[LoggedActivity, ...]
     rows: dict[str, npt.NDArray[np.int64]] = field(repr=False)
@@ -356,6 +364,7 @@ def _read(content: bytes) -> LoggedRank:
         beat_ns=cells[_BEAT],
         has_ended=cells[_END] > 0,
         has_failed=cells[_FAILED] > 0,
+        is_interrupted=cells[_FAILED] == _INTERRUPTED,
         text=content[_TEXT:_CELLS].split(b"\0", 1)[0].decode(errors="replace"),
         activities=tuple(activities),
         rows={str(one["name"]): _table(content, int(one["offset"]), int(one["count"])) for one in head["rows"]},

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+from pipeloom.checkpoint.checkpoint_folder import list_checkpoints, step_of
 from pipeloom.errors import PipeloomError
 from pipeloom.runs.action_log import LoggedRank
 from pipeloom.runs.hang import Blocker, Hang, read_hang
+from pipeloom.runs.run_folder import ACTIONS, INTERRUPTION
 from pipeloom.schedule import Action
+from pipeloom.system.files import read_text
 from pipeloom.terminal.words import seconds
 
 
@@ -56,6 +59,24 @@ def state_of(rank: LoggedRank, state: Hang) -> str:
         return f"waits for {waits_for}" if waits_for else "waits"
     own = [it for it in state.found if it.rank == rank.rank]
     return f"at {place_of(own[0], state).partition(', ')[2]}" if own else "nothing noted"
+
+
+def end_of(run: Path, state: Hang) -> str:
+    """How a run ended whose ranks have all ended in order; empty for others."""
+    if not all(one.has_ended and (one.is_interrupted or not one.has_failed) for one in state.ranks):
+        return ""
+    step = max(one.step for one in state.ranks)
+    of_rank = next((one.text for one in state.ranks if one.is_interrupted), "")
+    ended = f"the run has ended in order, after step {step}"
+    if not of_rank:
+        return ended
+    # The process that started the ranks got the signal and sent them another one.
+    file = run / ACTIONS / INTERRUPTION
+    why = (read_text(file) if file.is_file() else of_rank).strip()
+    saved = [step_of(one) for one in list_checkpoints(run)[-1:]]
+    if saved == [step]:
+        return f"{ended}, with a checkpoint: {why}"
+    return f"{ended}: {why}; " + (f"the last checkpoint is of step {saved[0]}" if saved else "there is no checkpoint")
 
 
 def blocked_by(run: Path) -> str:

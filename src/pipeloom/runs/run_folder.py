@@ -41,6 +41,8 @@ PROFILES = "profile"
 """Folder of torch.profiler's traces, one for each profiled step and rank."""
 ACTIONS = "actions"
 """Folder with what each rank did last (``pipeloom.runs.action_log``)."""
+INTERRUPTION = "interruption.txt"
+"""File in it of a run that was interrupted: by what."""
 DRAFTS = ".starting"
 """Folder in a run folder with the files of a run before the end of its first step."""
 
@@ -146,6 +148,11 @@ class RunFolder:
         # Most warnings are about a full disk, and must not end the run.
         with suppress(OSError), (self.path / WARNINGS).open("a", encoding="utf-8") as warnings:
             warnings.write(line + "\n")
+
+    def note_interruption(self, text: str) -> None:
+        """Write what interrupted the run, such as the name of a signal; errors are ignored."""
+        with suppress(OSError):
+            (self.path / ACTIONS / INTERRUPTION).write_text(text + "\n", encoding="utf-8")
 
     def begin(self, *, keeps_measured: bool = False) -> None:
         """Replace the files of an earlier run with the drafts; without drafts, do nothing.

@@ -23,6 +23,7 @@ from pipeloom.runs.run_folder import (
     SUMMARY,
     TRACE,
 )
+from pipeloom.runs.sample import Sample, parse_sample
 from pipeloom.schedule import Schedule, parse_schedule
 from pipeloom.system.files import MOST_RECORD_BYTES, read_text
 from pipeloom.trace import Trace, from_chrome
@@ -43,6 +44,9 @@ _SUMMARY_NAMES = (
     "traced_step",
 )
 
+FIRST_PIPELINE = "replica 0, tensor rank 0"
+"""Name of the pipeline whose trace is ``TRACE``."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -58,7 +62,7 @@ class Run:
         predicted: predicted trace; ``None`` without a prediction.
         metrics: a dictionary for each completed step, with at least ``step``, ``loss`` and ``step_time_s``.
         summary: the results (``pipeloom.training.trainer.RunSummary`` describes the keys); ``None`` before the end.
-        sample: text sampled from the model; ``None`` without.
+        sample: a prompt, and the text that the model wrote behind it; ``None`` without.
         checkpoints: complete checkpoints, oldest step first.
     """
 
@@ -71,7 +75,7 @@ class Run:
     predicted: Trace | None
     metrics: tuple[dict[str, Any], ...]
     summary: dict[str, Any] | None
-    sample: str | None
+    sample: Sample | None
     checkpoints: tuple[Path, ...]
 
     @property
@@ -90,6 +94,13 @@ class Run:
         if self.schedule is None:
             return {}
         return {name: account_bubble(self.schedule, trace) for name, trace in self.traces.items()}
+
+    @cached_property
+    def other_accounts(self) -> dict[str, tuple[BubbleAccount, ...]]:
+        """Name of another pipeline -> the same of its ranks, as measured; empty where replicas have other schedules."""
+        if self.schedule is None or len(set(self.config.layout.microbatches_by_replica)) > 1:
+            return {}
+        return {name: account_bubble(self.schedule, trace) for name, trace in self.other_traces.items()}
 
 
 def read_run(folder: Path) -> Run:
@@ -129,7 +140,7 @@ def read_run(folder: Path) -> Run:
         predicted=_read(folder / PREDICTED_TRACE, from_chrome),
         metrics=metrics,
         summary=summary,
-        sample=_read(folder / SAMPLE, str),
+        sample=_read(folder / SAMPLE, parse_sample),
         checkpoints=tuple(list_checkpoints(folder)),
     )
 

@@ -11,7 +11,7 @@ from pipeloom.runs.run_folder import SLOW_RANKS
 from pipeloom.system.files import parse_json, read_text
 
 _LIMIT = 1.5
-"""Times the median of the other ranks from which on a rank is slow: ranks that share cores differ by less."""
+"""Times the median of the other ranks from which on a rank is slow: other work on a host makes smaller differences."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from pipeloom.config import RunConfig
 
-_MOST = 5
+MOST_CANDIDATES = 5
 """Steps of which one is chosen; their traces are in memory until then."""
 
 
@@ -17,7 +17,7 @@ def traced_candidates(config: RunConfig, begun: int) -> range:
     """
     steps = config.training.known_steps
     first = min(begun + config.output.trace_step, steps)
-    room = min(_MOST, steps - first + 1)
+    room = min(MOST_CANDIDATES, steps - first + 1)
     return range(first, first + room - (room + 1) % 2)
 
 

@@ -369,7 +369,8 @@ class Pipeline:
         self._log.beat()
         if is_quiet:
             self._running.note_ended()
-            self._log.note(where_threads_are())
+        # Empty where the rank goes on: the place of an earlier wait is no news of a later one.
+        self._log.note(where_threads_are() if is_quiet else "")
 
     def _position(self) -> str:
         """This rank's position in the schedule, for messages; with those on axes of several ranks."""

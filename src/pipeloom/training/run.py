@@ -24,7 +24,7 @@ from pipeloom.checkpoint.checkpoint_folder import (
 from pipeloom.config import RunConfig, training_problems
 from pipeloom.config.file import read_run_file
 from pipeloom.data.text import Data
-from pipeloom.errors import ConfigError, RunError
+from pipeloom.errors import ConfigError, Interrupted, RunError
 from pipeloom.execute.processes.world import World, is_first, is_launched
 from pipeloom.predict.describe import completed, why_training_may_differ
 from pipeloom.runs.hang_words import blocked_by
@@ -158,6 +158,8 @@ def _run_in(path: Path, config: RunConfig, say: _Say, begun_s: float, *, quiet: 
         restore_terminal(sys.stdout)
         if isinstance(error, RunError):
             error.add_note(blocked_by(path))
+        if isinstance(error, Interrupted):
+            folder.note_interruption(str(error))  # ranks have the signal that this process sent them
         error.add_note(safe_steps(resolved, folder))
         raise
     return result

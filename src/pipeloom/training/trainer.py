@@ -24,6 +24,7 @@ from pipeloom.measure.stages import Profile
 from pipeloom.runs import run_folder
 from pipeloom.runs.run_folder import RunFolder, put_aside
 from pipeloom.runs.run_start import go_back
+from pipeloom.runs.sample import format_sample
 from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
 from pipeloom.system.files import strict_json
 from pipeloom.trace import Trace, to_chrome
@@ -457,9 +458,9 @@ class Trainer:
             self._folder.begin(keeps_measured=measured.config is not None)
             self._folder.write(run_folder.SUMMARY, strict_json(asdict(summary), indent=2) + "\n")
         if config.training.sample_tokens:
-            text = sample_text(self._pipeline, self._world, self._data, config)
+            sample = sample_text(self._pipeline, self._world, self._data, config)
             if self._world.rank == 0:
-                self._folder.write(run_folder.SAMPLE, text)
+                self._folder.write(run_folder.SAMPLE, format_sample(sample))
         self._pipeline.close()
         return summary
 

@@ -14,7 +14,7 @@ from thinned import thinned
 
 from pipeloom.checkpoint.checkpoint_folder import list_checkpoints
 from pipeloom.cli import main
-from pipeloom.config import AdapterConfig, CheckpointConfig, ModelConfig, RestartConfig, TrainingConfig
+from pipeloom.config import AdapterConfig, CheckpointConfig, ModelConfig, RestartConfig, RunConfig, TrainingConfig
 from pipeloom.errors import RunError, UserError
 from pipeloom.execute.stages.digest import digest
 from pipeloom.execute.stages.stage import Stage
@@ -230,14 +230,29 @@ def test_uneven_stages_and_a_slow_machine_name_no_rank():
         ({"microbatches": (2, 2, 1, 1)}, {3: 4.0}),
     ],
 )
-def test_without_a_prediction_replicas_with_as_much_work_are_compared(tmp_path, more, named):
+def test_without_a_prediction_replicas_with_as_much_work_are_compared(tmp_path, monkeypatch, more, named):
     layout = replace(REPLICAS, dp=4, shard="none", **more)
-    world = SimpleNamespace(rank=0, size=4, gather=lambda host: [host] * 4)
+    world = SimpleNamespace(rank=0, size=4, gather=lambda one: [one] * 4)
+    monkeypatch.setattr("pipeloom.training.health.slow_ranks.shared_cores", lambda _: None)
     slow = SlowRanks(SimpleNamespace(layout=REPLICAS), world, run := RunFolder(tmp_path))
     slow.forget(layout)
     for step in range(1, 11):
         slow.take(step, [1.0, 1.0, 1.0, 4.0], [])
     assert {one.rank: one.times for one in read_slow(run.path)} == named
+
+
+@pytest.mark.parametrize(("last", "named"), [(1.0, {}), (3.0, {4: 3.0})])
+def test_ranks_that_share_cores_are_not_named(tmp_path, last, named):
+    hosts = [("crowded", True), ("crowded", True), ("free", False), ("free", False), ("free", False)]
+    world = SimpleNamespace(rank=0, size=5, gather=lambda _: hosts)
+    config = RunConfig(layout=replace(REPLICAS, dp=5, shard="none"))
+    slow = SlowRanks(config, world, RunFolder(tmp_path))
+    for step in range(1, 11):
+        slow.take(step, [9.0, 1.0, 1.0, 1.0, last], [])
+    assert {one.rank: one.times for one in read_slow(tmp_path)} == named
+    if named:
+        without = f"`pipeloom inspect {tmp_path}` prints the step time of a layout without it\n"
+        assert (tmp_path / "warnings.txt").read_text().endswith(f"3.0 times as long as the others; {without}")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"ranks": [{"rank": 1}]}', '{"ranks": 3}'])

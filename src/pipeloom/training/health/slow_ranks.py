@@ -1,5 +1,6 @@
 """Names slow ranks while the run goes on, from the seconds of compute that each step measures anyway."""
 
+import shlex
 import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from pipeloom.execute.processes.world import World
 from pipeloom.runs.run_folder import SLOW_RANKS, RunFolder
 from pipeloom.runs.slow_ranks import SlowRank, find_slow, slow_text
 from pipeloom.trace import Trace
+from pipeloom.training.session import shared_cores
 from pipeloom.workload.layout import Layout
 
 _STEPS = 10
@@ -19,6 +21,8 @@ _STEPS = 10
 
 class SlowRanks:
     """Watches the seconds in which ranks compute. Construction is collective.
+
+    Ranks of a host whose processes share cores are left out: who of them waits for a core changes from step to step.
 
     Args:
         config: resolved.
@@ -29,7 +33,9 @@ class SlowRanks:
     def __init__(self, config: RunConfig, world: World, folder: RunFolder) -> None:
         self._layout, self._world, self._folder = config.layout, world, folder
         self._own_pipeline = self._layout.coordinates(world.rank).pipeline
-        self._hosts: list[str] | None = world.gather(socket.gethostname())
+        found: list[tuple[str, bool]] | None = world.gather((socket.gethostname(), shared_cores(config) is not None))
+        self._hosts = None if found is None else [host for host, _ in found]
+        self._shares = [] if found is None else [shares for _, shares in found]
         self._seconds: deque[Sequence[float]] = deque(maxlen=_STEPS)
         self._named: set[int] = set()
 
@@ -58,7 +64,8 @@ class SlowRanks:
         if self._hosts is None or len(self._seconds) < _STEPS or step % _STEPS:
             return
         usual = [median(one) for one in zip(*self._seconds, strict=True)]
-        found = find_slow(usual, self._expected(usual, predicted))
+        expected = zip(self._expected(usual, predicted), self._shares, strict=True)
+        found = find_slow(usual, [0.0 if shares else its for its, shares in expected])
         if found.keys() != self._named:
             self._name(step, found, self._hosts)
 
@@ -85,7 +92,9 @@ class SlowRanks:
         slow = [SlowRank(rank, hosts[rank], times) for rank, times in found.items()]
         again = sorted(self._named - found.keys())
         texts = [*map(str, slow), *(f"rank {rank} on {hosts[rank]} is as fast as the others again" for rank in again)]
-        more = "; `pipeloom inspect` of the run says what a layout without it would do" if slow else ""
+        without = "it" if len(slow) == 1 else "them"
+        run = shlex.quote(str(self._folder.path))
+        more = f"; `pipeloom inspect {run}` prints the step time of a layout without {without}" if slow else ""
         self._folder.add_warning(f"step {step}: {', '.join(texts)}{more}")
         self._named = set(found)
         self._folder.write(SLOW_RANKS, slow_text(step, slow), is_needed=False)

@@ -6,6 +6,7 @@ from pipeloom.config import RunConfig
 from pipeloom.data.text import Data
 from pipeloom.data.windows import without_marks
 from pipeloom.execute.processes.world import World
+from pipeloom.runs.sample import Sample
 from pipeloom.training.pipeline import Pipeline
 
 # Below 1, so that a short sample has few unlikely tokens.
@@ -14,11 +15,11 @@ _TEMPERATURE = 0.8
 _PROMPT_TOKENS = 40
 
 
-def sample_text(pipeline: Pipeline, world: World, data: Data, config: RunConfig) -> str:
+def sample_text(pipeline: Pipeline, world: World, data: Data, config: RunConfig) -> Sample:
     """Continue the beginning of the validation text by ``training.sample_tokens`` tokens.
 
     Each token is one forward-only step of a single micro-batch. The rank of the last stage draws the token and
-    broadcasts it. Collective: every rank calls it, and returns prompt and continuation.
+    broadcasts it. Collective: every rank calls it.
     """
     tokenizer, seq_len = data.tokenizer, config.data.seq_len
     generator = torch.Generator().manual_seed(config.training.seed)
@@ -39,4 +40,6 @@ def sample_text(pipeline: Pipeline, world: World, data: Data, config: RunConfig)
             drawn = int(torch.multinomial(probabilities, 1, generator=generator))
         # The rank of the first stage needs the token for the next forward.
         tokens.append(world.broadcast(drawn, pipeline.last_rank))
-    return tokenizer.decode(tokens)
+    text = tokenizer.decode(tokens)
+    # Of the whole: a tokenizer may decode the first token of a text otherwise than one behind others.
+    return Sample(prompt, text.removeprefix(prompt))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeloom.config import RunConfig
-from pipeloom.errors import type_and_text
+from pipeloom.errors import Interrupted, type_and_text
 from pipeloom.execute.processes.world import World
 from pipeloom.runs.action_log import NOTHING, ActionLog, Activity
 from pipeloom.runs.run_folder import RunFolder
@@ -90,7 +90,9 @@ class Noted:
             yield
         except BaseException as error:
             if self.log is not None:
-                self.log.end(type_and_text(error))
+                is_interrupted = isinstance(error, Interrupted)
+                text = str(error) if is_interrupted else type_and_text(error)
+                self.log.end(text, is_interrupted=is_interrupted)
             raise
         if self.log is not None:
             self.log.end()
