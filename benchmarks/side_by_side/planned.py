@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeloom.catalog import load_cluster
-from pipeloom.cost.hardware import Cluster, MeasuredPieces, MeasuredUpdate
+from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
 from pipeloom.errors import PipeloomError
 from pipeloom.planner.plan import make_question
 from pipeloom.planner.question import Question

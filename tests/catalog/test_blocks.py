@@ -6,7 +6,7 @@ import pytest
 
 from pipeloom.catalog import cluster_to_toml, load_cluster, load_model, read_model
 from pipeloom.config import ModelConfig
-from pipeloom.cost.hardware import MeasuredPieces
+from pipeloom.cost.measured import MeasuredPieces
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.workload.model_shape import Blocks, ModelShape
 from pipeloom.workload.run import Run

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from pipeloom.catalog import load_cluster, load_model, names
 from pipeloom.catalog.cluster_files import cluster_to_toml
-from pipeloom.cost.hardware import CollectiveCurve, Link, MeasuredPieces, MeasuredUpdate
+from pipeloom.cost.hardware import CollectiveCurve, Link
+from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
 from pipeloom.errors import ConfigError
 from pipeloom.terminal.words import UNBREAKABLE
 from pipeloom.workload.run import Run

@@ -9,7 +9,8 @@ import pipeloom.measure
 import pipeloom.measure.pieces
 from pipeloom.catalog import load_cluster, load_model
 from pipeloom.cli import main
-from pipeloom.cost.hardware import Group, MeasuredPieces, MeasuredUpdate
+from pipeloom.cost.hardware import Group
+from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
 from pipeloom.measure.pieces import PieceFindings
 from pipeloom.workload.run import Run
 

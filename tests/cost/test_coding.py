@@ -8,7 +8,8 @@ import torch
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.coding import coding_s_of
-from pipeloom.cost.hardware import Link, MeasuredPieces
+from pipeloom.cost.hardware import Link
+from pipeloom.cost.measured import MeasuredPieces
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.stages import num_frozen_stages
 from pipeloom.execute.communication.boundary import TensorSpec

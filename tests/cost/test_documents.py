@@ -6,8 +6,8 @@ import pytest
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.config import DataConfig, RunConfig, ScheduleConfig, find_problems
-from pipeloom.cost.hardware import MeasuredPieces
 from pipeloom.cost.layers import Pieces
+from pipeloom.cost.measured import MeasuredPieces
 from pipeloom.cost.pieces import piece_seconds
 from pipeloom.families import make_schedule
 from pipeloom.predict.describe import described_problems

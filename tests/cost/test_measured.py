@@ -6,7 +6,8 @@ import pytest
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.exchanges import step_terms
-from pipeloom.cost.hardware import CollectiveCurve, Group, MeasuredPieces, MeasuredUpdate
+from pipeloom.cost.hardware import CollectiveCurve, Group
+from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
 from pipeloom.cost.pieces import piece_seconds
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.slices import SliceModel

@@ -6,7 +6,7 @@ import pytest
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.costs import Costs
-from pipeloom.cost.hardware import MeasuredPieces
+from pipeloom.cost.measured import MeasuredPieces
 from pipeloom.cost.placed import Placed
 from pipeloom.families import Choice
 from pipeloom.predict.places import shared_links

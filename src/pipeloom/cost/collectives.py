@@ -9,7 +9,8 @@ most rows travel. Before the first of these the ranks exchange how many rows the
 
 from math import ceil
 
-from pipeloom.cost.hardware import Both, Cluster, Collective, Group
+from pipeloom.cost.hardware import Cluster, Collective, Group
+from pipeloom.cost.measured import Both
 from pipeloom.cost.software import Software
 from pipeloom.workload.run import Run
 

@@ -1,4 +1,4 @@
-"""Devices, links and clusters: seconds of matrix products, memory traffic and collectives; and measurements.
+"""Devices, links and clusters: seconds of matrix products, memory traffic and collectives.
 
 All units are SI: seconds, bytes, FLOP/s, bytes/s. ``pipeloom.catalog`` converts the units of files.
 
@@ -13,18 +13,16 @@ from math import log, log2
 from typing import Literal
 
 from pipeloom.calls import checked_class
+from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
 from pipeloom.cost.units import Amount, AmountOrNone, Share
 from pipeloom.errors import UserError
-from pipeloom.workload.dtypes import Dtype, Precision, default_dtype
+from pipeloom.workload.dtypes import Dtype, default_dtype
 from pipeloom.workload.limits import Count, CountOrNone
-from pipeloom.workload.run import Run
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Vendor = Literal["nvidia", "amd", "google"]
 Curve = tuple[tuple[Amount, Amount], ...]
 """(x, y) points with rising x."""
-Both = tuple[float, float]
-"""Seconds of a forward and of a backward."""
 
 TILES = (
     (256, 128, 1.0),
@@ -217,45 +215,6 @@ class Group:
         per_node = max(1, min(size, devices_per_node // stride if stride < devices_per_node else 1))
         # Interleaved groups run the same collective at the same time, and share the node's network.
         return cls(size, per_node, max(1, min(devices_per_node, devices_per_node // per_node)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredPieces:
-    """Measured seconds of a model's pieces.
-
-    Attributes:
-        run: the measured run (``Run.of_measured_pieces``).
-        embedding, layer, head: seconds for one micro-batch, including tensor-parallel collectives.
-        stage: seconds of a stage in addition to its pieces.
-        message_s: seconds of a core for a message between two stages, both ends together; 0 if cores are not shared, so
-            that the link determines the time.
-    """
-
-    run: Run
-    embedding: Both
-    layer: Both
-    head: Both
-    stage: Both = (0.0, 0.0)
-    message_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredUpdate:
-    """Measured seconds after a step's pipeline: zeroing gradients, their norm, clipping, the optimizer.
-
-    Attributes:
-        fixed_s: seconds of a rank that do not depend on the number of parameters.
-        parameter_s: seconds for each parameter that the rank updates.
-        precision: of weights and activations.
-    """
-
-    fixed_s: float
-    parameter_s: float
-    precision: Precision
-
-    def seconds(self, parameters: float) -> float:
-        """Seconds of a rank that updates ``parameters``."""
-        return self.fixed_s + self.parameter_s * parameters
 
 
 @checked_class

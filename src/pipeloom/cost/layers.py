@@ -30,7 +30,8 @@ from statistics import fmean
 
 from pipeloom.cost.collectives import inner_exchanges, together_s
 from pipeloom.cost.flops import seen
-from pipeloom.cost.hardware import Both, Cluster, Collective, Group
+from pipeloom.cost.hardware import Cluster, Collective, Group
+from pipeloom.cost.measured import Both
 from pipeloom.cost.parts import Parts
 from pipeloom.cost.products import (
     ALIGNED,

@@ -15,8 +15,8 @@ parts in the reverse order. The exchange of numbers of rows is not hidden.
 from dataclasses import dataclass, replace
 
 from pipeloom.cost.collectives import rows_s, together_s, travel_s
-from pipeloom.cost.hardware import Both
 from pipeloom.cost.layers import Pieces
+from pipeloom.cost.measured import Both
 from pipeloom.cost.products import layer_products
 
 

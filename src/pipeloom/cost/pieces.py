@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from pipeloom.cost.hardware import Both, Cluster, MeasuredPieces
+from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.layers import Pieces
+from pipeloom.cost.measured import Both, MeasuredPieces
 from pipeloom.cost.overlap import layer_seconds
 from pipeloom.cost.parts import Parts
 from pipeloom.cost.software import Software

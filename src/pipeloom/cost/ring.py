@@ -9,7 +9,8 @@ and return to their rank after the last step.
 
 from dataclasses import dataclass
 
-from pipeloom.cost.hardware import Both, Cluster, Group
+from pipeloom.cost.hardware import Cluster, Group
+from pipeloom.cost.measured import Both
 from pipeloom.cost.software import Software
 from pipeloom.workload.run import Run
 

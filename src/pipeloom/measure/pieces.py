@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pipeloom.cost.hardware import MeasuredPieces, MeasuredUpdate
+from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
 from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.communication.collectives import make_tensor_group
 from pipeloom.execute.communication.transport import Transport
