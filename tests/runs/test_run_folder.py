@@ -9,6 +9,7 @@ import pytest
 
 from pipeloom.errors import RunError, UserError
 from pipeloom.runs.run_folder import DRAFTS, METRICS, TRACE, WARNINGS, RunFolder
+from pipeloom.runs.run_start import go_back
 
 
 class Full:
@@ -72,3 +73,35 @@ def test_a_disk_that_is_full_before_the_first_step_refuses_the_run(tmp_path, is_
     with pytest.raises(UserError, match="No space left on device; free some space, or choose another --output.folder"):
         RunFolder(tmp_path).write(TRACE, "a long new text", is_needed=is_needed)
     assert [one.name for one in tmp_path.iterdir()] == [DRAFTS]
+
+
+def test_the_end_writes_lines_that_waited_or_says_that_they_are_missing(tmp_path, capsys):
+    folder = RunFolder(tmp_path)
+    folder.add_metrics({"step": 1})
+    folder._metrics = disk = Full(folder._metrics, 7)
+    disk.close = lambda: None
+    folder.add_metrics({"step": 2})
+    folder.close()
+    assert "metrics.jsonl lacks its last lines (1): No space left on device" in capsys.readouterr().err
+    assert [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()[:1]] == [{"step": 1}]
+    disk.file.close()
+    folder.add_metrics({"step": 3})
+    folder._metrics, left = Full(folder._metrics, 3), folder._metrics
+    folder.add_metrics({"step": 4})
+    folder._metrics = left
+    folder.close()
+    assert not capsys.readouterr().err
+    assert [json.loads(line)["step"] for line in (tmp_path / METRICS).read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_going_back_on_a_full_disk_drops_lines_that_wait(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.add_metrics({"step": 1})
+    folder._metrics = disk = Full(folder._metrics, 7)
+    for step in (2, 3):
+        folder.add_metrics({"step": step})
+    folder._metrics = disk.file
+    go_back(folder, 2)
+    folder.add_metrics({"step": 3})
+    folder.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / METRICS).read_text().splitlines()] == [1, 2, 3]

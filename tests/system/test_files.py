@@ -1,15 +1,17 @@
 """Files that people hand in."""
 
+import errno
 import json
 import math
 import os
 import re
 import threading
+from pathlib import Path
 
 import pytest
 
 from pipeloom.errors import UserError
-from pipeloom.system.files import parse_json, parse_toml, read_text, strict_json
+from pipeloom.system.files import parse_json, parse_toml, read_text, strict_json, write_text
 
 
 def test_text_is_read_without_its_byte_order_mark(tmp_path):
@@ -105,3 +107,30 @@ def test_numbers_that_json_cannot_express_become_null():
     text = strict_json({"loss": math.nan, "norm": math.inf, "step": 3, "more": None, "rate": 0.5})
     assert json.loads(text) == {"loss": None, "norm": None, "step": 3, "more": None, "rate": 0.5}
     assert "NaN" not in text
+
+
+def fill(file, text, **_):
+    file.write_bytes(text[:3].encode())
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("before", [b"good", None])
+def test_a_full_disk_leaves_the_older_file_and_no_part_of_a_new_one(tmp_path, monkeypatch, before):
+    file = tmp_path / "page.html"
+    if before is not None:
+        file.write_bytes(before)
+    monkeypatch.setattr(Path, "write_text", fill)
+    with pytest.raises(UserError, match=r"cannot write .*page.html: No space left on device"):
+        write_text(file, "a new text")
+    assert {one.name: one.read_bytes() for one in tmp_path.iterdir()} == ({} if before is None else {file.name: before})
+
+
+def test_a_file_is_replaced_with_its_mode_and_behind_a_link_and_a_device_is_written(tmp_path):
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_text("old")
+    file.chmod(0o640)
+    link.symlink_to(file)
+    write_text(link, "new")
+    assert (file.read_text(), file.stat().st_mode & 0o777, link.is_symlink()) == ("new", 0o640, True)
+    write_text(Path("/dev/null"), "gone")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "link"]

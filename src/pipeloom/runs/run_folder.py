@@ -1,5 +1,6 @@
 """The run folder: the files that a run writes, which are consistent whenever the run ends."""
 
+import errno
 import io
 import os
 import shutil
@@ -122,6 +123,14 @@ class RunFolder:
         While the disk is full, lines are kept in memory.
         """
         self._unwritten += strict_json(metrics).encode() + b"\n"
+        self._write_metrics()
+
+    def take_unwritten(self) -> str:
+        """Lines of metrics, or the rest of a line, that the disk had no room for; they are kept no longer."""
+        text, self._unwritten = self._unwritten.decode(), b""
+        return text
+
+    def _write_metrics(self) -> None:
         try:
             if self._metrics is None:
                 self.begin()
@@ -186,8 +195,12 @@ class RunFolder:
             raise self._error(error) from None
 
     def close(self) -> None:
-        """Close the metrics; a further line opens them again."""
+        """Close the metrics, with what the disk has room for now; a further line opens them again."""
         if self._metrics is not None:
+            if self._unwritten:
+                self._write_metrics()
+            if lines := self._unwritten.count(b"\n"):
+                self.warn(f"{self.path / METRICS} lacks its last lines ({lines}): {os.strerror(errno.ENOSPC)}")
             self._metrics.close()
             self._metrics = None
 

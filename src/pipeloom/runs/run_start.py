@@ -100,7 +100,7 @@ def go_back(folder: RunFolder, step: int) -> None:
     Raises:
         RunError: the folder cannot be written to any more.
     """
-    lines = (folder.read(METRICS) or "").splitlines(keepends=True)
+    lines = ((folder.read(METRICS) or "") + folder.take_unwritten()).splitlines(keepends=True)
     folder.close()  # a further line goes to the new file
     folder.write(METRICS, "".join(line for line in lines if _is_until(line, step)))
 

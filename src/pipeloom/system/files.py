@@ -1,10 +1,13 @@
 """Reading and writing of users' files: limited in size, and every failure is a ``UserError`` of one sentence."""
 
+import errno
 import json
 import math
 import os
+import shutil
 import tomllib
-from collections.abc import Iterable, Mapping, MutableSequence
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -117,8 +120,32 @@ def write_problem(path: Path, *, is_folder: bool) -> str | None:
     return None
 
 
+@contextmanager
+def replaced(file: Path) -> Iterator[Path]:
+    """A draft beside a file, which takes its place at the end of the block; after an error the older file stays.
+
+    The file itself where that cannot be: for a device, a pipe, or in a folder that cannot be written to.
+    """
+    target = file.resolve() if file.is_symlink() else file
+    if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
+        yield file
+        return
+    draft = target.with_name(f".{target.name[:200]}.{os.getpid()}.part")
+    if target.exists() and not os.access(target, os.W_OK):  # a rename would not ask
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    try:
+        yield draft
+        if target.exists():
+            shutil.copymode(target, draft)
+        draft.replace(target)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+
+
 def write_text(file: Path, text: str, what: str = "", advice: str = "", *, parents: bool = False) -> None:
-    """Write a file in UTF-8.
+    """Write a file in UTF-8; an older one stays until the new one is complete.
 
     Args:
         file: its path.
@@ -133,7 +160,8 @@ def write_text(file: Path, text: str, what: str = "", advice: str = "", *, paren
     try:
         if parents:
             file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        with replaced(file) as draft:
+            draft.write_text(text, encoding="utf-8")
     except OSError as error:
         name = f"{what} {file}".strip()
         raise UserError(f"cannot write {name}: {reason_of(error)}{f'; {advice}' if advice else ''}") from error
