@@ -70,13 +70,13 @@ def key_of(node: Node) -> NodeKey:
         return (id(node),)  # which lives as long as the search
     if isinstance(node, Cut):
         return (*key_of(node.arrangement), node.run.loops, node.run.placement)
-    sharding = (node.sharding.levels[-1], node.sharding.replicate)
-    return (*key_of(node.cut), *sharding, *((node.choice,) if isinstance(node, Leaf) else ()))
+    last = node.sharding._replace(levels=node.sharding.levels[-1:])
+    return (*key_of(node.cut), last, *((node.choice,) if isinstance(node, Leaf) else ()))
 
 
 def prefixes(leaf: NodeKey) -> list[NodeKey]:
     """The keys of a leaf and of all nodes above it: arrangement, cut, twig, leaf."""
-    return [leaf[:1], leaf[:3], leaf[:5], leaf]
+    return [leaf[:1], leaf[:3], leaf[:4], leaf]
 
 
 class OpenNode(NamedTuple):
