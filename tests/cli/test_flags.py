@@ -58,6 +58,9 @@ def refusal(words, command=COMMAND):
         (["--pair", "1,-2.5"], "pair", (1.0, -2.5)),
         (["--many", "1", "2", "3"], "many", (1, 2, 3)),
         (["--many", "1,2", "3"], "many", (1, 2, 3)),
+        (["--many", "64,128"], "many", (64, 128)),  # which is also 64128 with a separator
+        (["--many", "0,1"], "many", (0, 1)),
+        (["--names", "007"], "names", ("007",)),
         (["--many=1,2"], "many", (1, 2)),
         (["--many", "auto"], "many", "auto"),
         (["--names=-a,b"], "names", ("-a", "b")),
@@ -258,3 +261,23 @@ def test_a_name_of_another_program_names_ours(there):
             parse_flags(command, [f"--{there}", "1"])
         named += [one for one in refused.value.problems if f"there is no flag --{there}; did you mean" in one]
     assert named
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (
+            "--many 1,024",
+            "numbers without leading zeros, found '1,024'; write 1024 without commas, or 1 24 for 2 values",
+        ),
+        ("--many 8 1,000,000", "'1,000,000'; write 1000000 without commas, or 1 0 0 for 3 values"),
+        ("--many 8,016", "'8,016'; write 8016 without commas, or 8 16 for 2 values"),
+        ("--many 64,08", "found '64,08'; write 64 8 for 2 values"),
+        ("--many 064", "found '064'; write 64 for 1 value"),
+        ("--inner-number 1,024", "a whole number, found '1,024'; write 1024 without commas"),
+    ],
+)
+def test_a_number_with_separators_of_thousands_is_refused_with_both_ways_to_write_it(words, problem):
+    (found,) = refusal(words.split())
+    assert found.startswith(f"{words.split()[0]} must be ")
+    assert found.endswith(problem)

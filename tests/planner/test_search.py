@@ -1,12 +1,15 @@
 """The search finds what simulating everything finds, whatever is allowed, and counts what it leaves out."""
 
+import time
 from dataclasses import replace
 from functools import cache
+from itertools import count
 
 import pytest
 from thinned import thinned
 
 from pipeloom.catalog import load_cluster, load_model, load_software
+from pipeloom.planner import search as search_module
 from pipeloom.planner.question import Limits
 from pipeloom.planner.search import Search, search
 from pipeloom.planner.space import arrangements
@@ -104,6 +107,33 @@ def test_a_search_whose_time_is_up_says_what_may_still_be_faster(ask):
     assert found.open_bound_s is not None
     assert found.open_bound_s <= best.prediction.step_time_s
     assert search(question).open_bound_s is None
+
+
+@pytest.mark.parametrize("hurried", [2, 6, 12])
+def test_what_a_dive_simulates_is_counted_once(ask, monkeypatch, hurried):
+    looks = count()
+    monkeypatch.setattr(search_module, "is_over", lambda _: next(looks) > hurried)
+    searching = Search(ask(num_devices=16, global_batch=32))
+    first = replace(searching.best(3, deadline=time.monotonic() + 1000).counts)
+    assert first.simulated > 0
+    assert first.undecided > 0
+    monkeypatch.setattr(search_module, "is_over", lambda _: False)
+    found = searching.best(3)
+    last = found.counts
+    assert last.simulated > first.simulated
+    for counts in (first, last):
+        assert counts.layouts == counts.simulated + counts.too_slow + counts.too_large + counts.undecided
+    runs = [repr((one.run, one.knobs)) for _, one in searching._simulated if one.leaf.strategy == "none"]
+    assert len(set(runs)) == len(runs) == last.simulated
+    assert answers(found) == answers(search(ask(num_devices=16, global_batch=32), 3))
+
+
+def test_a_search_that_is_stopped_after_the_proof_leaves_no_layout_to_search(ask):
+    searching = Search(ask())
+    proved = answers(searching.best(3))
+    stopped = searching.so_far()
+    assert answers(stopped) == proved
+    assert (stopped.open_bound_s, stopped.counts.undecided) == (None, 0)
 
 
 def test_why_axes_are_no_layout(ask):

@@ -23,7 +23,7 @@ from pipeloom.cli.reference import (
 from pipeloom.config.paths import expand_home, names_file
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.system.files import picture_problem, write_problem
-from pipeloom.terminal.words import close_names, did_you_mean, or_one_of, unknown_name
+from pipeloom.terminal.words import close_names, count, did_you_mean, or_one_of, unknown_name
 from pipeloom.workload.limits import Limits, Names
 
 _Value = TypeVar("_Value")
@@ -275,6 +275,8 @@ def _value(option: Option, flag: str, texts: list[str]) -> tuple[Any, str]:
         on, off = option.flags
         problem = f"{flag} takes no value: write {on} for true, {off} for false"
         return flag == on, problem if texts else ""
+    if (problem := _separator_problem(option, flag, texts)) is not None:
+        return None, problem
     if option.most_values is None:
         texts = [part for text in texts for part in text.split(",")] if any(texts) else texts
     try:
@@ -296,6 +298,35 @@ def _value(option: Option, flag: str, texts: list[str]) -> tuple[Any, str]:
         # A shell expands ~ at the beginning of a word, not in --cluster=~/cluster.toml.
         value = str(expand_home(Path(value))) if names_file(value) else value
     return value, ""
+
+
+def _separator_problem(option: Option, flag: str, texts: Sequence[str]) -> str | None:
+    """The problem of a number with separators of thousands, such as 1,024, or with leading zeros.
+
+    A list has its values between commas, too, so there only a zero at the beginning of a group shows the separator:
+    64,128 is two values.
+    """
+    if int not in (inner := _inner_types(option.hint)) or str in inner:
+        return None
+    is_list = option.most_values is None
+    for text in texts:
+        parts = text.split(",")
+        has_zeros = any(re.fullmatch(r"-?0[0-9]+", part) for part in parts)
+        is_one = re.fullmatch(r"-?[1-9][0-9]{0,2}(,[0-9]{3})+", text) is not None
+        if (has_zeros or not is_list) if is_one else (has_zeros and is_list):
+            plain = [str(int(part)) if re.fullmatch(r"-?[0-9]+", part) else part for part in parts]
+            values = f"{' '.join(plain)} for {count(len(parts), 'value')}" if is_list else ""
+            ways = [f"{text.replace(',', '')} without commas"] * is_one + [values] * bool(values)
+            wanted = "numbers without leading zeros" if is_list else _called(option.hint)
+            return f"{option.place or flag} must be {wanted}, found '{_cut(text)}'; write {', or '.join(ways)}"
+    return None
+
+
+def _inner_types(hint: Any) -> set[Any]:
+    """The types of the values of an option: those of its alternatives, and of the items of a list."""
+    inner = [one for one in get_args(hint) if one is not ...]
+    is_nested = get_origin(hint) in (Union, UnionType, tuple)
+    return {kind for one in inner for kind in _inner_types(one)} if is_nested else {hint}
 
 
 def _path(text: str) -> Path:

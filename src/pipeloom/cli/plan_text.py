@@ -66,7 +66,8 @@ def plan_sections(plan: Plan, training: Training | None = None, goal: Goal | Non
         yield Section("Advice", parts=[plan.advice])
     if plan.stopped is not None and plan.open_bound_s is None:
         why = "Interrupted" if plan.stopped == "interrupt" else "The time was up"
-        yield Section(why, " before all other kinds and changes were searched; the search for the best was complete")
+        tried = "all strategies, other kinds and changes were tried"
+        yield Section(why, f" before {tried}; the search for the best layout without a strategy was complete")
 
 
 def _layouts(plan: Plan, training: Training | None, goal: Goal | None) -> Section:
@@ -133,7 +134,9 @@ def _question_lines(plan: Plan) -> Iterator[str]:
     proof = "; by prediction, none of these is among the best" if plan.best is not None else ""
     if plan.open_bound_s is not None:
         why = "interrupted" if plan.stopped == "interrupt" else "the time was up"
-        proof = f"; {why}: {counts.undecided:,} not searched, which take at least {seconds(plan.open_bound_s)} a step"
+        least = f"at least {seconds(plan.open_bound_s)} a step"
+        proof = f"; {why}: {counts.undecided:,} not searched, which take {least}"
+        proof = proof if counts.undecided else f"; {why}: every layout takes {least}"
     pruned = {"slower": counts.too_slow, "too large": counts.too_large}
     excluded = ", ".join(f"{number:,} {why}" for why, number in pruned.items() if number)
     yield (

@@ -1,5 +1,6 @@
 """State of one best-first query: open nodes in the order of their bounds, and the incumbents of each group."""
 
+from collections.abc import Hashable
 from dataclasses import replace
 from heapq import heapify, heappush, nsmallest
 from math import inf
@@ -55,6 +56,27 @@ class SortKey(NamedTuple):
 
 
 Node = Arrangement | Cut | Twig | Leaf | Candidate
+
+
+NodeKey = tuple[Hashable, ...]
+"""Key of a node within a search; that of a node begins with those of all nodes above it."""
+
+
+def key_of(node: Node) -> NodeKey:
+    """The key of a node, whichever of its sharding levels have been left out since they cannot fit."""
+    if isinstance(node, Candidate):
+        return key_of(node.leaf)
+    if isinstance(node, Arrangement):
+        return (id(node),)  # which lives as long as the search
+    if isinstance(node, Cut):
+        return (*key_of(node.arrangement), node.run.loops, node.run.placement)
+    last = node.sharding._replace(levels=node.sharding.levels[-1:])
+    return (*key_of(node.cut), last, *((node.choice,) if isinstance(node, Leaf) else ()))
+
+
+def prefixes(leaf: NodeKey) -> list[NodeKey]:
+    """The keys of a leaf and of all nodes above it: arrangement, cut, twig, leaf."""
+    return [leaf[:1], leaf[:3], leaf[:4], leaf]
 
 
 class OpenNode(NamedTuple):

@@ -16,7 +16,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 
 from pipeloom.planner.candidate import Candidate, complete, exchanging_bound_s, repartitioned
-from pipeloom.planner.frontier import Frontier, GroupKey, Node, OpenNode, SortKey, admits
+from pipeloom.planner.frontier import Frontier, GroupKey, Node, NodeKey, OpenNode, SortKey, admits, key_of, prefixes
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.space import Arrangement, Cut, Leaf, Twig, each_arrangement
 from pipeloom.planner.strategies import STRATEGIES, SearchState, Strategy, naming_strategy
@@ -141,12 +141,14 @@ class Search:
         self._queue: list[OpenNode] = []
         self._pushed = 0
         self._simulated: list[tuple[SortKey, Candidate]] = []
+        self._early: set[NodeKey] = set()  # leaves that a dive has simulated, and the proof has not come to
         self._infeasible: list[Leaf] = []
         self._tried: set[Leaf] = set()
         self._arrangements: list[Arrangement] = []
         self._coming = each_arrangement(question, self._counts.excluded)
         self._is_enumerated = False
         self._current, self._expanding, self._is_proving = Frontier(1, Limits()), list[OpenNode](), False
+        self._is_proved = False  # strategies may still be tried
         self._begin = time.monotonic()
 
     def _enumerate(self, deadline: float = inf) -> None:
@@ -199,13 +201,14 @@ class Search:
         is_urgent = deadline < inf
         plain = replace(limits, strategies=names if has_plain else None)
         frontier = self._frontier(count, plain, is_urgent=is_urgent, within_s=within_s)
-        self._current = frontier
+        self._current, self._is_proved = frontier, False
         if is_first and self._prunes and (is_urgent or self._counts.layouts > MANY):
             self._dive(frontier, begin + (FINDING + DIVING) * left_s)
         self._enumerate()
         if self._counts.layouts > MUCH and not is_urgent:
             expect_much()
         open_bound_s = self._prove(frontier, deadline)
+        self._is_proved = open_bound_s is None
         if open_bound_s is None and (limits.strategies is not None or not limits.names):
             wanted = frontier if has_plain else self._frontier(count, replace(limits, strategies=names))
             # A plug-in may have been left out since the program was read.
@@ -224,11 +227,12 @@ class Search:
         counts.seconds = time.monotonic() - self._begin
         steps = tuple(sorted((step for one in frontier.best if (step := frontier.step_of(one))), key=SortKey.of))
         if not self._is_enumerated:
-            counts.undecided = counts.layouts - counts.too_large
+            counts.undecided = counts.layouts - counts.too_large - counts.simulated
             return SearchResult(steps, counts, self._question.least_s)
         if self._is_proving:
             self._queue = frontier.deferred + frontier.queue + self._expanding
-        open_bound_s = min((entry.bound_s for entry in self._queue), default=None)
+        bounds_s = () if self._is_proved else (entry.bound_s for entry in self._queue)
+        open_bound_s = min(bounds_s, default=None)
         self._count_pruned(frontier, open_bound_s)
         return SearchResult(steps, counts, open_bound_s)
 
@@ -238,9 +242,18 @@ class Search:
         left = counts.layouts - counts.too_large - counts.simulated
         counts.undecided = 0
         if open_bound_s is not None:
-            undecided = sum(entry.node.count for entry in self._queue if entry.bound_s <= frontier.cutoff_s)
-            counts.undecided = min(left, undecided)
+            counts.undecided = min(left, self._num_open(frontier))
         counts.too_slow = left - counts.undecided
+
+    def _num_open(self, frontier: Frontier) -> int:
+        """Number of open layouts that may be in the answer, without those that a dive has simulated."""
+        nodes = [
+            entry.node
+            for entry in self._queue
+            if entry.bound_s <= frontier.cutoff_s and not frontier.is_dominated(entry.node, entry.bound_s)
+        ]
+        keys = {key_of(node) for node in nodes}
+        return sum(node.count for node in nodes) - sum(not keys.isdisjoint(prefixes(leaf)) for leaf in self._early)
 
     def _dive(self, frontier: Frontier, deadline: float) -> None:
         """Simulate one layout of each likely arrangement, so that there are incumbents before the proof.
@@ -254,7 +267,9 @@ class Search:
             candidate = _first_feasible(arrangement, frontier.cutoff_s)
             if candidate is not None:
                 self._simulate(frontier, candidate)
-            self._report(self._counts.too_large)
+                self._counts.simulated += 1
+                self._early.add(key_of(candidate))
+            self._report(self._counts.too_large + self._counts.simulated)
 
     def _simulate(self, frontier: Frontier, candidate: Candidate) -> None:
         """Simulate a candidate and offer it as an incumbent to this query and to later ones."""
@@ -291,7 +306,7 @@ class Search:
                 self._expand(frontier, entry)
             self._report(self._counts.too_large + self._counts.simulated)
         self._queue, self._expanding, self._is_proving = frontier.deferred + frontier.queue, list[OpenNode](), False
-        return open_bound_s
+        return open_bound_s if open_bound_s is not None and self._num_open(frontier) else None
 
     def _expand(self, frontier: Frontier, entry: OpenNode) -> None:
         """Push the children of a node, or the node with a closer bound; simulate a candidate with the closest."""
@@ -348,6 +363,9 @@ class Search:
 
     def _bound_or_simulate(self, frontier: Frontier, bound_s: float, candidate: Candidate) -> None:
         """Push a candidate with its next closer bound, or simulate it."""
+        if (key := key_of(candidate)) in self._early:  # it has been offered to this query
+            self._early.remove(key)
+            return
         # An urgent query without an answer simulates at once: a closer bound would only delay the first answer.
         bounds_first = self._prunes and (frontier.cutoff_s < inf or not frontier.is_urgent)
         # The bounds of its schedule take less time than adding messages and simulating.
