@@ -12,7 +12,7 @@ from hypothesis import given
 from rich.progress import TextColumn
 from rich.table import Table
 
-from pipeloom.terminal.console import headed, make_console
+from pipeloom.terminal.console import hanging, headed, make_console
 from pipeloom.terminal.guard import guarded_streams, printable, raw
 from pipeloom.terminal.progress import Bar, restore_terminal
 
@@ -117,3 +117,19 @@ def test_printable_text_can_be_written_and_moves_no_cursor(text):
 )
 def test_control_characters_are_shown(text, shown):
     assert printable(text) == shown
+
+
+def test_long_lines_of_names_and_texts_hang_in_a_terminal_alone(monkeypatch):
+    text = (
+        "verdict    measured 3,150 ms a step; `pipeloom train some-long/config.toml` measures\n           again\n\nend"
+    )
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert hanging(text, 11) == text
+    monkeypatch.setenv("COLUMNS", "50")
+    assert hanging(text, 11).split("\n") == [
+        "verdict    measured 3,150 ms a step; `pipeloom",
+        "             train some-long/config.toml` measures",
+        "           again",
+        "",
+        "end",
+    ]

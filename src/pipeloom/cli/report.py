@@ -36,6 +36,7 @@ def run(words: list[str]) -> int:
     from pipeloom.report.contents import verdict_of
     from pipeloom.report.unfinished import unfinished_contents
     from pipeloom.runs.run_reading import read_run
+    from pipeloom.terminal.console import hanging
 
     found = or_note(lambda: read_run(options.folder), problems)
     if problems or found is None:
@@ -43,7 +44,7 @@ def run(words: list[str]) -> int:
     print(f"report     {write_page(found, options.output)}")
     verdict = verdict_of(found)
     if verdict is not None:
-        print("step       " + "\n           ".join(verdict.lines))
+        print(hanging("step       " + "\n           ".join(verdict.lines), 11))
     unfinished = unfinished_contents(found)
     if unfinished is not None:
         print(f"           {unfinished['headline']}. {unfinished['state']}".rstrip())

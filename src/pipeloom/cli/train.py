@@ -9,8 +9,10 @@ from pipeloom.cli.run_config import TRAINING, parse_words
 from pipeloom.config import RunConfig, training_problems
 from pipeloom.system.files import read_text
 from pipeloom.system.garbage import kept_imports
+from pipeloom.terminal.console import hanging
 from pipeloom.terminal.words import format_bytes
 from pipeloom.training.adapted import with_adapted_check
+from pipeloom.workload.model import shape_of
 
 if TYPE_CHECKING:
     from pipeloom.report.verdict import Verdict
@@ -53,8 +55,10 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         print(f"\nsample\n{read_text(sample)}")
     else:
         print()
-    for name, text in _results(summary, verdict_of(read_run(folder))).items():
-        print(f"{name:<18}{text}")
+    run = read_run(folder)
+    lines = {"parameters": _parameters(summary.num_parameters, run.config)} | _results(summary, verdict_of(run))
+    for name, text in lines.items():
+        print(hanging(f"{name:<18}{text}", 18))
     print(f"\nwritten to {folder}:")
     described = {
         names.CONFIG: f"the complete configuration; `pipeloom train {folder / names.CONFIG}` runs it again",
@@ -76,13 +80,26 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
     }
     for name, what in described.items():
         if "," in name or any(folder.glob(name)):  # some may be switched off
-            print(f"  {name:<21} {what}")
+            print(hanging(f"  {name:<21} {what}", 24))
+
+
+def _parameters(whole: int, config: RunConfig) -> str:
+    """Number of parameters, of those that are trained, and of those that a token takes, as far as they differ."""
+    from pipeloom.training.checkpoints.contents import trained_parameters
+
+    text = f"{whole:,}"
+    if config.frozen_pieces:
+        text += f", of which {trained_parameters(config):,} are trained"
+    if config.model.experts is not None and config.model.adapted is None:
+        shape = shape_of(config.model)  # without norms, which every token takes
+        text += f", of which a token takes {whole - (shape.parameters - shape.active_parameters):,}"
+    return text
 
 
 def _results(summary: "RunSummary", verdict: "Verdict | None") -> dict[str, str]:
     """What steps took and held, and what the model learned."""
     step_s, bubble = summary.step_time_s, summary.bubble_fraction
-    lines = {"parameters": f"{summary.num_parameters:,}"}
+    lines: dict[str, str] = {}
     if step_s is None or summary.tokens_per_s is None:
         lines["step time"] = "not measured: all steps were done before, with other settings or in another folder"
     else:

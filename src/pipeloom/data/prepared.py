@@ -40,7 +40,7 @@ from pipeloom.data.tokenizer import (
     tokenizer_from,
 )
 from pipeloom.errors import UserError
-from pipeloom.terminal.words import count
+from pipeloom.terminal.words import count, format_bytes
 
 _FORMAT = 9
 """Part of the cache key; increment it when the same text and settings give other tokens or other files."""
@@ -335,6 +335,6 @@ def sizes_of(summary: Summary) -> str:
     skipped = f" ({summary.num_skipped:,} skipped{such}: empty, not UTF-8, or with NUL)" if summary.num_skipped else ""
     targets = "" if summary.train_targets is None else f" ({summary.train_targets:,} of answers)"
     return (
-        f"{count(summary.num_documents, 'document')}{skipped}, {summary.num_bytes / 1e6:.3g} MB, "
+        f"{count(summary.num_documents, 'document')}{skipped}, {format_bytes(summary.num_bytes)}, "
         f"{summary.train_tokens:,} training{targets} and {summary.validation_tokens:,} validation tokens"
     )

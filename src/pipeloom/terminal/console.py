@@ -2,6 +2,7 @@
 
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
@@ -51,6 +52,27 @@ def headed(head: str, text: str = "", style: str = "bold") -> Text:
     return Text.assemble((printable(head), style), printable(text))
 
 
+def hanging(text: str, indent: int) -> str:
+    """Lines of names and texts for a terminal, which long ones wrap at; for other outputs unchanged.
+
+    Args:
+        text: lines whose texts begin behind ``indent`` characters.
+        indent: of the lines that a long one goes on in, which begin two characters further.
+    """
+    if not _has_width():
+        return text
+    room = max(make_console().width, 2 * indent)
+    lines = [
+        part
+        for line in text.split("\n")
+        for part in textwrap.wrap(
+            line, room, subsequent_indent=" " * (indent + 2), break_long_words=False, break_on_hyphens=False
+        )
+        or [line]
+    ]
+    return "\n".join(lines)
+
+
 def wide_console(most: int | None = None) -> Console:
     """A console as wide as the terminal; without a terminal, wide enough for every table.
 
@@ -58,9 +80,12 @@ def wide_console(most: int | None = None) -> Console:
         most: limit of the width, in characters.
     """
     # Rich assumes 80 columns for a pipe or a file, and would wrap tables there.
-    has_width = raw(sys.stdout).isatty() or "COLUMNS" in os.environ
-    console = make_console(width=None if has_width else _WIDE)
+    console = make_console(width=None if _has_width() else _WIDE)
     return console if most is None or console.width <= most else make_console(width=most)
+
+
+def _has_width() -> bool:
+    return raw(sys.stdout).isatty() or "COLUMNS" in os.environ
 
 
 def print_table(console: Console, rows: Table) -> None:

@@ -32,6 +32,7 @@ from pipeloom.runs.run_folder import CONFIG, METRICS, TIMELINE, RunFolder
 from pipeloom.runs.run_start import draft_start, take_run_folder
 from pipeloom.schedule import Kind
 from pipeloom.system.end_signals import raised_signals
+from pipeloom.terminal.console import hanging
 from pipeloom.terminal.progress import restore_terminal
 from pipeloom.terminal.words import count, format_bytes, passes_of
 from pipeloom.training.adapted import with_adapted_check
@@ -103,10 +104,12 @@ def train(config: RunConfig, *, quiet: bool = False) -> RunResult:
 
 
 _Say = Callable[[str], None]
+_INDENT = 11
+"""Characters before the texts of start messages."""
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)  # noqa: T201  start message
+    print(hanging(text, _INDENT), flush=True)  # noqa: T201  start message
 
 
 def _say_nothing(_text: str) -> None:
@@ -214,8 +217,9 @@ def _read_again(config: RunConfig, data: Data) -> str:
     read = batches * config.layout.batch_size
     if read <= windows:
         return ""
-    text = f"the validation text has {windows:,}: some are read again"
-    return f"\n           training.validation_batches {batches:,} read {count(read, 'window')}, and {text}"
+    times = f"{read // windows:,}" + (f" or {read // windows + 1:,}" if read % windows else "")
+    needed = f"{count(batches, 'validation batch')} need {count(read, 'window')}, the validation text has {windows:,}"
+    return f"\n           {needed}: each is read {times} times (training.validation_batches)"
 
 
 def _changed_order(config: RunConfig, data: Data, choice: Choice | None) -> str:
@@ -319,7 +323,7 @@ def _announce(config: RunConfig, say: _Say) -> None:
     lines = {
         "pipeline": f"{order}: {count(layout.pp, 'pipeline rank')} x {stages}{layout.other_axes}",
         "batch": f"{layout.microbatch_words} of {count(layout.microbatch_size, 'sequence')} of "
-        f"{count(config.data.seq_len, 'token')}{_cut(config)}",
+        f"{count(config.data.seq_len, 'token')}{_cut(config)}{_whole_step(config)}",
         "dtype": f"{training.known_dtype}{default}",
     }
     if not is_launched() and (cores := shared_cores(config)) is not None:
@@ -337,7 +341,14 @@ def _announce(config: RunConfig, say: _Say) -> None:
         what = "stages" if config.swaps_stages else "experts"
         lines[what] = f"stored in {home}; at most {format_bytes(schedule.budget_bytes)} of them on the device"
     for name, text in lines.items():
-        say(f"{name:<11}{text}")
+        say(f"{name:<{_INDENT}}{text}")
+
+
+def _whole_step(config: RunConfig) -> str:
+    """Words about the batch of all replicas; empty for one."""
+    tokens = config.layout.step_size * config.data.seq_len
+    words = config.layout.step_words
+    return words and f"{words}, {count(tokens, 'token')} a step"
 
 
 def _passes(config: RunConfig) -> str:

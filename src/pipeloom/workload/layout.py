@@ -264,6 +264,16 @@ class Layout(WithAxes):
             return self.batch_size
         return sum(self.updates_by_replica) * self.num_microbatches * self.microbatch_size
 
+    @property
+    def step_words(self) -> str:
+        """Behind the micro-batches of a replica what all of them read in a step, in words; empty for one replica."""
+        if self.dp == 1:
+            return ""
+        update = "" if self.average_every is None else "each update of "
+        is_alike = self.own_microbatches is None and not self.divides_batch
+        each = f" for {update}each of {self.dp} replicas" if is_alike else ""
+        return f"{each}: {count(self.step_size, 'sequence')}"
+
     def windows_of_updates(self, replica: int) -> list[slice]:
         """For each update of a replica in a step its part of the step's sequences, behind those of earlier replicas."""
         size, counts = self.num_microbatches * self.microbatch_size, self.updates_by_replica

@@ -191,6 +191,11 @@ def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(one.shape) for name, one in _parameters(config)}
 
 
+def trained_parameters(config: RunConfig) -> int:
+    """How many of them the optimizer updates: the others are frozen."""
+    return sum(one.numel() for _, one in _parameters(config) if one.requires_grad)
+
+
 def _parameters(config: RunConfig) -> list[tuple[str, nn.Parameter]]:
     return list(stage_of(config, range(config.model.num_layers + 2), "meta").named_parameters())
 

@@ -1,0 +1,82 @@
+"""What a run prints of itself before its first step and behind its last one."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from small_run import small_run
+
+from pipeloom.cli.train import _parameters
+from pipeloom.config import AdapterConfig, ModelConfig
+from pipeloom.data.entry import Summary
+from pipeloom.data.prepared import sizes_of
+from pipeloom.predict.describe import completed
+from pipeloom.training.run import _announce, _read_again
+from pipeloom.training.stages import stage_of
+from pipeloom.workload.layout import Layout
+
+
+@pytest.fixture
+def described(tmp_path):
+    """Returns a run of a layout whose sizes are known."""
+
+    def make(layout, **sections):
+        config, problems = completed(small_run(tmp_path, layout=layout, **sections), lambda *_, **__: [])
+        assert not problems
+        return replace(config, model=config.model.resolve(257))
+
+    return make
+
+
+def batch_line(config):
+    lines = []
+    _announce(config, lines.append)
+    (found,) = (line for line in lines if line.startswith("batch"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ({"pp": 2}, ""),
+        ({"dp": 2}, " for each of 2 replicas: 16 sequences, 128 tokens a step"),
+        ({"dp": 2, "average_every": 3}, " for each update of each of 2 replicas: 48 sequences, 384 tokens a step"),
+    ],
+)
+def test_the_batch_is_that_of_all_replicas(described, layout, more):
+    whole = Layout(**{"pp": 1, "loops": 1, "num_microbatches": 4, "microbatch_size": 2} | layout)
+    found = batch_line(described(whole))
+    assert found == f"batch      4 micro-batches of 2 sequences of 8 tokens{more}"
+
+
+def test_unequal_replicas_have_the_whole_step_beside_their_numbers(described):
+    layout = Layout(pp=1, dp=2, loops=1, num_microbatches=3, microbatches=(3, 1), microbatch_size=2)
+    found = batch_line(described(layout))
+    assert found.endswith("3 and 1 micro-batches of 2 sequences of 8 tokens: 8 sequences, 64 tokens a step")
+
+
+def test_parameters_that_are_trained_and_that_a_token_takes_are_counted(described):
+    plain = described(Layout(pp=1, loops=1))
+    tuned = described(Layout(pp=1, loops=1), adapter=AdapterConfig(rank=2))
+    assert _parameters(1234, plain) == "1,234"
+    # Of 6 layers q and v, each 2 x 16 and 16 x 2.
+    assert _parameters(1234, tuned) == f"1,234, of which {6 * 2 * 2 * 2 * 16:,} are trained"
+    sizes = ModelConfig(num_layers=2, hidden_size=16, num_heads=2, experts=4, experts_per_token=1, ffn_size=8)
+    routed = described(Layout(pp=1, loops=1), model=sizes)
+    whole = sum(one.numel() for one in stage_of(routed, range(4), "meta").parameters())
+    taken = whole - 2 * 3 * (3 * 16 * 8)  # of 2 layers, 3 experts of three matrices each are left out
+    assert _parameters(whole, routed) == f"{whole:,}, of which a token takes {taken:,}"
+
+
+@pytest.mark.parametrize(("windows", "times"), [(7, "18 or 19"), (64, "2"), (100, "1 or 2")])
+def test_validation_windows_that_are_read_again_are_counted(described, windows, times):
+    config = described(Layout(pp=1, loops=1, num_microbatches=8, microbatch_size=2))
+    config = replace(config, training=replace(config.training, validation_batches=8))
+    data = SimpleNamespace(validation=SimpleNamespace(num_windows=windows))
+    words = f"8 validation batches need 128 windows, the validation text has {windows}: each is read {times} times"
+    assert words in _read_again(config, data)
+
+
+def test_a_small_text_has_bytes_and_a_large_one_gigabytes():
+    for size, words in ((12, "1 document, 12 bytes, "), (1_230_000_000, "1 document, 1.23 GB, ")):
+        assert sizes_of(Summary(1, 0, size, 257, 10, 2, "", "")).startswith(words)
