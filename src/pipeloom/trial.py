@@ -274,14 +274,13 @@ class Outcome:
         """What a schedule comes to, for programs.
 
         Keys: ``rank_by_stage``, ``num_microbatches``, ``level``, ``makespan``, ``bubble_overhead`` (idle / ideal),
-        ``bubble_fraction`` (idle / total), ``memory`` (for each rank, in units of one micro-batch's activations
-        on all its stages, as ``pipeloom families --json`` has it), ``peak_stage_inputs`` (for each rank, what leaves
-        counted as if it stayed), ``peak_held`` (for each rank what it holds at once: its own, and what its partner
-        evicted, if partners are known), ``num_evictions`` and ``num_offloads`` (for each rank), ``partners`` (for each
-        rank the rank to which it evicts, or null), ``num_recomputed``, ``num_unshards``, ``num_reductions``, ``num_swaps_in``
-        and ``exposed_data_parallel`` (for each rank: forwards that run again, gathers, reductions, whole stages
-        swapped in, and how long it waits for collectives), ``gradients_final_at`` (for each stage; null where
-        nothing trains).
+        ``bubble_fraction`` (idle / total), ``memory`` (for each rank, in units of one micro-batch's activations on all
+        its stages, as ``pipeloom families --json`` has it), ``peak_stage_inputs`` (for each rank, what leaves counted
+        as if it stayed), ``peak_held`` (for each rank what it holds at once: its own, and what its partner evicted, if
+        partners are known), ``num_evictions`` and ``num_offloads`` (for each rank), ``partners`` (for each rank the
+        rank to which it evicts, or null), ``num_recomputed``, ``num_unshards``, ``num_reductions``, ``num_swaps_in``
+        and ``exposed_data_parallel`` (for each rank: forwards that run again, gathers, reductions, whole stages swapped
+        in, and how long it waits for collectives), ``gradients_final_at`` (for each stage; null where nothing trains).
         """
         schedule, trace = self.schedule, self.trace
         summary = summarize(trace)
