@@ -1,4 +1,4 @@
-"""Every command that README, docs, examples and help pages show is one that pipeloom takes; the quick ones are executed.
+"""Every command that README, docs, examples and help pages show is one that pipeloom takes; quick ones are executed.
 
 ``make docs-commands`` executes those that start processes, too.
 """

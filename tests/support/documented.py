@@ -1,4 +1,4 @@
-"""The commands that README, docs, examples and help pages show: found, parsed by the real command line, executed where it is cheap.
+"""The commands that README, docs, examples and help pages show: found, parsed by the real parser, executed if cheap.
 
 ``python tests/support/documented.py`` executes all that need neither root nor a second host, and prints what was done
 with each and why (``make docs-commands``). ``tests/from_outside/test_documented_commands.py`` executes the quick ones.
