@@ -24,6 +24,7 @@ nitpicky = False  # annotations name types that have no page of their own
 
 myst_enable_extensions = ["attrs_inline", "attrs_block", "colon_fence", "deflist"]
 myst_heading_anchors = 4
+smartquotes = False  # it makes one dash of the two of a flag, in sentences that come from help texts
 myst_links_external_new_tab = False
 
 autodoc_member_order = "bysource"

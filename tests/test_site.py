@@ -106,6 +106,11 @@ def test_the_picture_and_the_list_of_packages_are_complete(generated):
     assert packages == set(listed)
 
 
+def test_the_dashes_of_a_flag_in_a_sentence_stay_two():
+    # By default Sphinx makes a dash of them, and a flag of a help text cannot be copied.
+    assert re.search(r"^smartquotes = False", (DOCS / "conf.py").read_text(encoding="utf-8"), flags=re.M)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="Sphinx is not installed: pip install '.[docs]'")
 def test_every_page_is_read_without_a_warning(tmp_path):
     """Writing the pages takes as long again; ``make docs`` does, with a look at what they load (``docs/conf.py``)."""

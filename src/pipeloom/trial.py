@@ -133,6 +133,28 @@ def trial_choice(trial: Trial) -> Choice:
     )
 
 
+_OF_STAGES = ("forward", "backward", "weight", "gather", "reduce", "move", "stage_swap")
+"""Costs of a stage."""
+
+
+def with_same_work(trial: Trial, num_stages: int, first_num_stages: int) -> Trial:
+    """A trial beside another one, whose stages are parts of the same model.
+
+    Args:
+        trial: with costs of a stage, and a budget of stage inputs, as the other one has them.
+        num_stages: of its own schedule.
+        first_num_stages: of the other one.
+
+    Returns:
+        The trial with the costs of its own stages and a budget of their inputs; costs that have no effect are left.
+    """
+    ratio = first_num_stages / num_stages
+    used = {"forward", "backward", *(["move"] if trial.balance or trial.offload else [])}
+    used |= {name for name in _OF_STAGES if getattr(trial, name) != getattr(Trial, name)}
+    scaled = {name: getattr(trial, name) * ratio for name in _OF_STAGES if name in used}
+    return replace(trial, **scaled, budget=None if trial.budget is None else trial.budget / ratio)
+
+
 def trial_problems(trial: Trial) -> list[str]:
     """What is wrong with the numbers of a trial, a sentence each; the family with its sizes checks its own."""
     problems: list[str] = []
@@ -252,14 +274,13 @@ class Outcome:
         """What a schedule comes to, for programs.
 
         Keys: ``rank_by_stage``, ``num_microbatches``, ``level``, ``makespan``, ``bubble_overhead`` (idle / ideal),
-        ``bubble_fraction`` (idle / total), ``memory`` (for each rank, in units of what a rank keeps of one micro-batch,
-        as ``pipeloom families --json`` has it), ``peak_stage_inputs`` (for each rank, what leaves counted as if it
-        stayed), ``peak_held`` (for each rank what it holds at once: its own, and what its partner evicted, if
+        ``bubble_fraction`` (idle / total), ``memory`` (for each rank, in units of one micro-batch's activations on all
+        its stages, as ``pipeloom families --json`` has it), ``peak_stage_inputs`` (for each rank, what leaves counted
+        as if it stayed), ``peak_held`` (for each rank what it holds at once: its own, and what its partner evicted, if
         partners are known), ``num_evictions`` and ``num_offloads`` (for each rank), ``partners`` (for each rank the
         rank to which it evicts, or null), ``num_recomputed``, ``num_unshards``, ``num_reductions``, ``num_swaps_in``
-        and ``exposed_data_parallel`` (for each rank: forwards that run again, gathers, reductions, whole stages
-        swapped in, and how long it waits for collectives), ``gradients_final_at`` (for each stage; null where
-        nothing trains).
+        and ``exposed_data_parallel`` (for each rank: forwards that run again, gathers, reductions, whole stages swapped
+        in, and how long it waits for collectives), ``gradients_final_at`` (for each stage; null where nothing trains).
         """
         schedule, trace = self.schedule, self.trace
         summary = summarize(trace)

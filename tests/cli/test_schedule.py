@@ -385,9 +385,11 @@ def test_memory_is_that_of_families_in_its_unit(capsys, name):
     assert json.loads(capsys.readouterr().out)["memory"] == pytest.approx(line["memory"])
     assert main(words) == 0
     (told,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("# memory ")]
-    assert told.endswith("(by rank), in what a rank keeps of one micro-batch")
+    assert told.endswith("(by rank), in units of one micro-batch's activations on all stages of a rank")
     assert main(["families"]) == 0
-    assert "in what a rank keeps of one micro-batch" in " ".join(capsys.readouterr().out.split())
+    assert "in units of one micro-batch's activations on all stages of a rank" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_what_is_wrong_with_a_file_names_it(capsys, tmp_path):

@@ -1,4 +1,4 @@
-"""Every command that README, docs and examples show is one that pipeloom takes; the quick ones are executed.
+"""Every command that README, docs, examples and help pages show is one that pipeloom takes; quick ones are executed.
 
 ``make docs-commands`` executes those that start processes, too.
 """
@@ -10,7 +10,10 @@ from thinned import thinned
 SHOWN = shown_commands()
 
 
-@pytest.mark.parametrize("page", thinned(SHOWN, 3))
+PAGES = [page for page in SHOWN if not page.endswith(" --help")]
+
+
+@pytest.mark.parametrize("page", [*thinned(PAGES, 3), *(page for page in SHOWN if page not in PAGES)])
 def test_the_commands_of_a_page_work(page, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     (tmp_path / "here").mkdir()
@@ -25,6 +28,7 @@ def test_most_pages_with_commands_and_every_command_of_the_program_are_found():
     found = {shown.words[1] for page in SHOWN.values() for shown in page if shown.words[0] == "pipeloom"}
     assert set(COMMANDS) <= found
     assert {"README.md", "CONTRIBUTING.md", "docs/plan.md", "docs/quickstart.md", "examples/run.toml"} <= set(SHOWN)
+    assert {f"pipeloom {name} --help" for name in COMMANDS} <= set(SHOWN)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,14 @@ def _read_page(page, url, folder, found):
     do("csv", f"sides[0].take({{ text: '{CSV}' }})")
     page.run("document.getElementById('compare').click()")
     do("two", "sides[1].take({ family: 'zb-v' })", "sides.map((side) => [side.end, side.most, side.drawn])")
+    page.run("sides[0].take({ family: 'breadth-first', loops: 4 })")
+    do(
+        "same work",
+        "sides[1].take({ family: '1f1b' })",
+        "[sides.map((side) => side.answer.headline.map((one) => one[1])), sides[1].work.textContent, fragment()]",
+    )
+    do("other work", "sides[0].take({ family: '1f1b' })", "[sides[1].answer.command, sides[1].work.textContent]")
+    do("csv again", f"sides[0].take({{ text: '{CSV}' }}); sides[1].take({{ family: 'zb-v' }})")
     # The old page is ready, too, as long as the browser has not begun to replace it.
     page.run("window.isOld = true; history.replaceState(null, '', fragment()); location.reload()")
     page.wait(
@@ -113,8 +121,19 @@ def test_broken_schedule_shows_its_rule_and_selects_the_place(seen):
 def test_two_schedules_have_one_axis_and_come_back_with_the_link(seen):
     ends, most, drawn = zip(*seen["two"], strict=True)
     assert drawn == ({"end": max(ends), "most": max(most)},) * 2
-    assert seen["reloaded"] == ["pipeloom schedule schedule.txt", "pipeloom schedule zb-v"]
+    # Both are the same model, whose 2 stages of A are 8 of B.
+    zb_v = "pipeloom schedule zb-v --forward 0.25 --backward 0.5"
+    assert seen["reloaded"] == ["pipeloom schedule schedule.txt", zb_v]
     assert seen["reset"] == [1, "pipeloom schedule breadth-first --loops 4", "ready"]
+
+
+def test_schedule_beside_another_is_of_the_same_model(seen):
+    (first, beside), note, fragment = seen["same work"]
+    assert [first[0], first[-1]] == ["105", "8"]
+    assert [beside[0], beside[-1]] == ["132", "4"]
+    assert "16 stages of A" in note
+    assert "beside" not in fragment
+    assert seen["other work"] == ["pipeloom schedule 1f1b", ""]
 
 
 def test_settings_of_a_link_that_have_no_effect_are_named(seen):
@@ -122,5 +141,5 @@ def test_settings_of_a_link_that_have_no_effect_are_named(seen):
     assert left_out.endswith("is left out of the link: loops=4, colour=red, family=none")
     assert commands == [
         "pipeloom schedule zb-v --num-microbatches 16",
-        "pipeloom schedule breadth-first --loops 4 --keep 1 1 1 1",
+        "pipeloom schedule breadth-first --loops 4 --keep 1 1 1 1 --forward 0.5 --backward 1.0",
     ]

@@ -44,8 +44,35 @@ def test_timeline_has_a_box_for_each_action_and_json_holds_it():
     lanes = [lane for rank in shown["timeline"]["panels"][0]["ranks"] for lane in rank["lanes"]]
     assert sum(len(lane["boxes"]) for lane in lanes) == shown["proof"]["actions"] == 4 * 4 * 8 * 2
     assert shown["timeline"]["end"] == 105_000_000
-    assert shown["memory"]["by_rank"] == [32, 32, 32, 32]
+    assert shown["memory"]["by_rank"] == [8, 8, 8, 8]
     assert "acyclic" in [name for name, _ in shown["proof"]["rules"]]
+
+
+def test_schedule_beside_another_has_the_same_work_for_each_rank_and_memory_in_equal_units(capsys):
+    first = answer(STATES[0])
+    beside = answer({"family": "1f1b", "beside": first["num_stages"]})
+    assert first["same_work"] is None
+    assert beside["same_work"].endswith("The 4 stages here are the same model: forward 4, backward 8.")
+    cards = [{name: value for name, value, _ in one["headline"]} for one in (first, beside)]
+    assert [(card["makespan"], card["peak memory"]) for card in cards] == [("105", "8"), ("132", "4")]
+    # The command is of this schedule alone.
+    assert beside["command"] == "pipeloom schedule 1f1b --forward 4.0 --backward 8.0"
+    assert main([*shlex.split(beside["command"])[1:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["makespan"] == 132
+    as_text = answer({"text": download({"family": "1f1b"}, "txt").body, "beside": first["num_stages"]})
+    assert as_text["timeline"]["end"] == beside["timeline"]["end"]
+
+
+def test_memory_limit_of_a_schedule_beside_another_is_of_the_same_memory(capsys, tmp_path):
+    state = {"balance": True, "budget": 12.0, "loops": 4, "family": "breadth-first", "offload": True}
+    first = answer(state)
+    beside = answer({**state, "family": "1f1b", "loops": None, "beside": first["num_stages"]})
+    assert first["memory"]["budget"] == beside["memory"]["budget"] == 3
+    assert "--budget 3.0 --move 4.0" in beside["command"]
+    words = [*shlex.split(first["command"])[2:], "--plot", str(tmp_path / "both.svg"), "--beside", "1f1b"]
+    assert main(["schedule", *words]) == 0
+    makespan = dict(beside["lines"])["makespan"]
+    assert capsys.readouterr().out.count(f"# makespan           {makespan}\n") == 1
 
 
 def test_broken_rule_is_the_message_of_the_command_line_with_its_place(tmp_path, capsys):
@@ -77,6 +104,9 @@ def test_broken_rule_is_the_message_of_the_command_line_with_its_place(tmp_path,
         ({"family": "1f1b", "update": "at-the-end"}, ["update"]),
         ({"family": "1f2b"}, ["family"]),
         ({"family": "1f1b", "colour": "red"}, [None]),
+        ({"family": "1f1b", "beside": 0}, [None]),
+        ({"family": "1f1b", "beside": "four"}, [None]),
+        ({"family": "1f1b", "pp": 0, "beside": 4}, ["pp"]),
         ({"text": "0F0 what"}, ["text"]),
         ({"text": "0F0, what keeps"}, ["text"]),
         ({"text": "5F0"}, ["text"]),

@@ -1,4 +1,4 @@
-"""The commands that README, docs and examples show: found, parsed by the real command line, executed where it is cheap.
+"""The commands that README, docs, examples and help pages show: found, parsed by the real parser, executed if cheap.
 
 ``python tests/support/documented.py`` executes all that need neither root nor a second host, and prints what was done
 with each and why (``make docs-commands``). ``tests/from_outside/test_documented_commands.py`` executes the quick ones.
@@ -80,7 +80,7 @@ class Done:
 
 
 def shown_commands(root: Path = ROOT) -> dict[str, list[Shown]]:
-    """Commands by page: of all pages of documentation, and of the comments of examples."""
+    """Commands by page: of all pages of documentation, of the comments of examples, and of the help of each command."""
     pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
     found = {}
     for page in [page for page in pages if "_" not in (part[0] for part in page.relative_to(root).parts)]:
@@ -90,6 +90,10 @@ def shown_commands(root: Path = ROOT) -> dict[str, list[Shown]]:
         name = str(file.relative_to(root))
         comments = "\n".join(re.findall(r"^# ?(.*)", file.read_text(encoding="utf-8"), flags=re.MULTILINE))
         found[name] = [Shown(name, 1, words) for words in map(_words, re.findall(r"`([^`]+)`", comments)) if words]
+    for name in COMMANDS:
+        page = f"pipeloom {name} --help"
+        lines = enumerate(command_of(name).examples, start=1)
+        found[page] = [Shown(page, number, tuple(shlex.split(line))) for number, line in lines]
     return {name: commands for name, commands in found.items() if commands}
 
 
@@ -255,7 +259,7 @@ TOKENIZER = {
 }
 
 
-def _write_readers_files(folder: Path, text: str, *, executes_all: bool) -> None:
+def _write_readers_files(folder: Path, text: str, *, executes_all: bool, is_help: bool) -> None:
     """Write what pages take for granted: files of the reader, by the names that the pages use."""
     shutil.copytree(ROOT / "examples", folder / "examples")
     catalog = ROOT / "src" / "pipeloom" / "catalog"
@@ -268,14 +272,22 @@ def _write_readers_files(folder: Path, text: str, *, executes_all: bool) -> None
     if "--model.preset" in text or "--model.file" in text:
         run |= {"model": {}, "layout": {"pp": 8, "loops": 1, "recompute": "full"}, "machine": {"cluster": "dgx-h100"}}
         run["schedule"] = {"family": "1f1b"}
+    if is_help:  # one file for the examples of all commands: several nodes, stages for --pp 4 and 8, lengths of 128
+        run["data"]["seq_len"] = 512
+        run["layout"] = {"pp": 8, "dp": 8, "loops": 1, "num_microbatches": 8}
+        run |= {"machine": {"cluster": "dgx-h100"}, "schedule": {"family": "1f1b"}}
     files = {
         "text.txt": TEXT,
         "lines.txt": "To be\nOr not to be\n",
         "texts/one.txt": TEXT,
         "my_texts/one.txt": TEXT,
+        "notes.txt": TEXT,
+        "web/one.txt": TEXT,
         "web.jsonl": "\n".join(json.dumps({"text": line}) for line in TEXT.splitlines()),
         "run.toml": tomli_w.dumps(run),
         "RUN.toml": tomli_w.dumps(run),
+        "failures.csv": "hours,node,state\n100,0,down\n105,0,up\n",
+        "measured.csv": (ROOT / "examples" / "measured.csv").read_text(),
         "TABLE.csv": (ROOT / "examples" / "measured.csv").read_text(),
         "llama.toml": tomli_w.dumps(MODEL),
         "small.toml": tomli_w.dumps(MODEL),
@@ -285,6 +297,8 @@ def _write_readers_files(folder: Path, text: str, *, executes_all: bool) -> None
         "their.csv": "0F0,0F1,,,,0B0,0B1\n,1F0,1F1,1B0,1B1,,\n",
         "config.json": json.dumps(HUGGING_FACE),
         "DIR/config.json": json.dumps(HUGGING_FACE),
+        "llama/tokenizer.json": json.dumps(TOKENIZER | {"pre_tokenizer": {"type": "Whitespace"}}),
+        "llama/tokenizer_config.json": json.dumps({"eos_token": "</s>"}),
         "program.toml": (catalog / "software" / "megatron-2021.toml").read_text(),
     }
     if not executes_all:  # the folder that the quickstart exports
@@ -298,7 +312,7 @@ def _write_readers_files(folder: Path, text: str, *, executes_all: bool) -> None
             (folder / name).write_text(content, encoding="utf-8")
     if (executes_all and "DIR" in text) or "generate DIR" in text:
         _write_weights(folder / "DIR")
-    for name in ("RUN", "first-run", "tuned"):
+    for name in ("RUN", "first-run", "tuned", "outputs/demo"):
         # where every command is executed, one of the page may make it
         is_made = executes_all and re.search(rf"(?<!resume {name}) --output.folder {name}\b", text)
         if re.search(rf"\b{name}\b(?!\.)", text) and not is_made:
@@ -361,7 +375,8 @@ def check_page(commands: list[Shown], folder: Path, *, executes_all: bool) -> It
         folder: empty, where they run.
         executes_all: also those that start processes.
     """
-    _write_readers_files(folder, " ".join(map(str, commands)), executes_all=executes_all)
+    is_help = commands[0].page.endswith(" --help")
+    _write_readers_files(folder, " ".join(map(str, commands)), executes_all=executes_all, is_help=is_help)
     plugins = _install_plugins(commands[0].page, folder / "plugins")
     for number, shown in enumerate(commands):
         program, *words = shown.words

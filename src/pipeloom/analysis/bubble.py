@@ -24,6 +24,8 @@ from pipeloom.trace.spans import Seconds, Spans
 
 _CAUSES = ("imbalance_s", "exposed_p2p_s", "exposed_swaps_s", "exposed_data_parallel_s", "host_s")
 _STARTUP = ("startup_s", "startup_s", "startup_s", "exposed_data_parallel_s", "startup_s")
+WAITING = "waiting for other ranks"
+"""Name of start-up, imbalance and drain together: the bubble without communication and host."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pipeloom.analysis.memory import memory_over_time
+from pipeloom.analysis.memory import MemoryCurve, memory_over_time
 from pipeloom.cost.costs import ActionCosts
 from pipeloom.passes import add_unshard, lower
 from pipeloom.schedule import Kind, Schedule
@@ -12,7 +12,7 @@ from pipeloom.simulation import simulate
 from pipeloom.trace import Trace
 from pipeloom.trace.spans import Spans
 
-MEMORY_UNIT = "what a rank keeps of one micro-batch"
+MEMORY_UNIT = "units of one micro-batch's activations on all stages of a rank"
 """The unit of ``memory_in_microbatches``, in words."""
 
 
@@ -25,8 +25,8 @@ class Comparison:
             idle.
         own_overhead: idle / ideal time of the rank where it is largest, from its first compute action to its last: the
             bubble if steps of different ranks overlap.
-        memory: for each rank the most that it holds for backwards, in units of what a rank keeps of one micro-batch:
-            for 1F1B, ``P`` on the first rank and 1 on the last.
+        memory: for each rank the most that it holds for backwards, in units of one micro-batch's activations on all
+            stages of a rank: for 1F1B, ``P`` on the first rank and 1 on the last.
         gathers: all-gathers of the rank with the most, with fully sharded weights and one stage gathered at once.
         messages: activations and gradients sent between ranks in a step.
         sent: their size, in units of a micro-batch's activations at a stage boundary.
@@ -75,15 +75,20 @@ def compare(schedule: Schedule, costs: ActionCosts) -> Comparison:
 
 
 def memory_in_microbatches(schedule: Schedule, trace: Trace) -> tuple[float, ...]:
-    """For each rank the most that it holds for backwards, in units of what a rank keeps of one micro-batch.
+    """For each rank the most that it holds for backwards, in units of one micro-batch's activations on all its stages.
 
     Args:
         schedule: at any level.
         trace: of the schedule.
     """
+    return tuple(curve.peak_bytes for curve in microbatches_over_time(schedule, trace))
+
+
+def microbatches_over_time(schedule: Schedule, trace: Trace) -> tuple[MemoryCurve, ...]:
+    """For each rank what it holds for backwards over time, in the unit of ``memory_in_microbatches``."""
     loops = schedule.num_stages / schedule.num_ranks
     one_each = HeldBytes(always_bytes=(0.0,) * schedule.num_ranks, kept=KeptBytes([1 / loops] * schedule.num_stages))
-    return tuple(curve.peak_bytes for curve in memory_over_time(schedule, trace, one_each))
+    return memory_over_time(schedule, trace, one_each)
 
 
 def _needed_s(compute: Spans) -> float:

@@ -45,7 +45,7 @@ def best_table(plan: Plan) -> Table:
             {
                 **short_cells(step),
                 **figure_cells(step, time, memory),
-                "bubble": "-" if run.pp == 1 else f"{cause_s['bubble_s'] / whole_s:.1%}",
+                "waiting": "-" if run.pp == 1 else f"{cause_s['waiting_s'] / whole_s:.1%}",
                 "exposed": f"{exposed_s / whole_s:.1%}",
             }
         )
@@ -167,6 +167,7 @@ def settings_words(step: SimulatedStep, best: SimulatedStep | None = None) -> st
 
 
 _SHORT_CAUSES = {
+    "waiting_s": "waiting",
     "recompute_s": "recompute",
     "exposed_context_s": "cp",
     "exposed_p2p_s": "p2p",

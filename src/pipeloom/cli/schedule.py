@@ -22,7 +22,17 @@ from pipeloom.schedule import Schedule, format_schedule, read_schedule
 from pipeloom.system.files import MOST_SCHEDULE_BYTES, read_text
 from pipeloom.terminal.words import count
 from pipeloom.trace import Trace
-from pipeloom.trial import Outcome, Trial, flag, trial_choice, trial_problems, trial_recipe, trial_title, try_out
+from pipeloom.trial import (
+    Outcome,
+    Trial,
+    flag,
+    trial_choice,
+    trial_problems,
+    trial_recipe,
+    trial_title,
+    try_out,
+    with_same_work,
+)
 from pipeloom.workload.limits import Common, Names
 
 
@@ -126,18 +136,11 @@ def _recipes(options: Options) -> tuple[Recipe, Sizes | None]:
     return (_recipe(options), None) if options.run is None else _run_recipe(options, options.run)
 
 
-_OF_STAGES = ("weight", "gather", "reduce", "move", "stage_swap")
-"""Costs of a stage that only some schedules have."""
-
-
 def _tried_beside(options: Options, family: str, first: Schedule) -> tuple[str, Outcome]:
     """The title and the outcome of another family with the sizes of the options and the same work for each rank."""
     loops = options.loops if _is_looped(family) else None
     trial = replace(options, family=family, loops=loops, placement=None, group_size=None, keep=None)
-    num_stages = trial.pp * trial_choice(trial).loops
-    ratio = first.num_stages / num_stages
-    given = [name for name in _OF_STAGES if getattr(options, name) != getattr(Trial, name)]
-    trial = replace(trial, **{name: getattr(options, name) * ratio for name in ("forward", "backward", *given)})
+    trial = with_same_work(trial, trial.pp * trial_choice(trial).loops, first.num_stages)
     outcome = try_out(trial, trial_recipe(trial))
     return trial_title(trial, family, outcome.schedule), outcome
 

@@ -59,7 +59,7 @@ COMMAND = Command(
     examples={
         "pipeloom simulate run.toml --plot step.svg": "a run file on its cluster, with a picture",
         "pipeloom simulate run.toml --machine.inter-bandwidth 2x": "what if the network were twice as fast",
-        "pipeloom simulate --model.preset llama-3-8b --layout.pp 8": "without a run file",
+        "pipeloom simulate --model.preset llama-3-8b --machine.cluster dgx-h100": "",
     },
     settings=(*PREDICTIONS, "checkpoint.background"),
     retired={

@@ -152,8 +152,9 @@ def _print_headline(console: Console, step: SimulatedStep, tree: Mapping[str, An
         "tokens/s": f"{tree['tokens_per_s']:,.0f}",
         "MFU": f"{tree['mfu']:.1%} of {' and '.join(f'{peak:,.4g}' for peak in peaks)} TFLOP/s on each device",
         "HFU": f"{tree['hfu']:.1%}, what is recomputed counted",
-        "bubble fraction": f"{tree['bubble_fraction']:.1%} of the ranks' time in the pipeline",
     }
+    if run.pp > 1:
+        lines["bubble fraction"] = f"{tree['bubble_fraction']:.1%} of the ranks' time in the pipeline"
     traffic = boundary_traffic(step.placed)
     if traffic is not None:
         lines["between stages"] = str(traffic)

@@ -42,7 +42,7 @@ COMMAND = Command(
     options=Options,
     examples={
         "pipeloom tokenize web.jsonl tokens --tokenizer bpe": "train a tokenizer on the text and encode it",
-        "pipeloom tokenize web/ tokens --tokenizer llama/": "with a tokenizer of a Hugging Face folder",
+        "pipeloom tokenize web/ web-tokens --tokenizer llama/": "with a tokenizer of a Hugging Face folder",
     },
 )
 

@@ -19,7 +19,7 @@ MOST_MFU = 0.95
 """MFU above which a setting is taken for wrong. Chosen, not measured: it leaves 5 % for all that is no product of
 matrices."""
 IDLE = 0.15
-"""Bubble fraction above which advice is given."""
+"""Share of a step in which ranks wait for each other, above which advice is given."""
 
 
 def advice(
@@ -34,7 +34,7 @@ def advice(
     """Sentences that follow from the layouts that were compared; fewer after the deadline."""
     yield from _on_strategies(question, best)
     yield from _on_pipelines(best, rivals, bar)
-    yield from _on_bubble(best, changes)
+    yield from _on_waiting(best, changes)
     yield from _on_memory(best)
     yield from on_devices(question, best, deadline)
     for rival in rivals:
@@ -113,12 +113,12 @@ def _on_pipelines(best: SimulatedStep, rivals: Sequence[Rival], bar: ErrorBar) -
             yield f"With {name} in place of a pipeline a step takes {_difference(best, rival.step, bar)}{verdict}."
 
 
-def _on_bubble(best: SimulatedStep, changes: Sequence[Change]) -> Iterator[str]:
+def _on_waiting(best: SimulatedStep, changes: Sequence[Change]) -> Iterator[str]:
     more = next((change for change in changes if change.what == "twice the batch"), None)
-    share = causes(best)["bubble_s"] / best.prediction.step_time_s
+    share = causes(best)["waiting_s"] / best.prediction.step_time_s
     if best.run.pp > 1 and share > IDLE and more is not None and more.step is not None:
         yield (
-            f"The bubble is {share:.0%} of the step, since there are few micro-batches. "
+            f"Ranks wait for each other in {share:.0%} of the step, since there are few micro-batches. "
             f"Twice the batch would give {more.speed:.2f} times the tokens a second."
         )
 

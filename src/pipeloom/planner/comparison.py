@@ -7,6 +7,7 @@ from math import inf
 from statistics import fmean
 from typing import Any
 
+from pipeloom.analysis.bubble import WAITING
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.stages import layers_by_kind
 from pipeloom.cost.what_if import with_bandwidth, with_memory
@@ -24,7 +25,7 @@ CAUSES = {
     "compute_s": "compute+tp",
     "exposed_context_s": "exposed context-parallel",
     "recompute_s": "recomputation",
-    "bubble_s": "bubble",
+    "waiting_s": WAITING,
     "exposed_p2p_s": "exposed p2p",
     "exposed_swaps_s": "exposed swaps",
     "exposed_data_parallel_s": "exposed data-parallel",
@@ -43,7 +44,8 @@ _SAME_SPEED = 0.0005
 def causes(step: SimulatedStep) -> dict[str, float]:
     """Seconds of a step by cause, averaged over the pipeline ranks; they add up to the step time.
 
-    The bubble is the sum of start-up, imbalance and drain; recomputation is the time of forwards that run again.
+    Waiting for other ranks is the sum of start-up, imbalance and drain, the bubble without communication; recomputation
+    is the time of forwards that run again.
     """
     mean = {name: fmean(account.to_dict()[name] for account in step.accounts) for name in step.accounts[0].to_dict()}
     again_s, around_s = _recompute_s(step), step.ring_s.exposed_s
@@ -51,7 +53,7 @@ def causes(step: SimulatedStep) -> dict[str, float]:
         "compute_s": mean["compute_s"] - again_s - around_s,
         "exposed_context_s": around_s,
         "recompute_s": again_s,
-        "bubble_s": mean["startup_s"] + mean["imbalance_s"] + mean["drain_s"],
+        "waiting_s": mean["startup_s"] + mean["imbalance_s"] + mean["drain_s"],
         "exposed_p2p_s": mean["exposed_p2p_s"],
         "exposed_swaps_s": mean["exposed_swaps_s"],
         "exposed_data_parallel_s": mean["exposed_data_parallel_s"],

@@ -4,13 +4,13 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from math import prod
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipeloom.analysis.memory import inputs_over_time
+from pipeloom.analysis.comparison import MEMORY_UNIT, microbatches_over_time
 from pipeloom.errors import ConfigError, PipeloomError, ScheduleError, ScheduleTextError, UserError
 from pipeloom.export.torch_csv import format_torch_csv, parse_torch_csv
 from pipeloom.families import FAMILIES
@@ -20,8 +20,8 @@ from pipeloom.report.over_time import chart
 from pipeloom.report.timeline import Unit, timeline_contents
 from pipeloom.schedule import PLACEMENTS, Schedule, format_schedule, parse_schedule
 from pipeloom.schedule.rules import RULES, rule_name
-from pipeloom.terminal.words import unknown_name
-from pipeloom.trial import Outcome, Trial, flag, trial_recipe, trial_title, try_out
+from pipeloom.terminal.words import count, unknown_name
+from pipeloom.trial import Outcome, Trial, flag, trial_choice, trial_recipe, trial_title, try_out, with_same_work
 
 UNITS = Unit("units", 1.0, 2)
 """Costs have no unit."""
@@ -33,6 +33,8 @@ MOST_NUMBER = 1_000_000
 """Of any number that the page sends."""
 TEXT = "text"
 """Name of the field that has a schedule as text."""
+BESIDE = "beside"
+"""Name of the field that has the number of stages of the schedule beside this one: costs are of a stage of that."""
 TYPED = "schedule.txt"
 """The file that the equivalent command line names for a schedule that was typed."""
 
@@ -72,12 +74,13 @@ def answer(state: State, *, with_curves: bool = False) -> dict[str, Any]:
     """What the page shows for a state: the schedule's proof, figures and pictures, or ``problems``.
 
     Args:
-        state: fields of ``Trial``, and ``text``, a schedule as text or as PyTorch's CSV in place of a family.
+        state: fields of ``Trial``; ``text``, a schedule as text or as PyTorch's CSV in place of a family; and
+            ``beside``.
         with_curves: with the memory of each rank over time, a quarter of the work and of the bytes.
     """
     try:
-        trial, outcome = _outcome(state)
-        tree = _contents(trial, outcome, state)
+        asked, outcome = _outcome(state)
+        tree = _contents(asked, outcome)
         return tree | {"over_time": _curves(outcome)} if with_curves else tree
     except PipeloomError as error:
         return refusal(error)
@@ -104,22 +107,26 @@ def download(state: State, form: str) -> Download:
     Raises:
         UserError: there is no such schedule, or the form cannot hold it.
     """
-    trial, outcome = _outcome(state)
-    name = trial.family or "schedule"
+    asked, outcome = _outcome(state)
+    name = asked.trial.family or "schedule"
     if form == "csv":
         return Download(f"{name}.csv", "text/csv", format_torch_csv(outcome.schedule))
     if form == "txt":
         return Download(f"{name}.txt", "text/plain", format_schedule(outcome.schedule))
     if form != "svg":
         raise UserError(f"expected svg, txt or csv, found {form!r}")
-    picture = timelines_svg({_title(trial, outcome.schedule): outcome.trace}, unit="units of cost", scale=1.0)
+    picture = timelines_svg({_title(asked.trial, outcome.schedule): outcome.trace}, unit="units of cost", scale=1.0)
     return Download(f"{name}.svg", "image/svg+xml", picture)
 
 
 def command_of(state: State) -> str:
     """The command that prints the same: ``pipeloom schedule ...``."""
-    trial, text = _read(state)
-    words = ["pipeloom", "schedule", *([TYPED] if text is not None else [trial.family or ""])]
+    return _command(_asked(state))
+
+
+def _command(asked: "_Asked") -> str:
+    trial = asked.trial
+    words = ["pipeloom", "schedule", *([TYPED] if asked.given is not None else [trial.family or ""])]
     for field in fields(Trial):
         value = getattr(trial, field.name)
         if field.name == "family" or value == field.default:
@@ -129,9 +136,40 @@ def command_of(state: State) -> str:
     return shlex.join(words)
 
 
-def _outcome(state: State) -> tuple[Trial, Outcome]:
+@dataclass(frozen=True)
+class _Asked:
+    """What a state describes.
+
+    Attributes:
+        trial: the family with its sizes, and the costs of its stages.
+        given: a schedule in place of the family.
+        beside: number of stages of the schedule beside it.
+    """
+
+    trial: Trial
+    given: Schedule | None
+    beside: int | None
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the schedule."""
+        if self.given is not None:
+            return self.given.num_stages
+        return self.trial.pp * trial_choice(self.trial).loops
+
+
+def _asked(state: State) -> _Asked:
     trial, text = _read(state)
-    given = None if text is None else _parsed(text)
+    asked = _Asked(trial, None if text is None else _parsed(text), state.get(BESIDE))
+    # Sizes below 1 are refused where the schedule is made.
+    if asked.beside is None or asked.num_stages < 1:
+        return asked
+    return replace(asked, trial=with_same_work(trial, asked.num_stages, asked.beside))
+
+
+def _outcome(state: State) -> tuple[_Asked, Outcome]:
+    asked = _asked(state)
+    trial, given = asked.trial, asked.given
     # Before anything is made of it: a request must not keep the machine busy.
     sizes = (trial.pp, trial.loops or 1, trial.num_microbatches, trial.slices, 3)
     num_actions = trial.slices * given.num_actions if given is not None else prod(max(size, 1) for size in sizes)
@@ -144,7 +182,7 @@ def _outcome(state: State) -> tuple[Trial, Outcome]:
             found, flagged = what.format(number), flag(name) if given is None else flag(TEXT)
             problem = f"{flagged}: {found} are more than the playground draws, {most:,}; use `pipeloom schedule`"
             raise ConfigError([problem])
-    return trial, try_out(trial, trial_recipe(trial, given))
+    return asked, try_out(trial, trial_recipe(trial, given))
 
 
 _TRIAL = TypeAdapter(Trial)
@@ -157,8 +195,11 @@ def _read(state: State) -> tuple[Trial, str | None]:
         ConfigError: with a sentence for each field that is unknown or has a wrong value.
     """
     known = [field.name for field in fields(Trial)]
-    problems = [unknown_name("field", name[:60], [*known, TEXT]) for name in state if name not in [*known, TEXT]]
-    text = state.get(TEXT)
+    every = [*known, TEXT, BESIDE]
+    problems = [unknown_name("field", name[:60], every) for name in state if name not in every]
+    text, beside = state.get(TEXT), state.get(BESIDE)
+    if beside is not None and (type(beside) is not int or beside < 1):
+        problems.append(f"{flag(BESIDE)} must be a number of stages, at least 1, found {beside!r:.60}")
     if text is not None and not isinstance(text, str):
         problems.append(f"--{TEXT} must be text, found {text!r:.60}")
     for name, value in state.items():
@@ -226,17 +267,33 @@ def _number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _contents(trial: Trial, outcome: Outcome, state: State) -> dict[str, Any]:
-    schedule, trace = outcome.schedule, outcome.trace
+def _same_work(asked: _Asked) -> str | None:
+    """What costs and a budget are of, where a schedule with other stages is beside this one."""
+    if asked.beside is None or asked.beside == asked.num_stages:
+        return None
+    trial = asked.trial
+    limit = "" if trial.budget is None else f", memory limit {trial.budget:g}"
+    return (
+        f"Costs and a memory limit are of the {count(asked.beside, 'stage')} of A. The "
+        f"{count(asked.num_stages, 'stage')} here are the same model: forward {trial.forward:g}, backward "
+        f"{trial.backward:g}{limit}."
+    )
+
+
+def _contents(asked: _Asked, outcome: Outcome) -> dict[str, Any]:
+    trial, schedule, trace = asked.trial, outcome.schedule, outcome.trace
+    loops = schedule.num_stages / schedule.num_ranks
     figures, traces = outcome.figures, {"simulated": trace}
     return {
         "title": _title(trial, schedule),
-        "command": command_of(state),
+        "command": _command(asked),
+        "num_stages": schedule.num_stages,
+        "same_work": _same_work(asked),
         "headline": [
             ["makespan", f"{figures['makespan']:g}", "units of cost"],
             ["bubble", f"{100 * figures['bubble_fraction']:.2f}%", "idle / total"],
             ["bubble overhead", f"{100 * figures['bubble_overhead']:.2f}%", "idle / ideal"],
-            ["peak memory", f"{max(figures['peak_held'], default=0):g}", "stage inputs, of the rank with the most"],
+            ["peak memory", f"{max(figures['memory'], default=0):g}", "micro-batches, of the rank with the most"],
         ],
         "lines": list(outcome.lines().items()),
         "proof": {
@@ -245,12 +302,17 @@ def _contents(trial: Trial, outcome: Outcome, state: State) -> dict[str, Any]:
         },
         "timeline": timeline_contents(traces, {"simulated": trial.family or TYPED}, UNITS),
         "bubble": bubble_contents({"simulated": outcome.accounts}, traces, _number, UNITS.name),
-        "memory": {"by_rank": figures["peak_held"], "budget": trial.budget},
+        "memory": {
+            "by_rank": figures["memory"],
+            # Given in stage inputs, of which a rank has one for each of its stages.
+            "budget": None if trial.budget is None else trial.budget / loops,
+            "unit": MEMORY_UNIT,
+        },
     }
 
 
 def _curves(outcome: Outcome) -> dict[str, Any]:
-    inputs = {"simulated": [curve.points for curve in inputs_over_time(outcome.schedule, outcome.trace)]}
-    note = "What a rank keeps for backwards, 1 for each stage's micro-batch; what its partner evicted to it included."
+    inputs = {"simulated": [curve.points for curve in microbatches_over_time(outcome.schedule, outcome.trace)]}
+    note = f"What a rank holds for backwards, in {MEMORY_UNIT}; what its partner evicted to it included."
     traces = {"simulated": outcome.trace}
-    return chart("Stage inputs over time", note, inputs, traces, peak="peak {:g}".format, unit=UNITS)
+    return chart("Memory over time", note, inputs, traces, peak="peak {:g}".format, unit=UNITS)

@@ -40,7 +40,7 @@ const GROUPS = [
   ["Memory", [
     { name: "balance", label: "balance (evict to a partner)", kind: "check" },
     { name: "offload", label: "offload to the host", kind: "check" },
-    { name: "budget", label: "memory limit of a rank", kind: "number", min: 0, step: 0.5, empty: "none", on: moves, hint: "stage inputs" },
+    { name: "budget", label: "memory limit of a rank", kind: "number", min: 0, step: 0.5, empty: "none", on: moves, hint: "stage inputs: for each micro-batch one of each loop" },
     { name: "move", label: "cost of a move", kind: "slider", min: 0, max: 4, step: 0.1, on: (s) => isText(s) || moves(s) },
     { name: "keep", label: "kept whole, by rank", kind: "list", empty: "all", on: (s) => isFamily(s) && family(s).trains, hint: "such as 2 2 2 2; the others are recomputed" },
     { name: "resident", label: "stages on the device", kind: "number", min: 1, empty: "all", hint: "fewer: stages are swapped to the host" },
@@ -95,10 +95,12 @@ class Side {
     this.answer = null; // the last one without problems, with what was sent for it
     this.sent = null;
     this.timeline = null;
+    this.work = element("p", { class: "hint" });
     this.form = element("form", { class: "controls", "aria-label": `inputs of schedule ${letter}` }, this.head());
     this.groups = GROUPS.map(([title, list]) => {
       const count = element("span", { class: "count" });
       const node = element("details", { class: "group" }, element("summary", {}, title, count), ...list.map((field) => this.field(field)));
+      if (title === "Costs") node.firstChild.after(element("div", { class: "field wide" }, this.work));
       node.open = OPEN.includes(title);
       this.form.append(node);
       return { node, count, list };
@@ -201,6 +203,11 @@ class Side {
     return found;
   }
 
+  // What is sent of the other schedule, of whose model this one has the stages.
+  beside() {
+    return this === sides[1] && sides[0].answer !== null ? { beside: sides[0].answer.num_stages } : {};
+  }
+
   take(state) {
     this.inputs.get("family").value = state.text === undefined ? state.family : OWN_TEXT;
     this.text.value = state.text ?? "";
@@ -271,7 +278,7 @@ class Side {
     }
     this.isBusy = true;
     const begin = performance.now();
-    const sent = this.state();
+    const sent = { ...this.state(), ...this.beside() };
     try {
       const reply = await post(this.curves.open ? "curves" : "answer", sent);
       this.show(reply.isJson ? await reply.json() : { problems: [{ field: null, text: await reply.text() }] }, sent, begin);
@@ -339,6 +346,8 @@ class Side {
       [this.answer, this.sent] = [answer, sent];
       this.body.hidden = false;
       this.showSchedule(answer, isSame);
+      const other = sides[1];
+      if (other !== undefined && other !== this && other.sent?.beside !== answer.num_stages) other.refresh();
     }
     this.old.hidden = !isWrong || this.answer === null;
     const drawn = performance.now() - begin;
@@ -390,7 +399,7 @@ class Side {
       this.pictures.append(
         element("section", {}, element("h2", {}, "The step"), this.timeline.toolbar(), this.timeline.box, this.legend),
         element("section", {}, element("h2", {}, "Where the time goes"), this.bars),
-        element("section", {}, element("h2", {}, "Memory by rank"), element("p", { class: "note" }, "The most stage inputs that a rank holds for backwards; dashed: the limit."), this.levels),
+        element("section", {}, element("h2", {}, "Memory by rank"), element("p", { class: "note" }, `The most that a rank holds for backwards, in ${answer.memory.unit}; dashed: the limit.`), this.levels),
         this.curves,
       );
     } else this.retake(timeline, isSame);
@@ -406,6 +415,7 @@ class Side {
     this.legend.replaceChildren(stageKeys(timeline));
     this.table.replaceChildren(...answer.lines.map(([name, value]) => element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, value))));
     this.command.textContent = answer.command;
+    this.work.textContent = answer.same_work ?? "";
     this.showCurves();
   }
 

@@ -7,7 +7,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from pipeloom.analysis.bubble import BubbleAccount
+from pipeloom.analysis.bubble import WAITING, BubbleAccount
 from pipeloom.predict.describe import profile_command
 from pipeloom.report.curves import median_step_time_s
 from pipeloom.report.unfinished import steps_before, traced_step
@@ -18,11 +18,9 @@ from pipeloom.terminal.words import count, seconds
 
 _FEWEST = 5
 """Steps after the first one without which the spread of the steps is not estimated."""
-_WAITING = "waiting for other ranks"
-"""Name of the bubble without communication and host."""
 _PARTS = {
     "compute": ("compute_s",),
-    _WAITING: ("startup_s", "imbalance_s", "drain_s"),
+    WAITING: ("startup_s", "imbalance_s", "drain_s"),
     "exposed communication": ("exposed_p2p_s", "exposed_swaps_s", "exposed_data_parallel_s"),
     "host": ("host_s",),
 }
@@ -198,7 +196,7 @@ def _advice(run: Run, part: str, *, is_slower: bool) -> str:
             "less than predicted from the profile before the first step, as if other work had slowed that; "
             f"`pipeloom train {config}` profiles again"
         )
-    if part == _WAITING:
+    if part == WAITING:
         more = f"--layout.num-microbatches {2 * layout.num_microbatches}"
         return f"`pipeloom simulate {config} {more}` predicts it with more micro-batches"
     if part == "exposed communication":
