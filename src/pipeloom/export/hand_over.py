@@ -11,6 +11,7 @@ from pipeloom.errors import UserError
 from pipeloom.export import kubeflow, megatron, skypilot, slurm, torch_schedule, torchrun, torchtitan
 from pipeloom.export.job import Draft, Site, Target, make_job
 from pipeloom.export.text import MARK
+from pipeloom.system.files import replaced
 
 _ALL = (
     torchrun.TARGET,
@@ -147,10 +148,12 @@ def _write(folder: Path, texts: dict[str, str], stale: set[str]) -> None:
             raise UserError(
                 f"{folder} has files that pipeloom did not write: {', '.join(foreign)}; choose another folder"
             )
+        # All or none: good-looking scripts beside an empty one would start something else.
+        with replaced(*(folder / name for name in texts)) as drafts:
+            for draft, text in zip(drafts, texts.values(), strict=True):
+                draft.write_text(text, encoding="utf-8")
         for name in stale:
             (folder / name).unlink(missing_ok=True)
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder") from error
 

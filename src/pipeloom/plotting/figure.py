@@ -7,7 +7,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from pipeloom.errors import UserError
-from pipeloom.system.files import picture_problem
+from pipeloom.system.files import picture_problem, replaced
 from pipeloom.terminal.guard import printable
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def save(figure: "Figure", file: Path) -> None:
     from matplotlib import rc_context
 
     try:
-        with rc_context(_STYLE):
-            figure.savefig(file, dpi=150, metadata=_METADATA.get(file.suffix.lower()))
+        with rc_context(_STYLE), replaced(file) as (draft,):
+            figure.savefig(draft, dpi=150, metadata=_METADATA.get(file.suffix.lower()))
         # The layout is computed; further files need not repeat it.
         figure.set_layout_engine("none")
     except OSError as error:

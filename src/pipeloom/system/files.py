@@ -3,8 +3,11 @@
 import json
 import math
 import os
+import secrets
+import stat
 import tomllib
-from collections.abc import Iterable, Mapping, MutableSequence
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -117,8 +120,44 @@ def write_problem(path: Path, *, is_folder: bool) -> str | None:
     return None
 
 
+@contextmanager
+def replaced(*files: Path) -> Iterator[list[Path]]:
+    """Drafts of files, which take their places together when the block ends.
+
+    If the block or a place fails, no draft is left; the files are as before the block, on a full disk too. What is no
+    regular file, such as a pipe, and a file in a folder where nothing can be made have no draft: they are written
+    themselves.
+
+    Args:
+        files: their paths; a link leads to the file that is replaced.
+
+    Raises:
+        OSError: a draft cannot take its place.
+    """
+    places = [Path(os.path.realpath(file)) for file in files]
+    drafts = [_draft_of(place) for place in places]
+    try:
+        yield drafts
+        for draft, place in zip(drafts, places, strict=True):
+            if draft != place:
+                if place.exists():
+                    draft.chmod(stat.S_IMODE(place.stat().st_mode))
+                draft.replace(place)
+    finally:
+        for draft, place in zip(drafts, places, strict=True):
+            if draft != place:
+                draft.unlink(missing_ok=True)
+
+
+def _draft_of(place: Path) -> Path:
+    """A name in the same folder, with the same ending; ``place`` itself where there cannot be one."""
+    if exists(place) and not (place.is_file() and os.access(place.parent, os.W_OK)):
+        return place
+    return place.with_name(f".{secrets.token_hex(8)}.part{place.suffix}")
+
+
 def write_text(file: Path, text: str, what: str = "", advice: str = "", *, parents: bool = False) -> None:
-    """Write a file in UTF-8.
+    """Write a file in UTF-8; if it cannot be written, an earlier one stays as it is.
 
     Args:
         file: its path.
@@ -133,7 +172,8 @@ def write_text(file: Path, text: str, what: str = "", advice: str = "", *, paren
     try:
         if parents:
             file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        with replaced(file) as (draft,):
+            draft.write_text(text, encoding="utf-8")
     except OSError as error:
         name = f"{what} {file}".strip()
         raise UserError(f"cannot write {name}: {reason_of(error)}{f'; {advice}' if advice else ''}") from error
