@@ -1,5 +1,9 @@
 """What all targets have in common: what is written, what is refused, what is left alone."""
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 from launch_runs import CLUSTER, run_of
 
@@ -85,6 +89,24 @@ def test_containers_are_written_only_where_they_are_named_or_have_an_image(tmp_p
 def test_an_unknown_target_is_refused_with_those_that_are_known(tmp_path):
     with pytest.raises(UserError, match="there is no target deepspeed; known: torchrun, slurm"):
         hand_over(run_of(), CLUSTER, tmp_path, ["torch", "deepspeed"])
+
+
+def test_a_full_disk_leaves_the_files_of_an_earlier_call(tmp_path, monkeypatch):
+    hand_over(run_of(), CLUSTER, tmp_path, ["torchrun", "slurm"])
+    before = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    write, written = Path.write_text, []
+
+    def write_text(file, text, **more):
+        written.append(file)
+        if len(written) == 2:
+            write(file, text[:10], **more)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, text, **more)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    with pytest.raises(UserError, match="cannot write to .*: No space left on device"):
+        hand_over(run_of(layout={"dp": 2}), CLUSTER, tmp_path, ["torchrun", "slurm"])
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == before
 
 
 def test_a_folder_that_cannot_be_written_to_is_one_message(tmp_path):

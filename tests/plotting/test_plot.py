@@ -1,12 +1,14 @@
 """Pictures."""
 
 import re
+import resource
 from collections import Counter
 
 import pytest
 from ink import cut_texts, overlaps, texts_of
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
 from thinned import thinned
 
 from pipeloom.cost.costs import Costs
@@ -14,6 +16,7 @@ from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_reduce_grad, add_unshard, balance, lower
 from pipeloom.plotting.charts import _tradeoff_figure, plot_accuracy
+from pipeloom.plotting.figure import save
 from pipeloom.plotting.palette import channels, fill_of
 from pipeloom.plotting.timelines import (
     _timelines_figure,
@@ -40,6 +43,23 @@ def boxes(trace, tmp_path):
     text = file.read_text(encoding="utf-8")
     drawn = re.findall(r'<g id="PolyCollection_\d+">(.*?)</g>', text, re.DOTALL)
     return sum(max(part.count("<path"), part.count("<use")) for part in drawn)
+
+
+def test_an_earlier_picture_stays_where_the_new_one_cannot_be_written(tmp_path):
+    file = tmp_path / "step.png"
+    file.write_bytes(b"good")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    figure = Figure()
+    figure.subplots().plot([0, 1])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(UserError, match="cannot write the picture .*step.png: File too large"):
+            save(figure, file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [one.read_bytes() for one in tmp_path.iterdir()] == [b"good"]
+    save(figure, file)
+    assert file.read_bytes().startswith(b"\x89PNG")
 
 
 def test_all_formats_are_written_in_one_go(tmp_path):

@@ -5,13 +5,15 @@ import json
 import math
 import os
 import re
+import resource
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from pipeloom.errors import UserError
-from pipeloom.system.files import parse_json, parse_toml, read_text, strict_json, write_text
+from pipeloom.system.files import parse_json, parse_toml, read_text, replaced, strict_json, write_text
 
 
 def test_text_is_read_without_its_byte_order_mark(tmp_path):
@@ -95,6 +97,66 @@ def test_what_is_no_toml_is_refused_with_the_reason(text, reason):
 def test_what_is_no_json_is_refused_with_the_reason(text, reason):
     with pytest.raises(UserError, match=f"it is not JSON: .*{reason}"):
         parse_json(text)
+
+
+@pytest.fixture
+def full_disk():
+    """A block in which no file gets more than 1,000 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    @contextmanager
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limited
+
+
+def test_an_earlier_file_stays_where_the_new_one_cannot_be_written(tmp_path, full_disk):
+    file = tmp_path / "trace.json"
+    file.write_text("good")
+    with full_disk(), pytest.raises(UserError, match=r"cannot write the trace .*trace\.json: File too large"):
+        write_text(file, "x" * 5000, "the trace")
+    assert [one.name for one in tmp_path.iterdir()] == ["trace.json"]
+    assert file.read_text() == "good"
+
+
+def test_several_files_take_their_places_together_or_not_at_all(tmp_path):
+    first, second = tmp_path / "a.sh", tmp_path / "b.sh"
+    first.write_text("old")
+
+    def write_the_first_alone():
+        with replaced(first, second) as drafts:
+            drafts[0].write_text("new")
+            (drafts[1] / "inside").write_text("new")
+
+    with pytest.raises(FileNotFoundError):
+        write_the_first_alone()
+    assert (first.read_text(), second.exists(), len(list(tmp_path.iterdir()))) == ("old", False, 1)
+    with replaced(first, second) as drafts:
+        for draft in drafts:
+            assert draft.suffix == ".sh"
+            draft.write_text("new")
+    assert first.read_text() == second.read_text() == "new"
+
+
+def test_a_file_that_is_written_again_keeps_its_mode_and_the_link_to_it(tmp_path):
+    (tmp_path / "inner").mkdir()
+    file, link = tmp_path / "inner" / "file", tmp_path / "link"
+    file.write_text("old")
+    file.chmod(0o750)
+    link.symlink_to(file)
+    write_text(link, "new")
+    assert link.is_symlink()
+    assert (file.read_text(), file.stat().st_mode & 0o777) == ("new", 0o750)
+
+
+def test_what_is_no_regular_file_is_written_itself():
+    write_text(Path("/dev/null"), "text")
+    assert not Path("/dev/null").is_file()
 
 
 def test_what_is_nested_as_people_do_it_is_read():

@@ -148,8 +148,9 @@ def _write(folder: Path, texts: dict[str, str], stale: set[str]) -> None:
             raise UserError(
                 f"{folder} has files that pipeloom did not write: {', '.join(foreign)}; choose another folder"
             )
-        for name, text in texts.items():
-            with replaced(folder / name) as draft:
+        # All or none: good-looking scripts beside an empty one would start something else.
+        with replaced(*(folder / name for name in texts)) as drafts:
+            for draft, text in zip(drafts, texts.values(), strict=True):
                 draft.write_text(text, encoding="utf-8")
         for name in stale:
             (folder / name).unlink(missing_ok=True)

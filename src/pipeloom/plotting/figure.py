@@ -64,9 +64,8 @@ def save(figure: "Figure", file: Path) -> None:
     from matplotlib import rc_context
 
     try:
-        ending = file.suffix.lower()
-        with rc_context(_STYLE), replaced(file) as draft:
-            figure.savefig(draft, format=ending[1:], dpi=150, metadata=_METADATA.get(ending))
+        with rc_context(_STYLE), replaced(file) as (draft,):
+            figure.savefig(draft, dpi=150, metadata=_METADATA.get(file.suffix.lower()))
         # The layout is computed; further files need not repeat it.
         figure.set_layout_engine("none")
     except OSError as error:

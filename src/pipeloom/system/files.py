@@ -4,10 +4,11 @@ import errno
 import json
 import math
 import os
-import shutil
+import secrets
+import stat
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, MutableSequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -121,31 +122,45 @@ def write_problem(path: Path, *, is_folder: bool) -> str | None:
 
 
 @contextmanager
-def replaced(file: Path) -> Iterator[Path]:
-    """A draft beside a file, which takes its place at the end of the block; after an error the older file stays.
+def replaced(*files: Path) -> Iterator[list[Path]]:
+    """Drafts of files, which take their places together when the block ends.
 
-    The file itself where that cannot be: for a device, a pipe, or in a folder that cannot be written to.
+    If the block or a place fails, no draft is left; the files are as before the block, on a full disk too. What is no
+    regular file, such as a pipe, and a file in a folder where nothing can be made have no draft: they are written
+    themselves.
+
+    Args:
+        files: their paths; a link leads to the file that is replaced.
+
+    Raises:
+        OSError: a draft cannot take its place.
     """
-    target = file.resolve() if file.is_symlink() else file
-    if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
-        yield file
-        return
-    draft = target.with_name(f".{target.name[:200]}.{os.getpid()}.part")
-    if target.exists() and not os.access(target, os.W_OK):  # a rename would not ask
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    places = [Path(os.path.realpath(file)) for file in files]
+    drafts = [_draft_of(place) for place in places]
     try:
-        yield draft
-        if target.exists():
-            shutil.copymode(target, draft)
-        draft.replace(target)
-    except BaseException:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise
+        yield drafts
+        for draft, place in zip(drafts, places, strict=True):
+            if draft != place:
+                if place.exists():
+                    draft.chmod(stat.S_IMODE(place.stat().st_mode))
+                draft.replace(place)
+    finally:
+        for draft, place in zip(drafts, places, strict=True):
+            if draft != place:
+                draft.unlink(missing_ok=True)
+
+
+def _draft_of(place: Path) -> Path:
+    """A name in the same folder, with the same ending; ``place`` itself where there cannot be one."""
+    if exists(place) and not (place.is_file() and os.access(place.parent, os.W_OK)):
+        return place
+    if exists(place) and not os.access(place, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))  # which a rename would ignore
+    return place.with_name(f".{secrets.token_hex(8)}.part{place.suffix}")
 
 
 def write_text(file: Path, text: str, what: str = "", advice: str = "", *, parents: bool = False) -> None:
-    """Write a file in UTF-8; an older one stays until the new one is complete.
+    """Write a file in UTF-8; if it cannot be written, an earlier one stays as it is.
 
     Args:
         file: its path.
@@ -160,7 +175,7 @@ def write_text(file: Path, text: str, what: str = "", advice: str = "", *, paren
     try:
         if parents:
             file.parent.mkdir(parents=True, exist_ok=True)
-        with replaced(file) as draft:
+        with replaced(file) as (draft,):
             draft.write_text(text, encoding="utf-8")
     except OSError as error:
         name = f"{what} {file}".strip()
