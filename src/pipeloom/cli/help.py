@@ -56,8 +56,9 @@ def help_page(command: Command[Any], *, is_whole: bool) -> str:
 
 _OF_RUN = "Settings without a default have the values of RUN, unless a flag sets them. "
 _RULES = (
-    "--flag=VALUE is the same as --flag VALUE. Lists take spaces or commas: --flag 1 2 4, --flag 1,2,4; a number has no "
-    "commas: 1024. Write a value that begins with a dash and is not a number as --flag=-VALUE. None selects a default that is described in words. "
+    "--flag=VALUE is the same as --flag VALUE. Lists take spaces or commas: --flag 1 2 4, --flag 1,2,4; a number has "
+    "no commas: 1024. Write a value that begins with a dash and is not a number as --flag=-VALUE. None selects a "
+    "default that is described in words. "
     "If a flag is given twice, the last one applies."
 )
 
