@@ -44,6 +44,14 @@ def test_the_best_rate_is_the_peak_of_a_device_without_a_datasheet():
     assert "best rate that was measured" in notes["device.peak_tflop_per_s"][0]
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "vendor"),
+    [("cuda", "AMD Instinct MI300X", "amd"), ("cuda", "NVIDIA L4", "nvidia"), ("cpu", "AMD EPYC", "nvidia")],
+)
+def test_a_gpu_of_amd_is_named_as_such_and_a_core_has_no_vendor(kind, name, vendor):
+    assert describe_cluster("mine", findings(kind, name))[0].device.vendor == vendor
+
+
 def test_a_gpu_of_the_table_has_its_datasheets_peak():
     cluster, notes = describe_cluster("mine", findings("cuda", "NVIDIA A100-SXM4-80GB"))
     assert cluster.device.num_multiprocessors == 108
