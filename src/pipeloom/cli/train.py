@@ -24,7 +24,7 @@ COMMAND = Command(
     examples={
         "pipeloom train": "the demo: four processes",
         "pipeloom train --data.path notes.txt --layout.pp 2": "your own text",
-        "pipeloom train --checkpoint.resume outputs/demo": "resume a run, with its settings",
+        "pipeloom train --checkpoint.resume outputs/demo": "resume a run",
     },
     settings=TRAINING,
 )
