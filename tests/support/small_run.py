@@ -24,9 +24,6 @@ def small_run(folder: Path, **sections: object) -> RunConfig:
         layout=Layout(pp=2, loops=2, num_microbatches=4, microbatch_size=2),
         schedule=ScheduleConfig(),
         training=TrainingConfig(steps=3, validation_batches=1, sample_tokens=4, dtype="float64", stall_timeout_s=20),
-        output=OutputConfig(folder=folder / "run", trace_step=2),
+        output=OutputConfig(folder=folder / "run"),
     )
-    config = replace(config, **sections)  # type: ignore[arg-type]
-    if "output" in sections:
-        return config
-    return replace(config, output=replace(config.output, trace_step=min(2, config.training.known_steps)))
+    return replace(config, **sections)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from pipeloom.training.adapted import with_adapted_check
 from pipeloom.workload.model import shape_of
 
 if TYPE_CHECKING:
-    from pipeloom.report.verdict import Verdict
+    from pipeloom.runs.run_reading import Run
     from pipeloom.training.trainer import RunSummary
 
 COMMAND = Command(
@@ -24,7 +24,7 @@ COMMAND = Command(
     examples={
         "pipeloom train": "the demo: four processes",
         "pipeloom train --data.path notes.txt --layout.pp 2": "your own text",
-        "pipeloom train --checkpoint.resume outputs/demo": "resume a run, with its settings",
+        "pipeloom train --checkpoint.resume outputs/demo": "resume a run",
     },
     settings=TRAINING,
 )
@@ -46,7 +46,6 @@ def run(words: list[str]) -> int:
 
 
 def _print_end(summary: "RunSummary", folder: Path) -> None:
-    from pipeloom.report.contents import verdict_of
     from pipeloom.runs import run_folder as names
     from pipeloom.runs.run_reading import read_run
 
@@ -56,7 +55,7 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
     else:
         print()
     run = read_run(folder)
-    lines = {"parameters": _parameters(summary.num_parameters, run.config)} | _results(summary, verdict_of(run))
+    lines = {"parameters": _parameters(summary.num_parameters, run.config)} | _results(summary, run)
     for name, text in lines.items():
         print(hanging(f"{name:<18}{text}", 18))
     print(f"\nwritten to {folder}:")
@@ -96,8 +95,11 @@ def _parameters(whole: int, config: RunConfig) -> str:
     return text
 
 
-def _results(summary: "RunSummary", verdict: "Verdict | None") -> dict[str, str]:
+def _results(summary: "RunSummary", run: "Run") -> dict[str, str]:
     """What steps took and held, and what the model learned."""
+    from pipeloom.report.contents import verdict_of
+
+    verdict = verdict_of(run)
     step_s, bubble = summary.step_time_s, summary.bubble_fraction
     lines: dict[str, str] = {}
     if step_s is None or summary.tokens_per_s is None:
@@ -114,7 +116,8 @@ def _results(summary: "RunSummary", verdict: "Verdict | None") -> dict[str, str]
     if bubble is not None:
         predicted = summary.predicted_bubble_fraction
         also = "" if predicted is None else f", {predicted:.0%} predicted"
-        lines["bubble"] = f"{bubble:.0%} of the ranks' time in the traced step{also}"
+        ranks = "the ranks'" if not run.other_traces else "the first pipeline's ranks'"
+        lines["bubble"] = f"{bubble:.0%} of {ranks} time in the traced step{also}"
     if summary.peak_stage_bytes is not None and summary.swap_s is not None and summary.swap_hidden_s is not None:
         hidden = f"{summary.swap_hidden_s / summary.swap_s:.0%} of them hidden" if summary.swap_s else "nothing to hide"
         lines["swapped stages"] = f"{summary.swap_s * 1e3:.0f} ms on their way in the traced step, {hidden}"

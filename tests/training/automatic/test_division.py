@@ -282,6 +282,8 @@ def test_a_run_divides_before_the_first_step_and_again_with_the_same_batches(tmp
 
 def test_a_resumed_run_measures_again_and_goes_on_with_the_same_batches(tmp_path, capfd, monkeypatch):
     config = replace(run_of(tmp_path, steps=3), checkpoint=CheckpointConfig(final="checkpoint"))
+    # Numbers change behind the traced step.
+    config = replace(config, output=replace(config.output, trace_step=2))
     with monkeypatch.context() as patch:
         # Another division behind step 2, whatever was measured; the ranks are forks of this process.
         patch.setattr(Division, "again", lambda _, run, step, say: run.divided((7, 1)) if step == 2 else run)
