@@ -35,7 +35,7 @@ class Trial:
     pp: Common[Count] = 4
     """Pipeline-model-parallel size: pipeline ranks."""
     loops: Common[Count | None] = None
-    """Virtual stages on each pipeline rank. None: as many as the schedule requires, else 1."""
+    """Virtual stages on each pipeline rank. None: 2 or 1; the only number that the schedule takes, otherwise 2."""
     num_microbatches: Common[Count] = 8
     """Micro-batches of a step."""
     slices: Count = 1

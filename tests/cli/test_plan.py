@@ -713,7 +713,7 @@ def test_an_optimizer_of_whole_matrices_is_planned_without_a_tensor_axis_whateve
     assert main(["plan", str(run), "--cluster", "dgx-h100", "--devices", "8", "--no-explain", "--json"]) == 0
     assert {layout["tp"] for layout in json.loads(capsys.readouterr().out)["layouts"]} == {1}
     assert main(["plan", str(run), "--cluster", "dgx-h100", "--devices", "8", "--tp", "2"]) == 2
-    assert "the optimizer updates whole matrices, which the tensor axis divides" in capsys.readouterr().err
+    assert "the optimizer updates whole matrices, which tp divides" in capsys.readouterr().err
 
 
 def test_a_plan_with_attention_within_documents_simulates_the_same_and_computes_no_halves(tmp_path, capsys):

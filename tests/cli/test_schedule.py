@@ -422,12 +422,16 @@ def test_a_schedule_beside_another_has_the_same_work_for_each_rank(capsys, tmp_p
     assert all(headline in file.read_text() for headline in headlines)
 
 
-def test_loops_are_for_the_schedule_that_takes_them_and_their_lack_is_noted(capsys, tmp_path):
+def test_loops_are_for_the_schedule_that_takes_them_and_by_default_two(capsys, tmp_path):
     words = ["--plot", str(tmp_path / "both.svg"), "--beside", "breadth-first"]
     assert "16 stages on 4 pipeline ranks" in schedule(capsys, "1f1b", "--loops", "4", *words)
-    assert main(["schedule", "1f1b", *words]) == 0
-    assert "note: breadth-first has one stage on each rank here; --loops 4" in capsys.readouterr().err
-    assert (tmp_path / "both.svg").read_text().count("backward 2; loops 1; bubble 27.3%") == 1
+    assert "8 stages on 4 pipeline ranks" in schedule(capsys, "1f1b", *words)
+    assert schedule(capsys, "breadth-first") == schedule(capsys, "breadth-first", "--loops", "2")
+    assert schedule(capsys, "breadth-first") != schedule(capsys, "gpipe").replace("gpipe", "breadth-first")
+    for command in ("schedule", "train", "simulate"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "Virtual stages on each pipeline rank [2 or 1]" in capsys.readouterr().out
     assert "1f1b runs one stage on each rank" in refusal(capsys, "1f1b", "--loops", "4", *words[:3], "gpipe")
 
 

@@ -140,9 +140,9 @@ def test_why_axes_are_no_layout(ask):
     found, excluded = arrangements(ask(num_devices=24, global_batch=8))
     assert {arrangement.run.num_devices for arrangement in found} == {24}
     assert set(excluded) == {
-        "the heads do not divide by the tensor axis",
+        "the number of heads is not a multiple of tp",
         "the pipeline has more ranks than there are layers",
-        "the batch does not divide by the data axis",
+        "the batch is not a multiple of dp",
     }
 
 

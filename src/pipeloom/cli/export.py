@@ -57,9 +57,16 @@ COMMAND = Command(
 
 def _kind(file: Path) -> str:
     """A word for a file, as wide as ``checkpoint``."""
+    from pipeloom.training.conversions.export_content import PEFT_CONFIG
+
     if file.suffix == ".safetensors":
         return "weights   "
-    words = {TOKENIZER: "tokenizer ", TOKENIZER_CONFIG: "tokenizer ", CONFIG_JSON: "model     "}
+    words = {
+        TOKENIZER: "tokenizer ",
+        TOKENIZER_CONFIG: "tokenizer ",
+        CONFIG_JSON: "model     ",
+        PEFT_CONFIG: "adapter   ",
+    }
     return words.get(file.name, "index     " if file.name.endswith(".index.json") else "text      ")
 
 

@@ -97,20 +97,11 @@ def run(words: list[str]) -> int:
             print()
             _print_text(other[0], other[1].schedule, other[1].lines(), is_whole=form == "text")
     if options.plot is not None:
-        panels = [(options.family, title, outcome), *([] if other is None else [(options.beside, *other)])]
-        # Without loops a looped family has the order of another; who sees the picture has no note of the terminal.
-        traces = {f"{name}{'; loops 1' * _lacks_loops(options, family)}": one.trace for family, name, one in panels}
+        panels = [(title, outcome), *([] if other is None else [other])]
+        traces = {name: one.trace for name, one in panels}
         # Standard output is the data of another program with these forms.
         _draw(options.plot, traces, sys.stderr if form in ("json", "torch-csv") else sys.stdout)
-        for name in (options.family, options.beside):
-            if _lacks_loops(options, name):  # a picture of its loops is what people expect
-                print(f"note: {name} has one stage on each rank here; --loops 4 gives each rank four", file=sys.stderr)
     return 0
-
-
-def _lacks_loops(options: Options, name: str | None) -> bool:
-    """Whether a family of any number of loops is drawn with the default of one."""
-    return options.loops is None and _is_looped(name)
 
 
 def _is_looped(name: str | None) -> bool:

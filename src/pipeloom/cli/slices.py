@@ -107,5 +107,5 @@ def _text(plan: SlicePlan, is_default: bool) -> str:
 
 
 def _line(name: str, figures: dict[str, float], unit: tuple[float, str]) -> str:
-    times = "".join(f"{figures[key] * 1e3:>9.1f} ms" for key in ("formula_s", "pipeline_s", "step_time_s"))
-    return f"{name:<10}{times}{figures['bubble_fraction']:>9.1%}{figures['memory_bytes'] / unit[0]:>9.1f} {unit[1]}"
+    times = "".join(f"{figures[key] * 1e3:>9,.1f} ms" for key in ("formula_s", "pipeline_s", "step_time_s"))
+    return f"{name:<10}{times}{figures['bubble_fraction']:>9.1%}{figures['memory_bytes'] / unit[0]:>9,.1f} {unit[1]}"

@@ -330,8 +330,8 @@ def _sections(options: Options, hazard: _Hazard, stops: Stops, walks: list[_Walk
     if fastest_s < step_s:
         head.append(
             f"the layout of the run takes {percent(step_s / fastest_s - 1)} longer than the fastest that the planner "
-            f"finds on {count(nodes, 'node')}, {fastest_s:.3g} s: as long as the run has its own layout, that is in "
-            "the share of slower"
+            f"finds on {count(nodes, 'node')}, {fastest_s:.3g} s; while the run has its own layout, this time counts "
+            "as slower"
         )
     parts = [Section(parts=[head]), Section("Goodput", parts=[shares, words], is_wide=True)]
     if rows := {

@@ -299,7 +299,7 @@ def _best_table(curves: Curves) -> Table:
                 **cells,
                 "batch": f"{point.step.run.global_batch:,}",
                 "MFU": f"{point.step.mfu:.1%}",
-                f"on {curves.inputs.question.num_devices}": "-"
+                f"MFU at {curves.inputs.question.num_devices}": "-"
                 if point.reference_mfu is None
                 else f"{point.reference_mfu:.1%}",
                 **cost_cells(point),

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 TokenArray = npt.NDArray[np.int64] | npt.NDArray[np.uint32] | npt.NDArray[np.uint16]
 """Tokens, [tokens]; in the narrowest dtype for the vocabulary (``token_dtype``), or int64."""
 
-_END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT = "<|endoftext|>"
+"""End of text of the tokenizers that pipeloom makes itself."""
 # Pieces of text from which byte-pair encoding is trained.
 _BLOCK_BYTES = 16 * 1024
 _PART_CHARS = 1 << 20
@@ -82,7 +83,7 @@ class ByteTokenizer:
             "version": "1.0",
             "truncation": None,
             "padding": None,
-            "added_tokens": [{"id": self.end_of_text, "content": _END_OF_TEXT, **end}],
+            "added_tokens": [{"id": self.end_of_text, "content": END_OF_TEXT, **end}],
             "normalizer": None,
             "pre_tokenizer": by_byte,
             "post_processor": None,
@@ -112,7 +113,7 @@ class LibraryTokenizer:
 
     def __init__(self, encoding: "tokenizers.Tokenizer", files: Mapping[str, str]) -> None:
         settings = json.loads(files.get(TOKENIZER_CONFIG, "{}"))
-        name = settings.get("eos_token", _END_OF_TEXT)
+        name = settings.get("eos_token", END_OF_TEXT)
         end_of_text = encoding.token_to_id(name)
         if end_of_text is None:
             raise UserError(f"expected a tokenizer with the token {name}, found none")
@@ -151,7 +152,7 @@ class LibraryTokenizer:
         encoding.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
-            special_tokens=[_END_OF_TEXT],
+            special_tokens=[END_OF_TEXT],
             # All 256 bytes, including those absent from the sample, so that any text can be encoded.
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,

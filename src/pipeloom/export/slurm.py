@@ -23,7 +23,7 @@ def _make(job: Job) -> Draft:
     started = TORCHRUN.make(job)
     notes = Draft(
         {},
-        f"sbatch {SCRIPT}, in its folder; with SCRIPT=megatron.sh it starts another script of the folder",
+        f"sbatch {SCRIPT}, in its folder; with SCRIPT=NAME it starts another script of the folder",
         differs=(*started.differs, *_differences(job)),
         needs=started.needs,
     )

@@ -401,7 +401,7 @@ def make_schedule(
         family: such as ``"breadth-first"``; ``pipeloom families`` lists them.
         pp: pipeline ranks.
         num_microbatches: micro-batches of a step.
-        loops: stages on each pipeline rank; ``None``: as many as the family takes, else 1.
+        loops: stages on each pipeline rank; ``None``: as many as the family takes, 2 if it takes any number.
         group_size: see ``Choice``.
         placement: stage -> rank: ``"looped"``, ``"v"`` or ``"linear"``; ``None``: the family's own, else looped.
         num_slices: token slices of a micro-batch.
@@ -424,9 +424,9 @@ def make_schedule(
 
 
 def default_loops(family: str) -> int:
-    """Stages on each rank if none are given: the only number that the family takes, else 1."""
+    """Stages on each rank if none are given: the only number that the family takes, else 2, as in a run file."""
     known = FAMILIES.get(family)
-    return (known.only_loops if known is not None else None) or 1
+    return 1 if known is None else known.only_loops or 2
 
 
 @cache

@@ -428,21 +428,21 @@ def why_not(question: Question, sizes: Axes) -> str | None:
     """Why axes do not divide the model or the batch; ``None`` if they do."""
     shape, (tp, cp, dp, pp) = question.shape, sizes
     if tp > 1 and (wholes := question.undivided):
-        return f"{wholes[0]}, which the tensor axis divides"
+        return f"{wholes[0]}, which tp divides"
     if shape.heads % tp or shape.kv_heads % tp:
-        return "the heads do not divide by the tensor axis"
+        return "the number of heads is not a multiple of tp"
     if tp > 1 and question.seq % tp:
-        return "the tokens of a sequence do not divide by the tensor axis"
+        return "the tokens of a sequence are not a multiple of tp"
     if problems := question.axis_problems(replace(question.run, **sizes._asdict(), sequence_parallel=tp > 1)):
         return problems[0]
     if cp > 1 and question.seq % (2 * cp * tp):
-        return "the halves of each rank's tokens do not divide by the context and tensor axis"
+        return "the tokens of a sequence are not a multiple of 2 x cp x tp"
     if pp > question.software.num_pieces(shape.layers):
         return "the pipeline has more ranks than there are layers"
     if pp > 1 and shape.tied and not question.launcher.ties_stages:
         return f"{question.launcher.title} shares no matrix between two stages"
     if question.global_batch % dp:
-        return "the batch does not divide by the data axis"
+        return "the batch is not a multiple of dp"
     return None
 
 

@@ -174,9 +174,11 @@ def short(value: float) -> str:
 
 
 def amount(number: float) -> str:
-    """A number of parameters: 3.6 M, 51.8 B, 1.01 T."""
-    scale, letter = next(pair for pair in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1.0, "")) if number >= pair[0])
-    return f"{number / scale:.3g} {letter}".strip()
+    """A number of parameters: 127 K, 3.6 M, 51.8 B, 1.01 T."""
+    scale, letter = next(
+        pair for pair in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"), (0.0, "")) if number >= pair[0]
+    )
+    return f"{number / (scale or 1):.3g} {letter}".strip()
 
 
 def parameters(whole: float, active: float) -> str:

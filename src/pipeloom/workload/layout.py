@@ -96,8 +96,8 @@ class Layout(WithAxes):
     loops: Common[int | Literal["auto"] | None] = None
     """Virtual stages on each pipeline rank. More loops make the bubble smaller: on a looped placement it is
     (pp - 1) / (num_microbatches * loops) of the ideal time. auto: train chooses a number, and
-    the family if that is auto, by predicted steps that it measures before the first one. None: the only number that
-    schedule.family takes, such as 1 for 1f1b, otherwise 2."""
+    the family if that is auto, by predicted steps that it measures before the first one. None: 2 or 1; the only
+    number that schedule.family takes, such as 1 for 1f1b, otherwise 2."""
     num_microbatches: Common[int] = 8
     """Micro-batches of a step, per replica. With fewer than pp, ranks are idle while the pipeline fills and drains;
     a little above pp hides the transfers between ranks."""

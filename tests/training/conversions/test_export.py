@@ -16,6 +16,7 @@ from pipeloom.checkpoint.checkpoint_folder import FOLDER, INFO, find_checkpoint
 from pipeloom.cli import main
 from pipeloom.config import CheckpointConfig, RunConfig, TrainingConfig
 from pipeloom.config.file import format_run
+from pipeloom.config.tokenizer_files import tokenizer_files
 from pipeloom.data.text import load_data
 from pipeloom.errors import RunError, UserError
 from pipeloom.execute.processes.workers import run_workers
@@ -297,6 +298,16 @@ def test_a_checkpoint_that_would_run_code_is_refused(trained, tmp_path, capsys):
     assert main(["export", str(path), str(tmp_path / "out")]) == 2
     assert ".metadata refers to os.mkdir, which no checkpoint needs" in capsys.readouterr().err
     assert sorted(file.name for file in tmp_path.iterdir()) == ["copy"]
+
+
+def test_the_end_of_text_of_an_own_tokenizer_is_that_of_the_model_for_transformers(trained, tmp_path):
+    files = {file.name for file in export_weights(find_checkpoint(trained[0]), tmp_path, format="hf")}
+    assert {"tokenizer.json", "tokenizer_config.json"} <= files
+    end = json.loads((tmp_path / "config.json").read_text())["eos_token_id"]
+    transformers = pytest.importorskip("transformers")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).eos_token_id == end
+    # A run takes it as its tokenizer.
+    assert json.loads(tokenizer_files(tmp_path)["tokenizer_config.json"])["eos_token"] == "<|endoftext|>"
 
 
 def test_the_model_file_of_a_run_has_the_tokens_of_its_tokenizer(trained, tmp_path):

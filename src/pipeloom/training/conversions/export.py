@@ -33,6 +33,7 @@ from pipeloom.checkpoint.checkpoint_folder import (
     TOKENIZER_CONFIG,
     read_tokenizer,
 )
+from pipeloom.data.tokenizer import END_OF_TEXT
 from pipeloom.errors import RunError, UserError
 from pipeloom.model.block_sparse import Pattern, weight_patterns
 from pipeloom.runs.run_folder import WEIGHTS, WEIGHTS_INDEX, weight_files
@@ -131,8 +132,17 @@ def export_checkpoint(
         content = hugging_face_content(checkpoint, kept, dtype, file_bytes) if is_hf else own_content(checkpoint, kept)
     if dtype is not None:
         content = replace(content, dtypes=dict.fromkeys(content.dtypes, getattr(torch, dtype)))
-    content = replace(content, texts={**(read_tokenizer(checkpoint) or {}), **content.texts})
+    content = replace(content, texts={**_tokenizer_texts(checkpoint, format), **content.texts})
     return _write_files(folder, stored, content, merged=merged, file_bytes=file_bytes or FILE_BYTES)
+
+
+def _tokenizer_texts(checkpoint: Path, format: Format) -> dict[str, str]:  # noqa: A002  as above
+    """The files of the tokenizer. transformers has an end of text only by ``tokenizer_config.json``."""
+    texts = read_tokenizer(checkpoint) or {}
+    if format == "hf" and TOKENIZER in texts and TOKENIZER_CONFIG not in texts:
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+        return {**texts, TOKENIZER_CONFIG: json.dumps(settings, indent=2) + "\n"}
+    return texts
 
 
 class Stored(NamedTuple):
