@@ -389,9 +389,10 @@ def trial_title(trial: Trial, name: str, schedule: Schedule) -> str:
     """
     backward = f", backward {trial.backward:g}" if schedule.first_backward_stage < schedule.num_stages else ""
     cut = f" of {count(schedule.num_slices, 'token slice')}" if schedule.num_slices > 1 else ""
+    transfer = f", transfer {trial.transfer:g}" if trial.transfer else ""
     passes = passes_of(trial.keep, balance=trial.balance, offload=trial.offload)
     return (
         f"{name}{passes}: {count(schedule.num_stages, 'stage')} on "
         f"{count(schedule.num_ranks, 'pipeline rank')}, {count(schedule.num_microbatches, 'micro-batch')}{cut}; "
-        f"forward {trial.forward:g}{backward}"
+        f"forward {trial.forward:g}{backward}{transfer}"
     )

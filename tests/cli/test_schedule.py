@@ -442,6 +442,14 @@ def test_the_legend_of_two_schedules_has_the_stages_of_the_one_with_several(caps
     assert ">stages 12 to 15<" in file.read_text()
 
 
+def test_a_picture_has_the_time_of_messages_in_its_title_and_draws_none(capsys, tmp_path):
+    file = tmp_path / "one.svg"
+    schedule(capsys, "1f1b", "--transfer", "0.5", "--plot", str(file))
+    assert "forward 1, backward 2, transfer 0.5; bubble" in file.read_text()
+    err = refusal(capsys, "1f1b", "--communication", "--plot", str(file))
+    assert "--communication adds messages, which --plot does not draw" in err
+
+
 def test_a_schedule_beside_another_that_cannot_be_drawn_is_refused(capsys):
     err = refusal(capsys, "--beside", "hybrd")
     assert "--beside has no effect without --plot" in err

@@ -12,7 +12,7 @@ from pipeloom.families import FAMILIES, Choice, Rows, make_schedule
 from pipeloom.families.family import family, forward
 from pipeloom.schedule import Action, Kind
 
-SIZES = {"pp": 2, "num_microbatches": 1}
+SIZES = {"pp": 2, "loops": 1, "num_microbatches": 1}
 RULE_LINE = 4
 FILE = '''from pipeloom.families import Rows, family
 from pipeloom.families.family import backward, forward
@@ -121,7 +121,7 @@ def test_several_stages_on_a_rank_are_refused_without_a_family_to_use_instead():
 
     family("own", is_looped=False)(rule)
     try:
-        (problem,) = Choice(family="own", loops=2, **SIZES).problems()
+        (problem,) = Choice(family="own", **{**SIZES, "loops": 2}).problems()
         assert problem == "own runs one stage on each rank, found loops 2; use loops 1"
     finally:
         FAMILIES.remove("own")

@@ -160,14 +160,18 @@ def test_panels_that_are_compared_have_letters_in_all_boxes_or_in_none(tmp_path)
     assert ">0<" in file.read_text(encoding="utf-8")
 
 
-def test_a_kind_has_the_color_of_a_first_stage_in_the_legend_where_stages_have_tones(tmp_path):
+def test_a_kind_has_its_plain_hue_in_the_legend_and_tones_an_entry_of_their_own(tmp_path):
     file, tones = tmp_path / "looped.svg", [fill_of("forward", place, 2).fill for place in (0, 1)]
     plot_timeline(
         simulate(make_schedule("breadth-first", pp=2, loops=2, num_microbatches=4), Costs(1, 2)), [file], title=""
     )
     text = file.read_text(encoding="utf-8")
-    assert fill_of("forward").fill not in text
+    # Of no box; backwards of all stages have tones, too.
+    assert [text.count(fill_of(name).fill) for name in ("forward", "backward")] == [1, 1]
     assert all(tone in text for tone in tones)
+    assert ">lighter: later stages<" in text
+    plot_timeline(simulate(make_schedule("1f1b", pp=2, num_microbatches=4), Costs(1, 2)), [file], title="")
+    assert ">lighter: later stages<" not in file.read_text(encoding="utf-8")
 
 
 def test_boxes_are_drawn_all_at_once_however_many_there_are(tmp_path, monkeypatch):
@@ -293,7 +297,7 @@ def test_text_of_a_vector_picture_is_text_in_a_font_that_every_reader_has(tmp_pa
 
 @pytest.mark.parametrize(("num_microbatches", "has_forwards"), [(8, True), (32, False)])
 def test_all_boxes_of_a_kind_have_numbers_or_none(num_microbatches: int, has_forwards: bool) -> None:
-    schedule = make_schedule("breadth-first", pp=8, num_microbatches=num_microbatches)
+    schedule = make_schedule("breadth-first", pp=8, loops=1, num_microbatches=num_microbatches)
     figure = _timelines_figure({"": simulate(schedule, Costs(forward_s=1, backward_s=2))}, "s", 1.0)
     labels = Counter(text.get_text().strip("FB") for text in figure.axes[0].texts)
     assert labels == dict.fromkeys(map(str, range(num_microbatches)), 8 * (1 + has_forwards))

@@ -177,6 +177,8 @@ def _recipe(options: Options) -> Recipe:
 def _option_problems(options: Options) -> list[str]:
     is_torn = options.json and options.format == "torch-csv"
     problems = ["--json and --format torch-csv disagree; choose one"] if is_torn else []
+    if options.communication and options.plot is not None:
+        problems.append("--communication adds messages, which --plot does not draw; leave one of them out")
     if options.beside is not None:
         if options.plot is None:
             problems.append("--beside has no effect without --plot; give both or leave it out")

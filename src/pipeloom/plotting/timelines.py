@@ -385,9 +385,12 @@ def _add_legend(figure: "Figure", panels: Sequence[_Panel]) -> None:
     shown = [Trace(spans, 0) for panel in panels for spans in panel.shown]
     # The panel with the most tones: beside a schedule of one stage on each rank, the other one has them all.
     tones = max((legend_tones(panel.trace) for panel in panels), key=len)
-    # With tones, no box has the plain hue; kinds then have that of a first stage.
-    entries = [(text, fill_of(name, 0, min(2, len(tones) or 1))) for name, text in legend_names(shown)] + tones
-    handles = [Patch(facecolor=fill.fill, label=text) for text, fill in entries]
+    # Kinds have the plain hue, which is that of no tone: beside a schedule with tones another may have none.
+    entries = [(text, fill_of(name).fill) for name, text in legend_names(shown)]
+    entries += [(text, fill.fill) for text, fill in tones]
+    # The tones are those of forwards.
+    entries += [("lighter: later stages", "none")] if tones else []
+    handles = [Patch(facecolor=fill, label=text) for text, fill in entries]
     if handles:
         # As many columns as fit: matplotlib's layout reserves the height of a legend, but does not limit its width.
         widest = max(len(text) for text, _ in entries) * 5 + 26
