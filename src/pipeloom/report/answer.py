@@ -80,7 +80,7 @@ def _facts(step: SimulatedStep) -> list[tuple[str, str]]:
         "step time": seconds(prediction.step_time_s),
         "tokens/s": f"{step.tokens_per_s:,.0f}",
         "MFU": f"{step.mfu:.1%}",
-        "bubble": "" if step.run.pp == 1 else f"{step.bubble_fraction:.1%}",
+        "bubble": f"{step.bubble_fraction:.1%}" if step.schedule.num_ranks > 1 else "",
         "memory of the fullest device": format_bytes(prediction.memory.total_bytes),
         "dollars for 1e9 tokens": "" if dollars is None else f"{dollars:,.0f}",
     }
