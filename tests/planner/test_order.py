@@ -80,7 +80,7 @@ def test_row_1_is_called_the_simplest_only_without_advice_on_a_simpler_layout(ha
     steps = (object(), object())
     advice = [f"{SIMPLER_THAN_ROWS}: dp 4, loops 1"] if has_simpler else []
     plan = SimpleNamespace(
-        error_bar=SimpleNamespace(tie=0.02), num_equivalent=2, rows=steps, steps=steps, best=steps[0], simplest=steps[0],
-        advice=advice,
+        error_bar=SimpleNamespace(tie=0.02), num_equivalent=2, rows=steps, steps=steps, best=steps[0],
+        simplest=steps[0], advice=advice,
     )  # fmt: skip
     assert ("Row 1 is the simplest of them." in _on_order(plan)) != has_simpler
