@@ -45,6 +45,14 @@ def calls(folder, program):
     return [line for line in (folder / "calls").read_text().splitlines() if line.startswith(program)]
 
 
+def test_the_script_names_none_that_may_not_be_in_its_folder(tmp_path):
+    # Megatron-LM and torchtitan cannot run every run.
+    written_for("slurm", tmp_path)
+    text = (tmp_path / "pipeloom.sbatch").read_text()
+    assert "SCRIPT=NAME" in text
+    assert "SCRIPT=megatron.sh" not in text
+
+
 def test_the_job_asks_for_whole_nodes_and_one_task_on_each(tmp_path, played):
     options = [line for line in (tmp_path / "pipeloom.sbatch").read_text().splitlines() if line.startswith("#SBATCH")]
     for option in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=4", "--time=24:00:00", "--requeue"):

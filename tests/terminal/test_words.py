@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 
 from pipeloom.terminal.words import (
+    amount,
     and_finite,
     close_names,
     did_you_mean,
@@ -93,3 +94,7 @@ def test_a_needed_size_is_never_printed_smaller(size):
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ValueError, match="expected a size such as"):
         parse_bytes(text)
+
+
+def test_numbers_of_parameters_have_three_digits_and_a_letter():
+    assert [amount(number) for number in (7, 127_968, 3.6e6, 1.01e12)] == ["7", "128 K", "3.6 M", "1.01 T"]

@@ -13,6 +13,7 @@ from thinned import thinned
 
 from pipeloom.checkpoint.checkpoint_folder import find_checkpoint, read_info
 from pipeloom.cli import main
+from pipeloom.cli.export import _kind
 from pipeloom.config import AdapterConfig, CheckpointConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from pipeloom.errors import UserError
 from pipeloom.model import build_stage
@@ -160,6 +161,7 @@ def test_merged_weights_and_the_folder_of_peft_give_the_logits_of_the_run(run, l
     for name, logits in found.items():
         assert (logits - expected).abs().max() < 1e-10, name
     settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert _kind(tmp_path / "peft" / "adapter_config.json") == "adapter   "
     assert settings["layers_to_transform"] == [1, 2, 3]
     assert sorted(settings["target_modules"]) == ["down_proj", "gate_proj", "q_proj", "v_proj"]
     assert settings["base_model_name_or_path"] == str(llama[1])

@@ -16,7 +16,7 @@ const communicates = (s) => s.communication || s.transfer > 0 || s.reduce_grad |
 // `empty` is what stands in an input that may be left out; `fixed` is the value that a family has, which is shown.
 const GROUPS = [
   ["Sizes", [
-    { name: "pp", label: "pipeline ranks", kind: "slider", min: 1, max: 32, on: isFamily },
+    { name: "pp", label: "pipeline ranks (pp)", kind: "slider", min: 1, max: 32, on: isFamily },
     { name: "loops", label: "loops (stages per rank)", kind: "slider", min: 1, max: 16, on: isFamily, fixed: (s) => isFamily(s) ? family(s).loops : null },
     { name: "num_microbatches", label: "micro-batches", kind: "slider", min: 1, max: 128, on: isFamily },
     { name: "slices", label: "token slices", kind: "slider", min: 1, max: 16 },
@@ -50,7 +50,7 @@ const GROUPS = [
     { name: "split_backward", label: "split backwards", kind: "choice", empty: "no", options: () => ["0", "1", "2", "4", "8", "end"], hint: "W follows so many places later" },
     { name: "communication", label: "sends and receives", kind: "check" },
     { name: "receive_buffers", label: "receives posted ahead", kind: "number", min: 1, on: communicates },
-    { name: "tied", label: "cost of a tied matrix", kind: "number", min: 0, step: 0.1, empty: "not tied", hint: "of embedding and head, sent each step" },
+    { name: "tied", label: "cost of a tied matrix", kind: "number", min: 0, step: 0.1, empty: "none", hint: "of embedding and head, sent each step" },
     { name: "update", label: "optimizer steps", kind: "choice", empty: "none", options: () => ["at-once", "at-the-end", "in-the-next-step"] },
   ]],
 ];
