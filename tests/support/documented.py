@@ -310,7 +310,7 @@ def _write_readers_files(folder: Path, text: str, *, executes_all: bool, is_help
         if name == "text.txt" or name.partition("/")[0] in text:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(content, encoding="utf-8")
-    if (executes_all and "DIR" in text) or "generate DIR" in text:
+    if (executes_all and "DIR" in text) or "generate DIR" in text or "checkpoint.init DIR" in text:
         _write_weights(folder / "DIR")
     for name in ("RUN", "first-run", "tuned", "outputs/demo"):
         # where every command is executed, one of the page may make it

@@ -282,7 +282,11 @@ def test_an_export_of_an_import_is_equal_byte_for_byte(tmp_path, name):
     model = make_model(name).to(torch.bfloat16)
     folder = save(model, tmp_path / name, max_shard_size="8KB" if name == "llama" else "5GB")
     files = export_of(tmp_path, folder, name)
-    assert {file.name for file in files} == {*(file.name for file in folder.iterdir()), "tokenizer.json"}
+    assert {file.name for file in files} == {
+        *(file.name for file in folder.iterdir()),
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     for file in folder.iterdir():
         assert (files[0].parent / file.name).read_bytes() == file.read_bytes(), file.name
 

@@ -45,7 +45,7 @@ def best_table(plan: Plan) -> Table:
             {
                 **short_cells(step),
                 **figure_cells(step, time, memory),
-                "waiting": "-" if run.pp == 1 else f"{cause_s['waiting_s'] / whole_s:.1%}",
+                "bubble": "-" if run.pp == 1 else f"{step.bubble_fraction:.1%}",
                 "exposed": f"{exposed_s / whole_s:.1%}",
             }
         )

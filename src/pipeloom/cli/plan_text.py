@@ -30,8 +30,8 @@ from pipeloom.workload.launchers import Launcher
 _KEY = (
     "tp +sp: with sequence parallelism. micro: micro-batches of each data-parallel rank x sequences in each. schedule: "
     "DP (data parallelism) and FSDP have no pipeline. loops: stages of each pipeline rank, +v: in V placement. "
-    "sharded: optim, grads, full (--shards). recomp: recomputed layers. waiting: ranks wait for the compute of other "
-    "ranks. exposed: they wait for communication."
+    "sharded: optim, grads, full (--shards). recomp: recomputed layers. bubble: ranks of a pipeline do not compute, "
+    "with or without communication. exposed: communication beside which nothing computes."
 )
 
 

@@ -139,7 +139,8 @@ def export_checkpoint(
 def _tokenizer_texts(checkpoint: Path, format: Format) -> dict[str, str]:  # noqa: A002  as above
     """The files of the tokenizer. transformers has an end of text only by ``tokenizer_config.json``."""
     texts = read_tokenizer(checkpoint) or {}
-    if format == "hf" and TOKENIZER in texts and TOKENIZER_CONFIG not in texts:
+    has_own_end = json.dumps(END_OF_TEXT) in texts.get(TOKENIZER, "")  # another tokenizer would get a token more
+    if format == "hf" and has_own_end and TOKENIZER_CONFIG not in texts:
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
         return {**texts, TOKENIZER_CONFIG: json.dumps(settings, indent=2) + "\n"}
     return texts
