@@ -123,7 +123,7 @@ def test_in_100_columns_the_table_has_sharding_memory_and_price(model, capsys, m
     assert main([*words(model, cluster="dgx-a100", dtype="bfloat16"), "--no-explain"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (header,) = (line for line in lines if " micro " in line and " schedule " in line)
-    assert all(f" {title}" in header for title in ("sharded", "recomp", "MFU", "GB", "$/1e9", "waiting", "exposed"))
+    assert all(f" {title}" in header for title in ("sharded", "recomp", "MFU", "GB", "$/1e9", "bubble", "exposed"))
     assert max(map(len, lines[: lines.index(header) + 11])) <= 100
     assert any(" DP " in line or " FSDP " in line for line in lines)
 
@@ -358,7 +358,7 @@ def test_the_bubble_is_that_of_simulate_and_none_without_a_pipeline(model, tmp_p
     file = tmp_path / "plan.html"
     command = [*words(model, cluster="dgx-a100"), *SMALL, "--pp", str(pp), "--out", str(tmp_path / "out")]
     assert main([*command, "--html", str(file)]) == 0
-    assert ("waiting" in capsys.readouterr().out.split()) == (pp > 1)
+    assert ("bubble" in capsys.readouterr().out.split()) == (pp > 1)
     assert main(["simulate", str(tmp_path / "out" / "run.toml")]) == 0
     bubble = re.findall(r"^bubble fraction +(\S+%)", capsys.readouterr().out, flags=re.M)
     assert [value for name, value in page_of(file)["facts"] if name == "bubble"] == bubble
@@ -409,7 +409,7 @@ def test_a_narrow_terminal_gets_every_column_and_figure_of_a_wide_one(model, cap
     assert all(len(line) <= columns for line in narrow.splitlines() if model not in line)
     assert "…" not in narrow
     figures = {word for word in wide.split() if word[0] in "$+-" or word[-1] == "%"}
-    heads = {"sharded", "recompute", "tokens/s", "MFU", "waiting", "exposed", "$/1e9", "mainly"}
+    heads = {"sharded", "recompute", "tokens/s", "MFU", "bubble", "exposed", "$/1e9", "mainly"}
     assert heads <= set(wide.split())
     assert heads | figures <= set(narrow.split())
 
