@@ -117,7 +117,7 @@ def test_slices_have_their_own_compute_and_their_share_of_everything_else():
         ("breadth-first", {"pp": 2, "loops": 2}, [4, 4, 4, 4]),
         ("1f1b", {"pp": 5}, [4, 4, 3, 2, 1]),
         ("zb-h1", {"pp": 3}, [3, 2, 1]),
-        ("breadth-first", {"pp": 2, "num_microbatches": 3}, [3, 3]),
+        ("breadth-first", {"pp": 2, "loops": 1, "num_microbatches": 3}, [3, 3]),
         ("1f1b", {"pp": 3, "num_slices": 4}, [1, 1, 1]),
     ],
 )
