@@ -204,7 +204,7 @@ def test_a_receive_starts_no_earlier_than_its_place_in_the_row():
 
 
 def test_one_edge_moves_one_message_at_a_time():
-    schedule = lower(make_schedule("forward-only", pp=2, num_microbatches=4), receive_buffers=9)
+    schedule = lower(make_schedule("forward-only", pp=2, loops=1, num_microbatches=4), receive_buffers=9)
     ends = [s.end_s for s in simulate(schedule, Costs(1, 2, transfer_s=5)).spans if s.action.kind is Kind.RECV_F]
     assert ends == [6, 11, 16, 21]
 
