@@ -70,7 +70,7 @@ def test_weights_that_are_never_dropped_stay_to_the_end():
 
 
 def test_frozen_stages_hold_their_inputs_for_the_forward_only():
-    schedule = make_schedule("forward-only", pp=2, num_microbatches=3)
+    schedule = make_schedule("forward-only", loops=1, pp=2, num_microbatches=3)
     trace = simulate(schedule, Costs(1.0, 2.0))
     curves = memory_over_time(schedule, trace, held(2, 2, kept=KeptBytes([5.0, 5.0])))
     assert [curve.peak_bytes for curve in curves] == [5, 5]
