@@ -206,7 +206,12 @@ def test_a_run_folder_below_one_with_the_name_of_checkpoints_goes_on_in_place(tm
 def test_drafts_of_killed_runs_are_removed_under_the_lock(finished):
     config = config_of(finished, finished)
     before = contents(finished)
-    for name in (".summary.json.part", f"{DRAFTS}/config.toml", f"{FOLDER}/.step-000004.part/__0_0.distcp"):
+    for name in (
+        ".summary.json.part",
+        ".0123456789abcdef.part.html",
+        f"{DRAFTS}/config.toml",
+        f"{FOLDER}/.step-000004.part/__0_0.distcp",
+    ):
         (finished / name).parent.mkdir(exist_ok=True)
         (finished / name).write_text("half")
     (finished / FOLDER / ".step-000001.old").mkdir()

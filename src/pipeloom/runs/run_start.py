@@ -132,7 +132,8 @@ def _remove_drafts(path: Path) -> None:
 def remove_unfinished(path: Path) -> None:
     """Remove incomplete files and checkpoints; no process writes them any more."""
     checkpoints = path / FOLDER
-    for draft in [*path.glob(".*.part"), *checkpoints.glob(".step-*.part"), *checkpoints.glob(".step-*.old")]:
+    own = [*path.glob(".*.part"), *path.glob(".*.part.*")]  # the latter of pages and pictures (``files.replaced``)
+    for draft in [*own, *checkpoints.glob(".step-*.part"), *checkpoints.glob(".step-*.old")]:
         if draft.is_dir():
             shutil.rmtree(draft, ignore_errors=True)
         else:
