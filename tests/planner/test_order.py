@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from pipeloom.cli.plan_text import _on_order
-from pipeloom.planner.advice import SIMPLER_THAN_ROWS
 from pipeloom.planner.choice import SIMPLER, choice_order, in_order, is_tie, simplest
 from pipeloom.planner.error_bar import error_bar
 from pipeloom.planner.search import search
@@ -78,9 +77,8 @@ def test_slower_layouts_follow_in_the_order_of_their_step_times(found):
 @pytest.mark.parametrize("has_simpler", [False, True])
 def test_row_1_is_called_the_simplest_only_without_advice_on_a_simpler_layout(has_simpler):
     steps = (object(), object())
-    advice = [f"{SIMPLER_THAN_ROWS}: dp 4, loops 1"] if has_simpler else []
     plan = SimpleNamespace(
         error_bar=SimpleNamespace(tie=0.02), num_equivalent=2, rows=steps, steps=steps, best=steps[0],
-        simplest=steps[0], advice=advice,
+        simplest=steps[0], has_simpler=has_simpler,
     )  # fmt: skip
     assert ("Row 1 is the simplest of them." in _on_order(plan)) != has_simpler

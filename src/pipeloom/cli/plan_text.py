@@ -15,7 +15,6 @@ from pipeloom.cli.plan_layouts import (
 )
 from pipeloom.cli.run_config import dtype_words
 from pipeloom.cost.hardware import Cluster
-from pipeloom.planner.advice import SIMPLER_THAN_ROWS
 from pipeloom.planner.choice import SIMPLER
 from pipeloom.planner.goals import Goal, Training
 from pipeloom.planner.infeasible import MOST_DOUBLINGS
@@ -190,8 +189,7 @@ def _on_order(plan: Plan) -> str:
         words += f" By prediction row {fastest} is the fastest; row 1 is simpler and at most {SIMPLER:.1%} slower."
     begin = words if fastest > 1 else f"{words} Row 1 is the fastest by prediction."
     if plain is None or plain is plan.rows[0]:
-        is_simplest = not any(text.startswith(SIMPLER_THAN_ROWS) for text in plan.advice)
-        return f"{words} Row 1 is the simplest of them." if is_simplest else begin
+        return begin if plan.has_simpler else f"{words} Row 1 is the simplest of them."
     more = plain.prediction.step_time_s / plan.steps[0].prediction.step_time_s - 1
     number = _row(plan, plain)
     return f"{begin} The simplest is row {number}, {more:.1%} slower by prediction."

@@ -54,10 +54,6 @@ def _difference(best: SimulatedStep, other: SimulatedStep, bar: ErrorBar) -> str
     return f"{abs(more):.1%} {'longer' if more >= 0 else 'less'}{tie}"
 
 
-SIMPLER_THAN_ROWS = "A layout simpler than all rows is equivalent, too"
-"""Begin of the sentence of ``on_one_stage``."""
-
-
 def on_one_stage(searching: Search, steps: Sequence[SimulatedStep], bar: ErrorBar, deadline: float) -> Iterator[str]:
     """A tie without a pipeline and with one stage, where the table lists one whose weights are gathered in stages.
 
@@ -71,7 +67,7 @@ def on_one_stage(searching: Search, steps: Sequence[SimulatedStep], bar: ErrorBa
         return
     split = ", sequence parallel" if plain.run.sequence_parallel else ""
     yield (
-        f"{SIMPLER_THAN_ROWS}: {plain.run.axes.words()}{split}, "
+        f"A layout simpler than all rows is equivalent, too: {plain.run.axes.words()}{split}, "
         f"loops 1, micro-batches of {plain.run.micro_batch}; a step takes "
         f"{_relative(steps[0], plain):.1%} longer than with the fastest."
     )

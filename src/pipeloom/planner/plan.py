@@ -52,6 +52,7 @@ class Plan:
         rivals: the best layouts of other kinds.
         changes: the best layouts of changed questions.
         advice: sentences.
+        has_simpler: whether one of them names an equivalent layout that is simpler than all steps.
         closest: if nothing fits, the layout that lacks the least memory.
         stopped: why the answer is incomplete, time limit or interrupt; ``None`` if it is complete.
     """
@@ -64,6 +65,7 @@ class Plan:
     rivals: list[Rival] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
+    has_simpler: bool = False
     closest: Closest | None = None
     stopped: Reason | None = None
 
@@ -321,5 +323,7 @@ def _explain(plan: Plan, searching: Search, best: SimulatedStep, count: int, dea
         plan.rivals.clear()
         plan.rivals.extend(rivals(searching, question, best, deadline))
     plan.changes.extend(changes(question, best, deadline))
-    plan.advice.extend(on_one_stage(searching, plan.steps, plan.error_bar, deadline))
+    simpler = list(on_one_stage(searching, plan.steps, plan.error_bar, deadline))
+    plan.has_simpler = bool(simpler)
+    plan.advice.extend(simpler)
     plan.advice.extend(advice(question, best, plan.rivals, plan.changes, bar=plan.error_bar, deadline=deadline))
