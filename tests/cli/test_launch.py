@@ -60,9 +60,9 @@ def test_a_run_that_is_predicted_not_to_fit_is_written_and_said_to_lack_memory(t
              "--machine.cluster", "dgx-a100", "--training.device", "cuda")  # fmt: skip
     status, said, _ = launch(capsys, "--out", tmp_path, "--to", "torchrun", "slurm", *words)
     assert status == 0
-    told = " ".join(said.split())
-    assert told.count("does not fit pipeline rank 0 needs") == needs
-    assert ("GB of 85, as predicted for machine.software pipeloom" in told) == bool(needs)
+    printed = " ".join(said.split())
+    assert printed.count("does not fit pipeline rank 0 needs") == needs
+    assert ("GB of 85, as predicted for machine.software pipeloom" in printed) == bool(needs)
 
 
 @pytest.mark.parametrize(

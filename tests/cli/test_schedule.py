@@ -384,8 +384,8 @@ def test_memory_is_that_of_families_in_its_unit(capsys, name):
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["memory"] == pytest.approx(line["memory"])
     assert main(words) == 0
-    (told,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("# memory ")]
-    assert told.endswith("(by rank), in units of one micro-batch's activations on all stages of a rank")
+    (printed,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("# memory ")]
+    assert printed.endswith("(by rank), in units of one micro-batch's activations on all stages of a rank")
     assert main(["families"]) == 0
     assert "in units of one micro-batch's activations on all stages of a rank" in " ".join(
         capsys.readouterr().out.split()

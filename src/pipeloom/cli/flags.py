@@ -313,7 +313,7 @@ def _separator_problem(option: Option, flag: str, texts: Sequence[str]) -> str |
         parts = text.split(",")
         has_zeros = any(re.fullmatch(r"-?0[0-9]+", part) for part in parts)
         is_one = re.fullmatch(r"-?[1-9][0-9]{0,2}(,[0-9]{3})+", text) is not None
-        if (has_zeros or not is_list) if is_one else (has_zeros and is_list):
+        if has_zeros if is_list else is_one:
             plain = [str(int(part)) if re.fullmatch(r"-?[0-9]+", part) else part for part in parts]
             values = f"{' '.join(plain)} for {count(len(parts), 'value')}" if is_list else ""
             ways = [f"{text.replace(',', '')} without commas"] * is_one + [values] * bool(values)

@@ -86,7 +86,7 @@ def parse_run(tree: dict[str, Any], default: RunConfig | None = None) -> tuple[R
 def _adapter() -> "TypeAdapter[RunConfig]":
     from pydantic import TypeAdapter
 
-    return TypeAdapter(RunConfig)  # takes 30 ms; a search reads a run file many times
+    return TypeAdapter(RunConfig)  # takes about 30 ms
 
 
 def without_stale_sizes(config: _Config, file: _Config) -> _Config:

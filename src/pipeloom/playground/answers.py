@@ -79,8 +79,8 @@ def answer(state: State, *, with_curves: bool = False) -> dict[str, Any]:
         with_curves: with the memory of each rank over time, a quarter of the work and of the bytes.
     """
     try:
-        asked, outcome = _outcome(state)
-        tree = _contents(asked, outcome)
+        request, outcome = _outcome(state)
+        tree = _contents(request, outcome)
         return tree | {"over_time": _curves(outcome)} if with_curves else tree
     except PipeloomError as error:
         return refusal(error)
@@ -107,26 +107,26 @@ def download(state: State, form: str) -> Download:
     Raises:
         UserError: there is no such schedule, or the form cannot hold it.
     """
-    asked, outcome = _outcome(state)
-    name = asked.trial.family or "schedule"
+    request, outcome = _outcome(state)
+    name = request.trial.family or "schedule"
     if form == "csv":
         return Download(f"{name}.csv", "text/csv", format_torch_csv(outcome.schedule))
     if form == "txt":
         return Download(f"{name}.txt", "text/plain", format_schedule(outcome.schedule))
     if form != "svg":
         raise UserError(f"expected svg, txt or csv, found {form!r}")
-    picture = timelines_svg({_title(asked.trial, outcome.schedule): outcome.trace}, unit="units of cost", scale=1.0)
+    picture = timelines_svg({_title(request.trial, outcome.schedule): outcome.trace}, unit="units of cost", scale=1.0)
     return Download(f"{name}.svg", "image/svg+xml", picture)
 
 
 def command_of(state: State) -> str:
     """The command that prints the same: ``pipeloom schedule ...``."""
-    return _command(_asked(state))
+    return _command(_request(state))
 
 
-def _command(asked: "_Asked") -> str:
-    trial = asked.trial
-    words = ["pipeloom", "schedule", *([TYPED] if asked.given is not None else [trial.family or ""])]
+def _command(request: "_Request") -> str:
+    trial = request.trial
+    words = ["pipeloom", "schedule", *([TYPED] if request.given is not None else [trial.family or ""])]
     for field in fields(Trial):
         value = getattr(trial, field.name)
         if field.name == "family" or value == field.default:
@@ -137,7 +137,7 @@ def _command(asked: "_Asked") -> str:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
     """What a state describes.
 
     Attributes:
@@ -158,18 +158,18 @@ class _Asked:
         return self.trial.pp * trial_choice(self.trial).loops
 
 
-def _asked(state: State) -> _Asked:
+def _request(state: State) -> _Request:
     trial, text = _read(state)
-    asked = _Asked(trial, None if text is None else _parsed(text), state.get(BESIDE))
+    request = _Request(trial, None if text is None else _parsed(text), state.get(BESIDE))
     # Sizes below 1 are refused where the schedule is made.
-    if asked.beside is None or asked.num_stages < 1:
-        return asked
-    return replace(asked, trial=with_same_work(trial, asked.num_stages, asked.beside))
+    if request.beside is None or request.num_stages < 1:
+        return request
+    return replace(request, trial=with_same_work(trial, request.num_stages, request.beside))
 
 
-def _outcome(state: State) -> tuple[_Asked, Outcome]:
-    asked = _asked(state)
-    trial, given = asked.trial, asked.given
+def _outcome(state: State) -> tuple[_Request, Outcome]:
+    request = _request(state)
+    trial, given = request.trial, request.given
     # Before anything is made of it: a request must not keep the machine busy.
     sizes = (trial.pp, trial.loops or 1, trial.num_microbatches, trial.slices, 3)
     num_actions = trial.slices * given.num_actions if given is not None else prod(max(size, 1) for size in sizes)
@@ -182,7 +182,7 @@ def _outcome(state: State) -> tuple[_Asked, Outcome]:
             found, flagged = what.format(number), flag(name) if given is None else flag(TEXT)
             problem = f"{flagged}: {found} are more than the playground draws, {most:,}; use `pipeloom schedule`"
             raise ConfigError([problem])
-    return asked, try_out(trial, trial_recipe(trial, given))
+    return request, try_out(trial, trial_recipe(trial, given))
 
 
 _TRIAL = TypeAdapter(Trial)
@@ -267,28 +267,28 @@ def _number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _same_work(asked: _Asked) -> str | None:
+def _same_work(request: _Request) -> str | None:
     """What costs and a budget are of, where a schedule with other stages is beside this one."""
-    if asked.beside is None or asked.beside == asked.num_stages:
+    if request.beside is None or request.beside == request.num_stages:
         return None
-    trial = asked.trial
+    trial = request.trial
     limit = "" if trial.budget is None else f", memory limit {trial.budget:g}"
     return (
-        f"Costs and a memory limit are of the {count(asked.beside, 'stage')} of A. The "
-        f"{count(asked.num_stages, 'stage')} here are the same model: forward {trial.forward:g}, backward "
+        f"Costs and a memory limit are of the {count(request.beside, 'stage')} of A. The "
+        f"{count(request.num_stages, 'stage')} here are the same model: forward {trial.forward:g}, backward "
         f"{trial.backward:g}{limit}."
     )
 
 
-def _contents(asked: _Asked, outcome: Outcome) -> dict[str, Any]:
-    trial, schedule, trace = asked.trial, outcome.schedule, outcome.trace
+def _contents(request: _Request, outcome: Outcome) -> dict[str, Any]:
+    trial, schedule, trace = request.trial, outcome.schedule, outcome.trace
     loops = schedule.num_stages / schedule.num_ranks
     figures, traces = outcome.figures, {"simulated": trace}
     return {
         "title": _title(trial, schedule),
-        "command": _command(asked),
+        "command": _command(request),
         "num_stages": schedule.num_stages,
-        "same_work": _same_work(asked),
+        "same_work": _same_work(request),
         "headline": [
             ["makespan", f"{figures['makespan']:g}", "units of cost"],
             ["bubble", f"{100 * figures['bubble_fraction']:.2f}%", "idle / total"],
