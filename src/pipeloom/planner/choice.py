@@ -1,15 +1,49 @@
 """The order of layouts in which to choose: by predicted time, and by simplicity where times hardly differ."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from pipeloom.planner.comparison import complexity
+from pipeloom.families import FAMILIES
+from pipeloom.planner.comparison import num_axes
 from pipeloom.planner.error_bar import ErrorBar
+from pipeloom.planner.question import HEADROOM
 from pipeloom.planner.strategies import strategy_of
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.workload.run import Run
 
 SIMPLER = 0.005
 """By how much a simpler layout may be slower, by prediction, and still come first (docs/decisions/0069)."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What decides how simple a layout is.
+
+    Attributes:
+        run: its axes, stages and recomputation.
+        family: of its schedule.
+        strategy: of its memory.
+        filled: predicted share of the memory of the fullest device.
+    """
+
+    run: Run
+    family: str
+    strategy: str
+    filled: float
+
+    @property
+    def complexity(self) -> tuple[bool, int, int, int, bool, int, int, bool]:
+        """Criteria of simplicity, the first one first; of two layouts the smaller is simpler.
+
+        No strategy, fewest axes, most room, fewest pipeline ranks, whole backwards (more programs have such schedules),
+        fewest stages, smallest tensor axis, no recomputation.
+        """
+        # Smaller differences of the room are below the error of predicted memory, which the headroom is.
+        room = int((1 - self.filled) / HEADROOM)
+        splits = self.run.pp > 1 and FAMILIES[self.family].splits_backward
+        recomputes = set(self.run.recompute_kinds) != {"none"}
+        stages = (self.run.num_stages, self.run.tp, recomputes)
+        return self.strategy != "none", num_axes(self.run), -room, self.run.pp, splits, *stages
 
 
 def is_tie(best: SimulatedStep, other: SimulatedStep, bar: ErrorBar) -> bool:
@@ -24,31 +58,31 @@ def in_order(steps: Sequence[SimulatedStep], bar: ErrorBar) -> list[SimulatedSte
         steps: the fastest first.
         bar: error of a comparison; simplicity never decides beyond it.
     """
-    kinds = [_kind(step) for step in steps]
-    order = choice_order([step.prediction.step_time_s for step in steps], kinds, min(SIMPLER, bar.tie))
+    layouts = [_layout(step) for step in steps]
+    order = choice_order([step.prediction.step_time_s for step in steps], layouts, min(SIMPLER, bar.tie))
     return [steps[number] for number in order]
 
 
 def simplest(steps: Sequence[SimulatedStep], bar: ErrorBar) -> SimulatedStep:
     """The simplest of the layouts that tie with the fastest, which is the first of them."""
-    return min((step for step in steps if is_tie(steps[0], step, bar)), key=lambda step: complexity(*_kind(step)))
+    return min((step for step in steps if is_tie(steps[0], step, bar)), key=lambda step: _layout(step).complexity)
 
 
-def choice_order(times_s: Sequence[float], kinds: Sequence[tuple[Run, str, str]], margin: float) -> list[int]:
+def choice_order(times_s: Sequence[float], layouts: Sequence[Layout], margin: float) -> list[int]:
     """Numbers of layouts in the order in which to choose.
 
-    Those slower than the fastest by less than a margin are sorted by simplicity (``complexity``), and the others follow
-    by time.
+    Those slower than the fastest by less than a margin are sorted by simplicity (``Layout.complexity``), and the others
+    follow by time.
 
     Args:
         times_s: predicted step times, in seconds.
-        kinds: for each layout its run, schedule family and strategy.
+        layouts: what decides how simple each is.
         margin: relative difference to the fastest.
     """
     by_time = sorted(range(len(times_s)), key=times_s.__getitem__)
     near = [number for number in by_time if times_s[number] / times_s[by_time[0]] - 1 < margin]
-    return [*sorted(near, key=lambda number: complexity(*kinds[number])), *by_time[len(near) :]]
+    return [*sorted(near, key=lambda number: layouts[number].complexity), *by_time[len(near) :]]
 
 
-def _kind(step: SimulatedStep) -> tuple[Run, str, str]:
-    return step.run, step.knobs.choice.family, strategy_of(step)
+def _layout(step: SimulatedStep) -> Layout:
+    return Layout(step.run, step.knobs.choice.family, strategy_of(step), step.prediction.filled)

@@ -11,7 +11,6 @@ from pipeloom.analysis.bubble import WAITING
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.stages import layers_by_kind
 from pipeloom.cost.what_if import with_bandwidth, with_memory
-from pipeloom.families import FAMILIES
 from pipeloom.planner.frontier import SortKey
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.search import Search, is_over, search
@@ -100,17 +99,6 @@ def without_pipeline(run: Run) -> str:
 def num_axes(run: Run) -> int:
     """How many axes have several ranks; those that share experts count as one more."""
     return sum(size > 1 for size in run.sizes.values())
-
-
-def complexity(run: Run, family: str, strategy: str) -> tuple[bool, int, int, bool, int, int, bool]:
-    """Criteria of simplicity, the first one first; of two layouts the smaller is simpler.
-
-    No strategy, fewest axes, fewest pipeline ranks, whole backwards (more programs have such schedules), fewest stages,
-    smallest tensor axis, no recomputation.
-    """
-    splits = run.pp > 1 and FAMILIES[family].splits_backward
-    recomputes = set(run.recompute_kinds) != {"none"}
-    return strategy != "none", num_axes(run), run.pp, splits, run.num_stages, run.tp, recomputes
 
 
 @dataclass(frozen=True)
