@@ -131,15 +131,16 @@ def _refuse_line_breaks(command: str, words: list[str]) -> None:
 
 def _run(command: str, words: list[str]) -> int:
     from pipeloom.errors import HostError, Interrupted, UserError
-    from pipeloom.schedule.compiled import start_lean
 
-    start_lean()
     try:
         _refuse_line_breaks(command, words)
         # Before the imports, so that a scheduler's signal has the same status at any time.
         with raised_signals() if command == "train" else nullcontext():
             # The one module of the command: most start without torch, and each without the imports of the others.
             with kept_imports():
+                from pipeloom.schedule.compiled import start_lean
+
+                start_lean()
                 module = importlib.import_module(f"pipeloom.cli.{command}")
             status = module.run(words)
     except PipeloomError as error:

@@ -56,7 +56,7 @@ class Placed:
         """Another run on the same cluster with the same program."""
         return self if run is self.run else Placed(run, self.cluster, self.software)
 
-    @property
+    @cached_property
     def of_state(self) -> "Placed":
         """The run with only what affects its state (``Run.of_state``), equal for many runs of a search."""
         return self.of(self.run.of_state)

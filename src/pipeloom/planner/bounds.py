@@ -25,6 +25,7 @@ from pipeloom.cost.pieces import PieceSeconds
 from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.stages import num_frozen_stages, stage_layers
 from pipeloom.planner.buffers import NO_ROOM, buffers_of, kept_state_bytes, recomputing_buffers_of, stages_by_rank
+from pipeloom.planner.schedules import InFlight
 from pipeloom.planner.work import Floats, StageTimes, Work
 from pipeloom.predict.memory import Room, num_peers
 from pipeloom.recipe import Knobs
@@ -459,22 +460,17 @@ class Sharded(OfPlaced):
         run, stages = self.run, self.bounds.stages.shape[1]
         return self.room_of(*recomputing_buffers_of(run.shard, stages, updates_stages=run.updates_stages))
 
-    def layers_to_recompute(self, in_flight: Floats) -> Floats:
-        """[schedule, rank] lower bounds of the layers that must be recomputed to fit a device.
-
-        Args:
-            in_flight: [schedule, rank, number of its stage] stage inputs that it holds at once.
-        """
+    def layers_to_recompute(self, in_flight: InFlight) -> Floats:
+        """[schedule, rank] lower bounds of the layers that must be recomputed to fit a device."""
         layers, each, more = self.bounds.layer_bytes
-        held = self.held_bytes(in_flight, self.recomputing_room)
+        held = self.held_bytes(in_flight.inputs, self.recomputing_room)
         room = self.bounds.capacity_bytes
         missing = np.where(held > room, (held + more - room) / each, 0.0)
         if not missing.any():
             return missing
         # Stages with the most inputs first: a layer there saves the most, so these are the fewest layers.
-        order = np.argsort(-in_flight, axis=2, kind="stable")
-        inputs = np.maximum(np.take_along_axis(in_flight, order, axis=2), 1e-9)
-        counts = np.take_along_axis(np.broadcast_to(layers, in_flight.shape), order, axis=2)
+        inputs, order = in_flight.descending, in_flight.order
+        counts = np.take_along_axis(np.broadcast_to(layers, order.shape), order, axis=2)
         saved_before = np.cumsum(inputs * counts, axis=2) - inputs * counts
         # A whole number must not become the next one by rounding.
         wanted = np.ceil((missing[..., None] - saved_before) / inputs - 1e-9)

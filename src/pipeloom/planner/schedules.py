@@ -3,8 +3,10 @@
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.planner.work import Floats
@@ -68,8 +70,34 @@ def inputs_of(choice: Choice) -> Floats | None:
     return None if held is None else np.array(held, np.float64)
 
 
+class InFlight(NamedTuple):
+    """Stage inputs that several schedules of the same stages hold at the peaks of their ranks.
+
+    Attributes:
+        inputs: [schedule, rank, number of its stage] stage inputs; one of each without a closed form.
+        is_closed: [schedule] whether they have a closed form.
+        order: [schedule, rank, place] numbers of the rank's stages, those with the most inputs first.
+        descending: [schedule, rank, place] their stage inputs, above 0.
+    """
+
+    inputs: Floats
+    is_closed: NDArray[np.bool_]
+    order: NDArray[np.intp]
+    descending: Floats
+
+    def take(self, schedules: NDArray[np.bool_]) -> "InFlight":
+        """Those of some schedules."""
+        if schedules.all():
+            return self
+        inputs, descending = self.inputs[schedules], self.descending[schedules]
+        return InFlight(inputs, self.is_closed[schedules], self.order[schedules], descending)
+
+
 @lru_cache(maxsize=4096)
-def inputs_of_all(choices: tuple[Choice, ...]) -> Floats:
-    """[schedule, rank, number of its stage] stage inputs at a rank's peak; one of each without a closed form."""
-    shape = choices[0].pp, choices[0].loops
-    return np.array([np.ones(shape) if (own := inputs_of(choice)) is None else own for choice in choices])
+def in_flight_of(choices: tuple[Choice, ...]) -> InFlight:
+    """What schedules of the same stages hold at their peaks."""
+    found, ones = [inputs_of(choice) for choice in choices], np.ones((choices[0].pp, choices[0].loops))
+    inputs = np.array([ones if own is None else own for own in found])
+    order = np.argsort(-inputs, axis=2, kind="stable")
+    descending = np.maximum(np.take_along_axis(inputs, order, axis=2), 1e-9)
+    return InFlight(inputs, np.array([own is not None for own in found]), order, descending)

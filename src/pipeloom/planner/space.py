@@ -17,6 +17,7 @@ from math import gcd
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import frozen_bytes, kept_bytes, lasting_bytes, working_bytes
@@ -27,7 +28,7 @@ from pipeloom.cost.stages import layers_of_pieces, placement_of, stage_layers
 from pipeloom.families import Choice
 from pipeloom.planner.bounds import AnyStages, Bounds, Floats, Sharded
 from pipeloom.planner.question import LEVELS, Question, has_better_axes, why_not
-from pipeloom.planner.schedules import inputs_of, inputs_of_all, schedules_of
+from pipeloom.planner.schedules import InFlight, in_flight_of, inputs_of, schedules_of
 from pipeloom.schedule import Placement
 from pipeloom.workload.axes import axes, divisors
 from pipeloom.workload.layout import Shard
@@ -299,44 +300,42 @@ class Twig:
 
     def bounded(self, leaves: "Sequence[Leaf]") -> "tuple[list[tuple[float, Leaf]], list[Leaf]]":
         """The leaves that may fit, without the sharding levels that cannot, with their bounds; and the other leaves."""
-        levels = self._first_levels(inputs_of_all(tuple(leaf.choice for leaf in leaves)))
-        found: list[tuple[float, Leaf]] = []
+        in_flight = in_flight_of(tuple(leaf.choice for leaf in leaves))
+        levels, found = self._first_levels(in_flight), list[tuple[float, Leaf]]()
         for number in range(len(self.sharding.levels)):
-            fitting = [leaf for leaf, first in zip(leaves, levels, strict=True) if first == number]
-            if fitting:
-                levels_left = self.sharding._replace(levels=self.sharding.levels[number:])
-                trimmed = self if number == 0 else replace(self, sharding=levels_left)
-                bounds_s = trimmed.bounds_of([leaf.choice for leaf in fitting])
-                own = fitting if number == 0 else [replace(leaf, sharding=trimmed.sharding) for leaf in fitting]
-                found += zip(bounds_s, own, strict=True)
-        return found, [leaf for leaf, first in zip(leaves, levels, strict=True) if first == len(self.sharding.levels)]
+            fits = levels == number
+            if not fits.any():
+                continue
+            levels_left = self.sharding._replace(levels=self.sharding.levels[number:])
+            trimmed = self if number == 0 else replace(self, sharding=levels_left)
+            bounds_s = trimmed.bounds_of(in_flight.take(fits))
+            fitting = [leaves[one] for one in np.flatnonzero(fits).tolist()]
+            own = fitting if number == 0 else [replace(leaf, sharding=trimmed.sharding) for leaf in fitting]
+            found += zip(bounds_s, own, strict=True)
+        return found, [leaves[one] for one in np.flatnonzero(levels == len(self.sharding.levels)).tolist()]
 
-    def _first_levels(self, in_flight: Floats) -> list[int]:
-        """For each schedule the number of the first sharding level that may fit; that of all levels if none can.
-
-        Args:
-            in_flight: [schedule, rank, number of its stage] stage inputs.
-        """
+    def _first_levels(self, in_flight: InFlight) -> NDArray[np.intp]:
+        """For each schedule the number of the first sharding level that may fit; that of all levels if none can."""
         memory, levels = self.cut.memory, self.sharding.levels
-        first = np.full(len(in_flight), len(levels))
+        first = np.full(len(in_flight.inputs), len(levels))
         for number, shard in reversed([*enumerate(levels)]):
             sharded = memory.sharded(shard, self.sharding.replicate)
             room = sharded.recomputing_room if self.cut.arrangement.recomputed == "some" else sharded.least_room
-            held = sharded.held_bytes(in_flight, room)
+            held = sharded.held_bytes(in_flight.inputs, room)
             first[(held - memory.capacity_bytes).max(axis=1) <= 0] = number
-        return first.tolist()
+        return first
 
-    def bounds_of(self, choices: Sequence[Choice]) -> list[float]:
+    def bounds_of(self, in_flight: InFlight) -> list[float]:
         """For each schedule the lower bound of the step time in seconds, with the layers that it must recompute."""
-        time, arrangement, bounds_s = self._time, self.cut.arrangement, np.full(len(choices), self.bound_s)
-        closed = [number for number, choice in enumerate(choices) if inputs_of(choice) is not None]
-        if not closed or not (arrangement.splits or arrangement.recomputed == "some"):
+        time, arrangement, closed = self._time, self.cut.arrangement, in_flight.is_closed
+        bounds_s = np.full(len(closed), self.bound_s)
+        if not closed.any() or not (arrangement.splits or arrangement.recomputed == "some"):
             return bounds_s.tolist()
-        in_flight = inputs_of_all(tuple(choices[number] for number in closed))
+        held = in_flight.take(closed)
         if arrangement.splits:
-            bounds_s[closed] = np.maximum(bounds_s[closed], time.in_flight_bound_s(in_flight))
+            bounds_s[closed] = np.maximum(bounds_s[closed], time.in_flight_bound_s(held.inputs))
         if arrangement.recomputed == "some":
-            again_s = self.cut.time.recomputing_s(time.layers_to_recompute(in_flight)) + time.after_s
+            again_s = self.cut.time.recomputing_s(time.layers_to_recompute(held)) + time.after_s
             bounds_s[closed] = np.maximum(bounds_s[closed], again_s)
         return bounds_s.tolist()
 

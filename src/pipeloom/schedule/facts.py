@@ -139,6 +139,8 @@ class Facts:
     def _has(self, kind: Kind) -> NDArray[np.bool_]:
         """[stage, micro-batch, slice] whether the schedule has such an action."""
         has = np.zeros(self.shape, np.bool_)
+        if not self.has(kind):
+            return has
         columns = self.columns
         chosen = columns.kind == kind.code
         place = np.stack([columns.stage[chosen], columns.microbatch[chosen], columns.part[chosen]])

@@ -99,9 +99,13 @@ class Row(Sequence[Action]):
             after: for each action the slot that it follows, ascending; -1: before the first.
             actions: as many; those behind the same slot keep their order.
         """
-        places = np.asarray(after, np.intp) + 1
-        pairs = zip(self.arrays, actions.arrays, strict=True)
-        return Row(*(np.insert(mine, places, theirs) for mine, theirs in pairs))
+        places = np.asarray(after, np.intp) + np.arange(1, len(actions) + 1)
+        is_own = np.ones(len(self) + len(actions), np.bool_)
+        is_own[places] = False
+        arrays = [np.empty(len(is_own), np.int32) for _ in self.arrays]
+        for array, mine, theirs in zip(arrays, self.arrays, actions.arrays, strict=True):
+            array[is_own], array[places] = mine, theirs
+        return Row(*arrays)
 
     def with_actions(self, added: Iterable[tuple[int, float, Action]]) -> "Row":
         """The row with actions inserted, given in any order as (slot that it follows, order there, action).

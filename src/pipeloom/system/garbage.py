@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_MANY_OBJECTS = 100_000
+_MANY_OBJECTS = 1_000_000
 """New objects between two collections of garbage; Python's default is 700."""
 
 
@@ -17,6 +17,10 @@ def few_collections() -> Iterator[None]:
     try:
         yield
     finally:
+        # Together these make all objects old ones. Else the next new object would start a collection of everything
+        # that was made meanwhile, which takes half a second after a search, and most processes end here.
+        gc.freeze()
+        gc.unfreeze()
         gc.set_threshold(*before)
 
 
