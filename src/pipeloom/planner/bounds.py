@@ -25,8 +25,7 @@ from pipeloom.cost.pieces import PieceSeconds
 from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.stages import num_frozen_stages, stage_layers
 from pipeloom.planner.buffers import NO_ROOM, buffers_of, kept_state_bytes, recomputing_buffers_of, stages_by_rank
-from pipeloom.planner.schedules import InFlight
-from pipeloom.planner.work import Floats, StageTimes, Work
+from pipeloom.planner.work import Floats, InFlight, StageTimes, Work
 from pipeloom.predict.memory import Room, num_peers
 from pipeloom.recipe import Knobs
 from pipeloom.schedule import Kind

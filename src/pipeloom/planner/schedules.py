@@ -3,13 +3,11 @@
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipeloom.families import FAMILIES, Choice
-from pipeloom.planner.work import Floats
+from pipeloom.planner.work import Floats, InFlight
 
 GROUP_FACTORS = (1.25, 2, 4, 8, 16)
 """Group sizes of the hybrid, as multiples of the pipeline ranks; the number of micro-batches is searched, too."""
@@ -68,29 +66,6 @@ def inputs_of(choice: Choice) -> Floats | None:
     """[rank, number of its stage] stage inputs at a rank's peak; ``None`` without a closed form."""
     held = choice.stage_inputs
     return None if held is None else np.array(held, np.float64)
-
-
-class InFlight(NamedTuple):
-    """Stage inputs that several schedules of the same stages hold at the peaks of their ranks.
-
-    Attributes:
-        inputs: [schedule, rank, number of its stage] stage inputs; one of each without a closed form.
-        is_closed: [schedule] whether they have a closed form.
-        order: [schedule, rank, place] numbers of the rank's stages, those with the most inputs first.
-        descending: [schedule, rank, place] their stage inputs, above 0.
-    """
-
-    inputs: Floats
-    is_closed: NDArray[np.bool_]
-    order: NDArray[np.intp]
-    descending: Floats
-
-    def take(self, schedules: NDArray[np.bool_]) -> "InFlight":
-        """Those of some schedules."""
-        if schedules.all():
-            return self
-        inputs, descending = self.inputs[schedules], self.descending[schedules]
-        return InFlight(inputs, self.is_closed[schedules], self.order[schedules], descending)
 
 
 @lru_cache(maxsize=4096)

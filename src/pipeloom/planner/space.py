@@ -28,7 +28,8 @@ from pipeloom.cost.stages import layers_of_pieces, placement_of, stage_layers
 from pipeloom.families import Choice
 from pipeloom.planner.bounds import AnyStages, Bounds, Floats, Sharded
 from pipeloom.planner.question import LEVELS, Question, has_better_axes, why_not
-from pipeloom.planner.schedules import InFlight, in_flight_of, inputs_of, schedules_of
+from pipeloom.planner.schedules import in_flight_of, inputs_of, schedules_of
+from pipeloom.planner.work import InFlight
 from pipeloom.schedule import Placement
 from pipeloom.workload.axes import axes, divisors
 from pipeloom.workload.layout import Shard

@@ -1,6 +1,7 @@
-"""Seconds of the work of stages and ranks, and of the ways of micro-batches to them and of gradients back."""
+"""Arrays of a bound: seconds of stages, ranks and of the ways between them; stage inputs that schedules hold."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,3 +76,26 @@ class Work:
             share: part of a micro-batch that ranks send at once.
         """
         return share * self.arrival_s + self.busy_s + np.maximum(least_s, share * self.return_s - self.weights_s)
+
+
+class InFlight(NamedTuple):
+    """Stage inputs that several schedules of the same stages hold at the peaks of their ranks.
+
+    Attributes:
+        inputs: [schedule, rank, number of its stage] stage inputs; one of each without a closed form.
+        is_closed: [schedule] whether they have a closed form.
+        order: [schedule, rank, place] numbers of the rank's stages, those with the most inputs first.
+        descending: [schedule, rank, place] their stage inputs, above 0.
+    """
+
+    inputs: Floats
+    is_closed: NDArray[np.bool_]
+    order: NDArray[np.intp]
+    descending: Floats
+
+    def take(self, schedules: NDArray[np.bool_]) -> "InFlight":
+        """Those of some schedules."""
+        if schedules.all():
+            return self
+        inputs, descending = self.inputs[schedules], self.descending[schedules]
+        return InFlight(inputs, self.is_closed[schedules], self.order[schedules], descending)
