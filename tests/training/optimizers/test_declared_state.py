@@ -71,6 +71,31 @@ def test_one_error_names_all_that_is_not_declared_and_what_to_declare(made):
     ]
 
 
+def test_values_of_groups_that_change_would_begin_anew(made):
+    optimizer, declared = made(lambda _: {})
+    (group, *_) = optimizer.param_groups
+    group["lr"] = 0.01
+    declared.check(again=True)
+    group |= {"count": 1, "betas": torch.zeros(2)}
+    with pytest.raises(UserError) as found:
+        declared.check(again=True)
+    assert str(found.value).splitlines()[1:] == [
+        "  - param_groups['count']: expected the value that it began with; keep it in state[parameter]",
+        "  - param_groups['betas']: expected the value that it began with; keep it in state[parameter]",
+    ]
+
+
+def test_a_changed_tensor_of_a_group_is_found(made):
+    optimizer, _ = made(lambda _: {})
+    (group, *_) = optimizer.param_groups
+    group["scale"] = torch.ones(2)
+    declared = DeclaredState(OptimizerConfig(name="keeps"), optimizer, [])
+    declared.check(again=True)
+    group["scale"].mul_(2)
+    with pytest.raises(UserError, match=r"param_groups\['scale'\]"):
+        declared.check(again=True)
+
+
 def test_state_of_whole_matrices_has_a_function_of_its_shape(made):
     matrices = Matrices(takes=lambda _, shape: len(shape) == 2, state={"rows": lambda shape: shape[:1]})
     optimizer, declared = made(lambda one: {"columns": one.detach().sum(0)} if one.ndim == 2 else {}, matrices)

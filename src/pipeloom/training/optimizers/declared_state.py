@@ -1,6 +1,8 @@
 """Refuses state of an optimizer that no checkpoint would have, because the optimizer does not declare it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +24,20 @@ class DeclaredState:
 
     def __init__(self, config: OptimizerConfig, optimizer: torch.optim.Optimizer, parts: Sequence[FlatPart]) -> None:
         self._config, self._optimizer, self._parts = config, optimizer, parts
+        self._settings = deepcopy(self._group_settings())
         self._is_checked = False
+
+    def _group_settings(self) -> list[dict[str, Any]]:
+        """For each group its settings, without the learning rate, which changes in every step."""
+        return [
+            {name: value for name, value in group.items() if name not in ("params", "lr")}
+            for group in self._optimizer.param_groups
+        ]
+
+    def _changed_settings(self) -> Iterator[str]:
+        """Names of settings that the optimizer has changed or added in a group."""
+        for before, now in zip(self._settings, self._group_settings(), strict=True):
+            yield from (name for name in now if name not in before or not _equals(before[name], now[name]))
 
     def check(self, *, again: bool = False) -> None:
         """Compare once, behind the first step; an optimizer may add state later, so ``again`` before a checkpoint.
@@ -46,9 +61,19 @@ class DeclaredState:
             found.setdefault(
                 f"state[{name}]", "expected a parameter of the run as the key; keep it in state[parameter]"
             )
+        for name in self._changed_settings():
+            found.setdefault(
+                f"param_groups[{name!r}]", "expected the value that it began with; keep it in state[parameter]"
+            )
         if found:
             begin = f"optimizer {self._config.name} keeps state that it does not declare; no checkpoint would have it:"
             raise UserError("\n".join([begin, *(f"  - {key}: {advice}" for key, advice in found.items())]))
+
+
+def _equals(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
 
 
 def _advice(key: object, value: object, shape: tuple[int, ...], *, is_matrix: bool) -> str:
