@@ -51,6 +51,12 @@ def test_a_table_of_failures_is_walked(capsys, tmp_path):
     assert waits["restarts"] == pytest.approx(1 / 110)  # the second one is at the end
 
 
+def test_the_hosts_of_a_node_fail_alone(capsys):
+    """A GB200 NVL72 has 72 devices that share NVLink, in hosts of 4."""
+    rack = ["--machine.cluster", "gb200-nvl72", "--layout.dp", "18", "--layout.pp", "4"]
+    assert answer(capsys, *rack, "--mtbf", "1y", "--checkpoint-time", "20s")["num_nodes"] == 18
+
+
 def test_spares_replace_a_node(capsys, tmp_path):
     table = tmp_path / "failures.csv"
     table.write_text("hours,node,state\n10,3,down\n20,3,up\n")

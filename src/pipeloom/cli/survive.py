@@ -221,7 +221,7 @@ def _moves(options: Options, problems: list[str]) -> _Moves | None:
         if options.move_time is not None:
             problems.append("--move-time has no effect without --rebalance-every; give both or leave it out")
         return None
-    layout, per_node = options.layout, describe(options).cluster.devices_per_node
+    layout, per_node = options.layout, describe(options).cluster.host_size
     nodes = [range(first, min(first + per_node, layout.num_ranks)) for first in range(0, layout.num_ranks, per_node)]
     if not layout.has_pipeline or any(len({layout.coordinates(rank).pipeline for rank in node}) > 1 for node in nodes):
         problems.append(

@@ -43,8 +43,8 @@ Ways = Callable[[int], OnNodes]
 
 
 def nodes_of(config: RunConfig) -> int:
-    """Number of nodes of a run."""
-    return math.ceil(config.layout.num_ranks / describe(config).cluster.devices_per_node)
+    """Number of nodes of a run that fail alone: hosts, of which a node such as an NVL72 has several."""
+    return math.ceil(config.layout.num_ranks / describe(config).cluster.host_size)
 
 
 def waits(config: RunConfig) -> Ways:
@@ -55,7 +55,7 @@ def waits(config: RunConfig) -> Ways:
 
 def fewer_replicas(config: RunConfig) -> Ways:
     """The same pipeline with the most replicas for which there are nodes, which divide the same batch evenly."""
-    per_node, own = describe(config).cluster.devices_per_node, waits(config)(nodes_of(config))
+    per_node, own = describe(config).cluster.host_size, waits(config)(nodes_of(config))
 
     @cache
     def on(num_up: int) -> OnNodes:
@@ -153,7 +153,7 @@ def planned(config: RunConfig, budget_s: float, numbers: Iterable[int]) -> Ways:
         numbers: of nodes that will be up.
     """
     placed, own = describe(config), waits(config)(nodes_of(config))
-    per_node = placed.cluster.devices_per_node
+    per_node = placed.cluster.host_size
     likely = sorted({min(number, own.num_nodes) for number in numbers}, reverse=True)
 
     @cache
