@@ -23,7 +23,8 @@ from pipeloom.accuracy.compare import Outcome, compare
 from pipeloom.accuracy.programs import known_cluster, program_of
 from pipeloom.accuracy.rows import Group, read_rows
 from pipeloom.accuracy.schedules import FAMILY_OF
-from pipeloom.planner.choice import SIMPLER, Layout, choice_order
+from pipeloom.planner.choice import SIMPLER, choice_order
+from pipeloom.planner.comparison import Layout
 from pipeloom.planner.error_bar import error_bar
 from pipeloom.planner.question import HEADROOM
 from pipeloom.workload.run import Run

@@ -35,8 +35,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave the tests' own objects out of collections, in the processes that fork from this one, too."""
+    """Leave the tests' own objects out of collections, in the processes that fork from this one, too.
+
+    Collect less often: with Python's threshold of 700 objects it takes a tenth of the time of all tests.
+    """
     gc.freeze()
+    gc.set_threshold(100_000)
 
 
 @pytest.fixture(autouse=True)

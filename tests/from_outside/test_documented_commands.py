@@ -45,6 +45,13 @@ def test_a_command_that_pipeloom_refuses_is_found(words, part, tmp_path):
     assert part in parse(tuple(words.split()), tmp_path)
 
 
+def test_a_command_that_is_parsed_does_not_begin(tmp_path):
+    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 99)
+    (tmp_path / "run.toml").write_text('data = { path = "text.txt", tokenizer = "bytes" }')
+    assert parse(("train", "run.toml", "--output.folder", "run"), tmp_path) == ""
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_part_of_a_command_is_read_by_its_flags():
     assert parse_part(("plan", "--out", "...")) == ""
     assert "--outt" in parse_part(("plan", "--outt"))

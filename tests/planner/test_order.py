@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from pipeloom.cli.plan_text import _on_order
-from pipeloom.planner.choice import SIMPLER, Layout, choice_order, in_order, is_tie, simplest
+from pipeloom.planner.choice import SIMPLER, choice_order, in_order, is_tie, simplest
+from pipeloom.planner.comparison import Layout
 from pipeloom.planner.error_bar import error_bar
 from pipeloom.planner.search import search
 

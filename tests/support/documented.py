@@ -146,17 +146,18 @@ def _ends_when_parsed(command: str) -> Iterator[None]:
     readers = {name: value for name, value in vars(module).items() if name.startswith("parse_") or name == "read_flags"}
     assert readers, f"pipeloom {command} reads its words in another way than the others: extend documented.py"
 
-    def ending(read):
+    def ending(name, read):
         def read_and_end(*arguments, **options):
             found = read(*arguments, **options)
-            if isinstance(found, tuple) and found[1]:  # options and what is wrong with the words
+            # The others raise what is wrong with the words; this one returns it, and the command raises it.
+            if name == "read_flags" and found[1]:
                 return found
             raise _Parsed
 
         return read_and_end
 
     for name, value in readers.items():
-        setattr(module, name, ending(value))
+        setattr(module, name, ending(name, value))
     try:
         yield
     finally:

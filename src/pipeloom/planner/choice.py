@@ -1,49 +1,14 @@
 """The order of layouts in which to choose: by predicted time, and by simplicity where times hardly differ."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from pipeloom.families import FAMILIES
-from pipeloom.planner.comparison import num_axes
+from pipeloom.planner.comparison import Layout
 from pipeloom.planner.error_bar import ErrorBar
-from pipeloom.planner.question import HEADROOM
 from pipeloom.planner.strategies import strategy_of
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.workload.run import Run
 
 SIMPLER = 0.005
 """By how much a simpler layout may be slower, by prediction, and still come first (docs/decisions/0069)."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What decides how simple a layout is.
-
-    Attributes:
-        run: its axes, stages and recomputation.
-        family: of its schedule.
-        strategy: of its memory.
-        filled: predicted share of the memory of the fullest device.
-    """
-
-    run: Run
-    family: str
-    strategy: str
-    filled: float
-
-    @property
-    def complexity(self) -> tuple[bool, int, int, int, bool, int, int, bool]:
-        """Criteria of simplicity, the first one first; of two layouts the smaller is simpler.
-
-        No strategy, fewest axes, most room, fewest pipeline ranks, whole backwards (more programs have such schedules),
-        fewest stages, smallest tensor axis, no recomputation.
-        """
-        # Smaller differences of the room are below the error of predicted memory, which the headroom is.
-        room = int((1 - self.filled) / HEADROOM)
-        splits = self.run.pp > 1 and FAMILIES[self.family].splits_backward
-        recomputes = set(self.run.recompute_kinds) != {"none"}
-        stages = (self.run.num_stages, self.run.tp, recomputes)
-        return self.strategy != "none", num_axes(self.run), -room, self.run.pp, splits, *stages
 
 
 def is_tie(best: SimulatedStep, other: SimulatedStep, bar: ErrorBar) -> bool:

@@ -11,8 +11,9 @@ from pipeloom.analysis.bubble import WAITING
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.stages import layers_by_kind
 from pipeloom.cost.what_if import with_bandwidth, with_memory
+from pipeloom.families import FAMILIES
 from pipeloom.planner.frontier import SortKey
-from pipeloom.planner.question import Limits, Question
+from pipeloom.planner.question import HEADROOM, Limits, Question
 from pipeloom.planner.search import Search, is_over, search
 from pipeloom.planner.strategies import STRATEGIES, strategy_of
 from pipeloom.predict.step import SimulatedStep
@@ -99,6 +100,37 @@ def without_pipeline(run: Run) -> str:
 def num_axes(run: Run) -> int:
     """How many axes have several ranks; those that share experts count as one more."""
     return sum(size > 1 for size in run.sizes.values())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What decides how simple a layout is.
+
+    Attributes:
+        run: its axes, stages and recomputation.
+        family: of its schedule.
+        strategy: of its memory.
+        filled: predicted share of the memory of the fullest device.
+    """
+
+    run: Run
+    family: str
+    strategy: str
+    filled: float
+
+    @property
+    def complexity(self) -> tuple[bool, int, int, int, bool, int, int, bool]:
+        """Criteria of simplicity, the first one first; of two layouts the smaller is simpler.
+
+        No strategy, fewest axes, most room, fewest pipeline ranks, whole backwards (more programs have such schedules),
+        fewest stages, smallest tensor axis, no recomputation.
+        """
+        # Smaller differences of the room are below the error of predicted memory, which the headroom is.
+        room = int((1 - self.filled) / HEADROOM)
+        splits = self.run.pp > 1 and FAMILIES[self.family].splits_backward
+        recomputes = set(self.run.recompute_kinds) != {"none"}
+        stages = (self.run.num_stages, self.run.tp, recomputes)
+        return self.strategy != "none", num_axes(self.run), -room, self.run.pp, splits, *stages
 
 
 @dataclass(frozen=True)
