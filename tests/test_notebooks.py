@@ -10,12 +10,17 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+TRAINS = "plan_simulate_train"
+"""Takes half a minute; what it calls has tests of its own."""
 MOST_LINES = 30
 """Of a cell."""
 
 
 @pytest.mark.filterwarnings("ignore")  # of Jupyter's libraries
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "notebook",
+    [pytest.param(one, id=one.stem, marks=[pytest.mark.long] if one.stem == TRAINS else []) for one in NOTEBOOKS],
+)
 def test_a_notebook_runs_and_draws(notebook, tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient", reason="pip install pipeloom[notebook]")
     pytest.importorskip("ipykernel", reason="pip install pipeloom[notebook]")
@@ -35,7 +40,7 @@ def test_a_notebook_runs_and_draws(notebook, tmp_path, monkeypatch):
     outputs = [output for cell in content.cells if cell.cell_type == "code" for output in cell.outputs]
     assert sum("image/svg+xml" in output.get("data", {}) for output in outputs) >= 3
     assert [output for output in outputs if output.get("name") == "stderr"] == []
-    if notebook.stem == "plan_simulate_train":
+    if notebook.stem == TRAINS:
         texts = [output.data["text/plain"] for output in outputs if "data" in output]
         assert any(text.startswith("RunResult(") and "10 steps" in text for text in texts)
         assert any(text.startswith("Equality(equal: ") for text in texts)

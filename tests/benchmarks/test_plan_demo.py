@@ -59,6 +59,7 @@ def test_a_busy_first_choice_is_reported_as_a_miss(capsys):
     assert "regret of the first choice: 100.0%, to be at most 5%: missed" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_search_is_exhaustive_in_effect_where_ranks_share_cores():
     crowded = replace(QUESTION.cluster, name="crowded", devices_per_node=4, cores_per_node=2)
     question = replace(QUESTION, cluster=crowded)

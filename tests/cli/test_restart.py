@@ -118,6 +118,7 @@ def test_a_launcher_starts_processes_itself(tmp_path, monkeypatch, capsys):
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.long
 def test_ranks_that_share_experts_lose_one_and_go_on_from_their_states_in_memory(tmp_path):
     words = "--layout.pp 1 --layout.dp 4 --layout.loops 1 --layout.ep 2 --layout.num-microbatches 3 --model.experts 6"
     quiet = Chaos(tmp_path / "quiet", STEPS, words)

@@ -138,6 +138,7 @@ def test_layers_that_another_program_would_divide_otherwise_are_pointed_out(tmp_
     assert named.notes.differs == ()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_two_nodes_go_on_where_a_run_ended_and_do_not_fail_when_all_is_done(tmp_path):
     config = small_run(

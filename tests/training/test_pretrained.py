@@ -33,7 +33,7 @@ from pipeloom.training.session import resolve
 from pipeloom.training.trainer import Trainer
 from pipeloom.workload.layout import Layout
 
-SHARES = 3
+SHARES = 4
 
 
 def config_of(folder, pretrained, layout, placement=None):

@@ -86,8 +86,15 @@ def assert_equal(plain, swapped):
 
 @pytest.mark.parametrize(
     ("layout", "settings"),
-    [(TWO, {}), (replace(TWO, shard="optimizer"), {"dtype": "bfloat16", "tied": True, "clip": float("inf")})],
-    ids=("gathers", "narrow"),
+    [
+        pytest.param(TWO, {}, id="gathers"),
+        pytest.param(
+            replace(TWO, shard="optimizer"),
+            {"dtype": "bfloat16", "tied": True, "clip": float("inf")},
+            id="narrow",
+            marks=pytest.mark.long,
+        ),
+    ],
 )
 def test_swapped_experts_train_to_the_same_bits(tmp_path, layout, settings):
     plain, swapped = (config_of(tmp_path, str(budget), budget, layout=layout, **settings) for budget in (None, 2))
