@@ -20,7 +20,7 @@ from pipeloom.families import make_schedule
 from pipeloom.measure import stages as stages_module
 from pipeloom.measure.rehearsal import Exchange, Times, teams_of
 from pipeloom.measure.slices import with_slices
-from pipeloom.measure.stages import Profile, message_s, most_held, num_served
+from pipeloom.measure.stages import Profile, message_s, most_held, num_served, undisturbed
 from pipeloom.passes import lower
 from pipeloom.passes.moves import Moves, add_moves
 from pipeloom.schedule import Action, Kind, parse_schedule
@@ -36,6 +36,12 @@ from pipeloom.training.stages import saved_bytes
 from pipeloom.workload.layout import Layout
 
 UNEVEN = (9, 7, 5, 3)
+
+
+def test_a_stage_that_is_faster_beside_others_was_disturbed_alone():
+    """The median of the runs beside others counts, and each time for itself."""
+    beside = [Times(1.0, 5.0, 0.0), Times(1.5, 4.5, 0.0), Times(9.0, 4.0, 0.0)]
+    assert undisturbed(Times(2.0, 3.0, 0.0), beside) == Times(1.5, 3.0, 0.0)
 
 
 @pytest.mark.parametrize(("held", "expected"), [(1, 3), (2, 2 * 2), (4, 4)])

@@ -129,7 +129,8 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
         count = max(1, load.num_runs(_CROWD_S / len(rehearsal.stages) / max(1, world.size / 2)))
         world.wait_for_all()
         together.append(exchange.together(run, rehearsal.clock, count, held))
-        expected_s += count * load.run_s
+        alone[index] = undisturbed(alone[index], together[-1].times)
+        expected_s += count * sum(alone[index])
         collective_s[index] = _time_collectives(rehearsal, clock, index, load)
     slowdown = sum(sum(times) for one in together for times in one.times) / expected_s
     posts = median(one.receive_s for one in together), median(one.send_s for one in together)
@@ -139,6 +140,11 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
     part = _Part(rehearsal.hosts[world.rank], alone, slowdown, cores, transfers, posts, collective_s, turns_s)
     parts: list[_Part] | None = world.gather(part)
     return None if parts is None else _joined_replicas(parts, layout, world.device.type == "cuda")
+
+
+def undisturbed(alone: Times, beside: Sequence[Times]) -> Times:
+    """Times of a stage alone: where it was faster beside the others, something else disturbed it while it was alone."""
+    return Times(*map(min, alone, Times.medians(beside)))
 
 
 @dataclass(frozen=True)
