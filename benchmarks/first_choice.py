@@ -24,7 +24,7 @@ from pipeloom.accuracy.programs import known_cluster, program_of
 from pipeloom.accuracy.rows import Group, read_rows
 from pipeloom.accuracy.schedules import FAMILY_OF
 from pipeloom.planner.choice import SIMPLER, choice_order
-from pipeloom.planner.comparison import Layout
+from pipeloom.planner.comparison import Alternative
 from pipeloom.planner.error_bar import error_bar
 from pipeloom.planner.question import HEADROOM
 from pipeloom.workload.run import Run
@@ -64,7 +64,7 @@ class Measured:
         fitting = [rows for rows in self.layouts if rows[0].filled <= 1 - headroom]
         if not fitting:
             return None
-        kinds = [Layout(*_layout(rows[0]), "none", rows[0].filled) for rows in fitting]
+        kinds = [Alternative(*_layout(rows[0]), "none", rows[0].filled) for rows in fitting]
         times_s = [rows[0].step_time_s for rows in fitting]
         first = choice_order(times_s, kinds, self.tie if margin is None else margin)[0]
         return _seconds(fitting[first]) / min(map(_seconds, fitting if of_fitting else self.layouts)) - 1

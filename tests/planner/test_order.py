@@ -7,7 +7,7 @@ import pytest
 
 from pipeloom.cli.plan_text import _on_order
 from pipeloom.planner.choice import SIMPLER, choice_order, in_order, is_tie, simplest
-from pipeloom.planner.comparison import Layout
+from pipeloom.planner.comparison import Alternative
 from pipeloom.planner.error_bar import error_bar
 from pipeloom.planner.search import search
 
@@ -57,7 +57,7 @@ def test_within_the_margin_the_simplest_is_first_and_the_others_follow_by_time(f
     plain = replace(runs[0], tp=1, pp=1, loops=1, layers_by_stage=None, dp=runs[0].num_devices)
     piped = replace(plain, pp=2, dp=plain.dp // 2)
     named = [(piped, "1f1b", "none"), (piped, "zb-h1", "none"), (plain, "1f1b", "none"), (plain, "1f1b", "keep")]
-    kinds = [Layout(*one, filled=0.5) for one in named]
+    kinds = [Alternative(*one, filled=0.5) for one in named]
     times_s = [1.0, 1.01, 1.02, 1.03]
     assert choice_order(times_s, kinds, 1e-12) == [0, 1, 2, 3]
     assert choice_order(times_s, kinds, 0.025) == [2, 0, 1, 3]
@@ -70,7 +70,7 @@ def test_of_layouts_with_equally_many_axes_the_one_with_more_room_is_first(found
     """Not by less than the error of predicted memory, and not with one more axis."""
     run = replace(found[0][0].run, tp=1, pp=1, loops=1, layers_by_stage=None, dp=8)
     tensor, piped, both = replace(run, tp=2, dp=4), replace(run, pp=2, dp=4), replace(run, tp=2, pp=2, dp=2)
-    layouts = [Layout(one, "1f1b", "none", room) for one, room in zip((tensor, piped, both), filled, strict=True)]
+    layouts = [Alternative(one, "1f1b", "none", room) for one, room in zip((tensor, piped, both), filled, strict=True)]
     assert choice_order([1.0, 1.001, 1.002], layouts, SIMPLER)[0] == first
 
 

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from pipeloom.system.garbage import kept_imports
+from pipeloom.system.garbage import few_collections, kept_imports
 
 
 @pytest.mark.parametrize("loads", [True, False])
@@ -23,3 +23,23 @@ def test_what_is_imported_is_never_looked_at_again(monkeypatch: pytest.MonkeyPat
         assert (gc.get_freeze_count() >= before + len(made)) == loads
     finally:
         gc.unfreeze()
+
+
+def test_the_end_of_few_collections_collects_nothing():
+    collections, before = [], gc.get_threshold()
+
+    def note(phase, _):
+        collections.append(phase)
+
+    gc.set_threshold(700)
+    gc.callbacks.append(note)
+    try:
+        with few_collections():
+            made = [[number] for number in range(10_000)]
+        made += [[number] for number in range(100)]
+        assert gc.get_threshold() == (700, *before[1:])
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*before)
+    assert len(made) == 10_100
+    assert collections == []

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pipeloom.planner.comparison import Layout
+from pipeloom.planner.comparison import Alternative
 from pipeloom.planner.error_bar import ErrorBar
 from pipeloom.planner.strategies import strategy_of
 from pipeloom.predict.step import SimulatedStep
@@ -23,21 +23,21 @@ def in_order(steps: Sequence[SimulatedStep], bar: ErrorBar) -> list[SimulatedSte
         steps: the fastest first.
         bar: error of a comparison; simplicity never decides beyond it.
     """
-    layouts = [_layout(step) for step in steps]
+    layouts = [_alternative(step) for step in steps]
     order = choice_order([step.prediction.step_time_s for step in steps], layouts, min(SIMPLER, bar.tie))
     return [steps[number] for number in order]
 
 
 def simplest(steps: Sequence[SimulatedStep], bar: ErrorBar) -> SimulatedStep:
     """The simplest of the layouts that tie with the fastest, which is the first of them."""
-    return min((step for step in steps if is_tie(steps[0], step, bar)), key=lambda step: _layout(step).complexity)
+    return min((step for step in steps if is_tie(steps[0], step, bar)), key=lambda step: _alternative(step).complexity)
 
 
-def choice_order(times_s: Sequence[float], layouts: Sequence[Layout], margin: float) -> list[int]:
+def choice_order(times_s: Sequence[float], layouts: Sequence[Alternative], margin: float) -> list[int]:
     """Numbers of layouts in the order in which to choose.
 
-    Those slower than the fastest by less than a margin are sorted by simplicity (``Layout.complexity``), and the others
-    follow by time.
+    Those slower than the fastest by less than a margin are sorted by simplicity (``Alternative.complexity``), and the
+    others follow by time.
 
     Args:
         times_s: predicted step times, in seconds.
@@ -49,5 +49,5 @@ def choice_order(times_s: Sequence[float], layouts: Sequence[Layout], margin: fl
     return [*sorted(near, key=lambda number: layouts[number].complexity), *by_time[len(near) :]]
 
 
-def _layout(step: SimulatedStep) -> Layout:
-    return Layout(step.run, step.knobs.choice.family, strategy_of(step), step.prediction.filled)
+def _alternative(step: SimulatedStep) -> Alternative:
+    return Alternative(step.run, step.knobs.choice.family, strategy_of(step), step.prediction.filled)

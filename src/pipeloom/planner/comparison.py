@@ -103,8 +103,8 @@ def num_axes(run: Run) -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What decides how simple a layout is.
+class Alternative:
+    """What decides how simple a layout is, beside others.
 
     Attributes:
         run: its axes, stages and recomputation.
