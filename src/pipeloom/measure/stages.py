@@ -82,9 +82,7 @@ def timed(costs: StageCosts, times: Sequence[Times]) -> StageCosts:
 def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> Profile | None:
     """Time forward, backward, weight gather and gradient reduction of every stage of the pipeline. Collective.
 
-    The halves of split backwards are timed separately.
-
-    Repeated for each stage of a rank:
+    The halves of split backwards are timed separately. Repeated for each stage of a rank:
 
     1. its weights are all-gathered;
     2. one group of ranks in lockstep after the other is timed alone on its host, with as many micro-batches in flight
