@@ -99,6 +99,7 @@ def test_a_first_guess_keeps_the_facts_and_forgets_the_efficiencies():
     assert first_guess(PROGRAM, PRIOR).efficiency == Efficiency()
 
 
+@pytest.mark.long
 def test_an_efficiency_at_its_bound_is_reported():
     pytest.importorskip("scipy")
     slow = [replace(row, step_time_s=row.step_time_s * 3) for row in table_of(PROGRAM)]
@@ -126,6 +127,7 @@ def test_what_the_rows_do_not_determine_keeps_the_general_value():
     assert result.variances["matmul"] < 0.3 * prior.width("matmul") ** 2
 
 
+@pytest.mark.long
 def test_a_narrow_prior_outweighs_few_rows_and_many_rows_outweigh_it():
     pytest.importorskip("scipy")
     slow = table_of(replace(PROGRAM, efficiency=replace(PROGRAM.efficiency, matmul=0.6)))

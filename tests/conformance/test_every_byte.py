@@ -230,7 +230,8 @@ def test_a_step_with_experts_and_adapters_equals_the_single_process_and_holds_th
     assert {assert_step(config) for config in adapted_expert_runs(32)[part::8]} <= {"kept", "shared"}
 
 
-@pytest.mark.parametrize("part", thinned(range(12), 12))
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(12))
 @pytest.mark.timeout(120)
 def test_matrices_of_experts_have_the_state_of_muon_that_is_predicted(part):
     every = expert_runs(120)[:24], shared_expert_runs(48), adapted_expert_runs(32)
