@@ -96,6 +96,13 @@ def test_a_changed_tensor_of_a_group_is_found(made):
         declared.check(again=True)
 
 
+def test_an_object_of_a_group_that_does_not_equal_its_copy_is_no_problem(made):
+    optimizer, _ = made(lambda _: {})
+    (group, *_) = optimizer.param_groups
+    group["rule"] = object()
+    DeclaredState(OptimizerConfig(name="keeps"), optimizer, []).check(again=True)
+
+
 def test_state_of_whole_matrices_has_a_function_of_its_shape(made):
     matrices = Matrices(takes=lambda _, shape: len(shape) == 2, state={"rows": lambda shape: shape[:1]})
     optimizer, declared = made(lambda one: {"columns": one.detach().sum(0)} if one.ndim == 2 else {}, matrices)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from numbers import Number
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from pipeloom.config import OptimizerConfig
 from pipeloom.errors import UserError
 from pipeloom.execute.stages.weights import FlatPart
 from pipeloom.training.optimizers.optimizer import STEP, state_shapes
+
+_VALUES = (Number, str, Tensor, tuple, list, dict, type(None))
+"""Kinds of settings that are compared: other objects need not equal their own copies."""
 
 
 class DeclaredState:
@@ -30,7 +34,11 @@ class DeclaredState:
     def _group_settings(self) -> list[dict[str, Any]]:
         """For each group its settings, without the learning rate, which changes in every step."""
         return [
-            {name: value for name, value in group.items() if name not in ("params", "lr")}
+            {
+                name: value
+                for name, value in group.items()
+                if name not in ("params", "lr") and isinstance(value, _VALUES)
+            }
             for group in self._optimizer.param_groups
         ]
 
