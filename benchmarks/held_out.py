@@ -13,7 +13,7 @@ general program.
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import date
 from itertools import combinations
@@ -29,12 +29,13 @@ from rich.table import Table
 from pipeloom.accuracy import calculon
 from pipeloom.accuracy.baselines import constant_mfu, log_linear, mean_error
 from pipeloom.accuracy.compare import Comparison, Outcome, compare, measure, parts_of, rankings
+from pipeloom.accuracy.disturbed import disturbed
 from pipeloom.accuracy.fit import Fit, estimates, first_guess, fit
 from pipeloom.accuracy.prior import NAMES, Estimate, Prior, pooled
 from pipeloom.accuracy.programs import DEFAULT_SOFTWARE, cluster_of, default_of, program_of
 from pipeloom.accuracy.rows import Group, Row, read_rows
-from pipeloom.catalog import CLUSTERS, load_software
 from pipeloom.cost.software import Software
+from pipeloom.planner.error_bar import features_of
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 TABLES = (SHARED / "measured.csv", SHARED / "modern.csv")
@@ -135,10 +136,13 @@ class Programs:
 
     Attributes:
         rows: the table.
+        odd: ``id`` of its disturbed runs, which no fit uses.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
+        # Among all rows of a set: a part of them has too few neighbors to disagree with.
+        self.odd = disturbed(rows)
         self._found: dict[tuple[str, str], dict[str, Estimate]] = {}
 
     def prior(self, without: str = "", without_device: str = "") -> Prior:
@@ -147,8 +151,13 @@ class Programs:
         names = sorted(ran - {DEFAULT_SOFTWARE, without})
         return pooled([self._estimates(name, without_device) for name in names], Prior())
 
+    def measured(self, name: str) -> list[Row]:
+        """The undisturbed measured rows of a program."""
+        own = [row for row in self.rows if program_of(row)[0] == name]
+        return [row for row in own if row.is_ok and row.step_time_s is not None and id(row) not in self.odd]
+
     def _estimates(self, name: str, without_device: str) -> dict[str, Estimate]:
-        own = [row for row in self.rows if program_of(row)[0] == name and row.is_ok and row.step_time_s is not None]
+        own = self.measured(name)
         kept = [row for row in own if row.device != without_device]
         key = (name, without_device if len(kept) < len(own) else "")
         if key not in self._found:
@@ -166,9 +175,8 @@ def fitted_on(rows: Sequence[Row], start: Software, prior: Prior) -> Fit:
 
 def held_out(split: Split, known: Programs, change: Callable[[Software], Software] = lambda program: program) -> Held:
     """Fit one part of a split and predict the other, with a change of the program."""
-    own = [row for row in known.rows if program_of(row)[0] == split.program]
-    measured = [row for row in own if split.is_fitted(row) and row.is_ok and row.step_time_s is not None]
-    tested = [row for row in own if split.is_held_out(row)]
+    measured = [row for row in known.measured(split.program) if split.is_fitted(row)]
+    tested = [row for row in known.rows if program_of(row)[0] == split.program and split.is_held_out(row)]
     prior = known.prior(split.program)
     start = first_guess(change(program_of(measured[0])[1]), prior)
     end = replace(fitted_on(measured, start, prior).software, cluster=start.cluster)
@@ -229,10 +237,15 @@ def left_out_lines(known: Programs, parts: Sequence[str] = ()) -> Iterator[Held]
                 yield held
 
 
-def cells(held: Held) -> list[str]:
-    """A line of the table."""
+def cells(held: Held, odd: Set[int]) -> list[str]:
+    """A line of the table.
+
+    Args:
+        held: what it is of.
+        odd: ``id`` of disturbed runs.
+    """
     before, after = measure(held.before), measure(held.after)
-    quiet = measure(Comparison(held.after, {}).undisturbed.outcomes)
+    quiet = measure(Comparison(held.after, {}).without(odd).outcomes)
     shares = (before.mean_abs_error, after.mean_abs_error, quiet.mean_abs_error, after.bias)
     ranks = "-" if after.rank_correlation is None else f"{after.rank_correlation:.3f}"
     regrets = ["-" if share is None else f"{share:.1%}" for share in (quiet.mean_top1_regret, quiet.mean_top3_regret)]
@@ -319,8 +332,10 @@ def errors_of(
     if regrets:
         found |= {"median_regret": float(np.median(regrets)), "worst_regret": max(regrets)}
     rounded = {name: round(value, 4) for name, value in found.items()}
-    rows = len({id(outcome.row) for outcome in outcomes})
-    return {"rows": rows, "groups": len(regrets), "pairs": len(pairs), **rounded}
+    rows = {id(outcome.row): outcome.row.run for outcome in outcomes}
+    counts = {"rows": len(rows), "groups": len(regrets), "pairs": len(pairs)}
+    features = sorted({feature for run in rows.values() for feature in features_of(run)})
+    return counts | rounded | {"features": features, "longest": max(run.seq for run in rows.values())}
 
 
 def _timed(outcomes: Iterable[Outcome]) -> list[Outcome]:
@@ -330,17 +345,19 @@ def _timed(outcomes: Iterable[Outcome]) -> list[Outcome]:
 def programs(answers: Sequence[Held]) -> list[dict[str, Any]]:
     """For each program and device the errors of everything that was held out."""
     entries = []
-    for name in dict.fromkeys(held.split.program for held in answers):
+    names = dict.fromkeys((held.split.program, one.row.device) for held in answers for one in _timed(held.after))
+    for name, device in names:
         own = [held for held in answers if held.split.program == name]
         # A row of several splits has several predictions. Pairs are made within a split, whose predictions share a fit.
-        parts = [held.after for held in own]
-        regrets = [ranking.regret for held in own for ranking in rankings(held.after)]
+        each = [(held.split, _timed(one for one in held.after if one.row.device == device)) for held in own]
+        parts = [part for _, part in each if part]
+        regrets = [ranking.regret for part in parts for ranking in rankings(part)]
         entries.append(
             {
                 "program": name,
-                "device": CLUSTERS[load_software(name).cluster].device.name,
-                "predictions": sum(len(_timed(part)) for part in parts),
-                "splits": [f"{held.split.fitted} -> {held.split.held_out}" for held in own],
+                "device": device,
+                "predictions": sum(map(len, parts)),
+                "splits": [f"{split.fitted} -> {split.held_out}" for split, part in each if part],
                 **errors_of(parts, regrets),
             }
         )
@@ -444,10 +461,10 @@ def main(words: list[str]) -> None:
         console.print(f"general, without {held.split.held_out}: {mean_of(held):.1%}")
     lines = Table(*COLUMNS)
     for held in answers:
-        lines.add_row(*cells(held))
+        lines.add_row(*cells(held, known.odd))
     console.print(lines)
     pooled_lines = Table(*POOLED, title="each row once, without disturbed runs")
-    for line in pooled_cells(answers, by_table):
+    for line in pooled_cells(answers, by_table, known.odd):
         pooled_lines.add_row(*line)
     console.print(pooled_lines)
     if "--write" in words:
@@ -461,16 +478,18 @@ KINDS = OTHER_HALF, MORE_DEVICES, LEFT_OUT = "other half of models or lengths", 
 POOLED = "rows of", *(head for kind in KINDS for head in (kind, "rows"))
 
 
-def pooled_cells(answers: Sequence[Held], by_table: Mapping[str, Sequence[Row]]) -> Iterator[list[str]]:
+def pooled_cells(
+    answers: Sequence[Held], by_table: Mapping[str, Sequence[Row]], odd: Set[int] = frozenset()
+) -> Iterator[list[str]]:
     """A line for each set and each table, and for what ran of a table: mean errors by kind of split.
 
-    A kind of split predicts each row once.
+    A kind of split predicts each row once, without the disturbed runs, whose ``id`` are in ``odd``.
     """
     lines: dict[str, list[str]] = defaultdict(list)
     names = sorted({row.set_name for rows in by_table.values() for row in rows})
     for kind in KINDS:
         outcomes = [one for held in answers if _kind(held) == kind for one in _timed(held.after)]
-        quiet = Comparison(tuple(outcomes), {}).undisturbed
+        quiet = Comparison(tuple(outcomes), {}).without(odd)
         by_set = parts_of(quiet.outcomes)
         parts = {f"set {name}": by_set.get(name, []) for name in names}
         for table, rows in by_table.items():

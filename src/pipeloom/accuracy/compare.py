@@ -1,7 +1,7 @@
 """Predictions for a table of measurements, and for measured stage times, and their errors as fractions."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -262,7 +262,10 @@ class Comparison:
     @cached_property
     def undisturbed(self) -> "Comparison":
         """Without disturbed runs (``pipeloom.accuracy.disturbed``)."""
-        odd = disturbed(outcome.row for outcome in self.outcomes)
+        return self.without(disturbed(outcome.row for outcome in self.outcomes))
+
+    def without(self, odd: Set[int]) -> "Comparison":
+        """Without the rows whose ``id`` are in ``odd``."""
         return Comparison(tuple(outcome for outcome in self.outcomes if id(outcome.row) not in odd), self.skipped)
 
     @property

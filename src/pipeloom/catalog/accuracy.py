@@ -1,6 +1,7 @@
 """Errors of predictions compared with measurements: ``accuracy.toml`` of the catalog."""
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib.resources import files
@@ -23,6 +24,8 @@ class Errors:
             times differ by less than ``pair_error``, and of the others; ``None`` without such pairs.
         median_regret, worst_regret: over the groups, the measured step time of the layout that was predicted fastest /
             that of the fastest - 1; ``None`` without groups.
+        features: what some of the measured layouts have (``planner.error_bar.features_of``).
+        longest: tokens of the longest measured sequences.
     """
 
     rows: int
@@ -36,6 +39,8 @@ class Errors:
     order_above: float | None
     median_regret: float | None
     worst_regret: float | None
+    features: Sequence[str]
+    longest: int
 
 
 @dataclass(frozen=True)

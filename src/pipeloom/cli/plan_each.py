@@ -18,7 +18,6 @@ from pipeloom.cli.plan_request import Choice, Request
 from pipeloom.cli.plan_text import print_command
 from pipeloom.errors import UserError
 from pipeloom.planner.choice import SIMPLER
-from pipeloom.planner.error_bar import ErrorBar
 from pipeloom.planner.goals import Cost, Goal
 from pipeloom.planner.plan import Plan, plan
 from pipeloom.predict.step import SimulatedStep
@@ -141,8 +140,8 @@ def _sections(answers: Sequence[_Answer], offers: Sequence[_Offer], goal: Goal |
         section.parts.append(_table(found, *_among(answers)))
     section.parts.append(
         f"Row 1 is the fastest layout by prediction, or a simpler one that takes at most {SIMPLER:.1%} longer. error: "
-        "mean error of comparable step times; ?: none was measured on these devices, of the worst other, or none with "
-        "experts."
+        "mean error of comparable step times; ?: unknown, or may be larger, since no step on these devices, or none of "
+        "such a layout, was measured."
     )
     lacks = [
         f"{_name(one.choice)}: {'nothing fits.' if one.plan is not None else '; '.join(one.refusal)}"
@@ -206,14 +205,10 @@ def _table(found: Sequence[_Answer], programs: Collection[str], sizes: Collectio
         cost = _cost(one)
         rows[name] = {
             **layout_cells(one.step),
-            **dict([step_time, ("error", _error(one.plan.error_bar)), *others]),
+            **dict([step_time, ("error", one.plan.error_bar.cell), *others]),
             **({} if cost is None else cost_cells(cost)),
         }
     return table_of_cells(", ".join([*(["for"] if has_programs else []), *(["devices"] if has_sizes else [])]), rows)
-
-
-def _error(bar: ErrorBar) -> str:
-    return f"{bar.tie:.0%}?" if bar.errors is None else f"{bar.errors.mean_abs_error:.0%}{'' if bar.is_alike else '?'}"
 
 
 def _print_next(answers: Sequence[_Answer], chosen: _Offer | None, words: Sequence[str], *, is_written: bool) -> None:

@@ -43,10 +43,7 @@ def reduce_s(run: Run, cluster: Cluster, software: Software, parameters: float) 
     use, message = software.efficiency.data_bus, parameters * software.gradient_bytes
     inner = _shard_group(run, cluster)
     kind: Collective = "all_reduce" if run.shard == "none" or software.reduces_whole else "reduce_scatter"
-    buckets = 1
-    if run.shard == "none" and software.bucket_parameters:
-        buckets = ceil(parameters / software.bucket_parameters)
-    seconds = buckets * cluster.collective_s(kind, message / buckets, inner, use) if buckets else 0.0
+    seconds = cluster.collective_s(kind, message, inner, use)
     # Between the copies each rank reduces its shard only.
     if run.replicate > 1:
         outer = Group.strided(run.replicate, run.tp * run.shard_size, cluster.devices_per_node)

@@ -91,8 +91,6 @@ class Software:
         gather_bytes: bytes of each weight in the all-gather after a sharded update.
         overlap: share of the last micro-batch's backward that can overlap with the reduction.
         replica_overlap: the same share where nothing is sharded (PyTorch's DistributedDataParallel), if it is larger.
-        bucket_parameters: number of parameters whose gradients are reduced in one message where nothing is sharded;
-            0: those of a rank.
         gather_overlap: share of a micro-batch's forward that can overlap with the gather of updated weights.
         fuses_accumulation: whether the product of a weight gradient adds to the accumulated gradient, so that it takes
             the longer of its compute and its bytes, not both.
@@ -175,7 +173,6 @@ class Software:
     gather_bytes: float = 2
     overlap: float = 0.0
     replica_overlap: float = 0.0
-    bucket_parameters: float = 0
     gather_overlap: float = 0.0
     fuses_accumulation: bool = False
     fuses_softmax: bool = False

@@ -13,7 +13,7 @@ SIMPLER = 0.005
 
 def is_tie(best: SimulatedStep, other: SimulatedStep, bar: ErrorBar) -> bool:
     """Whether the predicted step times of two layouts are a tie (``ErrorBar.tie``)."""
-    return bar.is_tie(best.prediction.step_time_s, other.prediction.step_time_s)
+    return bar.of(best.run, other.run).is_tie(best.prediction.step_time_s, other.prediction.step_time_s)
 
 
 def in_order(steps: Sequence[SimulatedStep], bar: ErrorBar) -> list[SimulatedStep]:

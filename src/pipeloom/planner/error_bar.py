@@ -1,6 +1,7 @@
 """Error bars of a plan: the errors of comparable predictions against measured steps."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any
 
 from pipeloom.catalog import load_software, names
@@ -9,6 +10,25 @@ from pipeloom.catalog.program_files import GENERAL
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
 from pipeloom.terminal.words import count
+from pipeloom.workload.axes import RANKS_OF_AXES
+from pipeloom.workload.run import Run
+
+LEAST_PAIRS = 20
+"""Fewer pairs of measured layouts do not decide how large the error of a comparison is."""
+LONGER = 2.0
+"""Sequences longer than the longest measured ones by more than this factor are unlike these."""
+
+
+def features_of(run: Run) -> dict[str, str]:
+    """What a run has whose prediction needs measurements of layouts that have it, too: name -> words."""
+    found = {name: f"{words} ranks" for name, words in RANKS_OF_AXES.items() if run.sizes[name] > 1}
+    if run.ep > 1:
+        found["ep"] = "ranks that share experts"
+    elif run.shape.experts is not None:
+        found["experts"] = "experts"
+    if run.products is not None:
+        found[run.products] = f"products in {run.products}"
+    return found
 
 
 @dataclass(frozen=True)
@@ -21,19 +41,39 @@ class ErrorBar:
         tie: relative difference of two predicted step times below which they do not decide which layout is faster:
             ``Errors.pair_error``, or without measurements the largest one of another device.
         efficiencies: a sentence with those of a program that was not calibrated on the device; ``None`` for others.
-        is_alike: whether the measured models have layers like those of the question.
+        wider_tie: ``tie`` for layouts unlike the measured ones.
+        unlike: what no measured layout has and these have, in words.
     """
 
     errors: Errors | None
     rests_on: str
     tie: float
     efficiencies: str | None = None
-    is_alike: bool = True
+    wider_tie: float = 0.0
+    unlike: tuple[str, ...] = ()
+
+    def of(self, *runs: Run) -> "ErrorBar":
+        """The bar of layouts, some of which may have what no measured layout has."""
+        if self.errors is None:
+            return self
+        features = {name: words for run in runs for name, words in features_of(run).items()}
+        unlike = [words for name, words in sorted(features.items()) if name not in self.errors.features]
+        longest = max((run.seq for run in runs), default=0)
+        if longest > LONGER * self.errors.longest:
+            unlike.append(f"{longest:,} tokens in a sequence (at most {self.errors.longest:,})")
+        return replace(self, unlike=tuple(unlike), tie=max(self.tie, self.wider_tie)) if unlike else self
 
     def to_json(self) -> dict[str, Any]:
-        """``rests_on``, ``tie``, and the fields of ``errors``, each ``None`` without measurements."""
+        """``rests_on``, ``tie``, ``unlike``, and the fields of ``errors``, each ``None`` without measurements."""
         values = dict.fromkeys(Errors.__dataclass_fields__) if self.errors is None else asdict(self.errors)
-        return {**values, "rests_on": self.rests_on, "tie": self.tie}
+        return {**values, "rests_on": self.rests_on, "tie": self.tie, "unlike": list(self.unlike)}
+
+    @property
+    def cell(self) -> str:
+        """The error of a step time for a table; ``?`` where it is unknown, or may be larger."""
+        if self.errors is None:
+            return "?"
+        return f"{self.errors.mean_abs_error:.0%}{'?' if self.unlike else ''}"
 
     def is_tie(self, first_s: float, other_s: float) -> bool:
         """Whether the difference of two predicted step times, in seconds, is below ``tie``."""
@@ -50,12 +90,12 @@ class ErrorBar:
             return None
         # The bias is that of predicted / measured step times: a speed is divided by the step time.
         bias, error = self.errors.bias, self.errors.mean_abs_error
-        usual, late = 1 + bias, 1 / (1 + error)
+        usual, late = 1 + bias, 1 - error
         return (
             "Tokens/s, MFU and prices of the table have no correction for this. Row 1 has "
             f"{tokens_per_s * usual:,.0f} tokens/s and an MFU of {mfu * usual:.1%} if its step is as much too "
             f"{'short' if bias < 0 else 'long'} as these are on average, and {tokens_per_s * late:,.0f} tokens/s and "
-            f"{mfu * late:.1%} if it takes {error:.1%} longer."
+            f"{mfu * late:.1%} if it is {error:.1%} too short."
         )
 
     @property
@@ -73,15 +113,21 @@ class ErrorBar:
             f"Step times: the average error is {errors.mean_abs_error:.1%}, 90% of them are within "
             f"{errors.p90_abs_error:.1%} (on average {abs(errors.bias):.1%} too {sign}): {self.rests_on}."
         )
-        if not self.is_alike:
-            step = f"No model with experts was measured, so the error of this one may be larger. {step}"
+        if self.unlike:
+            step = f"No measured step has {' or '.join(self.unlike)}, so the error here may be larger. {step}"
         return (step, self._on_pairs(errors), *filter(None, [self.efficiencies]))
 
     def _on_pairs(self, errors: Errors) -> str:
+        if self.unlike:
+            return (
+                f"Comparisons: none of such layouts were measured, so {self.tie:.1%}, the larger one of the error here "
+                "and that of comparisons with general efficiencies, is taken as a tie."
+            )
+        if not _has_pairs(errors):
+            measured = f"only {count(errors.pairs, 'pair')} of layouts" if errors.pairs else "none were"
+            return f"Comparisons: {measured} measured, so {self.tie:.1%}, the error of a step time, is taken as a tie."
         shares = ((errors.order_below, "differed by less"), (errors.order_above, "differed by more"))
         orders = " and ".join(f"{share:.0%} of those that {which}" for share, which in shares if share is not None)
-        if errors.pair_error is None or not orders:
-            return f"Comparisons: none were measured, so {self.tie:.1%}, the error of a step time, is taken as a tie."
         return (
             f"Comparisons: of two layouts whose predicted step times differ by less than {self.tie:.1%}, either may be "
             f"faster. Of {errors.pairs:,} pairs of measured layouts of one model and batch, the predictions had the "
@@ -89,9 +135,7 @@ class ErrorBar:
         )
 
 
-def error_bar(
-    cluster: Cluster, software: Software, accuracy: Accuracy | None = None, *, has_experts: bool = False
-) -> ErrorBar:
+def error_bar(cluster: Cluster, software: Software, accuracy: Accuracy | None = None) -> ErrorBar:
     """Measured errors of predictions for a program on a cluster's device.
 
     For a program of the catalog that was calibrated on the device, the errors on held-out rows; for any other program,
@@ -102,21 +146,17 @@ def error_bar(
         cluster: whose device.
         software: with its efficiencies.
         accuracy: measured errors; ``None`` for the catalog's.
-        has_experts: whether layers of the model have experts.
     """
     known = accuracy or load_accuracy()
     device, source = cluster.device.name, f"{known.table}, {known.date}"
-    # The published tables behind the catalog's errors have no model with experts.
-    is_alike = not has_experts
-    held_out = known.by_program.get((software.name, device))
+    held_out, general = known.by_program.get((software.name, device)), known.by_device.get(device)
     if held_out is not None and _is_of_catalog(software):
         return ErrorBar(
             held_out,
             f"{held_out.rows} measured steps of {software.name} on {device}, held out of the calibration ({source})",
             _tie(held_out),
-            is_alike=is_alike,
+            wider_tie=max(held_out.mean_abs_error, 0.0 if general is None else _tie(general)),
         )
-    general = known.by_device.get(device)
     if general is not None:
         means = known.general_of[device]
         # A mean alone would hide that errors differ between programs.
@@ -126,17 +166,23 @@ def error_bar(
             spread = f" ({means[best]:.1%} for {best} to {means[worst]:.1%} for {worst}; all have equal weight)"
         return ErrorBar(
             general,
-            f"{general.rows:,} measured steps of {count(len(means), 'other program')} on {device}{spread}, "
-            f"predicted with general efficiencies, since {software.name} has not been calibrated there ({source})",
+            f"{general.rows:,} measured steps of {count(len(means), 'program')} on {device}{spread}, predicted with "
+            f"general efficiencies, since no step of {software.name} there was held out of a calibration ({source})",
             _tie(general),
             _efficiencies(software, cluster),
-            is_alike,
+            wider_tie=max(general.mean_abs_error, _tie(general)),
         )
     return _unmeasured(device, known, source, _efficiencies(software, cluster))
 
 
+def _has_pairs(errors: Errors) -> bool:
+    return errors.pair_error is not None and errors.pairs >= LEAST_PAIRS
+
+
 def _tie(errors: Errors) -> float:
-    return errors.mean_abs_error if errors.pair_error is None else errors.pair_error
+    if errors.pair_error is not None and _has_pairs(errors):
+        return errors.pair_error
+    return max(errors.mean_abs_error, errors.pair_error or 0.0)
 
 
 def _is_of_catalog(software: Software) -> bool:
@@ -157,11 +203,15 @@ def _efficiencies(software: Software, cluster: Cluster) -> str | None:
 
 
 def _unmeasured(device: str, known: Accuracy, source: str, efficiencies: str | None) -> ErrorBar:
-    error, program, where = max(
+    means = sorted(
         (error, program, where) for where, errors in known.general_of.items() for program, error in errors.items()
     )
+    error, program, where = means[-1]
     text = (
         f"No prediction for {device} was compared with a measured step, so the error is unknown. General efficiencies "
-        f"were {error:.1%} off on average in the worst case measured ({program} on {where}: {source})"
+        f"were {median(each for each, *_ in means):.1%} off in the median of programs and devices, and {error:.1%} in "
+        f"the worst case measured ({program} on {where}: {source})"
     )
-    return ErrorBar(None, text, max(_tie(errors) for errors in known.by_device.values()), efficiencies)
+    # Single pairs elsewhere do not decide it.
+    each = [_tie(errors) for errors in known.by_device.values() if _has_pairs(errors)]
+    return ErrorBar(None, text, max(each or [error]), efficiencies)

@@ -44,7 +44,7 @@ class Plan:
 
     Attributes:
         question: that it answers.
-        error_bar: measured errors of comparable predictions.
+        error_bar: measured errors of predictions comparable with the best.
         steps: the best layouts, the fastest first.
         counts: statistics of the search.
         open_bound_s: lower bound of the step times of the layouts that were not searched, in seconds; ``None`` if the
@@ -271,9 +271,7 @@ def _planned(
     question: Question, count: int, deadline: float, *, explains: bool, progress: Progress | None, found: Found | None
 ) -> Plan:
     searching = Search(question, progress=progress, found=found)
-    answer = Plan(
-        question, error_bar(question.cluster, question.software, has_experts=question.shape.experts is not None)
-    )
+    answer = Plan(question, error_bar(question.cluster, question.software))
     stop = Stop(None if deadline == inf else deadline)
     stop.run(lambda: _answer(answer, searching, count, deadline, explains=explains))
     # The search also reads the clock: other threads have no timer, and a destructor may swallow its exception.
@@ -287,7 +285,14 @@ def _planned(
 
 def _set_result(plan: Plan, found: SearchResult) -> None:
     # A copy, since searches for rivals change the counts.
-    plan.steps, plan.counts, plan.open_bound_s = found.steps, replace(found.counts), found.open_bound_s
+    plan.counts, plan.open_bound_s = replace(found.counts), found.open_bound_s
+    _set_steps(plan, found.steps)
+
+
+def _set_steps(plan: Plan, steps: tuple[SimulatedStep, ...]) -> None:
+    plan.steps = steps
+    if steps:
+        plan.error_bar = error_bar(plan.question.cluster, plan.question.software).of(steps[0].run)
 
 
 def _answer(plan: Plan, searching: Search, count: int, deadline: float, *, explains: bool) -> None:
@@ -317,7 +322,7 @@ def _explain(plan: Plan, searching: Search, best: SimulatedStep, count: int, dea
     faster = [rival.step for rival in plan.rivals if rival.step is not None and is_faster(rival.step, best)]
     if faster:  # partitioned again by recomputed layers, or found after the time for the best was up
         steps = {SortKey.of(step): step for step in (*plan.steps, *faster)}
-        plan.steps = tuple(steps[key] for key in sorted(steps)[:count])
+        _set_steps(plan, tuple(steps[key] for key in sorted(steps)[:count]))
         best = plan.steps[0]
         plan.advice[:] = on_plain(searching, question, best, plan.error_bar, deadline)
         plan.rivals.clear()
