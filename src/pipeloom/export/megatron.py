@@ -84,8 +84,10 @@ def _order_problems(job: Job) -> list[str]:
     elif layout.num_loops > 1:
         found += MEGATRON.group_problems(layout.pp, layout.num_microbatches, _group_size(job))
     # The own placement of a family that is refused is no further reason.
-    if layout.num_loops > 1 and placement != "looped" and (schedule.placement is not None or not splits):
-        found.append(f"schedule.placement {placement}: Megatron-LM has looped placement only; use looped")
+    is_placed = layout.num_loops == 1 or MEGATRON.has_placement(placement)
+    if not is_placed and (schedule.placement is not None or not splits):
+        only = or_list(MEGATRON.placements)
+        found.append(f"schedule.placement {placement}: Megatron-LM has {only} placement only; use {only}")
     if found or _is_same_order(job) or (choice.family == "breadth-first" and layout.num_loops > 1):
         return found
     if layout.num_loops == 1:
