@@ -4,9 +4,10 @@ import re
 
 import pytest
 
-from pipeloom.catalog import load_cluster, load_model, load_software, names, read_model
+from pipeloom import load_run
+from pipeloom.catalog import load_cluster, load_model, load_software, names, read_model, source_of
 from pipeloom.catalog.reading import read_toml
-from pipeloom.config import ModelConfig
+from pipeloom.config import ModelConfig, unset
 from pipeloom.errors import ConfigError, UserError
 
 CLUSTERS = ["dgx-1-v100", "dgx-a100", "dgx-h100", "h200", "laptop", "nanotron-h100-efa"]
@@ -221,6 +222,16 @@ def test_a_file_is_named_by_its_folder_or_ending_and_else_it_is_a_name(tmp_path,
     (tmp_path / "mine").write_text(FILE)
     with pytest.raises(UserError, match=r"expected a file \(with a folder or \.toml in its name\)"):
         load_cluster("mine")
+
+
+def test_models_with_the_epsilon_of_norms_name_its_source():
+    """Releases and programs have it, papers do not: a run with it needs none from its user."""
+    settings = {name: read_model(name).over(ModelConfig()) for name in names("models")}
+    known = {name for name, model in settings.items() if model.norm_eps is not None}
+    assert known == {name for name in settings if "norm_eps" in source_of("models", name)}
+    # Megatron-LM ran these.
+    assert {name: settings[name].norm_eps for name in ("gpt-175b", "gpt-1t")} == {"gpt-175b": 1e-5, "gpt-1t": 1e-5}
+    assert "model.norm_eps" not in unset(load_run(model={"preset": "gpt-1t"}))
 
 
 def test_a_key_of_a_file_that_is_close_is_suggested(tmp_path):

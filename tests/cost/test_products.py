@@ -63,8 +63,14 @@ def test_inputs_of_products_are_kept_in_8_bits_and_attention_also_keeps_its_own_
     assert kept_bytes(WIDE, unfused) - kept_bytes(WIDE, MEGATRON) == pytest.approx(2 * ffn * WIDE.tokens / WIDE.tp)
 
 
-@pytest.mark.parametrize("name", ["dgx-h100", "h200", "dgx-b200", "dgx-b300", "gb200-nvl72", "gb300-nvl72"])
+OF_DATA_CENTERS = ["dgx-h100", "h200", "dgx-b200", "dgx-b300", "gb200-nvl72", "gb300-nvl72", "h100-pcie", "l40s"]
+OTHERS = ["mi300x", "mi325x", "mi355x", "rtx-4090", "rtx-5090"]
+
+
+@pytest.mark.parametrize("name", [*OF_DATA_CENTERS, *OTHERS])
 def test_devices_have_twice_the_peak_in_8_bits(name):
     device = load_cluster(name).device
-    assert device.peak_flops_per_s["fp8"] == pytest.approx(2 * device.peak_flops_per_s["bf16"], rel=0.001)
+    # Two figures of the L40S's datasheet are not exactly twice each other.
+    off = 0.02 if name == "l40s" else 0.001
+    assert device.peak_flops_per_s["fp8"] == pytest.approx(2 * device.peak_flops_per_s["bf16"], rel=off)
     assert device.matmul_s(1e13, 0.0, "fp8") < device.matmul_s(1e13, 0.0, "bf16")

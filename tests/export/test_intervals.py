@@ -56,3 +56,43 @@ def test_without_a_clock_there_is_one_after_the_last_step(tmp_path, target):
 def test_the_state_of_the_optimizer_is_in_every_checkpoint_of_torchtitan(tmp_path):
     found, _ = written("torchtitan", tmp_path)
     assert {"--checkpoint.enable", "--checkpoint.no-last_save_model_only"} <= set(found)
+
+
+def unwritten(done):
+    """What the files say of checkpoints in the background."""
+    return [one for one in done.notes.left_out if one.startswith("checkpoint.background")]
+
+
+def test_torchtitan_writes_checkpoints_beside_training_where_the_run_does(tmp_path):
+    found, _ = written("torchtitan", tmp_path)
+    assert values_of(found, "--checkpoint.async_mode") == ["async"]
+    assert not unwritten(written_for("torchtitan", tmp_path))
+    assert "--checkpoint.async_mode" not in written("torchtitan", tmp_path, checkpoint={"background": False})[0]
+
+
+ASYNC = {"--async-save", "--use-persistent-ckpt-worker"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "is_async", "sentence"),
+    [
+        ({"checkpoint": {"grace_s": 0}}, True, None),
+        # torchrun sends SIGTERM to the process that writes, too.
+        ({}, False, "with checkpoint.grace_s 0"),
+        ({"checkpoint": {"background": False, "grace_s": 0}}, False, None),
+        (
+            {"checkpoint": {"grace_s": 0}, "layout": {"pp": 1, "loops": 1, "dp": 4, "shard": "full"}},
+            False,
+            "as always with Megatron-LM's FSDP",
+        ),
+    ],
+)
+def test_megatron_writes_checkpoints_beside_training_where_none_is_written_after_a_signal(
+    tmp_path, sections, is_async, sentence
+):
+    found, _ = written("megatron", tmp_path, **sections)
+    assert ASYNC & set(found) == (ASYNC if is_async else set())
+    about = unwritten(written_for("megatron", tmp_path, **sections))
+    assert len(about) == (sentence is not None)
+    assert all(sentence in one for one in about)
+    assert ("--exit-signal-handler" in found) == (sections.get("checkpoint", {}).get("grace_s") != 0)

@@ -421,3 +421,23 @@ def test_a_balance_over_the_batch_differs_and_none_has_no_loss(tmp_path):
     found = command(tmp_path, model={"experts": 4, "balance": "none"})
     assert value(found, "moe-router-load-balancing-type") == "none"
     assert "--moe-aux-loss-coeff" not in found
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (1.5e-4 * 0.1, "1.5e-05"),
+        (8e-6 * 0.1, "8e-07"),
+        (500000.0, "500000"),
+        # Somebody's own number stays, whatever its digits.
+        (0.00012345678901234567, "0.00012345678901234567"),
+        (1.0000000000001e-4, "0.00010000000000001"),
+    ],
+)
+def test_a_number_is_the_shortest_that_is_meant(number, expected):
+    assert text.flag("--min-lr", number).values == (expected,)
+
+
+def test_the_least_rate_is_a_short_number(tmp_path):
+    found = command(tmp_path, optimizer={"lr": 1.5e-4, "lr_min_fraction": 0.1})
+    assert value(found, "min-lr") == "1.5e-05"

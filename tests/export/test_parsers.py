@@ -68,6 +68,7 @@ def megatron_values(export: Export) -> Mapping[str, Any]:
         "clip_grad": 0.0 if isinf(clip) else clip,
         "save_interval": job.interval or steps,
         "exit_signal_handler": True,
+        "async_save": False,
     }
 
 
@@ -103,6 +104,7 @@ def torchtitan_values(export: Export) -> Mapping[str, Any]:
         "optimizer.param_groups.0.optimizer_kwargs.weight_decay": own["weight_decay"],
         "recompute": "FullAC.Config" if full else "NoneType",
         "checkpoint.enable": True,
+        "checkpoint.async_mode": "async",
         "checkpoint.interval": job.interval or setting("training.steps"),
         "checkpoint.last_save_model_only": False,
     }

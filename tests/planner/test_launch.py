@@ -5,11 +5,14 @@ from dataclasses import replace
 import pytest
 
 from pipeloom import make_question, plan
-from pipeloom.catalog import load_cluster, load_model
+from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.errors import ConfigError
 from pipeloom.export.hand_over import TARGETS
 from pipeloom.export.job import Site, make_job
+from pipeloom.export.megatron import layer_layout
 from pipeloom.planner.run_file import run_config
+from pipeloom.planner.run_step import predict_step
+from pipeloom.planner.space import arrangements
 from pipeloom.workload.launchers import LAUNCHERS, first_layers_recomputed, with_first_layers
 
 QUESTIONS = {
@@ -40,6 +43,39 @@ def test_the_export_of_a_program_accepts_every_layout_of_a_plan_for_it(name, lau
         assert step.run.loops == 1 or step.run.pp > 1
         held = max(memory.total_bytes for memory in step.prediction.memory_by_rank)
         assert held <= step.cluster.device.memory_bytes * (1 - answer.question.headroom)
+
+
+@pytest.mark.parametrize("launcher", ["megatron", "torchtitan"])
+def test_a_plan_for_a_program_has_balanced_stages_which_its_run_and_its_export_have(launcher):
+    # The head takes longer than a layer, so that even stages are slower.
+    sizes = {"num_devices": 24, "global_batch": 48, "seq": 8192, "pp": (6,), "tp": (1,), "families": ("1f1b",)}
+    question = make_question("llama-3-8b", "dgx-h100", launcher=launcher, **sizes)
+    best = plan(question, 1, explains=False).best
+    program = load_software(LAUNCHERS[launcher].software)
+    assert program.partition == "even"
+    even = plan(replace(question, software=program), 1, explains=False).best
+    assert best is not None
+    assert even is not None
+    layers = best.run.layers_by_stage
+    assert layers is not None
+    assert layers[-1] == min(layers) < max(layers)
+    assert best.prediction.step_time_s < even.prediction.step_time_s
+    config = run_config(best, "llama-3-8b", "dgx-h100", program.name)
+    assert predict_step(config).prediction.step_time_s == pytest.approx(best.prediction.step_time_s)
+    written = "".join(TARGETS[launcher].make(make_job(config, best.cluster, Site())).files.values())
+    modules = ",".join(f"layers.{layer}" for layer in range(32 - layers[-1], 32))
+    flags = {"megatron": layer_layout(layers), "torchtitan": f" {modules},norm,lm_head"}
+    assert flags[launcher] in written
+
+
+def test_a_v_of_stages_is_planned_for_the_program_that_runs_it():
+    sizes = {"num_devices": 8, "global_batch": 8, "seq": 2048, "pp": (4,), "loops": (2,)}
+    questions = {name: make_question("llama-13b", "dgx-h100", launcher=name, **sizes) for name in LAUNCHERS}
+    placements = {
+        name: {cut.run.placement for arrangement in arrangements(question)[0] for cut in arrangement.cuts}
+        for name, question in questions.items()
+    }
+    assert placements == {"pipeloom": {"looped", "v"}, "megatron": {"looped"}, "torchtitan": {"looped", "v"}}
 
 
 def test_without_the_rules_of_the_program_its_export_refuses_some_layouts():

@@ -1,6 +1,7 @@
 """A described run as a simulated step: sums that must come out, and what sharding and programs change."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -8,8 +9,10 @@ from pipeloom.analysis.summary import communication, summarize
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.flops import mfu
 from pipeloom.cost.placed import Placed
+from pipeloom.cost.what_if import with_bandwidth
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
+from pipeloom.planner.comparison import causes, main_cause
 from pipeloom.predict.memory import kept_by_stage
 from pipeloom.predict.step import memory_that_would_fit, simulate_step
 from pipeloom.recipe import Knobs
@@ -18,7 +21,7 @@ from pipeloom.schedule.kinds import TIED_RECEIVE_KINDS
 from pipeloom.workload.run import Run
 
 A100 = load_cluster("dgx-a100")
-OURS, MEGATRON = load_software("pipeloom"), load_software("megatron-2021")
+OURS, MEGATRON, FSDP = (load_software(name) for name in ("pipeloom", "megatron-2021", "fsdp"))
 RUN = Run(shape=load_model("llama-13b"), seq=2048, pp=4, loops=2, global_batch=6)
 
 
@@ -104,6 +107,29 @@ def test_the_exchange_of_a_blocking_program_is_no_compute():
     for account, blocked_s in zip(answer.accounts, answer.blocked_s, strict=True):
         assert account.pipeline.exposed_p2p_s >= blocked_s
     assert answer.bubble_fraction > summarize(answer.trace).bubble_fraction
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_gathers_of_layers_add_to_a_step_is_exposed_data_parallel(recompute):
+    run = data_parallel("full", dp=64, pp=1, loops=1, recompute=recompute)
+    few = simulate_step(Placed(run, A100, FSDP), knobs(run, "1f1b"))
+    # The same step on a network on which gathers take no time.
+    fast = A100.each(partial(with_bandwidth, intra=1e6, inter=1e6))
+    none = simulate_step(Placed(run, fast, FSDP), knobs(run, "1f1b"))
+    (account,), (gathered,) = few.accounts, few.gathered_s
+    parts, step_s = account.to_dict(), few.prediction.step_time_s
+    assert sum(parts.values()) == pytest.approx(step_s, rel=1e-9)
+    assert 0 < gathered.exposed_s < gathered.busy_s
+    assert parts["exposed_data_parallel_s"] == pytest.approx(gathered.exposed_s)
+    assert step_s - none.prediction.step_time_s == pytest.approx(gathered.exposed_s, rel=0.02)
+    assert causes(few)["compute_s"] + causes(few)["recompute_s"] == pytest.approx(parts["compute_s"])
+    assert main_cause(few, none) == "exposed_data_parallel_s"
+
+
+def test_stages_of_a_pipeline_are_gathered_once_beside_no_layer():
+    run = data_parallel("full", loops=1)
+    (gathered,) = set(simulate_step(Placed(run, A100, FSDP), knobs(run, "1f1b")).gathered_s)
+    assert gathered == (0, 0)
 
 
 def test_without_blocking_the_bubble_fraction_is_that_of_the_trace():

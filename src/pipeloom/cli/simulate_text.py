@@ -268,6 +268,8 @@ def _lanes(step: SimulatedStep, tree: Mapping[str, Any]) -> Iterator[tuple[str, 
         yield label, sum(use["busy_s"] for use in uses) / ranks, sum(use["hidden_s"] for use in uses) / ranks
     for label, inner in {"context-parallel": step.ring_s, "expert-parallel": step.travel_s}.items():
         yield label, inner.busy_s, inner.busy_s - inner.exposed_s
+    busy_s, exposed_s = (sum(part) / ranks for part in zip(*step.gathered_s, strict=True))
+    yield "data-parallel, layer by layer", busy_s, busy_s - exposed_s
     yield "between stages, blocking", sum(step.blocked_s) / ranks, 0.0
     for part, label in _AFTER.items():
         yield label, tree["after_s"][part], 0.0

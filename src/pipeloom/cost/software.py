@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pipeloom.workload.launchers import WITH_EXPERTS
+from pipeloom.workload.launchers import WITH_EXPERTS, Launcher
 from pipeloom.workload.layout import Shard
 from pipeloom.workload.optimizers import OPTIMIZERS, Optimizer
 
@@ -239,6 +239,11 @@ class Software:
         ``reshard_after_forward``).
         """
         return self.gathers_layers and num_stages > 1
+
+
+def started_by(software: Software, launcher: Launcher) -> Software:
+    """The program with balanced stages, if it is started with any layers in each stage."""
+    return replace(software, partition="balanced") if launcher.names_stages else software
 
 
 def with_optimizer(software: Software, optimizer: Optimizer, *, wide_weights: bool = True) -> Software:

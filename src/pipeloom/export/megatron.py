@@ -12,7 +12,13 @@ from itertools import accumulate, pairwise
 
 from pipeloom.config import OptimizerConfig, unset
 from pipeloom.export.job import Draft, Job, Need, Target, variable
-from pipeloom.export.megatron_checkpoints import about_the_end, checkpoint_differences, kept, minutes_of
+from pipeloom.export.megatron_checkpoints import (
+    about_the_end,
+    checkpoint_differences,
+    in_background,
+    kept,
+    minutes_of,
+)
 from pipeloom.export.megatron_gradients import gradient_differences, precision_flags
 from pipeloom.export.megatron_order import is_megatrons
 from pipeloom.export.text import Flag, bash_array, body, comment, flag
@@ -84,8 +90,10 @@ def _order_problems(job: Job) -> list[str]:
     elif layout.num_loops > 1:
         found += MEGATRON.group_problems(layout.pp, layout.num_microbatches, _group_size(job))
     # The own placement of a family that is refused is no further reason.
-    if layout.num_loops > 1 and placement != "looped" and (schedule.placement is not None or not splits):
-        found.append(f"schedule.placement {placement}: Megatron-LM has looped placement only; use looped")
+    is_placed = layout.num_loops == 1 or MEGATRON.has_placement(placement)
+    if not is_placed and (schedule.placement is not None or not splits):
+        only = or_list(MEGATRON.placements)
+        found.append(f"schedule.placement {placement}: Megatron-LM has {only} placement only; use {only}")
     if found or _is_same_order(job) or (choice.family == "breadth-first" and layout.num_loops > 1):
         return found
     if layout.num_loops == 1:
@@ -374,6 +382,7 @@ def _training(job: Job) -> list[Flag]:
         flag("--eval-interval", config.training.validate_every or steps),
         flag("--save-interval", job.interval or steps),
         *kept(job)[0],
+        *in_background(job, is_fsdp=_is_fsdp(job))[0],
         # SIGTERM: a checkpoint after the step, and the end.
         *([flag("--exit-signal-handler")] if config.checkpoint.grace_s else []),
         *_decay(optimizer, steps),
@@ -409,7 +418,9 @@ def _left_out(job: Job) -> tuple[str, ...]:
     if config.layout.ep_overlap:
         found.append("layout.ep_overlap: tokens travel beside the block of shared experts alone")
     found.append(f"machine.attention {config.machine.attention}: Transformer Engine chooses the kernel")
-    found += [*checkpoints_unwritten(job, "Megatron-LM"), *kept(job)[1], *unwritten(job, _own(job))]
+    found += [*checkpoints_unwritten(job, "Megatron-LM"), *kept(job)[1]]
+    found += in_background(job, is_fsdp=_is_fsdp(job))[1]
+    found += unwritten(job, _own(job))
     return (*found, "training.seed: weights and batches are drawn differently")
 
 

@@ -52,6 +52,28 @@ def kept(job: Job) -> tuple[list[Flag], list[str]]:
     return [flag("--save-retain-interval", own.keep_every or never)], []
 
 
+def in_background(job: Job, *, is_fsdp: bool) -> tuple[list[Flag], list[str]]:
+    """Whether training continues while a checkpoint is written: flags, and what is left out.
+
+    The process that writes in the background has no handler of signals, and torchrun sends them to it, too: after its
+    end Megatron-LM waits for it without a limit, and the checkpoint of a signal is lost.
+
+    Args:
+        job: the run.
+        is_fsdp: whether Megatron-LM's FSDP shards it, whose checkpoints have a format of their own.
+    """
+    own = job.config.checkpoint
+    if not own.background:
+        return [], []
+    waits = "checkpoint.background: training waits while a checkpoint is written"
+    if is_fsdp:
+        return [], [f"{waits}, as always with Megatron-LM's FSDP"]
+    if own.grace_s:
+        why = "Megatron-LM's background process would end with SIGTERM, before the checkpoint that is written then"
+        return [], [f"{waits}: {why}; with checkpoint.grace_s 0, without that checkpoint, the script sets --async-save"]
+    return [flag("--async-save"), flag("--use-persistent-ckpt-worker")], []
+
+
 def checkpoint_differences(job: Job) -> list[str]:
     """What of the settings of checkpoints Megatron-LM does in another way, a sentence each."""
     found, limit_s = job.clock_differences("Megatron-LM"), job.config.checkpoint.time_limit_s

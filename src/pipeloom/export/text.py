@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.resources import files
+from math import isclose
 from typing import NamedTuple
 
 from pipeloom.config import RunConfig, usual_values
@@ -14,6 +15,8 @@ from pipeloom.predict.recipes import recipe_notes
 MARK = "Written by pipeloom"
 """Beginning of the comment of every file, by which a later call recognizes files that it may replace."""
 _WIDTH = 116
+_DIGITS, _ROUNDING = 12, 1e-15
+"""Most digits of a number that somebody chose, and the relative error of some operations in double precision."""
 
 
 class Flag(NamedTuple):
@@ -29,9 +32,9 @@ def flag(name: str, *values: object) -> Flag:
 
 
 def _number(value: float) -> str:
-    """The short form of a number if it is exact, since values must not be rounded."""
-    short = f"{value:g}"
-    return short if float(short) == value else repr(value)
+    """The shortest form of a number, without what a product of two numbers was rounded by; values are not rounded."""
+    short = f"{value:.{_DIGITS}g}"
+    return short if isclose(float(short), value, rel_tol=_ROUNDING) else repr(value)
 
 
 def bash_array(name: str, flags: Sequence[Flag]) -> str:

@@ -148,6 +148,7 @@ def _checkpoint_flags(job: Job) -> list[Flag]:
     # After the last step it writes one as well. Without the state of the optimizer, its default, none could go on.
     flags = [flag("--checkpoint.enable"), flag("--checkpoint.no-last_save_model_only")]
     flags += [] if interval is None else [flag("--checkpoint.interval", interval)]
+    flags += [flag("--checkpoint.async_mode", "async")] if own.background else []
     # All that checkpoint.every writes stay, and the two newest of those by the clock; at least two. 0: all.
     kept = max(2, own.keep) if own.keep is not None else 2 if own.every is None else 0
     flags.append(flag("--checkpoint.keep_latest_k", kept))

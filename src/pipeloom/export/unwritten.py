@@ -135,8 +135,6 @@ def _words(value: Any) -> str:
 def checkpoints_unwritten(job: Job, program: str) -> list[str]:
     """What both programs do otherwise with checkpoints, a sentence each."""
     own, found = job.config.checkpoint, list[str]()
-    if own.background:
-        found.append(f"checkpoint.background: with {program}, training waits while a checkpoint is written")
     if own.final == "none":
         found.append(f"checkpoint.final none: {program} writes a checkpoint after the last step")
     if own.final == "safetensors":

@@ -11,7 +11,7 @@ from pipeloom.calls import checked, value_problems
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.config import RunConfig
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.software import Software
+from pipeloom.cost.software import Software, started_by
 from pipeloom.errors import ConfigError
 from pipeloom.planner.advice import advice, on_one_stage, on_plain, on_values
 from pipeloom.planner.choice import in_order, is_tie, simplest
@@ -143,7 +143,7 @@ def make_question(
     question = Question(
         shape=shape,
         cluster=machine,
-        software=with_strategies(program),
+        software=started_by(with_strategies(program), LAUNCHERS[launcher]),
         num_devices=num_devices,
         global_batch=global_batch,
         seq=seq,

@@ -110,7 +110,8 @@ class Arrangement(OfPlaced):
         allowed = tuple(loops for loops in allowed if launcher.has_order(self.run.pp, loops, microbatches))
         found = [(loops, "looped") for loops in allowed]
         # Families in V placement have two stages on each rank.
-        return found + ([(2, "v")] if 2 in allowed and self.run.pp > 1 and is_balanced else [])
+        has_v = self.run.pp > 1 and is_balanced and launcher.has_placement("v")
+        return found + ([(2, "v")] if 2 in allowed and has_v else [])
 
     def _divides(self, loops: int) -> bool:
         """Whether the program's own rule assigns every layer to a stage."""

@@ -19,6 +19,7 @@ from pipeloom.cost.software import Software
 from pipeloom.cost.stages import layers_by_kind, num_frozen_stages, pieces_of_layers
 from pipeloom.errors import UserError
 from pipeloom.families import FAMILIES, Choice
+from pipeloom.predict.inside import blocked_s, gathered_s
 from pipeloom.predict.memory import held_bytes, memory_by_rank
 from pipeloom.predict.moves import by_seconds, with_moves
 from pipeloom.predict.places import Place, rank_places, shared_links
@@ -93,8 +94,9 @@ class StepAccount:
     """One rank's step time by cause; the parts add up to it.
 
     Attributes:
-        pipeline: the bubble account of the pipeline. Exchanges of a blocking program count as exposed p2p; an observed
-            additional drain (``Software.extra_drain_slots``) counts as drain.
+        pipeline: the bubble account of the pipeline. Exchanges of a blocking program count as exposed p2p, what gathers
+            of layers add to compute as exposed data-parallel; an observed additional drain
+            (``Software.extra_drain_slots``) counts as drain.
         data_parallel_s: collectives after the pipeline.
         optimizer_s: update of the weights.
         host_s: constant overhead after the pipeline.
@@ -218,43 +220,34 @@ class SimulatedStep(Pictured, OfPlaced):
     def accounts(self) -> tuple[StepAccount, ...]:
         """The step time of each pipeline rank by cause."""
         terms, hidden_s = self.prediction.terms, self.trace.end_s + self.drain_s - self.prediction.pipeline_s
+        accounts = account_bubble(self.schedule, self.trace)
         return tuple(
             StepAccount(
                 replace(
                     account,
-                    compute_s=account.compute_s - blocked_s,
+                    compute_s=account.compute_s - blocked_s - gathered.exposed_s,
                     startup_s=account.startup_s - max(0.0, hidden_s - account.drain_s),
                     exposed_p2p_s=account.exposed_p2p_s + blocked_s,
+                    exposed_data_parallel_s=account.exposed_data_parallel_s + gathered.exposed_s,
                     drain_s=max(0.0, account.drain_s - hidden_s) + self.drain_s,
                 ),
                 terms.reduce_s + terms.tied_s + terms.shared_s + terms.average_s,
                 terms.optimizer_s,
                 terms.fixed_s,
             )
-            for account, blocked_s in zip(account_bubble(self.schedule, self.trace), self.blocked_s, strict=True)
+            for account, blocked_s, gathered in zip(accounts, self.blocked_s, self.gathered_s, strict=True)
         )
 
     @cached_property
     def blocked_s(self) -> tuple[float, ...]:
         """For each rank the seconds of exchanges in its compute actions; 0 unless the program is blocking."""
-        run, software = self.run, self.software
-        # Exchanges on lanes are part of the bubble account.
-        if not software.is_blocking:
-            return (0.0,) * self.schedule.num_ranks
-        by_stage = [0.0] * run.num_stages
-        # The difference to the same program without blocking is the time of exchanges.
-        for sign, program in ((1, software), (-1, replace(software, is_blocking=False))):
-            placed = replace(self.placed, software=program)
-            parts = (placed.costs,)
-            if run.slices:
-                parts = SliceModel(placed).costs(placed.costs, run.slices).slices
-            for part in parts:
-                for stage, both_s in enumerate(zip(part.forward_s, part.backward_s, strict=True)):
-                    by_stage[stage] += sign * self.schedule.num_microbatches * sum(both_s)
-        return tuple(
-            sum(by_stage[stage] for stage in self.schedule.placement.stages_of(rank))
-            for rank in range(self.schedule.num_ranks)
-        )
+        return tuple(self.schedule.num_microbatches * each_s for each_s in blocked_s(self.placed))
+
+    @cached_property
+    def gathered_s(self) -> tuple[InnerSeconds, ...]:
+        """For each rank the gathers and reductions of layers beside the compute of others, inside compute actions."""
+        number = self.schedule.num_microbatches
+        return tuple(InnerSeconds(number * busy_s, number * exposed_s) for busy_s, exposed_s in gathered_s(self.placed))
 
     @cached_property
     def ring_s(self) -> InnerSeconds:

@@ -32,6 +32,9 @@ class Launcher:
         precisions: data types of weights and activations; empty for all.
         families: of pipelines, with one stage on each rank and with several; empty for all.
         recomputations: kinds of recomputation; empty for all.
+        placements: of several stages on each rank; empty for all.
+        names_stages: whether it is started with any layers in each stage, whatever those of its measured runs. The
+            programs that pipeloom starts have rules of their own.
         recomputes_some: whether the same number of first layers of every stage can be recomputed, and no others.
         is_own: whether it is this program, which runs everything.
         ties_stages: whether the first and the last stage can share a matrix.
@@ -52,6 +55,8 @@ class Launcher:
     precisions: tuple[str, ...] = ()
     families: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     recomputations: tuple[Recompute, ...] = ()
+    placements: tuple[str, ...] = ()
+    names_stages: bool = False
     recomputes_some: bool = True
     is_own: bool = False
     ties_stages: bool = True
@@ -144,6 +149,10 @@ class Launcher:
         """Whether it may run the order of a family with so many ranks and stages on each."""
         known = self.families[stages > 1]
         return ranks == 1 or not known or family in known
+
+    def has_placement(self, placement: str) -> bool:
+        """Whether it runs several stages on each rank in a placement."""
+        return not self.placements or placement in self.placements
 
     def has_order(self, ranks: int, stages: int, microbatches: int) -> bool:
         """Whether a plan may have such stages.
@@ -242,6 +251,8 @@ MEGATRON = Launcher(
     model_families=("llama", "qwen2", "qwen3", "gpt2"),
     precisions=("fp32", "bf16", "fp16"),
     families=(("1f1b",), ("breadth-first", "depth-first", "hybrid")),
+    placements=("looped",),
+    names_stages=True,
     recomputations=("none", "selective", "full"),
     has_whole_theta=True,
     has_windows=True,
@@ -257,6 +268,7 @@ TORCHTITAN = Launcher(
     model_families=("llama", "qwen3"),
     precisions=("fp32", "bf16"),
     recomputations=("none", "full"),
+    names_stages=True,
     recomputes_some=False,
     ties_stages=False,
 )
