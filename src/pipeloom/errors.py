@@ -168,11 +168,15 @@ class WorkerError(RunError):
         rank: the worker, or the one that a ``WrongRankError`` names; ``None`` where it is not known.
         was_killed: whether a signal killed it, so that this is the reason and no consequence of another one.
         is_wrong: whether it is the rank of a ``WrongRankError``.
+        is_reason: whether it is the reason: it neither waited too long nor lost its connection to another one.
+        ended: the other workers that were killed because of it.
     """
 
     rank: int | None = None
     was_killed = False
     is_wrong = False
+    is_reason = False
+    ended: tuple[int, ...] = ()
 
 
 class Interrupted(KeyboardInterrupt):

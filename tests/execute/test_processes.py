@@ -21,6 +21,7 @@ from pipeloom.execute.lanes import ThreadLane
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.parts.messages import Messages
+from pipeloom.execute.processes import workers
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.execute.stages.stage import Stage
@@ -135,6 +136,7 @@ def test_a_rank_that_waits_too_long_says_for_what():
     error = _failure(fall_asleep, timeout_s=2.0)
     assert "waited 2 s in vain: rank 0 is at slot" in str(error)
     assert "waiting for 2RECV_F2 with rank 1" in str(error)
+    assert not error.is_reason  # it is the one that it waits for
 
 
 def _two_opinions(rendezvous, rank, size):
@@ -175,6 +177,19 @@ def test_results_come_back_by_rank():
 
 def _rank(rendezvous, rank, size):
     return 10 * rank
+
+
+def _fail_alone(rendezvous, rank, size):
+    if rank == 1:
+        raise RuntimeError("no luck")
+    time.sleep(30)
+
+
+def test_the_worker_that_failed_is_the_reason_and_the_others_are_ended(monkeypatch):
+    monkeypatch.setattr(workers, "_GRACE_S", 0.1)
+    with pytest.raises(WorkerError, match="no luck") as failed:
+        run_workers(_fail_alone, 3)
+    assert (failed.value.rank, failed.value.is_reason, failed.value.ended) == (1, True, (0, 2))
 
 
 def _stop_one(rendezvous, rank, size):

@@ -113,6 +113,9 @@ def run_workers(
                     writer.close()
                     workers.append((process, reader))
                 return _supervise(workers, passed_on, _Stopped([one for one, _ in workers], stopped_s))
+            except WorkerError as error:
+                error.ended = _stop([process for process, _ in workers])
+                raise
             finally:
                 _stop([process for process, _ in workers])
 
@@ -248,6 +251,7 @@ def _error(failures: Sequence[Failure], passed_on: int | None) -> PipeloomError 
     others = len({failure.rank for failure in failures} - {cause.rank})
     error = _noted(WorkerError(cause.message), cause.notes)
     error.rank, error.was_killed, error.is_wrong = cause.rank, cause.was_killed, cause.is_wrong
+    error.is_reason = not cause.is_consequence and not cause.is_stall
     if cause.traceback:
         error.add_note(cause.traceback)
     if others:
@@ -261,10 +265,11 @@ def _noted(error: _Error, notes: Sequence[str]) -> _Error:
     return error
 
 
-def _stop(processes: Sequence[BaseProcess]) -> None:
-    """Kill all workers that still run, since they may be waiting for each other."""
-    for process in processes:
-        if process.is_alive():
-            process.kill()
+def _stop(processes: Sequence[BaseProcess]) -> tuple[int, ...]:
+    """Kill all workers that still run, since they may be waiting for each other; returns which."""
+    running = tuple(rank for rank, process in enumerate(processes) if process.is_alive())
+    for rank in running:
+        processes[rank].kill()
     for process in processes:
         process.join()
+    return running
