@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from toy import Toy, make_executor, objective, reference, worst_difference
 
-from pipeloom.errors import UserError, WorkerError
+from pipeloom.errors import TRACEBACK, UserError, WorkerError
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.communication.collectives import make_groups
@@ -160,6 +160,22 @@ def test_a_users_mistake_in_a_worker_stays_a_users_mistake():
     with pytest.raises(UserError, match="the text is too short") as refused:
         run_workers(_user_mistake, 2)
     assert refused.value.__notes__ == ["it is that of the file notes.txt"]
+
+
+def _mistake_with_a_cause(rendezvous, rank, size):
+    error = UserError("the optimizer is wrong")
+    error.add_note("it is that of a plug-in")
+    raise error from KeyError("momentun")
+
+
+@pytest.mark.parametrize("variable", ["", "1"])
+def test_the_traceback_of_a_users_mistake_is_printed_on_demand(monkeypatch, variable):
+    monkeypatch.setenv(TRACEBACK, variable)
+    with pytest.raises(UserError, match="the optimizer is wrong") as refused:
+        run_workers(_mistake_with_a_cause, 1)
+    (note,) = refused.value.__notes__
+    assert "it is that of a plug-in" in note
+    assert ("KeyError: 'momentun'" in note) == bool(variable)
 
 
 def _exit(rendezvous, rank, size):

@@ -9,8 +9,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
 
 from pipeloom.calls import checked
-from pipeloom.errors import ConfigError, FamilyError
-from pipeloom.families.check_rows import Rows, checked_rows, naming_family, place_of
+from pipeloom.errors import ConfigError, FamilyError, place_of
+from pipeloom.families.check_rows import Rows, checked_rows, naming_family
 from pipeloom.passes import add_slices, freeze
 from pipeloom.passes.recompute import recompute_beyond
 from pipeloom.registry import Registry
