@@ -88,11 +88,12 @@ class RunFolder:
     Args:
         path: an existing folder.
         damaged: names of checkpoints that ``begin`` renames.
+        lost: which metrics of the run that this one continues are lost, in words; empty for none.
     """
 
-    def __init__(self, path: Path, damaged: tuple[str, ...] = ()) -> None:
+    def __init__(self, path: Path, damaged: tuple[str, ...] = (), lost: str = "") -> None:
         self.path = path
-        self.damaged = damaged
+        self.damaged, self.lost = damaged, lost
         self._metrics: io.FileIO | None = None
         self._unwritten = b""
 

@@ -136,6 +136,7 @@ def _run_in(path: Path, config: RunConfig, say: _Say, begun_s: float, *, quiet: 
     goes_on += _changed_order(resolved, data, choice) + _unused_size(config, data, choice)
     folder = draft_start(path, resolved)
     goes_on += _changed_rate(resolved, folder, choice)
+    goes_on += f"\n           {folder.lost}" if folder.lost else ""
     if folder.damaged:
         goes_on += f"\n           after the first step, {', '.join(folder.damaged)} will be called *.damaged"
     say(f"text       {data.description}{_read_again(resolved, data)}{moved}\nrun        {path}{goes_on}")
