@@ -5,7 +5,6 @@ contains only drafts.
 """
 
 import json
-import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from pipeloom.config import RunConfig
 from pipeloom.errors import RunError, UserError, reason_of
 from pipeloom.runs.run_folder import CONFIG, DRAFTS, METRICS, RunFolder, weight_files
 from pipeloom.system.folder_lock import FolderLock, lock_folder
+from pipeloom.terminal.words import quoted
 
 _OUTPUTS = Path("outputs")
 """Parent of run folders whose name is not set, in the current folder."""
@@ -57,7 +57,7 @@ def take_run_folder(config: RunConfig) -> Iterator[FolderLock]:
         if has_run and not (resume is not None and goes_on_in(resume, path)):
             raise UserError(
                 f"{path} contains a run already; choose another --output.folder, move it away, or add "
-                f"--checkpoint.resume {shlex.quote(str(path))} to go on with it"
+                f"--checkpoint.resume {quoted(path)} to go on with it"
             )
         _remove_drafts(path)
         yield lock
