@@ -77,7 +77,11 @@ def test_the_timeline_has_a_box_for_every_span(tmp_path):
         assert sorted(found) == sorted(expected)
     assert timeline["boxes"] == 2 * 2 * 4 * 4
     assert timeline["end"] == round(run.trace.end_s * 1e9)
-    assert [name for name, _ in timeline["legend"]] == ["forward", "backward", "message"]
+    assert [(name, is_compute) for name, _, is_compute in timeline["legend"]] == [
+        ("forward", True),
+        ("backward", True),
+        ("message", False),
+    ]
     assert [name for name, *_ in timeline["tones"]] == ["stages 0 to 1", "stages 2 to 3"]
 
 
