@@ -93,6 +93,21 @@ def test_a_name_of_the_package_is_taken(things, tmp_path):
     assert things.broken == {"own": "the thing 'own' of one_plugin 1.0 is left out: there is a thing 'own' already"}
 
 
+def test_an_entry_whose_name_is_taken_is_left_out_and_its_module_is_not_imported(things, tmp_path):
+    write_plugin(tmp_path, "one_plugin", adds("other"), {GROUP: "own"})
+    assert dict(things) == {"own": 0}
+    assert list(things.broken) == ["own"]
+    assert "one_plugin" not in sys.modules
+
+
+def test_registration_imports_no_plug_in(things, tmp_path):
+    write_plugin(tmp_path, "one_plugin", adds("new"), {GROUP: "new"})
+    assert (things.is_taken("own"), things.is_taken("new"), None in things) == (True, False, False)
+    things.add("later", 2)
+    assert "one_plugin" not in sys.modules
+    assert "new" in things
+
+
 def test_a_value_of_another_type_is_refused(things, tmp_path):
     write_plugin(tmp_path, "one_plugin", adds("new", "'text'"), {GROUP: "new"})
     assert list(things) == ["own"]

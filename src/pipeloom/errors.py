@@ -7,6 +7,7 @@
     │   ├── HostError            the run does not fit on this host; it may fit on other hosts
     │   ├── FamilyError          a family of schedules failed; the error, its file and line
     │   ├── StrategyError        a plug-in's strategy of the planner failed; the error, its file and line
+    │   ├── OptimizerError       a plug-in's optimizer failed; the error, its file and line
     │   ├── ScheduleTextError    text that is not a schedule
     │   └── ScheduleError        a schedule breaks a rule; the rule, the place and the rows around it
     └── RunError                 correct input, but the run failed
@@ -23,7 +24,12 @@ A bug is an ``AssertionError``: no caller is expected to catch it.
 """
 
 import signal
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+TRACEBACK = "PIPELOOM_TRACEBACK"
+"""Variable of the environment: whether a traceback is printed with every error."""
 
 
 class PipeloomError(Exception):
@@ -89,6 +95,10 @@ class FamilyError(UserError):
 
 class StrategyError(UserError):
     """A strategy of the planner that a plug-in adds raised an error."""
+
+
+class OptimizerError(UserError):
+    """An optimizer that a plug-in adds raised an error."""
 
 
 class ScheduleTextError(UserError):
@@ -168,11 +178,15 @@ class WorkerError(RunError):
         rank: the worker, or the one that a ``WrongRankError`` names; ``None`` where it is not known.
         was_killed: whether a signal killed it, so that this is the reason and no consequence of another one.
         is_wrong: whether it is the rank of a ``WrongRankError``.
+        is_reason: whether it is the reason: it neither waited too long nor lost its connection to another one.
+        ended: the other workers that were killed because of it.
     """
 
     rank: int | None = None
     was_killed = False
     is_wrong = False
+    is_reason = False
+    ended: tuple[int, ...] = ()
 
 
 class Interrupted(KeyboardInterrupt):
@@ -208,6 +222,27 @@ def raised_in(error: BaseException, file: str) -> str | None:
     # The innermost frame of the file is nearest to the mistake: below it is the code that it called.
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
     return _line(file, lines[-1] or 1) if lines else None
+
+
+def raised_by(error: Exception, function: Callable[..., Any]) -> str:
+    """What a plug-in's function raised, for a message: the exception, its line in the function's file, what to do."""
+    where = raised_in(error, _file_of(function)) or place_of(function)
+    return f"{type_and_text(error)}, in {where}; {TRACEBACK}=1 prints the traceback"
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """File and line in which a function of a plug-in begins."""
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}, line {code.co_firstlineno}" if code is not None else repr(function)
+
+
+def _file_of(function: Callable[..., Any]) -> str:
+    """The file of a function, or of the module of a class."""
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        return code.co_filename
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    return getattr(module, "__file__", None) or ""
 
 
 def type_and_text(error: BaseException) -> str:

@@ -5,6 +5,7 @@ registry's group names it. Entry points are imported at the first lookup of a na
 broken plug-in is left out; a message names its distribution and the error.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -54,15 +55,18 @@ class Registry(Mapping[str, Value], Generic[Value]):
         """
         if not isinstance(value, self.kind):
             raise UserError(f"a {self.what} must be of type {self.kind.__name__}, found {value!r:.80} for '{name}'")
-        if name in self._values or name in self._makers:
-            source = self._source_of.get(name, "")
-            raise UserError(f"there is a {self.what} '{name}' already{f', of {source}' if source else ''}")
+        if self.is_taken(name):
+            raise UserError(self._taken(name))
         self._values[name], self._source_of[name] = value, self._source
         return value
 
     def add_later(self, name: str, make: Callable[[], Value]) -> None:
         """Add a value of the package that is made at its first lookup."""
         self._makers[name] = make
+
+    def is_taken(self, name: object) -> bool:
+        """Whether a value has been added under a name; imports no plug-in, so that registration may use it."""
+        return name in self._values or name in self._makers
 
     def remove(self, name: str) -> None:
         """Remove a value if it exists, so that a notebook may add another one of its name."""
@@ -110,9 +114,9 @@ class Registry(Mapping[str, Value], Generic[Value]):
 
     def __contains__(self, name: object) -> bool:
         """Whether a name has a value."""
-        if name not in self._values and name not in self._makers:
+        if isinstance(name, str) and not self.is_taken(name):
             self._load()
-        return name in self._values or name in self._makers
+        return self.is_taken(name)
 
     def __iter__(self) -> Iterator[str]:
         """All names, the package's own first."""
@@ -123,6 +127,11 @@ class Registry(Mapping[str, Value], Generic[Value]):
     def __len__(self) -> int:
         """How many there are."""
         return len(list(iter(self)))
+
+    def _taken(self, name: str) -> str:
+        """The sentence about a name that has a value."""
+        source, article = self._source_of.get(name, ""), "an" if self.what[0] in "aeiou" else "a"
+        return f"there is {article} {self.what} '{name}' already{f', of {source}' if source else ''}"
 
     def _load(self) -> None:
         """Import the modules of all entry points, once."""
@@ -141,6 +150,10 @@ class Registry(Mapping[str, Value], Generic[Value]):
 
     def _import(self, entry: "EntryPoint") -> str:
         """Import a module that adds the value of an entry point; why that is not possible, or nothing."""
+        # A script may have imported this module, and an entry of this distribution may have added all of its values.
+        is_own = entry.module in sys.modules or self._source_of.get(entry.name) == _distribution(entry)
+        if self.is_taken(entry.name) and not is_own:
+            return self._taken(entry.name)
         known, self._source = dict(self._values), _distribution(entry)
         reason = ""
         try:

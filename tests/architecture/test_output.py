@@ -22,3 +22,8 @@ FILES = sorted(SOURCES.rglob("*.py"))
 def test_only_one_module_reaches_the_terminal_itself(words, only_in):
     found = [str(file.relative_to(SOURCES)) for file in FILES if re.search(words, file.read_text(encoding="utf-8"))]
     assert found == ([only_in] if only_in else [])
+
+
+def test_only_one_module_quotes_words_for_a_shell():
+    found = [file.relative_to(SOURCES).as_posix() for file in FILES if "import shlex" in file.read_text("utf-8")]
+    assert found == ["terminal/words.py"]

@@ -231,7 +231,7 @@ def test_a_run_resumes_in_its_own_folder_if_that_is_set(finished):
 
 
 def test_other_batches_and_files_that_cannot_be_checked_are_remarked_on(finished, tmp_path):
-    path = tmp_path / "old"
+    path = tmp_path / "checkpoints" / "old"
     shutil.copytree(finished / "run" / "checkpoints" / "step-000002", path)
     without_hashes(path)
     words = ["--training.steps", "3", "--checkpoint.resume", str(path), "--data.validation-fraction", "0.2"]
@@ -244,6 +244,8 @@ def test_other_batches_and_files_that_cannot_be_checked_are_remarked_on(finished
         in done.stdout
     )
     assert "written without hashes of its files, so damage cannot be detected" in done.stdout
+    lost = f"{tmp_path / 'metrics.jsonl'} is missing, so the metrics of this run lack all steps up to 2\n"
+    assert lost in done.stdout
     changed = "data.validation_fraction, training.seed changed"
     assert f"batches differ from those that its run would have read, since {changed}\n" in done.stdout
     assert "a step reads 16 sequences, a step of its run read 8\n" in done.stdout

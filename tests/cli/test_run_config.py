@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from pipeloom import load_run
-from pipeloom.cli import main, simulate, train
-from pipeloom.cli.run_config import parse_config
+from pipeloom.cli import evaluate, generate, main, simulate, train
+from pipeloom.cli.run_config import parse_config, parse_words
+from pipeloom.config import OptimizerConfig, ScheduleConfig
 from pipeloom.errors import ConfigError
 from pipeloom.families import Choice
 from pipeloom.system.host_memory import Available
@@ -223,3 +224,43 @@ def test_simulate_takes_every_setting_that_changes_a_prediction_as_a_flag(tmp_pa
         (["--optimizer.outer-delayed"], ["--layout.dp", "2", "--layout.average-every", "5"]),
     ):
         assert step(*flags, *on) != step(*on)
+
+
+OF_PLUGINS = """
+[layout]
+pp = 2
+loops = 2
+[schedule]
+family = "eager"
+group_size = 3
+[optimizer]
+name = "lion"
+betas = [0.9, 0.98]
+settings = ["power=2"]
+"""
+
+
+@pytest.fixture
+def of_plugins(tmp_path):
+    """A run with an optimizer and a family of a distribution that is not installed."""
+    (tmp_path / "config.toml").write_text(OF_PLUGINS)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("command", "words"), [(evaluate, ["--data.path", "."]), (generate, ["--prompt", "To be"])])
+def test_what_reads_a_trained_model_needs_neither_its_optimizer_nor_its_family(of_plugins, command, words):
+    found = parse_words(command.COMMAND, [str(of_plugins), *words], command._problems).options
+    assert (found.optimizer, found.schedule) == (OptimizerConfig(), ScheduleConfig())
+
+
+def test_an_unknown_family_of_a_flag_is_refused_there_too(of_plugins):
+    words = [str(of_plugins), "--schedule.family", "eagre"]
+    with pytest.raises(ConfigError, match="there is no schedule 'eagre'"):
+        parse_words(evaluate.COMMAND, words, evaluate._problems)
+
+
+def test_training_needs_both(of_plugins):
+    with pytest.raises(ConfigError, match="2 problems") as refused:
+        parse_config(train.COMMAND, [str(of_plugins / "config.toml")])
+    assert "there is no optimizer 'lion'" in str(refused.value)
+    assert "there is no schedule 'eager'" in str(refused.value)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from toy import Toy, make_executor, objective, reference, worst_difference
 
-from pipeloom.errors import UserError, WorkerError
+from pipeloom.errors import TRACEBACK, UserError, WorkerError
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.communication.collectives import make_groups
@@ -21,6 +21,7 @@ from pipeloom.execute.lanes import ThreadLane
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.parts.messages import Messages
+from pipeloom.execute.processes import workers
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.execute.stages.stage import Stage
@@ -135,6 +136,7 @@ def test_a_rank_that_waits_too_long_says_for_what():
     error = _failure(fall_asleep, timeout_s=2.0)
     assert "waited 2 s in vain: rank 0 is at slot" in str(error)
     assert "waiting for 2RECV_F2 with rank 1" in str(error)
+    assert not error.is_reason  # it is the one that it waits for
 
 
 def _two_opinions(rendezvous, rank, size):
@@ -160,6 +162,22 @@ def test_a_users_mistake_in_a_worker_stays_a_users_mistake():
     assert refused.value.__notes__ == ["it is that of the file notes.txt"]
 
 
+def _mistake_with_a_cause(rendezvous, rank, size):
+    error = UserError("the optimizer is wrong")
+    error.add_note("it is that of a plug-in")
+    raise error from KeyError("momentun")
+
+
+@pytest.mark.parametrize("variable", ["", "1"])
+def test_the_traceback_of_a_users_mistake_is_printed_on_demand(monkeypatch, variable):
+    monkeypatch.setenv(TRACEBACK, variable)
+    with pytest.raises(UserError, match="the optimizer is wrong") as refused:
+        run_workers(_mistake_with_a_cause, 1)
+    (note,) = refused.value.__notes__
+    assert "it is that of a plug-in" in note
+    assert ("KeyError: 'momentun'" in note) == bool(variable)
+
+
 def _exit(rendezvous, rank, size):
     os._exit(3)
 
@@ -175,6 +193,19 @@ def test_results_come_back_by_rank():
 
 def _rank(rendezvous, rank, size):
     return 10 * rank
+
+
+def _fail_alone(rendezvous, rank, size):
+    if rank == 1:
+        raise RuntimeError("no luck")
+    time.sleep(30)
+
+
+def test_the_worker_that_failed_is_the_reason_and_the_others_are_ended(monkeypatch):
+    monkeypatch.setattr(workers, "_GRACE_S", 0.1)
+    with pytest.raises(WorkerError, match="no luck") as failed:
+        run_workers(_fail_alone, 3)
+    assert (failed.value.rank, failed.value.is_reason, failed.value.ended) == (1, True, (0, 2))
 
 
 def _stop_one(rendezvous, rank, size):

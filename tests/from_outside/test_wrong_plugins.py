@@ -29,8 +29,23 @@ functions = {{"applies": lambda state: (), "estimate": lambda leaf: 1.0, "build"
              "is_in": lambda step: False}} | {{"{where}": {where}}}
 STRATEGIES.add("raiser", Strategy(summary="raise", without="nothing", programs=("pipeloom",), **functions))
 """
+COPY = """
+from pipeloom.families import FAMILIES, family
+
+BASE = FAMILIES["1f1b"]
+
+@family("copy", is_looped=False)
+def copy(request):
+    "1F1B under another name."
+    return BASE.rule(request)
+"""
+NAMES_ONE = ("pipeloom.cli.schedule", "pipeloom.cli.simulate")
+"""Commands that list no names; to validate, every family is listed."""
+GROUPS = ("families", "models", "optimizers", "strategies", "clusters")
 QUESTION = "--model gpt-6.6b --cluster dgx-a100 --devices 8 --global-batch 16 --seq 512 --pp 4 --no-explain --json"
 PLAN = ("plan", *QUESTION.split(), "--shards", "none", "optimizer", "--recompute", "none")
+LLAMA = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+         "intermediate_size": 64, "vocab_size": 257, "rms_norm_eps": 1e-5, "hidden_act": "silu"}  # fmt: skip
 LEFT_OUT = (
     "the schedule 'early' of early 1.0 is left out: schedule breaks rule 'forward-before-backward' at rank 0, slot 0"
 )
@@ -38,9 +53,9 @@ LEFT_OUT = (
 
 @pytest.fixture
 def run(tmp_path):
-    def run(*words):
+    def run(*words, imported=THINKS):
         path = os.pathsep.join([str(tmp_path), *sys.path])
-        done, _ = run_command(*words, folder=tmp_path, imported=THINKS, PYTHONPATH=path)
+        done, _ = run_command(*words, folder=tmp_path, imported=imported, PYTHONPATH=path)
         assert "Traceback" not in done.stderr
         return done
 
@@ -72,6 +87,32 @@ def test_a_wrong_family_that_is_named_is_refused(run, tmp_path):
     done = run(*PLAN, "--families", "early", "1f1b")
     assert (done.returncode, done.stdout) == (2, "")
     assert "the rows are those of the family 'early'" in done.stderr
+
+
+def test_a_family_whose_name_is_taken_is_left_out_and_another_one_finds_those_of_the_package(run, tmp_path):
+    write_plugin(tmp_path, "early", EARLY.replace("early", "gpipe"), {"pipeloom.families": "gpipe"})
+    write_plugin(tmp_path, "copy_of_it", COPY, {"pipeloom.families": "copy"})
+    done = run("schedule", "1f1b", "--pp", "2", "--format", "text", imported=NAMES_ONE)
+    assert (done.returncode, done.stderr) == (0, "")
+    again = run("schedule", "copy", "--pp", "2", "--format", "text", imported=NAMES_ONE)
+    taken = "pipeloom schedule: the schedule 'gpipe' of early 1.0 is left out: there is a schedule 'gpipe' already"
+    assert (again.returncode, again.stderr.splitlines()) == (0, [taken])
+    assert again.stdout.splitlines()[1:] == done.stdout.splitlines()[1:]
+
+
+def test_names_of_the_package_import_no_plug_in(run, tmp_path):
+    for group in GROUPS:
+        write_plugin(tmp_path, f"{group}_of_others", "raise AssertionError\n", {f"pipeloom.{group}": "new"})
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    small = ("--data.seq-len", "8", "--layout.pp", "2", "--layout.loops", "1", "--optimizer.name", "sgd")
+    for words in (
+        ("schedule", "1f1b", "--pp", "2"),
+        ("simulate", "--model.file", "config.json", "--machine.cluster", "dgx-a100", *small),
+        ("simulate", "--model.file", "gpt-6.6b", "--machine.cluster", "laptop"),
+    ):
+        done = run(*words, imported=NAMES_ONE)
+        assert (done.stderr, bool(done.stdout)) == ("", True)
+    assert len(lines(run("schedule", "new", imported=NAMES_ONE), "is left out: AssertionError")) == 1
 
 
 @pytest.mark.parametrize("where", thinned(["applies", "is_in"], 2))

@@ -51,8 +51,10 @@ def test_both_timelines_zoom_together_and_show_their_lanes(show, tmp_path):
     then = """
       const buttons = document.querySelectorAll(".toolbar button");
       const heights = [document.querySelector("canvas").height];
+      root.dataset.legend = document.querySelector(".timeline + div").textContent;
       document.getElementById("lanes").click();
       heights.push(document.querySelector("canvas").height);
+      root.dataset.whole = document.querySelector(".timeline + div").textContent;
       buttons[0].click();
       root.dataset.grown = heights[1] > heights[0];
       root.dataset.zoomed = document.querySelector(".view").textContent;
@@ -62,6 +64,9 @@ def test_both_timelines_zoom_together_and_show_their_lanes(show, tmp_path):
     found = data(show(write_run(tmp_path / "run"), then))
     assert found["state"] == "ready"
     assert found["grown"] == "true"
+    # Of the lanes that are shown.
+    assert ("message" in found["legend"], "message" in found["whole"]) == (False, True)
+    assert found["legend"].startswith("F: forward")
     assert found["zoomed"] == "14.0 to 42.0 ms"
     assert 0 < int(found["fewer"]) < 64 == int(found["boxes"])
 

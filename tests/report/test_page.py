@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import tomllib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from checkpoint_files import write_checkpoint
 from run_files import without_its_end, write_run
 
 from pipeloom.analysis.bubble import account_bubble
+from pipeloom.config import OptimizerConfig
 from pipeloom.cost.costs import Costs
 from pipeloom.errors import UserError
 from pipeloom.report import format_page, write_report
@@ -75,7 +77,11 @@ def test_the_timeline_has_a_box_for_every_span(tmp_path):
         assert sorted(found) == sorted(expected)
     assert timeline["boxes"] == 2 * 2 * 4 * 4
     assert timeline["end"] == round(run.trace.end_s * 1e9)
-    assert [name for name, _ in timeline["legend"]] == ["forward", "backward", "message"]
+    assert [(name, is_compute) for name, _, is_compute in timeline["legend"]] == [
+        ("forward", True),
+        ("backward", True),
+        ("message", False),
+    ]
     assert [name for name, *_ in timeline["tones"]] == ["stages 0 to 1", "stages 2 to 3"]
 
 
@@ -287,3 +293,12 @@ def test_a_trace_of_another_run_is_refused(tmp_path):
 def test_a_page_that_cannot_be_written_is_one_clear_message(tmp_path):
     with pytest.raises(UserError, match="cannot write the report .*; choose another --output"):
         write_report(write_run(tmp_path), tmp_path / "nowhere" / "page.html")
+
+
+def test_a_run_of_an_optimizer_that_is_not_installed_has_a_page_without_its_memory(tmp_path):
+    run = read_run(write_run(tmp_path))
+    whole = page_contents(run)
+    contents = page_contents(replace(run, config=replace(run.config, optimizer=OptimizerConfig(name="lion"))))
+    assert [chart["title"] for chart in whole["over_time"]] == ["Stage inputs held", "Memory, MB"]
+    assert [chart["title"] for chart in contents["over_time"]] == ["Stage inputs held"]
+    assert contents["headline"] == whole["headline"]

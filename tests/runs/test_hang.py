@@ -10,7 +10,7 @@ from pipeloom.passes import lower
 from pipeloom.runs.action_log import ActionLog
 from pipeloom.runs.hang import read_hang
 from pipeloom.runs.hang_words import blocked_by, sentences_of, state_of
-from pipeloom.runs.run_folder import ACTIONS
+from pipeloom.runs.run_folder import ACTIONS, Failed, RunFolder
 from pipeloom.workload.layout import Coordinates
 
 SCHEDULE = lower(make_schedule("1f1b", pp=2, num_microbatches=3))
@@ -19,7 +19,7 @@ SCHEDULE = lower(make_schedule("1f1b", pp=2, num_microbatches=3))
 class Ranks:
     """Two pipeline ranks, perhaps of several replicas, whose states a test sets."""
 
-    def __init__(self, folder, replicas=1):
+    def __init__(self, folder, replicas=1, *, begins=True):
         (folder / ACTIONS).mkdir()
         size = 2 * replicas
         everyone = range(size)
@@ -29,7 +29,7 @@ class Ranks:
         self.numbers = [log.activity("exchange of numbers", everyone) for log in self.logs]
         self.reads = [log.activity("read of the batch") for log in self.logs]
         self.rows = [log.row("training", SCHEDULE, rank) for rank, log in enumerate(self.logs)]
-        for row in self.rows:
+        for row in self.rows if begins else ():
             row.run.begin()
 
     def at(self, rank, slot, *, inside=False, open_slots=()):
@@ -123,6 +123,41 @@ def test_a_rank_that_is_a_step_ahead_has_done_its_part(tmp_path):
     state = read_hang(tmp_path)
     assert [(it.rank, it.what, it.slot) for it in state.found] == [(1, "", len(SCHEDULE.rows[1]))]
     assert "behind the" in sentences_of(state.found[0], state)[0]
+
+
+def test_a_rank_that_has_begun_nothing_does_nothing_since_its_file_was_begun(tmp_path):
+    begin_ns = time.monotonic_ns()
+    Ranks(tmp_path, begins=False)
+    state = read_hang(tmp_path)
+    assert [it.since_ns >= begin_ns for it in state.found] == [True, True]
+    assert 0 <= state.quiet_s <= (time.monotonic_ns() - begin_ns) * 1e-9
+
+
+def test_the_rank_that_failed_comes_before_those_that_its_run_ended(tmp_path):
+    ranks = Ranks(tmp_path)
+    ranks.at(0, slot_of(0, "0F0"), inside=True)
+    ranks.at(1, slot_of(1, "1RECV_F0"), inside=True)
+    ranks.logs[1].end("KeyError: 'no luck'")
+    assert first(tmp_path).rank == 0
+    RunFolder(tmp_path).note_failure(Failed(1, ended=(0,)))
+    state = read_hang(tmp_path)
+    assert [it.rank for it in state.found] == [1, 0]
+    assert not state.is_live
+    assert "ended with KeyError: 'no luck'" in blocked_by(tmp_path)
+    (of_the_other,) = [line for line in sentences_of(state.found[1], state) if "process" in line]
+    assert of_the_other.endswith("was ended by its run, since rank 1 had failed")
+
+
+def test_a_rank_that_its_run_ended_is_no_reason_where_another_one_is_known(tmp_path):
+    ranks = Ranks(tmp_path)
+    ranks.at(0, slot_of(0, "0F0"), inside=True)
+    ranks.at(1, slot_of(1, "1F0"), open_slots=messages(1))
+    ranks.logs[1].end("KeyError: 'no luck'")
+    folder = RunFolder(tmp_path)
+    folder.note_failure(Failed(1, ended=(0,)))
+    assert blocked_by(tmp_path) == ""
+    folder.note_failure(Failed(None, ended=(0,)))  # such as after a wait that was too long
+    assert "was ended by its run, since another rank had failed" in blocked_by(tmp_path)
 
 
 def test_files_and_schedule_of_different_runs_are_refused(tmp_path):

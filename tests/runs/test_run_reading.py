@@ -7,6 +7,8 @@ from pipeloom.errors import UserError
 from pipeloom.runs import run_folder
 from pipeloom.runs.run_reading import read_run
 
+LINE = '{"step": 1, "loss": 2, "step_time_s": 1}'
+
 
 def test_a_finished_run_is_read_whole(tmp_path):
     run = read_run(write_run(tmp_path))
@@ -78,9 +80,18 @@ def test_a_broken_line_before_the_last_is_named(tmp_path):
         (run_folder.TRACE, '{"traceEvents": [', "trace.json: this is not a trace: it is not JSON"),
         (run_folder.PREDICTED_TRACE, "[]", "predicted_trace.json: this is not a trace: expected an object"),
         (run_folder.METRICS, "", "metrics.jsonl: expected a line for each step, found none"),
+        (
+            run_folder.METRICS,
+            f"{LINE}\n{LINE}\ngarbage\n{LINE}\n",
+            "metrics.jsonl: line 3: Expecting value; remove the",
+        ),
         (run_folder.METRICS, '{"step": 1, "loss": 2}\n', "it lacks step_time_s"),
         (run_folder.METRICS, '{"step": 1, "lo', "metrics.jsonl: expected a line for each step, found none"),
-        (run_folder.METRICS, '{"step": 1, "lo\n', "metrics.jsonl: Unterminated string"),
+        (
+            run_folder.METRICS,
+            '{"step": 1, "lo\n',
+            "metrics.jsonl: line 1: Unterminated string starting at; remove the line to read the other steps",
+        ),
         (run_folder.SUMMARY, "{}", "summary.json: expected an object with num_parameters, "),
         (run_folder.METRICS, '{"step": "x", "loss": [2], "step_time_s": 1}\n', "found step 'x', loss [2]"),
         (run_folder.TRACE, "[" * 100_000, "nested deeper than 64 levels"),

@@ -186,6 +186,33 @@ def test_a_run_in_a_folder_of_its_own_takes_the_metrics_until_its_checkpoint(fin
     assert contents(finished) == before
 
 
+SO_DOES = ", and so do the metrics of this run"
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("1 2 3 4 5", ""),
+        ("1 2 3 4 half", ""),  # of a run that was killed
+        ("2 3 4 5", ""),  # of a run that began from a checkpoint without metrics
+        ("1 garbage 3 4 5", f" lacks step 2 (line 2 is damaged){SO_DOES}"),
+        ("garbage garbage 3", f" lacks 2 steps, the first is step 1 (line 1 is damaged){SO_DOES}"),
+        ("1 2", f" lacks step 3{SO_DOES}"),
+        (None, " is missing, so the metrics of this run lack all steps up to 3"),
+    ],
+)  # fmt: skip
+def test_a_run_that_goes_on_names_the_lines_that_are_lost(finished, tmp_path, lines, words):
+    file = finished / run_folder.METRICS
+    if lines is None:
+        file.unlink()
+    else:
+        texts = [json.dumps(LINE | {"step": int(one)}) if one.isdigit() else one for one in lines.split()]
+        file.write_text("".join(f"{one}\n" for one in texts).removesuffix("half\n") + "half" * ("half" in lines))
+    config = config_of(tmp_path / "own", finished / FOLDER / "step-000003")
+    with take_run_folder(config) as lock:
+        assert draft_start(lock.folder, config).lost == (words and f"{file}{words}")
+
+
 def test_a_checkpoint_that_lies_elsewhere_has_no_metrics(tmp_path):
     checkpoint = write_checkpoint(tmp_path, 3).rename(tmp_path / "mine")
     config = config_of(tmp_path / "own", checkpoint)

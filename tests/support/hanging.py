@@ -21,6 +21,7 @@ from pipeloom.errors import UserError
 from pipeloom.execute.communication.collectives import BlockingGroup, GlooGroup
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.parts.messages import Messages
+from pipeloom.runs.action_log import ENDED, GONE
 from pipeloom.runs.hang import read_hang
 from pipeloom.schedule.kinds import SEND_KINDS
 from pipeloom.system.processes import lives, start_of
@@ -194,7 +195,7 @@ PREPARE = {
     "data": in_data,
     "checkpoint": in_checkpoint,
     "stopped": stopped(signal.SIGSTOP, "is stopped"),
-    "killed": stopped(signal.SIGKILL, "is gone"),
+    "killed": stopped(signal.SIGKILL, GONE),
 }
 KINDS = tuple(PREPARE)
 
@@ -204,7 +205,7 @@ def is_right(state, hang, where):
     if not state.found or state.found[0].rank != hang.rank:
         return False
     first = state.found[0]
-    if "process" in where and first.process not in (where["process"], "is gone"):  # at the end it is killed
+    if "process" in where and first.process not in (where["process"], GONE, ENDED):  # at the end it is killed
         return False
     return ("what" not in where or first.what == where["what"]) and first.slot == where.get("slot", first.slot)
 

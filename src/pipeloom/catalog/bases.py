@@ -1,5 +1,6 @@
 """Data files that begin with another one: ``base = "dgx-h100"`` takes its values, and the file writes the changes."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ _DEVICE_SPEED = {"peak_tflop_per_s", "memory_gb_per_s", "matmul_gflop", "matmul_
 """Keys of a device that its measured errors depend on."""
 
 
-def read_based(folder: str, name_or_path: str, known: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
+def read_based(folder: str, name_or_path: str, known: Collection[str] = ()) -> tuple[dict[str, Any], str]:
     """``read_toml`` with the values of the base, of its base, and so on.
 
     Tables of both are merged; any other value of the file replaces that of the base. The name is the file's own. Where
@@ -35,7 +36,7 @@ def read_based(folder: str, name_or_path: str, known: tuple[str, ...] = ()) -> t
     return _read(folder, name_or_path, known, ())
 
 
-def _read(folder: str, named: str, known: tuple[str, ...], seen: tuple[str, ...]) -> tuple[dict[str, Any], str]:
+def _read(folder: str, named: str, known: Collection[str], seen: tuple[str, ...]) -> tuple[dict[str, Any], str]:
     table, source = read_toml(folder, named, known)
     place = source if find_name(folder, source) is not None else str(Path(source).resolve())
     if place in seen:

@@ -85,7 +85,7 @@ def load_cluster(name_or_path: str) -> Cluster:
 
 
 def _read_cluster(name_or_path: str) -> Cluster:
-    table, source = read_based("clusters", name_or_path, tuple(CLUSTERS))
+    table, source = read_based("clusters", name_or_path, CLUSTERS)
     reader = Reader(table, source)
     if "groups" in table:
         return _mixed(reader, Path(source).parent)
@@ -243,7 +243,7 @@ def _pieces(reader: Reader) -> MeasuredPieces:
     sizes: dict[str, Any] = {name: reader.integer(name) for name in _PIECE_SIZES}
     if "head_size" in reader.names():
         sizes["own_head_size"] = reader.integer("head_size")
-    family = reader.text("family", among=tuple(MODELS))
+    family = reader.text("family", among=MODELS)
     run = Run(
         shape=ModelShape(
             layers=1,

@@ -109,10 +109,18 @@ def _read_config_json(path: Path, seq_len: int | None, *, adapts: bool) -> Model
     if not isinstance(table, dict):
         raise UserError(f"cannot read {path}: expected an object, found {type(table).__name__}")
     name = table.get("model_type")
-    len(MODELS)  # imports plug-ins, which add the architectures of their families
-    if adapts and name not in ARCHITECTURES and is_adapted(name):
+    if adapts and not _has_architecture(name) and is_adapted(name):
         return _adapted(table, str(path), seq_len)
     return _parse(table, str(path), seq_len)
+
+
+def _has_architecture(name: Any) -> bool:
+    """Whether there is an architecture of a ``model_type``; plug-ins add those of their families of models."""
+    if not isinstance(name, str):
+        return False
+    if not ARCHITECTURES.is_taken(name):
+        len(MODELS)  # imports them
+    return ARCHITECTURES.is_taken(name)
 
 
 def _adapted(table: dict[str, Any], source: str, seq_len: int | None) -> ModelFile:
@@ -149,8 +157,7 @@ def _adapted(table: dict[str, Any], source: str, seq_len: int | None) -> ModelFi
 def _parse(table: dict[str, Any], source: str, seq_len: int | None) -> ModelFile:
     found, reader = table.get("model_type"), Reader(table, source)
     name = found if isinstance(found, str) else ""
-    len(MODELS)  # imports plug-ins, which add the architectures of their families
-    if name not in ARCHITECTURES:
+    if not _has_architecture(name):
         shown = as_json(found) if "model_type" in table else "none"
         why = f": {ELSEWHERE[name]}, which is not supported" if name in ELSEWHERE else ""
         reader.complain(f"model_type must be one of {', '.join(ARCHITECTURES)}, found {shown}{why}{hint(found)}")

@@ -41,7 +41,7 @@ def read_toml_model(name_or_path: str) -> TomlModel:
     """
     table, source = read_based("models", name_or_path)
     reader = Reader(table, source)
-    family = reader.text("family", among=tuple(MODELS))
+    family = reader.text("family", among=MODELS)
     kind, layers = MODELS[family], reader.integer("layers", most=MOST_LAYERS)
     window, full_layers = _windows(reader, table, kind, layers)
     ffn = reader.integer("ffn")
@@ -104,7 +104,7 @@ def _positions(reader: Reader, table: Mapping[str, Any], kind: ModelFamily) -> d
         settings["rope_local_theta"] = reader.positive("rope_local_theta")
     if "rope_scaling" not in table:
         return settings
-    scaling = reader.text("rope_scaling", among=tuple(_SCALINGS))
+    scaling = reader.text("rope_scaling", among=_SCALINGS)
     settings |= {"rope_scaling": scaling, "rope_factor": reader.number("rope_factor", least=1.0)}
     if scaling != "linear":
         settings["rope_original_len"] = reader.integer("rope_original_len")

@@ -40,7 +40,7 @@ def load_software(name_or_path: str) -> Software:
         sets=reader.texts("sets"),
         attentions=reader.texts("attentions"),
         drain_models=reader.texts("drain_models"),
-        families=reader.texts("families", among=tuple(FAMILIES)),
+        families=reader.texts("families", among=FAMILIES),
         strategies=reader.texts("strategies", among=get_args(StrategyName)),
         shards=cast("tuple[Shard, ...]", reader.texts("shards", among=get_args(Shard))),
         **plain,

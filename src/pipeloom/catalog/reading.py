@@ -205,22 +205,22 @@ class Reader:
             self.complain(f"{x_key} must rise, found {self._table[x_key]!r}")
         return tuple(zip(xs, ys, strict=False))
 
-    def text(self, key: str, default: str | None = None, *, among: tuple[str, ...] = ()) -> str:
-        """A text, one of ``among`` if that is given."""
+    def text(self, key: str, default: str | None = None, *, among: Collection[str] | None = None) -> str:
+        """A text, one of ``among`` if that is given; of a registry, only a message lists the names."""
         value = self._find(key, default)
-        if not isinstance(value, str) or has_line_break(value) or (among and value not in among):
-            wanted = f"one of {', '.join(among)}" if among else "a text of one line"
+        if not isinstance(value, str) or has_line_break(value) or (among is not None and value not in among):
+            wanted = f"one of {', '.join(among)}" if among is not None else "a text of one line"
             self.complain(f"{key} must be {wanted}, found {value!r}")
-            return among[0] if among else ""
+            return next(iter(among)) if among is not None else ""
         return value
 
-    def texts(self, key: str, *, among: tuple[str, ...] = ()) -> tuple[str, ...]:
+    def texts(self, key: str, *, among: Collection[str] | None = None) -> tuple[str, ...]:
         """A list of texts, each one of ``among`` if that is given; empty if the key is missing."""
         value = self._find(key, [])
         if not isinstance(value, list) or not all(
-            isinstance(item, str) and (not among or item in among) for item in value
+            isinstance(item, str) and (among is None or item in among) for item in value
         ):
-            wanted = f"of {', '.join(among)}" if among else "of texts"
+            wanted = f"of {', '.join(among)}" if among is not None else "of texts"
             self.complain(f"{key} must be a list {wanted}, found {value!r}")
             return ()
         return tuple(value)

@@ -96,7 +96,9 @@ def _main(words: list[str]) -> int:
 
 
 def _complain(command: str, message: str, error: BaseException) -> None:
-    if os.environ.get("PIPELOOM_TRACEBACK"):
+    from pipeloom.errors import TRACEBACK
+
+    if os.environ.get(TRACEBACK):
         import traceback
 
         traceback.print_exception(error)

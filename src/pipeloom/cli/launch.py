@@ -17,6 +17,7 @@ from pipeloom.export.job import Site, training_problems
 from pipeloom.predict.describe import described_problems, with_model_sizes
 from pipeloom.predict.places import node_problems, num_hosts, tpus_of
 from pipeloom.predict.recipes import recipe_notes
+from pipeloom.terminal.words import quoted
 from pipeloom.workload.limits import Common
 
 
@@ -92,13 +93,13 @@ def print_run(config: RunConfig, cluster: Cluster, file: Path) -> None:
     if refused or tpus_of(cluster, num_ranks):
         return
     if (hosts := num_hosts(cluster, num_ranks)) == 1:
-        _print_item("start", f"pipeloom train {file}")
+        _print_item("start", f"pipeloom train {quoted(file)}")
     elif unlaunched:
-        _print_item("start", f"pipeloom train {file} starts all {num_ranks} processes on one host")
+        _print_item("start", f"pipeloom train {quoted(file)} starts all {num_ranks} processes on one host")
     else:
         _print_item(
             "start",
-            f"pipeloom launch {file} --out FOLDER writes the scripts that start its {num_ranks} processes on "
+            f"pipeloom launch {quoted(file)} --out FOLDER writes the scripts that start its {num_ranks} processes on "
             f"{hosts} nodes of {cluster.name}, by torchrun or Slurm; pipeloom train starts all of them on one host",
         )
 

@@ -1,6 +1,5 @@
 """Text output of ``pipeloom plan``."""
 
-import shlex
 from collections.abc import Iterator, Sequence
 
 from pipeloom.cli.goals import choice_lines, training_words
@@ -23,7 +22,7 @@ from pipeloom.planner.question import Question
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.console import wide_console
 from pipeloom.terminal.sections import WIDTH, Section, print_sections
-from pipeloom.terminal.words import count, parameters, seconds, short, unit_bytes, unit_s
+from pipeloom.terminal.words import count, parameters, quoted, seconds, short, unit_bytes, unit_s
 from pipeloom.workload.launchers import Launcher
 
 _KEY = (
@@ -112,7 +111,7 @@ def print_command(text: str, words: Sequence[str]) -> None:
     for word in words:
         if word.startswith("--"):
             parts.append("")
-        parts[-1] += f" {shlex.quote(word)}"
+        parts[-1] += f" {quoted(word)}"
     lines = [""]
     for part in parts:
         if lines[-1] and len(lines[-1]) + len(part) > console.width - len(" \\"):

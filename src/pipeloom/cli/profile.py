@@ -208,7 +208,7 @@ def _piece_rows(cluster: Cluster) -> "Iterator[tuple[str, str, Timing | None]]":
 def _print(path: Path, cluster: Cluster, findings: "Findings") -> None:
     from pipeloom.measure.describe import crowding, table_rows
     from pipeloom.terminal.console import make_console, print_table, table
-    from pipeloom.terminal.words import count
+    from pipeloom.terminal.words import count, quoted
 
     rows = table("what", ["measured", "spread", "repeats"])
     for what, value, timing in chain(table_rows(findings), _piece_rows(cluster)):
@@ -227,4 +227,4 @@ def _print(path: Path, cluster: Cluster, findings: "Findings") -> None:
         print(f"node       {shared}; predictions place more of them on further nodes, unless --processes is larger")
     named = path if names_file(str(path)) else f"./{path}"  # not a name of the catalog
     print(f"cluster    {path}, in {findings.seconds:.0f} s")
-    print(f"use it     pipeloom simulate RUN.toml --machine.cluster {named}")
+    print(f"use it     pipeloom simulate RUN.toml --machine.cluster {quoted(named)}")

@@ -10,15 +10,17 @@ from pipeloom.catalog.model_files import CONFIG_JSON
 from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, find_checkpoint, is_hugging_face
 from pipeloom.cli.flags import SOURCE, Words, read_words
 from pipeloom.cli.reference import RUN_FIELD, Command, Options_, options_of
-from pipeloom.config import RunConfig, decided_problems, in_order
+from pipeloom.config import OptimizerConfig, RunConfig, ScheduleConfig, decided_problems, in_order
 from pipeloom.config.file import read_run_file, without_stale_sizes
 from pipeloom.config.resumed import run_file_of
 from pipeloom.errors import ConfigError, UserError
+from pipeloom.families import AUTO, FAMILIES
 from pipeloom.predict.describe import completed, pretrained_run
 from pipeloom.runs.run_folder import CONFIG
 from pipeloom.runs.stored_model import model_in
 from pipeloom.system.files import exists
 from pipeloom.workload.dtypes import dtype_of
+from pipeloom.workload.optimizers import OPTIMIZERS
 
 PREDICTIONS = (
     *("model", "layout", "schedule", "machine", "data.seq_len", "data.tokenizer", "data.bpe_vocab_size"),
@@ -101,7 +103,7 @@ def parse_words(
             else:
                 read = run_file or path
                 file, of_file = read_run_file(read, file)
-                file = _with_stored_model(file, path) if command.needs_run else file
+                file = _without_missing_plugins(_with_stored_model(file, path)) if command.needs_run else file
         except UserError as error:
             is_read = False
             return [str(error)]
@@ -150,6 +152,20 @@ def _with_stored_model(config: RunConfig, run: Path) -> RunConfig:
     if file is None or exists(file):
         return config
     return replace(config, model=model_in(find_checkpoint(run)))
+
+
+def _without_missing_plugins(config: RunConfig) -> RunConfig:
+    """The configuration of a run with defaults for an optimizer or a family of schedules that is not installed.
+
+    What reads a trained model runs forwards alone: weights and losses depend on neither.
+    """
+    schedule = config.schedule
+    if config.optimizer.name not in OPTIMIZERS:
+        config = replace(config, optimizer=OptimizerConfig())
+    if schedule.family != AUTO and schedule.family not in FAMILIES:
+        kept = ScheduleConfig(device_budget=schedule.device_budget, swap_folder=schedule.swap_folder)
+        config = replace(config, schedule=kept)
+    return config
 
 
 def starts_from_folder(config: RunConfig) -> bool:

@@ -20,7 +20,7 @@ from pipeloom.predict.sizes import sizes_in_training
 from pipeloom.recipe import Recipe, Sizes, schedule_text
 from pipeloom.schedule import Schedule, format_schedule, read_schedule
 from pipeloom.system.files import MOST_SCHEDULE_BYTES, read_text
-from pipeloom.terminal.words import count
+from pipeloom.terminal.words import count, quoted
 from pipeloom.trace import Trace
 from pipeloom.trial import (
     Outcome,
@@ -164,7 +164,7 @@ def _recipe(options: Options) -> Recipe:
         raise ConfigError(problems, SOURCE)
     file = Path(options.family)
     if file.suffix == ".toml":
-        raise ConfigError([f"{file} is a run file by its name; write --run {file}"], SOURCE)
+        raise ConfigError([f"{file} is a run file by its name; write --run {quoted(file)}"], SOURCE)
     is_family = options.family in FAMILIES or not (os.sep in options.family or file.suffix or _is_file(file))
     problems += trial_choice(options).problems() if is_family else _unused_problems(options, file, _SIZES)
     if problems:

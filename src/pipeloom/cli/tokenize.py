@@ -8,6 +8,7 @@ from pipeloom.cli.flags import SOURCE, read_flags
 from pipeloom.cli.reference import Command, Output, Place
 from pipeloom.config import DataConfig, RunConfig, find_problems
 from pipeloom.errors import ConfigError
+from pipeloom.terminal.words import quoted
 from pipeloom.workload.limits import Common, Count, Limits
 
 
@@ -64,7 +65,6 @@ def run(words: list[str]) -> int:
 
     written = tokenize_text(config, options.output, options.workers, is_quiet=options.quiet)
     name = options.output if options.tokenizer != "bytes" else "bytes"
-    print(
-        f"{written}\nwritten to {options.output}; train on it with --data.path {options.output} --data.tokenizer {name}"
-    )
+    flags = quoted("--data.path", options.output, "--data.tokenizer", name)
+    print(f"{written}\nwritten to {options.output}; train on it with {flags}")
     return 0

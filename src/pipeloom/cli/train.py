@@ -10,7 +10,7 @@ from pipeloom.config import RunConfig, training_problems
 from pipeloom.system.files import read_text
 from pipeloom.system.garbage import kept_imports
 from pipeloom.terminal.console import hanging
-from pipeloom.terminal.words import format_bytes
+from pipeloom.terminal.words import format_bytes, quoted
 from pipeloom.training.adapted import with_adapted_check
 from pipeloom.workload.model import shape_of
 
@@ -60,7 +60,7 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         print(hanging(f"{name:<18}{text}", 18))
     print(f"\nwritten to {folder}:")
     described = {
-        names.CONFIG: f"the complete configuration; `pipeloom train {folder / names.CONFIG}` runs it again",
+        names.CONFIG: f"the complete configuration; `pipeloom train {quoted(folder / names.CONFIG)}` runs it again",
         names.METRICS: "a line for each step",
         names.WARNINGS: "what went wrong without ending the run",
         names.SCHEDULE: "what each rank did, in order",
@@ -72,7 +72,7 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         TOKENIZER_CONFIG: "its end-of-text token and chat template, for transformers",
         names.SAMPLE: "a prompt from the validation text, and text from the model",
         names.SUMMARY: "these numbers",
-        "checkpoints": f"its state; `pipeloom train --checkpoint.resume {folder}` goes on, with any layout",
+        "checkpoints": f"its state; `pipeloom train --checkpoint.resume {quoted(folder)}` goes on, with any layout",
         names.WEIGHTS: "the weights",
         names.WEIGHTS_INDEX: "the weights; which parameter is in which file",
         names.REPORT: "all of it as one page; open it in a browser",

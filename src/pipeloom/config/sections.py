@@ -226,8 +226,8 @@ class OptimizerConfig:
 
     @property
     def rule(self) -> Optimizer:
-        """The update rule ``name``; a ``KeyError`` if it is unknown."""
-        return OPTIMIZERS[self.name]
+        """The update rule ``name``; a ``UserError`` if it is unknown."""
+        return OPTIMIZERS.find(self.name)
 
     @property
     def given(self) -> dict[str, Setting]:

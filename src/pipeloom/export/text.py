@@ -1,6 +1,5 @@
 """Text of exported files: comments, flags, and fixed parts (``bodies``)."""
 
-import shlex
 import textwrap
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -11,6 +10,7 @@ from typing import NamedTuple
 from pipeloom.config import RunConfig, usual_values
 from pipeloom.export.job import Draft
 from pipeloom.predict.recipes import recipe_notes
+from pipeloom.terminal.words import quoted
 
 MARK = "Written by pipeloom"
 """Beginning of the comment of every file, by which a later call recognizes files that it may replace."""
@@ -40,13 +40,13 @@ def _number(value: float) -> str:
 def bash_array(name: str, flags: Sequence[Flag]) -> str:
     """A bash array with a flag on each line."""
     # Quoted, since values may contain spaces and must never be executed.
-    lines = [" ".join([item.name, *map(shlex.quote, item.values)]) for item in flags]
+    lines = [" ".join([item.name, *map(quoted, item.values)]) for item in flags]
     return "\n".join([f"{name}=(", *(f"  {line}" for line in lines), ")"])
 
 
 def needs_array(notes: Draft) -> str:
     """Required variables as the bash array that ``start.sh`` checks: name, flag, description."""
-    entries = [f"  {shlex.quote(f'{need.name} {need.flag} {need.what}')}" for need in notes.needs]
+    entries = [f"  {quoted(f'{need.name} {need.flag} {need.what}')}" for need in notes.needs]
     return "\n".join(["needs=(", *entries, ")"])
 
 

@@ -7,13 +7,12 @@ from itertools import islice
 from numbers import Integral
 from typing import Any, TypeVar
 
-from pipeloom.errors import FamilyError, PipeloomError, ScheduleError, raised_in, type_and_text
+from pipeloom.errors import FamilyError, PipeloomError, ScheduleError, place_of, raised_by
 from pipeloom.schedule import Action, Kind, Row
 
 _Result = TypeVar("_Result")
 _WIDTH = 80
 """Longest repr of a value in a message, in characters."""
-_HINT = "PIPELOOM_TRACEBACK=1 prints the traceback"
 _MOST = 5
 """Most problems in one message: a mistake in a loop is in every row."""
 
@@ -56,12 +55,6 @@ def naming_family(name: str, rule: Callable[..., Any]) -> Iterator[None]:
         wrong = FamilyError(f"the family '{name}' raised {raised_by(error, rule)}")
         wrong.family = name
         raise wrong from error
-
-
-def raised_by(error: Exception, function: Callable[..., Any]) -> str:
-    """What a plug-in's function raised, for a message: the exception, its line in the function's file, what to do."""
-    where = raised_in(error, _file_of(function)) or place_of(function)
-    return f"{type_and_text(error)}, in {where}; {_HINT}"
 
 
 def checked_rows(name: str, rule: Callable[..., Any], answer: Any) -> Rows:
@@ -128,14 +121,3 @@ def _shown(value: Any) -> str:
     except Exception:
         text = f"a {type(value).__name__}"
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
-
-
-def place_of(rule: Callable[..., Any]) -> str:
-    """File and line in which a rule begins."""
-    code = getattr(rule, "__code__", None)
-    return f"{code.co_filename}, line {code.co_firstlineno}" if code is not None else repr(rule)
-
-
-def _file_of(rule: Callable[..., Any]) -> str:
-    code = getattr(rule, "__code__", None)
-    return code.co_filename if code is not None else ""

@@ -9,8 +9,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
 
 from pipeloom.calls import checked
-from pipeloom.errors import ConfigError, FamilyError
-from pipeloom.families.check_rows import Rows, checked_rows, naming_family, place_of
+from pipeloom.errors import ConfigError, FamilyError, place_of
+from pipeloom.families.check_rows import Rows, checked_rows, naming_family
 from pipeloom.passes import add_slices, freeze
 from pipeloom.passes.recompute import recompute_beyond
 from pipeloom.registry import Registry
@@ -136,7 +136,8 @@ class Family:
         """
         summary = (rule.__doc__ or "").strip()
         problems: list[str] = []
-        if self.name in FAMILIES:
+        # `in` would import plug-ins, which need the package's own families, while these register.
+        if FAMILIES.is_taken(self.name):
             problems.append(f"another one of that name is in {place_of(FAMILIES[self.name].rule)}")
         if self.name == AUTO:
             problems.append(f"{AUTO} stands for the family that a run's other settings choose; use another name")

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from math import prod
@@ -20,7 +19,7 @@ from pipeloom.report.over_time import chart
 from pipeloom.report.timeline import Unit, timeline_contents
 from pipeloom.schedule import PLACEMENTS, Schedule, format_schedule, parse_schedule
 from pipeloom.schedule.rules import RULES, rule_name
-from pipeloom.terminal.words import count, unknown_name
+from pipeloom.terminal.words import count, quoted, unknown_name
 from pipeloom.trial import Outcome, Trial, flag, trial_choice, trial_recipe, trial_title, try_out, with_same_work
 
 UNITS = Unit("units", 1.0, 2)
@@ -133,7 +132,7 @@ def _command(request: "_Request") -> str:
             continue
         values = value if isinstance(value, tuple) else (value,)
         words += [flag(field.name)] if value is True else [flag(field.name), *map(str, values)]
-    return shlex.join(words)
+    return quoted(*words)
 
 
 @dataclass(frozen=True)

@@ -309,7 +309,6 @@ class Side {
     this.timing = element("p", { class: "timing" });
     this.bars = element("div");
     this.levels = element("div");
-    this.legend = element("div");
     this.table = element("tbody");
     this.curves = element("details", {}, element("summary", {}, element("h2", {}, "Memory over time")));
     this.curves.addEventListener("toggle", () => this.curves.open && this.refresh());
@@ -397,7 +396,7 @@ class Side {
       this.timeline = new Timeline(timeline, this.letter);
       this.timeline.canvas.addEventListener("viewchange", () => showEverywhere(this));
       this.pictures.append(
-        element("section", {}, element("h2", {}, "The step"), this.timeline.toolbar(), this.timeline.box, this.legend),
+        element("section", {}, element("h2", {}, "The step"), this.timeline.toolbar(), this.timeline.box, this.timeline.legend),
         element("section", {}, element("h2", {}, "Where the time goes"), this.bars),
         element("section", {}, element("h2", {}, "Memory by rank"), element("p", { class: "note" }, `The most that a rank holds for backwards, in ${answer.memory.unit}; dashed: the limit.`), this.levels),
         this.curves,
@@ -412,7 +411,6 @@ class Side {
     );
     this.rules.replaceChildren(...proof.rules.flatMap(([name, words]) => [element("dt", {}, name), element("dd", {}, words)]));
     this.facts.replaceChildren(...answer.headline.map(([name, value, unit]) => element("div", {}, element("dt", {}, name), element("dd", { "data-fact": name }, value, element("small", {}, unit)))));
-    this.legend.replaceChildren(stageKeys(timeline));
     this.table.replaceChildren(...answer.lines.map(([name, value]) => element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, value))));
     this.command.textContent = answer.command;
     this.work.textContent = answer.same_work ?? "";

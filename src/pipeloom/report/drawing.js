@@ -143,6 +143,7 @@ class Timeline {
     this.tip = element("div", { class: "tip" });
     this.range = element("span", { class: "view", role: "status" });
     this.box = element("div", { class: "timeline" }, this.canvas, this.tip);
+    this.legend = element("div");
     this.take(data);
     this.listen();
   }
@@ -155,6 +156,14 @@ class Timeline {
     this.where = null;
     const titles = data.panels.map((panel) => `${panel.title}: ${panel.makespan}`).join("; ");
     this.canvas.setAttribute("aria-label", `timelines of the step, ${titles}`);
+    this.showKeys();
+  }
+
+  // The legend: kinds of the lanes that are shown, then tones of a rank's stages.
+  showKeys() {
+    const shown = this.data.legend.filter(([, , isCompute]) => isCompute || this.withLanes);
+    const kinds = shown.map(([name, text]) => ({ name: text, style: `kind ${name}` }));
+    this.legend.replaceChildren(keys([...kinds, ...this.data.tones.map(([name, ...fills]) => ({ name, fills }))]));
   }
 
   // The box of an action of a rank in a panel; undefined if there is none.
@@ -184,6 +193,7 @@ class Timeline {
     const lanes = element("input", { type: "checkbox", id: "lanes" + this.suffix });
     lanes.addEventListener("change", () => {
       this.withLanes = lanes.checked;
+      this.showKeys();
       this.resize();
     });
     return element(
@@ -499,12 +509,6 @@ class Timeline {
     window.addEventListener("resize", () => this.resize());
     window.addEventListener("modechange", () => this.resize());
   }
-}
-
-// Legend of a timeline: kinds, then tones of a rank's stages.
-function stageKeys(data) {
-  const kinds = data.legend.map(([name, text]) => ({ name: text, style: `kind ${name}` }));
-  return keys([...kinds, ...data.tones.map(([name, ...fills]) => ({ name, fills }))]);
 }
 
 // ---------------------------------------------------------------- where the time goes

@@ -52,7 +52,7 @@ function timelines(data) {
     "A row for each rank, a box for each action. Colors show kinds of actions; labels are stage, letter and micro-batch, as far as there is room.",
     timeline.toolbar(),
     timeline.box,
-    stageKeys(data),
+    timeline.legend,
   );
   return { node, timeline };
 }

@@ -1,6 +1,6 @@
 """Contents of timelines for a page: boxes with times in whole numbers, and colors."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,8 @@ def timeline_contents(
     """Contents of ``Timeline`` in ``drawing.js``: panels contain ranks, ranks lanes, and lanes boxes.
 
     A box is (kind, stage, micro-batch, slice, start, duration, colors): kind and colors are indices into ``kinds`` and
-    ``palette``, times are in millionths of the unit from the start of the step.
+    ``palette``, times are in millionths of the unit from the start of the step. Other lanes than those of compute, and
+    what of the legend is on those alone, are hidden at first.
 
     Args:
         traces: name -> trace, on one time axis.
@@ -67,10 +68,16 @@ def timeline_contents(
         "unit": unit.name,
         "palette": [list(colors) for colors in palette],
         "kinds": [[kind.value, kind.words, kind in COMPUTE_KINDS] for kind in KINDS],
-        "legend": [list(names) for names in legend_names(shown)],
+        "legend": _legend(shown),
         "tones": [[text, fill.fill, fill.dark_fill] for text, fill in legend_tones(shown[0])],
         "boxes": sum(len(trace.compute()) for trace in shown),
     }
+
+
+def _legend(traces: Sequence[Trace]) -> list[tuple[str, str, bool]]:
+    """(category, text, whether it is on compute lanes) of all kinds of actions in the traces."""
+    computed = dict(legend_names([Trace(trace.compute(), trace.num_ranks) for trace in traces]))
+    return [(name, text, name in computed) for name, text in legend_names(traces)]
 
 
 def _ranks(trace: Trace, palette: _Palette, unit: Unit) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """The head of an unfinished run's page: its progress, what is missing, and why."""
 
-import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ from pipeloom.runs import run_folder
 from pipeloom.runs.run_reading import Run
 from pipeloom.runs.traced_step import median_step, traced_candidates
 from pipeloom.system.folder_lock import is_locked
-from pipeloom.terminal.words import count
+from pipeloom.terminal.words import count, quoted
 
 
 def unfinished_contents(run: Run) -> dict[str, Any] | None:
@@ -33,7 +32,7 @@ def unfinished_contents(run: Run) -> dict[str, Any] | None:
         "state": f"{'It may still be running.' if runs is None else state} {done}",
         "missing": missing,
         "checkpoints": [path.name for path in run.checkpoints],
-        "resume": shlex.join(map(str, words)) if run.checkpoints else None,
+        "resume": quoted(*words) if run.checkpoints else None,
     }
 
 

@@ -1,6 +1,5 @@
 """The verdict on a run's step in words: measured and predicted seconds, and what makes the difference."""
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
@@ -14,7 +13,7 @@ from pipeloom.report.unfinished import steps_before, traced_step
 from pipeloom.runs.run_folder import CONFIG
 from pipeloom.runs.run_reading import FIRST_PIPELINE, Run
 from pipeloom.runs.traced_step import MOST_CANDIDATES
-from pipeloom.terminal.words import count, seconds
+from pipeloom.terminal.words import count, quoted, seconds
 
 _FEWEST = 5
 """Steps after the first one without which the spread of the steps is not estimated."""
@@ -87,7 +86,7 @@ def _compared(run: Run, accounts: _Accounts, others: _Accounts, typical_s: float
     noise_s = max(high_s - typical_s, typical_s - low_s)
     most = f"80% of the steps between {seconds(low_s)} and {seconds(high_s)}"
     headline = f"{measured}, {most}{_beside(run, typical_s, noise_s)}"
-    step, again = traced_step(run), f"`pipeloom train {shlex.quote(str(run.folder / CONFIG))}"
+    step, again = traced_step(run), f"`pipeloom train {quoted(run.folder / CONFIG)}"
     if "measured" not in accounts or "predicted" not in accounts or step not in times:
         return Verdict(headline, (), "without a measured and a predicted trace there are no causes to compare")
     if not low_s <= times[step] <= high_s:
@@ -190,7 +189,7 @@ def _of_pipeline(name: str, pipelines: _Accounts) -> str:
 
 def _advice(run: Run, part: str, *, is_slower: bool) -> str:
     """What to run next."""
-    config, layout = shlex.quote(str(run.folder / CONFIG)), run.config.layout
+    config, layout = quoted(run.folder / CONFIG), run.config.layout
     if not is_slower:
         return (
             "less than predicted from the profile before the first step, as if other work had slowed that; "

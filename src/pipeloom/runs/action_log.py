@@ -43,6 +43,8 @@ _BEAT, _END, _FAILED, _STEP, _FIRST = 0, 1, 2, 3, 8
 """Cells: the last sign of life, the end, whether it was an error, the step, the first activity."""
 _ERROR, _INTERRUPTED = 1, 2
 """How a rank failed: an error, or a signal or a limit of time that ended the run in order."""
+GONE, ENDED = "is gone", "was ended by its run"
+"""States of a process: it was killed, by whomever, or by its run after another one had failed."""
 _MOST_ACTIVITIES = 100
 _MOST_ACTIONS = 1 << 24
 _ZEROS = np.zeros((0, 2), np.int64)
@@ -137,6 +139,7 @@ class ActionLog:
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "started": start_of(os.getpid()),
+            "begun_ns": _now(),
             "activities": [],
             "rows": [],
         }
@@ -285,8 +288,9 @@ class LoggedRank:
         place: coordinates of the rank.
         pid: its process ID.
         host: its host.
-        process: ``runs``, ``is stopped``, ``is gone``, or ``is on another host``.
+        process: ``runs``, ``is stopped``, ``GONE``, ``ENDED``, or ``is on another host``.
         step: that it does; 0 before the first.
+        begun_ns: when the file was begun.
         beat_ns: last sign of life.
         has_ended: whether the rank noted its end.
         has_failed: whether that was an error, whose text is ``text``.
@@ -304,6 +308,7 @@ class LoggedRank:
     host: str
     process: str
     step: int
+    begun_ns: int
     beat_ns: int
     has_ended: bool
     has_failed: bool
@@ -314,9 +319,9 @@ class LoggedRank:
 
     @property
     def last_ns(self) -> int:
-        """When the rank last began or ended anything; 0 for never."""
-        marks = [max(one.begin_ns, one.end_ns) for one in self.activities]
-        return max([*marks, *(int(np.abs(row).max(initial=0)) for row in self.rows.values())], default=0)
+        """When the rank last began or ended anything; before that, when its file was begun."""
+        marks = [self.begun_ns, *(max(one.begin_ns, one.end_ns) for one in self.activities)]
+        return max([*marks, *(int(np.abs(row).max(initial=0)) for row in self.rows.values())])
 
 
 def read_ranks(folder: Path) -> list[LoggedRank]:
@@ -361,6 +366,7 @@ def _read(content: bytes) -> LoggedRank:
         host=host,
         process=_process(pid, host, started),
         step=cells[_STEP],
+        begun_ns=int(head.get("begun_ns", cells[_BEAT])),  # files of earlier versions lack it
         beat_ns=cells[_BEAT],
         has_ended=cells[_END] > 0,
         has_failed=cells[_FAILED] > 0,
@@ -381,7 +387,7 @@ def _process(pid: int, host: str, started: str) -> str:
     if host != socket.gethostname():
         return "is on another host"
     if not 0 < pid < 1 << 31 or not lives(pid, started):
-        return "is gone"
+        return GONE
     return "is stopped" if is_stopped(pid) else "runs"
 
 

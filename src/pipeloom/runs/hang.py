@@ -7,7 +7,7 @@ several ranks needs all of them to have begun it. What does not wait blocks the 
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.errors import UserError
-from pipeloom.runs.action_log import LoggedActivity, LoggedRank, read_ranks
-from pipeloom.runs.run_folder import ACTIONS, DRAFTS
+from pipeloom.runs.action_log import ENDED, GONE, LoggedActivity, LoggedRank, read_ranks
+from pipeloom.runs.run_folder import ACTIONS, DRAFTS, Failed, read_failure
 from pipeloom.schedule import Action, Schedule, parse_schedule
 from pipeloom.schedule.lanes import COMPUTE_LANE, lane_of
 from pipeloom.system.files import MOST_SCHEDULE_BYTES, read_text
@@ -61,6 +61,7 @@ class Hang:
         waits: rank -> what it waits for, in words, for ranks that wait.
         schedules: name of a row -> its schedule.
         now_ns: the moment; of a run that has ended, the last sign of life.
+        failed: which rank made the run fail, where the process that started the ranks found one.
     """
 
     ranks: tuple[LoggedRank, ...]
@@ -68,6 +69,7 @@ class Hang:
     waits: dict[int, str]
     schedules: dict[str, Schedule]
     now_ns: int
+    failed: Failed = field(default_factory=Failed)
 
     @property
     def quiet_s(self) -> float:
@@ -77,7 +79,7 @@ class Hang:
     @property
     def is_live(self) -> bool:
         """Whether a process of the run is there."""
-        return any(one.process != "is gone" and not one.has_ended for one in self.ranks)
+        return any(one.process not in (GONE, ENDED) and not one.has_ended for one in self.ranks)
 
 
 def actions_folder(run: Path) -> Path:
@@ -110,19 +112,22 @@ def read_hang(run: Path) -> Hang:
         file = folder / f"{Path(name).name}.txt"
         if file.is_file():
             schedules[name] = parse_schedule(read_text(file, most_bytes=MOST_SCHEDULE_BYTES))
-    return find_blockers(ranks, schedules)
+    return find_blockers(ranks, schedules, read_failure(folder))
 
 
-def find_blockers(ranks: Sequence[LoggedRank], schedules: Mapping[str, Schedule]) -> Hang:
+def find_blockers(ranks: Sequence[LoggedRank], schedules: Mapping[str, Schedule], failed: Failed | None = None) -> Hang:
     """Find what blocks a run.
 
     Args:
         ranks: the files of all ranks that there are.
         schedules: name of a row -> its schedule.
+        failed: which rank made the run fail, and which processes its run ended then.
 
     Raises:
         UserError: rows and schedules do not belong together.
     """
+    failed = failed or Failed()
+    ranks = [replace(one, process=ENDED) if one.rank in failed.ended else one for one in ranks]
     by_rank = {one.rank: one for one in ranks}
     found: list[Blocker] = []
     waits: dict[int, str] = {}
@@ -137,14 +142,14 @@ def find_blockers(ranks: Sequence[LoggedRank], schedules: Mapping[str, Schedule]
     # A run that goes on has a rank with a sign of life; the clock is that of its host.
     is_live = any(one.process in ("runs", "is stopped") for one in ranks)
     now_ns = time.monotonic_ns() if is_live else max(max(one.beat_ns, one.last_ns) for one in ranks)
-    found.sort(key=lambda it: _rank_of(it, by_rank[it.rank]))
-    return Hang(tuple(ranks), tuple(found), waits, dict(schedules), now_ns)
+    found.sort(key=lambda it: (it.rank != failed.rank, *_rank_of(it, by_rank[it.rank])))
+    return Hang(tuple(ranks), tuple(found), waits, dict(schedules), now_ns, failed)
 
 
 def _rank_of(it: Blocker, rank: LoggedRank) -> tuple[int, int, int]:
     """Sort key: processes that are gone or stopped first, what all ranks do alike last, then the oldest."""
-    is_gone = it.process == "is gone" and not rank.has_ended
-    # A rank that met an error and said so is rarely the reason: most lose a connection to another one.
+    is_gone = it.process in (GONE, ENDED) and not rank.has_ended
+    # A rank that met an error and noted it is rarely the reason: most lose a connection to another one.
     alive = 0 if is_gone or it.process == "is stopped" else 2 if rank.has_ended else 1
     return alive, int(it.is_shared), rank.beat_ns if is_gone else it.since_ns
 

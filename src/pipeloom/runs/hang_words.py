@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pipeloom.checkpoint.checkpoint_folder import list_checkpoints, step_of
 from pipeloom.errors import PipeloomError
-from pipeloom.runs.action_log import LoggedRank
+from pipeloom.runs.action_log import ENDED, GONE, LoggedRank
 from pipeloom.runs.hang import Blocker, Hang, read_hang
 from pipeloom.runs.run_folder import ACTIONS, INTERRUPTION
 from pipeloom.schedule import Action
@@ -45,7 +45,9 @@ def sentences_of(it: Blocker, state: Hang) -> list[str]:
         found.append(f"process {owner.pid} ended with {owner.text.splitlines()[0]}")
     elif it.process != "runs":
         how = " (SIGSTOP, or a debugger); SIGCONT continues it" if it.process == "is stopped" else ""
-        more = ", without a note of its end: it was killed" if it.process == "is gone" else ""
+        more = ", without a note of its end: it was killed" if it.process == GONE else ""
+        if it.process == ENDED:
+            more = f", since {'another rank' if state.failed.rank is None else f'rank {state.failed.rank}'} had failed"
         found.append(f"process {owner.pid} on host {owner.host} {it.process}{how}{more}")
     return found
 
@@ -85,4 +87,6 @@ def blocked_by(run: Path) -> str:
         state = read_hang(run)
     except PipeloomError:
         return ""
-    return "\n  ".join(sentences_of(state.found[0], state)) if state.found else ""
+    # Of ranks that another one's failure ended, none is the reason.
+    is_known = bool(state.found) and state.failed.rank in (None, state.found[0].rank)
+    return "\n  ".join(sentences_of(state.found[0], state)) if is_known else ""

@@ -5,7 +5,7 @@ import io
 import os
 import shutil
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -15,7 +15,7 @@ from pipeloom.checkpoint.checkpoint_folder import FOLDER, RUN_FILE
 from pipeloom.config import RunConfig
 from pipeloom.config.file import format_run
 from pipeloom.errors import RunError, UserError
-from pipeloom.system.files import strict_json
+from pipeloom.system.files import parse_json, read_text, strict_json
 from pipeloom.system.room import FULL
 from pipeloom.terminal.guard import print_warning
 from pipeloom.workload.layout import Coordinates
@@ -44,8 +44,39 @@ ACTIONS = "actions"
 """Folder with what each rank did last (``pipeloom.runs.action_log``)."""
 INTERRUPTION = "interruption.txt"
 """File in it of a run that was interrupted: by what."""
+FAILURE = "failure.json"
+"""File in it of a run that failed: which rank is the reason, and which processes were ended then."""
 DRAFTS = ".starting"
 """Folder in a run folder with the files of a run before the end of its first step."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Which rank made a run fail, as the process that started the ranks found it.
+
+    Attributes:
+        rank: the reason; ``None`` where it is not known, such as when all others waited for one.
+        ended: ranks that the run killed because of it.
+    """
+
+    rank: int | None = None
+    ended: tuple[int, ...] = ()
+
+
+def read_failure(actions: Path) -> Failed:
+    """What ``RunFolder.note_failure`` wrote to the folder of what ranks did last.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    file = actions / FAILURE
+    if not file.is_file():
+        return Failed()
+    found = parse_json(read_text(file))
+    try:
+        return Failed(None if found["rank"] is None else int(found["rank"]), tuple(map(int, found["ended"])))
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{file} is no file of a run that failed: {error}") from None
 
 
 class RunFolder:
@@ -57,11 +88,12 @@ class RunFolder:
     Args:
         path: an existing folder.
         damaged: names of checkpoints that ``begin`` renames.
+        lost: which metrics of the run that this one continues are lost, in words; empty for none.
     """
 
-    def __init__(self, path: Path, damaged: tuple[str, ...] = ()) -> None:
+    def __init__(self, path: Path, damaged: tuple[str, ...] = (), lost: str = "") -> None:
         self.path = path
-        self.damaged = damaged
+        self.damaged, self.lost = damaged, lost
         self._metrics: io.FileIO | None = None
         self._unwritten = b""
 
@@ -162,6 +194,12 @@ class RunFolder:
         """Write what interrupted the run, such as the name of a signal; errors are ignored."""
         with suppress(OSError):
             (self.path / ACTIONS / INTERRUPTION).write_text(text + "\n", encoding="utf-8")
+
+    def note_failure(self, failed: Failed) -> None:
+        """Write which rank made the run fail; errors are ignored."""
+        actions = (self.path / DRAFTS if self.is_starting else self.path) / ACTIONS
+        with suppress(OSError):
+            (actions / FAILURE).write_text(strict_json(asdict(failed)) + "\n", encoding="utf-8")
 
     def begin(self, *, keeps_measured: bool = False) -> None:
         """Replace the files of an earlier run with the drafts; without drafts, do nothing.

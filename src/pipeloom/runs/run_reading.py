@@ -166,12 +166,21 @@ def _read(file: Path, parse: Callable[[str], _T]) -> _T | None:
 def _parse_metrics(text: str) -> tuple[dict[str, Any], ...]:
     """A dictionary for each line, except a last one that is incomplete."""
     *whole, last = text.split("\n")
-    lines = [_with_names(json.loads(line), _METRIC_NAMES) for line in whole]
+    lines = [_line_of_metrics(number, line) for number, line in enumerate(whole, start=1)]
     try:
         return (*lines, _with_names(json.loads(last), _METRIC_NAMES))
     # A run that was killed, or that still writes, leaves only the last line incomplete.
     except json.JSONDecodeError:
         return tuple(lines)
+
+
+def _line_of_metrics(number: int, line: str) -> dict[str, Any]:
+    try:
+        return _with_names(json.loads(line), _METRIC_NAMES)
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else reason_of(error)
+        advice = "remove the line to read the other steps"
+        raise UserError(f"line {number:,}: {reason}; {advice}") from error
 
 
 def _with_names(values: Any, names: tuple[str, ...]) -> dict[str, Any]:

@@ -5,9 +5,8 @@ contains only drafts.
 """
 
 import json
-import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +17,7 @@ from pipeloom.config import RunConfig
 from pipeloom.errors import RunError, UserError, reason_of
 from pipeloom.runs.run_folder import CONFIG, DRAFTS, METRICS, RunFolder, weight_files
 from pipeloom.system.folder_lock import FolderLock, lock_folder
+from pipeloom.terminal.words import quoted
 
 _OUTPUTS = Path("outputs")
 """Parent of run folders whose name is not set, in the current folder."""
@@ -57,7 +57,7 @@ def take_run_folder(config: RunConfig) -> Iterator[FolderLock]:
         if has_run and not (resume is not None and goes_on_in(resume, path)):
             raise UserError(
                 f"{path} contains a run already; choose another --output.folder, move it away, or add "
-                f"--checkpoint.resume {shlex.quote(str(path))} to go on with it"
+                f"--checkpoint.resume {quoted(path)} to go on with it"
             )
         _remove_drafts(path)
         yield lock
@@ -81,12 +81,13 @@ def draft_start(path: Path, config: RunConfig) -> RunFolder:
     """
     resume = config.checkpoint.resume
     later: list[Path] = [] if resume is None else later_checkpoints(resume, path)
-    folder = RunFolder(path, damaged=tuple(one.name for one in later))
+    lines, lost = (list[str](), "") if resume is None else _metrics_until(resume)
+    folder = RunFolder(path, damaged=tuple(one.name for one in later), lost=lost)
     try:
         (path / DRAFTS).mkdir()
         folder.write_config(config)
         # Steps after the checkpoint are repeated, and would be in the metrics twice.
-        folder.write(METRICS, "" if resume is None else "".join(_metrics_until(resume)))
+        folder.write(METRICS, "".join(lines))
     except (OSError, RunError) as error:
         raise UserError(
             f"cannot write the run folder {path}: {reason_of(error)}; choose another --output.folder"
@@ -105,22 +106,48 @@ def go_back(folder: RunFolder, step: int) -> None:
     folder.write(METRICS, "".join(line for line in lines if _is_until(line, step)))
 
 
-def _metrics_until(checkpoint: Path) -> list[str]:
-    """The metrics of a checkpoint's run up to its step, a line each."""
-    run = run_of(checkpoint)
-    if run is None or not (run / METRICS).is_file():
-        return []
-    lines = (run / METRICS).read_text(encoding="utf-8").splitlines(keepends=True)
-    step = read_info(checkpoint).step
-    return [line for line in lines if _is_until(line, step)]
+def _metrics_until(checkpoint: Path) -> tuple[list[str], str]:
+    """The metrics of a checkpoint's run up to its step, a line each, and which of them are lost, in words."""
+    run, step = run_of(checkpoint), read_info(checkpoint).step
+    if run is None:
+        return [], ""
+    file = run / METRICS
+    if not file.is_file():
+        return [], f"{file} is missing, so the metrics of this run lack all steps up to {step:,}" if step else ""
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    return [line for line in lines if _is_until(line, step)], _lost(file, lines, step)
+
+
+def _lost(file: Path, lines: Sequence[str], last: int) -> str:
+    """Which steps up to ``last`` the lines of a file of metrics lack, in words; empty for none."""
+    steps = [_step_of(line) for line in lines]
+    # A run that was killed leaves a last line that is incomplete; a later step than that of any checkpoint.
+    damaged = [
+        n for n, (line, step) in enumerate(zip(lines, steps, strict=True), 1) if step is None and line[-1] == "\n"
+    ]
+    known = {step for step in steps if step is not None}
+    # A run that began from a checkpoint without metrics has none of the steps before it.
+    first = 1 if damaged else min(known, default=1)
+    missing = [step for step in range(first, last + 1) if step not in known]
+    if not missing:
+        return ""
+    which = f"step {missing[0]:,}" if len(missing) == 1 else f"{len(missing):,} steps, the first is step {missing[0]:,}"
+    why = f" (line {damaged[0]:,} is damaged)" if damaged else ""
+    return f"{file} lacks {which}{why}, and so do the metrics of this run"
 
 
 def _is_until(line: str, step: int) -> bool:
     """Whether a line of metrics is complete and of a step up to ``step``."""
+    its = _step_of(line)
+    return its is not None and its <= step
+
+
+def _step_of(line: str) -> int | None:
+    """The step of a line of metrics; ``None`` if it is not complete."""
     try:
-        return int(json.loads(line)["step"]) <= step
+        return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return False
+        return None
 
 
 def _remove_drafts(path: Path) -> None:

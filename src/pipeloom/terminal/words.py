@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from collections.abc import Collection, Iterable, Sequence
 from difflib import SequenceMatcher
 
@@ -16,6 +17,16 @@ UNBREAKABLE = "\N{NO-BREAK SPACE}"
 def has_line_break(text: str) -> bool:
     """Whether a text has a line feed. Other characters that break lines are escaped when printed."""
     return "\n" in text
+
+
+def quoted(*words: object) -> str:
+    """Words as a shell reads them: of a command that is printed, or its path.
+
+    Examples:
+        >>> print(quoted("pipeloom", "train", "my runs/config.toml"))
+        pipeloom train 'my runs/config.toml'
+    """
+    return shlex.join(map(str, words))
 
 
 def count(number: int, noun: str) -> str:

@@ -24,11 +24,11 @@ from pipeloom.checkpoint.checkpoint_folder import (
 from pipeloom.config import RunConfig, training_problems
 from pipeloom.config.file import read_run_file
 from pipeloom.data.text import Data
-from pipeloom.errors import ConfigError, Interrupted, RunError, UserError
+from pipeloom.errors import ConfigError, Interrupted, RunError, UserError, WorkerError
 from pipeloom.execute.processes.world import World, is_first, is_launched
 from pipeloom.predict.describe import completed, why_training_may_differ
 from pipeloom.runs.hang_words import blocked_by
-from pipeloom.runs.run_folder import CONFIG, METRICS, TIMELINE, RunFolder
+from pipeloom.runs.run_folder import CONFIG, METRICS, TIMELINE, Failed, RunFolder
 from pipeloom.runs.run_start import draft_start, take_run_folder
 from pipeloom.schedule import Kind
 from pipeloom.system.end_signals import raised_signals
@@ -136,6 +136,7 @@ def _run_in(path: Path, config: RunConfig, say: _Say, begun_s: float, *, quiet: 
     goes_on += _changed_order(resolved, data, choice) + _unused_size(config, data, choice)
     folder = draft_start(path, resolved)
     goes_on += _changed_rate(resolved, folder, choice)
+    goes_on += f"\n           {folder.lost}" if folder.lost else ""
     if folder.damaged:
         goes_on += f"\n           after the first step, {', '.join(folder.damaged)} will be called *.damaged"
     say(f"text       {data.description}{_read_again(resolved, data)}{moved}\nrun        {path}{goes_on}")
@@ -146,7 +147,11 @@ def _run_in(path: Path, config: RunConfig, say: _Say, begun_s: float, *, quiet: 
 
     def run(config: RunConfig, again: Again) -> RunResult:
         job = partial(_train, folder=folder, quiet=quiet, begun_s=begun_s, again=again)
-        return run_on_all_ranks(config, job, load=loaded(data, is_again=again.is_again))
+        try:
+            return run_on_all_ranks(config, job, load=loaded(data, is_again=again.is_again))
+        except WorkerError as error:
+            folder.note_failure(Failed(error.rank if error.is_reason else None, error.ended))
+            raise
 
     try:
         with ExitStack() as stack:

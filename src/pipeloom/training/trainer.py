@@ -87,51 +87,51 @@ class Trainer:
         self._noted = Noted(config, world, folder)
         self._world = world = self._noted.world
         self._data, self._folder = data, folder
-        self._pipeline = Pipeline(config, world, log=self._noted.log)
-        is_whole = self._pipeline.store is None  # swapped stages get their optimizer state one by one
-        self._validation = Validation(config, world, data, self._pipeline)
-        self._optimizer = make_optimizer(config.optimizer, self._pipeline.data_parallel.parts, begins=is_whole)
-        self._declared = DeclaredState(config.optimizer, self._optimizer, self._pipeline.data_parallel.parts)
-        self._updates = make_updates(config.optimizer, self._optimizer, self._pipeline)
-        self._averaging = make_averaging(config, world, self._pipeline, self._updates)
-        self._checkpoints = Checkpoints(
-            config,
-            world,
-            self._pipeline,
-            self._optimizer,
-            folder.path,
-            tokenizer=data.tokenizer,
-            origin=origin_of(config.checkpoint.start, data.tokenizer.files()) if world.rank == 0 else None,
-            noted=self._noted.checkpoint,
-        )
-        self._saving = Saving(config, world, folder, self, begun_s)
-        # Steps, sequences and tokens before this process: those of the checkpoint, or none.
-        resume = config.checkpoint.resume
-        if again.before is not None and again.step is not None:
-            self._done = self._checkpoints.recall(again.before, again.step)
-        elif resume is not None:
-            self._done = self._checkpoints.restore(resume)
-        else:
-            self._done = checkpoint_info(config, data, 0, 0, 0)
-        if not self._done.step and config.checkpoint.init is not None:
-            # Without the optimizer, whose state begins anew.
-            load_trained(config, world, self._pipeline, data.tokenizer)
-        if again.folder is not None:
-            self._checkpoints.prepare_kept(again.folder, self._done.step)
-        name, done = (data.corpus_sha256, str(config.data.path)), self._done
-        windows = resumed(data.train, name, done.sequences, done.sources, done.data["text"])
-        num_steps = config.training.known_steps - self._done.step
-        self._loading = Loading(windows, config.layout.step_size, self._done.step + 1, num_steps)
-        self._traced = TracedSteps(config, world, folder, self._done.step)
-        self._meter, self._profiles = StepMeter(config, world), StepProfiles(config, world, folder.path)
-        self._sums: Sequence[float] = ()
-        self._spikes, self._slow = Spikes(config.training), SlowRanks(config, world, folder)
-        self._measured, self._division = Measured(), Division(config, world)
-        self._profile: Profile | None = None
-        self._health = Health(config, world, self._pipeline, self._optimizer, self._done.step)
-        self._problem: str | None = None
-        self._back_to: int | None = None
-        self._first_sequence = self._done.sequences
+        with self._noted.failing():
+            self._pipeline = Pipeline(config, world, log=self._noted.log)
+            is_whole = self._pipeline.store is None  # swapped stages get their optimizer state one by one
+            self._validation = Validation(config, world, data, self._pipeline)
+            self._optimizer = make_optimizer(config.optimizer, self._pipeline.data_parallel.parts, begins=is_whole)
+            self._declared = DeclaredState(config.optimizer, self._optimizer, self._pipeline.data_parallel.parts)
+            self._updates = make_updates(config.optimizer, self._optimizer, self._pipeline)
+            self._averaging = make_averaging(config, world, self._pipeline, self._updates)
+            self._checkpoints = Checkpoints(
+                config,
+                world,
+                self._pipeline,
+                self._optimizer,
+                folder.path,
+                tokenizer=data.tokenizer,
+                origin=origin_of(config.checkpoint.start, data.tokenizer.files()) if world.rank == 0 else None,
+                noted=self._noted.checkpoint,
+            )
+            self._saving = Saving(config, world, folder, self, begun_s)
+            # Steps, sequences and tokens before this process: those of the checkpoint, or none.
+            if again.before is not None and again.step is not None:
+                self._done = self._checkpoints.recall(again.before, again.step)
+            elif config.checkpoint.resume is not None:
+                self._done = self._checkpoints.restore(config.checkpoint.resume)
+            else:
+                self._done = checkpoint_info(config, data, 0, 0, 0)
+            if not self._done.step and config.checkpoint.init is not None:
+                # Without the optimizer, whose state begins anew.
+                load_trained(config, world, self._pipeline, data.tokenizer)
+            if again.folder is not None:
+                self._checkpoints.prepare_kept(again.folder, self._done.step)
+            name, done = (data.corpus_sha256, str(config.data.path)), self._done
+            windows = resumed(data.train, name, done.sequences, done.sources, done.data["text"])
+            num_steps = config.training.known_steps - self._done.step
+            self._loading = Loading(windows, config.layout.step_size, self._done.step + 1, num_steps)
+            self._traced = TracedSteps(config, world, folder, self._done.step)
+            self._meter, self._profiles = StepMeter(config, world), StepProfiles(config, world, folder.path)
+            self._sums: Sequence[float] = ()
+            self._spikes, self._slow = Spikes(config.training), SlowRanks(config, world, folder)
+            self._measured, self._division = Measured(), Division(config, world)
+            self._profile: Profile | None = None
+            self._health = Health(config, world, self._pipeline, self._optimizer, self._done.step)
+            self._problem: str | None = None
+            self._back_to: int | None = None
+            self._first_sequence = self._done.sequences
 
     def run(self) -> RunResult:
         """Train, validate, sample, and write the results.

@@ -7,8 +7,10 @@ declares which (``Matrices``); shards are then cut at their borders.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
+from pipeloom.errors import UserError, place_of
 from pipeloom.registry import Registry
 
 Setting = float | tuple[float, ...]
@@ -64,6 +66,20 @@ class Optimizer:
     takes_narrow: bool = False
     powers: Mapping[str, int] = field(default_factory=dict[str, int])
     imports: tuple[str, ...] = ("torch._dynamo",)
+
+    def __post_init__(self) -> None:
+        """Refuse settings that ``make`` does not take.
+
+        Raises:
+            UserError: with the place of ``make``.
+        """
+        settings = {name: value for name, value in self.settings.items() if name != "weight_decay"}
+        try:
+            signature(self.make).bind([], lr=0.0, **settings)
+        except ValueError:  # a function of C without a signature
+            return
+        except TypeError as error:
+            raise UserError(f"make ({place_of(self.make)}) does not take lr and the settings: {error}") from None
 
     def takes_whole(self, name: str, shape: Shape) -> bool:
         """Whether it updates a parameter, by its name in the whole model, as a whole matrix."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeloom.errors import (
+    TRACEBACK,
     Interrupted,
     PeerLostError,
     PipeloomError,
@@ -51,7 +52,7 @@ class Failure:
         is_user_error: the input was wrong, not the run.
         is_consequence: the worker only lost its connection to another one.
         is_stall: waited too long, perhaps for a worker that failed.
-        traceback: of the worker, for errors other than ``PipeloomError``.
+        traceback: of the worker, for errors other than ``PipeloomError``, and for all if ``TRACEBACK`` is set.
         number: of the signal that the worker handled.
         reason: whether the message is the reason, in place of a signal's name.
         was_killed: a signal killed the process.
@@ -113,6 +114,9 @@ def run_workers(
                     writer.close()
                     workers.append((process, reader))
                 return _supervise(workers, passed_on, _Stopped([one for one, _ in workers], stopped_s))
+            except WorkerError as error:
+                error.ended = _stop([process for process, _ in workers])
+                raise
             finally:
                 _stop([process for process, _ in workers])
 
@@ -148,8 +152,9 @@ def _worker(work: Work, threads: int, writer: Connection, *, rendezvous: Path, r
 def describe(rank: int, error: BaseException) -> Failure:
     """An exception of a worker as a failure that can be pickled."""
     root = error.__cause__ if isinstance(error, PipeloomError) and error.__cause__ is not None else error
-    trace = "" if isinstance(root, PipeloomError) else "".join(traceback.format_exception(error))
-    is_ours = isinstance(error, PipeloomError)
+    is_ours, is_shown = isinstance(error, PipeloomError), bool(os.environ.get(TRACEBACK))
+    is_expected = isinstance(root, PipeloomError) or isinstance(error, UserError)
+    trace = "" if is_expected and not is_shown else "".join(traceback.format_exception(error))
     message = str(error) if is_ours else f"{type(error).__name__}: {error}"
     is_user_error, is_consequence = isinstance(error, UserError), isinstance(error, PeerLostError)
     if isinstance(error, Interrupted):
@@ -244,10 +249,11 @@ def _error(failures: Sequence[Failure], passed_on: int | None) -> PipeloomError 
             interrupted.add_note(cause.message)
         return interrupted
     if cause.is_user_error:
-        return _noted(UserError(cause.message), cause.notes)
+        return _noted(UserError(cause.message), [cause.traceback] if cause.traceback else cause.notes)
     others = len({failure.rank for failure in failures} - {cause.rank})
     error = _noted(WorkerError(cause.message), cause.notes)
     error.rank, error.was_killed, error.is_wrong = cause.rank, cause.was_killed, cause.is_wrong
+    error.is_reason = not cause.is_consequence and not cause.is_stall
     if cause.traceback:
         error.add_note(cause.traceback)
     if others:
@@ -261,10 +267,11 @@ def _noted(error: _Error, notes: Sequence[str]) -> _Error:
     return error
 
 
-def _stop(processes: Sequence[BaseProcess]) -> None:
-    """Kill all workers that still run, since they may be waiting for each other."""
-    for process in processes:
-        if process.is_alive():
-            process.kill()
+def _stop(processes: Sequence[BaseProcess]) -> tuple[int, ...]:
+    """Kill all workers that still run, since they may be waiting for each other; returns which."""
+    running = tuple(rank for rank, process in enumerate(processes) if process.is_alive())
+    for rank in running:
+        processes[rank].kill()
     for process in processes:
         process.join()
+    return running

@@ -5,8 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeloom.errors import PipeloomError, StrategyError
-from pipeloom.families.check_rows import raised_by
+from pipeloom.errors import PipeloomError, StrategyError, raised_by
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Question
 from pipeloom.planner.space import Arrangement, Leaf

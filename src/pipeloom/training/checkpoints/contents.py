@@ -14,7 +14,7 @@ from pipeloom.data.text import Data
 from pipeloom.errors import UserError
 from pipeloom.model.experts import BIAS, balances_of, is_bias
 from pipeloom.runs.run_folder import CONFIG
-from pipeloom.terminal.words import count
+from pipeloom.terminal.words import count, quoted
 from pipeloom.training.checkpoints.differences import Shapes, differences
 from pipeloom.training.stages import stage_of
 from pipeloom.workload.adapter import Adapter, is_pair, without_pairs
@@ -126,7 +126,7 @@ def _refuse_other_model(config: RunConfig, path: Path, expected: Shapes, stored:
     run = run_of(path)
     hint = "use the model that wrote it"
     if run is not None and (run / CONFIG).exists():
-        hint = f"start from its own configuration: pipeloom train {run / CONFIG} {flag} {path}"
+        hint = f"start from its own configuration: {quoted('pipeloom', 'train', run / CONFIG, flag, path)}"
     raise UserError("\n".join([f"the checkpoint {path} is not of this model:", *(f"  - {p}" for p in problems), hint]))
 
 

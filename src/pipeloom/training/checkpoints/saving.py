@@ -1,6 +1,5 @@
 """Decides after each step, the same on all ranks, whether to write a checkpoint and whether to end the run early."""
 
-import shlex
 import shutil
 import signal
 import sys
@@ -17,7 +16,7 @@ from pipeloom.execute.processes.world import World, is_launched
 from pipeloom.runs.run_folder import CONFIG, RunFolder
 from pipeloom.system.end_signals import STOPS
 from pipeloom.terminal.guard import printable
-from pipeloom.terminal.words import format_bytes
+from pipeloom.terminal.words import format_bytes, quoted
 
 GRACE = "checkpoint.grace_s"
 LIMIT = "checkpoint.time_limit_s"
@@ -281,4 +280,4 @@ def safe_steps(config: RunConfig, folder: RunFolder) -> str:
     else:
         safe = f"No checkpoint was written since {begun}, from which the run started."
     how = "To resume, with the same launcher:" if is_launched() else "To resume:"
-    return f"{safe} {where}\n{how} {shlex.join(words)}"
+    return f"{safe} {where}\n{how} {quoted(*words)}"

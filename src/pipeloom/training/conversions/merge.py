@@ -28,7 +28,7 @@ from pipeloom.config import CheckpointConfig, OutputConfig
 from pipeloom.data.tokenizer import same_tokens
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.describe import load_or_note
-from pipeloom.terminal.words import count
+from pipeloom.terminal.words import count, quoted
 from pipeloom.training.checkpoints.contents import MODEL
 from pipeloom.training.checkpoints.differences import differences
 from pipeloom.training.conversions.converted import (
@@ -184,7 +184,7 @@ def _read(run: Path, folder: Path, models: Sequence[Path], problems: list[str]) 
         base = base._replace(texts=base.texts or (first or base).texts)
         for one, each in zip(models, others, strict=True):
             problems += [] if each is None else _unlike(base, each, one)
-        problems += [f"{run}: {_ADAPTERS.format(run)}"] if base.info.adapter is not None else []
+        problems += [f"{run}: {_ADAPTERS.format(quoted(run))}"] if base.info.adapter is not None else []
         problems += [] if first or base.texts else [f"{run}: it has no {TOKENIZER}; put the one of the models there"]
     if problems or base is None:
         raise ConfigError(problems, "the merge")
@@ -205,7 +205,7 @@ def _unlike(base: Source, model: Source, run: Path) -> list[str]:
     """What a model differs in from those that its base can be merged with."""
     found = other_settings(base.config.model, model.info.model, "there it is")
     if model.info.adapter is not None:
-        found.append(_ADAPTERS.format(run))
+        found.append(_ADAPTERS.format(quoted(run)))
     elif base.info.adapter is None and not found:
         found += differences(*(parameters_of(one).shapes for one in (base, model)))
     if base.texts and model.texts and not same_tokens(base.texts, model.texts):

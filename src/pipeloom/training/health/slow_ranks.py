@@ -1,6 +1,5 @@
 """Names slow ranks while the run goes on, from the seconds of compute that each step measures anyway."""
 
-import shlex
 import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from pipeloom.execute.executor import StepResult
 from pipeloom.execute.processes.world import World
 from pipeloom.runs.run_folder import SLOW_RANKS, RunFolder
 from pipeloom.runs.slow_ranks import SlowRank, find_slow, slow_text
+from pipeloom.terminal.words import quoted
 from pipeloom.trace import Trace
 from pipeloom.training.session import shared_cores
 from pipeloom.workload.layout import Layout
@@ -93,7 +93,7 @@ class SlowRanks:
         again = sorted(self._named - found.keys())
         texts = [*map(str, slow), *(f"rank {rank} on {hosts[rank]} is as fast as the others again" for rank in again)]
         without = "it" if len(slow) == 1 else "them"
-        run = shlex.quote(str(self._folder.path))
+        run = quoted(self._folder.path)
         more = f"; `pipeloom inspect {run}` prints the step time of a layout without {without}" if slow else ""
         self._folder.add_warning(f"step {step}: {', '.join(texts)}{more}")
         self._named = set(found)

@@ -4,7 +4,8 @@ A step updates all parameters at once, or stage by stage if stages are swapped; 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.config import OptimizerConfig
-from pipeloom.errors import UserError
+from pipeloom.errors import OptimizerError, PipeloomError, UserError, raised_by
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.clipping import clip, clipped_step, gradient_norms, squared_gradient_norm, squared_norm
@@ -22,6 +23,7 @@ from pipeloom.execute.stages.weights import FlatPart, StageWeights
 from pipeloom.measure.stopwatch import median_seconds
 from pipeloom.measure.update import Update
 from pipeloom.schedule.stage_swaps import Content
+from pipeloom.workload.optimizers import OPTIMIZERS
 
 STEP = "step"
 """Key of the number of steps, which every optimizer may have beside what it declares."""
@@ -58,6 +60,7 @@ def make_optimizer(config: OptimizerConfig, parts: Sequence[FlatPart], *, begins
 
     Raises:
         UserError: the optimizer refuses a setting.
+        OptimizerError: one of a plug-in raises anything else; so does a step of it.
     """
     settings, rule = config.values, config.rule
     decay = settings.pop("weight_decay", None)
@@ -71,13 +74,38 @@ def make_optimizer(config: OptimizerConfig, parts: Sequence[FlatPart], *, begins
                 groups[-1]["is_matrix"] = is_matrix
     # A rank whose stages are all frozen: PyTorch's optimizers refuse an empty list.
     groups = groups or [{"params": [nn.Parameter(torch.empty(0))]}]
-    try:
-        optimizer = rule.make(groups, lr=config.known_lr, **settings)
-    except ValueError as error:  # only the optimizer has the ranges of its settings
-        raise UserError(f"optimizer.name {config.name} does not take these optimizer.settings: {error}") from error
+    with naming_optimizer(config.name):
+        try:
+            optimizer = rule.make(groups, lr=config.known_lr, **settings)
+        except ValueError as error:  # only the optimizer has the ranges of its settings
+            raise UserError(f"optimizer.name {config.name} does not take these optimizer.settings: {error}") from error
+    if not _is_own(config.name):
+        optimizer.step = naming_optimizer(config.name)(optimizer.step)
     if begins:
         begin_state(optimizer, config, parts)
     return optimizer
+
+
+@contextmanager
+def naming_optimizer(name: str) -> Iterator[None]:
+    """Context in which an exception of an optimizer of a plug-in or a script becomes an error that names the optimizer.
+
+    Raises:
+        OptimizerError: contains the exception and its line in the optimizer's file.
+    """
+    try:
+        yield
+    except (PipeloomError, MemoryError, torch.OutOfMemoryError):  # how much memory there is does not depend on the rule
+        raise
+    except Exception as error:
+        if _is_own(name):
+            raise
+        raise OptimizerError(f"the optimizer '{name}' raised {raised_by(error, OPTIMIZERS[name].make)}") from error
+
+
+def _is_own(name: str) -> bool:
+    """Whether an optimizer is one of the package."""
+    return (getattr(OPTIMIZERS[name].make, "__module__", None) or "").startswith("pipeloom.")
 
 
 def begin_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig, parts: Iterable[FlatPart]) -> None:

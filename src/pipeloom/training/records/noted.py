@@ -86,6 +86,14 @@ class Noted:
     @contextmanager
     def ended(self) -> Iterator[None]:
         """Note at the end how it was."""
+        with self.failing():
+            yield
+        if self.log is not None:
+            self.log.end()
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Note an error that ends the rank."""
         try:
             yield
         except BaseException as error:
@@ -94,8 +102,6 @@ class Noted:
                 text = str(error) if is_interrupted else type_and_text(error)
                 self.log.end(text, is_interrupted=is_interrupted)
             raise
-        if self.log is not None:
-            self.log.end()
 
     def _activity(self, name: str, ranks: Sequence[int] | None = None, lane: str = "") -> Activity:
         return NOTHING if self.log is None else self.log.activity(name, ranks, lane)
