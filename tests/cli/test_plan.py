@@ -128,6 +128,24 @@ def test_in_100_columns_the_table_has_sharding_memory_and_price(model, capsys, m
     assert any(" DP " in line or " FSDP " in line for line in lines)
 
 
+def test_in_100_columns_several_sizes_and_programs_have_the_cells_of_one(model, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    command = [*words(model, cluster="dgx-a100", dtype="bfloat16"), *SMALL, "--pp", "1", "--shards", "optimizer"]
+    columns = ("tp", "pp", "dp", "micro", "schedule", "sharded", "step", "MFU", "GB", "$/1e9")
+    found = []
+    for name, more in {"1": (), "4": ("--devices", "2", "4"), "pipeloom": ("--for", "any")}.items():
+        assert main([*command, *more]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        (head,) = (number for number, line in enumerate(lines) if " micro " in line and " schedule " in line)
+        titles = [title for title in lines[head].split() if title != "ms"]
+        (cells,) = (line.split() for line in lines[head + 1 : head + 4] if line.split()[0].strip("~") == name)
+        # From the right, since names have no title in the table of one.
+        cell_of = dict(zip(titles[::-1], cells[::-1], strict=False))
+        found.append([cell_of[title] for title in columns])
+    assert found[0] == found[1] == found[2]
+    assert found[0][4:6] == ["DP", "optim"]
+
+
 def test_a_run_file_with_settings_that_were_filled_in_is_not_replaced(model, tmp_path, capsys):
     command = [*words(model, cluster="dgx-a100", dtype="bfloat16"), "--no-explain", "--out", str(tmp_path / "planned")]
     assert main(command) == 0

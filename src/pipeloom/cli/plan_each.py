@@ -10,9 +10,10 @@ from typing import Any
 from rich.table import Table
 
 from pipeloom.cli.goals import choice_lines, cost_cells
+from pipeloom.cli.layout_tables import layouts_table, legend
 from pipeloom.cli.plan_files import write_layout
 from pipeloom.cli.plan_json import limits_to_json, to_json
-from pipeloom.cli.plan_layouts import figure_cells, layout_cells, settings_words, table_of_cells
+from pipeloom.cli.plan_layouts import settings_words
 from pipeloom.cli.plan_options import Options
 from pipeloom.cli.plan_request import Choice, Request
 from pipeloom.cli.plan_text import print_command
@@ -21,10 +22,11 @@ from pipeloom.planner.choice import SIMPLER
 from pipeloom.planner.error_bar import ErrorBar
 from pipeloom.planner.goals import Cost, Goal
 from pipeloom.planner.plan import Plan, plan
+from pipeloom.planner.question import Question
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.console import wide_console
 from pipeloom.terminal.sections import WIDTH, Section, print_sections
-from pipeloom.terminal.words import count, unit_bytes, unit_s
+from pipeloom.terminal.words import count
 from pipeloom.workload.launchers import LAUNCHERS
 
 
@@ -138,12 +140,10 @@ def _sections(answers: Sequence[_Answer], offers: Sequence[_Offer], goal: Goal |
     found = [one for one in answers if one.step is not None]
     section = Section(f"Row 1 of the plan for each {_differences(answers)}", is_wide=True)
     if found:
-        section.parts.append(_table(found, *_among(answers)))
-    section.parts.append(
-        f"Row 1 is the fastest layout by prediction, or a simpler one that takes at most {SIMPLER:.1%} longer. error: "
-        "mean error of comparable step times; ?: none was measured on these devices, of the worst other, or none with "
-        "experts."
-    )
+        question = next(one.request.question for one in answers if one.request is not None)
+        rows = _table(found, question, *_among(answers))
+        first = f"Row 1 is the fastest layout by prediction, or a simpler one that takes at most {SIMPLER:.1%} longer."
+        section.parts += [rows, f"{first} {legend(rows, question)}"]
     lacks = [
         f"{_name(one.choice)}: {'nothing fits.' if one.plan is not None else '; '.join(one.refusal)}"
         for one in answers
@@ -190,26 +190,21 @@ def _errors(found: Sequence[_Answer]) -> dict[str, list[str]]:
     return sentences
 
 
-def _table(found: Sequence[_Answer], programs: Collection[str], sizes: Collection[int]) -> Table:
-    steps = [one.step for one in found if one.step is not None]
-    unit = unit_s(min(step.prediction.step_time_s for step in steps))
-    memory = unit_bytes(steps[0].cluster.device.memory_bytes)
+def _table(found: Sequence[_Answer], question: Question, programs: Collection[str], sizes: Collection[int]) -> Table:
+    """The first rows of answers that have one, with what differs between all answers as their names."""
     has_programs, has_sizes = len(programs) > 1, len(sizes) > 1
-    rows: dict[str, dict[str, str]] = {}
+    steps, more = dict[str, SimulatedStep](), dict[str, dict[str, str]]()
     for one in found:
         if one.step is None or one.plan is None:
             continue
-        step_time, *others = figure_cells(one.step, unit, memory).items()
         name = " ".join(
             [*([one.choice.launcher] if has_programs else []), *([f"{one.choice.num_devices:,}"] if has_sizes else [])]
         )
         cost = _cost(one)
-        rows[name] = {
-            **layout_cells(one.step),
-            **dict([step_time, ("error", _error(one.plan.error_bar)), *others]),
-            **({} if cost is None else cost_cells(cost)),
-        }
-    return table_of_cells(", ".join([*(["for"] if has_programs else []), *(["devices"] if has_sizes else [])]), rows)
+        steps[name] = one.step
+        more[name] = ({} if cost is None else cost_cells(cost)) | {"error": _error(one.plan.error_bar)}
+    first = ", ".join([*(["for"] if has_programs else []), *(["devices"] if has_sizes else [])])
+    return layouts_table(first, steps, question, more)
 
 
 def _error(bar: ErrorBar) -> str:

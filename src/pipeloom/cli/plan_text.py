@@ -4,9 +4,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from pipeloom.cli.goals import choice_lines, training_words
+from pipeloom.cli.layout_tables import best_table, kinds_of, legend
 from pipeloom.cli.plan_layouts import (
-    PRICE,
-    best_table,
     change_table,
     closest_words,
     layout_lines,
@@ -14,7 +13,6 @@ from pipeloom.cli.plan_layouts import (
     settings_words,
 )
 from pipeloom.cli.run_config import dtype_words
-from pipeloom.cost.hardware import Cluster
 from pipeloom.planner.choice import SIMPLER
 from pipeloom.planner.goals import Goal, Training
 from pipeloom.planner.infeasible import MOST_DOUBLINGS
@@ -25,13 +23,6 @@ from pipeloom.terminal.console import wide_console
 from pipeloom.terminal.sections import WIDTH, Section, print_sections
 from pipeloom.terminal.words import count, parameters, seconds, short, unit_bytes, unit_s
 from pipeloom.workload.launchers import Launcher
-
-_KEY = (
-    "tp +sp: with sequence parallelism. micro: micro-batches of each data-parallel rank x sequences in each. schedule: "
-    "DP (data parallelism) and FSDP have no pipeline. loops: stages of each pipeline rank, +v: in V placement. "
-    "sharded: optim, grads, full (--shards). recomp: recomputed layers. bubble: ranks of a pipeline do not compute, "
-    "with or without communication. exposed: communication beside which nothing computes."
-)
 
 
 def print_plan(plan: Plan, training: Training | None = None, goal: Goal | None = None) -> None:
@@ -74,14 +65,11 @@ def _layouts(plan: Plan, training: Training | None, goal: Goal | None) -> Sectio
     """The table of the best layouts, and what of the first row has no column."""
     unit, name = unit_bytes(plan.question.cluster.device.memory_bytes)
     # A cluster may have devices of several kinds.
-    sizes = {kind.device.memory_bytes for kind, _ in _kinds(plan.question)}
+    sizes = {kind.device.memory_bytes for kind, _ in kinds_of(plan.question)}
     room = " or ".join(short(size / unit) for size in sorted(sizes))
     title = f"The {count(len(plan.steps), 'best layout')}, the best one of each kind; a device has {room} {name}"
-    is_priced = any(step.dollars_per_billion_tokens is not None for step in plan.steps)
-    key = _KEY + (" ep: ranks that share experts, +o: with layout.ep_overlap." if plan.question.shape.experts else "")
-    key += f" {PRICE}: dollars for 1e9 tokens{_on_price(plan.question)}." if is_priced else ""
-    section = Section(title + _kept_free(plan.question), is_wide=True)
-    section.parts += [_on_order(plan), best_table(plan), key, *layout_lines(plan.rows[0])]
+    section, rows = Section(title + _kept_free(plan.question), is_wide=True), best_table(plan)
+    section.parts += [_on_order(plan), rows, legend(rows, plan.question), *layout_lines(plan.rows[0])]
     if training is not None:
         cost = training.cost(plan.rows[0])
         section.parts.append(training_words(training, plan.rows[0].run.global_batch, cost, "row 1"))
@@ -159,18 +147,6 @@ def _kept_free(question: Question) -> str:
     return f", {question.headroom:.0%} of it kept free" if question.headroom else ""
 
 
-def _on_price(question: Question) -> str:
-    """The prices of the devices, and where they are from."""
-    kinds = [kind for kind, _ in _kinds(question)]
-    found = dict.fromkeys((kind.device.name, kind.price_per_device_hour, kind.price_source) for kind in kinds)
-    each = [
-        f"{f'{name}: ' if len(found) > 1 else ''}${price:.3g} a device-hour{f': {source}' if source else ''}"
-        for name, price, source in found
-        if price is not None
-    ]
-    return f" ({'; '.join(each)})"
-
-
 def _row(plan: Plan, step: SimulatedStep | None) -> int:
     """Number of the row of a layout, from 1."""
     return [each is step for each in plan.rows].index(True) + 1
@@ -197,12 +173,7 @@ def _on_order(plan: Plan) -> str:
 
 def _devices(question: Question) -> str:
     """Names of the cluster's kinds of devices."""
-    return " and ".join(dict.fromkeys(kind.device.name for kind, _ in _kinds(question)))
-
-
-def _kinds(question: Question) -> Sequence[tuple[Cluster, int]]:
-    # Which kinds a layout uses differs between layouts; the question is about all of them.
-    return question.cluster.kinds(question.cluster.num_devices or question.num_devices)
+    return " and ".join(dict.fromkeys(kind.device.name for kind, _ in kinds_of(question)))
 
 
 def _nothing(plan: Plan) -> Section:
