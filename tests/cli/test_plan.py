@@ -305,6 +305,7 @@ def test_a_goal_that_nothing_meets_names_the_nearest_and_writes_nothing(model, t
         "max_dollars": 1.0,
         "objective": "cost",
         "is_met": False,
+        "is_proved": True,
     }
     assert main(command) == 1
     assert "goal: nothing is within" in " ".join(capsys.readouterr().out.split())
@@ -327,8 +328,54 @@ def test_an_interrupted_answer_for_several_sizes_says_why_nothing_is_written(mod
     ]
     out = tmp_path / "planned"
     assert main([*command, "--out", str(out)]) == 130
-    assert "nothing is written: the answer was interrupted" in " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "nothing is written: the answer was interrupted" in printed
+    assert "pipeloom on 4 devices: not searched, since the answer was interrupted" in printed
     assert not out.exists()
+
+
+def cut_short(answer, factor):
+    """A plan as if the time was up: layouts whose steps take at least so much of the fastest were not searched."""
+    bound_s = factor * answer.best.prediction.step_time_s
+    return replace(answer, counts=replace(answer.counts, undecided=7), open_bound_s=bound_s, stopped="time")
+
+
+def test_every_size_whose_search_was_cut_short_is_marked_with_what_may_be_missing(model, capsys, monkeypatch):
+    def plan_of(question, *args, **options):
+        answer, number = plan(question, *args, **options), question.num_devices
+        if number == 2:
+            return answer
+        return replace(cut_short(answer, 1.1 if number == 4 else 0.9), **({"steps": ()} if number == 8 else {}))
+
+    monkeypatch.setattr(plan_each, "plan", plan_of)
+    assert main([*words(model, cluster="dgx-a100"), *SMALL, "--devices", "1", "2", "4", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert {line.split()[0] for line in printed.splitlines() if line[:1].isdigit()} == {"1*", "2", "4*"}
+    flat = " ".join(printed.split())
+    left = "the time was up: 7 layouts not searched, which take at least"
+    assert re.search(rf"pipeloom on 1 device: {left} \S+ m?s a step, up to 10\.0% less than this row", flat)
+    assert re.search(rf"pipeloom on 4 devices: {left} \S+ m?s a step, no less than this row", flat)
+    assert re.search(rf"pipeloom on 8 devices: nothing that fits was found; {left}", flat)
+    assert "; with *, of the layouts that were found before the search was cut short. tp:" in flat
+    assert "on 2 devices" not in flat
+
+
+@pytest.mark.parametrize(("factor", "is_proved"), [(0.1, False), (0.999, True)])
+def test_a_goal_names_the_searches_that_might_have_a_better_choice(model, capsys, monkeypatch, factor, is_proved):
+    def plan_of(question, *args, **options):
+        answer = plan(question, *args, **options)
+        return cut_short(answer, factor) if question.num_devices == 2 else answer
+
+    monkeypatch.setattr(plan_each, "plan", plan_of)
+    command = [*words(model, cluster="dgx-a100"), *SMALL, "--devices", "2", "4", "--tokens", "10B"]
+    command += ["--objective", "time"]
+    assert main(command) == 0
+    open_words = "not searched, and perhaps a better choice: layouts for pipeloom on 2 devices that take at least"
+    assert (open_words in " ".join(capsys.readouterr().out.split())) != is_proved
+    assert main([*command, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["goal"]["answer"], answer["goal"]["is_proved"]) == (1, is_proved)
+    assert [one["is_proved"] for one in answer["answers"]] == [False, True]
 
 
 def test_a_size_without_a_layout_is_named_beside_the_others(model, capsys):

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterator, Sequence
 
-from pipeloom.cli.goals import choice_lines, training_words
+from pipeloom.cli.goals import Least, choice_lines, training_words
 from pipeloom.cli.layout_tables import best_table, kinds_of, legend
 from pipeloom.cli.plan_layouts import (
     change_table,
@@ -74,9 +74,18 @@ def _layouts(plan: Plan, training: Training | None, goal: Goal | None) -> Sectio
         cost = training.cost(plan.rows[0])
         section.parts.append(training_words(training, plan.rows[0].run.global_batch, cost, "row 1"))
         if goal is not None:
-            lines = choice_lines(goal, [cost], lambda _: "row 1", lambda _: plan.error_bar)
+            least = least_costs(plan, training)
+            lines = choice_lines(goal, [cost], lambda _: "row 1", lambda _: plan.error_bar, least)
             section.parts.append(f"goal: {'. '.join(lines)}")
     return section
+
+
+def least_costs(plan: Plan, training: Training, among: str = "") -> list[Least]:
+    """The least cost of layouts that were not searched; empty if the search was complete."""
+    if plan.open_bound_s is None:
+        return []
+    cost = training.least_cost(plan.question, plan.open_bound_s)
+    return [Least(cost.seconds, cost.dollars, among)]
 
 
 def print_next(words: Sequence[str], launcher: Launcher) -> None:
@@ -121,10 +130,7 @@ def _question_lines(plan: Plan) -> Iterator[str]:
     )
     proof = "; by prediction, none of these is among the best" if plan.best is not None else ""
     if plan.open_bound_s is not None:
-        why = "interrupted" if plan.stopped == "interrupt" else "the time was up"
-        least = f"at least {seconds(plan.open_bound_s)} a step"
-        proof = f"; {why}: {counts.undecided:,} not searched, which take {least}"
-        proof = proof if counts.undecided else f"; {why}: every layout takes {least}"
+        proof = f"; {unsearched_words(plan)}"
     pruned = {"slower": counts.too_slow, "too large": counts.too_large}
     excluded = ", ".join(f"{number:,} {why}" for why, number in pruned.items() if number)
     yield (
@@ -135,6 +141,17 @@ def _question_lines(plan: Plan) -> Iterator[str]:
         yield f"  {counts.tried} layouts were also tried with strategies (memory, token slices)"
     for cause, number in counts.excluded.most_common():
         yield f"  left out: {count(number, 'combination')} of axes, since {cause}"
+
+
+def unsearched_words(plan: Plan) -> str:
+    """Why the search was cut short, how many layouts were not searched, and the bound of their step times."""
+    why = "interrupted" if plan.stopped == "interrupt" else "the time was up"
+    if plan.open_bound_s is None:
+        return f"{why} before all strategies were tried; the search without them was complete"
+    least, number = f"at least {seconds(plan.open_bound_s)} a step", plan.counts.undecided
+    if not number:
+        return f"{why}: every layout takes {least}"
+    return f"{why}: {count(number, 'layout')} not searched, which take {least}"
 
 
 def _program(question: Question) -> str:
