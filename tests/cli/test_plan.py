@@ -146,6 +146,18 @@ def test_in_100_columns_several_sizes_and_programs_have_the_cells_of_one(model, 
     assert found[0][4:6] == ["DP", "optim"]
 
 
+@pytest.mark.parametrize(("seq", "is_much"), [(512, False), (32768, True)])
+def test_where_attention_is_a_large_part_of_the_flops_mfu_counts_all_scores_by_the_legend(model, capsys, seq, is_much):
+    given = words(model, cluster="dgx-a100", seq=seq, pp=1, tp=2, **{"global-batch": 2, "dtype": "bfloat16"})
+    assert main([*given, "--no-explain"]) == 0
+    found = re.findall(
+        r"MFU: with all scores of attention, (\d+)% of its FLOPs", " ".join(capsys.readouterr().out.split())
+    )
+    # 12 L H T beside 6 N, with 6 layers of 12 H^2 and two matrices of the vocabulary.
+    attention = 12 * 6 * 1024 * seq / (12 * 6 * 1024 * seq + 6 * (6 * 12 * 1024**2 + 2 * 32000 * 1024))
+    assert found == ([f"{100 * attention:.0f}"] if is_much else [])
+
+
 def test_a_run_file_with_settings_that_were_filled_in_is_not_replaced(model, tmp_path, capsys):
     command = [*words(model, cluster="dgx-a100", dtype="bfloat16"), "--no-explain", "--out", str(tmp_path / "planned")]
     assert main(command) == 0

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from pipeloom.cli.plan_layouts import communication_cells, layout_cells
+from pipeloom.cost.flops import attention_share
 from pipeloom.cost.hardware import Cluster
 from pipeloom.planner.comparison import without_pipeline
 from pipeloom.planner.plan import Plan
@@ -16,11 +17,11 @@ from pipeloom.terminal.words import short, unit_bytes, unit_s
 _SHORT_SHARDED = {"optimizer": "optim", "gradients": "grads"}
 _PRICE = "$/1e9"
 _LEGEND: Mapping[str, str] = {
-    "tp": "+sp: with sequence parallelism",
-    "ep": "ranks that share experts, +o: with layout.ep_overlap",
+    "tp": "+sp with sequence parallelism",
+    "ep": "ranks that share experts, +o with layout.ep_overlap",
     "micro": "micro-batches of each data-parallel rank x sequences in each",
     "schedule": "DP (data parallelism) and FSDP have no pipeline",
-    "loops": "stages of each pipeline rank, +v: in V placement",
+    "loops": "stages of each pipeline rank, +v in V placement",
     "sharded": "optim, grads, full (--shards)",
     "recomp": "recomputed layers",
     "bubble": "ranks of a pipeline do not compute, with or without communication",
@@ -30,6 +31,8 @@ _LEGEND: Mapping[str, str] = {
     _PRICE: "dollars for 1e9 tokens",
 }
 """Title of a column -> what its cells are."""
+_MUCH_ATTENTION = 0.3
+"""Fraction of the FLOPs of MFU above which attention is named. Chosen: with half of it, MFU is 0.85 of that."""
 
 
 def table_of_cells(first: str, rows: Mapping[str, Mapping[str, str]], texts: Sequence[str] = ()) -> Table:
@@ -107,6 +110,9 @@ def legend(rows: Table, question: Question) -> str:
     """What the columns of ``layouts_table`` mean, a sentence for each that is there."""
     titles = [str(column.header) for column in rows.columns]
     texts = {**_LEGEND, _PRICE: f"{_LEGEND[_PRICE]}{_on_price(question)}"}
+    share = attention_share(question.shape, question.seq, question.adapter)
+    if share > _MUCH_ATTENTION:
+        texts["MFU"] = f"with all scores of attention, {share:.0%} of its FLOPs, of which a causal mask needs half"
     return " ".join(f"{title}: {text}." for title, text in texts.items() if title in titles)
 
 
