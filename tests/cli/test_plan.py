@@ -20,6 +20,7 @@ from pipeloom.cli.run_config import parse_config
 from pipeloom.cli.train import COMMAND
 from pipeloom.config import hyperparameter_problems, unset
 from pipeloom.config.file import read_run_file
+from pipeloom.export.hand_over import TARGETS
 from pipeloom.planner.choice import SIMPLER
 from pipeloom.planner.plan import make_question, plan
 
@@ -629,6 +630,29 @@ def test_what_others_launch_is_written(model, tmp_path, capsys):
     assert main([*words(model, dtype="float32"), "--export", str(folder), "--no-explain"]) == 0
     assert (folder / "torchrun.sh").exists()
     assert "torchrun" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "programs"),
+    [
+        ({"devices": 8, "pp": 2}, ["torchrun", "Slurm", "Megatron-LM with Megatron Core 0.16"]),
+        ({"devices": 8, "pp": 2, "shards": "full"}, ["torchrun", "Slurm"]),
+        ({"devices": 12, "pp": 1}, []),  # nodes that are not full
+        ({"devices": 8, "pp": 2, "cluster": "tpu-v5e"}, []),
+    ],
+)
+def test_programs_are_named_for_an_export_if_they_can_start_the_first_row(model, tmp_path, capsys, changes, programs):
+    given = {"cluster": "dgx-a100", "global-batch": 24, "dtype": "bfloat16", "tp": 1, "families": "1f1b", "loops": 1}
+    command = [*words(model, **given | {"shards": "optimizer"} | changes), "--strategies", "none", "--no-explain"]
+    assert main(command) == 0
+    _, _, proposed = " ".join(capsys.readouterr().out.split()).partition("Next: ")
+    found = re.search(r"--export start in place of --out planned writes start files for (.*?)\. pipeloom", proposed)
+    assert (re.split(", | and ", found[1]) if found else []) == programs
+    assert main([*command, "--export", str(tmp_path / "start")]) == 0
+    answers = re.findall(r"^(\w+): (.+?)( cannot express this run)?$", capsys.readouterr().out, re.MULTILINE)
+    assert [
+        program for name, program, why in answers if name in TARGETS and TARGETS[name].starts and not why
+    ] == programs
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from pipeloom.planner.question import Question
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.console import wide_console
 from pipeloom.terminal.sections import WIDTH, Section, print_sections
-from pipeloom.terminal.words import count, parameters, seconds, short, unit_bytes, unit_s
+from pipeloom.terminal.words import and_list, count, parameters, seconds, short, unit_bytes, unit_s
 from pipeloom.workload.launchers import Launcher
 
 
@@ -88,15 +88,22 @@ def least_costs(plan: Plan, training: Training, among: str = "") -> list[Least]:
     return [Least(cost.seconds, cost.dollars, among)]
 
 
-def print_next(words: Sequence[str], launcher: Launcher) -> None:
-    """Print the command that writes a layout of the table; these words behind ``pipeloom plan`` printed the table."""
+def print_next(words: Sequence[str], launcher: Launcher, programs: Sequence[str]) -> None:
+    """Print the command that writes a layout of the table.
+
+    Args:
+        words: behind ``pipeloom plan``, which printed the table.
+        launcher: the program of the plan.
+        programs: that can start the first row, by name.
+    """
     if launcher.is_own:
+        export = "--export start in place of --out planned writes start files for"
         text = (
-            "\nNext: write row 1 as a run file and a schedule for `pipeloom train`. --row N takes another row; --export"
-            " start in place of --out planned writes start files for torchrun, Slurm, torchtitan and Megatron-LM."
+            "\nNext: write row 1 as a run file and a schedule for `pipeloom train`. --row N takes another row"
+            f"{f'; {export} {and_list(programs)}' if programs else ''}."
         )
         print_command(text, [*words, "--out", "planned"])
-    else:
+    elif programs:
         text = f"\nNext: write start files of {launcher.title} for row 1. --row N takes another row."
         print_command(text, [*words, "--export", "start"])
 
