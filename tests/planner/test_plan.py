@@ -12,13 +12,13 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.config import find_problems
 from pipeloom.cost.what_if import changed, with_bandwidth, with_memory
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.planner.advice import on_devices, on_one_stage
-from pipeloom.planner.comparison import FAR, causes
+from pipeloom.planner.advice import on_devices, on_simpler
+from pipeloom.planner.comparison import FAR, NO_PIPELINE, Rival, causes
 from pipeloom.planner.error_bar import error_bar
 from pipeloom.planner.infeasible import near_devices
 from pipeloom.planner.plan import make_question
 from pipeloom.planner.plan import plan as make_plan
-from pipeloom.planner.question import Limits, Question
+from pipeloom.planner.question import ONE_STAGE, Limits, Question
 from pipeloom.planner.run_file import run_config
 from pipeloom.planner.run_step import predict_step
 from pipeloom.planner.search import Search, search
@@ -293,9 +293,35 @@ def test_a_tie_with_one_stage_is_named_where_the_table_hides_it():
     searching, bar = Search(question), error_bar(question.cluster, question.software)
     steps = searching.best(3).steps
     assert all(step.run.loops > 1 for step in steps)
-    (sentence,) = on_one_stage(searching, steps, bar, inf)
+    (sentence,) = on_simpler(searching, question, steps, [], bar=bar, deadline=inf)
     assert "tp 2, pp 1, dp 4, sequence parallel, loops 1, micro-batches of 1; a step takes" in sentence
-    assert list(on_one_stage(searching, steps, replace(bar, tie=1e-6), inf)) == []
+    assert list(on_simpler(searching, question, steps, [], bar=replace(bar, tie=1e-6), deadline=inf)) == []
+
+
+def test_a_tie_with_fewer_axes_than_all_rows_is_named(ask):
+    question = ask()
+    searching, bar = Search(question), replace(error_bar(question.cluster, question.software), tie=1.0)
+    rows = searching.best(3, Limits(pp=(2,), tp=(2,))).steps
+    without = searching.best(1, Limits(pp=(1,))).best
+    rivals = [Rival(NO_PIPELINE, without, {})]
+
+    def advice(**changes):
+        return list(on_simpler(searching, changes.pop("question", question), rows, rivals, bar=bar, deadline=inf))
+
+    (sentence,) = advice()
+    assert sentence.startswith("A layout simpler than all equivalent rows is equivalent, too: ")
+    assert "with tp 1, pp 1, dp 4, loops " in sentence
+    assert "--pp 1 --tp 1" in sentence
+    assert advice(question=replace(question, limits=Limits(strategies=("slices",)))) == []
+    rivals[0] = replace(rivals[0], step=None)  # nothing fits
+    assert advice() == []
+
+
+def test_no_row_is_called_simpler_than_itself(ask):
+    question = ask()
+    searching, bar = Search(question), replace(error_bar(question.cluster, question.software), tie=1.0)
+    rows = searching.best(3, replace(ONE_STAGE, tp=(1,))).steps
+    assert list(on_simpler(searching, question, rows, [], bar=bar, deadline=inf)) == []
 
 
 @pytest.mark.parametrize(("batch", "is_told"), [(1, True), (16, False)])

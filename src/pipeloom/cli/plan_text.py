@@ -192,7 +192,7 @@ def _on_order(plan: Plan) -> str:
         return begin if plan.has_simpler else f"{words} Row 1 is the simplest of them."
     more = plain.prediction.step_time_s / plan.steps[0].prediction.step_time_s - 1
     number = _row(plan, plain)
-    return f"{begin} The simplest is row {number}, {more:.1%} slower by prediction."
+    return f"{begin} The simplest of these rows is row {number}, {more:.1%} slower by prediction."
 
 
 def _devices(question: Question) -> str:

@@ -12,6 +12,7 @@ from pipeloom.planner.search import Search, is_over
 from pipeloom.planner.strategies import limit_of, strategy_of
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.words import count
+from pipeloom.workload.axes import divisors
 
 TIGHT = 0.95
 """Fraction of a device's memory above which advice is given, since predictions of memory are not exact."""
@@ -54,22 +55,55 @@ def _difference(best: SimulatedStep, other: SimulatedStep, bar: ErrorBar) -> str
     return f"{abs(more):.1%} {'longer' if more >= 0 else 'less'}{tie}"
 
 
-def on_one_stage(searching: Search, steps: Sequence[SimulatedStep], bar: ErrorBar, deadline: float) -> Iterator[str]:
-    """A tie without a pipeline and with one stage, where the table lists one whose weights are gathered in stages.
+def on_simpler(
+    searching: Search,
+    question: Question,
+    steps: Sequence[SimulatedStep],
+    rivals: Sequence[Rival],
+    *,
+    bar: ErrorBar,
+    deadline: float,
+) -> Iterator[str]:
+    """A tie without a pipeline that is simpler than all rows that tie, with the smallest tensor axis of such layouts.
 
-    The table has one layout of each group, the fastest, so it hides slower ones that differ in their stages alone.
+    The table ends with the last of the fastest groups, and has the fastest layout of each, so it hides simpler ones.
     """
-    shown = simplest(steps, bar).run
-    if shown.pp > 1 or shown.num_stages == 1 or is_over(deadline):
+    without = next((rival.step for rival in rivals if rival.kind == NO_PIPELINE), steps[0])
+    if without is None or not is_tie(steps[0], without, bar) or not question.limits.allows(strategies="none"):
         return
-    plain = searching.best(1, replace(ONE_STAGE, tp=(shown.tp,)), deadline=deadline).best
-    if plain is None or not is_tie(steps[0], plain, bar):
-        return
-    split = ", sequence parallel" if plain.run.sequence_parallel else ""
-    yield (
-        f"A layout simpler than all rows is equivalent, too: {plain.run.axes.words()}{split}, "
-        f"loops 1, micro-batches of {plain.run.micro_batch}; a step takes "
-        f"{_relative(steps[0], plain):.1%} longer than with the fastest."
+    for tp in divisors(question.num_devices):
+        found = _without_pipeline(searching, tp, steps[0].prediction.step_time_s * (1 + bar.tie), deadline)
+        # Of equally simple ones it is the first, a row.
+        plain = simplest([*steps, *found], bar)
+        if any(plain is step for step in found):
+            equivalent = sum(is_tie(steps[0], step, bar) for step in steps)
+            one_stage = " --loops 1" if plain.run.num_stages == 1 else ""
+            yield (
+                f"A layout simpler than {'all equivalent rows' if equivalent > 1 else 'row 1'} is equivalent, too: "
+                f"{_words(plain)}; a step takes {_relative(steps[0], plain):.1%} longer than with the fastest. "
+                f"--pp 1 --tp {tp}{one_stage} limits the search to such layouts."
+            )
+            return
+
+
+def _without_pipeline(searching: Search, tp: int, within_s: float, deadline: float) -> list[SimulatedStep]:
+    """The fastest layouts without a pipeline and with a tensor axis: of any number of stages, and of one."""
+    limits = (Limits(pp=(1,), tp=(tp,), strategies=("none",)), replace(ONE_STAGE, tp=(tp,)))
+    if is_over(deadline) or not searching.has(limits[0]):
+        return []
+    found = (searching.best(1, one, deadline=deadline, within_s=within_s).best for one in limits)
+    return [step for step in found if step is not None]
+
+
+def _words(step: SimulatedStep) -> str:
+    """A layout without a pipeline."""
+    run, (kind, *others) = step.run, sorted(set(step.run.recompute_kinds))
+    sharded = "" if run.sharded in ("none", "full") else f" ({run.sharded} sharded)"  # full is FSDP
+    split = ", sequence parallel" if run.sequence_parallel else ""
+    again = "some layers" if others else {"none": "", "selective": "attention", "full": "all layers"}[kind]
+    return (
+        f"{without_pipeline(run)}{sharded} with {run.axes.words()}{split}, loops {run.loops}, "
+        f"micro-batches of {run.micro_batch}{again and f', {again} recomputed'}"
     )
 
 
