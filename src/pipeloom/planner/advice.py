@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from pipeloom.planner.choice import is_tie, simplest
 from pipeloom.planner.comparison import ALONE, NO_PIPELINE, Change, Rival, causes, is_faster, without_pipeline
@@ -24,6 +25,7 @@ IDLE = 0.15
 
 
 def advice(
+    searching: Search,
     question: Question,
     best: SimulatedStep,
     rivals: Sequence[Rival],
@@ -35,7 +37,7 @@ def advice(
     """Sentences that follow from the layouts that were compared; fewer after the deadline."""
     yield from _on_strategies(question, best)
     yield from _on_pipelines(best, rivals, bar)
-    yield from _on_waiting(best, changes)
+    yield from _on_waiting(searching, question, best, changes, bar=bar, deadline=deadline)
     yield from _on_memory(best)
     yield from on_devices(question, best, deadline)
     for rival in rivals:
@@ -147,14 +149,54 @@ def _on_pipelines(best: SimulatedStep, rivals: Sequence[Rival], bar: ErrorBar) -
             yield f"With {name} in place of a pipeline a step takes {_difference(best, rival.step, bar)}{verdict}."
 
 
-def _on_waiting(best: SimulatedStep, changes: Sequence[Change]) -> Iterator[str]:
-    more = next((change for change in changes if change.what == "twice the batch"), None)
-    share = causes(best)["waiting_s"] / best.prediction.step_time_s
-    if best.run.pp > 1 and share > IDLE and more is not None and more.step is not None:
+def _on_waiting(
+    searching: Search,
+    question: Question,
+    best: SimulatedStep,
+    changes: Sequence[Change],
+    *,
+    bar: ErrorBar,
+    deadline: float,
+) -> Iterator[str]:
+    """Why ranks of a pipeline wait long for each other, and what else to try."""
+    waiting_s, step_s, run = causes(best)["waiting_s"], best.prediction.step_time_s, best.run
+    if run.pp == 1 or waiting_s <= IDLE * step_s:
+        return
+    begin = f"Ranks wait for each other in {waiting_s / step_s:.0%} of the step"
+    compute_s = [account.to_dict()["compute_s"] for account in best.accounts]
+    mean_s = fmean(compute_s)
+    # So long all wait for the slowest one on average, however many micro-batches there are. Imbalance of the account
+    # also has what the first ranks wait for until backwards arrive.
+    if max(compute_s) - mean_s > waiting_s / 2:
         yield (
-            f"Ranks wait for each other in {share:.0%} of the step, since there are few micro-batches. "
+            f"{begin}, mostly since they compute for unequal times: {count(run.shape.layers, 'layer')} on {run.pp} "
+            f"pipeline ranks, the slowest of which computes {max(compute_s) / mean_s:.2f} times as long as the mean. "
+            f"{_on_other_pipelines(searching, question, best, bar, deadline)}"
+        )
+        return
+    more = next((change for change in changes if change.what == "twice the batch"), None)
+    if more is not None and more.step is not None:
+        # Twice the micro-batches halve waits at the ends of a step; half of that gain is evidence enough.
+        is_few = more.speed - 1 > waiting_s / step_s / 4
+        yield (
+            f"{begin}{', since there are few micro-batches' if is_few else ''}. "
             f"Twice the batch would give {more.speed:.2f} times the tokens a second."
         )
+
+
+def _on_other_pipelines(
+    searching: Search, question: Question, best: SimulatedStep, bar: ErrorBar, deadline: float
+) -> str:
+    """What layouts with other numbers of pipeline ranks take."""
+    sizes = [size for size in divisors(question.num_devices)[1:] if size != best.run.pp]
+    limits = Limits(pp=tuple(size for size in sizes if searching.has(Limits(pp=(size,)))))
+    if not limits.pp:
+        wider = "wider limits, " if question.limits.names else ""
+        return f"Fewer ranks, or a number that divides the layers, need {wider}other devices or another batch."
+    found = searching.best(1, limits, deadline=deadline).best
+    if found is None:
+        return "No layout was found that fits with another number of them."
+    return f"With {found.run.pp} of them a step takes {_difference(best, found, bar)}."
 
 
 def _on_memory(best: SimulatedStep) -> Iterator[str]:

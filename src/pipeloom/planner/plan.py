@@ -326,4 +326,6 @@ def _explain(plan: Plan, searching: Search, best: SimulatedStep, count: int, dea
     simpler = list(on_simpler(searching, question, plan.steps, plan.rivals, bar=plan.error_bar, deadline=deadline))
     plan.has_simpler = bool(simpler)
     plan.advice.extend(simpler)
-    plan.advice.extend(advice(question, best, plan.rivals, plan.changes, bar=plan.error_bar, deadline=deadline))
+    plan.advice.extend(
+        advice(searching, question, best, plan.rivals, plan.changes, bar=plan.error_bar, deadline=deadline)
+    )
