@@ -20,6 +20,7 @@ from pipeloom.cli.run_config import parse_config
 from pipeloom.cli.train import COMMAND
 from pipeloom.config import hyperparameter_problems, unset
 from pipeloom.config.file import read_run_file
+from pipeloom.export.hand_over import TARGETS
 from pipeloom.planner.choice import SIMPLER
 from pipeloom.planner.plan import make_question, plan
 
@@ -126,6 +127,36 @@ def test_in_100_columns_the_table_has_sharding_memory_and_price(model, capsys, m
     assert all(f" {title}" in header for title in ("sharded", "recomp", "MFU", "GB", "$/1e9", "bubble", "exposed"))
     assert max(map(len, lines[: lines.index(header) + 11])) <= 100
     assert any(" DP " in line or " FSDP " in line for line in lines)
+
+
+def test_in_100_columns_several_sizes_and_programs_have_the_cells_of_one(model, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    command = [*words(model, cluster="dgx-a100", dtype="bfloat16"), *SMALL, "--pp", "1", "--shards", "optimizer"]
+    columns = ("tp", "pp", "dp", "micro", "schedule", "sharded", "step", "MFU", "GB", "$/1e9")
+    found = []
+    for name, more in {"1": (), "4": ("--devices", "2", "4"), "pipeloom": ("--for", "any")}.items():
+        assert main([*command, *more]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        (head,) = (number for number, line in enumerate(lines) if " micro " in line and " schedule " in line)
+        titles = [title for title in lines[head].split() if title != "ms"]
+        (cells,) = (line.split() for line in lines[head + 1 : head + 4] if line.split()[0].strip("~") == name)
+        # From the right, since names have no title in the table of one.
+        cell_of = dict(zip(titles[::-1], cells[::-1], strict=False))
+        found.append([cell_of[title] for title in columns])
+    assert found[0] == found[1] == found[2]
+    assert found[0][4:6] == ["DP", "optim"]
+
+
+@pytest.mark.parametrize(("seq", "is_much"), [(512, False), (32768, True)])
+def test_where_attention_is_a_large_part_of_the_flops_mfu_counts_all_scores_by_the_legend(model, capsys, seq, is_much):
+    given = words(model, cluster="dgx-a100", seq=seq, pp=1, tp=2, **{"global-batch": 2, "dtype": "bfloat16"})
+    assert main([*given, "--no-explain"]) == 0
+    found = re.findall(
+        r"MFU: with all scores of attention, (\d+)% of its FLOPs", " ".join(capsys.readouterr().out.split())
+    )
+    # 12 L H T beside 6 N, with 6 layers of 12 H^2 and two matrices of the vocabulary.
+    attention = 12 * 6 * 1024 * seq / (12 * 6 * 1024 * seq + 6 * (6 * 12 * 1024**2 + 2 * 32000 * 1024))
+    assert found == ([f"{100 * attention:.0f}"] if is_much else [])
 
 
 def test_a_run_file_with_settings_that_were_filled_in_is_not_replaced(model, tmp_path, capsys):
@@ -287,6 +318,7 @@ def test_a_goal_that_nothing_meets_names_the_nearest_and_writes_nothing(model, t
         "max_dollars": 1.0,
         "objective": "cost",
         "is_met": False,
+        "is_proved": True,
     }
     assert main(command) == 1
     assert "goal: nothing is within" in " ".join(capsys.readouterr().out.split())
@@ -309,8 +341,55 @@ def test_an_interrupted_answer_for_several_sizes_says_why_nothing_is_written(mod
     ]
     out = tmp_path / "planned"
     assert main([*command, "--out", str(out)]) == 130
-    assert "nothing is written: the answer was interrupted" in " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "nothing is written: the answer was interrupted" in printed
+    assert "pipeloom on 4 devices: not searched, since the answer was interrupted" in printed
     assert not out.exists()
+
+
+def cut_short(answer, factor):
+    """A plan as if the time was up: layouts whose steps take at least so much of the fastest were not searched."""
+    bound_s = factor * answer.best.prediction.step_time_s
+    return replace(answer, counts=replace(answer.counts, undecided=7), open_bound_s=bound_s, stopped="time")
+
+
+def test_every_size_whose_search_was_cut_short_is_marked_with_what_may_be_missing(model, capsys, monkeypatch):
+    def plan_of(question, *args, **options):
+        answer, number = plan(question, *args, **options), question.num_devices
+        if number == 2:
+            return answer
+        return replace(cut_short(answer, 1.1 if number == 4 else 0.9), **({"steps": ()} if number == 8 else {}))
+
+    monkeypatch.setattr(plan_each, "plan", plan_of)
+    assert main([*words(model, cluster="dgx-a100"), *SMALL, "--devices", "1", "2", "4", "8"]) == 0
+    printed = capsys.readouterr().out
+    rows = [line.split()[0] for line in printed.splitlines() if re.match(r"\d+\*? +\d", line)]
+    assert rows == ["1*", "2", "4*"]
+    flat = " ".join(printed.split())
+    left = "the time was up: 7 layouts not searched, which take at least"
+    assert re.search(rf"pipeloom on 1 device: {left} \S+ m?s a step, up to 10\.0% less than this row", flat)
+    assert re.search(rf"pipeloom on 4 devices: {left} \S+ m?s a step, no less than this row", flat)
+    assert re.search(rf"pipeloom on 8 devices: nothing that fits was found; {left}", flat)
+    assert "; with *, of the layouts that were found before the search was cut short. tp:" in flat
+    assert "on 2 devices" not in flat
+
+
+@pytest.mark.parametrize(("factor", "is_proved"), [(0.1, False), (0.999, True)])
+def test_a_goal_names_the_searches_that_might_have_a_better_choice(model, capsys, monkeypatch, factor, is_proved):
+    def plan_of(question, *args, **options):
+        answer = plan(question, *args, **options)
+        return cut_short(answer, factor) if question.num_devices == 2 else answer
+
+    monkeypatch.setattr(plan_each, "plan", plan_of)
+    command = [*words(model, cluster="dgx-a100"), *SMALL, "--devices", "2", "4", "--tokens", "10B"]
+    command += ["--objective", "time"]
+    assert main(command) == 0
+    open_words = "not searched, and perhaps a better choice: layouts for pipeloom on 2 devices that take at least"
+    assert (open_words in " ".join(capsys.readouterr().out.split())) != is_proved
+    assert main([*command, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["goal"]["answer"], answer["goal"]["is_proved"]) == (1, is_proved)
+    assert [one["is_proved"] for one in answer["answers"]] == [False, True]
 
 
 def test_a_size_without_a_layout_is_named_beside_the_others(model, capsys):
@@ -552,6 +631,29 @@ def test_what_others_launch_is_written(model, tmp_path, capsys):
     assert main([*words(model, dtype="float32"), "--export", str(folder), "--no-explain"]) == 0
     assert (folder / "torchrun.sh").exists()
     assert "torchrun" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "programs"),
+    [
+        ({"devices": 8, "pp": 2}, ["torchrun", "Slurm", "Megatron-LM with Megatron Core 0.16"]),
+        ({"devices": 8, "pp": 2, "shards": "full"}, ["torchrun", "Slurm"]),
+        ({"devices": 12, "pp": 1}, []),  # nodes that are not full
+        ({"devices": 8, "pp": 2, "cluster": "tpu-v5e"}, []),
+    ],
+)
+def test_programs_are_named_for_an_export_if_they_can_start_the_first_row(model, tmp_path, capsys, changes, programs):
+    given = {"cluster": "dgx-a100", "global-batch": 24, "dtype": "bfloat16", "tp": 1, "families": "1f1b", "loops": 1}
+    command = [*words(model, **given | {"shards": "optimizer"} | changes), "--strategies", "none", "--no-explain"]
+    assert main(command) == 0
+    _, _, proposed = " ".join(capsys.readouterr().out.split()).partition("Next: ")
+    found = re.search(r"--export start in place of --out planned writes start files for (.*?)\. pipeloom", proposed)
+    assert (re.split(", | and ", found[1]) if found else []) == programs
+    assert main([*command, "--export", str(tmp_path / "start")]) == 0
+    answers = re.findall(r"^(\w+): (.+?)( cannot express this run)?$", capsys.readouterr().out, re.MULTILINE)
+    assert [
+        program for name, program, why in answers if name in TARGETS and TARGETS[name].starts and not why
+    ] == programs
 
 
 @pytest.mark.parametrize(

@@ -93,3 +93,12 @@ def test_row_1_is_called_the_simplest_only_without_advice_on_a_simpler_layout(ha
         simplest=steps[0], has_simpler=has_simpler,
     )  # fmt: skip
     assert ("Row 1 is the simplest of them." in _on_order(plan)) != has_simpler
+
+
+def test_the_simplest_row_is_the_simplest_of_the_rows_alone():
+    steps = tuple(SimpleNamespace(prediction=SimpleNamespace(step_time_s=seconds)) for seconds in (1.0, 1.01))
+    plan = SimpleNamespace(
+        error_bar=SimpleNamespace(tie=0.02), num_equivalent=2, rows=steps, steps=steps, best=steps[0],
+        simplest=steps[1], has_simpler=True,
+    )  # fmt: skip
+    assert _on_order(plan).endswith("The simplest of these rows is row 2, 1.0% slower by prediction.")

@@ -1,5 +1,6 @@
 """A plan's reasons add up, its changes are answers of their own, and advice says what is true."""
 
+import re
 import time
 from dataclasses import replace
 from math import inf
@@ -12,13 +13,13 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.config import find_problems
 from pipeloom.cost.what_if import changed, with_bandwidth, with_memory
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.planner.advice import on_devices, on_one_stage
-from pipeloom.planner.comparison import FAR, causes
+from pipeloom.planner.advice import advice, on_devices, on_simpler
+from pipeloom.planner.comparison import FAR, NO_PIPELINE, Change, Rival, causes
 from pipeloom.planner.error_bar import error_bar
 from pipeloom.planner.infeasible import near_devices
 from pipeloom.planner.plan import make_question
 from pipeloom.planner.plan import plan as make_plan
-from pipeloom.planner.question import Limits, Question
+from pipeloom.planner.question import ONE_STAGE, Limits, Question
 from pipeloom.planner.run_file import run_config
 from pipeloom.planner.run_step import predict_step
 from pipeloom.planner.search import Search, search
@@ -293,9 +294,58 @@ def test_a_tie_with_one_stage_is_named_where_the_table_hides_it():
     searching, bar = Search(question), error_bar(question.cluster, question.software)
     steps = searching.best(3).steps
     assert all(step.run.loops > 1 for step in steps)
-    (sentence,) = on_one_stage(searching, steps, bar, inf)
+    (sentence,) = on_simpler(searching, question, steps, [], bar=bar, deadline=inf)
     assert "tp 2, pp 1, dp 4, sequence parallel, loops 1, micro-batches of 1; a step takes" in sentence
-    assert list(on_one_stage(searching, steps, replace(bar, tie=1e-6), inf)) == []
+    assert list(on_simpler(searching, question, steps, [], bar=replace(bar, tie=1e-6), deadline=inf)) == []
+
+
+def test_a_tie_with_fewer_axes_than_all_rows_is_named(ask):
+    question = ask()
+    searching, bar = Search(question), replace(error_bar(question.cluster, question.software), tie=1.0)
+    rows = searching.best(3, Limits(pp=(2,), tp=(2,))).steps
+    without = searching.best(1, Limits(pp=(1,))).best
+    rivals = [Rival(NO_PIPELINE, without, {})]
+
+    def sentences(**changes):
+        return list(on_simpler(searching, changes.pop("question", question), rows, rivals, bar=bar, deadline=inf))
+
+    (sentence,) = sentences()
+    assert sentence.startswith("A layout simpler than all equivalent rows is equivalent, too: ")
+    assert "with tp 1, pp 1, dp 4, loops " in sentence
+    assert "--pp 1 --tp 1" in sentence
+    assert sentences(question=replace(question, limits=Limits(strategies=("slices",)))) == []
+    rivals[0] = replace(rivals[0], step=None)  # nothing fits
+    assert sentences() == []
+
+
+def test_no_row_is_called_simpler_than_itself(ask):
+    question = ask()
+    searching, bar = Search(question), replace(error_bar(question.cluster, question.software), tie=1.0)
+    rows = searching.best(3, replace(ONE_STAGE, tp=(1,))).steps
+    assert list(on_simpler(searching, question, rows, [], bar=bar, deadline=inf)) == []
+
+
+@pytest.mark.parametrize(
+    ("layers", "batch", "speed", "limits", "words"),
+    [
+        # A layer more than ranks: one of them computes twice as long, however large the batch is.
+        (9, 64, 1.5, {}, "need wider limits, other devices or another batch."),
+        (9, 64, 1.5, {"pp": (4, 8)}, "With 4 of them a step takes "),
+        (8, 8, 1.5, {}, ", since there are few micro-batches. Twice the batch would give 1.50 times the tokens"),
+        (8, 8, 1.01, {}, "% of the step. Twice the batch would give 1.01 times the tokens"),
+    ],
+)
+def test_ranks_wait_since_they_are_unequal_or_since_micro_batches_are_few(ask, layers, batch, speed, limits, words):
+    shape = replace(ask().shape, layers=layers, vocab=512)
+    given = {"pp": (8,), "loops": (1,), "tp": (1,), "micro_batch": (1,), "families": ("1f1b",), "shards": ("none",)}
+    question = ask(shape=shape, num_devices=8, global_batch=batch).limited(**given | limits | {"strategies": ("none",)})
+    searching, bar = Search(question), error_bar(question.cluster, question.software)
+    best = searching.best(1, Limits(pp=(8,))).best
+    found = advice(searching, question, best, [], [Change("twice the batch", best, speed)], bar=bar, deadline=inf)
+    (sentence,) = (one for one in found if one.startswith("Ranks wait for each other"))
+    assert words in sentence
+    ratios = re.findall(r"9 layers on 8 pipeline ranks, .* (\d\.\d\d) times as long as the mean\.", sentence)
+    assert [1.3 < float(ratio) < 2 for ratio in ratios] == [True] * (layers == 9)
 
 
 @pytest.mark.parametrize(("batch", "is_told"), [(1, True), (16, False)])

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -10,12 +11,12 @@ from pipeloom.config import ModelConfig, RunConfig, TrainingConfig, find_problem
 from pipeloom.cost.hardware import Link
 from pipeloom.cost.placed import Placed
 from pipeloom.errors import ConfigError
-from pipeloom.planner.comparison import causes
+from pipeloom.planner.comparison import causes, rivals
 from pipeloom.planner.plan import make_question
 from pipeloom.planner.plan import plan as make_plan
 from pipeloom.planner.run_file import run_config
 from pipeloom.planner.run_step import predict_step
-from pipeloom.planner.search import search
+from pipeloom.planner.search import Search, search
 from pipeloom.planner.strategies import STRATEGIES, strategy_of
 from pipeloom.predict.describe import describe
 from pipeloom.predict.stage_swaps import swapped_amounts
@@ -125,6 +126,18 @@ def test_a_plan_says_what_the_way_is_worth(deep):
     told = causes(plan.best)
     assert told["recompute_s"] > 0
     assert sum(told.values()) == pytest.approx(plan.best.prediction.step_time_s, rel=1e-9)
+
+
+def test_where_nothing_is_recomputed_no_strategy_recomputes_micro_batches(deep):
+    limits, changes = CASES["keep"]
+    question = deep(limits, **changes)
+    searching = Search(question)
+    steps = searching.best(10).steps
+    some = next(step for step in steps if set(step.run.recompute_kinds) == {"none", "full"})
+    assert strategy_of(steps[0]) == "keep"  # which the search has for the other queries, too
+    kinds = {rival.kind: rival.step for rival in rivals(searching, question, some, inf)}
+    assert kinds["nothing recomputed"] is None
+    assert kinds["all layers recomputed"].run.recompute == "full"
 
 
 def test_a_way_that_the_program_does_not_have_is_refused(ask):

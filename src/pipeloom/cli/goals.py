@@ -96,8 +96,23 @@ def training_words(training: Training, batch: int, cost: Cost, layout: str) -> s
     return f"{tokens} with {layout}: {cost_words(cost)}{price}; no margin for the expected error"
 
 
+@dataclass(frozen=True)
+class Least(Cost):
+    """The least cost of layouts that were not searched.
+
+    Attributes:
+        among: whose layouts they are, behind the word "layouts"; empty where there is one plan.
+    """
+
+    among: str = ""
+
+
 def choice_lines(
-    goal: Goal, among: Sequence[_Costed], name: Callable[[_Costed], str], error_bar: Callable[[_Costed], ErrorBar]
+    goal: Goal,
+    among: Sequence[_Costed],
+    name: Callable[[_Costed], str],
+    error_bar: Callable[[_Costed], ErrorBar],
+    least: Sequence[Least] = (),
 ) -> list[str]:
     """The best answer within the limits of a goal, and what its error means; or what comes closest to each limit.
 
@@ -106,19 +121,27 @@ def choice_lines(
         among: the answers, at least one.
         name: of an answer: devices, program, layout.
         error_bar: of an answer.
+        least: of each search that was cut short.
     """
     limits = [f"within {_days(goal.deadline_s)}"] if goal.deadline_s < inf else []
     limits += [f"for at most {in_dollars(goal.max_dollars)}"] if goal.max_dollars < inf else []
     best = goal.best(among)
+    better = _better_words(goal.better(best, least))
     if best is not None:
         what = " ".join([f"the {_LEAST[goal.objective]} training", *limits])
-        return [f"{what}: {name(best)}: {cost_words(best)}", _margin(goal, best, error_bar(best))]
+        return [f"{what}: {name(best)}: {cost_words(best)}", *better, _margin(goal, best, error_bar(best))]
     fast = min(among, key=lambda one: one.seconds)
     words = [f"nothing is {' and '.join(limits)}: the fastest training takes {cost_words(fast)} ({name(fast)})"]
     cheap = min(among, key=lambda one: inf if one.dollars is None else one.dollars)
     if goal.max_dollars < inf and cheap is not fast:
         words.append(f"the cheapest takes {cost_words(cheap)} ({name(cheap)})")
-    return ["; ".join(words), "Try other --devices, another batch, or wider limits."]
+    return ["; ".join(words), *better, "Try other --devices, another batch, or wider limits."]
+
+
+def _better_words(least: Sequence[Least]) -> list[str]:
+    """That the choice may change with more time; nothing where none of these costs would be chosen."""
+    each = [f"layouts{one.among} that take at least {cost_words(one)}" for one in least]
+    return [f"the search was cut short; not searched, and perhaps a better choice: {'; '.join(each)}"] if each else []
 
 
 _LEAST = {"time": "fastest", "cost": "cheapest"}
@@ -129,6 +152,7 @@ def _margin(goal: Goal, best: Costed, bar: ErrorBar) -> str:
     if bar.errors is None:
         return "its error is unknown: no prediction for these devices was compared with a measured step"
     error = bar.errors.mean_abs_error
-    worse = Cost(best.seconds * (1 + error), None if best.dollars is None else best.dollars * (1 + error))
+    longer = 1 / (1 - error)  # errors are fractions of measured step times
+    worse = Cost(best.seconds * longer, None if best.dollars is None else best.dollars * longer)
     is_close = "" if goal.is_met(worse) else ", which is beyond the goal: leave a margin"
-    return f"step times {error:.0%} longer, the mean error of predictions, make it {cost_words(worse)}{is_close}"
+    return f"predictions {error:.0%} too short, their mean error, make it {cost_words(worse)}{is_close}"

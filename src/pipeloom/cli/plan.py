@@ -3,7 +3,7 @@
 import json
 
 from pipeloom.cli.flags import read_words
-from pipeloom.cli.plan_files import write_layout, write_page
+from pipeloom.cli.plan_files import starting_programs, write_layout, write_page
 from pipeloom.cli.plan_json import to_json
 from pipeloom.cli.plan_options import Options
 from pipeloom.cli.plan_request import Request, requests_of
@@ -76,7 +76,7 @@ def _run_one(options: Options, request: Request, words: list[str]) -> int:
         why = "there is no layout to write" if answer.best is None else "the layout does not meet the goal"
         print(f"\nnothing is written: {why}")
     if answer.best is not None and not options.json and options.out is None and options.export is None:
-        print_next(words, request.question.launcher)
+        print_next(words, request.question.launcher, starting_programs(request, answer.rows[0]))
     if answer.stopped == "interrupt":
         # The shells' status of an interrupted command: a script must not take part of an answer for all of it.
         return 130

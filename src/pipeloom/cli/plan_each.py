@@ -5,26 +5,32 @@ import time
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import ceil
 from typing import Any
 
 from rich.table import Table
 
-from pipeloom.cli.goals import choice_lines, cost_cells
+from pipeloom.cli.goals import Least, choice_lines, cost_cells
+from pipeloom.cli.layout_tables import layouts_table, legend
 from pipeloom.cli.plan_files import write_layout
 from pipeloom.cli.plan_json import limits_to_json, to_json
-from pipeloom.cli.plan_layouts import figure_cells, layout_cells, settings_words, table_of_cells
+from pipeloom.cli.plan_layouts import settings_words
 from pipeloom.cli.plan_options import Options
 from pipeloom.cli.plan_request import Choice, Request
-from pipeloom.cli.plan_text import print_command
+from pipeloom.cli.plan_text import least_costs, print_command, unsearched_words
 from pipeloom.errors import UserError
 from pipeloom.planner.choice import SIMPLER
 from pipeloom.planner.goals import Cost, Goal
 from pipeloom.planner.plan import Plan, plan
+from pipeloom.planner.question import Question
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.console import wide_console
 from pipeloom.terminal.sections import WIDTH, Section, print_sections
-from pipeloom.terminal.words import count, unit_bytes, unit_s
+from pipeloom.terminal.words import count
 from pipeloom.workload.launchers import LAUNCHERS
+
+_CUT = "*"
+"""Behind the name of a row whose search was cut short."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,11 @@ class _Answer:
     def step(self) -> SimulatedStep | None:
         """The first row."""
         return self.plan.rows[0] if self.plan is not None and self.plan.best is not None else None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the search was cut short."""
+        return self.plan is not None and self.plan.stopped is not None
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,9 @@ def _answers(options: Options, requests: Mapping[Choice, Request | UserError]) -
         if not isinstance(request, Request):
             answers.append(_Answer(choice, None, refusal=_reasons(request)))
             continue
+        if any(one.plan is not None and one.plan.stopped == "interrupt" for one in answers):
+            answers.append(_Answer(choice, request, refusal=["not searched, since the answer was interrupted"]))
+            continue
         budget = options.budget_s and max(0.1, options.budget_s - (time.monotonic() - begin)) / left
         left -= 1
         try:
@@ -109,8 +123,6 @@ def _answers(options: Options, requests: Mapping[Choice, Request | UserError]) -
             answers.append(_Answer(choice, request, refusal=_reasons(error)))
             continue
         answers.append(_Answer(choice, request, found))
-        if found.stopped == "interrupt":
-            break
     return answers
 
 
@@ -137,17 +149,13 @@ def _sections(answers: Sequence[_Answer], offers: Sequence[_Offer], goal: Goal |
     found = [one for one in answers if one.step is not None]
     section = Section(f"Row 1 of the plan for each {_differences(answers)}", is_wide=True)
     if found:
-        section.parts.append(_table(found, *_among(answers)))
-    section.parts.append(
-        f"Row 1 is the fastest layout by prediction, or a simpler one that takes at most {SIMPLER:.1%} longer. error: "
-        "mean error of comparable step times; ?: unknown, or may be larger, since no step on these devices, or none of "
-        "such a layout, was measured."
-    )
-    lacks = [
-        f"{_name(one.choice)}: {'nothing fits.' if one.plan is not None else '; '.join(one.refusal)}"
-        for one in answers
-        if one.step is None
-    ]
+        question = next(one.request.question for one in answers if one.request is not None)
+        rows = _table(found, question, *_among(answers))
+        first = f"Row 1 is the fastest layout by prediction, or a simpler one that takes at most {SIMPLER:.1%} longer"
+        if any(one.is_cut for one in found):
+            first += f"; with {_CUT}, of the layouts that were found before the search was cut short"
+        section.parts += [rows, f"{first}. {legend(rows, question)}"]
+    lacks = [f"{_name(one.choice)}: {words}" for one in answers if (words := _lack_words(one))]
     errors = [f"{' and '.join(titles)}: {sentence}" for sentence, titles in _errors(found).items()]
     section.parts.append([*lacks, *errors])
     training = next((one.request.training for one in answers if one.request is not None), None)
@@ -155,7 +163,34 @@ def _sections(answers: Sequence[_Answer], offers: Sequence[_Offer], goal: Goal |
         section.parts.append(f"days, price: of {training.tokens:.4g} tokens, without a margin for the error")
     yield section
     if goal is not None and offers:
-        yield Section("Goal", parts=[choice_lines(goal, offers, _offer_words, lambda offer: offer.plan.error_bar)])
+        lines = choice_lines(goal, offers, _offer_words, lambda offer: offer.plan.error_bar, _least_costs(answers))
+        yield Section("Goal", parts=[lines])
+
+
+def _lack_words(one: _Answer) -> str:
+    """Why there is no layout, or what of the search is missing; empty for a complete answer."""
+    if one.plan is None:
+        return "; ".join(one.refusal)
+    if not one.is_cut:
+        return "" if one.step is not None else "nothing fits."
+    words, least_s = unsearched_words(one.plan), one.plan.open_bound_s
+    if one.step is None:
+        return f"nothing that fits was found; {words}"
+    if least_s is None:
+        return words
+    share = 1 - least_s / one.step.prediction.step_time_s
+    # Rounded up, since it is a limit.
+    return f"{words}, {f'up to {ceil(share * 1000) / 1000:.1%} less than' if share > 0 else 'no less than'} this row"
+
+
+def _least_costs(answers: Sequence[_Answer]) -> list[Least]:
+    """The least cost of a training with layouts that were not searched, of each search that was cut short."""
+    return [
+        least
+        for one in answers
+        if one.plan is not None and one.request is not None and one.request.training is not None
+        for least in least_costs(one.plan, one.request.training, f" for {_name(one.choice)}")
+    ]
 
 
 def _offer_words(offer: _Offer) -> str:
@@ -189,26 +224,22 @@ def _errors(found: Sequence[_Answer]) -> dict[str, list[str]]:
     return sentences
 
 
-def _table(found: Sequence[_Answer], programs: Collection[str], sizes: Collection[int]) -> Table:
-    steps = [one.step for one in found if one.step is not None]
-    unit = unit_s(min(step.prediction.step_time_s for step in steps))
-    memory = unit_bytes(steps[0].cluster.device.memory_bytes)
+def _table(found: Sequence[_Answer], question: Question, programs: Collection[str], sizes: Collection[int]) -> Table:
+    """The first rows of answers that have one, with what differs between all answers as their names."""
     has_programs, has_sizes = len(programs) > 1, len(sizes) > 1
-    rows: dict[str, dict[str, str]] = {}
+    steps, more = dict[str, SimulatedStep](), dict[str, dict[str, str]]()
     for one in found:
         if one.step is None or one.plan is None:
             continue
-        step_time, *others = figure_cells(one.step, unit, memory).items()
         name = " ".join(
             [*([one.choice.launcher] if has_programs else []), *([f"{one.choice.num_devices:,}"] if has_sizes else [])]
         )
         cost = _cost(one)
-        rows[name] = {
-            **layout_cells(one.step),
-            **dict([step_time, ("error", one.plan.error_bar.cell), *others]),
-            **({} if cost is None else cost_cells(cost)),
-        }
-    return table_of_cells(", ".join([*(["for"] if has_programs else []), *(["devices"] if has_sizes else [])]), rows)
+        name += _CUT if one.is_cut else ""
+        steps[name] = one.step
+        more[name] = ({} if cost is None else cost_cells(cost)) | {"error": one.plan.error_bar.cell}
+    first = ", ".join([*(["for"] if has_programs else []), *(["devices"] if has_sizes else [])])
+    return layouts_table(first, steps, question, more)
 
 
 def _print_next(answers: Sequence[_Answer], chosen: _Offer | None, words: Sequence[str], *, is_written: bool) -> None:
@@ -243,5 +274,8 @@ def _to_json(answers: Sequence[_Answer], goal: Goal | None, chosen: _Offer | Non
         else:
             question = {"launcher": one.choice.launcher, "num_devices": one.choice.num_devices}
             found.append({"question": question, "refused": list(one.refusal)})
+    if goal is None:
+        return {"answers": found, "goal": None}
     best = None if chosen is None else answers.index(chosen.answer)
-    return {"answers": found, "goal": None if goal is None else {**limits_to_json(goal), "answer": best}}
+    is_proved = not goal.better(chosen, _least_costs(answers))
+    return {"answers": found, "goal": {**limits_to_json(goal), "answer": best, "is_proved": is_proved}}

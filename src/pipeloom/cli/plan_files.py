@@ -9,7 +9,7 @@ from pipeloom.checkpoint.checkpoint_folder import is_hugging_face
 from pipeloom.cli.plan_request import RUN_FILE, Request
 from pipeloom.config import RunConfig, with_pretrained
 from pipeloom.config.file import format_run
-from pipeloom.errors import UserError
+from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.plan import Plan
 from pipeloom.planner.run_file import run_config
 from pipeloom.predict.step import SimulatedStep
@@ -17,6 +17,9 @@ from pipeloom.runs.run_folder import SCHEDULE
 from pipeloom.system.files import read_text, write_text
 from pipeloom.terminal.sections import Section
 from pipeloom.terminal.words import count
+
+_MOST_ORDERED = 200_000
+"""Actions up to which the order of a layout is made again, in about a second."""
 
 
 def write_layout(request: Request, best: SimulatedStep) -> None:
@@ -49,11 +52,33 @@ def write_layout(request: Request, best: SimulatedStep) -> None:
         from pipeloom.cli.launch import print_handed_over
         from pipeloom.export import hand_over
 
-        launcher = request.question.launcher
-        done = hand_over(config, best.cluster, options.export, () if launcher.is_own else (launcher.name,))
+        done = hand_over(config, best.cluster, options.export, _targets(request))
         if not options.json:
             print()
             print_handed_over(done)
+
+
+def starting_programs(request: Request, best: SimulatedStep) -> list[str]:
+    """The programs for which ``--export`` writes files that start a layout; empty also if that takes long to find out.
+
+    The targets of the export decide, by the whole order of the layout.
+    """
+    # Before the file of an order that was found is written, its run has another order.
+    if best.knobs.found is not None or len(best.trace.spans) > _MOST_ORDERED:
+        return []
+    from pipeloom.export.hand_over import starting
+
+    try:
+        config = planned_run(request, best, request.cluster)
+        return [target.program for target in starting(config, best.cluster, _targets(request))]
+    except ConfigError:  # raised again where the run is written: the answer is right
+        return []
+
+
+def _targets(request: Request) -> tuple[str, ...]:
+    """The target of the program of ``--for``; empty for all that can express the run."""
+    launcher = request.question.launcher
+    return () if launcher.is_own else (launcher.name,)
 
 
 def _write_run(file: Path, config: RunConfig) -> None:

@@ -77,8 +77,10 @@ def limits_to_json(goal: Goal) -> dict[str, Any]:
 
 
 def _goal_to_json(plan: Plan, training: Training, goal: Goal) -> dict[str, Any]:
-    is_met = plan.best is not None and goal.is_met(training.cost(plan.rows[0]))
-    return {**limits_to_json(goal), "is_met": is_met}
+    cost = None if plan.best is None else training.cost(plan.rows[0])
+    is_met, bound_s = cost is not None and goal.is_met(cost), plan.open_bound_s
+    least = () if bound_s is None else (training.least_cost(plan.question, bound_s),)
+    return {**limits_to_json(goal), "is_met": is_met, "is_proved": not goal.better(cost if is_met else None, least)}
 
 
 def _or_null(step: SimulatedStep | None) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from math import floor, log10
 
 from rich.table import Table
 
-from pipeloom.planner.comparison import CAUSES, Change, Rival, causes, main_cause, without_pipeline
+from pipeloom.planner.comparison import CAUSES, Change, Rival, causes, main_cause
 from pipeloom.planner.infeasible import Closest
 from pipeloom.planner.plan import Plan
 from pipeloom.planner.question import Question
@@ -25,82 +25,8 @@ _SHARDED = {
     "full": "optimizer state, gradients and weights",
 }
 _RECOMPUTED = {"none": "nothing", "selective": "attention", "some": "all layers", "full": "all layers"}
-_SHORT_SHARDED = {"optimizer": "optim", "gradients": "grads"}
-PRICE = "$/1e9"
 _DIGITS = 4
 """Digits of the step time of the best layout in the table of differences; all rows have as many decimals."""
-
-
-def best_table(plan: Plan) -> Table:
-    """The table of layouts."""
-    time, memory = (
-        unit_s(plan.steps[0].prediction.step_time_s),
-        unit_bytes(plan.question.cluster.device.memory_bytes),
-    )
-    rows: list[dict[str, str]] = []
-    for step in plan.rows:
-        whole_s, cause_s, run = step.prediction.step_time_s, causes(step), step.run
-        exposed_s = sum(seconds for cause, seconds in cause_s.items() if cause.startswith("exposed"))
-        rows.append(
-            {
-                **short_cells(step),
-                **figure_cells(step, time, memory),
-                "bubble": "-" if run.pp == 1 else f"{step.bubble_fraction:.1%}",
-                "exposed": f"{exposed_s / whole_s:.1%}",
-            }
-        )
-    return table_of_cells(
-        "",
-        {
-            f"{number}{'~' if 1 < plan.num_equivalent >= number else ''}": row
-            for number, row in enumerate(rows, start=1)
-        },
-    )
-
-
-def table_of_cells(first: str, rows: Mapping[str, Mapping[str, str]], texts: Sequence[str] = ()) -> Table:
-    """Name of a row -> title of a column -> cell, as a table.
-
-    Args:
-        first: title of the names.
-        rows: at least one.
-        texts: titles of columns of words.
-    """
-    cells = list(rows.values())
-    # Columns without any value would take width from the others.
-    columns = [title for title in cells[0] if any(row[title] != "-" for row in cells)]
-    found = table(first, columns, texts=texts)
-    for name, row in rows.items():
-        found.add_row(name, *(row[title] for title in columns))
-    return found
-
-
-def figure_cells(step: SimulatedStep, time: tuple[float, str], memory: tuple[float, str]) -> dict[str, str]:
-    """Title of a column -> step time, MFU, memory of the fullest device and price.
-
-    Args:
-        step: of the layout.
-        time: of ``unit_s``.
-        memory: of ``unit_bytes``.
-    """
-    dollars = step.dollars_per_billion_tokens
-    return {
-        f"step {time[1]}": short(step.prediction.step_time_s / time[0]),
-        "MFU": f"{step.mfu:.1%}",
-        memory[1]: short(step.prediction.memory.total_bytes / memory[0]),
-        PRICE: "-" if dollars is None else f"{dollars:,.0f}",
-    }
-
-
-def short_cells(step: SimulatedStep) -> dict[str, str]:
-    """``layout_cells`` in few characters, so that the table fits 100 columns."""
-    cells, run = layout_cells(step), step.run
-    if cells["schedule"] == "-":
-        cells["schedule"] = without_pipeline(run)
-    cells["micro"] = cells["micro"].replace(" ", "")
-    cells["sharded"] = _SHORT_SHARDED.get(cells["sharded"], cells["sharded"])
-    cells["recomp"] = cells.pop("recompute").replace(" of ", "/").replace("attention", "attn")
-    return cells
 
 
 def layout_cells(step: SimulatedStep) -> dict[str, str]:
@@ -118,6 +44,15 @@ def layout_cells(step: SimulatedStep) -> dict[str, str]:
         else "-",
         "sharded": run.sharded if run.sharded != "none" else "-",
         "recompute": _recomputed(step),
+    }
+
+
+def communication_cells(step: SimulatedStep) -> dict[str, str]:
+    """Title of a column -> bubble of a pipeline, and exposed communication, as shares of the step."""
+    exposed_s = sum(seconds for cause, seconds in causes(step).items() if cause.startswith("exposed"))
+    return {
+        "bubble": "-" if step.run.pp == 1 else f"{step.bubble_fraction:.1%}",
+        "exposed": f"{exposed_s / step.prediction.step_time_s:.1%}",
     }
 
 

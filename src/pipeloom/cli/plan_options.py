@@ -111,7 +111,8 @@ class Options(Goals):
     out: Common[Annotated[Path | None, Output("folder")]] = None
     """Write a layout to this folder. run.toml is for `pipeloom train`, and schedule.txt has the schedule."""
     export: Annotated[Path | None, Output("folder")] = None
-    """Write start files to this folder. They are for torchrun, Slurm, PyTorch, torchtitan and Megatron-LM."""
+    """Write start files to this folder. They are for those of torchrun, Slurm, PyTorch, torchtitan and Megatron-LM that
+    can run the layout."""
     html: Annotated[Path | None, Output("file")] = None
     """Write the answer as a page to this file. It has the timeline and the memory of a layout."""
     row: Count = 1

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from pipeloom.cli.goals import choice_lines, training_words
+from pipeloom.cli.goals import Least, choice_lines, training_words
+from pipeloom.cli.layout_tables import best_table, kinds_of, legend
 from pipeloom.cli.plan_layouts import (
-    PRICE,
-    best_table,
     change_table,
     closest_words,
     layout_lines,
@@ -13,7 +12,6 @@ from pipeloom.cli.plan_layouts import (
     settings_words,
 )
 from pipeloom.cli.run_config import dtype_words
-from pipeloom.cost.hardware import Cluster
 from pipeloom.planner.choice import SIMPLER
 from pipeloom.planner.goals import Goal, Training
 from pipeloom.planner.infeasible import MOST_DOUBLINGS
@@ -22,15 +20,8 @@ from pipeloom.planner.question import Question
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.console import wide_console
 from pipeloom.terminal.sections import WIDTH, Section, print_sections
-from pipeloom.terminal.words import count, parameters, quoted, seconds, short, unit_bytes, unit_s
+from pipeloom.terminal.words import and_list, count, parameters, quoted, seconds, short, unit_bytes, unit_s
 from pipeloom.workload.launchers import Launcher
-
-_KEY = (
-    "tp +sp: with sequence parallelism. micro: micro-batches of each data-parallel rank x sequences in each. schedule: "
-    "DP (data parallelism) and FSDP have no pipeline. loops: stages of each pipeline rank, +v: in V placement. "
-    "sharded: optim, grads, full (--shards). recomp: recomputed layers. bubble: ranks of a pipeline do not compute, "
-    "with or without communication. exposed: communication beside which nothing computes."
-)
 
 
 def print_plan(plan: Plan, training: Training | None = None, goal: Goal | None = None) -> None:
@@ -73,32 +64,45 @@ def _layouts(plan: Plan, training: Training | None, goal: Goal | None) -> Sectio
     """The table of the best layouts, and what of the first row has no column."""
     unit, name = unit_bytes(plan.question.cluster.device.memory_bytes)
     # A cluster may have devices of several kinds.
-    sizes = {kind.device.memory_bytes for kind, _ in _kinds(plan.question)}
+    sizes = {kind.device.memory_bytes for kind, _ in kinds_of(plan.question)}
     room = " or ".join(short(size / unit) for size in sorted(sizes))
     title = f"The {count(len(plan.steps), 'best layout')}, the best one of each kind; a device has {room} {name}"
-    is_priced = any(step.dollars_per_billion_tokens is not None for step in plan.steps)
-    key = _KEY + (" ep: ranks that share experts, +o: with layout.ep_overlap." if plan.question.shape.experts else "")
-    key += f" {PRICE}: dollars for 1e9 tokens{_on_price(plan.question)}." if is_priced else ""
-    section = Section(title + _kept_free(plan.question), is_wide=True)
-    section.parts += [_on_order(plan), best_table(plan), key, *layout_lines(plan.rows[0])]
+    section, rows = Section(title + _kept_free(plan.question), is_wide=True), best_table(plan)
+    section.parts += [_on_order(plan), rows, legend(rows, plan.question), *layout_lines(plan.rows[0])]
     if training is not None:
         cost = training.cost(plan.rows[0])
         section.parts.append(training_words(training, plan.rows[0].run.global_batch, cost, "row 1"))
         if goal is not None:
-            lines = choice_lines(goal, [cost], lambda _: "row 1", lambda _: plan.error_bar)
+            least = least_costs(plan, training)
+            lines = choice_lines(goal, [cost], lambda _: "row 1", lambda _: plan.error_bar, least)
             section.parts.append(f"goal: {'. '.join(lines)}")
     return section
 
 
-def print_next(words: Sequence[str], launcher: Launcher) -> None:
-    """Print the command that writes a layout of the table; these words behind ``pipeloom plan`` printed the table."""
+def least_costs(plan: Plan, training: Training, among: str = "") -> list[Least]:
+    """The least cost of layouts that were not searched; empty if the search was complete."""
+    if plan.open_bound_s is None:
+        return []
+    cost = training.least_cost(plan.question, plan.open_bound_s)
+    return [Least(cost.seconds, cost.dollars, among)]
+
+
+def print_next(words: Sequence[str], launcher: Launcher, programs: Sequence[str]) -> None:
+    """Print the command that writes a layout of the table.
+
+    Args:
+        words: behind ``pipeloom plan``, which printed the table.
+        launcher: the program of the plan.
+        programs: that can start the first row, by name.
+    """
     if launcher.is_own:
+        export = "--export start in place of --out planned writes start files for"
         text = (
-            "\nNext: write row 1 as a run file and a schedule for `pipeloom train`. --row N takes another row; --export"
-            " start in place of --out planned writes start files for torchrun, Slurm, torchtitan and Megatron-LM."
+            "\nNext: write row 1 as a run file and a schedule for `pipeloom train`. --row N takes another row"
+            f"{f'; {export} {and_list(programs)}' if programs else ''}."
         )
         print_command(text, [*words, "--out", "planned"])
-    else:
+    elif programs:
         text = f"\nNext: write start files of {launcher.title} for row 1. --row N takes another row."
         print_command(text, [*words, "--export", "start"])
 
@@ -132,10 +136,7 @@ def _question_lines(plan: Plan) -> Iterator[str]:
     )
     proof = "; by prediction, none of these is among the best" if plan.best is not None else ""
     if plan.open_bound_s is not None:
-        why = "interrupted" if plan.stopped == "interrupt" else "the time was up"
-        least = f"at least {seconds(plan.open_bound_s)} a step"
-        proof = f"; {why}: {counts.undecided:,} not searched, which take {least}"
-        proof = proof if counts.undecided else f"; {why}: every layout takes {least}"
+        proof = f"; {unsearched_words(plan)}"
     pruned = {"slower": counts.too_slow, "too large": counts.too_large}
     excluded = ", ".join(f"{number:,} {why}" for why, number in pruned.items() if number)
     yield (
@@ -148,6 +149,17 @@ def _question_lines(plan: Plan) -> Iterator[str]:
         yield f"  left out: {count(number, 'combination')} of axes, since {cause}"
 
 
+def unsearched_words(plan: Plan) -> str:
+    """Why the search was cut short, how many layouts were not searched, and the bound of their step times."""
+    why = "interrupted" if plan.stopped == "interrupt" else "the time was up"
+    if plan.open_bound_s is None:
+        return f"{why} before all strategies were tried; the search without them was complete"
+    least, number = f"at least {seconds(plan.open_bound_s)} a step", plan.counts.undecided
+    if not number:
+        return f"{why}: every layout takes {least}"
+    return f"{why}: {count(number, 'layout')} not searched, which take {least}"
+
+
 def _program(question: Question) -> str:
     if question.launcher.is_own:
         return question.software.name
@@ -156,18 +168,6 @@ def _program(question: Question) -> str:
 
 def _kept_free(question: Question) -> str:
     return f", {question.headroom:.0%} of it kept free" if question.headroom else ""
-
-
-def _on_price(question: Question) -> str:
-    """The prices of the devices, and where they are from."""
-    kinds = [kind for kind, _ in _kinds(question)]
-    found = dict.fromkeys((kind.device.name, kind.price_per_device_hour, kind.price_source) for kind in kinds)
-    each = [
-        f"{f'{name}: ' if len(found) > 1 else ''}${price:.3g} a device-hour{f': {source}' if source else ''}"
-        for name, price, source in found
-        if price is not None
-    ]
-    return f" ({'; '.join(each)})"
 
 
 def _row(plan: Plan, step: SimulatedStep | None) -> int:
@@ -191,17 +191,12 @@ def _on_order(plan: Plan) -> str:
         return begin if plan.has_simpler else f"{words} Row 1 is the simplest of them."
     more = plain.prediction.step_time_s / plan.steps[0].prediction.step_time_s - 1
     number = _row(plan, plain)
-    return f"{begin} The simplest is row {number}, {more:.1%} slower by prediction."
+    return f"{begin} The simplest of these rows is row {number}, {more:.1%} slower by prediction."
 
 
 def _devices(question: Question) -> str:
     """Names of the cluster's kinds of devices."""
-    return " and ".join(dict.fromkeys(kind.device.name for kind, _ in _kinds(question)))
-
-
-def _kinds(question: Question) -> Sequence[tuple[Cluster, int]]:
-    # Which kinds a layout uses differs between layouts; the question is about all of them.
-    return question.cluster.kinds(question.cluster.num_devices or question.num_devices)
+    return " and ".join(dict.fromkeys(kind.device.name for kind, _ in kinds_of(question)))
 
 
 def _nothing(plan: Plan) -> Section:

@@ -13,7 +13,7 @@ from typing import Any
 from rich.progress import TextColumn, TimeElapsedColumn
 
 from pipeloom.cli.flags import SOURCE
-from pipeloom.cli.plan_layouts import layout_cells, table_of_cells
+from pipeloom.cli.layout_tables import short_cells, table_of_cells
 from pipeloom.cli.reference import Command
 from pipeloom.cli.run_config import PREDICTIONS, parse_config
 from pipeloom.config import RunConfig
@@ -338,7 +338,7 @@ def _sections(options: Options, hazard: _Hazard, stops: Stops, walks: list[_Walk
         f"{number:,} up, {one.name}": {
             "nodes": str(on.num_nodes),
             "speed": percent(fastest_s / on.step_s),
-            **layout_cells(on.step),
+            **short_cells(on.step),
         }
         for number in range(nodes, max(-1, nodes - 1 - _SHOWN), -1)
         for one in walks

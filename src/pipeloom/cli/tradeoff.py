@@ -14,8 +14,9 @@ from rich.table import Table
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cli.flags import SOURCE, read_flags
 from pipeloom.cli.goals import Goals, choice_lines, cost_cells, goal_of, priced, tokens_of
+from pipeloom.cli.layout_tables import short_cells, table_of_cells
 from pipeloom.cli.plan_json import limits_to_json, step_to_json
-from pipeloom.cli.plan_layouts import settings_words, short_cells, table_of_cells
+from pipeloom.cli.plan_layouts import settings_words
 from pipeloom.cli.reference import Command, Output
 from pipeloom.cli.run_config import dtype_words
 from pipeloom.cost.software import Software

@@ -190,6 +190,13 @@ def shape_model_flops(shape: ModelShape, seq_len: int, frozen_pieces: int = 0, a
     return attention + 2 * shape.active_parameters + back + 6 * trained * adapter_parameters(shape, adapter)
 
 
+def attention_share(shape: ModelShape, seq_len: int, adapter: Adapter | None = None) -> float:
+    """Fraction of the model FLOPs that are scores and weighted sums, of which a causal mask needs half."""
+    tokens = seen_per_token(shape, seq_len)
+    attention = model_flops(parameters=0, layers=1, hidden=shape.query_width, seq_len=sum(tokens))
+    return attention / shape_model_flops(shape, seq_len, adapter=adapter)
+
+
 # Layouts of one model have the same.
 @lru_cache(maxsize=1024)
 def hardware_flops(

@@ -9,7 +9,7 @@ from pipeloom.config import RunConfig, usual_values
 from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import UserError
 from pipeloom.export import kubeflow, megatron, skypilot, slurm, torch_schedule, torchrun, torchtitan
-from pipeloom.export.job import Draft, Site, Target, make_job
+from pipeloom.export.job import Draft, Job, Site, Target, make_job
 from pipeloom.export.text import MARK
 from pipeloom.system.files import replaced
 
@@ -106,9 +106,8 @@ def hand_over(
     site = site or Site()
     _check(site)
     job = make_job(config, cluster, site)
-    usual = [name for name, target in TARGETS.items() if site.image or not target.needs_image]
-    chosen = [TARGETS[name] for name in dict.fromkeys(targets or usual)]
-    refused = tuple(Refused(target, reasons) for target in chosen if (reasons := tuple(target.problems(job))))
+    chosen = _chosen(targets, site)
+    refused = _refused(chosen, job)
     refusing = [one.target for one in refused]
     drafts = [(target, target.make(job)) for target in chosen if target not in refusing]
     texts = {name: text for _, draft in drafts for name, text in draft.files.items()}
@@ -117,6 +116,26 @@ def hand_over(
     _write(folder, texts, stale)
     written = tuple(Written(target, tuple(folder / name for name in draft.files), draft) for target, draft in drafts)
     return HandedOver(folder, written, refused, usual_values(job.config), job.recipe, job.misfit if written else None)
+
+
+def starting(config: RunConfig, cluster: Cluster, targets: Sequence[str] = ()) -> list[Target]:
+    """Those targets of ``hand_over`` that can express a run, and whose files start it; nothing is written.
+
+    Raises:
+        ConfigError: the configuration is wrong; has all problems.
+    """
+    chosen = _chosen(targets, Site())
+    refusing = [one.target for one in _refused(chosen, make_job(config, cluster, Site()))]
+    return [target for target in chosen if target.starts and target not in refusing]
+
+
+def _chosen(targets: Sequence[str], site: Site) -> list[Target]:
+    usual = [name for name, target in TARGETS.items() if site.image or not target.needs_image]
+    return [TARGETS[name] for name in dict.fromkeys(targets or usual)]
+
+
+def _refused(chosen: Sequence[Target], job: Job) -> tuple[Refused, ...]:
+    return tuple(Refused(target, reasons) for target in chosen if (reasons := tuple(target.problems(job))))
 
 
 def _check(site: Site) -> None:

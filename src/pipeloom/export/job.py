@@ -77,7 +77,7 @@ class Job:
     placed: Placed
     site: Site
 
-    @property
+    @cached_property
     def order(self) -> tuple[tuple[Action, ...], ...]:
         """For each pipeline rank its forwards and backwards, without recomputations."""
         return tuple(tuple(action for action in row if action.kind is not Kind.RECOMPUTE) for row in self.schedule.rows)

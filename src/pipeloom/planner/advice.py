@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from pipeloom.planner.choice import is_tie, simplest
 from pipeloom.planner.comparison import ALONE, NO_PIPELINE, Change, Rival, causes, is_faster, without_pipeline
@@ -12,6 +13,7 @@ from pipeloom.planner.search import Search, is_over
 from pipeloom.planner.strategies import limit_of, strategy_of
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.words import count
+from pipeloom.workload.axes import divisors
 
 TIGHT = 0.95
 """Fraction of a device's memory above which advice is given, since predictions of memory are not exact."""
@@ -23,6 +25,7 @@ IDLE = 0.15
 
 
 def advice(
+    searching: Search,
     question: Question,
     best: SimulatedStep,
     rivals: Sequence[Rival],
@@ -34,7 +37,7 @@ def advice(
     """Sentences that follow from the layouts that were compared; fewer after the deadline."""
     yield from _on_strategies(question, best)
     yield from _on_pipelines(best, rivals, bar)
-    yield from _on_waiting(best, changes)
+    yield from _on_waiting(searching, question, best, changes, bar=bar, deadline=deadline)
     yield from _on_memory(best)
     yield from on_devices(question, best, deadline)
     for rival in rivals:
@@ -54,22 +57,55 @@ def _difference(best: SimulatedStep, other: SimulatedStep, bar: ErrorBar) -> str
     return f"{abs(more):.1%} {'longer' if more >= 0 else 'less'}{tie}"
 
 
-def on_one_stage(searching: Search, steps: Sequence[SimulatedStep], bar: ErrorBar, deadline: float) -> Iterator[str]:
-    """A tie without a pipeline and with one stage, where the table lists one whose weights are gathered in stages.
+def on_simpler(
+    searching: Search,
+    question: Question,
+    steps: Sequence[SimulatedStep],
+    rivals: Sequence[Rival],
+    *,
+    bar: ErrorBar,
+    deadline: float,
+) -> Iterator[str]:
+    """A tie without a pipeline that is simpler than all rows that tie, with the smallest tensor axis of such layouts.
 
-    The table has one layout of each group, the fastest, so it hides slower ones that differ in their stages alone.
+    The table ends with the last of the fastest groups, and has the fastest layout of each, so it hides simpler ones.
     """
-    shown = simplest(steps, bar).run
-    if shown.pp > 1 or shown.num_stages == 1 or is_over(deadline):
+    without = next((rival.step for rival in rivals if rival.kind == NO_PIPELINE), steps[0])
+    if without is None or not is_tie(steps[0], without, bar) or not question.limits.allows(strategies="none"):
         return
-    plain = searching.best(1, replace(ONE_STAGE, tp=(shown.tp,)), deadline=deadline).best
-    if plain is None or not is_tie(steps[0], plain, bar):
-        return
-    split = ", sequence parallel" if plain.run.sequence_parallel else ""
-    yield (
-        f"A layout simpler than all rows is equivalent, too: {plain.run.axes.words()}{split}, "
-        f"loops 1, micro-batches of {plain.run.micro_batch}; a step takes "
-        f"{_relative(steps[0], plain):.1%} longer than with the fastest."
+    for tp in divisors(question.num_devices):
+        found = _without_pipeline(searching, tp, steps[0].prediction.step_time_s * (1 + bar.tie), deadline)
+        # Of equally simple ones it is the first, a row.
+        plain = simplest([*steps, *found], bar)
+        if any(plain is step for step in found):
+            equivalent = sum(is_tie(steps[0], step, bar) for step in steps)
+            one_stage = " --loops 1" if plain.run.num_stages == 1 else ""
+            yield (
+                f"A layout simpler than {'all equivalent rows' if equivalent > 1 else 'row 1'} is equivalent, too: "
+                f"{_words(plain)}; a step takes {_relative(steps[0], plain):.1%} longer than with the fastest. "
+                f"--pp 1 --tp {tp}{one_stage} limits the search to such layouts."
+            )
+            return
+
+
+def _without_pipeline(searching: Search, tp: int, within_s: float, deadline: float) -> list[SimulatedStep]:
+    """The fastest layouts without a pipeline and with a tensor axis: of any number of stages, and of one."""
+    limits = (Limits(pp=(1,), tp=(tp,), strategies=("none",)), replace(ONE_STAGE, tp=(tp,)))
+    if is_over(deadline) or not searching.has(limits[0]):
+        return []
+    found = (searching.best(1, one, deadline=deadline, within_s=within_s).best for one in limits)
+    return [step for step in found if step is not None]
+
+
+def _words(step: SimulatedStep) -> str:
+    """A layout without a pipeline."""
+    run, (kind, *others) = step.run, sorted(set(step.run.recompute_kinds))
+    sharded = "" if run.sharded in ("none", "full") else f" ({run.sharded} sharded)"  # full is FSDP
+    split = ", sequence parallel" if run.sequence_parallel else ""
+    again = "some layers" if others else {"none": "", "selective": "attention", "full": "all layers"}[kind]
+    return (
+        f"{without_pipeline(run)}{sharded} with {run.axes.words()}{split}, loops {run.loops}, "
+        f"micro-batches of {run.micro_batch}{again and f', {again} recomputed'}"
     )
 
 
@@ -113,14 +149,54 @@ def _on_pipelines(best: SimulatedStep, rivals: Sequence[Rival], bar: ErrorBar) -
             yield f"With {name} in place of a pipeline a step takes {_difference(best, rival.step, bar)}{verdict}."
 
 
-def _on_waiting(best: SimulatedStep, changes: Sequence[Change]) -> Iterator[str]:
-    more = next((change for change in changes if change.what == "twice the batch"), None)
-    share = causes(best)["waiting_s"] / best.prediction.step_time_s
-    if best.run.pp > 1 and share > IDLE and more is not None and more.step is not None:
+def _on_waiting(
+    searching: Search,
+    question: Question,
+    best: SimulatedStep,
+    changes: Sequence[Change],
+    *,
+    bar: ErrorBar,
+    deadline: float,
+) -> Iterator[str]:
+    """Why ranks of a pipeline wait long for each other, and what else to try."""
+    waiting_s, step_s, run = causes(best)["waiting_s"], best.prediction.step_time_s, best.run
+    if run.pp == 1 or waiting_s <= IDLE * step_s:
+        return
+    begin = f"Ranks wait for each other in {waiting_s / step_s:.0%} of the step"
+    compute_s = [account.to_dict()["compute_s"] for account in best.accounts]
+    mean_s = fmean(compute_s)
+    # So long all wait for the slowest one on average, however many micro-batches there are. Imbalance of the account
+    # also has what the first ranks wait for until backwards arrive.
+    if max(compute_s) - mean_s > waiting_s / 2:
         yield (
-            f"Ranks wait for each other in {share:.0%} of the step, since there are few micro-batches. "
+            f"{begin}, mostly since they compute for unequal times: {count(run.shape.layers, 'layer')} on {run.pp} "
+            f"pipeline ranks, the slowest of which computes {max(compute_s) / mean_s:.2f} times as long as the mean. "
+            f"{_on_other_pipelines(searching, question, best, bar, deadline)}"
+        )
+        return
+    more = next((change for change in changes if change.what == "twice the batch"), None)
+    if more is not None and more.step is not None:
+        # Twice the micro-batches halve waits at the ends of a step; half of that gain is evidence enough.
+        is_few = more.speed - 1 > waiting_s / step_s / 4
+        yield (
+            f"{begin}{', since there are few micro-batches' if is_few else ''}. "
             f"Twice the batch would give {more.speed:.2f} times the tokens a second."
         )
+
+
+def _on_other_pipelines(
+    searching: Search, question: Question, best: SimulatedStep, bar: ErrorBar, deadline: float
+) -> str:
+    """What layouts with other numbers of pipeline ranks take."""
+    sizes = [size for size in divisors(question.num_devices)[1:] if size != best.run.pp]
+    limits = Limits(pp=tuple(size for size in sizes if searching.has(Limits(pp=(size,)))))
+    if not limits.pp:
+        wider = "wider limits, " if question.limits.names else ""
+        return f"Fewer ranks, or a number that divides the layers, need {wider}other devices or another batch."
+    found = searching.best(1, limits, deadline=deadline).best
+    if found is None:
+        return "No layout was found that fits with another number of them."
+    return f"With {found.run.pp} of them a step takes {_difference(best, found, bar)}."
 
 
 def _on_memory(best: SimulatedStep) -> Iterator[str]:

@@ -207,8 +207,9 @@ def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Limit
     yield from _other_sizes(question, run)
     if (name := strategy_of(best)) != "none" and limits.allows(strategies="none"):
         yield STRATEGIES[name].without, Limits(strategies=("none",))
-    if run.recompute_kinds != ("none",) and "none" in question.recompute:
-        yield "nothing recomputed", Limits(recompute=("none",))
+    if run.recompute_kinds != ("none",) and "none" in question.recompute and limits.allows(strategies="none"):
+        # A strategy recomputes micro-batches where no layer does.
+        yield "nothing recomputed", Limits(recompute=("none",), strategies=("none",))
     if set(run.recompute_kinds) != {"full"} and "full" in question.recompute:
         yield "all layers recomputed", Limits(recompute=("full",))
     if run.sharded != "none" and "none" in question.shards:

@@ -6,6 +6,7 @@ from math import inf, isfinite
 from typing import Literal, Protocol, TypeVar
 
 from pipeloom.errors import ConfigError
+from pipeloom.planner.question import Question
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.words import leading_number
 
@@ -86,10 +87,17 @@ class Training:
 
     def cost(self, step: SimulatedStep) -> Cost:
         """Of the whole training with the steps of a layout."""
-        batch, each = step.run.global_batch, step.dollars_per_billion_tokens
-        return Cost(
-            self.seconds(batch, step.tokens_per_s), None if each is None else each * self.needed_tokens(batch) / 1e9
-        )
+        price = step.cluster.price_per_hour(step.run.num_devices)
+        return self._cost(step.run.global_batch, step.tokens_per_s, price)
+
+    def least_cost(self, question: Question, least_s: float) -> Cost:
+        """Of the whole training with steps of a lower bound of seconds."""
+        price = question.cluster.price_per_hour(question.num_devices)
+        return self._cost(question.global_batch, question.global_batch * question.seq / least_s, price)
+
+    def _cost(self, global_batch: int, tokens_per_s: float, price_per_hour: float | None) -> Cost:
+        seconds = self.seconds(global_batch, tokens_per_s)
+        return Cost(seconds, None if price_per_hour is None else price_per_hour * seconds / 3600)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +126,15 @@ class Goal:
     def best(self, among: Iterable[_Costed]) -> _Costed | None:
         """The best answer within the limits; of equal ones the first. ``None`` without one."""
         return min(filter(self.is_met, among), key=self._costs, default=None)
+
+    def better(self, chosen: Costed | None, least: Iterable[_Costed]) -> list[_Costed]:
+        """Of the least costs of layouts that were not searched, those that would replace the choice.
+
+        Args:
+            chosen: the best answer; ``None`` if none is within the limits.
+            least: a lower bound for each search that was cut short.
+        """
+        return [one for one in least if self.best([one] if chosen is None else [chosen, one]) is one]
 
     def _costs(self, one: Costed) -> tuple[float, float]:
         both = (_dollars(one), one.seconds)

@@ -13,7 +13,7 @@ from pipeloom.config import RunConfig
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software, started_by
 from pipeloom.errors import ConfigError
-from pipeloom.planner.advice import advice, on_one_stage, on_plain, on_values
+from pipeloom.planner.advice import advice, on_plain, on_simpler, on_values
 from pipeloom.planner.choice import in_order, is_tie, simplest
 from pipeloom.planner.comparison import Change, Rival, changes, is_faster, rivals
 from pipeloom.planner.error_bar import ErrorBar, error_bar
@@ -52,7 +52,7 @@ class Plan:
         rivals: the best layouts of other kinds.
         changes: the best layouts of changed questions.
         advice: sentences.
-        has_simpler: whether one of them names an equivalent layout that is simpler than all steps.
+        has_simpler: whether one of them names an equivalent layout that is simpler than all equivalent steps.
         closest: if nothing fits, the layout that lacks the least memory.
         stopped: why the answer is incomplete, time limit or interrupt; ``None`` if it is complete.
     """
@@ -328,7 +328,9 @@ def _explain(plan: Plan, searching: Search, best: SimulatedStep, count: int, dea
         plan.rivals.clear()
         plan.rivals.extend(rivals(searching, question, best, deadline))
     plan.changes.extend(changes(question, best, deadline))
-    simpler = list(on_one_stage(searching, plan.steps, plan.error_bar, deadline))
+    simpler = list(on_simpler(searching, question, plan.steps, plan.rivals, bar=plan.error_bar, deadline=deadline))
     plan.has_simpler = bool(simpler)
     plan.advice.extend(simpler)
-    plan.advice.extend(advice(question, best, plan.rivals, plan.changes, bar=plan.error_bar, deadline=deadline))
+    plan.advice.extend(
+        advice(searching, question, best, plan.rivals, plan.changes, bar=plan.error_bar, deadline=deadline)
+    )
