@@ -342,14 +342,20 @@ def _timed(outcomes: Iterable[Outcome]) -> list[Outcome]:
     return [outcome for outcome in outcomes if outcome.error is not None]
 
 
-def programs(answers: Sequence[Held]) -> list[dict[str, Any]]:
-    """For each program and device the errors of everything that was held out."""
+def programs(answers: Sequence[Held], odd: Set[int] = frozenset()) -> list[dict[str, Any]]:
+    """For each program and device the errors of everything that was held out, but for disturbed runs.
+
+    Args:
+        answers: of ``held_out``.
+        odd: ``id`` of disturbed runs.
+    """
     entries = []
     names = dict.fromkeys((held.split.program, one.row.device) for held in answers for one in _timed(held.after))
     for name, device in names:
         own = [held for held in answers if held.split.program == name]
         # A row of several splits has several predictions. Pairs are made within a split, whose predictions share a fit.
-        each = [(held.split, _timed(one for one in held.after if one.row.device == device)) for held in own]
+        whole = [(held.split, [one for one in held.after if one.row.device == device]) for held in own]
+        each = [(split, [one for one in _timed(part) if id(one.row) not in odd]) for split, part in whole]
         parts = [part for _, part in each if part]
         regrets = [ranking.regret for part in parts for ranking in rankings(part)]
         entries.append(
@@ -364,11 +370,12 @@ def programs(answers: Sequence[Held]) -> list[dict[str, Any]]:
     return entries
 
 
-def general(rows: Sequence[Row], answers: Sequence[Held] = ()) -> list[dict[str, Any]]:
+def general(rows: Sequence[Row], answers: Sequence[Held] = (), odd: Set[int] = frozenset()) -> list[dict[str, Any]]:
     """For each device the errors of the general program on all rows; every program counts as much as another.
 
     Args:
         rows: the table.
+        odd: ``id`` of disturbed runs, which are left out.
         answers: of ``left_out``, for every program; one that is missing is predicted without a fit.
     """
     found: dict[str, dict[str, list[Outcome]]] = defaultdict(lambda: defaultdict(list))
@@ -376,7 +383,8 @@ def general(rows: Sequence[Row], answers: Sequence[Held] = ()) -> list[dict[str,
     for name in sorted({program_of(row)[0] for row in rows}):
         own = [row for row in rows if program_of(row)[0] == name]
         for outcome in by_name.get(name) or generally(own, Prior()):
-            found[outcome.row.device][name].append(outcome)
+            if id(outcome.row) not in odd:
+                found[outcome.row.device][name].append(outcome)
     entries = []
     for device, parts in sorted(found.items()):
         means = {
@@ -394,13 +402,15 @@ HEAD = """\
 # Errors of predictions, as fractions of the measured step time, for `planner/error_bar.py`. Written by the command
 # below, not by hand. [[program]]: held-out rows, which the fit that predicted them did not use, of all splits together;
 # [[general]]: the general program on all rows of a device, fitted without the program of the row, with equal weight for
-# every program.
+# every program. Disturbed runs are left out.
 
 """
 
 
-def write(table: Path, rows: Sequence[Row], answers: Sequence[Held], file: Path = ACCURACY) -> None:
-    """Write the error bars."""
+def write(
+    table: Path, rows: Sequence[Row], answers: Sequence[Held], odd: Set[int] = frozenset(), file: Path = ACCURACY
+) -> None:
+    """Write the error bars, without the disturbed runs, whose ``id`` are in ``odd``."""
     provenance = {
         "by": f"python benchmarks/held_out.py {table.name} --write",
         "table": table.name,
@@ -409,7 +419,8 @@ def write(table: Path, rows: Sequence[Row], answers: Sequence[Held], file: Path 
     }
     calibrated = [held for held in answers if held.split.program != DEFAULT_SOFTWARE]
     others = [held for held in answers if held.split.program == DEFAULT_SOFTWARE]
-    values = {"provenance": provenance, "program": programs(calibrated), "general": general(rows, others)}
+    values = {"provenance": provenance, "program": programs(calibrated, odd)}
+    values["general"] = general(rows, others, odd)
     file.write_text(HEAD + tomli_w.dumps(values), encoding="utf-8")
 
 
@@ -468,7 +479,7 @@ def main(words: list[str]) -> None:
         pooled_lines.add_row(*line)
     console.print(pooled_lines)
     if "--write" in words:
-        write(Path(" and ".join(table.name for table in tables)), rows, answers)
+        write(Path(" and ".join(table.name for table in tables)), rows, answers, known.odd)
         write_prior(known.prior(), [table.name for table in tables])
         console.print(f"written to {ACCURACY} and {GENERAL}")
 

@@ -82,7 +82,7 @@ def test_what_is_written_is_what_the_catalog_reads(tmp_path, monkeypatch):
     assert set(entry["mean_abs_error_of"]) == {"megatron-2021"}
     split = Split("megatron-2021", "a", "b", bool, bool)
     file = tmp_path / "accuracy.toml"
-    write(Path("some.csv"), ROWS, [Held(split, "a100-sxm-80gb", 3, (), tuple(outcomes(1.1, 0.8)))], file)
+    write(Path("some.csv"), ROWS, [Held(split, "a100-sxm-80gb", 3, (), tuple(outcomes(1.1, 0.8)))], file=file)
     monkeypatch.setattr("pipeloom.catalog.accuracy.files", lambda package: tmp_path)
     load_accuracy.cache_clear()
     known = load_accuracy()
@@ -91,6 +91,14 @@ def test_what_is_written_is_what_the_catalog_reads(tmp_path, monkeypatch):
     assert known.by_program["megatron-2021", "a100-sxm-80gb"].mean_abs_error == pytest.approx(0.15)
     assert known.by_device["a100-sxm-80gb"].rows == 6
     assert tomllib.loads(file.read_text(encoding="utf-8"))["provenance"]["by"].endswith("some.csv --write")
+
+
+def test_disturbed_runs_are_in_no_error_bar():
+    good, odd = outcomes(1.1, 2.0)
+    split = Split("megatron-2021", "a", "b", bool, bool)
+    (entry,) = programs([Held(split, "a100-sxm-80gb", 3, (), (good, odd))], {id(odd.row)})
+    assert (entry["rows"], entry["mean_abs_error"]) == (1, pytest.approx(0.1))
+    assert general(ROWS, (), {id(ROWS[0])})[0]["rows"] == len(ROWS) - 1
 
 
 def test_part_of_the_table_is_not_written():
