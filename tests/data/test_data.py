@@ -20,7 +20,8 @@ from pipeloom.config import DataConfig
 from pipeloom.data import entry as entry_module
 from pipeloom.data import prepared as prepared_module
 from pipeloom.data import tokenizing
-from pipeloom.data.corpus import documents, held_out, key_of, list_sources
+from pipeloom.data.corpus import documents, held_out, key_of
+from pipeloom.data.listing import list_sources
 from pipeloom.data.prepared import tokenize_text
 from pipeloom.data.text import Data, load_data, load_whole, token_shares, unigram_loss
 from pipeloom.data.tokenizer import ByteTokenizer, LibraryTokenizer, token_dtype
@@ -132,7 +133,7 @@ def test_token_types_are_wide_enough() -> None:
 
 
 def read(path: Path, field: str = "text") -> list[tuple[str, bytes]]:
-    return [(name, content) for name, content, _ in documents(list_sources(path), field, 1 << 20)]
+    return [(name, content) for name, content, _ in documents(list_sources(path).sources, field, 1 << 20)]
 
 
 def test_a_folder_gives_its_visible_text_sorted(tmp_path: Path) -> None:
@@ -189,7 +190,7 @@ def test_the_default_corpus_is_real(default_data: Data) -> None:
     assert 0.04 < share < 0.06
     assert "import " in default_data.tokenizer.decode(default_data.train.tokens[:200_000])
     assert 2 < default_data.unigram_loss < math.log(257)
-    assert not any("site-packages" in str(source.path) for source in list_sources(None))
+    assert not any("site-packages" in str(source.path) for source in list_sources(None).sources)
 
 
 # Windows
@@ -281,7 +282,7 @@ def test_the_cache_has_one_entry_for_each_file_however_its_path_is_written(
     monkeypatch.chdir(tmp_path)
     assert config.cache is not None
     for path in (folder, tmp_path / "linked", Path("corpus")):
-        sources = list_sources(path)
+        sources = list_sources(path).sources
         assert [*prepared_module._resolved(sources)] == [str(source.path.resolve()) for source in sources]
         load_data(replace(config, path=path), 0)
     assert len([one for one in config.cache.iterdir() if one.is_dir()]) == 1

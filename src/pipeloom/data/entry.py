@@ -29,6 +29,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, TOKENIZER_CONFIG
 from pipeloom.data.corpus import Piece, Source, bytes_of, documents, held_out, key_of, name_of
 from pipeloom.data.indexed import read_indexed, write_index
+from pipeloom.data.own_folders import COUNTS, LOCK, PARTS, SUMMARY, TOKENS, holds_tokens
 from pipeloom.data.tokenizer import (
     ByteTokenizer,
     TokenArray,
@@ -42,7 +43,7 @@ from pipeloom.errors import UserError
 from pipeloom.system.cores import own_cores
 from pipeloom.terminal.progress import Bar
 
-TOKENS, INDEX, TARGETS, COUNTS, SUMMARY = "tokens.bin", "tokens.idx", "targets.bin", "counts.npy", "summary.json"
+INDEX, TARGETS = "tokens.idx", "targets.bin"
 _BPE_SAMPLE_BYTES = 8_000_000
 """Text that byte-pair encoding is trained on; more takes longer and hardly changes the merges."""
 _COUNT_AT_ONCE = 1 << 22
@@ -100,7 +101,7 @@ def check_tokens(windows: npt.NDArray[np.int64], vocab_size: int | None) -> None
 
 def is_entry(folder: Path) -> bool:
     """Whether a folder is an entry, perhaps a damaged one, rather than a folder of text."""
-    return (folder / SUMMARY).is_file() and any((folder / name).is_file() for name in (TOKENS, COUNTS))
+    return holds_tokens([name for name in (SUMMARY, TOKENS, COUNTS) if (folder / name).is_file()])
 
 
 def read_summary(folder: Path) -> Summary | None:
@@ -193,7 +194,7 @@ def write_entry(folder: Path, corpus: Corpus, num_workers: int | None = None, *,
         RunError: a process was killed.
         OSError: the entry cannot be written.
     """
-    parts = folder.with_name(f"{folder.name}{corpus.key and '.'}{corpus.key}.parts")
+    parts = folder.with_name(f"{folder.name}{corpus.key and '.'}{corpus.key}{PARTS}")
     with _alone(parts):
         # Another process may have written the entry meanwhile.
         if (found := read_summary(folder)) is not None:
@@ -252,9 +253,9 @@ def _lock_file(parts: Path, attempts: int = 10) -> TextIO:
     for _ in range(attempts - 1):
         with suppress(FileNotFoundError):
             parts.mkdir(parents=True, exist_ok=True)
-            return (parts / "lock").open("a")
+            return (parts / LOCK).open("a")
     parts.mkdir(parents=True, exist_ok=True)
-    return (parts / "lock").open("a")
+    return (parts / LOCK).open("a")
 
 
 def write_indexed_entry(folder: Path, file: Path, validation_fraction: float, tokenizer: Tokenizer) -> Summary:
@@ -289,7 +290,7 @@ def write_indexed_entry(folder: Path, file: Path, validation_fraction: float, to
         tokenizer_sha256=sha256_of(tokenizer.files()),
         file=str(file.absolute()),
     )
-    parts = folder.with_name(f"{folder.name}.parts")
+    parts = folder.with_name(f"{folder.name}{PARTS}")
     with _alone(parts):
         if (other := read_summary(folder)) is not None:
             return other

@@ -25,6 +25,7 @@ from pipeloom.data.prepared import (
     shared_tokenizer,
     sizes_of,
     where,
+    without,
 )
 from pipeloom.data.tokenizer import TokenArray, Tokenizer, require_library, tokenizer_from
 from pipeloom.data.windows import Mixture, TokenWindows, Windows
@@ -108,7 +109,7 @@ def _open(config: DataConfig, stored: Mapping[str, str] | None, check: Check) ->
     if given is None and config.tokenizer == "bpe" and config.sources is not None:
         given = shared_tokenizer(config)
     found = [entry_of(part, given, check) for _, part in config.parts]
-    tokenizer = given or tokenizer_from(stored_files(found[0][0]))
+    tokenizer = given or tokenizer_from(stored_files(found[0].folder))
     opened = [
         _Part(
             weight,
@@ -117,8 +118,9 @@ def _open(config: DataConfig, stored: Mapping[str, str] | None, check: Check) ->
             *open_entry(folder, summary),
             document_ends(folder, summary),
             open_targets(folder, summary),
+            left_out,
         )
-        for (weight, part), (folder, summary) in zip(config.parts, found, strict=True)
+        for (weight, part), (folder, summary, left_out) in zip(config.parts, found, strict=True)
     ]
     for part in opened:
         check(part.summary, part.config)
@@ -133,7 +135,7 @@ def _open(config: DataConfig, stored: Mapping[str, str] | None, check: Check) ->
 @dataclass(frozen=True)
 class _Part:
     """An opened entry: a source with its weight; counts of each token in training and in validation; where documents
-    end.
+    end; folders that are no text.
     """
 
     weight: float
@@ -143,6 +145,7 @@ class _Part:
     counts: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
     targets: npt.NDArray[np.bool_] | None
+    left_out: tuple[str, ...]
 
     @property
     def is_packed(self) -> bool:
@@ -229,8 +232,11 @@ def _describe(config: DataConfig, parts: Sequence[_Part], train: Sequence[TokenW
         room = sum(one.num_windows for one in train if isinstance(one, PackedWindows)) * (config.seq_len + 1)
         of += f", {1 - sum(used) / room:.1%} of packed windows filled up"
     if config.sources is None:
-        return f"{where(config)}: {sizes_of(parts[0].summary)} {of}"
-    total = sum(part.weight for part in parts)
-    lines = [f"{count(len(parts), 'source')} {of}"]
-    lines += [f"{part.weight / total:5.1%}  {where(part.config)}: {sizes_of(part.summary)}" for part in parts]
+        lines = [f"{where(config)}: {sizes_of(parts[0].summary)} {of}"]
+    else:
+        total = sum(part.weight for part in parts)
+        lines = [f"{count(len(parts), 'source')} {of}"]
+        lines += [f"{part.weight / total:5.1%}  {where(part.config)}: {sizes_of(part.summary)}" for part in parts]
+    left_out = [one for part in parts for one in part.left_out]
+    lines += [without(left_out)] if left_out else []
     return "\n           ".join(lines)
