@@ -12,11 +12,10 @@ from pipeloom.cli.flags import SOURCE, Words, read_words
 from pipeloom.cli.reference import RUN_FIELD, Command, Options_, options_of
 from pipeloom.config import RunConfig, decided_problems, in_order
 from pipeloom.config.file import read_run_file, without_stale_sizes
-from pipeloom.config.resumed import run_file_of
+from pipeloom.config.resumed import model_in, run_file_of
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.describe import completed, pretrained_run
 from pipeloom.runs.run_folder import CONFIG
-from pipeloom.runs.stored_model import model_in
 from pipeloom.system.files import exists
 from pipeloom.workload.dtypes import dtype_of
 

@@ -33,11 +33,11 @@ from pipeloom.checkpoint.checkpoint_folder import (
     TOKENIZER_CONFIG,
     read_tokenizer,
 )
+from pipeloom.config.resumed import model_in
 from pipeloom.data.tokenizer import END_OF_TEXT
 from pipeloom.errors import RunError, UserError
 from pipeloom.model.block_sparse import Pattern, weight_patterns
 from pipeloom.runs.run_folder import ADAPTER_WEIGHTS, WEIGHTS, WEIGHTS_INDEX, weight_files
-from pipeloom.runs.stored_model import model_in
 from pipeloom.training.checkpoints.contents import MODEL
 from pipeloom.training.checkpoints.storage import CheckpointReader
 from pipeloom.training.conversions.export_content import (

@@ -13,11 +13,11 @@ from pipeloom.catalog.model_files import CONFIG_JSON, config_json, with_position
 from pipeloom.catalog.weight_files import FileTensor
 from pipeloom.checkpoint.checkpoint_folder import read_info, read_origin, read_tokenizer
 from pipeloom.config import ModelConfig
+from pipeloom.config.resumed import model_in
 from pipeloom.data.tokenizer import tokenizer_from
 from pipeloom.errors import UserError
 from pipeloom.model.experts import is_bias
 from pipeloom.runs.run_folder import ADAPTER_WEIGHTS, WEIGHTS_INDEX
-from pipeloom.runs.stored_model import model_in
 from pipeloom.system.files import parse_json
 from pipeloom.training.pretrained import DTYPES, END_KEY, Origin, read_description, weight_files_of
 from pipeloom.workload.adapter import FIRST, PAIR, PATHS, SECOND, Adapter, is_pair, without_pairs
