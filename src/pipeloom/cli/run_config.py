@@ -12,7 +12,7 @@ from pipeloom.cli.flags import SOURCE, Words, read_words
 from pipeloom.cli.reference import RUN_FIELD, Command, Options_, options_of
 from pipeloom.config import RunConfig, decided_problems, in_order
 from pipeloom.config.file import read_run_file, without_stale_sizes
-from pipeloom.config.resumed import model_in, run_file_of
+from pipeloom.config.resumed import run_file_of
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.describe import completed, pretrained_run
 from pipeloom.runs.run_folder import CONFIG
@@ -140,15 +140,15 @@ def _pretrained(path: Path, default: RunConfig) -> RunConfig:
 
 
 def _with_stored_model(config: RunConfig, run: Path) -> RunConfig:
-    """The run's configuration with the model of its newest checkpoint, if the file of its model is gone.
+    """The run's configuration with its newest checkpoint, which has the model, if the file of its model is gone.
 
     Raises:
-        UserError: there is no checkpoint, or it cannot be read.
+        UserError: there is no checkpoint.
     """
     file = config.model.file
     if file is None or exists(file):
         return config
-    return replace(config, model=model_in(find_checkpoint(run)))
+    return replace(config, checkpoint=replace(config.checkpoint, resume=find_checkpoint(run)))
 
 
 def starts_from_folder(config: RunConfig) -> bool:
