@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -25,7 +26,7 @@ from pipeloom.data.listing import list_sources
 from pipeloom.data.prepared import tokenize_text
 from pipeloom.data.text import Data, load_data, load_whole, token_shares, unigram_loss
 from pipeloom.data.tokenizer import ByteTokenizer, LibraryTokenizer, token_dtype
-from pipeloom.data.windows import TokenWindows, document_begins, without_marks
+from pipeloom.data.windows import TokenWindows
 from pipeloom.errors import UserError
 
 TEXT = "The quick brown fox, naïve, 狐 🦊, jumps.\r\n\tOver <|endoftext|> the lazy dog.  \n\n"
@@ -474,7 +475,7 @@ def test_too_little_text_is_refused_with_numbers(config: DataConfig, tmp_path: P
 
 @pytest.mark.parametrize("attention", ["window", "document"])
 @pytest.mark.parametrize("pack", ["stream", "best-fit"])
-def test_a_whole_text_loses_no_token_and_may_be_shorter_than_a_window(
+def test_each_token_of_a_whole_text_is_a_target_once_and_it_may_be_shorter_than_a_window(
     tmp_path: Path, attention: Literal["window", "document"], pack: Literal["stream", "best-fit"]
 ) -> None:
     for texts in (["a"], [TEXT * 3, "b" * 40, TEXT]):
@@ -484,11 +485,19 @@ def test_a_whole_text_loses_no_token_and_may_be_shorter_than_a_window(
         found = load_whole(config)
         rows = found.windows.batch(0, found.windows.num_windows)
         assert rows.shape[1] == 31
-        tokens = without_marks(rows)[(rows >= 0) | document_begins(rows)]
-        # What fills a window up is marked as a document of its own.
-        filled = len(tokens) - sum(len(text.encode()) + 1 for text in texts)
-        assert 0 <= filled <= found.windows.num_windows
-        assert sorted(tokens[tokens < 256].tolist()) == sorted("".join(texts).encode())
+        tokens = b"".join(text.encode() + b"\0" for text in texts)  # of the end of a text as a zero
+        targets = Counter((rows[:, 1:][rows[:, 1:] >= 0] % 256).tolist())
+        missing = Counter(tokens)
+        missing.subtract(targets)
+        firsts = Counter(text.encode()[0] for text in texts)
+        if attention == "document":
+            assert +missing == firsts
+        elif pack == "stream":
+            assert +missing == Counter(tokens[:1])
+        else:  # the first one of a window, unless the document began in another
+            assert +missing <= firsts
+            assert missing.total() == np.count_nonzero(rows[:, 0] >= 0)
+        assert min(missing.values()) == 0
         with pytest.raises(UserError, match="needs at least 31 tokens each"):
             load_data(config, 0)
     (tmp_path / "none").mkdir()

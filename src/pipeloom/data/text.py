@@ -83,8 +83,9 @@ class Whole(NamedTuple):
 
     Attributes:
         tokenizer: of the tokens.
-        windows: of all tokens, in the order in which they are stored: those held out for validation last. What is left
-            of the last window is filled with tokens that are no target.
+        windows: of all tokens, in the order in which they are stored: those held out for validation last. The first
+            token of each window is the last one of the window before. What is left of the last window is filled with
+            tokens that are no target.
         description: as that of ``Data``.
     """
 
@@ -154,14 +155,19 @@ class _Part:
 
 
 def _windows(part: _Part, begin: int, end: int, seed: int | None, filler: int, *, is_cut: bool = True) -> TokenWindows:
-    """The windows of some tokens of an entry; of a stream, its end is cut off or fills the last one in part."""
+    """The windows of some tokens of an entry; of a stream, its end is cut off or fills the last one in part.
+
+    Windows of which nothing is cut off overlap, so that the first token of each is a target in the one before.
+    """
     tokens, seq_len, by_document = part.tokens[begin:end], part.config.seq_len, part.config.by_document
+    # A loss of all tokens has each as a target. Windows of training stay as they are: checkpoints count them.
+    overlap, fills = (0, None) if is_cut else (1, filler)
     if not part.is_packed and not by_document:
-        return TokenWindows(tokens, seq_len, seed, filler=None if is_cut else filler)
+        return TokenWindows(tokens, seq_len, seed, filler=fills, overlap=overlap)
     ends = part.ends[(part.ends > begin) & (part.ends < end)] - begin
     if not part.is_packed:
-        return TokenWindows(tokens, seq_len, seed, begins=ends, filler=None if is_cut else filler)
-    found, counts = pack(np.append(ends, end - begin), seq_len + 1), None
+        return TokenWindows(tokens, seq_len, seed, begins=ends, filler=fills, overlap=overlap)
+    found, counts = pack(np.append(ends, end - begin), seq_len + 1, overlap), None
     if part.targets is not None:
         counts = part.targets[begin:end]
         found = with_targets(found, counts, by_document=by_document)
