@@ -215,6 +215,7 @@ def test_a_run_file_has_a_table_for_each_source(folders: list[Path], tmp_path: P
 
 WRONG = {
     "[data]\nsources = []": "data.sources must have at least one source, found none; leave it out for one text",
+    '[[data.sources]]\npath = ""': "data.sources.path must be a path, found ''",
     "[[data.sources]]\nweight = 1": "data.sources[1].path must be given, found {'weight': 1}",
     '[[data.sources]]\npath = "a"\nweight = "x"': "data.sources[1].weight must be a number, found 'x'",
     '[[data.sources]]\npath = "a"\nwieght = 1': "there is no setting 'data.sources.wieght'; did you mean",

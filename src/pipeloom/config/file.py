@@ -4,10 +4,10 @@ import copy
 import json
 import re
 import textwrap
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 from pipeloom.config import RunConfig, to_dict, unset, usual_values
 from pipeloom.config.paths import table_of, with_absolute_paths
@@ -179,7 +179,7 @@ def _with_comments(text: str, config: RunConfig) -> str:
 def _drop_unknown(tree: dict[str, Any], config_class: type, prefix: str) -> list[str]:
     """Remove keys that ``config_class`` does not have; return a sentence with a suggestion for each."""
     hints = get_type_hints(config_class)
-    known = [item.name for item in fields(config_class)]
+    known = {item.name: item for item in fields(config_class)}
     problems: list[str] = []
     for key in list(tree):
         if prefix + key in RETIRED:
@@ -189,6 +189,10 @@ def _drop_unknown(tree: dict[str, Any], config_class: type, prefix: str) -> list
             hint = did_you_mean(key, known, prefix) or f"known: {', '.join(known)}"
             problems.append(f"there is no setting '{prefix}{key}'; {hint}")
             del tree[key]
+        elif tree[key] == "" and Path in (hints[key], *get_args(hints[key])):
+            problems.append(f"{prefix}{key} must be a path, found ''")  # which Path takes for the folder it is in
+            if known[key].default is not MISSING:
+                del tree[key]
         elif isinstance(tree[key], str) and has_line_break(tree[key]):
             problems.append(f"{prefix}{key} must be one line, found {tree[key]!r}")
             del tree[key]
