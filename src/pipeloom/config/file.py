@@ -92,10 +92,12 @@ def _adapter() -> "TypeAdapter[RunConfig]":
 def without_stale_sizes(config: _Config, file: _Config) -> _Config:
     """Reset the settings of a run folder's file that follow from sizes which flags have changed.
 
-    That file contains the partition and the group size of its run, but a checkpoint can be resumed with any layout.
+    That file contains the partition and the group size of its run, but a checkpoint can be resumed with any layout, and
+    a new run may have another number of layers.
     """
     new, old = config.with_known_loops().layout, file.with_known_loops().layout
-    if new.num_stages != old.num_stages and new.partition == old.partition:
+    is_other = new.num_stages != old.num_stages or config.model.num_layers != file.model.num_layers
+    if is_other and new.partition == old.partition:
         config = replace(config, layout=replace(config.layout, partition=None))
     # A group of old.pp micro-batches was the default; the user chose any other size.
     if new.pp != old.pp and config.schedule.group_size == file.schedule.group_size == old.pp:
