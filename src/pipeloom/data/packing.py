@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.data.tokenizer import TokenArray
-from pipeloom.data.windows import TokenWindows, mark_begins
+from pipeloom.data.windows import Check, TokenWindows, mark_begins
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ class PackedWindows(TokenWindows):
         filler: the token that fills windows.
         counts: for each token whether it is a target; ``None`` for all.
         by_document: whether windows mark where documents begin, and where what fills them up does.
+        check: as of ``TokenWindows``.
     """
 
     def __init__(
@@ -117,8 +118,9 @@ class PackedWindows(TokenWindows):
         filler: int,
         counts: npt.NDArray[np.bool_] | None = None,
         by_document: bool = False,
+        check: Check | None = None,
     ) -> None:
-        super().__init__(tokens, seq_len, seed, filler=filler)
+        super().__init__(tokens, seq_len, seed, filler=filler, check=check)
         self.num_windows = packed.num_windows
         self.num_used = int(packed.sizes.sum())
         self._pack, self._fills, self._size, self._counts = packed, filler, seq_len + 1, counts
@@ -131,6 +133,8 @@ class PackedWindows(TokenWindows):
             window, at, begins = self._row(number), 0, list[int]()
             for part in range(self._pack.windows[window], self._pack.windows[window + 1]):
                 begin, size = int(self._pack.begins[part]), int(self._pack.sizes[part])
+                if self._check is not None:
+                    self._check(begin, begin + size)
                 own = self.tokens[begin : begin + size].astype(np.int64)
                 if self._counts is not None:
                     own = np.where(self._counts[begin : begin + size], own, ~own)

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, TOKENIZER_CONFIG
 from pipeloom.config import DataConfig
 from pipeloom.config.tokenizer_files import tokenizer_files
+from pipeloom.data.checksums import RENEW
 from pipeloom.data.corpus import Source
 from pipeloom.data.entry import (
-    RENEW,
     Corpus,
     Summary,
     is_entry,

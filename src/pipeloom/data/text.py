@@ -7,6 +7,7 @@ checkpoint, from which a resumed run takes it.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.config import DataConfig
-from pipeloom.data.entry import Summary, document_ends, open_entry, open_targets, stored_files
+from pipeloom.data.checksums import CheckedFile
+from pipeloom.data.entry import Summary, checked_tokens, document_ends, open_entry, open_targets, stored_files
 from pipeloom.data.packing import PackedWindows, pack, with_targets
 from pipeloom.data.prepared import (
     Check,
@@ -120,6 +122,7 @@ def _open(config: DataConfig, stored: Mapping[str, str] | None, check: Check) ->
             document_ends(folder, summary),
             open_targets(folder, summary),
             left_out,
+            checked_tokens(folder, summary),
         )
         for (weight, part), (folder, summary, left_out) in zip(config.parts, found, strict=True)
     ]
@@ -136,7 +139,7 @@ def _open(config: DataConfig, stored: Mapping[str, str] | None, check: Check) ->
 @dataclass(frozen=True)
 class _Part:
     """An opened entry: a source with its weight; counts of each token in training and in validation; where documents
-    end; folders that are no text.
+    end; folders that are no text; the tokens with their checksums.
     """
 
     weight: float
@@ -147,6 +150,7 @@ class _Part:
     ends: npt.NDArray[np.int64]
     targets: npt.NDArray[np.bool_] | None
     left_out: tuple[str, ...]
+    checked: CheckedFile | None
 
     @property
     def is_packed(self) -> bool:
@@ -162,11 +166,12 @@ def _windows(part: _Part, begin: int, end: int, seed: int | None, filler: int, *
     tokens, seq_len, by_document = part.tokens[begin:end], part.config.seq_len, part.config.by_document
     # A loss of all tokens has each as a target. Windows of training stay as they are: checkpoints count them.
     overlap, fills = (0, None) if is_cut else (1, filler)
+    check = None if part.checked is None else partial(part.checked.check, begin)
     if not part.is_packed and not by_document:
-        return TokenWindows(tokens, seq_len, seed, filler=fills, overlap=overlap)
+        return TokenWindows(tokens, seq_len, seed, filler=fills, overlap=overlap, check=check)
     ends = part.ends[(part.ends > begin) & (part.ends < end)] - begin
     if not part.is_packed:
-        return TokenWindows(tokens, seq_len, seed, begins=ends, filler=fills, overlap=overlap)
+        return TokenWindows(tokens, seq_len, seed, begins=ends, filler=fills, overlap=overlap, check=check)
     found, counts = pack(np.append(ends, end - begin), seq_len + 1, overlap), None
     if part.targets is not None:
         counts = part.targets[begin:end]
@@ -176,7 +181,7 @@ def _windows(part: _Part, begin: int, end: int, seed: int | None, filler: int, *
                 f"{where(part.config)} must have answers that training and validation can learn, found none within "
                 f"windows of data.seq_len {seq_len}; give more records or raise data.seq_len"
             )
-    own = {"packed": found, "filler": filler, "counts": counts, "by_document": by_document}
+    own = {"packed": found, "filler": filler, "counts": counts, "by_document": by_document, "check": check}
     return PackedWindows(tokens, seq_len, seed, **own)
 
 

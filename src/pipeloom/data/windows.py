@@ -1,6 +1,6 @@
 """Windows of tokens in a reproducible order: of one text, and of several in given shares."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -15,6 +15,7 @@ from pipeloom.data.order import SLOW, Order
 from pipeloom.data.tokenizer import TokenArray
 from pipeloom.errors import UserError
 
+Check = Callable[[int, int], None]
 _BEGINS = 1 << 40
 """Marks a token that begins a document; more than any token."""
 
@@ -35,6 +36,8 @@ class TokenWindows:
             used.
         overlap: tokens that a window has in common with the next one, 0 or 1; with 1, every token but the first is a
             target once.
+        check: called with the first token of a part of the stream that is read, and the one behind its last; raises a
+            ``UserError`` if the part is damaged.
 
     Raises:
         UserError: there is no window.
@@ -49,6 +52,7 @@ class TokenWindows:
         begins: npt.NDArray[np.int64] | None = None,
         filler: int | None = None,
         overlap: int = 0,
+        check: Check | None = None,
     ) -> None:
         size, self._step = seq_len + 1, seq_len + 1 - overlap
         least = size if filler is None else 2
@@ -63,6 +67,7 @@ class TokenWindows:
         self.num_windows = num_full + (filler is not None and len(self._rest) > 1)
         self._seed = seed
         self._begins = begins
+        self._check = check
         self._first = 0
         self._orders: dict[int, Order] = {}
 
@@ -94,6 +99,9 @@ class TokenWindows:
         return rows
 
     def _rows(self, places: Sequence[int]) -> npt.NDArray[np.int64]:
+        if self._check is not None:
+            for place in places:
+                self._check(place * self._step, min(place * self._step + self._windows.shape[1], len(self.tokens)))
         if len(self._windows) not in places:
             return np.asarray(self._windows[places], dtype=np.int64)
         assert self._filler is not None
