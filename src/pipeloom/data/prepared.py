@@ -31,6 +31,7 @@ from pipeloom.data.entry import (
 )
 from pipeloom.data.indexed import is_indexed
 from pipeloom.data.listing import Listing, list_sources
+from pipeloom.data.own_folders import TOKENS
 from pipeloom.data.records import has_records
 from pipeloom.data.tokenizer import (
     ByteTokenizer,
@@ -60,12 +61,12 @@ class Entry(NamedTuple):
     Attributes:
         folder: that has them.
         summary: of the folder.
-        left_out: folders in it that are no text (``Listing``).
+        listing: the files that they are from.
     """
 
     folder: Path
     summary: Summary
-    left_out: tuple[str, ...] = ()
+    listing: Listing
 
 
 def _list(config: DataConfig) -> Listing:
@@ -101,14 +102,14 @@ def entry_of(config: DataConfig, given: Tokenizer | None, check: Check) -> Entry
         _refuse_unused(config, path)
     # Of a stranger's folder no other file is read than its own.
     if path is not None and summary is not None and not summary.file:
-        return Entry(path, _checked(path, summary, given))
+        return Entry(path, _checked(path, summary, given), list_sources(path / TOKENS))
     if path is not None and is_entry(path):
         what = "damaged" if summary is None else f"elsewhere, in {summary.file}"
         raise UserError(f"data.path {path} is a folder of tokens, which are {what}; {RENEW}")
     if path is not None and is_indexed(path):
-        return Entry(*_indexed(config, path, given))
-    sources, left_out = _list(config)
-    return Entry(*_find_or_write(config, sources, given, check), left_out)
+        return _indexed(config, path, given)
+    listing = _list(config)
+    return Entry(*_find_or_write(config, listing.sources, given, check), listing)
 
 
 def _refuse_unused(config: DataConfig, path: Path) -> None:
@@ -130,18 +131,19 @@ def _checked(path: Path, summary: Summary, given: Tokenizer | None) -> Summary:
     return summary
 
 
-def _indexed(config: DataConfig, path: Path, given: Tokenizer | None) -> tuple[Path, Summary]:
+def _indexed(config: DataConfig, path: Path, given: Tokenizer | None) -> Entry:
     if config.tokenizer == "bpe":
         raise UserError(
             f"data.tokenizer bpe is trained on text, found tokens in {path}; set it to the one that made them"
         )
     tokenizer = given or ByteTokenizer()
-    folder = _cache(config) / _key(config, list_sources(path.with_suffix(".bin")).sources, tokenizer)
+    listing = list_sources(path.with_suffix(".bin"))
+    folder = _cache(config) / _key(config, listing.sources, tokenizer)
     summary = read_summary(folder)
     if summary is None:
         with _writing(config):
             summary = write_indexed_entry(folder, path, config.validation_fraction, tokenizer)
-    return folder, summary
+    return Entry(folder, summary, listing)
 
 
 def _find_or_write(
@@ -348,6 +350,25 @@ def check_split(summary: Summary, config: DataConfig) -> None:
 def where(config: DataConfig) -> str:
     """The text of a configuration in a message."""
     return "Python's standard library" if config.path is None else str(config.path)
+
+
+def in_several(parts: Sequence[tuple[DataConfig, Sequence[Source]]]) -> str:
+    """A line about files that are in several sources, by their paths without links; empty for none.
+
+    A file of records that sources read by different fields is a different text in each.
+    """
+    seen, double = dict[tuple[str, str], DataConfig](), list[tuple[str, DataConfig, DataConfig]]()
+    for config, sources in parts:
+        for source, file in zip(sources, _resolved(sources), strict=True):
+            first = seen.setdefault((file, config.field if has_records(source.path) else ""), config)
+            if first is not config:
+                double.append((file, first, config))
+    if not double:
+        return ""
+    file, *others = double[0]
+    such = f"such as {file} in {' and '.join(map(where, others))}"
+    are = "is" if len(double) == 1 else "are"
+    return f"{count(len(double), 'file')} {are} in several sources, {such}: one may train on what another holds out"
 
 
 def without(left_out: Sequence[str]) -> str:

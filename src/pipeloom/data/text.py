@@ -17,6 +17,7 @@ import numpy.typing as npt
 from pipeloom.config import DataConfig
 from pipeloom.data.checksums import CheckedFile
 from pipeloom.data.entry import Summary, checked_tokens, document_ends, open_entry, open_targets, stored_files
+from pipeloom.data.listing import Listing
 from pipeloom.data.packing import PackedWindows, pack, with_targets
 from pipeloom.data.prepared import (
     Check,
@@ -24,6 +25,7 @@ from pipeloom.data.prepared import (
     check_whole,
     entry_of,
     given_tokenizer,
+    in_several,
     shared_tokenizer,
     sizes_of,
     where,
@@ -121,10 +123,10 @@ def _open(config: DataConfig, stored: Mapping[str, str] | None, check: Check) ->
             *open_entry(folder, summary),
             document_ends(folder, summary),
             open_targets(folder, summary),
-            left_out,
+            listing,
             checked_tokens(folder, summary),
         )
-        for (weight, part), (folder, summary, left_out) in zip(config.parts, found, strict=True)
+        for (weight, part), (folder, summary, listing) in zip(config.parts, found, strict=True)
     ]
     for part in opened:
         check(part.summary, part.config)
@@ -139,7 +141,7 @@ def _open(config: DataConfig, stored: Mapping[str, str] | None, check: Check) ->
 @dataclass(frozen=True)
 class _Part:
     """An opened entry: a source with its weight; counts of each token in training and in validation; where documents
-    end; folders that are no text; the tokens with their checksums.
+    end; the files that they are from; the tokens with their checksums.
     """
 
     weight: float
@@ -149,7 +151,7 @@ class _Part:
     counts: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
     targets: npt.NDArray[np.bool_] | None
-    left_out: tuple[str, ...]
+    listing: Listing
     checked: CheckedFile | None
 
     @property
@@ -248,6 +250,8 @@ def _describe(config: DataConfig, parts: Sequence[_Part], train: Sequence[TokenW
         total = sum(part.weight for part in parts)
         lines = [f"{count(len(parts), 'source')} {of}"]
         lines += [f"{part.weight / total:5.1%}  {where(part.config)}: {sizes_of(part.summary)}" for part in parts]
-    left_out = [one for part in parts for one in part.left_out]
+    left_out = [one for part in parts for one in part.listing.left_out]
     lines += [without(left_out)] if left_out else []
+    twice = in_several([(part.config, part.listing.sources) for part in parts])
+    lines += [twice] if twice else []
     return "\n           ".join(lines)
