@@ -31,6 +31,7 @@ from pipeloom.checkpoint.checkpoint_choice import choose_checkpoint, reading
 from pipeloom.checkpoint.checkpoint_folder import (
     TOKENIZER,
     TOKENIZER_CONFIG,
+    among_checkpoints,
     read_tokenizer,
 )
 from pipeloom.config.resumed import model_in
@@ -114,6 +115,8 @@ def export_checkpoint(
     merge: bool,
 ) -> list[Path]:
     """``export_weights`` of a checkpoint whose files are known to be undamaged."""
+    if (reason := among_checkpoints(folder)) is not None:
+        raise UserError(reason)
     if weight_files(folder) or (folder / ADAPTER_WEIGHTS).exists():
         raise UserError(f"{folder} already has weights; choose another folder, or move them")
     stored, adapter = stored_parameters(CheckpointReader(checkpoint)), stored_adapter(checkpoint)
