@@ -13,6 +13,7 @@ from pipeloom.checkpoint.checkpoint_folder import (
     FOLDER,
     INFO,
     METADATA,
+    among_checkpoints,
     can_be_checked,
     damage,
     draft_of,
@@ -40,6 +41,21 @@ def test_a_checkpoint_means_itself_wherever_it_lies(tmp_path):
     moved = path.rename(tmp_path / "mine")
     assert find_checkpoint(moved) == moved
     assert run_of(moved) is None
+
+
+def test_nothing_else_is_written_among_checkpoints(tmp_path):
+    path = write_checkpoint(tmp_path / "run", 10)
+    for inside, of in (
+        (path, path),
+        (path / "new" / "a", path),
+        (path.parent, path.parent),
+        (path.parent / "a", path.parent),
+    ):
+        assert (among_checkpoints(inside) or "").startswith(f"{inside} must be outside of {of}, ")
+    moved = path.rename(tmp_path / "mine")
+    assert "which is a checkpoint" in (among_checkpoints(moved / "new") or "")
+    for other in (tmp_path, path.parent / "a", tmp_path / "run", tmp_path / "new"):
+        assert among_checkpoints(other) is None
 
 
 @pytest.mark.parametrize("lost", [INFO, METADATA])

@@ -114,8 +114,8 @@ def test_a_trained_model_is_evaluated_under_any_layout_and_every_window_counts_o
     for words in (LAYOUT, [*OTHER[:6], "--layout.num-microbatches", "3"]):
         done = pipeloom(["evaluate", str(run), "--data.path", str(other), "--json", *words])
         found.append(json.loads(done.stdout))
-    # 301 tokens in windows of 9, of which the last has 4; 34 windows do not fill batches of 8 or of 12.
-    assert found[0]["tokens"] == found[1]["tokens"] == 8 * 33 + 3
+    # 301 tokens in windows of 8 targets, of which the last has 4; 38 windows do not fill batches of 8 or of 12.
+    assert found[0]["tokens"] == found[1]["tokens"] == 8 * 37 + 4
     assert found[1]["loss"] == pytest.approx(found[0]["loss"], rel=1e-12)
     assert found[0]["step"] == 6
     assert contents(run) == before

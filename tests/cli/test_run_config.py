@@ -33,6 +33,20 @@ def test_flags_for_another_number_of_stages_leave_it_out(tmp_path):
     assert (found.num_stages, found.partition) == (2, None)
 
 
+def test_flags_for_another_number_of_layers_leave_it_out(tmp_path):
+    found = layout(tmp_path, "--model.num-layers", "7")
+    assert (found.num_stages, found.partition) == (4, None)
+    assert layout(tmp_path, "--model.num-layers", "7", "--layout.partition", "2", "3", "3", "1").partition == (
+        2,
+        3,
+        3,
+        1,
+    )
+    assert layout(tmp_path, "--model.num-layers", "6").partition == (1, 3, 3, 1)
+    file = tmp_path / "config.toml"
+    assert load_run(file, model={"num_layers": 7}).layout.partition is None
+
+
 def test_a_partition_among_the_flags_is_held_to_what_they_ask_for(tmp_path):
     flags = ("--layout.loops", "1", "--layout.partition")
     assert layout(tmp_path, *flags, "4", "4").partition == (4, 4)

@@ -203,6 +203,18 @@ def test_every_path_of_a_file_begins_at_the_folder_of_the_file(tmp_path, monkeyp
     assert paths_of(config) == dict.fromkeys(PATHS, str(tmp_path / "there" / "x.toml"))
 
 
+@pytest.mark.parametrize("dot", [".", "./"])
+def test_a_dot_is_the_folder_of_the_file_and_an_empty_path_is_refused(tmp_path, dot):
+    config, problems = read(
+        tmp_path, f'[data]\npath = "{dot}"\n[checkpoint]\nresume = "{dot}"\n[output]\nfolder = ""\n'
+    )
+    assert (config.data.path, config.checkpoint.resume, config.output.folder) == (tmp_path, tmp_path, None)
+    assert problems == ["output.folder must be a path, found ''"]
+    assert with_absolute_paths(DataConfig(path=Path())).path == Path.cwd()
+    config, problems = read(tmp_path, f'[[data.sources]]\npath = "{dot}"\n')
+    assert (config.data.sources[0].path, problems) == (tmp_path, [])
+
+
 def test_a_path_through_a_link_to_a_folder_is_followed(tmp_path):
     (tmp_path / "far" / "runs").mkdir(parents=True)
     (tmp_path / "runs").symlink_to(tmp_path / "far" / "runs")

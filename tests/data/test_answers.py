@@ -13,6 +13,7 @@ from pipeloom.cli import main
 from pipeloom.config import DataConfig
 from pipeloom.config.tokenizer_files import tokenizer_files
 from pipeloom.data.answers import Exchange, encode_exchange, exchange_of
+from pipeloom.data.records import read_records
 from pipeloom.data.text import load_data
 from pipeloom.data.tokenizer import ByteTokenizer, tokenizer_from
 from pipeloom.data.windows import without_marks
@@ -172,6 +173,29 @@ def records(path: Path, num: int = 60) -> Path:
     lines = [{"prompt": f"{number} and {number} is ", "completion": f"{2 * number}."} for number in range(num)]
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
+
+
+@pytest.mark.parametrize(
+    ("record", "wrong"),
+    [
+        (
+            {"prompt": "4=", "completion": 5},
+            "two texts, or two lists of .*'completion', found 5 under 'completion'; ch",
+        ),
+        ({"prompt": None, "completion": 5}, "found None under 'prompt' and 5 under 'completion'; change the record"),
+        ({"prompt": "4=", "completion": MESSAGES}, "found a text under 'prompt' and a list of messages under 'comp"),
+        (
+            {"messages": "hello"},
+            "a list of messages with texts under 'role' and 'content' under 'messages', found 'hello'",
+        ),
+        ({"messages": [{"role": "user"}]}, r"found a list with \{'role': 'user'\} under 'messages'; change the record"),
+        ({"prompt": "4="}, "a text under 'text', found the keys prompt; set data.field"),
+    ],
+)
+def test_an_answer_of_another_form_is_named(tmp_path: Path, record: dict[str, Any], wrong: str) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(record), encoding="utf-8")
+    with pytest.raises(UserError, match=f"line 1 of .*a.jsonl must have .*{wrong}"):
+        list(read_records(tmp_path / "a.jsonl", "text"))
 
 
 def test_windows_hold_whole_records_and_only_answers_are_targets(tmp_path: Path) -> None:

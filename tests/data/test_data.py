@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -20,11 +21,12 @@ from pipeloom.config import DataConfig
 from pipeloom.data import entry as entry_module
 from pipeloom.data import prepared as prepared_module
 from pipeloom.data import tokenizing
-from pipeloom.data.corpus import documents, held_out, key_of, list_sources
+from pipeloom.data.corpus import documents, held_out, key_of
+from pipeloom.data.listing import list_sources
 from pipeloom.data.prepared import tokenize_text
 from pipeloom.data.text import Data, load_data, load_whole, token_shares, unigram_loss
 from pipeloom.data.tokenizer import ByteTokenizer, LibraryTokenizer, token_dtype
-from pipeloom.data.windows import TokenWindows, document_begins, without_marks
+from pipeloom.data.windows import TokenWindows
 from pipeloom.errors import UserError
 
 TEXT = "The quick brown fox, naïve, 狐 🦊, jumps.\r\n\tOver <|endoftext|> the lazy dog.  \n\n"
@@ -132,7 +134,7 @@ def test_token_types_are_wide_enough() -> None:
 
 
 def read(path: Path, field: str = "text") -> list[tuple[str, bytes]]:
-    return [(name, content) for name, content, _ in documents(list_sources(path), field, 1 << 20)]
+    return [(name, content) for name, content, _ in documents(list_sources(path).sources, field, 1 << 20)]
 
 
 def test_a_folder_gives_its_visible_text_sorted(tmp_path: Path) -> None:
@@ -189,7 +191,7 @@ def test_the_default_corpus_is_real(default_data: Data) -> None:
     assert 0.04 < share < 0.06
     assert "import " in default_data.tokenizer.decode(default_data.train.tokens[:200_000])
     assert 2 < default_data.unigram_loss < math.log(257)
-    assert not any("site-packages" in str(source.path) for source in list_sources(None))
+    assert not any("site-packages" in str(source.path) for source in list_sources(None).sources)
 
 
 # Windows
@@ -281,7 +283,7 @@ def test_the_cache_has_one_entry_for_each_file_however_its_path_is_written(
     monkeypatch.chdir(tmp_path)
     assert config.cache is not None
     for path in (folder, tmp_path / "linked", Path("corpus")):
-        sources = list_sources(path)
+        sources = list_sources(path).sources
         assert [*prepared_module._resolved(sources)] == [str(source.path.resolve()) for source in sources]
         load_data(replace(config, path=path), 0)
     assert len([one for one in config.cache.iterdir() if one.is_dir()]) == 1
@@ -473,7 +475,7 @@ def test_too_little_text_is_refused_with_numbers(config: DataConfig, tmp_path: P
 
 @pytest.mark.parametrize("attention", ["window", "document"])
 @pytest.mark.parametrize("pack", ["stream", "best-fit"])
-def test_a_whole_text_loses_no_token_and_may_be_shorter_than_a_window(
+def test_each_token_of_a_whole_text_is_a_target_once_and_it_may_be_shorter_than_a_window(
     tmp_path: Path, attention: Literal["window", "document"], pack: Literal["stream", "best-fit"]
 ) -> None:
     for texts in (["a"], [TEXT * 3, "b" * 40, TEXT]):
@@ -483,11 +485,19 @@ def test_a_whole_text_loses_no_token_and_may_be_shorter_than_a_window(
         found = load_whole(config)
         rows = found.windows.batch(0, found.windows.num_windows)
         assert rows.shape[1] == 31
-        tokens = without_marks(rows)[(rows >= 0) | document_begins(rows)]
-        # What fills a window up is marked as a document of its own.
-        filled = len(tokens) - sum(len(text.encode()) + 1 for text in texts)
-        assert 0 <= filled <= found.windows.num_windows
-        assert sorted(tokens[tokens < 256].tolist()) == sorted("".join(texts).encode())
+        tokens = b"".join(text.encode() + b"\0" for text in texts)  # of the end of a text as a zero
+        targets = Counter((rows[:, 1:][rows[:, 1:] >= 0] % 256).tolist())
+        missing = Counter(tokens)
+        missing.subtract(targets)
+        firsts = Counter(text.encode()[0] for text in texts)
+        if attention == "document":
+            assert +missing == firsts
+        elif pack == "stream":
+            assert +missing == Counter(tokens[:1])
+        else:  # the first one of a window, unless the document began in another
+            assert +missing <= firsts
+            assert missing.total() == np.count_nonzero(rows[:, 0] >= 0)
+        assert min(missing.values()) == 0
         with pytest.raises(UserError, match="needs at least 31 tokens each"):
             load_data(config, 0)
     (tmp_path / "none").mkdir()

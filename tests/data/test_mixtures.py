@@ -190,6 +190,31 @@ def test_sources_are_tokenized_once_for_all_weights(folders: list[Path], tmp_pat
     assert other.corpus_sha256 == data.corpus_sha256
 
 
+def test_files_that_are_in_several_sources_are_named(folders: list[Path], tmp_path: Path) -> None:
+    cache, file = tmp_path / "cache", folders[0] / "3.txt"
+    file.write_text("a longer text " * 80, encoding="utf-8")
+    link = tmp_path / "link.txt"
+    link.symlink_to(file)
+    line = f"in several sources, such as {file} in {{}} and {{}}: one may train on what another holds out"
+    for paths in ([folders[0], file], [link, folders[0]], [file, link]):
+        description = load_data(data_of(paths, cache), 0).description
+        assert description.endswith(f"1 file is {line.format(*paths)}")
+    assert "several sources" not in load_data(data_of(folders, cache), 0).description
+    (tmp_path / "all").symlink_to(folders[0])
+    assert "20 files are in several sources" in load_data(data_of([folders[0], tmp_path / "all"], cache), 0).description
+
+
+def test_one_file_of_records_by_several_fields_is_several_texts(tmp_path: Path) -> None:
+    records, link = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    lines = (json.dumps({"text": f"text {number} " * 9, "more": f"more {number} " * 9}) for number in range(40))
+    records.write_text("\n".join(lines), encoding="utf-8")
+    link.symlink_to(records)
+    for field, is_twice in (("more", False), ("text", True)):
+        both = SourceConfig(path=records), SourceConfig(path=link, field=field)
+        found = load_data(DataConfig(sources=both, seq_len=16, cache=tmp_path / "cache"), 0)
+        assert ("1 file is in several sources" in found.description) == is_twice
+
+
 def test_byte_pair_encoding_is_trained_on_all_sources(folders: list[Path], tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     config = replace(data_of(folders, tmp_path / "cache"), tokenizer="bpe", bpe_vocab_size=300)
@@ -215,6 +240,7 @@ def test_a_run_file_has_a_table_for_each_source(folders: list[Path], tmp_path: P
 
 WRONG = {
     "[data]\nsources = []": "data.sources must have at least one source, found none; leave it out for one text",
+    '[[data.sources]]\npath = ""': "data.sources.path must be a path, found ''",
     "[[data.sources]]\nweight = 1": "data.sources[1].path must be given, found {'weight': 1}",
     '[[data.sources]]\npath = "a"\nweight = "x"': "data.sources[1].weight must be a number, found 'x'",
     '[[data.sources]]\npath = "a"\nwieght = 1': "there is no setting 'data.sources.wieght'; did you mean",

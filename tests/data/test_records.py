@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pipeloom.config import DataConfig
-from pipeloom.data.corpus import documents, list_sources
+from pipeloom.data.corpus import documents
+from pipeloom.data.listing import list_sources
 from pipeloom.data.records import dataset_files
 from pipeloom.data.text import load_data
 from pipeloom.errors import UserError
@@ -47,14 +48,14 @@ def write(path: Path, field: str = "text") -> Path:
 
 
 def read(path: Path, field: str = "text") -> list[str]:
-    return [content.decode() for _, content, _ in documents(list_sources(path), field, 1 << 20)]
+    return [content.decode() for _, content, _ in documents(list_sources(path).sources, field, 1 << 20)]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow"])
 def test_every_format_gives_each_record_once_in_its_order(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name)
     assert read(path) == TEXTS
-    assert [one for one, _, _ in documents(list_sources(path), "text", 1 << 20)][11] == f"{name}/12"
+    assert [one for one, _, _ in documents(list_sources(path).sources, "text", 1 << 20)][11] == f"{name}/12"
 
 
 def test_records_train_like_files_with_the_same_text(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_a_state_of_a_folder_that_is_too_large_is_not_read(tmp_path: Path) -> No
 def test_empty_and_broken_texts_are_counted(tmp_path: Path) -> None:
     records = [{"text": "first"}, {"text": ""}, {"text": "\ud800 half"}, {"text": "nul \0"}, {"text": "last"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
-    found = list(documents(list_sources(tmp_path / "a.jsonl"), "text", 1 << 20))
+    found = list(documents(list_sources(tmp_path / "a.jsonl").sources, "text", 1 << 20))
     data = load_data(
         DataConfig(path=tmp_path / "a.jsonl", seq_len=1, validation_fraction=0.3, cache=tmp_path / "cache"), 0
     )

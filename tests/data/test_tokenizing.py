@@ -15,9 +15,9 @@ from pipeloom.cli import main
 from pipeloom.config import DataConfig
 from pipeloom.config.tokenizer_files import tokenizer_files
 from pipeloom.data import entry, tokenizing
-from pipeloom.data.corpus import list_sources
 from pipeloom.data.entry import Corpus, Summary, write_entry
 from pipeloom.data.indexed import read_indexed, write_index
+from pipeloom.data.listing import list_sources
 from pipeloom.data.text import load_data
 from pipeloom.data.tokenizer import ByteTokenizer, tokenizer_from
 from pipeloom.errors import RunError, UserError
@@ -45,7 +45,7 @@ def texts(tmp_path: Path) -> Path:
 
 def write(folder: Path, text: Path, unit_bytes: int, num_workers: int = 1, tokenizer: Any = None) -> Summary:
     make: Callable[[], Any] = lambda: tokenizer or ByteTokenizer()  # noqa: E731
-    corpus = Corpus(list_sources(text), "text", 0.1, make, lambda _: None, unit_bytes=unit_bytes)
+    corpus = Corpus(list_sources(text).sources, "text", 0.1, make, lambda _: None, unit_bytes=unit_bytes)
     return write_entry(folder, corpus, num_workers, has_bar=False)
 
 

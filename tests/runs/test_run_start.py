@@ -45,6 +45,18 @@ def finished(tmp_path):
     return run
 
 
+@pytest.mark.parametrize("inside", ["checkpoints", "checkpoints/mine", "checkpoints/step-000003", "linked/new/run"])
+def test_a_run_is_not_written_among_checkpoints(finished, inside):
+    (finished / "linked").symlink_to(finished / "checkpoints")
+    before = contents(finished)
+    refused = pytest.raises(UserError, match=r"output\.folder .* must be outside of .*; choose another folder")
+    with refused, take_run_folder(config_of(finished / inside)):
+        pass
+    assert contents(finished) == before
+    with take_run_folder(config_of(finished / "another")):
+        pass
+
+
 @pytest.mark.parametrize(
     "file", ["config.toml", "model.safetensors", "model.safetensors.index.json", "model-00002-of-00003.safetensors"]
 )

@@ -180,7 +180,20 @@ def test_weights_that_are_no_numbers_are_refused_by_name(folders, tmp_path, valu
 def test_a_truncated_file_is_refused(folder, tmp_path, capsys):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-5])
-    assert f"cannot read the weights {file}: " in refusal(tmp_path, folder, capsys)
+    said = refusal(tmp_path, folder, capsys)
+    assert f"cannot read the weights {file}: it is damaged or not complete (" in said
+    assert "; download or copy it again" in said
+
+
+def test_all_files_that_are_missing_or_damaged_are_named(folder, tmp_path, capsys):
+    names = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
+    places = {name: names[number % 3] for number, name in enumerate(load_file(folder / "model.safetensors"))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (folder / names[1]).write_text("version https://git-lfs.github.com/spec/v1\n")
+    said = refusal(tmp_path, folder, capsys)
+    for name, reason in zip(names, ("there is no", "it is damaged", "there is no"), strict=True):
+        assert f"cannot read the weights {folder / name}: {reason}" in said
+    assert "; download or copy them again" in said
 
 
 def test_a_model_of_other_sizes_is_refused(folder, tmp_path, capsys):

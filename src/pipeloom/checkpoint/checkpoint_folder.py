@@ -133,6 +133,21 @@ def is_checkpoint(path: Path) -> bool:
     return (path / INFO).exists() or (path / METADATA).exists()
 
 
+def among_checkpoints(path: Path) -> str | None:
+    """Why nothing else may be written to a folder: it is, or is in, a checkpoint or the checkpoints of a run.
+
+    Returns:
+        A sentence; ``None`` for any other folder, which need not exist.
+    """
+    own = path.resolve()
+    for one in (own, *own.parents):
+        if not missing_files(one):
+            return f"{path} must be outside of {one}, which is a checkpoint; choose another folder"
+        if one.name == FOLDER and list_checkpoints(one.parent):
+            return f"{path} must be outside of {one}, where a run has its checkpoints; choose another folder"
+    return None
+
+
 def is_hugging_face(path: Path) -> bool:
     """Whether a folder has the model and the weights of a Hugging Face model, in any format."""
     try:

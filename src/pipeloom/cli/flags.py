@@ -330,7 +330,7 @@ def _inner_types(hint: Any) -> set[Any]:
 
 
 def _path(text: str) -> Path:
-    """A path; ``.`` becomes absolute, since ``Path(".")`` also represents an empty path."""
+    """A path; ``.`` becomes absolute, so that messages name the folder."""
     return Path.cwd() if Path(text) == Path() else expand_home(Path(text))
 
 

@@ -17,7 +17,6 @@ from pipeloom.errors import ConfigError, UserError
 from pipeloom.families import AUTO, FAMILIES
 from pipeloom.predict.describe import completed, pretrained_run
 from pipeloom.runs.run_folder import CONFIG
-from pipeloom.runs.stored_model import model_in
 from pipeloom.system.files import exists
 from pipeloom.workload.dtypes import dtype_of
 from pipeloom.workload.optimizers import OPTIMIZERS
@@ -143,15 +142,15 @@ def _pretrained(path: Path, default: RunConfig) -> RunConfig:
 
 
 def _with_stored_model(config: RunConfig, run: Path) -> RunConfig:
-    """The run's configuration with the model of its newest checkpoint, if the file of its model is gone.
+    """The run's configuration with its newest checkpoint, which has the model, if the file of its model is gone.
 
     Raises:
-        UserError: there is no checkpoint, or it cannot be read.
+        UserError: there is no checkpoint.
     """
     file = config.model.file
     if file is None or exists(file):
         return config
-    return replace(config, model=model_in(find_checkpoint(run)))
+    return replace(config, checkpoint=replace(config.checkpoint, resume=find_checkpoint(run)))
 
 
 def _without_missing_plugins(config: RunConfig) -> RunConfig:

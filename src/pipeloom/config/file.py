@@ -4,10 +4,10 @@ import copy
 import json
 import re
 import textwrap
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 from pipeloom.config import RunConfig, to_dict, unset, usual_values
 from pipeloom.config.paths import table_of, with_absolute_paths
@@ -92,10 +92,12 @@ def _adapter() -> "TypeAdapter[RunConfig]":
 def without_stale_sizes(config: _Config, file: _Config) -> _Config:
     """Reset the settings of a run folder's file that follow from sizes which flags have changed.
 
-    That file contains the partition and the group size of its run, but a checkpoint can be resumed with any layout.
+    That file contains the partition and the group size of its run, but a checkpoint can be resumed with any layout, and
+    a new run may have another number of layers.
     """
     new, old = config.with_known_loops().layout, file.with_known_loops().layout
-    if new.num_stages != old.num_stages and new.partition == old.partition:
+    is_other = new.num_stages != old.num_stages or config.model.num_layers != file.model.num_layers
+    if is_other and new.partition == old.partition:
         config = replace(config, layout=replace(config.layout, partition=None))
     # A group of old.pp micro-batches was the default; the user chose any other size.
     if new.pp != old.pp and config.schedule.group_size == file.schedule.group_size == old.pp:
@@ -179,7 +181,7 @@ def _with_comments(text: str, config: RunConfig) -> str:
 def _drop_unknown(tree: dict[str, Any], config_class: type, prefix: str) -> list[str]:
     """Remove keys that ``config_class`` does not have; return a sentence with a suggestion for each."""
     hints = get_type_hints(config_class)
-    known = [item.name for item in fields(config_class)]
+    known = {item.name: item for item in fields(config_class)}
     problems: list[str] = []
     for key in list(tree):
         if prefix + key in RETIRED:
@@ -189,6 +191,10 @@ def _drop_unknown(tree: dict[str, Any], config_class: type, prefix: str) -> list
             hint = did_you_mean(key, known, prefix) or f"known: {', '.join(known)}"
             problems.append(f"there is no setting '{prefix}{key}'; {hint}")
             del tree[key]
+        elif tree[key] == "" and Path in (hints[key], *get_args(hints[key])):
+            problems.append(f"{prefix}{key} must be a path, found ''")  # which Path takes for the folder it is in
+            if known[key].default is not MISSING:
+                del tree[key]
         elif isinstance(tree[key], str) and has_line_break(tree[key]):
             problems.append(f"{prefix}{key} must be one line, found {tree[key]!r}")
             del tree[key]

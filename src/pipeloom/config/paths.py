@@ -73,7 +73,7 @@ def _change(config: Any, change: Callable[[Path], Path]) -> Any:
             changed[item.name] = _change(value, change)
         elif isinstance(value, tuple) and any(is_dataclass(one) for one in value):
             changed[item.name] = tuple(_change(one, change) for one in value)
-        elif isinstance(value, Path) and value != Path():  # which represents an empty text
+        elif isinstance(value, Path):
             changed[item.name] = change(value)
         elif any(isinstance(note, Names) and note.or_file for note in notes_of(hints[item.name])) and names_file(value):
             changed[item.name] = str(change(Path(value)))

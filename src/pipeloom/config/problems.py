@@ -332,7 +332,7 @@ def _tokenizer_problems(config: RunConfig) -> Problems:
     if not isinstance(path, Path):
         return
     try:
-        if path.exists() or config.model.vocab_size is None or path == Path():
+        if path.exists() or config.model.vocab_size is None:
             yield from vocabulary_problems(config, num_tokens(path))
     except (UserError, OSError) as error:  # an OSError such as a name that is too long
         yield f"data.tokenizer must be bytes, bpe, a tokenizer.json or a folder with one; {reason_of(error)}"
@@ -344,9 +344,6 @@ def _text_problems(config: RunConfig) -> Problems:
     data = config.data
     for path in [data.path] if data.sources is None else [one.path for one in data.sources]:
         name = "data.path" if data.sources is None else "the path of each of data.sources"
-        if path == Path():
-            yield f"{name} must be a file or a folder, found nothing; leave it out for the default text"
-            continue
         try:
             is_missing = path is not None and not path.exists()
         except OSError:  # such as a name that is too long

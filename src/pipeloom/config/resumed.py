@@ -1,12 +1,15 @@
-"""What a run that goes on from a checkpoint has of the run that wrote it: its configuration, its first weights."""
+"""What a run that goes on from a checkpoint has of the run that wrote it: configuration, model, first weights."""
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from pipeloom.checkpoint.checkpoint_folder import RUN_FILE, find_checkpoint, is_checkpoint, read_info, run_of
 from pipeloom.config.file import read_run_file
 from pipeloom.config.run import RunConfig
 from pipeloom.errors import UserError
+from pipeloom.system.files import exists
+from pipeloom.workload.model import ModelConfig
 
 _ZEROS = "zeros"
 
@@ -20,6 +23,28 @@ def run_file_of(resume: Path) -> Path | None:
         run = run_of(resume) if is_checkpoint(resume) else resume
         if run is not None and (run / RUN_FILE).is_file():
             return run / RUN_FILE
+    return None
+
+
+def model_in(checkpoint: Path) -> ModelConfig:
+    """The model of a complete checkpoint, by its sizes.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return ModelConfig(**read_info(checkpoint).model)
+    except TypeError as error:
+        raise UserError(f"cannot read the model of {checkpoint}: {error}") from None
+
+
+def resumed_model(config: RunConfig) -> ModelConfig | None:
+    """The model of the checkpoint that a run resumes from, if the file of its sizes is gone; otherwise ``None``."""
+    file, resume = config.model.file, config.checkpoint.resume
+    if file is None or resume is None or exists(file):
+        return None
+    with suppress(UserError, OSError):  # reported elsewhere
+        return replace(model_in(find_checkpoint(resume)), file=file)
     return None
 
 

@@ -50,6 +50,30 @@ def exchange_of(record: Mapping[str, Any]) -> Exchange | None:
     return None
 
 
+def wrong_exchange(record: Mapping[str, Any]) -> str | None:
+    """What the keys of an exchange must have, and what a record has there that is in another form; ``None`` without."""
+    keys = next((keys for keys in KEYS if all(key in record for key in keys)), None)
+    if keys is None:
+        return None
+    message = "with texts under 'role' and 'content'"
+    if keys == KEYS[0]:
+        wanted = f"a list of messages {message} under 'messages'"
+    else:
+        wanted = f"two texts, or two lists of messages {message}, under 'prompt' and 'completion'"
+    found = {key: _found(record[key], is_text=keys != KEYS[0]) for key in keys}
+    wrong = {key: text for key, text in found.items() if text is not None}
+    shown = wrong or {key: "a text" if isinstance(record[key], str) else "a list of messages" for key in keys}
+    return f"{wanted}, found {' and '.join(f'{text} under {key!r}' for key, text in shown.items())}"
+
+
+def _found(value: Any, *, is_text: bool) -> str | None:
+    """A value that is neither messages nor, if it may be, a text; ``None`` if it is."""
+    if isinstance(value, list):
+        wrong = [one for one in value if not _is_message(one)]
+        return f"a list with {wrong[0]!r:.40}" if wrong else None
+    return None if is_text and isinstance(value, str) else f"{value!r:.40}"
+
+
 def _is_message(found: Any) -> bool:
     return isinstance(found, dict) and isinstance(found.get("role"), str) and isinstance(found.get("content"), str)
 

@@ -1,9 +1,6 @@
-"""The corpus: lists and reads files of text and of records, and divides them into training and validation."""
+"""The corpus: reads files of text and of records, and divides them into training and validation."""
 
 import hashlib
-import os
-import stat
-import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.data.answers import Exchange
-from pipeloom.data.records import DATASET_SPLITS, dataset_files, has_records, is_divisible, read_records
+from pipeloom.data.records import has_records, is_divisible, read_records
 from pipeloom.errors import UserError
 
 _CONTEXT_BYTES = 1 << 13
-# Not sources of Python's standard library: bytecode, and installed packages, which differ between hosts.
-_NO_SOURCES = frozenset({"__pycache__", "site-packages", "dist-packages"})
 
 
 @dataclass(frozen=True)
@@ -71,27 +66,6 @@ class Piece:
             return before, file.read(_CONTEXT_BYTES)
 
 
-def list_sources(path: Path | None) -> list[Source]:
-    """The files of a corpus, sorted by name; hidden files and folders are left out.
-
-    Args:
-        path: a file, or a folder of files. None: the ``*.py`` files of the running Python's standard library.
-
-    Raises:
-        UserError: there is no such file or folder, or it cannot be read.
-    """
-    # By default, text that every machine has: a first run needs no download.
-    root = Path(sysconfig.get_paths()["stdlib"]) if path is None else path
-    found = _walk(root) if root.is_dir() else iter([root])
-    wanted = (file for file in found if path is not None or file.suffix == ".py")
-    try:
-        sources = [_source(file, root) for file in wanted]
-    except OSError as error:
-        _fail(root, error)
-    # File systems list folders in any order, and the order of documents changes the tokens.
-    return sorted((source for source in sources if source is not None), key=lambda source: source.name)
-
-
 def pieces_of(number: int, source: Source, num_bytes: int) -> list[Piece]:
     """A file in pieces of about ``num_bytes``, cut at line breaks, if it is larger and can be divided.
 
@@ -105,7 +79,7 @@ def pieces_of(number: int, source: Source, num_bytes: int) -> list[Piece]:
                 while source.num_bytes - cuts[-1] > 2 * num_bytes:
                     cuts.append(_cut(file, cuts[-1] + num_bytes, source.num_bytes, is_anywhere=is_text))
         except OSError as error:
-            _fail(source.path, error)
+            refuse_unreadable(source.path, error)
     ends = [*cuts[1:], source.num_bytes]
     return [
         Piece(number, begin, end, not is_text or begin == 0, not is_text or end == source.num_bytes)
@@ -166,7 +140,7 @@ def documents(sources: Sequence[Source], field: str, num_bytes: int) -> Iterator
             elif all(is_text(content) for piece in pieces for _, content in contents(source, field, piece)):
                 yield source.name, next(contents(source, field, pieces[0]))[1], source.num_bytes
         except OSError as error:
-            _fail(source.path, error)
+            refuse_unreadable(source.path, error)
 
 
 def name_of(source: Source, number: int) -> str:
@@ -214,35 +188,6 @@ def held_out(
     return chosen if left <= budget / 2 else np.zeros(len(sizes), np.bool_)
 
 
-def _walk(root: Path) -> Iterator[Path]:
-    """Every file below a folder, without hidden ones, installed packages and bytecode."""
-
-    def fail(error: OSError) -> NoReturn:
-        raise error
-
-    # Without onerror, os.walk silently skips folders that it cannot read.
-    for folder, folders, files in os.walk(root, onerror=fail):
-        # In place: os.walk descends into the folders left in this list.
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in _NO_SOURCES]
-        # A folder of the datasets library has files that describe the data set beside its records.
-        listed = dataset_files(Path(folder))
-        wanted = [name for name in files if name != DATASET_SPLITS] if listed is None else listed
-        yield from (Path(folder, name) for name in wanted if not name.startswith("."))
-
-
-def _source(file: Path, root: Path) -> Source | None:
-    """A file's entry; None if it is no regular file, or a broken link."""
-    # A broken link inside a folder is skipped; given as the corpus itself it is an error, which stat raises.
-    try:
-        status = file.stat()
-    except OSError:
-        if file == root or file.exists():
-            raise
-        return None
-    name = file.name if file == root else file.relative_to(root).as_posix()
-    return Source(name, file, status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
-
-
 def is_text(content: bytes) -> bool:
     """Whether a content is UTF-8 without NUL, and not empty."""
     if not content or b"\0" in content:
@@ -254,7 +199,8 @@ def is_text(content: bytes) -> bool:
     return True
 
 
-def _fail(path: Path, error: OSError) -> NoReturn:
+def refuse_unreadable(path: Path, error: OSError) -> NoReturn:
+    """Refuse a corpus with a file or folder that cannot be read."""
     raise UserError(
         f"the corpus must be a file or a folder of files that can be read, found {error.strerror or error} at {path}; "
         "change data.path or the file's permissions"

@@ -4,6 +4,7 @@
     tokens.idx       index of their documents, in Megatron-LM's format
     targets.bin      of records with answers: whether each token is a target, a byte each
     counts.npy       occurrences of each token, of targets only, in both, int64 [2, vocab_size]
+    tokens.bin.crc32.npy, targets.bin.crc32.npy    checksums of their blocks (``pipeloom.data.checksums``)
     summary.json     their numbers, and facts about the corpus
     tokenizer.json   the tokenizer, with tokenizer_config.json if it was given; none for bytes in the cache
 
@@ -16,7 +17,7 @@ import json
 import shutil
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,8 +28,10 @@ import numpy.typing as npt
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, TOKENIZER_CONFIG
+from pipeloom.data.checksums import RENEW, CheckedFile, open_checked, write_checksum
 from pipeloom.data.corpus import Piece, Source, bytes_of, documents, held_out, key_of, name_of
 from pipeloom.data.indexed import read_indexed, write_index
+from pipeloom.data.own_folders import COUNTS, LOCK, PARTS, SUMMARY, TOKENS, holds_tokens
 from pipeloom.data.tokenizer import (
     ByteTokenizer,
     TokenArray,
@@ -37,12 +40,11 @@ from pipeloom.data.tokenizer import (
     token_dtype,
 )
 from pipeloom.data.tokenizing import UNIT_BYTES, Job, tokenize
-from pipeloom.data.windows import without_marks
 from pipeloom.errors import UserError
 from pipeloom.system.cores import own_cores
 from pipeloom.terminal.progress import Bar
 
-TOKENS, INDEX, TARGETS, COUNTS, SUMMARY = "tokens.bin", "tokens.idx", "targets.bin", "counts.npy", "summary.json"
+INDEX, TARGETS = "tokens.idx", "targets.bin"
 _BPE_SAMPLE_BYTES = 8_000_000
 """Text that byte-pair encoding is trained on; more takes longer and hardly changes the merges."""
 _COUNT_AT_ONCE = 1 << 22
@@ -82,25 +84,9 @@ class Summary:
     first_skipped: str = ""
 
 
-RENEW = "copy the folder again, or remove it and tokenize the text again"
-
-
-def check_tokens(windows: npt.NDArray[np.int64], vocab_size: int | None) -> None:
-    """Refuse tokens outside the vocabulary.
-
-    Raises:
-        UserError: there is one.
-    """
-    # A damaged file of tokens may have the right size; on a GPU, such an index would end the process.
-    tokens = windows if windows.min() >= 0 else without_marks(windows)
-    largest = int(tokens.max())
-    if vocab_size is not None and largest >= vocab_size:
-        raise UserError(f"the text has the token {largest}, the model's vocabulary 0..{vocab_size - 1}; {RENEW}")
-
-
 def is_entry(folder: Path) -> bool:
     """Whether a folder is an entry, perhaps a damaged one, rather than a folder of text."""
-    return (folder / SUMMARY).is_file() and any((folder / name).is_file() for name in (TOKENS, COUNTS))
+    return holds_tokens([name for name in (SUMMARY, TOKENS, COUNTS) if (folder / name).is_file()])
 
 
 def read_summary(folder: Path) -> Summary | None:
@@ -132,8 +118,30 @@ def stored_files(folder: Path) -> dict[str, str]:
 
 
 def open_targets(folder: Path, summary: Summary) -> npt.NDArray[np.bool_] | None:
-    """For each token of an entry whether it is a target; ``None`` if all are."""
-    return np.memmap(folder / TARGETS, np.bool_, mode="r") if summary.train_targets is not None else None
+    """For each token of an entry whether it is a target; ``None`` if all are.
+
+    Raises:
+        UserError: the file was changed.
+    """
+    if summary.train_targets is None:
+        return None
+    targets = np.memmap(folder / TARGETS, np.bool_, mode="r")
+    if (checked := open_checked(folder, TARGETS, folder / TARGETS, 1, RENEW)) is not None:
+        checked.check(0, 0, len(targets))  # at once: packing reads all of them
+    return targets
+
+
+def checked_tokens(folder: Path, summary: Summary) -> CheckedFile | None:
+    """The tokens of an entry with their checksums; ``None`` for an entry of older versions, which has none.
+
+    Raises:
+        UserError: the checksums are damaged.
+    """
+    if not summary.file:
+        return open_checked(folder, TOKENS, folder / TOKENS, token_dtype(summary.vocab_size)().itemsize, RENEW)
+    file = Path(summary.file)
+    advice = f"copy it again, or remove {folder} if it is right as it is"
+    return open_checked(folder, TOKENS, file.with_suffix(".bin"), read_indexed(file).tokens.itemsize, advice)
 
 
 def document_ends(folder: Path, summary: Summary) -> npt.NDArray[np.int64]:
@@ -193,7 +201,7 @@ def write_entry(folder: Path, corpus: Corpus, num_workers: int | None = None, *,
         RunError: a process was killed.
         OSError: the entry cannot be written.
     """
-    parts = folder.with_name(f"{folder.name}{corpus.key and '.'}{corpus.key}.parts")
+    parts = folder.with_name(f"{folder.name}{corpus.key and '.'}{corpus.key}{PARTS}")
     with _alone(parts):
         # Another process may have written the entry meanwhile.
         if (found := read_summary(folder)) is not None:
@@ -252,9 +260,9 @@ def _lock_file(parts: Path, attempts: int = 10) -> TextIO:
     for _ in range(attempts - 1):
         with suppress(FileNotFoundError):
             parts.mkdir(parents=True, exist_ok=True)
-            return (parts / "lock").open("a")
+            return (parts / LOCK).open("a")
     parts.mkdir(parents=True, exist_ok=True)
-    return (parts / "lock").open("a")
+    return (parts / LOCK).open("a")
 
 
 def write_indexed_entry(folder: Path, file: Path, validation_fraction: float, tokenizer: Tokenizer) -> Summary:
@@ -289,14 +297,15 @@ def write_indexed_entry(folder: Path, file: Path, validation_fraction: float, to
         tokenizer_sha256=sha256_of(tokenizer.files()),
         file=str(file.absolute()),
     )
-    parts = folder.with_name(f"{folder.name}.parts")
+    parts = folder.with_name(f"{folder.name}{PARTS}")
     with _alone(parts):
         if (other := read_summary(folder)) is not None:
             return other
         draft = parts / "entry"
         draft.mkdir()
         sides = found.tokens[:border], found.tokens[border:]
-        _finish(draft, summary, np.stack([_counts(side, tokenizer.vocab_size) for side in sides]), tokenizer)
+        counts = np.stack([_counts(side, tokenizer.vocab_size) for side in sides])
+        _finish(draft, summary, counts, tokenizer, {TOKENS: file.with_suffix(".bin")})
         shutil.rmtree(folder, ignore_errors=True)
         draft.replace(folder)
         shutil.rmtree(parts, ignore_errors=True)
@@ -441,13 +450,18 @@ def _assemble(
         train_targets=int(counts[0].sum()) if has_answers else None,
         first_skipped=found.first_skipped,
     )
-    _finish(draft, summary, np.stack(counts), tokenizer)
+    files = {name: draft / name for name in (TOKENS, TARGETS) if (draft / name).exists()}
+    _finish(draft, summary, np.stack(counts), tokenizer, files)
     return summary
 
 
-def _finish(draft: Path, summary: Summary, counts: npt.NDArray[np.int64], tokenizer: Tokenizer) -> None:
-    """Write the files beside the tokens."""
+def _finish(
+    draft: Path, summary: Summary, counts: npt.NDArray[np.int64], tokenizer: Tokenizer, files: Mapping[str, Path]
+) -> None:
+    """Write the files beside the tokens and targets, whose paths are ``files`` by name."""
     np.save(draft / COUNTS, counts)
+    for name, file in files.items():
+        write_checksum(draft, name, file)
     if not isinstance(tokenizer, ByteTokenizer):
         for name, text in tokenizer.files().items():
             (draft / name).write_text(text, encoding="utf-8")

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, TOKENIZER_CONFIG
 from pipeloom.config import DataConfig
 from pipeloom.config.tokenizer_files import tokenizer_files
-from pipeloom.data.corpus import Source, list_sources
+from pipeloom.data.checksums import RENEW
+from pipeloom.data.corpus import Source
 from pipeloom.data.entry import (
-    RENEW,
     Corpus,
     Summary,
     is_entry,
@@ -30,6 +30,8 @@ from pipeloom.data.entry import (
     write_indexed_entry,
 )
 from pipeloom.data.indexed import is_indexed
+from pipeloom.data.listing import Listing, list_sources
+from pipeloom.data.own_folders import TOKENS
 from pipeloom.data.records import has_records
 from pipeloom.data.tokenizer import (
     ByteTokenizer,
@@ -45,27 +47,45 @@ from pipeloom.terminal.words import count, format_bytes
 _FORMAT = 9
 """Part of the cache key; increment it when the same text and settings give other tokens or other files."""
 _BPE_SAMPLE_BYTES = 8_000_000
+_MOST_NAMED = 5
+"""Folders that a message names."""
 _LEAST_TOKENS = 2
 """A token, and one that it predicts."""
 Check = Callable[[Summary, DataConfig], None]
 """Raises a ``UserError`` if the tokens of a text are too few."""
 
 
-def _list(config: DataConfig) -> list[Source]:
-    sources = list_sources(config.path)
+class Entry(NamedTuple):
+    """The tokens of a source.
+
+    Attributes:
+        folder: that has them.
+        summary: of the folder.
+        listing: the files that they are from.
+    """
+
+    folder: Path
+    summary: Summary
+    listing: Listing
+
+
+def _list(config: DataConfig) -> Listing:
+    listing = list_sources(config.path, _cache(config))
+    sources = listing.sources
     if not sources:
+        rest = f" {without(listing.left_out)}" if listing.left_out else ""
         raise UserError(
-            f"the corpus must have a file that is not hidden, found none in {where(config)}; set data.path to a file "
-            "of text or of records, or a folder of them"
+            f"the corpus must have a file that is not hidden, found none in {where(config)}{rest}; set "
+            "data.path to a file of text or of records, or a folder of them"
         )
     if config.field != DataConfig.field and not any(has_records(source.path) for source in sources):
         records = "files of records (.jsonl, .parquet, .arrow)"
         raise UserError(f"data.field has no effect without {records}, found none in {where(config)}; leave it out")
-    return sources
+    return listing
 
 
-def entry_of(config: DataConfig, given: Tokenizer | None, check: Check) -> tuple[Path, Summary]:
-    """The folder of a source's tokens, written if it is missing.
+def entry_of(config: DataConfig, given: Tokenizer | None, check: Check) -> Entry:
+    """The tokens of a source, written if they are missing.
 
     Args:
         config: of one source.
@@ -82,13 +102,14 @@ def entry_of(config: DataConfig, given: Tokenizer | None, check: Check) -> tuple
         _refuse_unused(config, path)
     # Of a stranger's folder no other file is read than its own.
     if path is not None and summary is not None and not summary.file:
-        return path, _checked(path, summary, given)
+        return Entry(path, _checked(path, summary, given), list_sources(path / TOKENS))
     if path is not None and is_entry(path):
         what = "damaged" if summary is None else f"elsewhere, in {summary.file}"
         raise UserError(f"data.path {path} is a folder of tokens, which are {what}; {RENEW}")
     if path is not None and is_indexed(path):
         return _indexed(config, path, given)
-    return _find_or_write(config, _list(config), given, check)
+    listing = _list(config)
+    return Entry(*_find_or_write(config, listing.sources, given, check), listing)
 
 
 def _refuse_unused(config: DataConfig, path: Path) -> None:
@@ -110,18 +131,19 @@ def _checked(path: Path, summary: Summary, given: Tokenizer | None) -> Summary:
     return summary
 
 
-def _indexed(config: DataConfig, path: Path, given: Tokenizer | None) -> tuple[Path, Summary]:
+def _indexed(config: DataConfig, path: Path, given: Tokenizer | None) -> Entry:
     if config.tokenizer == "bpe":
         raise UserError(
             f"data.tokenizer bpe is trained on text, found tokens in {path}; set it to the one that made them"
         )
     tokenizer = given or ByteTokenizer()
-    folder = _cache(config) / _key(config, list_sources(path.with_suffix(".bin")), tokenizer)
+    listing = list_sources(path.with_suffix(".bin"))
+    folder = _cache(config) / _key(config, listing.sources, tokenizer)
     summary = read_summary(folder)
     if summary is None:
         with _writing(config):
             summary = write_indexed_entry(folder, path, config.validation_fraction, tokenizer)
-    return folder, summary
+    return Entry(folder, summary, listing)
 
 
 def _find_or_write(
@@ -163,11 +185,12 @@ def tokenize_text(config: DataConfig, folder: Path, num_workers: int | None, *, 
         require_library(config.tokenizer_kind)
     if config.path is not None and (is_indexed(config.path) or is_entry(config.path)):
         raise UserError(f"data.path {config.path} has tokens already; it needs no tokenizing")
-    sources, given = _list(config), given_tokenizer(config, None)
+    (sources, left_out), given = _list(config), given_tokenizer(config, None)
     corpus = replace(_corpus_of(config, sources, given, _check_folder), key=_key(config, sources, given))
     with _writing(config, folder):
         summary = write_entry(folder, corpus, num_workers, has_bar=not is_quiet)
-    return f"{where(config)}: {sizes_of(summary)} ({config.known_tokenizer}, vocabulary of {summary.vocab_size:,})"
+    what = f"{sizes_of(summary)} ({config.known_tokenizer}, vocabulary of {summary.vocab_size:,})"
+    return "\n".join([f"{where(config)}: {what}", *([without(left_out)] if left_out else [])])
 
 
 def _corpus_of(config: DataConfig, sources: Sequence[Source], given: Tokenizer | None, check: Check) -> Corpus:
@@ -277,7 +300,7 @@ def _resolved(sources: Sequence[Source]) -> Iterator[str]:
 
 def shared_tokenizer(config: DataConfig) -> Tokenizer:
     """Byte-pair encoding trained on all sources, in the shares of their weights; from the cache if it has it."""
-    corpora = {part: _list(part) for _, part in config.parts}
+    corpora = {part: _list(part).sources for _, part in config.parts}
     facts = [(weight, _key(part, corpora[part], None)) for weight, part in config.parts]
     file = _cache(config) / f"bpe-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}.{TOKENIZER}"
     with suppress(OSError, UserError):
@@ -327,6 +350,32 @@ def check_split(summary: Summary, config: DataConfig) -> None:
 def where(config: DataConfig) -> str:
     """The text of a configuration in a message."""
     return "Python's standard library" if config.path is None else str(config.path)
+
+
+def in_several(parts: Sequence[tuple[DataConfig, Sequence[Source]]]) -> str:
+    """A line about files that are in several sources, by their paths without links; empty for none.
+
+    A file of records that sources read by different fields is a different text in each.
+    """
+    seen, double = dict[tuple[str, str], DataConfig](), list[tuple[str, DataConfig, DataConfig]]()
+    for config, sources in parts:
+        for source, file in zip(sources, _resolved(sources), strict=True):
+            first = seen.setdefault((file, config.field if has_records(source.path) else ""), config)
+            if first is not config:
+                double.append((file, first, config))
+    if not double:
+        return ""
+    file, *others = double[0]
+    such = f"such as {file} in {' and '.join(map(where, others))}"
+    are = "is" if len(double) == 1 else "are"
+    return f"{count(len(double), 'file')} {are} in several sources, {such}: one may train on what another holds out"
+
+
+def without(left_out: Sequence[str]) -> str:
+    """Folders that are no text, in a message; at least one."""
+    more = len(left_out) - _MOST_NAMED
+    named = ", ".join(left_out[:_MOST_NAMED]) + (f" and {more:,} more" if more > 0 else "")
+    return f"without {count(len(left_out), 'folder')} that pipeloom wrote: {named}"
 
 
 def sizes_of(summary: Summary) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeloom.data.answers import KEYS, exchange_of
+from pipeloom.data.answers import KEYS, exchange_of, wrong_exchange
 from pipeloom.errors import UserError, reason_of
 from pipeloom.system.files import parse_json, read_text
 
@@ -246,6 +246,8 @@ def _no_text(record: Any, where: str, field: str) -> str:
         return f"{where} must be a JSON object, found {reason_of(record)}"
     if not isinstance(record, dict):
         found = f"a value of type {type(record).__name__}"
+    elif field == _USUAL and field not in record and (wrong := wrong_exchange(record)) is not None:
+        return f"{where} must have {wrong}; change the record"
     elif field in record:
         found = f"{record[field]!r:.40}"
     else:

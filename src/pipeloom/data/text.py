@@ -7,6 +7,7 @@ checkpoint, from which a resumed run takes it.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeloom.config import DataConfig
-from pipeloom.data.entry import Summary, document_ends, open_entry, open_targets, stored_files
+from pipeloom.data.checksums import CheckedFile
+from pipeloom.data.entry import Summary, checked_tokens, document_ends, open_entry, open_targets, stored_files
+from pipeloom.data.listing import Listing
 from pipeloom.data.packing import PackedWindows, pack, with_targets
 from pipeloom.data.prepared import (
     Check,
@@ -22,9 +25,11 @@ from pipeloom.data.prepared import (
     check_whole,
     entry_of,
     given_tokenizer,
+    in_several,
     shared_tokenizer,
     sizes_of,
     where,
+    without,
 )
 from pipeloom.data.tokenizer import TokenArray, Tokenizer, require_library, tokenizer_from
 from pipeloom.data.windows import Mixture, TokenWindows, Windows
@@ -82,8 +87,9 @@ class Whole(NamedTuple):
 
     Attributes:
         tokenizer: of the tokens.
-        windows: of all tokens, in the order in which they are stored: those held out for validation last. What is left
-            of the last window is filled with tokens that are no target.
+        windows: of all tokens, in the order in which they are stored: those held out for validation last. The first
+            token of each window is the last one of the window before. What is left of the last window is filled with
+            tokens that are no target.
         description: as that of ``Data``.
     """
 
@@ -108,7 +114,7 @@ def _open(config: DataConfig, stored: Mapping[str, str] | None, check: Check) ->
     if given is None and config.tokenizer == "bpe" and config.sources is not None:
         given = shared_tokenizer(config)
     found = [entry_of(part, given, check) for _, part in config.parts]
-    tokenizer = given or tokenizer_from(stored_files(found[0][0]))
+    tokenizer = given or tokenizer_from(stored_files(found[0].folder))
     opened = [
         _Part(
             weight,
@@ -117,8 +123,10 @@ def _open(config: DataConfig, stored: Mapping[str, str] | None, check: Check) ->
             *open_entry(folder, summary),
             document_ends(folder, summary),
             open_targets(folder, summary),
+            listing,
+            checked_tokens(folder, summary),
         )
-        for (weight, part), (folder, summary) in zip(config.parts, found, strict=True)
+        for (weight, part), (folder, summary, listing) in zip(config.parts, found, strict=True)
     ]
     for part in opened:
         check(part.summary, part.config)
@@ -133,7 +141,7 @@ def _open(config: DataConfig, stored: Mapping[str, str] | None, check: Check) ->
 @dataclass(frozen=True)
 class _Part:
     """An opened entry: a source with its weight; counts of each token in training and in validation; where documents
-    end.
+    end; the files that they are from; the tokens with their checksums.
     """
 
     weight: float
@@ -143,6 +151,8 @@ class _Part:
     counts: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
     targets: npt.NDArray[np.bool_] | None
+    listing: Listing
+    checked: CheckedFile | None
 
     @property
     def is_packed(self) -> bool:
@@ -151,14 +161,20 @@ class _Part:
 
 
 def _windows(part: _Part, begin: int, end: int, seed: int | None, filler: int, *, is_cut: bool = True) -> TokenWindows:
-    """The windows of some tokens of an entry; of a stream, its end is cut off or fills the last one in part."""
+    """The windows of some tokens of an entry; of a stream, its end is cut off or fills the last one in part.
+
+    Windows of which nothing is cut off overlap, so that the first token of each is a target in the one before.
+    """
     tokens, seq_len, by_document = part.tokens[begin:end], part.config.seq_len, part.config.by_document
+    # A loss of all tokens has each as a target. Windows of training stay as they are: checkpoints count them.
+    overlap, fills = (0, None) if is_cut else (1, filler)
+    check = None if part.checked is None else partial(part.checked.check, begin)
     if not part.is_packed and not by_document:
-        return TokenWindows(tokens, seq_len, seed, filler=None if is_cut else filler)
+        return TokenWindows(tokens, seq_len, seed, filler=fills, overlap=overlap, check=check)
     ends = part.ends[(part.ends > begin) & (part.ends < end)] - begin
     if not part.is_packed:
-        return TokenWindows(tokens, seq_len, seed, begins=ends, filler=None if is_cut else filler)
-    found, counts = pack(np.append(ends, end - begin), seq_len + 1), None
+        return TokenWindows(tokens, seq_len, seed, begins=ends, filler=fills, overlap=overlap, check=check)
+    found, counts = pack(np.append(ends, end - begin), seq_len + 1, overlap), None
     if part.targets is not None:
         counts = part.targets[begin:end]
         found = with_targets(found, counts, by_document=by_document)
@@ -167,7 +183,7 @@ def _windows(part: _Part, begin: int, end: int, seed: int | None, filler: int, *
                 f"{where(part.config)} must have answers that training and validation can learn, found none within "
                 f"windows of data.seq_len {seq_len}; give more records or raise data.seq_len"
             )
-    own = {"packed": found, "filler": filler, "counts": counts, "by_document": by_document}
+    own = {"packed": found, "filler": filler, "counts": counts, "by_document": by_document, "check": check}
     return PackedWindows(tokens, seq_len, seed, **own)
 
 
@@ -229,8 +245,13 @@ def _describe(config: DataConfig, parts: Sequence[_Part], train: Sequence[TokenW
         room = sum(one.num_windows for one in train if isinstance(one, PackedWindows)) * (config.seq_len + 1)
         of += f", {1 - sum(used) / room:.1%} of packed windows filled up"
     if config.sources is None:
-        return f"{where(config)}: {sizes_of(parts[0].summary)} {of}"
-    total = sum(part.weight for part in parts)
-    lines = [f"{count(len(parts), 'source')} {of}"]
-    lines += [f"{part.weight / total:5.1%}  {where(part.config)}: {sizes_of(part.summary)}" for part in parts]
+        lines = [f"{where(config)}: {sizes_of(parts[0].summary)} {of}"]
+    else:
+        total = sum(part.weight for part in parts)
+        lines = [f"{count(len(parts), 'source')} {of}"]
+        lines += [f"{part.weight / total:5.1%}  {where(part.config)}: {sizes_of(part.summary)}" for part in parts]
+    left_out = [one for part in parts for one in part.listing.left_out]
+    lines += [without(left_out)] if left_out else []
+    twice = in_several([(part.config, part.listing.sources) for part in parts])
+    lines += [twice] if twice else []
     return "\n           ".join(lines)

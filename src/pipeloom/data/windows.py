@@ -1,6 +1,6 @@
 """Windows of tokens in a reproducible order: of one text, and of several in given shares."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -9,20 +9,23 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from pipeloom.data.order import SLOW, Order
 from pipeloom.data.tokenizer import TokenArray
 from pipeloom.errors import UserError
 
+Check = Callable[[int, int], None]
 _BEGINS = 1 << 40
 """Marks a token that begins a document; more than any token."""
 
 
 class TokenWindows:
-    """Non-overlapping windows of ``seq_len + 1`` tokens, in an order determined by a seed.
+    """Windows of ``seq_len + 1`` tokens, in an order determined by a seed.
 
     Every epoch visits each window once; with a seed, each epoch in another order. A batch is a pure function of its
-    index, so the whole state of the reader is one integer.
+    index, so the whole state of the reader is one integer. Without ``overlap``, windows have no token in common, and
+    the first of each is no target.
 
     Args:
         tokens: the stream, [tokens]; may be a memory-mapped file.
@@ -31,6 +34,10 @@ class TokenWindows:
         begins: places in the stream where documents begin, rising, if windows mark them; such a token is no target.
         filler: the token that fills the last window; it is no target. None: tokens after the last full window are not
             used.
+        overlap: tokens that a window has in common with the next one, 0 or 1; with 1, every token but the first is a
+            target once.
+        check: called with the first token of a part of the stream that is read, and the one behind its last; raises a
+            ``UserError`` if the part is damaged.
 
     Raises:
         UserError: there is no window.
@@ -44,20 +51,23 @@ class TokenWindows:
         *,
         begins: npt.NDArray[np.int64] | None = None,
         filler: int | None = None,
+        overlap: int = 0,
+        check: Check | None = None,
     ) -> None:
-        size = seq_len + 1
+        size, self._step = seq_len + 1, seq_len + 1 - overlap
         least = size if filler is None else 2
         if len(tokens) < least:
             raise UserError(f"data.seq_len {seq_len} needs at least {least} tokens, found {len(tokens)}")
         self.tokens = tokens
-        num_full = len(tokens) // size
         # Still a view of the memory-mapped file: only the rows of a batch are read.
-        self._windows = tokens[: num_full * size].reshape(num_full, size)
-        self._rest, self._filler = tokens[num_full * size :], filler
+        whole = sliding_window_view(tokens, size)[:: self._step] if len(tokens) >= size else tokens[:0].reshape(0, size)
+        num_full = len(whole)
+        self._windows, self._rest, self._filler = whole, tokens[num_full * self._step :], filler
         # A single token has none before it that would predict it.
         self.num_windows = num_full + (filler is not None and len(self._rest) > 1)
         self._seed = seed
         self._begins = begins
+        self._check = check
         self._first = 0
         self._orders: dict[int, Order] = {}
 
@@ -80,15 +90,18 @@ class TokenWindows:
         places = [self._row(number) for number in numbers]
         rows = self._rows(places)
         if self._begins is not None:
-            size = rows.shape[1]
             for row, place in zip(rows, places, strict=True):
-                first, behind = np.searchsorted(self._begins, (place * size, (place + 1) * size))
-                begins = self._begins[first:behind] - place * size
+                at = place * self._step
+                first, behind = np.searchsorted(self._begins, (at, at + len(row)))
+                begins = self._begins[first:behind] - at
                 # What fills the window up is a document of its own, as in packed windows.
                 mark_begins(row, np.append(begins, len(self._rest)) if place == len(self._windows) else begins)
         return rows
 
     def _rows(self, places: Sequence[int]) -> npt.NDArray[np.int64]:
+        if self._check is not None:
+            for place in places:
+                self._check(place * self._step, min(place * self._step + self._windows.shape[1], len(self.tokens)))
         if len(self._windows) not in places:
             return np.asarray(self._windows[places], dtype=np.int64)
         assert self._filler is not None

@@ -11,7 +11,7 @@ from pipeloom.catalog import find_name, load_cluster, load_software, read_model
 from pipeloom.config import ModelConfig, RunConfig, decided_problems, find_problems, with_pretrained
 from pipeloom.config.file import parse_run, read_run_file, without_stale_sizes
 from pipeloom.config.paths import with_home
-from pipeloom.config.resumed import resumed_problems, run_file_of
+from pipeloom.config.resumed import resumed_model, resumed_problems, run_file_of
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software, with_optimizer
@@ -42,25 +42,30 @@ def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
     """The configuration with the settings of ``model.preset`` or ``model.file``, and their problems.
 
     The settings are sizes and, if the file has them, the epsilon of norms and the base of rotary positions. A setting
-    that differs from the file is a problem, unless it is the default.
+    that differs from the file is a problem, unless it is the default. A run that resumes needs the file no more: its
+    checkpoint has the same.
     """
     model = config.model
     if (model.preset is None) == (model.file is None):
         return config, []
     problems: list[str] = []
-    name = model.preset or str(model.file)
-    file = load_or_note(lambda name: read_model(name, config.data.seq_len, adapts=True), name, problems)
-    if file is None:
-        return config, problems
-    sized = file.over(model)
-    source = "model.preset" if model.preset else "model.file"
-    source = "checkpoint.init" if model.preset is None and model.file == config.checkpoint.init else source
+    if (sized := resumed_model(config)) is not None:
+        source = f"checkpoint.resume {config.checkpoint.resume}"
+    else:
+        name = model.preset or str(model.file)
+        file = load_or_note(lambda name: read_model(name, config.data.seq_len, adapts=True), name, problems)
+        if file is None:
+            return config, problems
+        sized = file.over(model)
+        source = "model.preset" if model.preset else "model.file"
+        source = "checkpoint.init" if model.preset is None and model.file == config.checkpoint.init else source
+        source += f" {file.shape.name}"
     usual = sized.usual_values
     for item in fields(ModelConfig):
         found, size = getattr(model, item.name), getattr(sized, item.name)
         size = usual.get(item.name) if size is None else size
         if found not in (size, item.default):
-            wanted = f"must be {'unset' if size is None else size}, as in {source} {file.shape.name}"
+            wanted = f"must be {'unset' if size is None else size}, as in {source}"
             problems.append(f"model.{item.name} {wanted}, found {found}; leave one of them out")
     return replace(config, model=sized), problems
 

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from pipeloom.checkpoint.checkpoint_choice import goes_on_in, later_checkpoints
-from pipeloom.checkpoint.checkpoint_folder import FOLDER, list_checkpoints, read_info, run_of
+from pipeloom.checkpoint.checkpoint_folder import FOLDER, among_checkpoints, list_checkpoints, read_info, run_of
 from pipeloom.config import RunConfig
 from pipeloom.errors import RunError, UserError, reason_of
 from pipeloom.runs.run_folder import CONFIG, DRAFTS, METRICS, RunFolder, weight_files
@@ -34,6 +34,8 @@ def take_run_folder(config: RunConfig) -> Iterator[FolderLock]:
         UserError: the folder cannot be written to, is in use, or contains another run.
     """
     path = config.output.folder
+    if path is not None and (reason := among_checkpoints(path)) is not None:
+        raise UserError(f"output.folder {reason}")
     made: list[Path] = []
     try:
         if path is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.config import RunConfig
-from pipeloom.data.entry import check_tokens
+from pipeloom.data.checksums import check_tokens
 from pipeloom.execute.clock import Clock, CudaClock
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.communication.collectives import make_groups, make_tensor_group

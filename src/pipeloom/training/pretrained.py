@@ -52,6 +52,8 @@ TEXTS = (GENERATION_CONFIG,)
 TOKENIZER_TEXTS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 """Those that belong to the folder's tokenizer, if the run uses it."""
 _ENDING = ".safetensors"
+_MOST_FILES = 20
+"""Files that a message names."""
 _BLOCK = 1 << 24
 """Most elements that are read at once, which bounds the memory of a rank."""
 
@@ -327,7 +329,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a folder's safetensors files by name.
 
     Raises:
-        UserError: there are none, a file cannot be read or is missing, or has other tensors than the index says.
+        UserError: there are none, files cannot be read or are missing, or have other tensors than the index says.
     """
     index, single = folder / WEIGHTS_INDEX, folder / WEIGHTS
     places: set[tuple[str, str]] | None = None
@@ -341,7 +343,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         hint = f", only {', '.join(pickles)}: pickles, which can run code; convert them" if pickles else ""
         raise UserError(f"expected {WEIGHTS} or {WEIGHTS_INDEX} in {folder}, found neither{hint}")
     found: dict[str, StoredTensor] = {}
-    entries = set[tuple[str, str]]()
+    entries, unread = set[tuple[str, str]](), dict[Path, str]()
     for file in files:
         try:
             with safe_open(file, "pt") as opened:
@@ -349,8 +351,12 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                     one = opened.get_slice(name)
                     found[name] = StoredTensor(file, tuple(one.get_shape()), one.get_dtype())
                     entries.add((name, file.name))
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"cannot read the weights {file}: {reason_of(error)}") from None
+        except SafetensorError as error:
+            unread[file] = f"it is damaged or not complete ({reason_of(error)})"
+        except OSError as error:
+            unread[file] = "there is no such file" if not file.exists() else reason_of(error)
+    if unread:
+        raise UserError(_all_unread(unread))
     if places is not None and places != entries:
         # A loader that follows the index would leave out what it does not list.
         sorts = {"the files lack": places - entries, "it does not list": entries - places}
@@ -361,6 +367,14 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         ]
         raise UserError("\n  - ".join([f"{index} does not list the tensors of its files:", *problems]))
     return found
+
+
+def _all_unread(unread: Mapping[Path, str]) -> str:
+    """The message about files of weights that cannot be read, each with the reason; of many the first ones."""
+    problems = [f"cannot read the weights {file}: {reason}" for file, reason in unread.items()]
+    more = len(problems) - _MOST_FILES
+    problems[_MOST_FILES:] = [f"and {more} more"] if more > 0 else []
+    return "\n  - ".join(problems) + f"; download or copy {'it' if len(unread) == 1 else 'them'} again"
 
 
 def _index_entries(index: Path) -> set[tuple[str, str]]:

@@ -22,7 +22,7 @@ from pipeloom.errors import RunError, UserError
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.runs.run_folder import CONFIG, RunFolder
-from pipeloom.training.conversions.converted import read_run
+from pipeloom.training.conversions.converted import existing, read_run
 from pipeloom.training.conversions.export import export_weights
 from pipeloom.training.session import resolve
 from pipeloom.training.trainer import Trainer
@@ -79,6 +79,16 @@ def test_a_small_model_is_one_file_with_every_parameter_whole(trained, tmp_path)
     assert about["step"] == "1"
     assert json.loads(about["model"])["hidden_size"] == RunConfig().model.hidden_size // 12
     assert file.stat().st_mode == (tmp_path / "new").joinpath("folder").stat().st_mode & 0o666 | 0o100000
+
+
+def test_a_checkpoint_is_no_place_for_an_export(trained):
+    checkpoint = find_checkpoint(trained[0])
+    before = sorted(checkpoint.parent.rglob("*"))
+    for folder in (checkpoint, checkpoint / "new", checkpoint.parent / "new"):
+        with pytest.raises(UserError, match=f"{folder} must be outside of"):
+            export_weights(trained[0], folder)
+        assert existing(folder)
+    assert sorted(checkpoint.parent.rglob("*")) == before
 
 
 def test_a_large_one_is_several_files_with_an_index(trained, tmp_path):

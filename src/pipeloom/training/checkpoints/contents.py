@@ -68,7 +68,10 @@ def check_resumable(config: RunConfig) -> None:
             "--checkpoint.init instead of --checkpoint.resume"
         )
     of_checkpoint, of_run = (_trained(keys) for keys in (shapes, expected))
-    if of_checkpoint != of_run and of_checkpoint | of_run <= {key.removeprefix(MODEL) for key in expected}:
+    # A larger model has the parameters of a smaller one, too.
+    is_model = not other_settings(config.model, read_info(path).model, "")
+    all_here = {key.removeprefix(MODEL) for key in expected}
+    if is_model and of_checkpoint != of_run and of_checkpoint | of_run <= all_here:
         raise UserError(
             f"the checkpoint {path} has optimizer state of {count(len(of_checkpoint), 'parameter')}, this run trains "
             f"{len(of_run)}: training.freeze_layers or adapter.rank differs; use that of the run that wrote it, or "

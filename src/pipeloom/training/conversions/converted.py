@@ -18,6 +18,7 @@ from pipeloom.checkpoint.checkpoint_folder import (
     METADATA,
     TOKENIZER,
     CheckpointInfo,
+    among_checkpoints,
     draft_of,
     is_hugging_face,
     measure,
@@ -73,7 +74,8 @@ def read_source(run: Path, folder: Path) -> Source:
 
 def existing(folder: Path) -> list[str]:
     """The problem of a folder that should be a new one; empty if it is."""
-    return [f"{folder} exists; choose another folder"] if folder.exists() else []
+    reason = f"{folder} exists; choose another folder" if folder.exists() else among_checkpoints(folder)
+    return [] if reason is None else [reason]
 
 
 def read_run(run: Path) -> Source:

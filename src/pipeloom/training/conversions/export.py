@@ -31,17 +31,17 @@ from pipeloom.checkpoint.checkpoint_choice import choose_checkpoint, reading
 from pipeloom.checkpoint.checkpoint_folder import (
     TOKENIZER,
     TOKENIZER_CONFIG,
+    among_checkpoints,
     read_tokenizer,
 )
+from pipeloom.config.resumed import model_in
 from pipeloom.data.tokenizer import END_OF_TEXT
 from pipeloom.errors import RunError, UserError
 from pipeloom.model.block_sparse import Pattern, weight_patterns
-from pipeloom.runs.run_folder import WEIGHTS, WEIGHTS_INDEX, weight_files
-from pipeloom.runs.stored_model import model_in
+from pipeloom.runs.run_folder import ADAPTER_WEIGHTS, WEIGHTS, WEIGHTS_INDEX, weight_files
 from pipeloom.training.checkpoints.contents import MODEL
 from pipeloom.training.checkpoints.storage import CheckpointReader
 from pipeloom.training.conversions.export_content import (
-    PEFT_WEIGHTS,
     Content,
     hugging_face_content,
     own_content,
@@ -115,7 +115,9 @@ def export_checkpoint(
     merge: bool,
 ) -> list[Path]:
     """``export_weights`` of a checkpoint whose files are known to be undamaged."""
-    if weight_files(folder) or (folder / PEFT_WEIGHTS).exists():
+    if (reason := among_checkpoints(folder)) is not None:
+        raise UserError(reason)
+    if weight_files(folder) or (folder / ADAPTER_WEIGHTS).exists():
         raise UserError(f"{folder} already has weights; choose another folder, or move them")
     stored, adapter = stored_parameters(CheckpointReader(checkpoint)), stored_adapter(checkpoint)
     if merge and adapter is None:

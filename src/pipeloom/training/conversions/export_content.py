@@ -13,11 +13,11 @@ from pipeloom.catalog.model_files import CONFIG_JSON, config_json, with_position
 from pipeloom.catalog.weight_files import FileTensor
 from pipeloom.checkpoint.checkpoint_folder import read_info, read_origin, read_tokenizer
 from pipeloom.config import ModelConfig
+from pipeloom.config.resumed import model_in
 from pipeloom.data.tokenizer import tokenizer_from
 from pipeloom.errors import UserError
 from pipeloom.model.experts import is_bias
-from pipeloom.runs.run_folder import WEIGHTS_INDEX
-from pipeloom.runs.stored_model import model_in
+from pipeloom.runs.run_folder import ADAPTER_WEIGHTS, WEIGHTS_INDEX
 from pipeloom.system.files import parse_json
 from pipeloom.training.pretrained import DTYPES, END_KEY, Origin, read_description, weight_files_of
 from pipeloom.workload.adapter import FIRST, PAIR, PATHS, SECOND, Adapter, is_pair, without_pairs
@@ -26,8 +26,8 @@ from pipeloom.workload.sharing import layer_names, shared_name
 
 _DTYPE_KEY, _OLD_DTYPE_KEY = "dtype", "torch_dtype"
 """Key of a ``config.json`` for the type of its weights, in transformers 5 and 4."""
-PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""Files of a folder of PEFT."""
+PEFT_CONFIG = "adapter_config.json"
+"""Settings of adapters in a folder of PEFT."""
 _PEFT_PREFIX = "base_model.model."
 """Beginning of PEFT's names, before those of the model's modules."""
 
@@ -210,4 +210,4 @@ def peft_content(checkpoint: Path, adapter: Adapter, stated: Mapping[str, torch.
     }
     dtypes = {one.name: stated[one.parameters[0]] for one in tensors}
     texts = {PEFT_CONFIG: json.dumps(settings, indent=2) + "\n"}
-    return Content(tensors, dtypes, {PEFT_WEIGHTS: [one.name for one in tensors]}, texts=texts)
+    return Content(tensors, dtypes, {ADAPTER_WEIGHTS: [one.name for one in tensors]}, texts=texts)
