@@ -124,7 +124,7 @@ def run(words: list[str]) -> int:
     numbers = sorted(numbers_up(hazard.events, hazard.num_nodes))
     ways = {"wait for the node": waits(options), "fewer replicas": fewer_replicas(options)}
     if not unpriced(options):
-        ways["planned anew"] = planned(options, options.budget_s, numbers)
+        ways["planned anew"] = planned(options, options.budget_s, numbers, ways["fewer replicas"])
     layouts = {name: _layouts(way, numbers, name) for name, way in ways.items()}
     fastest_s = min(on.step_s for each in layouts.values() for on in each.values())
     walks = [_walk(hazard, name, each, stops, fastest_s) for name, each in layouts.items()]

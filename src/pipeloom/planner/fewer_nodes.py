@@ -141,20 +141,25 @@ def _planned_on(config: RunConfig, placed: Placed, num_devices: int, budget_s: f
         return None
 
 
-def planned(config: RunConfig, budget_s: float, numbers: Iterable[int]) -> Ways:
+def planned(config: RunConfig, budget_s: float, numbers: Iterable[int], kept: Ways) -> Ways:
     """The fastest layout for the same batch on the nodes that are up, or on fewer of them.
 
-    With more nodes up it is never slower: the layouts of all smaller numbers take part, and on all nodes that of the
-    run.
+    With more nodes up it is never slower: the layouts of all smaller numbers take part, of these and of those that
+    divide better (``dividing``), and the pipeline of the run with as many replicas as there are nodes for.
 
     Args:
         config: of the run, which a search prices (``left_out.unpriced``).
         budget_s: seconds of the search for each number of nodes.
         numbers: of nodes that will be up.
+        kept: what the pipeline of the run does on fewer nodes (``fewer_replicas``).
     """
-    placed, own = describe(config), waits(config)(nodes_of(config))
+    placed, most = describe(config), nodes_of(config)
     per_node = placed.cluster.host_size
-    likely = sorted({min(number, own.num_nodes) for number in numbers}, reverse=True)
+
+    def tried(number: int) -> list[int]:
+        return dividing(min(number, most), per_node, config.layout.batch_size)
+
+    likely = {number for one in numbers for number in tried(one)}
 
     @cache
     def best(num_nodes: int) -> OnNodes:
@@ -163,13 +168,33 @@ def planned(config: RunConfig, budget_s: float, numbers: Iterable[int]) -> Ways:
 
     @cache
     def on(num_up: int) -> OnNodes:
-        num_nodes = min(num_up, own.num_nodes)
-        among = [own] if num_nodes == own.num_nodes else []
-        among += [best(number) for number in likely if 0 < number <= num_nodes]
-        if (found := min(among, key=attrgetter("step_s"), default=OnNodes())).step is not None:
+        among = [kept(num_up), *(best(number) for number in sorted(likely.union(tried(num_up))) if number <= num_up)]
+        if (found := min(among, key=attrgetter("step_s"))).step is not None:
             return found
         # Where none of these numbers divides the batch, a smaller one may.
-        smaller = (best(number) for number in range(num_nodes - 1, 0, -1))
+        smaller = (best(number) for number in range(min(num_up, most) - 1, 0, -1))
         return next((one for one in smaller if one.step is not None), OnNodes())
 
     return on
+
+
+def dividing(num_nodes: int, per_node: int, batch: int) -> list[int]:
+    """Numbers of nodes whose layouts may be the fastest on so many: this one, and lower ones that divide better.
+
+    Data-parallel ranks divide the batch, and powers of two also go to other axes. What is left of the devices takes
+    pipeline ranks: with a batch of 512, 63 of them on 63 nodes, 15 on 60, 7 on 56. Each number leaves at most half as
+    many as the one before, so there are at most log2 of them.
+
+    Args:
+        num_nodes: that are up.
+        per_node: devices of each.
+        batch: in sequences.
+    """
+    found, least = list[int](), math.inf
+    for number in range(num_nodes, 0, -1):
+        num_devices = number * per_node
+        left = num_devices // math.gcd(num_devices, batch << num_devices.bit_length())
+        if 2 * left <= least:
+            found.append(number)
+            least = left
+    return found

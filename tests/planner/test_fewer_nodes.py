@@ -1,0 +1,52 @@
+"""Layouts on fewer nodes than a run has: of numbers that divide well, and never slower than fewer replicas."""
+
+from dataclasses import replace
+from itertools import pairwise
+from math import gcd
+
+import pytest
+
+from pipeloom import load_run
+from pipeloom.catalog import load_cluster
+from pipeloom.catalog.cluster_files import cluster_to_toml
+from pipeloom.planner.fewer_nodes import dividing, fewer_replicas, planned
+
+MODEL = {"family": "gpt2", "num_layers": 12, "hidden_size": 2048, "num_heads": 16, "vocab_size": 1024}
+LAYOUT = {"pp": 1, "dp": 8, "num_microbatches": 1, "microbatch_size": 1, "shard": "optimizer"}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Eight replicas on eight nodes of one device."""
+    file = tmp_path_factory.mktemp("cluster") / "single.toml"
+    file.write_text(cluster_to_toml(replace(load_cluster("dgx-a100"), name="single", devices_per_node=1)))
+    machine = {"cluster": str(file), "software": "megatron-core"}
+    return load_run(model=MODEL, data={"seq_len": 1024}, layout=LAYOUT, training={"dtype": "bfloat16"}, machine=machine)
+
+
+def test_lower_numbers_divide_better_and_there_are_few_of_them():
+    assert dividing(61, 8, 512) == [61, 60, 56, 48, 32]
+    assert dividing(63, 8, 480) == [63, 60]
+    for batch in (1, 48, 1000, 1024):
+        for num_nodes in (1, 35, 63, 64, 999):
+            found = dividing(num_nodes, 4, batch)
+            left = [4 * number // gcd(4 * number, batch * 2**20) for number in found]
+            assert found[0] == num_nodes
+            assert all(2 * after <= before for before, after in pairwise(left))
+            assert left[-1] == 1
+
+
+def test_where_a_number_of_nodes_divides_badly_the_layout_of_a_lower_one_takes_part(small):
+    kept = fewer_replicas(small)
+    on = planned(small, 10.0, [8, 7], kept)
+    assert (kept(7).num_nodes, on(7).num_nodes) == (4, 6)
+    assert on(7).step_s < kept(7).step_s
+
+
+def test_a_new_plan_is_never_slower_than_fewer_replicas(small, monkeypatch):
+    """A search that is cut short may find a slower layout, or none."""
+    monkeypatch.setattr("pipeloom.planner.fewer_nodes._planned_on", lambda *_: None)
+    kept = fewer_replicas(small)
+    on = planned(small, 10.0, [8, 7], kept)
+    assert [on(number) for number in (8, 7, 5)] == [kept(number) for number in (8, 7, 5)]
+    assert on(7).num_nodes == 4
