@@ -43,6 +43,13 @@ def test_where_a_number_of_nodes_divides_badly_the_layout_of_a_lower_one_takes_p
     assert on(7).step_s < kept(7).step_s
 
 
+def test_one_replica_is_left_of_two_that_share_state(small):
+    layout = replace(small.layout, dp=2, pp=4, shard="full")
+    two = replace(small, layout=layout, schedule=replace(small.schedule, residency=2, prefetch=1, gradient_buffers=1))
+    left = fewer_replicas(two)(7)
+    assert (left.num_nodes, left.step.run.dp, left.step.run.shard) == (4, 1, "none")
+
+
 def test_a_new_plan_is_never_slower_than_fewer_replicas(small, monkeypatch):
     """A search that is cut short may find a slower layout, or none."""
     monkeypatch.setattr("pipeloom.planner.fewer_nodes._planned_on", lambda *_: None)
