@@ -9,6 +9,7 @@ import pytest
 from pipeloom import load_run
 from pipeloom.catalog import load_cluster
 from pipeloom.catalog.cluster_files import cluster_to_toml
+from pipeloom.errors import UserError
 from pipeloom.planner.fewer_nodes import dividing, fewer_replicas, planned
 
 MODEL = {"family": "gpt2", "num_layers": 12, "hidden_size": 2048, "num_heads": 16, "vocab_size": 1024}
@@ -20,7 +21,7 @@ def small(tmp_path_factory):
     """Eight replicas on eight nodes of one device."""
     file = tmp_path_factory.mktemp("cluster") / "single.toml"
     file.write_text(cluster_to_toml(replace(load_cluster("dgx-a100"), name="single", devices_per_node=1)))
-    machine = {"cluster": str(file), "software": "megatron-core"}
+    machine = {"cluster": str(file), "software": "megatron-2021"}
     return load_run(model=MODEL, data={"seq_len": 1024}, layout=LAYOUT, training={"dtype": "bfloat16"}, machine=machine)
 
 
@@ -41,6 +42,23 @@ def test_where_a_number_of_nodes_divides_badly_the_layout_of_a_lower_one_takes_p
     on = planned(small, 10.0, [8, 7], kept)
     assert (kept(7).num_nodes, on(7).num_nodes) == (4, 6)
     assert on(7).step_s < kept(7).step_s
+
+
+def test_a_new_plan_is_for_the_program_whose_speed_the_run_has_if_it_trains_the_run(small, monkeypatch):
+    launchers = []
+
+    def plan(question, **_):
+        launchers.append((question.launcher.name, question.software.name))
+        raise UserError("")
+
+    monkeypatch.setattr("pipeloom.planner.fewer_nodes.plan", plan)
+    of_megatron = replace(small, machine=replace(small.machine, software="megatron-core"))
+    with_sgd = replace(of_megatron, optimizer=replace(small.optimizer, name="sgd"))
+    for run in (of_megatron, with_sgd, small):
+        planned(run, 10.0, [4], fewer_replicas(small))(4)
+    assert dict.fromkeys(launchers) == dict.fromkeys(
+        [("megatron", "megatron-core"), ("pipeloom", "megatron-core"), ("pipeloom", "megatron-2021")]
+    )
 
 
 def test_one_replica_is_left_of_two_that_share_state(small):

@@ -300,15 +300,7 @@ def _wanted(inputs: _Inputs, model: ModelConfig | ModelShape, precision: Precisi
         options.attention or ("flash2" if config is None else config.machine.attention),
         boundary=inputs.boundary,
     )
-    if config is None:
-        return wanted
-    return replace(
-        wanted,
-        optimizer=config.optimizer.name,
-        update=config.optimizer.known_update,
-        has_adapters=config.adapter.rank is not None,
-        by_document=config.data.by_document,
-    )
+    return wanted if config is None else wanted.by(config)
 
 
 def _first(*values: Any) -> Any:

@@ -18,7 +18,7 @@ from pipeloom.cli.reference import Command
 from pipeloom.cli.run_config import PREDICTIONS, parse_config
 from pipeloom.config import RunConfig
 from pipeloom.errors import ConfigError
-from pipeloom.planner.fewer_nodes import OnNodes, Ways, fewer_replicas, nodes_of, planned, waits
+from pipeloom.planner.fewer_nodes import OnNodes, Ways, fewer_replicas, launcher_of, nodes_of, planned, waits
 from pipeloom.planner.goals import DAY_S, SPANS, amount_or_note
 from pipeloom.planner.left_out import unpriced
 from pipeloom.planner.peers import Served, Swarm, serve
@@ -319,7 +319,7 @@ def _sections(options: Options, hazard: _Hazard, stops: Stops, walks: list[_Walk
             f"steps wait {_span(stops.checkpoint_s)} for one: --checkpoint.every-s "
             f"{stops.interval_s:.0f}"
         ),
-        *(f"no layout is planned anew: {reason}" for reason in unpriced(options).values()),
+        *_on_plans(options),
     ]
     words = (
         "Shares of the time. useful is the goodput: progress at the speed of the fastest layout on all nodes. slower "
@@ -346,6 +346,14 @@ def _sections(options: Options, hazard: _Hazard, stops: Stops, walks: list[_Walk
     }:
         parts.append(Section("Layouts", parts=[table_of_cells("", rows)], is_wide=True))
     return parts
+
+
+def _on_plans(options: Options) -> list[str]:
+    """Why no layout is planned anew, or for which other program."""
+    if refused := unpriced(options):
+        return [f"no layout is planned anew: {reason}" for reason in refused.values()]
+    launcher = launcher_of(options, describe(options))
+    return [] if launcher.is_own else [f"layouts are planned anew for {launcher.title}: only what it can run"]
 
 
 def _peers_section(swarm: Swarm, served: Sequence[Served]) -> Section:

@@ -10,6 +10,7 @@ from pipeloom.config import RunConfig, decided_problems
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.placed import Placed
 from pipeloom.errors import PipeloomError, UserError
+from pipeloom.planner.launch import Wanted, launch_problems
 from pipeloom.planner.left_out import unpriced
 from pipeloom.planner.plan import make_question, of_training, plan
 from pipeloom.planner.question import Question
@@ -17,6 +18,7 @@ from pipeloom.planner.run_step import predict_step
 from pipeloom.predict.describe import describe
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.workload.dtypes import dtype_of
+from pipeloom.workload.launchers import LAUNCHERS, PIPELOOM, Launcher, LauncherName
 from pipeloom.workload.run import Run
 
 
@@ -80,7 +82,24 @@ def _fitting(config: RunConfig) -> SimulatedStep | None:
     return step if step.prediction.fits else None
 
 
-def question_on(config: RunConfig, run: Run, cluster: str | Cluster, program: str, *, num_devices: int) -> Question:
+def launcher_of(config: RunConfig, placed: Placed) -> Launcher:
+    """The program that starts a run: the one whose speed its predictions have, if it trains it; else pipeloom."""
+    run, cluster = placed.run, placed.cluster
+    wanted = Wanted(config.resolved_model, run.seq, run.precision, run.products, run.attention, boundary=run.boundary)
+    named = (one for one in LAUNCHERS.values() if one.software == config.machine.software)
+    able = (one for one in named if not launch_problems(one, wanted.by(config), cluster, run.num_devices))
+    return next(able, PIPELOOM)
+
+
+def question_on(
+    config: RunConfig,
+    run: Run,
+    cluster: str | Cluster,
+    program: str,
+    *,
+    num_devices: int,
+    launcher: LauncherName = "pipeloom",
+) -> Question:
     """The question for the training of a run on another number of devices, with the same batch.
 
     Args:
@@ -89,6 +108,7 @@ def question_on(config: RunConfig, run: Run, cluster: str | Cluster, program: st
         cluster: its name or file, or the cluster.
         program: name or file of the training program.
         num_devices: to use.
+        launcher: the program that starts it, within whose rules layouts are searched.
 
     Raises:
         UserError: cluster, program and run do not fit together.
@@ -99,7 +119,8 @@ def question_on(config: RunConfig, run: Run, cluster: str | Cluster, program: st
         num_devices=num_devices,
         global_batch=config.layout.batch_size,
         seq=run.seq,
-        software=program,
+        software=program if LAUNCHERS[launcher].is_own else None,
+        launcher=launcher,
         dtype=dtype_of(run.precision),
         matmul_dtype=config.training.matmul_dtype,
         attention=run.attention,
@@ -133,16 +154,19 @@ def without_ranks(config: RunConfig, num_ranks: int, budget_s: float) -> tuple[S
     return None
 
 
-def _planned_on(config: RunConfig, placed: Placed, num_devices: int, budget_s: float) -> SimulatedStep | None:
+def _planned_on(
+    config: RunConfig, placed: Placed, num_devices: int, budget_s: float, launcher: LauncherName = "pipeloom"
+) -> SimulatedStep | None:
+    program = config.machine.software
     try:
-        question = question_on(config, placed.run, placed.cluster, config.machine.software, num_devices=num_devices)
+        question = question_on(config, placed.run, placed.cluster, program, num_devices=num_devices, launcher=launcher)
         return plan(question, count=1, budget_s=budget_s, explains=False).best
     except PipeloomError:  # no layout divides the devices and the batch
         return None
 
 
 def planned(config: RunConfig, budget_s: float, numbers: Iterable[int], kept: Ways) -> Ways:
-    """The fastest layout for the same batch on the nodes that are up, or on fewer of them.
+    """The fastest layout of the run's program for the same batch on the nodes that are up, or on fewer of them.
 
     With more nodes up it is never slower: the layouts of all smaller numbers take part, of these and of those that
     divide better (``dividing``), and the pipeline of the run with as many replicas as there are nodes for.
@@ -154,7 +178,7 @@ def planned(config: RunConfig, budget_s: float, numbers: Iterable[int], kept: Wa
         kept: what the pipeline of the run does on fewer nodes (``fewer_replicas``).
     """
     placed, most = describe(config), nodes_of(config)
-    per_node = placed.cluster.host_size
+    per_node, launcher = placed.cluster.host_size, launcher_of(config, placed).name
 
     def tried(number: int) -> list[int]:
         return dividing(min(number, most), per_node, config.layout.batch_size)
@@ -163,7 +187,7 @@ def planned(config: RunConfig, budget_s: float, numbers: Iterable[int], kept: Wa
 
     @cache
     def best(num_nodes: int) -> OnNodes:
-        found = _planned_on(config, placed, num_nodes * per_node, budget_s)
+        found = _planned_on(config, placed, num_nodes * per_node, budget_s, launcher)
         return OnNodes() if found is None else OnNodes(num_nodes, found)
 
     @cache
