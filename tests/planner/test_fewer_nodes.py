@@ -7,10 +7,12 @@ from math import gcd
 import pytest
 
 from pipeloom import load_run
-from pipeloom.catalog import load_cluster
+from pipeloom.catalog import load_cluster, load_software
 from pipeloom.catalog.cluster_files import cluster_to_toml
 from pipeloom.errors import UserError
+from pipeloom.planner.error_bar import error_bar
 from pipeloom.planner.fewer_nodes import dividing, fewer_replicas, planned
+from pipeloom.planner.plan import Plan
 
 MODEL = {"family": "gpt2", "num_layers": 12, "hidden_size": 2048, "num_heads": 16, "vocab_size": 1024}
 LAYOUT = {"pp": 1, "dp": 8, "num_microbatches": 1, "microbatch_size": 1, "shard": "optimizer"}
@@ -75,3 +77,11 @@ def test_a_new_plan_is_never_slower_than_fewer_replicas(small, monkeypatch):
     on = planned(small, 10.0, [8, 7], kept)
     assert [on(number) for number in (8, 7, 5)] == [kept(number) for number in (8, 7, 5)]
     assert on(7).num_nodes == 4
+
+
+def test_a_layout_is_not_proved_if_a_search_was_cut_short(small, monkeypatch):
+    bar = error_bar(load_cluster("dgx-a100"), load_software("megatron-2021"))
+    monkeypatch.setattr("pipeloom.planner.fewer_nodes.plan", lambda question, **_: Plan(question, bar, stopped="time"))
+    kept = fewer_replicas(small)
+    found = planned(small, 10.0, [7], kept)(7)
+    assert (found.step, found.is_proved, kept(7).is_proved) == (kept(7).step, False, True)

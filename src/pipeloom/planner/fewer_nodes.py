@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
 
@@ -12,7 +12,7 @@ from pipeloom.cost.placed import Placed
 from pipeloom.errors import PipeloomError, UserError
 from pipeloom.planner.launch import Wanted, launch_problems
 from pipeloom.planner.left_out import unpriced
-from pipeloom.planner.plan import make_question, of_training, plan
+from pipeloom.planner.plan import Plan, make_question, of_training, plan
 from pipeloom.planner.question import Question
 from pipeloom.planner.run_step import predict_step
 from pipeloom.predict.describe import describe
@@ -29,10 +29,12 @@ class OnNodes:
     Attributes:
         num_nodes: that it uses; 0 if nothing fits.
         step: its predicted step; ``None`` if nothing fits.
+        is_proved: whether no search that it is from was cut short, so that a longer one finds nothing faster.
     """
 
     num_nodes: int = 0
     step: SimulatedStep | None = None
+    is_proved: bool = True
 
     @property
     def step_s(self) -> float:
@@ -149,18 +151,18 @@ def without_ranks(config: RunConfig, num_ranks: int, budget_s: float) -> tuple[S
     placed = describe(config)
     for num_devices in range(config.layout.num_ranks - num_ranks, 0, -1):
         found = _planned_on(config, placed, num_devices, budget_s)
-        if found is not None:
-            return predict_step(config), found
+        if found is not None and found.best is not None:
+            return predict_step(config), found.best
     return None
 
 
 def _planned_on(
     config: RunConfig, placed: Placed, num_devices: int, budget_s: float, launcher: LauncherName = "pipeloom"
-) -> SimulatedStep | None:
+) -> Plan | None:
     program = config.machine.software
     try:
         question = question_on(config, placed.run, placed.cluster, program, num_devices=num_devices, launcher=launcher)
-        return plan(question, count=1, budget_s=budget_s, explains=False).best
+        return plan(question, count=1, budget_s=budget_s, explains=False)
     except PipeloomError:  # no layout divides the devices and the batch
         return None
 
@@ -188,16 +190,19 @@ def planned(config: RunConfig, budget_s: float, numbers: Iterable[int], kept: Wa
     @cache
     def best(num_nodes: int) -> OnNodes:
         found = _planned_on(config, placed, num_nodes * per_node, budget_s, launcher)
-        return OnNodes() if found is None else OnNodes(num_nodes, found)
+        if found is None:
+            return OnNodes()
+        return OnNodes(0 if found.best is None else num_nodes, found.best, found.stopped is None)
 
     @cache
     def on(num_up: int) -> OnNodes:
         among = [kept(num_up), *(best(number) for number in sorted(likely.union(tried(num_up))) if number <= num_up)]
-        if (found := min(among, key=attrgetter("step_s"))).step is not None:
-            return found
-        # Where none of these numbers divides the batch, a smaller one may.
-        smaller = (best(number) for number in range(min(num_up, most) - 1, 0, -1))
-        return next((one for one in smaller if one.step is not None), OnNodes())
+        if all(one.step is None for one in among):
+            # Where none of these numbers divides the batch, a smaller one may.
+            smaller = (best(number) for number in range(min(num_up, most) - 1, 0, -1))
+            among += [next((one for one in smaller if one.step is not None), OnNodes())]
+        found = min(among, key=attrgetter("step_s"))
+        return replace(found, is_proved=all(one.is_proved for one in among))
 
     return on
 
