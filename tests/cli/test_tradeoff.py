@@ -38,15 +38,19 @@ def test_json_has_every_point_and_the_question(capsys):
 def test_tables_name_the_best_and_every_method_and_a_picture_is_drawn(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     picture = tmp_path / "curves.png"
-    words = ("--batch-per-device", "2", "--methods", "1f1b", "gpipe", "--critical-batch-tokens", "1024000")
-    assert main([*ASKED[:10], *words, "--plot", str(picture)]) == 0
+    words = ("--batch-per-device", "1", "2", "--methods", "1f1b", "data-parallel", "--critical-batch-tokens", "1024000")
+    assert main([*ASKED[:10], *words, "--deadline", "52w", "--plot", str(picture)]) == 0
     out = capsys.readouterr().out
     assert "B_crit    1,000 sequences\n" in out
     assert f"tokens    {20 * load_model('gpt-6.6b').parameters:.4g} with small batches" in out
     assert f"${PRICE} per device-hour" in out
     lines = [line.split() for line in out.splitlines()]
     assert [line[0].rstrip("*") for line in lines if line and line[0].rstrip("*") in ("16", "64")] == ["16", "64"] * 2
-    assert ["devices", "1f1b", "gpipe"] in lines
+    assert ["devices", "1f1b", "data-parallel"] in lines
+    assert max(map(len, out.splitlines())) <= 100
+    assert "- the cheapest training within 364 days: 16 devices of dgx-a100, DP, tp" in out
+    # As in a plan, a layout without a pipeline is DP or FSDP.
+    assert {line[1] for line in lines if line and line[0] in ("16*", "64*")} <= {"DP", "FSDP", "1f1b"}
     assert "the largest that was tried" in out or "the smallest that was tried" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -54,7 +58,20 @@ def test_tables_name_the_best_and_every_method_and_a_picture_is_drawn(capsys, tm
 def test_the_default_critical_batch_says_where_it_comes_from(capsys):
     words = ("--devices", "16", "--batch-per-device", "1", "--methods", "1f1b")
     assert main([*ASKED[:7], *words]) == 0
-    assert "arXiv 2001.08361" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "arXiv 2001.08361" in out
+    assert "(20 for each parameter, arXiv 2203.15556)" in out
+    assert "that was tried" not in out  # it is the only batch
+
+
+def test_no_fit_and_no_error_is_of_models_with_experts(capsys):
+    words = ("--model", "mixtral-8x7b", "--cluster", "dgx-h100", "--seq", "1024", "--devices", "64")
+    words = ("--batch-per-device", "1", "--methods", "1f1b", "--deadline", "99w", *words)
+    assert main(["tradeoff", *words]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "(20 for each parameter, a fit to models without experts, arXiv 2203.15556)" in out
+    assert "(a fit to models without experts, arXiv 2001.08361)" in out
+    assert "the mean error of predictions for models without experts" in out
 
 
 def test_every_problem_is_reported_at_once(capsys):

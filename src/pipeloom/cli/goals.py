@@ -131,4 +131,5 @@ def _margin(goal: Goal, best: Costed, bar: ErrorBar) -> str:
     error = bar.errors.mean_abs_error
     worse = Cost(best.seconds * (1 + error), None if best.dollars is None else best.dollars * (1 + error))
     is_close = "" if goal.is_met(worse) else ", which is beyond the goal: leave a margin"
-    return f"step times {error:.0%} longer, the mean error of predictions, make it {cost_words(worse)}{is_close}"
+    measured = "predictions" if bar.is_alike else "predictions for models without experts"
+    return f"step times {error:.0%} longer, the mean error of {measured}, make it {cost_words(worse)}{is_close}"

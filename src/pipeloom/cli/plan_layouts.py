@@ -103,6 +103,16 @@ def short_cells(step: SimulatedStep) -> dict[str, str]:
     return cells
 
 
+def layout_key(question: Question, schedule: str = "schedule") -> str:
+    """What the columns of ``short_cells`` mean, of which one has the title ``schedule``."""
+    experts = " ep: ranks that share experts, +o: with layout.ep_overlap." if question.shape.experts else ""
+    return (
+        "tp +sp: with sequence parallelism. micro: micro-batches of each data-parallel rank x sequences in each. "
+        f"{schedule}: DP (data parallelism) and FSDP have no pipeline. loops: stages of each pipeline rank, +v: in V "
+        f"placement. sharded: optim, grads, full (layout.shard). recomp: recomputed layers.{experts}"
+    )
+
+
 def layout_cells(step: SimulatedStep) -> dict[str, str]:
     """Title of a column -> value of the layout, or ``-``. Without a pipeline there is no schedule of stages."""
     run, has_schedule = step.run, step.run.pp > 1 or strategy_of(step) != "none"

@@ -9,6 +9,7 @@ from pipeloom.cli.plan_layouts import (
     best_table,
     change_table,
     closest_words,
+    layout_key,
     layout_lines,
     rival_table,
     settings_words,
@@ -27,10 +28,8 @@ from pipeloom.terminal.words import count, parameters, seconds, short, unit_byte
 from pipeloom.workload.launchers import Launcher
 
 _KEY = (
-    "tp +sp: with sequence parallelism. micro: micro-batches of each data-parallel rank x sequences in each. schedule: "
-    "DP (data parallelism) and FSDP have no pipeline. loops: stages of each pipeline rank, +v: in V placement. "
-    "sharded: optim, grads, full (--shards). recomp: recomputed layers. bubble: ranks of a pipeline do not compute, "
-    "with or without communication. exposed: communication beside which nothing computes."
+    "bubble: ranks of a pipeline do not compute, with or without communication. exposed: communication beside which "
+    "nothing computes."
 )
 
 
@@ -78,7 +77,7 @@ def _layouts(plan: Plan, training: Training | None, goal: Goal | None) -> Sectio
     room = " or ".join(short(size / unit) for size in sorted(sizes))
     title = f"The {count(len(plan.steps), 'best layout')}, the best one of each kind; a device has {room} {name}"
     is_priced = any(step.dollars_per_billion_tokens is not None for step in plan.steps)
-    key = _KEY + (" ep: ranks that share experts, +o: with layout.ep_overlap." if plan.question.shape.experts else "")
+    key = f"{layout_key(plan.question)} {_KEY}"
     key += f" {PRICE}: dollars for 1e9 tokens{_on_price(plan.question)}." if is_priced else ""
     section = Section(title + _kept_free(plan.question), is_wide=True)
     section.parts += [_on_order(plan), best_table(plan), key, *layout_lines(plan.rows[0])]

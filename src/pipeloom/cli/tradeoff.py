@@ -7,20 +7,16 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cli.flags import SOURCE, read_flags
-from pipeloom.cli.goals import Goals, choice_lines, cost_cells, goal_of, priced, tokens_of
+from pipeloom.cli.goals import Goals, goal_of, priced, tokens_of
 from pipeloom.cli.plan_json import limits_to_json, step_to_json
-from pipeloom.cli.plan_layouts import settings_words, short_cells, table_of_cells
 from pipeloom.cli.reference import Command, Output
-from pipeloom.cli.run_config import dtype_words
+from pipeloom.cli.tradeoff_text import print_curves
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.planner.error_bar import error_bar
 from pipeloom.planner.goals import Goal, Training
 from pipeloom.planner.plan import make_question
 from pipeloom.planner.question import HEADROOM
@@ -37,9 +33,8 @@ from pipeloom.planner.tradeoff import (
     whole_batches,
 )
 from pipeloom.predict.describe import changed_cluster, load_or_note
-from pipeloom.terminal.console import headed, print_table, table, wide_console
 from pipeloom.terminal.progress import Bar
-from pipeloom.terminal.words import in_dollars, unknown_name
+from pipeloom.terminal.words import unknown_name
 from pipeloom.workload.dtypes import Dtype, dtype_of
 from pipeloom.workload.limits import ClusterName, Common, Headroom, ModelName, Names
 from pipeloom.workload.model import ModelShape
@@ -79,7 +74,7 @@ class Options(Goals):
     batch_per_device: tuple[str, ...] = ()
     """Sequences of the global batch per device, such as 1/8 or 0.125. None: powers of two from 1/8 to 8."""
     methods: Common[tuple[Annotated[str, Names("methods")], ...]] = METHODS
-    """Methods to compare."""
+    """Methods to compare. data-parallel has no pipeline: DP, or FSDP if weights are sharded."""
     software: tuple[str, ...] = ("pipeloom",)
     """Training programs, names of the catalog or files. PROGRAM holds for all methods, METHOD=PROGRAM for one."""
     dtype: Common[Dtype | None] = None
@@ -124,11 +119,9 @@ def run(words: list[str]) -> int:
     if options.json:
         print(json.dumps(to_json(curves, goal)))
     else:
-        print_curves(curves, has_default_batch=options.critical_batch is options.critical_batch_tokens is None)
+        print_curves(curves, goal, _sources(options, inputs))
         if options.plot is not None:
-            print(f"picture   {options.plot}")
-        if goal is not None:
-            _print_choice(goal, curves)
+            print(f"\npicture: {options.plot}")
     return 0 if goal is None or goal.best(curves.points) is not None else 1
 
 
@@ -229,111 +222,16 @@ def _training(options: Options, shape: ModelShape | None, problems: list[str]) -
         return None
 
 
-def _print_choice(goal: Goal, curves: Curves) -> None:
-    """Print the best point within the limits of a goal, or what comes closest to each of them."""
-    inputs = curves.inputs
-    cluster = inputs.question.cluster
-
-    def name(point: Point) -> str:
-        where = f"{point.num_devices:,} devices of {cluster.name}"
-        return f"{where}, {point.method}, {settings_words(point.step)}, batch {point.step.run.global_batch:,}"
-
-    lines = choice_lines(goal, curves.points, name, lambda point: error_bar(cluster, inputs.methods[point.method]))
-    print()
-    for number, line in enumerate(lines):
-        print(f"{'' if number else 'goal':<10}{line}")
-
-
-def print_curves(curves: Curves, *, has_default_batch: bool) -> None:
-    """Print the question, the best of each cluster, and the days and dollars of each method.
-
-    Args:
-        curves: the answer.
-        has_default_batch: whether the critical batch is that of the published fit.
-    """
-    console = wide_console()
-    _print_headline(console, curves, has_default_batch=has_default_batch)
-    console.print(headed("\nThe best method of each cluster size (* on the Pareto front)"))
-    print_table(console, _best_table(curves))
-    console.print(headed("\nDays and dollars of each method at its own best batch"))
-    print_table(console, _method_table(curves))
-    console.print(
-        "micro: micro-batches of each data-parallel rank x sequences in each; sharded, recomp: as pipeloom plan\n"
-        f"on {curves.inputs.question.num_devices}: MFU of the method with that batch per device"
-    )
-    _print_notes(console, curves)
-
-
-def _print_headline(console: Console, curves: Curves, *, has_default_batch: bool) -> None:
-    inputs, training = curves.inputs, curves.inputs.training
-    question, price = inputs.question, inputs.question.cluster.price_per_device_hour
-    source = " (a fit to small models, arXiv 2001.08361)" if has_default_batch else ""
-    programs = {software.name for software in inputs.methods.values()}
-    trained = programs.pop() if len(programs) == 1 else None
-    by_method = ", ".join(f"{method} by {software.name}" for method, software in inputs.methods.items())
-    lines = {
-        "model": f"{question.shape.name}, sequences of {question.seq:,} tokens, "
-        + dtype_words(question.precision, is_default=question.has_default_dtype),
-        "cluster": f"{question.cluster.name} at {in_dollars(price or 0.0)} per device-hour",
-        "program": trained or by_method,
-        "tokens": f"{training.tokens:.4g} with small batches, times 1 + B / B_crit",
-        "B_crit": f"{training.critical_batch:,.0f} sequences{source}",
-        "layouts": "searched on every cluster"
-        if inputs.searches_every_size
-        else f"searched on {question.num_devices:,} devices, scaled by the data axis and simulated again",
-    }
-    for name, text in lines.items():
-        console.print(f"{name:<10}{text}")
-
-
-def _best_table(curves: Curves) -> Table:
-    front = {id(point) for point in curves.front}
-    rows: dict[str, dict[str, str]] = {}
-    for count in curves.inputs.device_counts:
-        point = curves.best(count)
-        if point is not None:
-            cells = short_cells(point.step)
-            del cells["schedule"]  # which the method is
-            rows[f"{count:,}{'*' if id(point) in front else ''}"] = {
-                "method": point.method,
-                **cells,
-                "batch": f"{point.step.run.global_batch:,}",
-                "MFU": f"{point.step.mfu:.1%}",
-                f"MFU at {curves.inputs.question.num_devices}": "-"
-                if point.reference_mfu is None
-                else f"{point.reference_mfu:.1%}",
-                **cost_cells(point),
-            }
-    return table_of_cells("devices", rows, texts=["method"])
-
-
-def _method_table(curves: Curves) -> Table:
-    methods = list(curves.inputs.methods)
-    rows = table("devices", methods)
-    for count in curves.inputs.device_counts:
-        found = (curves.best(count, method) for method in methods)
-        cells = ("-" if point is None else " ".join(cost_cells(point).values()) for point in found)
-        rows.add_row(f"{count:,}", *cells)
-    return rows
-
-
-def _print_notes(console: Console, curves: Curves) -> None:
-    ends = {max(curves.inputs.batches_per_device): "largest", min(curves.inputs.batches_per_device): "smallest"}
-    for batch, end in ends.items():
-        counts = [
-            f"{count:,}"
-            for count in curves.inputs.device_counts
-            if (point := curves.best(count)) is not None and point.batch_per_device == batch
-        ]
-        if counts:
-            console.print(
-                f"on {', '.join(counts)} devices the best batch is the {end} that was tried, {float(batch):g} per "
-                "device; set others with --batch-per-device"
-            )
-    for method in curves.inputs.methods:
-        batches = [f"{float(batch):g}" for missing, batch in curves.missing if missing == method]
-        if batches:
-            console.print(f"{method}: nothing fits the reference with a batch per device of {', '.join(batches)}")
+def _sources(options: Options, inputs: Tradeoff) -> dict[str, str]:
+    """Name of a line of the question -> where its default is from."""
+    models = "models without experts" if inputs.question.shape.experts is not None else "small models"
+    found = dict[str, str]()
+    if options.tokens is None:
+        of_dense = f", a fit to {models}" if inputs.question.shape.experts is not None else ""
+        found["tokens"] = f" ({_TOKENS_PER_PARAMETER} for each parameter{of_dense}, arXiv 2203.15556)"
+    if options.critical_batch is options.critical_batch_tokens is None:
+        found["B_crit"] = f" (a fit to {models}, arXiv 2001.08361)"
+    return found
 
 
 def _draw(curves: Curves, file: Path) -> None:

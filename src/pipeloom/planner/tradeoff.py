@@ -39,14 +39,15 @@ def method_limits(name: str, shape: ModelShape) -> dict[str, Any]:
         shape: the model; no pipeline has more ranks or loops than pieces.
     """
     several, plain = tuple(range(2, shape.layers + 3)), {"strategies": ("none",)}
-    if name == "no-pipeline":
+    if name == DATA_PARALLEL:
         return {"pp": (1,), **plain}
     is_looped = name in ("breadth-first", "depth-first")
     return {"pp": several, "families": (name,), "loops": several if is_looped else (1,), **plain}
 
 
-METHODS = ("breadth-first", "depth-first", "1f1b", "gpipe", "no-pipeline")
-"""Looped pipelines with at least two loops, pipelines with one, and no pipeline."""
+DATA_PARALLEL = "data-parallel"
+METHODS = ("breadth-first", "depth-first", "1f1b", "gpipe", DATA_PARALLEL)
+"""Looped pipelines with at least two loops, pipelines with one, and data parallelism without a pipeline (DP, FSDP)."""
 
 
 def critical_batch_tokens(parameters: float) -> float:
