@@ -108,7 +108,10 @@ def test_every_problem_is_reported_at_once(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--cluster", "dgx-1-v100"), "the cluster 'dgx-1-v100' has no price_per_device_hour: set one in its file"),
+        (
+            ("--cluster", "dgx-1-v100", "--max-dollars", "1k"),
+            "'dgx-1-v100' has no price_per_device_hour, which the goal",
+        ),
         (("--dtype", "float32", "--cluster", "dgx-1-v100", "--price", "0"), "price of a device-hour must be above 0"),
         (("--software", "pipeloom", "nanotron"), "--software takes one program for all methods, found pipeloom, nano"),
         (("--software", "breadth-first=megatron-2021"), "breadth-first: megatron-2021 has no family 'breadth-first'"),
@@ -131,6 +134,26 @@ def test_a_goal_chooses_over_methods_batches_and_cluster_sizes(capsys):
     few = (*ASKED[:10], "--batch-per-device", "2", "--methods", "1f1b")
     assert main([*few, "--tokens", "10B", "--max-dollars", "0.1", "--deadline", "2w"]) == 1
     assert "nothing is within 14 days and for at most $0.1: the fastest training takes" in capsys.readouterr().out
+
+
+def test_without_a_price_device_hours_are_the_cost(capsys, tmp_path):
+    words = [word.replace("dgx-a100", "dgx-1-v100") for word in ASKED[:10]]
+    words += ["--batch-per-device", "2", "--methods", "1f1b", "--tokens", "10B", "--deadline", "52w"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    points, best = found["points"], found["points"][found["goal"]["point"]]
+    assert {point["dollars"] for point in points} == {None}
+    assert best["device_hours"] == min(point["device_hours"] for point in points)
+    assert best["device_hours"] == pytest.approx(best["seconds"] / 3600 * best["num_devices"])
+    assert [points[number]["num_devices"] for number in found["front"]] == [64, 16]
+    picture = tmp_path / "curves.svg"
+    assert main([*words, "--plot", str(picture)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "dgx-1-v100 without a price (--price)" in out
+    assert "Days and device-hours of each method" in out
+    assert "$" not in out
+    assert "- the training of the fewest device-hours within 364 days: 16 devices of dgx-1-v100" in out
+    assert ">device-hours<" in picture.read_text()
 
 
 def test_wrong_amounts_of_goals_are_one_message(capsys):

@@ -104,7 +104,7 @@ def run(words: list[str]) -> int:
     """Parse the arguments, search, print."""
     options, problems = read_flags(COMMAND, words)
     goal = goal_of(options, problems)
-    inputs = inputs_of(options, problems)
+    inputs = inputs_of(options, goal, problems)
     columns = (TextColumn("searches {task.completed}/{task.total}"), BarColumn(bar_width=24), TimeElapsedColumn())
     total = len(inputs.methods) * len(inputs.batches_per_device)
     with Bar(sys.stderr, *columns, total=total, transient=True) as bar:
@@ -125,11 +125,12 @@ def run(words: list[str]) -> int:
     return 0 if goal is None or goal.best(curves.points) is not None else 1
 
 
-def inputs_of(options: Options, problems: list[str]) -> Tradeoff:
+def inputs_of(options: Options, goal: Goal | None, problems: list[str]) -> Tradeoff:
     """The question.
 
     Args:
         options: of the command.
+        goal: of the training, which may need a price.
         problems: what is wrong with its words.
 
     Raises:
@@ -138,7 +139,7 @@ def inputs_of(options: Options, problems: list[str]) -> Tradeoff:
     shape = load_or_note(lambda name: load_model(name, options.seq), options.model, problems)
     cluster = load_or_note(load_cluster, options.cluster, problems)
     if cluster is not None:
-        cluster = priced(cluster, max(options.devices, default=1), options, None, problems)
+        cluster = priced(cluster, max(options.devices, default=1), options, goal, problems)
         problems += cluster_problems(cluster)
         cluster = changed_cluster(cluster, options.what_if, max(options.devices, default=1), problems)
     methods = _methods(options, problems)
@@ -235,20 +236,22 @@ def _sources(options: Options, inputs: Tradeoff) -> dict[str, str]:
 
 
 def _draw(curves: Curves, file: Path) -> None:
-    from pipeloom.plotting.charts import plot_tradeoff
+    from pipeloom.plotting.charts import COST, plot_tradeoff
 
     inputs = curves.inputs
     plot_tradeoff(
         {method: _marks(curves.curve(method)) for method in inputs.methods},
         _marks(curves.front),
         file,
+        unit=COST if inputs.question.cluster.price_per_device_hour else "device-hours",
         title=f"{inputs.question.shape.name} on {inputs.question.cluster.name}, "
         f"{inputs.training.tokens:.3g} tokens, B_crit {inputs.training.critical_batch:,.0f} sequences",
     )
 
 
 def _marks(points: list[Point]) -> list[tuple[float, float, str]]:
-    return [(point.dollars or 0.0, point.days, f"{point.num_devices:,}") for point in points]
+    costs = [point.device_hours if point.dollars is None else point.dollars for point in points]
+    return [(cost, point.days, f"{point.num_devices:,}") for cost, point in zip(costs, points, strict=True)]
 
 
 def to_json(curves: Curves, goal: Goal | None = None) -> dict[str, Any]:
@@ -293,6 +296,7 @@ def to_json(curves: Curves, goal: Goal | None = None) -> dict[str, Any]:
 
 
 def _point_to_json(point: Point) -> dict[str, Any]:
-    named = ("method", "num_devices", "batch_per_device", "reference_mfu", "tokens", "seconds", "days", "dollars")
+    named = ("method", "num_devices", "batch_per_device", "reference_mfu", "tokens")
+    named += ("seconds", "days", "dollars", "device_hours")
     own = {"program": point.step.software.name, "global_batch": point.step.run.global_batch}
     return {**{name: getattr(point, name) for name in named}, **own, **step_to_json(point.step)}

@@ -39,7 +39,8 @@ def _question_lines(curves: Curves) -> Iterator[tuple[str, str]]:
     by_method = ", ".join(f"{method} by {software.name}" for method, software in inputs.methods.items())
     dtype = dtype_words(question.precision, is_default=question.has_default_dtype)
     yield "model", f"{question.shape.name}, sequences of {question.seq:,} tokens, {dtype}"
-    yield "cluster", f"{question.cluster.name} at {in_dollars(price or 0.0)} per device-hour"
+    cost = "without a price (--price)" if price is None else f"at {in_dollars(price)} per device-hour"
+    yield "cluster", f"{question.cluster.name} {cost}"
     yield "program", by_method if len(programs) > 1 else next(iter(programs))
     yield "tokens", f"{training.tokens:.4g} with small batches, times 1 + B / B_crit"
     yield "B_crit", f"{training.critical_batch:,.0f} sequences"
@@ -55,7 +56,8 @@ def _sections(curves: Curves, goal: Goal | None) -> Iterator[Section]:
     )
     head = "The best method of each cluster size (* on the Pareto front)"
     yield Section(head, parts=[_best_table(curves), key], is_wide=True)
-    head = "Days and dollars of each method at its own best batch"
+    unit = "device-hours" if question.cluster.price_per_device_hour is None else "dollars"
+    head = f"Days and {unit} of each method at its own best batch"
     yield Section(head, parts=[_method_table(curves), [*_notes(curves)]], is_wide=True)
     if goal is not None:
         bars = {method: _error_bar(curves, method) for method in curves.inputs.methods}
@@ -105,7 +107,8 @@ def _method_table(curves: Curves) -> Table:
     rows = table("devices", methods)
     for count in curves.inputs.device_counts:
         found = (curves.best(count, method) for method in methods)
-        cells = ("-" if point is None else " ".join(cost_cells(point).values()) for point in found)
+        costs = (["-"] if point is None else cost_cells(point).values() for point in found)
+        cells = (" ".join(cell for cell in each if len(each) == 1 or cell != "-") for each in costs)
         rows.add_row(f"{count:,}", *cells)
     return rows
 

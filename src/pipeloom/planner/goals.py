@@ -20,7 +20,7 @@ SPANS: Mapping[str, float] = {"s": 1.0, "min": 60.0, **TIMES, "y": 365 * DAY_S}
 
 
 class Costed(Protocol):
-    """Something that has the seconds and the dollars of a whole training."""
+    """Something that has the seconds, the dollars and the device-hours of a whole training."""
 
     @property
     def seconds(self) -> float:
@@ -32,16 +32,22 @@ class Costed(Protocol):
         """Of the whole training; ``None`` without a price."""
         ...
 
+    @property
+    def device_hours(self) -> float:
+        """Of the whole training: its hours times its devices."""
+        ...
+
 
 _Costed = TypeVar("_Costed", bound=Costed)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds and dollars of a whole training; no dollars if a device has no price."""
+    """Seconds, dollars and device-hours of a whole training; no dollars if a device has no price."""
 
     seconds: float
     dollars: float | None
+    device_hours: float
 
     @property
     def days(self) -> float:
@@ -87,9 +93,9 @@ class Training:
     def cost(self, step: SimulatedStep) -> Cost:
         """Of the whole training with the steps of a layout."""
         batch, each = step.run.global_batch, step.dollars_per_billion_tokens
-        return Cost(
-            self.seconds(batch, step.tokens_per_s), None if each is None else each * self.needed_tokens(batch) / 1e9
-        )
+        seconds = self.seconds(batch, step.tokens_per_s)
+        dollars = None if each is None else each * self.needed_tokens(batch) / 1e9
+        return Cost(seconds, dollars, seconds * step.run.num_devices / 3600)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +105,8 @@ class Goal:
     Attributes:
         deadline_s: most seconds of the training.
         max_dollars: most dollars of it.
-        objective: what is least among the answers within both limits.
+        objective: what is least among the answers within both limits; the cost of those without a price is that of
+            their device-hours.
     """
 
     deadline_s: float = inf
@@ -108,8 +115,8 @@ class Goal:
 
     @property
     def needs_price(self) -> bool:
-        """Whether an answer without a price can be neither within the limits nor the least."""
-        return self.objective == "cost" or self.max_dollars < inf
+        """Whether an answer without a price cannot be within the limits."""
+        return self.max_dollars < inf
 
     def is_met(self, cost: Costed) -> bool:
         """Whether a training is within both limits."""
@@ -119,9 +126,9 @@ class Goal:
         """The best answer within the limits; of equal ones the first. ``None`` without one."""
         return min(filter(self.is_met, among), key=self._costs, default=None)
 
-    def _costs(self, one: Costed) -> tuple[float, float]:
-        both = (_dollars(one), one.seconds)
-        return both if self.objective == "cost" else both[::-1]
+    def _costs(self, one: Costed) -> tuple[float, ...]:
+        cost = (_dollars(one), one.device_hours)
+        return (*cost, one.seconds) if self.objective == "cost" else (one.seconds, *cost)
 
 
 def _dollars(cost: Costed) -> float:

@@ -92,15 +92,11 @@ def scaling_problems(reference: int, device_counts: Sequence[int], batches: Sequ
 
 
 def cluster_problems(cluster: Cluster) -> list[str]:
-    """Problems of a cluster whose size is fixed, or that has no price."""
-    if cluster.num_devices is not None:
-        size = f"{cluster.num_devices} devices in nodes of several kinds"
-        return [
-            f"the cluster '{cluster.name}' has {size}; a comparison of sizes takes a cluster with nodes of one kind"
-        ]
-    if cluster.price_per_device_hour is None:
-        return [f"the cluster '{cluster.name}' has no price_per_device_hour: set one in its file, or with --price"]
-    return []
+    """Problems of a cluster whose size is fixed."""
+    if cluster.num_devices is None:
+        return []
+    size = f"{cluster.num_devices} devices in nodes of several kinds"
+    return [f"the cluster '{cluster.name}' has {size}; a comparison of sizes takes a cluster with nodes of one kind"]
 
 
 def whole_batches(reference: int, batches: Iterable[Fraction] = BATCHES_PER_DEVICE) -> tuple[Fraction, ...]:
@@ -114,7 +110,7 @@ class Tradeoff:
 
     Attributes:
         question: of the reference; its batch is ignored, its limits hold for every method.
-        training: token budget and critical batch; the price is that of the cluster.
+        training: token budget and critical batch; the price is that of the cluster, which may have none.
         methods: method of ``METHODS`` -> program.
         device_counts: cluster sizes, multiples of the reference's devices.
         batches_per_device: sequences; times the reference's devices a whole number.
@@ -237,8 +233,8 @@ class Curves:
     @property
     def front(self) -> list[Point]:
         """Pareto-optimal points by time and cost, the fastest first."""
-        # The inputs refuse a cluster without a price.
-        chosen = pareto_front([(point.seconds, point.dollars or 0.0) for point in self.points])
+        # All devices have the same price, which the cluster may not have.
+        chosen = pareto_front([(point.seconds, point.device_hours) for point in self.points])
         return [self.points[number] for number in chosen]
 
 
@@ -307,6 +303,7 @@ def _point(training: Training, method: str, step: SimulatedStep, reference_mfu: 
     return Point(
         seconds=cost.seconds,
         dollars=cost.dollars,
+        device_hours=cost.device_hours,
         method=method,
         step=step,
         tokens=tokens,
