@@ -1,11 +1,14 @@
 """``pipeloom tradeoff``: tables, JSON, a picture, and refusals that name everything."""
 
 import json
+from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 
 from pipeloom.catalog import load_cluster, load_model
 from pipeloom.cli import main
+from pipeloom.planner.tradeoff import tradeoff
 
 PRICE = load_cluster("dgx-a100").price_per_device_hour
 ASKED = (
@@ -117,12 +120,27 @@ def test_every_problem_is_reported_at_once(capsys):
         (("--software", "breadth-first=megatron-2021"), "breadth-first: megatron-2021 has no family 'breadth-first'"),
         (("--critical-batch", "9", "--critical-batch-tokens", "9"), "found both"),
         (("--plot", "curves.gif"), "expected a file ending in one of .png"),
+        (("--model", "gpt-52b", "--budget-s", "1e-9"), "no layout that fits was found in that time: use a larger"),
         (("--model", "gpt-1t"), "no layout of any method fits 16 devices of dgx-a100"),
     ],
 )
 def test_one_mistake_is_one_clear_message(capsys, words, message):
     assert main([*ASKED, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_a_time_limit_cut_short_is_a_sentence(capsys, monkeypatch):
+    def cut(inputs, progress, budget_s):
+        assert budget_s == 9
+        return replace(tradeoff(inputs, progress), unproved=(("1f1b", Fraction(2)),))
+
+    monkeypatch.setattr("pipeloom.cli.tradeoff.tradeoff", cut)
+    words = (*ASKED[:10], "--batch-per-device", "1", "2", "--methods", "1f1b", "--budget-s", "9")
+    assert main(list(words)) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "of 2 methods and batches the time was up for 1; a larger --budget-s may find faster layouts" in out
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["unproved"] == [{"method": "1f1b", "batch_per_device": 2.0}]
 
 
 def test_a_goal_chooses_over_methods_batches_and_cluster_sizes(capsys):

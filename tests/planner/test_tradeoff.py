@@ -170,6 +170,20 @@ def test_progress_is_reported_after_every_method_and_batch_and_what_fits_nowhere
     assert found.front == []
 
 
+def test_what_a_time_limit_cuts_short_is_listed_and_not_as_what_fits_nowhere():
+    asked = replace(ASKED, methods={"1f1b": OURS}, batches_per_device=(Fraction(1, 2), Fraction(2)), alternatives=10)
+    found = tradeoff(asked, budget_s=1e-3)
+    assert set(found.unproved) == {("1f1b", Fraction(1, 2)), ("1f1b", Fraction(2))}
+    assert found.missing == ()
+
+
+def test_a_long_time_limit_changes_nothing(curves):
+    few = replace(ASKED, methods={"1f1b": MEGATRON})
+    found = tradeoff(few, budget_s=600.0)
+    assert found.unproved == ()
+    assert [step_s(one) for one in found.points] == [step_s(one) for one in curves.points if one.method == "1f1b"]
+
+
 def test_problems_are_reported_all_at_once():
     with pytest.raises(ConfigError) as error:
         Training(tokens=0, critical_batch=0.5)

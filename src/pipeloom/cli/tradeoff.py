@@ -36,7 +36,7 @@ from pipeloom.predict.describe import changed_cluster, load_or_note
 from pipeloom.terminal.progress import Bar
 from pipeloom.terminal.words import unknown_name
 from pipeloom.workload.dtypes import Dtype, dtype_of
-from pipeloom.workload.limits import ClusterName, Common, Headroom, ModelName, Names
+from pipeloom.workload.limits import ClusterName, Common, Headroom, ModelName, Names, Positive
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.run import Attention
 
@@ -84,6 +84,9 @@ class Options(Goals):
     """Attention kernel."""
     headroom: Headroom = HEADROOM
     """Fraction of the memory of every device that layouts leave free, as in pipeloom plan."""
+    budget_s: Common[Positive | None] = None
+    """Most seconds of the searches, in equal parts for each method and batch. Parts that end early are named. None: no
+    limit."""
     json: Common[bool] = False
     """Print JSON for programs. docs/tradeoff.md lists its keys."""
     plot: Common[Annotated[Path | None, Output("picture")]] = None
@@ -108,7 +111,12 @@ def run(words: list[str]) -> int:
     columns = (TextColumn("searches {task.completed}/{task.total}"), BarColumn(bar_width=24), TimeElapsedColumn())
     total = len(inputs.methods) * len(inputs.batches_per_device)
     with Bar(sys.stderr, *columns, total=total, transient=True) as bar:
-        curves = tradeoff(inputs, lambda done, _: bar.update(done))
+        curves = tradeoff(inputs, lambda done, _: bar.update(done), budget_s=options.budget_s)
+    if not curves.points and curves.unproved:
+        raise UserError(
+            "no layout that fits was found in that time: use a larger --budget-s, or fewer --methods and "
+            "--batch-per-device"
+        )
     if not curves.points:
         raise UserError(
             f"no layout of any method fits {inputs.question.num_devices} devices of {inputs.question.cluster.name}: "
@@ -287,6 +295,7 @@ def to_json(curves: Curves, goal: Goal | None = None) -> dict[str, Any]:
         ],
         "front": [numbers[id(point)] for point in curves.front],
         "missing": [{"method": method, "batch_per_device": float(batch)} for method, batch in curves.missing],
+        "unproved": [{"method": method, "batch_per_device": float(batch)} for method, batch in curves.unproved],
         "goal": goal
         and {
             **limits_to_json(goal),

@@ -129,6 +129,12 @@ def _notes(curves: Curves) -> Iterator[str]:
                 f"on {', '.join(counts)} devices the best batch is the {end} that was tried, {float(batch):g} per "
                 "device; set others with --batch-per-device"
             )
+    if curves.unproved:
+        tried = len(inputs.methods) * len(batches)
+        yield (
+            f"of {tried} methods and batches the time was up for {len(curves.unproved)}; a larger --budget-s may find "
+            "faster layouts"
+        )
     for method in inputs.methods:
         missing = [f"{float(batch):g}" for name, batch in curves.missing if name == method]
         if missing:
