@@ -119,6 +119,9 @@ def test_every_problem_is_reported_at_once(capsys):
         (("--software", "pipeloom", "nanotron"), "--software takes one program for all methods, found pipeloom, nano"),
         (("--software", "breadth-first=megatron-2021"), "breadth-first: megatron-2021 has no family 'breadth-first'"),
         (("--critical-batch", "9", "--critical-batch-tokens", "9"), "found both"),
+        (("--for", "megatron", "--software", "pipeloom"), "--for megatron and --software both name the program"),
+        (("--for", "megatron", "--methods", "gpipe"), "gpipe: Megatron-LM (priced as megatron-core) has no family"),
+        (("--for", "torchtitan"), "model.family gpt2: the export to torchtitan supports llama and qwen3 only"),
         (("--plot", "curves.gif"), "expected a file ending in one of .png"),
         (("--model", "gpt-52b", "--budget-s", "1e-9"), "no layout that fits was found in that time: use a larger"),
         (("--model", "gpt-1t"), "no layout of any method fits 16 devices of dgx-a100"),
@@ -127,6 +130,21 @@ def test_every_problem_is_reported_at_once(capsys):
 def test_one_mistake_is_one_clear_message(capsys, words, message):
     assert main([*ASKED, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_layouts_are_those_that_another_program_can_run(capsys):
+    words = (*ASKED[:8], "16", "--batch-per-device", "2", "--for", "megatron")
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["launcher"] == "megatron"
+    assert found["methods"] == dict.fromkeys(("depth-first", "1f1b", "data-parallel"), "megatron-core")
+    for point in found["points"]:
+        # Megatron-LM interleaves whole groups only.
+        assert point["loops"] == 1 or point["num_microbatches"] % point["pp"] == 0
+    assert main(list(words)) == 0
+    assert "program   Megatron-LM (only what it can run, at the measured speed of megatron-core)" in (
+        capsys.readouterr().out
+    )
 
 
 def test_what_a_time_limit_cut_short_is_a_sentence(capsys, monkeypatch):

@@ -13,7 +13,8 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cli.flags import SOURCE, read_flags
 from pipeloom.cli.goals import Goals, goal_of, priced, tokens_of
 from pipeloom.cli.plan_json import limits_to_json, step_to_json
-from pipeloom.cli.reference import Command, Output
+from pipeloom.cli.plan_request import program_problems
+from pipeloom.cli.reference import Command, Flag, Output
 from pipeloom.cli.tradeoff_text import print_curves
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
@@ -28,6 +29,7 @@ from pipeloom.planner.tradeoff import (
     Tradeoff,
     cluster_problems,
     default_critical_batch,
+    has_method,
     scaling_problems,
     tradeoff,
     whole_batches,
@@ -36,6 +38,7 @@ from pipeloom.predict.describe import changed_cluster, load_or_note
 from pipeloom.terminal.progress import Bar
 from pipeloom.terminal.words import unknown_name
 from pipeloom.workload.dtypes import Dtype, dtype_of
+from pipeloom.workload.launchers import LAUNCHERS, Launcher, LauncherName
 from pipeloom.workload.limits import ClusterName, Common, Headroom, ModelName, Names, Positive
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.run import Attention
@@ -73,10 +76,14 @@ class Options(Goals):
     """Search all layouts of each cluster instead, which takes several times as long."""
     batch_per_device: tuple[str, ...] = ()
     """Sequences of the global batch per device, such as 1/8 or 0.125. None: powers of two from 1/8 to 8."""
-    methods: Common[tuple[Annotated[str, Names("methods")], ...]] = METHODS
-    """Methods to compare. data-parallel has no pipeline: DP, or FSDP if weights are sharded."""
-    software: tuple[str, ...] = ("pipeloom",)
-    """Training programs, names of the catalog or files. PROGRAM holds for all methods, METHOD=PROGRAM for one."""
+    methods: Common[tuple[Annotated[str, Names("methods")], ...]] = ()
+    """Methods to compare. data-parallel has no pipeline: DP, or FSDP if weights are sharded. None: all that the
+    training programs have."""
+    launcher: Annotated[Common[LauncherName | None], Flag("for")] = None
+    """Search what this program can run, at its measured speed. None: pipeloom, or --software."""
+    software: tuple[str, ...] = ()
+    """Training programs, names of the catalog or files. PROGRAM holds for all methods, METHOD=PROGRAM for one. None:
+    pipeloom."""
     dtype: Common[Dtype | None] = None
     """Data type of weights and activations. None: on GPUs bfloat16, or float16 where they lack it, and float32 on
     CPUs."""
@@ -150,7 +157,9 @@ def inputs_of(options: Options, goal: Goal | None, problems: list[str]) -> Trade
         cluster = priced(cluster, max(options.devices, default=1), options, goal, problems)
         problems += cluster_problems(cluster)
         cluster = changed_cluster(cluster, options.what_if, max(options.devices, default=1), problems)
-    methods = _methods(options, problems)
+    launcher = LAUNCHERS[options.launcher or "pipeloom"]
+    problems += program_problems(options.launcher, options.software)
+    methods = _methods(options, launcher, problems)
     # The smallest: layouts grow along their data axis, so what fits there fits with more devices, too.
     reference = options.reference or min(options.devices, default=1)
     batches = _batches(options, problems)
@@ -160,12 +169,13 @@ def inputs_of(options: Options, goal: Goal | None, problems: list[str]) -> Trade
         raise ConfigError(problems, SOURCE)
     return Tradeoff(
         question=make_question(
-            shape,
+            options.model,
             cluster,
             num_devices=reference,
             global_batch=1,
             seq=options.seq,
-            software=next(iter(methods.values())),
+            software=next(iter(methods.values())) if launcher.is_own else None,
+            launcher=launcher.name,
             dtype=options.dtype,
             attention=options.attention,
             headroom=options.headroom,
@@ -178,14 +188,14 @@ def inputs_of(options: Options, goal: Goal | None, problems: list[str]) -> Trade
     )
 
 
-def _methods(options: Options, problems: list[str]) -> dict[str, Software]:
-    """Method -> program; unknown methods are left to the question."""
+def _methods(options: Options, launcher: Launcher, problems: list[str]) -> dict[str, Software]:
+    """Method -> program; where none are named, those that their programs have."""
     general = [word for word in options.software if "=" not in word]
     if len(general) > 1:
         problems.append(
             f"--software takes one program for all methods, found {', '.join(general)}; METHOD=PROGRAM is for one"
         )
-    chosen = dict.fromkeys(options.methods, (general or ["pipeloom"])[0])
+    chosen = dict.fromkeys(options.methods or METHODS, (general or [launcher.software])[0])
     for word in options.software:
         method, sign, program = word.partition("=")
         if sign and method not in chosen:
@@ -195,7 +205,8 @@ def _methods(options: Options, problems: list[str]) -> dict[str, Software]:
     known = {program: load_or_note(load_software, program, problems) for program in set(chosen.values())}
     unknown = [method for method in chosen if method not in METHODS]
     problems += [unknown_name("method", name, METHODS) for name in unknown]
-    return {method: software for method, program in chosen.items() if (software := known[program]) is not None}
+    found = {method: software for method, program in chosen.items() if (software := known[program]) is not None}
+    return {method: one for method, one in found.items() if options.methods or has_method(one, method)}
 
 
 def _batches(options: Options, problems: list[str]) -> tuple[Fraction, ...]:
@@ -283,6 +294,7 @@ def to_json(curves: Curves, goal: Goal | None = None) -> dict[str, Any]:
         **asdict(inputs.training),
         "price_per_device_hour": inputs.question.cluster.price_per_device_hour,
         "reference_devices": inputs.question.num_devices,
+        "launcher": inputs.question.launcher.name,
         "methods": {method: software.name for method, software in inputs.methods.items()},
         "points": [_point_to_json(point) for point in curves.points],
         "best": [

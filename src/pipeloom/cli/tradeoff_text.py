@@ -6,6 +6,7 @@ from rich.table import Table
 
 from pipeloom.cli.goals import choice_lines, cost_cells
 from pipeloom.cli.plan_layouts import layout_key, settings_words, short_cells, table_of_cells
+from pipeloom.cli.plan_text import program_words
 from pipeloom.cli.run_config import dtype_words
 from pipeloom.planner.comparison import without_pipeline
 from pipeloom.planner.error_bar import ErrorBar, error_bar
@@ -41,7 +42,7 @@ def _question_lines(curves: Curves) -> Iterator[tuple[str, str]]:
     yield "model", f"{question.shape.name}, sequences of {question.seq:,} tokens, {dtype}"
     cost = "without a price (--price)" if price is None else f"at {in_dollars(price)} per device-hour"
     yield "cluster", f"{question.cluster.name} {cost}"
-    yield "program", by_method if len(programs) > 1 else next(iter(programs))
+    yield "program", by_method if len(programs) > 1 else program_words(inputs.question)
     yield "tokens", f"{training.tokens:.4g} with small batches, times 1 + B / B_crit"
     yield "B_crit", f"{training.critical_batch:,.0f} sequences"
     scaled = f"searched on {question.num_devices:,} devices, scaled by the data axis and simulated again"

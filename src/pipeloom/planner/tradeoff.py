@@ -52,6 +52,11 @@ METHODS = ("breadth-first", "depth-first", "1f1b", "gpipe", DATA_PARALLEL)
 """Looped pipelines with at least two loops, pipelines with one, and data parallelism without a pipeline (DP, FSDP)."""
 
 
+def has_method(software: Software, method: str) -> bool:
+    """Whether a program has the schedules of a method."""
+    return method == DATA_PARALLEL or not software.families or method in software.families
+
+
 def critical_batch_tokens(parameters: float) -> float:
     """Tokens of the critical batch at the loss that a model converges to: B* / L^(1 / 0.21).
 
