@@ -471,6 +471,9 @@ def test_wrong_goals_are_one_message(model, tmp_path, capsys):
     assert "'dgx-1-v100' has no price_per_device_hour, which the goal needs" in capsys.readouterr().err
     assert main(command) == 2
     assert "found 2 of these; name one, or let a goal choose" in capsys.readouterr().err
+    assert main([*words(model), *SMALL, "--tokens", "1B", "--deadline", "9w"]) == 0
+    out = capsys.readouterr().out
+    assert "the training of the fewest device-hours within 63 days" in out
     assert main([*words(model), *SMALL, "--tokens", "1B", "--deadline", "9w", "--price", "2", "--json"]) == 0
     training = json.loads(capsys.readouterr().out)["training"]
     assert training["dollars"] == pytest.approx(training["days"] * 24 * 4 * 2)

@@ -113,6 +113,17 @@ def test_the_answer_names_the_interval_the_layouts_and_the_time_of_a_move(capsys
     assert "best division" in out
 
 
+def test_a_search_that_was_cut_short_is_a_sentence(capsys, tmp_path):
+    table = tmp_path / "failures.csv"
+    table.write_text("hours,node,state\n10,3,down\n20,3,up\n")
+    words = ["--trace", str(table), "--checkpoint-time", "20s"]
+    assert main([*RUN[:-1], "0.01", *words]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the search was cut short after 0.01 s; a larger --budget-s may find faster layouts" in out
+    # Fewer replicas take part in it.
+    assert "3 up, planned anew 2" in out
+
+
 def test_no_way_is_faster_than_the_fastest_layout_on_all_nodes(often):
     """On three of four nodes the planner finds a faster layout than the run has on all of them."""
     for one in often["ways"].values():

@@ -41,7 +41,7 @@ TRAINING = Training(tokens=1e11, critical_batch=1000)
 ASKED = Tradeoff(
     question=QUESTION,
     training=TRAINING,
-    methods={"breadth-first": OURS, "1f1b": MEGATRON, "no-pipeline": OURS},
+    methods={"breadth-first": OURS, "1f1b": MEGATRON, "data-parallel": OURS},
     device_counts=(16, 64),
     batches_per_device=(Fraction(1, 2), Fraction(2)),
     alternatives=2,
@@ -110,7 +110,7 @@ def test_points_keep_their_axes_and_batch_per_device_and_their_method(curves):
         run, family = point.step.run, point.step.knobs.choice.family
         assert run.num_devices == point.num_devices
         assert run.global_batch == point.batch_per_device * point.num_devices
-        assert (run.pp == 1) == (point.method == "no-pipeline")
+        assert (run.pp == 1) == (point.method == "data-parallel")
         assert point.step.software.name == ASKED.methods[point.method].name
         if point.method == "1f1b":
             assert (family, run.loops) == ("1f1b", 1)
@@ -129,11 +129,11 @@ def test_the_best_of_a_cluster_is_its_fastest_and_the_front_is_made_of_them(curv
         assert curves.best(count, "1f1b").seconds == min(p.seconds for p in of_size if p.method == "1f1b")
     assert {id(point) for point in curves.front} <= {id(curves.best(count)) for count in ASKED.device_counts}
     assert curves.front[0] is curves.best(64)
-    assert [point.num_devices for point in curves.curve("no-pipeline")] == [16, 64]
+    assert [point.num_devices for point in curves.curve("data-parallel")] == [16, 64]
 
 
 def test_a_smaller_critical_batch_costs_more_and_never_asks_for_larger_batches(curves):
-    few = {name: ASKED.methods[name] for name in ("1f1b", "no-pipeline")}
+    few = {name: ASKED.methods[name] for name in ("1f1b", "data-parallel")}
     tight = tradeoff(replace(ASKED, methods=few, training=replace(TRAINING, critical_batch=50)))
     for before, after in zip([one for one in curves.points if one.method in few], tight.points, strict=True):
         assert step_s(after) == step_s(before)
@@ -170,6 +170,20 @@ def test_progress_is_reported_after_every_method_and_batch_and_what_fits_nowhere
     assert found.front == []
 
 
+def test_what_a_time_limit_cuts_short_is_listed_and_not_as_what_fits_nowhere():
+    asked = replace(ASKED, methods={"1f1b": OURS}, batches_per_device=(Fraction(1, 2), Fraction(2)), alternatives=10)
+    found = tradeoff(asked, budget_s=1e-3)
+    assert set(found.unproved) == {("1f1b", Fraction(1, 2)), ("1f1b", Fraction(2))}
+    assert found.missing == ()
+
+
+def test_a_long_time_limit_changes_nothing(curves):
+    few = replace(ASKED, methods={"1f1b": MEGATRON})
+    found = tradeoff(few, budget_s=600.0)
+    assert found.unproved == ()
+    assert [step_s(one) for one in found.points] == [step_s(one) for one in curves.points if one.method == "1f1b"]
+
+
 def test_problems_are_reported_all_at_once():
     with pytest.raises(ConfigError) as error:
         Training(tokens=0, critical_batch=0.5)
@@ -198,4 +212,4 @@ def test_limits_of_the_question_hold_for_every_method():
     limited = replace(QUESTION, limits=Limits(tp=(2,), pp=(1, 4)))
     for method in METHODS:
         found = search(replace(of_method(limited, method, OURS), global_batch=16), 1).best
-        assert (found.run.tp, found.run.pp) == (2, 1 if method == "no-pipeline" else 4)
+        assert (found.run.tp, found.run.pp) == (2, 1 if method == "data-parallel" else 4)

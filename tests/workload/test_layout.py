@@ -68,6 +68,19 @@ def test_ranks_that_share_experts_are_neighbors_and_those_with_the_same_ones_a_s
     assert (layout.expert_shard, Layout(pp=1, dp=2, ep=2, shard="full").expert_shard) == ("full", "none")
 
 
+def test_fewer_replicas_keep_the_ranks_that_share_state_and_one_alone_shares_none():
+    layout = Layout(pp=2, dp=8, replicate=4, shard="full", num_microbatches=6)
+    assert [(one.dp, one.replicate, one.shard) for one in layout.with_fewer_replicas(16)] == [
+        (6, 3, "full"),
+        (4, 2, "full"),
+        (3, None, "full"),
+        (2, None, "full"),
+        (1, None, "none"),
+    ]
+    of_context = Layout(pp=1, dp=2, cp=2, shard="full", num_microbatches=1)
+    assert [(one.dp, one.shard) for one in of_context.with_fewer_replicas(2)] == [(1, "full")]
+
+
 def test_fewer_replicas_share_experts_where_they_still_divide_them():
     layout = Layout(pp=1, dp=4, ep=4, num_microbatches=3)
     assert [(one.dp, one.ep, one.num_microbatches) for one in layout.with_fewer_replicas(3)] == [

@@ -24,7 +24,8 @@ class Goals(WhatIf):
     max_dollars: Common[str | None] = None
     """Goal: highest price of it, such as 200k or 1.5M. None: no limit."""
     objective: Common[Objective | None] = None
-    """What is least within these limits. None: time where only --max-dollars is given, else cost."""
+    """What is least within these limits. Without a price, cost is that of device-hours. None: time where only
+    --max-dollars is given, else cost."""
     price: float | None = None
     """Dollars per device-hour. None: that of the cluster's file."""
 
@@ -55,10 +56,9 @@ def priced(cluster: Cluster, num_devices: int, flags: Goals, goal: Goal | None, 
     price = flags.price
     if price is None:
         if goal is not None and goal.needs_price and cluster.price_per_hour(num_devices) is None:
-            other = "" if goal.max_dollars < inf else ", or use --objective time"
             problems.append(
                 f"the cluster '{cluster.name}' has no price_per_device_hour, which the goal needs: set one in its "
-                f"file, or with --price{other}"
+                "file, or with --price"
             )
         return cluster
     if cluster.num_devices is not None:
@@ -74,9 +74,9 @@ def priced(cluster: Cluster, num_devices: int, flags: Goals, goal: Goal | None, 
 
 
 def cost_words(cost: Costed) -> str:
-    """Days and dollars."""
-    dollars = "no price" if cost.dollars is None else in_dollars(cost.dollars)
-    return f"{_days(cost.seconds)}, {dollars}"
+    """Days and dollars, or device-hours without a price."""
+    hours = f"{cost.device_hours:,.0f} device-hours"
+    return f"{_days(cost.seconds)}, {hours if cost.dollars is None else in_dollars(cost.dollars)}"
 
 
 def _days(seconds: float) -> str:
@@ -85,8 +85,12 @@ def _days(seconds: float) -> str:
 
 
 def cost_cells(cost: Cost) -> dict[str, str]:
-    """Title of a column -> days and dollars."""
-    return {"days": in_days(cost.days), "price": "-" if cost.dollars is None else in_dollars(cost.dollars)}
+    """Title of a column -> days, and dollars or, without a price, device-hours; ``-`` for the other one."""
+    return {
+        "days": in_days(cost.days),
+        "price": "-" if cost.dollars is None else in_dollars(cost.dollars),
+        "device-hours": f"{cost.device_hours:,.0f}" if cost.dollars is None else "-",
+    }
 
 
 def training_words(training: Training, batch: int, cost: Cost, layout: str) -> str:
@@ -128,7 +132,9 @@ def choice_lines(
     best = goal.best(among)
     better = _better_words(goal.better(best, least))
     if best is not None:
-        what = " ".join([f"the {_LEAST[goal.objective]} training", *limits])
+        has_hours = goal.objective == "cost" and best.dollars is None
+        kind = "the training of the fewest device-hours" if has_hours else f"the {_LEAST[goal.objective]} training"
+        what = " ".join([kind, *limits])
         return [f"{what}: {name(best)}: {cost_words(best)}", *better, _margin(goal, best, error_bar(best))]
     fast = min(among, key=lambda one: one.seconds)
     words = [f"nothing is {' and '.join(limits)}: the fastest training takes {cost_words(fast)} ({name(fast)})"]
@@ -153,6 +159,8 @@ def _margin(goal: Goal, best: Costed, bar: ErrorBar) -> str:
         return "its error is unknown: no prediction for these devices was compared with a measured step"
     error = bar.errors.mean_abs_error
     longer = 1 / (1 - error)  # errors are fractions of measured step times
-    worse = Cost(best.seconds * longer, None if best.dollars is None else best.dollars * longer)
+    dollars = None if best.dollars is None else best.dollars * longer
+    worse = Cost(best.seconds * longer, dollars, best.device_hours * longer)
     is_close = "" if goal.is_met(worse) else ", which is beyond the goal: leave a margin"
-    return f"predictions {error:.0%} too short, their mean error, make it {cost_words(worse)}{is_close}"
+    measured = "their mean error, which may be larger for such layouts," if bar.unlike else "their mean error,"
+    return f"predictions {error:.0%} too short, {measured} make it {cost_words(worse)}{is_close}"

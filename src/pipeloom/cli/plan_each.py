@@ -68,6 +68,7 @@ class _Offer:
     step: SimulatedStep
     seconds: float
     dollars: float | None
+    device_hours: float
 
 
 def run_each(options: Options, requests: Mapping[Choice, Request | UserError], words: list[str]) -> int:
@@ -135,7 +136,7 @@ def _offers(answers: Sequence[_Answer]) -> list[_Offer]:
     found = list[_Offer]()
     for one in answers:
         if one.plan is not None and one.step is not None and (cost := _cost(one)) is not None:
-            found.append(_Offer(one, one.plan, one.step, cost.seconds, cost.dollars))
+            found.append(_Offer(one, one.plan, one.step, cost.seconds, cost.dollars, cost.device_hours))
     return found
 
 
@@ -160,7 +161,8 @@ def _sections(answers: Sequence[_Answer], offers: Sequence[_Offer], goal: Goal |
     section.parts.append([*lacks, *errors])
     training = next((one.request.training for one in answers if one.request is not None), None)
     if training is not None:
-        section.parts.append(f"days, price: of {training.tokens:.4g} tokens, without a margin for the error")
+        cost = "device-hours" if all(one.dollars is None for one in offers) else "price"
+        section.parts.append(f"days, {cost}: of {training.tokens:.4g} tokens, without a margin for the error")
     yield section
     if goal is not None and offers:
         lines = choice_lines(goal, offers, _offer_words, lambda offer: offer.plan.error_bar, _least_costs(answers))

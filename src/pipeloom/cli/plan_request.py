@@ -167,12 +167,17 @@ def _flag_problems(options: Options, answers: int, inputs: _Inputs) -> Iterator[
         yield f"--row {options.row} has no effect without --out, --export or --html; give one of them or leave it out"
     if options.row > options.best:
         yield f"--row must be at most --best {options.best}, found {options.row}"
-    if options.launcher is not None and options.software is not None:
-        yield f"--for {options.launcher} and --software both name the program; leave one of them out"
+    yield from program_problems(options.launcher, options.software)
     if options.has_goal and options.tokens is None:
         yield "--deadline, --max-dollars and --objective need the tokens of the training, such as --tokens 1T"
     if answers > 1:
         yield from _problems_of_several(options, answers, has_goal=inputs.goal is not None)
+
+
+def program_problems(launcher: str | None, software: object) -> Iterator[str]:
+    """That both flags name the program; ``software`` is false where it is not given."""
+    if launcher is not None and software:
+        yield f"--for {launcher} and --software both name the program; leave one of them out"
 
 
 def _problems_of_several(options: Options, answers: int, *, has_goal: bool) -> Iterator[str]:
@@ -300,15 +305,7 @@ def _wanted(inputs: _Inputs, model: ModelConfig | ModelShape, precision: Precisi
         options.attention or ("flash2" if config is None else config.machine.attention),
         boundary=inputs.boundary,
     )
-    if config is None:
-        return wanted
-    return replace(
-        wanted,
-        optimizer=config.optimizer.name,
-        update=config.optimizer.known_update,
-        has_adapters=config.adapter.rank is not None,
-        by_document=config.data.by_document,
-    )
+    return wanted if config is None else wanted.by(config)
 
 
 def _first(*values: Any) -> Any:

@@ -84,7 +84,7 @@ def least_costs(plan: Plan, training: Training, among: str = "") -> list[Least]:
     if plan.open_bound_s is None:
         return []
     cost = training.least_cost(plan.question, plan.open_bound_s)
-    return [Least(cost.seconds, cost.dollars, among)]
+    return [Least(cost.seconds, cost.dollars, cost.device_hours, among)]
 
 
 def print_next(words: Sequence[str], launcher: Launcher, programs: Sequence[str]) -> None:
@@ -132,7 +132,8 @@ def _question_lines(plan: Plan) -> Iterator[str]:
         f"{shape.name or 'model'}, {parameters(shape.parameters, shape.active_parameters)}, {question.global_batch:,} "
         f"sequences of {question.seq:,} tokens a step, "
         f"{dtype_words(question.precision, question.products, is_default=question.has_default_dtype)}; "
-        f"{question.num_devices:,} x {_devices(question)} ({question.cluster.name}), trained by {_program(question)}"
+        f"{question.num_devices:,} x {_devices(question)} ({question.cluster.name}), trained by "
+        f"{program_words(question)}"
     )
     proof = "; by prediction, none of these is among the best" if plan.best is not None else ""
     if plan.open_bound_s is not None:
@@ -160,7 +161,8 @@ def unsearched_words(plan: Plan) -> str:
     return f"{why}: {count(number, 'layout')} not searched, which take {least}"
 
 
-def _program(question: Question) -> str:
+def program_words(question: Question) -> str:
+    """The program that starts the layouts, and whose speed they have."""
     if question.launcher.is_own:
         return question.software.name
     return f"{question.launcher.title} (only what it can run, at the measured speed of {question.software.name})"

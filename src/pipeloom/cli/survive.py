@@ -3,7 +3,7 @@
 import csv
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
@@ -18,7 +18,7 @@ from pipeloom.cli.reference import Command
 from pipeloom.cli.run_config import PREDICTIONS, parse_config
 from pipeloom.config import RunConfig
 from pipeloom.errors import ConfigError
-from pipeloom.planner.fewer_nodes import OnNodes, Ways, fewer_replicas, nodes_of, planned, waits
+from pipeloom.planner.fewer_nodes import OnNodes, Ways, fewer_replicas, launcher_of, nodes_of, planned, waits
 from pipeloom.planner.goals import DAY_S, SPANS, amount_or_note
 from pipeloom.planner.left_out import unpriced
 from pipeloom.planner.peers import Served, Swarm, serve
@@ -124,7 +124,7 @@ def run(words: list[str]) -> int:
     numbers = sorted(numbers_up(hazard.events, hazard.num_nodes))
     ways = {"wait for the node": waits(options), "fewer replicas": fewer_replicas(options)}
     if not unpriced(options):
-        ways["planned anew"] = planned(options, options.budget_s, numbers)
+        ways["planned anew"] = planned(options, options.budget_s, numbers, ways["fewer replicas"])
     layouts = {name: _layouts(way, numbers, name) for name, way in ways.items()}
     fastest_s = min(on.step_s for each in layouts.values() for on in each.values())
     walks = [_walk(hazard, name, each, stops, fastest_s) for name, each in layouts.items()]
@@ -253,7 +253,7 @@ def _hazard(options: Options, problems: list[str]) -> _Hazard | None:
     span_s = _FAILURES * (mtbf_s + repair_s) / num_nodes
     events = random_events(num_nodes, mtbf_s, repair_s, span_s)
     each = count(_FAILURES, "random failure")
-    words = f"{each}: a node fails every {_span(mtbf_s)} in the mean, and is back after {_span(repair_s)}"
+    words = f"{each}: each node fails every {_span(mtbf_s)} in the mean, and is back after {_span(repair_s)}"
     return _Hazard(events=events, mtbf_s=mtbf_s, num_nodes=num_nodes, span_s=span_s, words=words)
 
 
@@ -319,12 +319,12 @@ def _sections(options: Options, hazard: _Hazard, stops: Stops, walks: list[_Walk
             f"steps wait {_span(stops.checkpoint_s)} for one: --checkpoint.every-s "
             f"{stops.interval_s:.0f}"
         ),
-        *(f"no layout is planned anew: {reason}" for reason in unpriced(options).values()),
+        *_on_plans(options, walks[-1].layouts.values()),
     ]
     words = (
         "Shares of the time. useful is the goodput: progress at the speed of the fastest layout on all nodes. slower "
         "is lost where steps take longer than with that one, repeated are steps since the last checkpoint, waiting is "
-        "time in which no layout fits."
+        "time with too few nodes for any layout of that way."
     )
     fastest_s = walks[0].fastest_s
     if fastest_s < step_s:
@@ -346,6 +346,21 @@ def _sections(options: Options, hazard: _Hazard, stops: Stops, walks: list[_Walk
     }:
         parts.append(Section("Layouts", parts=[table_of_cells("", rows)], is_wide=True))
     return parts
+
+
+def _on_plans(options: Options, layouts: Iterable[OnNodes]) -> Iterator[str]:
+    """Why no layout is planned anew, or for which other program, and whether longer searches may find faster ones."""
+    if refused := unpriced(options):
+        yield from (f"no layout is planned anew: {reason}" for reason in refused.values())
+        return
+    launcher = launcher_of(options, describe(options))
+    if not launcher.is_own:
+        yield f"layouts are planned anew for {launcher.title}: only what it can run"
+    if not all(one.is_proved for one in layouts):
+        yield (
+            f"for some numbers of nodes the search was cut short after {options.budget_s:g} s; a larger --budget-s may "
+            "find faster layouts"
+        )
 
 
 def _peers_section(swarm: Swarm, served: Sequence[Served]) -> Section:

@@ -7,21 +7,17 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cli.flags import SOURCE, read_flags
-from pipeloom.cli.goals import Goals, choice_lines, cost_cells, goal_of, priced, tokens_of
-from pipeloom.cli.layout_tables import short_cells, table_of_cells
+from pipeloom.cli.goals import Goals, goal_of, priced, tokens_of
 from pipeloom.cli.plan_json import limits_to_json, step_to_json
-from pipeloom.cli.plan_layouts import settings_words
-from pipeloom.cli.reference import Command, Output
-from pipeloom.cli.run_config import dtype_words
+from pipeloom.cli.plan_request import program_problems
+from pipeloom.cli.reference import Command, Flag, Output
+from pipeloom.cli.tradeoff_text import print_curves
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.planner.error_bar import error_bar
 from pipeloom.planner.goals import Goal, Training
 from pipeloom.planner.plan import make_question
 from pipeloom.planner.question import HEADROOM
@@ -33,16 +29,17 @@ from pipeloom.planner.tradeoff import (
     Tradeoff,
     cluster_problems,
     default_critical_batch,
+    has_method,
     scaling_problems,
     tradeoff,
     whole_batches,
 )
 from pipeloom.predict.describe import changed_cluster, load_or_note
-from pipeloom.terminal.console import headed, print_table, table, wide_console
 from pipeloom.terminal.progress import Bar
-from pipeloom.terminal.words import in_dollars, unknown_name
+from pipeloom.terminal.words import unknown_name
 from pipeloom.workload.dtypes import Dtype, dtype_of
-from pipeloom.workload.limits import ClusterName, Common, Headroom, ModelName, Names
+from pipeloom.workload.launchers import LAUNCHERS, Launcher, LauncherName
+from pipeloom.workload.limits import ClusterName, Common, Headroom, ModelName, Names, Positive
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.run import Attention
 
@@ -79,10 +76,14 @@ class Options(Goals):
     """Search all layouts of each cluster instead, which takes several times as long."""
     batch_per_device: tuple[str, ...] = ()
     """Sequences of the global batch per device, such as 1/8 or 0.125. None: powers of two from 1/8 to 8."""
-    methods: Common[tuple[Annotated[str, Names("methods")], ...]] = METHODS
-    """Methods to compare."""
-    software: tuple[str, ...] = ("pipeloom",)
-    """Training programs, names of the catalog or files. PROGRAM holds for all methods, METHOD=PROGRAM for one."""
+    methods: Common[tuple[Annotated[str, Names("methods")], ...]] = ()
+    """Methods to compare. data-parallel has no pipeline: DP, or FSDP if weights are sharded. None: all that the
+    training programs have."""
+    launcher: Annotated[Common[LauncherName | None], Flag("for")] = None
+    """Search what this program can run, at its measured speed. None: pipeloom, or --software."""
+    software: tuple[str, ...] = ()
+    """Training programs, names of the catalog or files. PROGRAM holds for all methods, METHOD=PROGRAM for one. None:
+    pipeloom."""
     dtype: Common[Dtype | None] = None
     """Data type of weights and activations. None: on GPUs bfloat16, or float16 where they lack it, and float32 on
     CPUs."""
@@ -90,6 +91,9 @@ class Options(Goals):
     """Attention kernel."""
     headroom: Headroom = HEADROOM
     """Fraction of the memory of every device that layouts leave free, as in pipeloom plan."""
+    budget_s: Common[Positive | None] = None
+    """Most seconds of the searches, in equal parts for each method and batch. Parts that end early are named. None: no
+    limit."""
     json: Common[bool] = False
     """Print JSON for programs. docs/tradeoff.md lists its keys."""
     plot: Common[Annotated[Path | None, Output("picture")]] = None
@@ -110,11 +114,16 @@ def run(words: list[str]) -> int:
     """Parse the arguments, search, print."""
     options, problems = read_flags(COMMAND, words)
     goal = goal_of(options, problems)
-    inputs = inputs_of(options, problems)
+    inputs = inputs_of(options, goal, problems)
     columns = (TextColumn("searches {task.completed}/{task.total}"), BarColumn(bar_width=24), TimeElapsedColumn())
     total = len(inputs.methods) * len(inputs.batches_per_device)
     with Bar(sys.stderr, *columns, total=total, transient=True) as bar:
-        curves = tradeoff(inputs, lambda done, _: bar.update(done))
+        curves = tradeoff(inputs, lambda done, _: bar.update(done), budget_s=options.budget_s)
+    if not curves.points and curves.unproved:
+        raise UserError(
+            "no layout that fits was found in that time: use a larger --budget-s, or fewer --methods and "
+            "--batch-per-device"
+        )
     if not curves.points:
         raise UserError(
             f"no layout of any method fits {inputs.question.num_devices} devices of {inputs.question.cluster.name}: "
@@ -125,19 +134,18 @@ def run(words: list[str]) -> int:
     if options.json:
         print(json.dumps(to_json(curves, goal)))
     else:
-        print_curves(curves, has_default_batch=options.critical_batch is options.critical_batch_tokens is None)
+        print_curves(curves, goal, _sources(options, inputs))
         if options.plot is not None:
-            print(f"picture   {options.plot}")
-        if goal is not None:
-            _print_choice(goal, curves)
+            print(f"\npicture: {options.plot}")
     return 0 if goal is None or goal.best(curves.points) is not None else 1
 
 
-def inputs_of(options: Options, problems: list[str]) -> Tradeoff:
+def inputs_of(options: Options, goal: Goal | None, problems: list[str]) -> Tradeoff:
     """The question.
 
     Args:
         options: of the command.
+        goal: of the training, which may need a price.
         problems: what is wrong with its words.
 
     Raises:
@@ -146,10 +154,12 @@ def inputs_of(options: Options, problems: list[str]) -> Tradeoff:
     shape = load_or_note(lambda name: load_model(name, options.seq), options.model, problems)
     cluster = load_or_note(load_cluster, options.cluster, problems)
     if cluster is not None:
-        cluster = priced(cluster, max(options.devices, default=1), options, None, problems)
+        cluster = priced(cluster, max(options.devices, default=1), options, goal, problems)
         problems += cluster_problems(cluster)
         cluster = changed_cluster(cluster, options.what_if, max(options.devices, default=1), problems)
-    methods = _methods(options, problems)
+    launcher = LAUNCHERS[options.launcher or "pipeloom"]
+    problems += program_problems(options.launcher, options.software)
+    methods = _methods(options, launcher, problems)
     # The smallest: layouts grow along their data axis, so what fits there fits with more devices, too.
     reference = options.reference or min(options.devices, default=1)
     batches = _batches(options, problems)
@@ -159,12 +169,13 @@ def inputs_of(options: Options, problems: list[str]) -> Tradeoff:
         raise ConfigError(problems, SOURCE)
     return Tradeoff(
         question=make_question(
-            shape,
+            options.model,
             cluster,
             num_devices=reference,
             global_batch=1,
             seq=options.seq,
-            software=next(iter(methods.values())),
+            software=next(iter(methods.values())) if launcher.is_own else None,
+            launcher=launcher.name,
             dtype=options.dtype,
             attention=options.attention,
             headroom=options.headroom,
@@ -177,14 +188,14 @@ def inputs_of(options: Options, problems: list[str]) -> Tradeoff:
     )
 
 
-def _methods(options: Options, problems: list[str]) -> dict[str, Software]:
-    """Method -> program; unknown methods are left to the question."""
+def _methods(options: Options, launcher: Launcher, problems: list[str]) -> dict[str, Software]:
+    """Method -> program; where none are named, those that their programs have."""
     general = [word for word in options.software if "=" not in word]
     if len(general) > 1:
         problems.append(
             f"--software takes one program for all methods, found {', '.join(general)}; METHOD=PROGRAM is for one"
         )
-    chosen = dict.fromkeys(options.methods, (general or ["pipeloom"])[0])
+    chosen = dict.fromkeys(options.methods or METHODS, (general or [launcher.software])[0])
     for word in options.software:
         method, sign, program = word.partition("=")
         if sign and method not in chosen:
@@ -194,7 +205,8 @@ def _methods(options: Options, problems: list[str]) -> dict[str, Software]:
     known = {program: load_or_note(load_software, program, problems) for program in set(chosen.values())}
     unknown = [method for method in chosen if method not in METHODS]
     problems += [unknown_name("method", name, METHODS) for name in unknown]
-    return {method: software for method, program in chosen.items() if (software := known[program]) is not None}
+    found = {method: software for method, program in chosen.items() if (software := known[program]) is not None}
+    return {method: one for method, one in found.items() if options.methods or has_method(one, method)}
 
 
 def _batches(options: Options, problems: list[str]) -> tuple[Fraction, ...]:
@@ -230,128 +242,35 @@ def _training(options: Options, shape: ModelShape | None, problems: list[str]) -
         return None
 
 
-def _print_choice(goal: Goal, curves: Curves) -> None:
-    """Print the best point within the limits of a goal, or what comes closest to each of them."""
-    inputs = curves.inputs
-    cluster = inputs.question.cluster
-
-    def name(point: Point) -> str:
-        where = f"{point.num_devices:,} devices of {cluster.name}"
-        return f"{where}, {point.method}, {settings_words(point.step)}, batch {point.step.run.global_batch:,}"
-
-    lines = choice_lines(goal, curves.points, name, lambda point: error_bar(cluster, inputs.methods[point.method]))
-    print()
-    for number, line in enumerate(lines):
-        print(f"{'' if number else 'goal':<10}{line}")
-
-
-def print_curves(curves: Curves, *, has_default_batch: bool) -> None:
-    """Print the question, the best of each cluster, and the days and dollars of each method.
-
-    Args:
-        curves: the answer.
-        has_default_batch: whether the critical batch is that of the published fit.
-    """
-    console = wide_console()
-    _print_headline(console, curves, has_default_batch=has_default_batch)
-    console.print(headed("\nThe best method of each cluster size (* on the Pareto front)"))
-    print_table(console, _best_table(curves))
-    console.print(headed("\nDays and dollars of each method at its own best batch"))
-    print_table(console, _method_table(curves))
-    console.print(
-        "micro: micro-batches of each data-parallel rank x sequences in each; sharded, recomp: as pipeloom plan\n"
-        f"on {curves.inputs.question.num_devices}: MFU of the method with that batch per device"
-    )
-    _print_notes(console, curves)
-
-
-def _print_headline(console: Console, curves: Curves, *, has_default_batch: bool) -> None:
-    inputs, training = curves.inputs, curves.inputs.training
-    question, price = inputs.question, inputs.question.cluster.price_per_device_hour
-    source = " (a fit to small models, arXiv 2001.08361)" if has_default_batch else ""
-    programs = {software.name for software in inputs.methods.values()}
-    trained = programs.pop() if len(programs) == 1 else None
-    by_method = ", ".join(f"{method} by {software.name}" for method, software in inputs.methods.items())
-    lines = {
-        "model": f"{question.shape.name}, sequences of {question.seq:,} tokens, "
-        + dtype_words(question.precision, is_default=question.has_default_dtype),
-        "cluster": f"{question.cluster.name} at {in_dollars(price or 0.0)} per device-hour",
-        "program": trained or by_method,
-        "tokens": f"{training.tokens:.4g} with small batches, times 1 + B / B_crit",
-        "B_crit": f"{training.critical_batch:,.0f} sequences{source}",
-        "layouts": "searched on every cluster"
-        if inputs.searches_every_size
-        else f"searched on {question.num_devices:,} devices, scaled by the data axis and simulated again",
-    }
-    for name, text in lines.items():
-        console.print(f"{name:<10}{text}")
-
-
-def _best_table(curves: Curves) -> Table:
-    front = {id(point) for point in curves.front}
-    rows: dict[str, dict[str, str]] = {}
-    for count in curves.inputs.device_counts:
-        point = curves.best(count)
-        if point is not None:
-            cells = short_cells(point.step)
-            del cells["schedule"]  # which the method is
-            rows[f"{count:,}{'*' if id(point) in front else ''}"] = {
-                "method": point.method,
-                **cells,
-                "batch": f"{point.step.run.global_batch:,}",
-                "MFU": f"{point.step.mfu:.1%}",
-                f"MFU at {curves.inputs.question.num_devices}": "-"
-                if point.reference_mfu is None
-                else f"{point.reference_mfu:.1%}",
-                **cost_cells(point),
-            }
-    return table_of_cells("devices", rows, texts=["method"])
-
-
-def _method_table(curves: Curves) -> Table:
-    methods = list(curves.inputs.methods)
-    rows = table("devices", methods)
-    for count in curves.inputs.device_counts:
-        found = (curves.best(count, method) for method in methods)
-        cells = ("-" if point is None else " ".join(cost_cells(point).values()) for point in found)
-        rows.add_row(f"{count:,}", *cells)
-    return rows
-
-
-def _print_notes(console: Console, curves: Curves) -> None:
-    ends = {max(curves.inputs.batches_per_device): "largest", min(curves.inputs.batches_per_device): "smallest"}
-    for batch, end in ends.items():
-        counts = [
-            f"{count:,}"
-            for count in curves.inputs.device_counts
-            if (point := curves.best(count)) is not None and point.batch_per_device == batch
-        ]
-        if counts:
-            console.print(
-                f"on {', '.join(counts)} devices the best batch is the {end} that was tried, {float(batch):g} per "
-                "device; set others with --batch-per-device"
-            )
-    for method in curves.inputs.methods:
-        batches = [f"{float(batch):g}" for missing, batch in curves.missing if missing == method]
-        if batches:
-            console.print(f"{method}: nothing fits the reference with a batch per device of {', '.join(batches)}")
+def _sources(options: Options, inputs: Tradeoff) -> dict[str, str]:
+    """Name of a line of the question -> where its default is from."""
+    models = "models without experts" if inputs.question.shape.experts is not None else "small models"
+    found = dict[str, str]()
+    if options.tokens is None:
+        of_dense = f", a fit to {models}" if inputs.question.shape.experts is not None else ""
+        found["tokens"] = f" ({_TOKENS_PER_PARAMETER} for each parameter{of_dense}, arXiv 2203.15556)"
+    if options.critical_batch is options.critical_batch_tokens is None:
+        found["B_crit"] = f" (a fit to {models}, arXiv 2001.08361)"
+    return found
 
 
 def _draw(curves: Curves, file: Path) -> None:
-    from pipeloom.plotting.charts import plot_tradeoff
+    from pipeloom.plotting.charts import COST, plot_tradeoff
 
     inputs = curves.inputs
     plot_tradeoff(
         {method: _marks(curves.curve(method)) for method in inputs.methods},
         _marks(curves.front),
         file,
+        unit=COST if inputs.question.cluster.price_per_device_hour else "device-hours",
         title=f"{inputs.question.shape.name} on {inputs.question.cluster.name}, "
         f"{inputs.training.tokens:.3g} tokens, B_crit {inputs.training.critical_batch:,.0f} sequences",
     )
 
 
 def _marks(points: list[Point]) -> list[tuple[float, float, str]]:
-    return [(point.dollars or 0.0, point.days, f"{point.num_devices:,}") for point in points]
+    costs = [point.device_hours if point.dollars is None else point.dollars for point in points]
+    return [(cost, point.days, f"{point.num_devices:,}") for cost, point in zip(costs, points, strict=True)]
 
 
 def to_json(curves: Curves, goal: Goal | None = None) -> dict[str, Any]:
@@ -375,6 +294,7 @@ def to_json(curves: Curves, goal: Goal | None = None) -> dict[str, Any]:
         **asdict(inputs.training),
         "price_per_device_hour": inputs.question.cluster.price_per_device_hour,
         "reference_devices": inputs.question.num_devices,
+        "launcher": inputs.question.launcher.name,
         "methods": {method: software.name for method, software in inputs.methods.items()},
         "points": [_point_to_json(point) for point in curves.points],
         "best": [
@@ -387,6 +307,7 @@ def to_json(curves: Curves, goal: Goal | None = None) -> dict[str, Any]:
         ],
         "front": [numbers[id(point)] for point in curves.front],
         "missing": [{"method": method, "batch_per_device": float(batch)} for method, batch in curves.missing],
+        "unproved": [{"method": method, "batch_per_device": float(batch)} for method, batch in curves.unproved],
         "goal": goal
         and {
             **limits_to_json(goal),
@@ -396,6 +317,7 @@ def to_json(curves: Curves, goal: Goal | None = None) -> dict[str, Any]:
 
 
 def _point_to_json(point: Point) -> dict[str, Any]:
-    named = ("method", "num_devices", "batch_per_device", "reference_mfu", "tokens", "seconds", "days", "dollars")
+    named = ("method", "num_devices", "batch_per_device", "reference_mfu", "tokens")
+    named += ("seconds", "days", "dollars", "device_hours")
     own = {"program": point.step.software.name, "global_batch": point.step.run.global_batch}
     return {**{name: getattr(point, name) for name in named}, **own, **step_to_json(point.step)}

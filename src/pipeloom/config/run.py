@@ -149,9 +149,15 @@ class RunConfig:
         return replace(self, layout=self.layout.of_replica(replica))
 
     def under(self, layout: Layout) -> Self:
-        """The same run under another layout; nothing is divided again where its replicas have as many micro-batches."""
+        """The same run under another layout, without settings that have no effect there.
+
+        Nothing is divided again where replicas have as many micro-batches, or gathered where no state is sharded.
+        """
         every = None if layout.has_equal_replicas else self.training.divide_every
-        return replace(self, layout=layout, training=replace(self.training, divide_every=every))
+        schedule = self.schedule
+        if layout.shard == "none":
+            schedule = replace(schedule, residency=None, prefetch=None, gradient_buffers=None)
+        return replace(self, layout=layout, schedule=schedule, training=replace(self.training, divide_every=every))
 
     def divided(self, numbers: tuple[int, ...]) -> Self:
         """The same run with a number of micro-batches for each replica."""

@@ -21,7 +21,7 @@ SPANS: Mapping[str, float] = {"s": 1.0, "min": 60.0, **TIMES, "y": 365 * DAY_S}
 
 
 class Costed(Protocol):
-    """Something that has the seconds and the dollars of a whole training."""
+    """Something that has the seconds, the dollars and the device-hours of a whole training."""
 
     @property
     def seconds(self) -> float:
@@ -33,16 +33,22 @@ class Costed(Protocol):
         """Of the whole training; ``None`` without a price."""
         ...
 
+    @property
+    def device_hours(self) -> float:
+        """Of the whole training: its hours times its devices."""
+        ...
+
 
 _Costed = TypeVar("_Costed", bound=Costed)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds and dollars of a whole training; no dollars if a device has no price."""
+    """Seconds, dollars and device-hours of a whole training; no dollars if a device has no price."""
 
     seconds: float
     dollars: float | None
+    device_hours: float
 
     @property
     def days(self) -> float:
@@ -87,17 +93,19 @@ class Training:
 
     def cost(self, step: SimulatedStep) -> Cost:
         """Of the whole training with the steps of a layout."""
-        price = step.cluster.price_per_hour(step.run.num_devices)
-        return self._cost(step.run.global_batch, step.tokens_per_s, price)
+        devices = step.run.num_devices
+        price = step.cluster.price_per_hour(devices)
+        return self._cost(step.run.global_batch, step.tokens_per_s, devices, price)
 
     def least_cost(self, question: Question, least_s: float) -> Cost:
         """Of the whole training with steps of a lower bound of seconds."""
-        price = question.cluster.price_per_hour(question.num_devices)
-        return self._cost(question.global_batch, question.global_batch * question.seq / least_s, price)
+        devices, batch = question.num_devices, question.global_batch
+        return self._cost(batch, batch * question.seq / least_s, devices, question.cluster.price_per_hour(devices))
 
-    def _cost(self, global_batch: int, tokens_per_s: float, price_per_hour: float | None) -> Cost:
+    def _cost(self, global_batch: int, tokens_per_s: float, num_devices: int, price_per_hour: float | None) -> Cost:
         seconds = self.seconds(global_batch, tokens_per_s)
-        return Cost(seconds, None if price_per_hour is None else price_per_hour * seconds / 3600)
+        dollars = None if price_per_hour is None else price_per_hour * seconds / 3600
+        return Cost(seconds, dollars, seconds * num_devices / 3600)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +115,8 @@ class Goal:
     Attributes:
         deadline_s: most seconds of the training.
         max_dollars: most dollars of it.
-        objective: what is least among the answers within both limits.
+        objective: what is least among the answers within both limits; the cost of those without a price is that of
+            their device-hours.
     """
 
     deadline_s: float = inf
@@ -116,8 +125,8 @@ class Goal:
 
     @property
     def needs_price(self) -> bool:
-        """Whether an answer without a price can be neither within the limits nor the least."""
-        return self.objective == "cost" or self.max_dollars < inf
+        """Whether an answer without a price cannot be within the limits."""
+        return self.max_dollars < inf
 
     def is_met(self, cost: Costed) -> bool:
         """Whether a training is within both limits."""
@@ -136,9 +145,9 @@ class Goal:
         """
         return [one for one in least if self.best([one] if chosen is None else [chosen, one]) is one]
 
-    def _costs(self, one: Costed) -> tuple[float, float]:
-        both = (_dollars(one), one.seconds)
-        return both if self.objective == "cost" else both[::-1]
+    def _costs(self, one: Costed) -> tuple[float, ...]:
+        cost = (_dollars(one), one.device_hours)
+        return (*cost, one.seconds) if self.objective == "cost" else (one.seconds, *cost)
 
 
 def _dollars(cost: Costed) -> float:

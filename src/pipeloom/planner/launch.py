@@ -1,7 +1,8 @@
 """Whether another program can train a question's model on its cluster, before layouts are searched."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from pipeloom.config import RunConfig
 from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import ConfigError
 from pipeloom.planner.question import Question
@@ -48,6 +49,16 @@ class Wanted:
         """What a question wants of the program, with the model as it was named."""
         return cls(
             model, question.seq, question.precision, question.products, question.attention, boundary=question.boundary
+        )
+
+    def by(self, config: RunConfig) -> "Wanted":
+        """With the updates, the adapters and the attention of a run."""
+        return replace(
+            self,
+            optimizer=config.optimizer.name,
+            update=config.optimizer.known_update,
+            has_adapters=config.adapter.rank is not None,
+            by_document=config.data.by_document,
         )
 
     @property

@@ -6,10 +6,12 @@ best layouts on a reference number of devices are searched. Each is scaled to ev
 the same batch per device, and simulated there. Alternatively, every size is searched in full.
 """
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from math import inf
 from typing import Any
 
 from pipeloom.cost.hardware import Cluster
@@ -39,14 +41,20 @@ def method_limits(name: str, shape: ModelShape) -> dict[str, Any]:
         shape: the model; no pipeline has more ranks or loops than pieces.
     """
     several, plain = tuple(range(2, shape.layers + 3)), {"strategies": ("none",)}
-    if name == "no-pipeline":
+    if name == DATA_PARALLEL:
         return {"pp": (1,), **plain}
     is_looped = name in ("breadth-first", "depth-first")
     return {"pp": several, "families": (name,), "loops": several if is_looped else (1,), **plain}
 
 
-METHODS = ("breadth-first", "depth-first", "1f1b", "gpipe", "no-pipeline")
-"""Looped pipelines with at least two loops, pipelines with one, and no pipeline."""
+DATA_PARALLEL = "data-parallel"
+METHODS = ("breadth-first", "depth-first", "1f1b", "gpipe", DATA_PARALLEL)
+"""Looped pipelines with at least two loops, pipelines with one, and data parallelism without a pipeline (DP, FSDP)."""
+
+
+def has_method(software: Software, method: str) -> bool:
+    """Whether a program has the schedules of a method."""
+    return method == DATA_PARALLEL or not software.families or method in software.families
 
 
 def critical_batch_tokens(parameters: float) -> float:
@@ -91,15 +99,11 @@ def scaling_problems(reference: int, device_counts: Sequence[int], batches: Sequ
 
 
 def cluster_problems(cluster: Cluster) -> list[str]:
-    """Problems of a cluster whose size is fixed, or that has no price."""
-    if cluster.num_devices is not None:
-        size = f"{cluster.num_devices} devices in nodes of several kinds"
-        return [
-            f"the cluster '{cluster.name}' has {size}; a comparison of sizes takes a cluster with nodes of one kind"
-        ]
-    if cluster.price_per_device_hour is None:
-        return [f"the cluster '{cluster.name}' has no price_per_device_hour: set one in its file, or with --price"]
-    return []
+    """Problems of a cluster whose size is fixed."""
+    if cluster.num_devices is None:
+        return []
+    size = f"{cluster.num_devices} devices in nodes of several kinds"
+    return [f"the cluster '{cluster.name}' has {size}; a comparison of sizes takes a cluster with nodes of one kind"]
 
 
 def whole_batches(reference: int, batches: Iterable[Fraction] = BATCHES_PER_DEVICE) -> tuple[Fraction, ...]:
@@ -113,7 +117,7 @@ class Tradeoff:
 
     Attributes:
         question: of the reference; its batch is ignored, its limits hold for every method.
-        training: token budget and critical batch; the price is that of the cluster.
+        training: token budget and critical batch; the price is that of the cluster, which may have none.
         methods: method of ``METHODS`` -> program.
         device_counts: cluster sizes, multiples of the reference's devices.
         batches_per_device: sequences; times the reference's devices a whole number.
@@ -212,11 +216,13 @@ class Curves:
         inputs: of the comparison.
         points: those that fit.
         missing: (method, batch per device) without a layout that fits the reference.
+        unproved: those whose searches the time limit cut short.
     """
 
     inputs: Tradeoff
     points: tuple[Point, ...]
-    missing: tuple[tuple[str, Fraction], ...] = field(default=())
+    missing: tuple[tuple[str, Fraction], ...] = ()
+    unproved: tuple[tuple[str, Fraction], ...] = ()
 
     def best(self, num_devices: int, method: str | None = None) -> Point | None:
         """The fastest point of a cluster, which is also its cheapest.
@@ -236,8 +242,8 @@ class Curves:
     @property
     def front(self) -> list[Point]:
         """Pareto-optimal points by time and cost, the fastest first."""
-        # The inputs refuse a cluster without a price.
-        chosen = pareto_front([(point.seconds, point.dollars or 0.0) for point in self.points])
+        # All devices have the same price, which the cluster may not have.
+        chosen = pareto_front([(point.seconds, point.device_hours) for point in self.points])
         return [self.points[number] for number in chosen]
 
 
@@ -256,49 +262,82 @@ def pareto_front(pairs: Sequence[tuple[float, float]]) -> list[int]:
     return found
 
 
-def tradeoff(inputs: Tradeoff, progress: Progress | None = None) -> Curves:
+def tradeoff(inputs: Tradeoff, progress: Progress | None = None, *, budget_s: float | None = None) -> Curves:
     """Points of all methods across cluster sizes.
 
     Args:
         inputs: of the comparison.
         progress: is called after every method and batch.
+        budget_s: time limit in seconds, of which every method and batch has an equal share; ``None``: no limit.
     """
     points: list[Point] = []
     missing: list[tuple[str, Fraction]] = []
+    unproved: list[tuple[str, Fraction]] = []
     work = [(method, batch) for method in inputs.methods for batch in inputs.batches_per_device]
+    deadline = inf if budget_s is None else time.monotonic() + budget_s
     for number, (method, batch) in enumerate(work):
         question = replace(inputs.question_of(method), global_batch=int(batch * inputs.question.num_devices))
-        number_of = 1 if inputs.searches_every_size else inputs.alternatives
-        steps = without_wrong_plugins(question, partial(search, count=number_of)).steps
-        if not steps:
+        searches = _Searches(_part(deadline, len(work) - number))
+        # Half of the time: what is found here is scaled.
+        steps = searches.best(question, 1 if inputs.searches_every_size else inputs.alternatives, parts=2)
+        for place, count in enumerate(inputs.device_counts):
+            larger, left = _with_more(question, count // question.num_devices), len(inputs.device_counts) - place
+            if inputs.searches_every_size:
+                among = searches.best(larger, parts=left)
+            else:
+                among = searches.scaled(larger, steps, left)
+            if among:
+                points.append(_point(inputs.training, method, among[0], steps[0].mfu if steps else None))
+        if searches.are_cut:
+            unproved.append((method, batch))
+        elif not steps:
             missing.append((method, batch))
-        for count in inputs.device_counts:
-            larger = _with_more(question, count // question.num_devices)
-            step = search(larger, 1).best if inputs.searches_every_size else _best_scaled(larger, steps)
-            if step is not None:
-                points.append(_point(inputs.training, method, step, steps[0].mfu if steps else None))
         if progress is not None:
             progress(number + 1, len(work))
-    return Curves(inputs, tuple(points), tuple(missing))
+    return Curves(inputs, tuple(points), tuple(missing), tuple(unproved))
+
+
+def _part(deadline: float, parts: int) -> float:
+    """When the first of equal parts of the time until a deadline ends."""
+    now = time.monotonic()
+    return now + (deadline - now) / parts
 
 
 def _with_more(question: Question, factor: int) -> Question:
     return replace(question, num_devices=question.num_devices * factor, global_batch=question.global_batch * factor)
 
 
-def _best_scaled(question: Question, steps: Sequence[SimulatedStep]) -> SimulatedStep | None:
-    """The fastest of the layouts with a larger data axis that uses all devices.
+class _Searches:
+    """Searches of a method and batch, until a deadline.
 
-    Sharding and recomputation are searched again, since more replicas leave more memory and communicate more.
+    Attributes:
+        are_cut: whether one of them ended before it was complete.
     """
-    found: dict[tuple[Any, ...], SimulatedStep | None] = {}
-    for step in steps:
-        same = layout_limits(step.run, step.knobs.choice.family)
-        del same["dp"]  # the data axis grows
-        if (layout := tuple(same.values())) not in found:
-            found[layout] = search(question.limited(**same), 1).best
-    fitting = [step for step in found.values() if step is not None]
-    return min(fitting, key=lambda step: step.prediction.step_time_s, default=None)
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline, self.are_cut = deadline, False
+
+    def best(self, question: Question, count: int = 1, *, parts: int = 1) -> tuple[SimulatedStep, ...]:
+        """The best layouts of a question that a part of the time that is left finds."""
+        deadline = _part(self._deadline, parts)
+        found = without_wrong_plugins(question, partial(search, count=count, deadline=deadline))
+        self.are_cut |= found.open_bound_s is not None
+        return found.steps
+
+    def scaled(self, question: Question, steps: Sequence[SimulatedStep], parts: int) -> tuple[SimulatedStep, ...]:
+        """The layouts with a larger data axis that uses all devices, the fastest first.
+
+        Sharding and recomputation are searched again, since more replicas leave more memory and communicate more.
+        """
+        layouts = dict[tuple[Any, ...], dict[str, Any]]()
+        for step in steps:
+            same = layout_limits(step.run, step.knobs.choice.family)
+            del same["dp"]  # the data axis grows
+            layouts[tuple(same.values())] = same
+        found = list[SimulatedStep]()
+        for number, same in enumerate(layouts.values()):
+            found += self.best(question.limited(**same), parts=parts * len(layouts) - number)
+        return tuple(sorted(found, key=lambda step: step.prediction.step_time_s))
 
 
 def _point(training: Training, method: str, step: SimulatedStep, reference_mfu: float | None) -> Point:
@@ -306,6 +345,7 @@ def _point(training: Training, method: str, step: SimulatedStep, reference_mfu: 
     return Point(
         seconds=cost.seconds,
         dollars=cost.dollars,
+        device_hours=cost.device_hours,
         method=method,
         step=step,
         tokens=tokens,

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MARKERS = "os^vDPX*"
+COST = "cost (dollars)"
+"""Title of the axis of costs."""
 
 
 def plot_accuracy(points: Mapping[str, Sequence[tuple[float, float]]], file: Path) -> None:
@@ -45,10 +47,12 @@ def plot_accuracy(points: Mapping[str, Sequence[tuple[float, float]]], file: Pat
 
 
 Mark = tuple[float, float, str]
-"""(dollars, days, label)."""
+"""(dollars or device-hours, days, label)."""
 
 
-def plot_tradeoff(curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark], file: Path, *, title: str) -> None:
+def plot_tradeoff(
+    curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark], file: Path, *, title: str, unit: str = COST
+) -> None:
     """Draw training time against cost on logarithmic axes, a curve for each method, a point for each cluster.
 
     Args:
@@ -56,15 +60,18 @@ def plot_tradeoff(curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark], f
         front: points of the Pareto front, drawn as a wide band below the curves.
         file: to write; its ending selects the format (``PICTURES``).
         title: the headline.
+        unit: title of the axis of costs.
 
     Raises:
         UserError: the ending is not supported, or the file cannot be written.
     """
     check_formats([file])
-    save(_tradeoff_figure(curves, front, title), file)
+    save(_tradeoff_figure(curves, front, title, unit), file)
 
 
-def _tradeoff_figure(curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark], title: str) -> "Figure":
+def _tradeoff_figure(
+    curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark], title: str, unit: str = COST
+) -> "Figure":
     from matplotlib.ticker import EngFormatter, LogLocator
 
     figure = new_figure(9, 5.8)
@@ -75,10 +82,10 @@ def _tradeoff_figure(curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark]
     # Markers in addition to colors, for prints in gray.
     for (method, marks), marker, color in zip(curves.items(), cycle(_MARKERS), cycle(SERIES), strict=False):
         if marks:
-            dollars, days, _ = zip(*marks, strict=True)
-            axes.plot(dollars, days, marker=marker, markersize=5, color=color, label=method)
+            costs, days, _ = zip(*marks, strict=True)
+            axes.plot(costs, days, marker=marker, markersize=5, color=color, label=method)
             labels += [Label(label, (x, y), color) for x, y, label in marks]
-    axes.set(xscale="log", yscale="log", xlabel="cost (dollars)", ylabel="training time (days)")
+    axes.set(xscale="log", yscale="log", xlabel=unit, ylabel="training time (days)")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(EngFormatter(sep=""))
         axis.set_minor_formatter(EngFormatter(sep=""))

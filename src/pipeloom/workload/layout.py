@@ -352,14 +352,19 @@ class Layout(WithAxes):
         return (place_of_stages * self.data_ranks + place.data) * self.tp + place.tensor
 
     def with_fewer_replicas(self, num_ranks: int) -> Iterator["Layout"]:
-        """The same pipeline and batch with the most replicas that so many ranks hold, and with fewer of them."""
+        """The same pipeline and batch with the most replicas that so many ranks hold, and with fewer of them.
+
+        As many ranks as before share a copy of the state where they divide the replicas, else all of them.
+        """
         for replicas in range(min(self.dp - 1, num_ranks * self.dp // self.num_ranks), 0, -1):
             each, rest = divmod(sum(self.microbatches_by_replica), replicas)
+            copies, others = divmod(replicas, self.dp // (self.replicate or 1))
             if rest == 0:
                 # A divisor of both: what divided the experts still does.
                 ep = gcd(self.ep, replicas * self.cp)
-                overlaps = self.ep_overlap and ep > 1
-                yield replace(self, dp=replicas, ep=ep, ep_overlap=overlaps, num_microbatches=each, microbatches=None)
+                overlaps, shard = self.ep_overlap and ep > 1, self.shard if replicas * self.cp > 1 else "none"
+                fewer = replace(self, dp=replicas, ep=ep, ep_overlap=overlaps, num_microbatches=each, microbatches=None)
+                yield replace(fewer, shard=shard, replicate=copies if copies > 1 and not others else None)
 
     def of_forwards(self) -> "Layout":
         """The same stages on the ranks of one replica, which run forwards only, of whole sequences."""
