@@ -44,7 +44,7 @@ def test_tokenize_prints_how_to_train(folder, capsys):
 
 
 def test_launch_prints_the_start(folder, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setenv("COLUMNS", "40")  # no line breaks a path
     print_run(load_run(layout={"pp": 2}), load_cluster("laptop"), folder / "run.toml")
     assert printed(capsys.readouterr().out, "pipeloom train")[:3] == ["pipeloom", "train", str(folder / "run.toml")]
 

@@ -78,9 +78,8 @@ def test_a_device_that_nobody_measured_has_no_figures_and_says_so(program):
 def test_the_catalog_has_every_calibrated_program():
     known = load_accuracy()
     calibrated = [load_software(name) for name in names("software") if load_software(name).sets]
-    expected = {(program.name, load_cluster(program.cluster).device.name) for program in calibrated}
-    # A program without held-out rows has the error of the general program.
-    assert set(known.by_program) <= expected
+    # A program without held-out rows has the error of the general program; others may have rows on several devices.
+    assert {name for name, _ in known.by_program} <= {program.name for program in calibrated}
     assert set(known.by_device) == set(known.general_of) >= {device for _, device in known.by_program}
     for errors in [*known.by_program.values(), *known.by_device.values()]:
         assert 0 < errors.mean_abs_error <= errors.p90_abs_error < 1

@@ -92,15 +92,17 @@ def print_run(config: RunConfig, cluster: Cluster, file: Path) -> None:
             _print_item("refused", f"by pipeloom {program}: {reason}")
     if refused or tpus_of(cluster, num_ranks):
         return
+    train, launch = f"pipeloom train {quoted(file)}", f"pipeloom launch {quoted(file)} --out FOLDER"
     if (hosts := num_hosts(cluster, num_ranks)) == 1:
-        _print_item("start", f"pipeloom train {quoted(file)}")
+        _print_item("start", train, whole=train)
     elif unlaunched:
-        _print_item("start", f"pipeloom train {quoted(file)} starts all {num_ranks} processes on one host")
+        _print_item("start", f"{train} starts all {num_ranks} processes on one host", whole=train)
     else:
         _print_item(
             "start",
-            f"pipeloom launch {quoted(file)} --out FOLDER writes the scripts that start its {num_ranks} processes on "
+            f"{launch} writes the scripts that start its {num_ranks} processes on "
             f"{hosts} nodes of {cluster.name}, by torchrun or Slurm; pipeloom train starts all of them on one host",
+            whole=launch,
         )
 
 
@@ -137,7 +139,10 @@ def _print_part(head: str, sentences: Sequence[str]) -> None:
         _print_item("", sentence)
 
 
-def _print_item(head: str, text: str, size: int = 10) -> None:
+def _print_item(head: str, text: str, size: int = 10, *, whole: str = "") -> None:
+    """Print a text behind a head, in lines of the terminal's width that do not break ``whole``, such as a command."""
     width = max(40, min(shutil.get_terminal_size().columns, 120))
-    print(textwrap.fill(text, width, initial_indent=f"  {head:<{size}}", subsequent_indent=" " * (size + 2),
-                        break_long_words=False, break_on_hyphens=False))  # fmt: skip
+    joined = text.replace(whole, whole.replace(" ", "\0")) if whole else text
+    lines = textwrap.fill(joined, width, initial_indent=f"  {head:<{size}}", subsequent_indent=" " * (size + 2),
+                          break_long_words=False, break_on_hyphens=False)  # fmt: skip
+    print(lines.replace("\0", " "))
