@@ -329,7 +329,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a folder's safetensors files by name.
 
     Raises:
-        UserError: there are none, files cannot be read or are missing, or have other tensors than the index says.
+        UserError: there are none, files cannot be read or are missing, or have other tensors than the index lists.
     """
     index, single = folder / WEIGHTS_INDEX, folder / WEIGHTS
     places: set[tuple[str, str]] | None = None
