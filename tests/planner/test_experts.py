@@ -7,6 +7,7 @@ import pytest
 from pipeloom import load_run, make_question, plan
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cli.plan_layouts import layout_cells
+from pipeloom.cli.plan_text import print_plan
 from pipeloom.cost.flops import shape_model_flops
 from pipeloom.errors import ConfigError
 from pipeloom.export.hand_over import TARGETS
@@ -57,6 +58,18 @@ def test_orders_that_know_the_whole_batch_are_searched_unless_the_balance_needs_
     assert "slices" in searched.strategies
     assert "slices" not in others.strategies
     assert replace(searched, shape=replace(SHAPE, experts=None)).families == others.families
+
+
+def test_schedules_that_the_balance_of_the_whole_batch_leaves_out_are_named(capsys):
+    asked = question()
+    left_out = asked.unbalanced_families
+    assert "1f1b" in left_out
+    assert left_out.isdisjoint(asked.families)
+    named = question(families=("1f1b",))
+    assert (named.families, named.unbalanced_families) == (("1f1b",), frozenset())
+    print_plan(plan(replace(asked, limits=Limits(tp=(1,), pp=(2,), micro_batch=(1,))), 1, explains=False))
+    words = f"left out: {len(left_out)} schedules, such as {min(left_out)}, whose backwards do not wait for the balance"
+    assert words in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_plan_is_the_run_that_its_file_trains():

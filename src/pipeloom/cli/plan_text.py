@@ -148,6 +148,12 @@ def _question_lines(plan: Plan) -> Iterator[str]:
         yield f"  {counts.tried} layouts were also tried with strategies (memory, token slices)"
     for cause, number in counts.excluded.most_common():
         yield f"  left out: {count(number, 'combination')} of axes, since {cause}"
+    if unbalanced := sorted(question.unbalanced_families):
+        yield (
+            f"  left out: {count(len(unbalanced), 'schedule')}, such as {unbalanced[0]}, whose backwards do not wait "
+            "for the balance of experts over the whole batch; --families searches those that it names, whose runs "
+            "balance each micro-batch"
+        )
 
 
 def unsearched_words(plan: Plan) -> str:

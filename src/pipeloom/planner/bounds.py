@@ -7,7 +7,6 @@ ranks are rows and their stages are columns.
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from math import ceil, floor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,17 +14,19 @@ from numpy.typing import NDArray
 from pipeloom.cost.exchanges import data_parallel_s, step_terms
 from pipeloom.cost.memory import (
     kept_bytes,
+    kept_logits,
     logits_bytes,
     message_bytes,
+    num_logits,
     stage_kept_bytes,
     stage_pending_bytes,
     working_bytes,
 )
 from pipeloom.cost.pieces import PieceSeconds
-from pipeloom.cost.placed import OfPlaced, Placed
+from pipeloom.cost.placed import OfPlaced
 from pipeloom.cost.stages import num_frozen_stages, stage_layers
 from pipeloom.planner.buffers import NO_ROOM, buffers_of, kept_state_bytes, recomputing_buffers_of, stages_by_rank
-from pipeloom.planner.work import Floats, InFlight, StageTimes, Work
+from pipeloom.planner.work import Floats, InFlight, StageTimes, Work, least_work_s
 from pipeloom.predict.memory import Room, num_peers
 from pipeloom.recipe import Knobs
 from pipeloom.schedule import Kind
@@ -62,7 +63,8 @@ class Bounds(OfPlaced):
         """The bounds with a sharding level, in ``replicate`` copies."""
         key = shard, replicate
         if key not in self._sharded:
-            self._sharded[key] = Sharded(self._with(shard, replicate), self)
+            placed = self.placed.with_sharding_of(self.run.changed(shard=shard, replicate=replicate))
+            self._sharded[key] = Sharded(placed, self)
         return self._sharded[key]
 
     def recomputing_s(self, layers: Floats) -> Floats:
@@ -92,9 +94,6 @@ class Bounds(OfPlaced):
     @cached_property
     def _sharded(self) -> "dict[tuple[Shard, int], Sharded]":
         return {}
-
-    def _with(self, shard: Shard, replicate: int) -> Placed:
-        return self.placed.with_sharding_of(self.run.changed(shard=shard, replicate=replicate))
 
     @cached_property
     def stages(self) -> NDArray[np.int64]:
@@ -171,8 +170,8 @@ class Bounds(OfPlaced):
         return self.run.num_microbatches, (*each.sum(axis=2), each.max(axis=2), around_s)
 
     @cached_property
-    def input_bytes(self) -> Floats:
-        """[rank, number] bytes that a micro-batch keeps on a stage for its backward, without logits.
+    def stage_bytes(self) -> Floats:
+        """[rank, number] bytes that a micro-batch keeps on a stage for its backward, without those of the loss.
 
         If backwards are split, the smaller of the bytes before and between the halves.
         """
@@ -180,6 +179,15 @@ class Bounds(OfPlaced):
         if self.splits:
             kept = np.minimum(kept, stage_pending_bytes(self.run, self.software))
         return kept[self.stages]
+
+    @cached_property
+    def input_bytes(self) -> Floats:
+        """``stage_bytes`` with those of the loss."""
+        run, software = self.run, self.software
+        loss = kept_logits(run, software)
+        if self.splits:  # between the halves it keeps the gradient of the logits alone
+            loss = min(loss, num_logits(run, software) * run.element_bytes)
+        return self.stage_bytes + loss * (self.stages == stage_layers(run, software)[1])
 
     @cached_property
     def layer_bytes(self) -> tuple[NDArray[np.int64], float, float]:
@@ -199,10 +207,14 @@ class Bounds(OfPlaced):
 
     @cached_property
     def computing_bytes(self) -> Floats:
-        """For each rank the bytes of a layer while it computes, and of the logits, as the allocator holds them."""
+        """For each rank the bytes of a layer and of the loss while they compute, as the allocator holds them.
+
+        Without what the loss keeps for the backward, which ``input_bytes`` has.
+        """
         run, software = self.run, self.software
         own = np.full(run.pp, working_bytes(run, software))
-        own[self.placed.placement.rank_by_stage[stage_layers(run, software)[1]]] += logits_bytes(run, software)
+        head = self.placed.placement.rank_by_stage[stage_layers(run, software)[1]]
+        own[head] += logits_bytes(run, software) - kept_logits(run, software)
         return own * (1 + software.fragmentation)
 
 
@@ -272,22 +284,6 @@ class AnyStages(OfPlaced):
     @property
     def _fixed_s(self) -> float:
         return self.software.efficiency.microbatch_s
-
-
-def least_work_s(layers: int, ranks: int, layer_s: float, head_s: float) -> float:
-    """The least seconds of the busiest rank, of all divisions of equal layers and a head over ranks.
-
-    Args:
-        layers: their number.
-        ranks: at least 1.
-        layer_s: seconds of a layer.
-        head_s: seconds of the head.
-    """
-    # Either the rank of the head has room for so many layers less, or it is the busiest one itself.
-    fewer, more = ceil(head_s / layer_s), floor(head_s / layer_s)
-    beside = max(fewer, ceil((layers + fewer) / ranks)) * layer_s
-    own = head_s + max(0, ceil((layers - (ranks - 1) * more) / ranks)) * layer_s
-    return min(beside, own)
 
 
 @dataclass(frozen=True, eq=False)

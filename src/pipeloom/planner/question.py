@@ -231,14 +231,16 @@ class Question:
 
     @cached_property
     def families(self) -> tuple[str, ...]:
-        """Families to search; one whose orders are found by a search of their own only if limits name it.
+        """Families to search; one whose orders are found by a search of their own only if limits name it."""
+        offered = (name for name in _families_of(self.software) if not FAMILIES[name].is_found)
+        return self.limits.families or tuple(name for name in offered if name not in self.unbalanced_families)
 
-        So are those in which a backward precedes a forward of its stage, if a balance loss needs the whole batch.
-        """
-        offered = tuple(name for name in _families_of(self.software) if not FAMILIES[name].is_found)
-        if self.shape.experts is not None and self._balance == "batch":
-            offered = tuple(name for name in offered if ends_forwards_first(name))
-        return self.limits.families or offered
+    @cached_property
+    def unbalanced_families(self) -> frozenset[str]:
+        """Families that are left out, since a backward precedes a forward and a balance loss needs the whole batch."""
+        if self.shape.experts is None or self._balance != "batch" or self.limits.families:
+            return frozenset()
+        return frozenset(name for name in _families_of(self.software) if not ends_forwards_first(name))
 
     @cached_property
     def undivided(self) -> list[str]:

@@ -1,6 +1,7 @@
 """Arrays of a bound: seconds of stages, ranks and of the ways between them; stage inputs that schedules hold."""
 
 from dataclasses import dataclass
+from math import ceil, floor
 from typing import NamedTuple
 
 import numpy as np
@@ -99,3 +100,19 @@ class InFlight(NamedTuple):
             return self
         inputs, descending = self.inputs[schedules], self.descending[schedules]
         return InFlight(inputs, self.is_closed[schedules], self.order[schedules], descending)
+
+
+def least_work_s(layers: int, ranks: int, layer_s: float, head_s: float) -> float:
+    """The least seconds of the busiest rank, of all divisions of equal layers and a head over ranks.
+
+    Args:
+        layers: their number.
+        ranks: at least 1.
+        layer_s: seconds of a layer.
+        head_s: seconds of the head.
+    """
+    # Either the rank of the head has room for so many layers less, or it is the busiest one itself.
+    fewer, more = ceil(head_s / layer_s), floor(head_s / layer_s)
+    beside = max(fewer, ceil((layers + fewer) / ranks)) * layer_s
+    own = head_s + max(0, ceil((layers - (ranks - 1) * more) / ranks)) * layer_s
+    return min(beside, own)

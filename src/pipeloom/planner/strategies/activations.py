@@ -86,9 +86,10 @@ def _share(leaf: Leaf) -> Floats | None:
     held, bounds, (shard,) = leaf.stage_inputs, leaf.cut.memory, leaf.sharding.levels
     assert held is not None, "only leaves with closed forms are relieved"
     loss = 1 + leaf.cut.software.fragmentation
-    whole = (held * bounds.input_bytes).sum(axis=1) * loss
+    # What the loss keeps stays where it is.
+    whole = (held * bounds.stage_bytes).sum(axis=1) * loss
     missing = bounds.sharded(shard, leaf.sharding.replicate).held_bytes(held) - bounds.capacity_bytes
-    largest = bounds.input_bytes.max(axis=1) * loss
+    largest = bounds.stage_bytes.max(axis=1) * loss
     # Activations on partners stay in the pipeline, so the memory of all ranks together must be enough.
     if leaf.strategy == "balance" and missing.sum() > 0:
         return None
@@ -107,7 +108,7 @@ def _cost_s(leaf: Leaf) -> Floats:
     sizes = kept_by_stage(cut.run, cut.software)
     if leaf.strategy == "offload":
         return np.array(offload_seconds(cut.placed, sizes))
-    held = (leaf.stage_inputs * cut.memory.input_bytes).sum(axis=1).tolist()
+    held = (leaf.stage_inputs * cut.memory.stage_bytes).sum(axis=1).tolist()
     return np.array(evict_seconds(cut.placed, pair_ranks(held), sizes))
 
 
