@@ -18,7 +18,7 @@ from pipeloom.training.checkpoints import contents
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder whose name a shell would take apart."""
+    """A folder whose name has a space, a quote and a variable of the shell."""
     path = tmp_path / "it's my $HOME"
     path.mkdir()
     return path

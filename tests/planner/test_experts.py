@@ -61,13 +61,14 @@ def test_orders_that_know_the_whole_batch_are_searched_unless_the_balance_needs_
 
 
 def test_schedules_that_the_balance_of_the_whole_batch_leaves_out_are_named(capsys):
-    asked = question()
-    left_out = asked.unbalanced_families
+    unlimited = question()
+    left_out = unlimited.unbalanced_families
     assert "1f1b" in left_out
-    assert left_out.isdisjoint(asked.families)
+    assert left_out.isdisjoint(unlimited.families)
+    assert left_out | set(unlimited.families) == set(replace(unlimited, balance="microbatch").families)
     named = question(families=("1f1b",))
     assert (named.families, named.unbalanced_families) == (("1f1b",), frozenset())
-    print_plan(plan(replace(asked, limits=Limits(tp=(1,), pp=(2,), micro_batch=(1,))), 1, explains=False))
+    print_plan(plan(replace(unlimited, limits=Limits(tp=(1,), pp=(2,), micro_batch=(1,))), 1, explains=False))
     words = f"left out: {len(left_out)} schedules, such as {min(left_out)}, whose backwards do not wait for the balance"
     assert words in " ".join(capsys.readouterr().out.split())
 

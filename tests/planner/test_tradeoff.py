@@ -171,8 +171,8 @@ def test_progress_is_reported_after_every_method_and_batch_and_what_fits_nowhere
 
 
 def test_what_a_time_limit_cuts_short_is_listed_and_not_as_what_fits_nowhere():
-    asked = replace(ASKED, methods={"1f1b": OURS}, batches_per_device=(Fraction(1, 2), Fraction(2)), alternatives=10)
-    found = tradeoff(asked, budget_s=1e-3)
+    inputs = replace(ASKED, methods={"1f1b": OURS}, batches_per_device=(Fraction(1, 2), Fraction(2)), alternatives=10)
+    found = tradeoff(inputs, budget_s=1e-3)
     assert set(found.unproved) == {("1f1b", Fraction(1, 2)), ("1f1b", Fraction(2))}
     assert found.missing == ()
 

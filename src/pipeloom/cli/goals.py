@@ -9,6 +9,7 @@ from pipeloom.cli.what_if import WhatIf
 from pipeloom.cost.hardware import Cluster
 from pipeloom.planner.error_bar import ErrorBar
 from pipeloom.planner.goals import AMOUNTS, DAY_S, TIMES, Cost, Costed, Goal, Objective, Training, amount_or_note
+from pipeloom.planner.plan import Plan
 from pipeloom.terminal.words import in_days, in_dollars
 from pipeloom.workload.limits import Common
 
@@ -109,6 +110,14 @@ class Least(Cost):
     """
 
     among: str = ""
+
+
+def least_costs(plan: Plan, training: Training, among: str = "") -> list[Least]:
+    """The least cost of layouts that were not searched; empty if the search was complete."""
+    if plan.open_bound_s is None:
+        return []
+    cost = training.least_cost(plan.question, plan.open_bound_s)
+    return [Least(cost.seconds, cost.dollars, cost.device_hours, among)]
 
 
 def choice_lines(

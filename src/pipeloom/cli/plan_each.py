@@ -10,14 +10,14 @@ from typing import Any
 
 from rich.table import Table
 
-from pipeloom.cli.goals import Least, choice_lines, cost_cells
+from pipeloom.cli.goals import Least, choice_lines, cost_cells, least_costs
 from pipeloom.cli.layout_tables import layouts_table, legend
 from pipeloom.cli.plan_files import write_layout
 from pipeloom.cli.plan_json import limits_to_json, to_json
 from pipeloom.cli.plan_layouts import settings_words
 from pipeloom.cli.plan_options import Options
 from pipeloom.cli.plan_request import Choice, Request
-from pipeloom.cli.plan_text import least_costs, print_command, unsearched_words
+from pipeloom.cli.plan_text import print_command, unsearched_words
 from pipeloom.errors import UserError
 from pipeloom.planner.choice import SIMPLER
 from pipeloom.planner.goals import Cost, Goal

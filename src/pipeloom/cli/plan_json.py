@@ -4,6 +4,7 @@ from dataclasses import asdict
 from math import inf
 from typing import Any
 
+from pipeloom.cli.goals import least_costs
 from pipeloom.planner.comparison import causes
 from pipeloom.planner.goals import Goal, Training
 from pipeloom.planner.plan import Plan
@@ -78,9 +79,9 @@ def limits_to_json(goal: Goal) -> dict[str, Any]:
 
 def _goal_to_json(plan: Plan, training: Training, goal: Goal) -> dict[str, Any]:
     cost = None if plan.best is None else training.cost(plan.rows[0])
-    is_met, bound_s = cost is not None and goal.is_met(cost), plan.open_bound_s
-    least = () if bound_s is None else (training.least_cost(plan.question, bound_s),)
-    return {**limits_to_json(goal), "is_met": is_met, "is_proved": not goal.better(cost if is_met else None, least)}
+    is_met = cost is not None and goal.is_met(cost)
+    better = goal.better(cost if is_met else None, least_costs(plan, training))
+    return {**limits_to_json(goal), "is_met": is_met, "is_proved": not better}
 
 
 def _or_null(step: SimulatedStep | None) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from pipeloom.cli.goals import Least, choice_lines, training_words
+from pipeloom.cli.goals import choice_lines, least_costs, training_words
 from pipeloom.cli.layout_tables import best_table, kinds_of, legend
 from pipeloom.cli.plan_layouts import (
     change_table,
@@ -77,14 +77,6 @@ def _layouts(plan: Plan, training: Training | None, goal: Goal | None) -> Sectio
             lines = choice_lines(goal, [cost], lambda _: "row 1", lambda _: plan.error_bar, least)
             section.parts.append(f"goal: {'. '.join(lines)}")
     return section
-
-
-def least_costs(plan: Plan, training: Training, among: str = "") -> list[Least]:
-    """The least cost of layouts that were not searched; empty if the search was complete."""
-    if plan.open_bound_s is None:
-        return []
-    cost = training.least_cost(plan.question, plan.open_bound_s)
-    return [Least(cost.seconds, cost.dollars, cost.device_hours, among)]
 
 
 def print_next(words: Sequence[str], launcher: Launcher, programs: Sequence[str]) -> None:

@@ -296,6 +296,11 @@ def kept_logits(run: Run, software: Software) -> float:
     return Kept(run).loss() if software.has_lanes else num_logits(run, software) * _KEPT_LOGIT_BYTES
 
 
+def pending_logits(run: Run, software: Software) -> float:
+    """Bytes that the loss of a micro-batch keeps between the halves of a split backward: the gradient of the logits."""
+    return num_logits(run, software) * run.element_bytes
+
+
 def num_logits(run: Run, software: Software) -> float:
     """Logits of one micro-batch on one device."""
     if software.has_lanes:

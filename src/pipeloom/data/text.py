@@ -250,8 +250,8 @@ def _describe(config: DataConfig, parts: Sequence[_Part], train: Sequence[TokenW
         total = sum(part.weight for part in parts)
         lines = [f"{count(len(parts), 'source')} {of}"]
         lines += [f"{part.weight / total:5.1%}  {where(part.config)}: {sizes_of(part.summary)}" for part in parts]
+        twice = in_several([(part.config, part.listing.sources) for part in parts])
+        lines += [twice] if twice else []
     left_out = [one for part in parts for one in part.listing.left_out]
     lines += [without(left_out)] if left_out else []
-    twice = in_several([(part.config, part.listing.sources) for part in parts])
-    lines += [twice] if twice else []
     return "\n           ".join(lines)

@@ -17,7 +17,7 @@ from pipeloom.cost.memory import (
     kept_logits,
     logits_bytes,
     message_bytes,
-    num_logits,
+    pending_logits,
     stage_kept_bytes,
     stage_pending_bytes,
     working_bytes,
@@ -185,8 +185,8 @@ class Bounds(OfPlaced):
         """``stage_bytes`` with those of the loss."""
         run, software = self.run, self.software
         loss = kept_logits(run, software)
-        if self.splits:  # between the halves it keeps the gradient of the logits alone
-            loss = min(loss, num_logits(run, software) * run.element_bytes)
+        if self.splits:
+            loss = min(loss, pending_logits(run, software))
         return self.stage_bytes + loss * (self.stages == stage_layers(run, software)[1])
 
     @cached_property

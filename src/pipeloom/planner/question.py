@@ -240,7 +240,8 @@ class Question:
         """Families that are left out, since a backward precedes a forward and a balance loss needs the whole batch."""
         if self.shape.experts is None or self._balance != "batch" or self.limits.families:
             return frozenset()
-        return frozenset(name for name in _families_of(self.software) if not ends_forwards_first(name))
+        each = _families_of(self.software)
+        return frozenset(one for one in each if not (FAMILIES[one].is_found or ends_forwards_first(one)))
 
     @cached_property
     def undivided(self) -> list[str]:

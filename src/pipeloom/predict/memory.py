@@ -22,7 +22,7 @@ from pipeloom.cost.memory import (
     lent_bytes,
     logits_bytes,
     message_bytes,
-    num_logits,
+    pending_logits,
     stage_kept_bytes,
     stage_pending_bytes,
     stage_recomputed_bytes,
@@ -193,8 +193,7 @@ def _kept_with_loss(run: Run, software: Software) -> KeptBytes:
     whole, pending = stage_kept_bytes(run, software), stage_pending_bytes(run, software)
     _, head = stage_layers(run, software)
     whole[head] += kept_logits(run, software)
-    # Between the halves of a backward, the loss keeps only the gradient of the logits.
-    pending[head] += num_logits(run, software) * run.element_bytes
+    pending[head] += pending_logits(run, software)
     return KeptBytes(whole, pending, stage_recomputed_bytes(run, software), run.slice_shares)
 
 
