@@ -51,30 +51,58 @@ def test_orders_that_know_the_whole_batch_are_searched_unless_the_balance_needs_
         "breadth-first",
         "gpipe",
     }
-    searched = question()
+    searched = replace(question(), balance="batch")
     assert set(searched.families) == {"breadth-first", "gpipe"}
-    others = replace(searched, balance="microbatch")
+    others, unstated = replace(searched, balance="microbatch"), question()
     assert {"1f1b", "breadth-first", "depth-first"} <= set(others.families)
+    assert (unstated.families, set(unstated.families_of_parts)) == (others.families, {"breadth-first", "gpipe"})
+    assert others.families_of_parts == others.families
     assert "slices" in searched.strategies
+    assert "slices" in unstated.strategies
     assert "slices" not in others.strategies
     assert replace(searched, shape=replace(SHAPE, experts=None)).families == others.families
 
 
+@pytest.mark.parametrize("limits", [{"cp": (2,)}, {"strategies": ("slices",), "pp": (4,), "micro_batch": (4,)}])
+def test_where_micro_batches_are_divided_experts_are_balanced_over_the_whole_batch(limits):
+    found = plan(question(**limits), explains=False)
+    assert found.best is not None
+    for step in found.steps:
+        assert step.run.rank_seq < step.run.seq or step.knobs.choice.num_slices > 1
+        assert ends_forwards_first(step.knobs.choice.family)
+        assert run_config(step, None, "dgx-h100", "pipeloom").model.balance is None
+
+
+def test_a_named_schedule_that_the_stated_balance_cannot_have_is_refused():
+    with pytest.raises(ConfigError, match="the backwards of 1f1b do not wait for model.balance batch; leave the"):
+        replace(question(families=("1f1b",)), balance="batch")
+
+
+def test_row_1_names_the_balance_that_follows_from_its_schedule(capsys):
+    one_by_one = question(families=("1f1b",), pp=(2,), tp=(1,), micro_batch=(1,))
+    print_plan(plan(one_by_one, 1, explains=False))
+    words = "row 1 balances experts in each micro-batch, since backwards precede forwards; --model.balance batch"
+    assert words in " ".join(capsys.readouterr().out.split())
+    print_plan(plan(replace(one_by_one, balance="microbatch"), 1, explains=False))
+    assert "row 1 balances" not in " ".join(capsys.readouterr().out.split())
+
+
 def test_schedules_that_the_balance_of_the_whole_batch_leaves_out_are_named(capsys):
-    unlimited = question()
+    unlimited = replace(question(), balance="batch")
     left_out = unlimited.unbalanced_families
     assert "1f1b" in left_out
     assert left_out.isdisjoint(unlimited.families)
     assert left_out | set(unlimited.families) == set(replace(unlimited, balance="microbatch").families)
     named = question(families=("1f1b",))
     assert (named.families, named.unbalanced_families) == (("1f1b",), frozenset())
+    assert question().unbalanced_families == frozenset()
     print_plan(plan(replace(unlimited, limits=Limits(tp=(1,), pp=(2,), micro_batch=(1,))), 1, explains=False))
     words = f"left out: {len(left_out)} schedules, such as {min(left_out)}, whose backwards do not wait for the balance"
     assert words in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_plan_is_the_run_that_its_file_trains():
-    best = plan(question(pp=(2,)), explains=False).best
+    best = plan(question(pp=(2,), families=("breadth-first", "gpipe")), explains=False).best
     config = run_config(best, None, "dgx-h100", "pipeloom")
     assert config.model.expert_layout == SHAPE.experts
     assert config.model.balance is None
@@ -157,15 +185,19 @@ def test_halves_of_a_micro_batch_are_searched_where_they_hide_the_exchange(ask):
     again_s = predict_step(config, by_seconds=True).prediction.step_time_s
     assert again_s == pytest.approx(found.prediction.step_time_s, rel=1e-9)
     # None of the runs may count whole micro-batches.
-    others = [replace(question, balance="microbatch"), question.limited(families=("1f1b", "breadth-first"))]
-    for other in others:
+    for other in (replace(question, balance="microbatch"), question.limited(families=("1f1b",))):
         assert not any(one.run.ep_overlap for one in arrangements(other)[0])
+    halved = [one for one in arrangements(question)[0] if one.run.ep_overlap]
+    choices = [choice for one in halved for cut in one.cuts for choice in one.choices(cut.run.loops, cut.run.placement)]
+    assert {choice.family for choice in choices} <= {"breadth-first", "gpipe"}
+    assert choices
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_bounds_leave_no_layout_with_shared_experts_out(ask, every):
+@pytest.mark.parametrize(("every", "balance"), [(1, "batch"), (2, "batch"), (2, None)])
+def test_bounds_leave_no_layout_with_shared_experts_out(ask, every, balance):
     shape = replace(MIXTURE, layers=4, experts=replace(MIXTURE.experts, every=every))
     question = ask(shape=shape, cluster=short_of_memory(2.6), global_batch=8).limited(tp=(1,), strategies=("none",))
+    question = replace(question, balance=balance)
     assert {True, False} == {one.run.ep_overlap for one in arrangements(question)[0]}
     pruned, everything = search(question), search(question, prunes=False)
     found, expected = (

@@ -18,6 +18,7 @@ from pipeloom.planner.infeasible import MOST_DOUBLINGS
 from pipeloom.planner.plan import Plan
 from pipeloom.planner.question import Question
 from pipeloom.predict.step import SimulatedStep
+from pipeloom.schedule.whole_batch import interleaved_stage
 from pipeloom.terminal.console import wide_console
 from pipeloom.terminal.sections import WIDTH, Section, print_sections
 from pipeloom.terminal.words import and_list, count, parameters, quoted, seconds, short, unit_bytes, unit_s
@@ -69,6 +70,7 @@ def _layouts(plan: Plan, training: Training | None, goal: Goal | None) -> Sectio
     title = f"The {count(len(plan.steps), 'best layout')}, the best one of each kind; a device has {room} {name}"
     section, rows = Section(title + _kept_free(plan.question), is_wide=True), best_table(plan)
     section.parts += [_on_order(plan), rows, legend(rows, plan.question), *layout_lines(plan.rows[0])]
+    section.parts += _on_balance(plan)
     if training is not None:
         cost = training.cost(plan.rows[0])
         section.parts.append(training_words(training, plan.rows[0].run.global_batch, cost, "row 1"))
@@ -77,6 +79,15 @@ def _layouts(plan: Plan, training: Training | None, goal: Goal | None) -> Sectio
             lines = choice_lines(goal, [cost], lambda _: "row 1", lambda _: plan.error_bar, least)
             section.parts.append(f"goal: {'. '.join(lines)}")
     return section
+
+
+def _on_balance(plan: Plan) -> list[str]:
+    """What keeps experts equal in row 1, where the order of its schedule decides it."""
+    question = plan.question
+    if not question.may_count_batch or interleaved_stage(plan.rows[0].schedule) is None:
+        return []
+    words = "row 1 balances experts in each micro-batch, since backwards precede forwards; "
+    return [words + "--model.balance batch searches schedules that balance them over the whole batch"]
 
 
 def print_next(words: Sequence[str], launcher: Launcher, programs: Sequence[str]) -> None:
@@ -143,8 +154,8 @@ def _question_lines(plan: Plan) -> Iterator[str]:
     if unbalanced := sorted(question.unbalanced_families):
         yield (
             f"  left out: {count(len(unbalanced), 'schedule')}, such as {unbalanced[0]}, whose backwards do not wait "
-            "for the balance of experts over the whole batch; --families searches those that it names, whose runs "
-            "balance each micro-batch"
+            "for the balance of experts over the whole batch; without model.balance they are searched, and balance "
+            "each micro-batch"
         )
 
 

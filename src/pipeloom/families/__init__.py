@@ -18,6 +18,7 @@ from pipeloom.families.family import (
     ends_forwards_first,
     family,
     forward,
+    installed,
     make_schedule,
 )
 
@@ -37,5 +38,6 @@ __all__ = [
     "ends_forwards_first",
     "family",
     "forward",
+    "installed",
     "make_schedule",
 ]

@@ -437,6 +437,13 @@ def ends_forwards_first(name: str) -> bool:
     return interleaved_stage(choice.make()) is None
 
 
+def installed(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The families of a training program that are installed; all with a backward if it names none."""
+    # A plug-in may have been left out since the program was read.
+    own = tuple(name for name in names if name in FAMILIES)
+    return own or tuple(name for name, known in FAMILIES.items() if known.has_backward)
+
+
 def forward(stage: int, microbatch: int) -> Action:
     """The forward of a micro-batch on a stage.
 

@@ -178,7 +178,7 @@ def of_training(question: Question, config: RunConfig) -> Question:
     shape, load = question.shape, config.machine.known_expert_load
     if shape.experts is not None:
         shape = replace(shape, experts=replace(shape.experts, capacity=config.model.expert_capacity))
-    of_experts = {"shape": shape, "balance": config.model.known_balance, "expert_load": load}
+    of_experts = {"shape": shape, "balance": config.model.balance, "expert_load": load}
     return replace(
         question,
         adapter=adapter,

@@ -10,7 +10,7 @@ from pipeloom.cost.flops import shape_model_flops
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError
-from pipeloom.families import FAMILIES, ends_forwards_first
+from pipeloom.families import FAMILIES, ends_forwards_first, installed
 from pipeloom.planner.bounds import Bounds
 from pipeloom.planner.left_out import LeftOut, Part
 from pipeloom.predict.describe import dtype_problem
@@ -101,7 +101,7 @@ class Question:
         has_default_dtype: whether the precision is the default of the devices.
         launcher: the program that can start every layout; pipeloom starts those of any training program.
         adapter: low-rank adapters of all layers, whose other weights are frozen; ``None``: all weights are trained.
-        balance: what keeps the loads of experts equal, in models with some (``ModelConfig.balance``).
+        balance: what keeps the loads of experts equal (``ModelConfig.balance``); ``None``: as each layout allows.
         expert_load: of the fullest rank where ranks share experts (``Run.expert_load``).
         boundary: the code of messages between stages; ``None``: they travel as they are.
         by_document: whether attention ends at the borders of documents.
@@ -125,7 +125,7 @@ class Question:
     has_default_dtype: bool = False
     launcher: Launcher = PIPELOOM
     adapter: Adapter | None = None
-    balance: Balance = "batch"
+    balance: Balance | None = None
     expert_load: float = 1.0
     boundary: Boundary | None = None
     by_document: bool = False
@@ -227,21 +227,33 @@ class Question:
             "ep above 1": bool(set(limits.ep or ()) - {1}),
             "halves in turns": True in (limits.ep_overlap or ()),
         }
-        return list(self.left_out.problems(part for part, is_named in named.items() if is_named))
+        words = "the backwards of {} do not wait for model.balance batch; leave the balance or the family out"
+        refused = [words.format(name) for name in limits.families or () if name in self.unbalanced_families]
+        return [*self.left_out.problems(part for part, is_named in named.items() if is_named), *refused]
 
     @cached_property
     def families(self) -> tuple[str, ...]:
         """Families to search; one whose orders are found by a search of their own only if limits name it."""
-        offered = (name for name in _families_of(self.software) if not FAMILIES[name].is_found)
+        offered = (name for name in installed(self.software.families) if not FAMILIES[name].is_found)
         return self.limits.families or tuple(name for name in offered if name not in self.unbalanced_families)
 
     @cached_property
     def unbalanced_families(self) -> frozenset[str]:
         """Families that are left out, since a backward precedes a forward and a balance loss needs the whole batch."""
-        if self.shape.experts is None or self._balance != "batch" or self.limits.families:
+        if self.shape.experts is None or self._balance != "batch":
             return frozenset()
-        each = _families_of(self.software)
+        each = installed(self.software.families)
         return frozenset(one for one in each if not (FAMILIES[one].is_found or ends_forwards_first(one)))
+
+    @property
+    def may_count_batch(self) -> bool:
+        """Whether a balance of experts over the whole batch is stated, or that of runs which divide micro-batches."""
+        return self.shape.experts is not None and self._balance in (None, "batch")
+
+    @cached_property
+    def families_of_parts(self) -> tuple[str, ...]:
+        """Families for runs that divide micro-batches, so that nothing has the loads of one in one place."""
+        return tuple(name for name in self.families if ends_forwards_first(name) or not self.may_count_batch)
 
     @cached_property
     def undivided(self) -> list[str]:
@@ -267,17 +279,9 @@ class Question:
         return experts is not None and (self._balance == "microbatch" or experts.capacity is not None)
 
     @property
-    def _balance(self) -> Balance:
+    def _balance(self) -> Balance | None:
         """That of a planned run: for other programs, whose orders no balance restricts, it is of micro-batches."""
-        return "microbatch" if self.balance == "batch" and not self.launcher.is_own else self.balance
-
-    @cached_property
-    def families_by_split(self) -> dict[bool, tuple[str, ...]]:
-        """Whether backwards are split -> the families."""
-        return {
-            splits: tuple(name for name in self.families if FAMILIES[name].splits_backward == splits)
-            for splits in (False, True)
-        }
+        return "microbatch" if self.balance in (None, "batch") and not self.launcher.is_own else self.balance
 
     def splits(self, pp: int) -> list[bool]:
         """Whether to search split backwards, whole ones or both: on one rank a split one is never faster."""
@@ -356,9 +360,8 @@ class Question:
     @cached_property
     def _halves(self) -> bool:
         """Whether the program computes halves of a micro-batch, and no run counts or masks whole ones."""
-        counts = self._balance == "batch" and not all(map(ends_forwards_first, self.families))
-        others = self._counts_microbatches or self.by_document or bool(self.left_out.why("halves in turns"))
-        return self.software.has_lanes and not (counts or others)
+        others = self._counts_microbatches or self.by_document or self.left_out.why("halves in turns")
+        return self.software.has_lanes and bool(self.families_of_parts) and not others
 
     @cached_property
     def clusters(self) -> tuple[Cluster, ...]:
@@ -480,19 +483,13 @@ def limit_problems(
     return own + [
         f"{title} has no {what} '{name}'; {_hint(name, has)}it has {', '.join(has)}"
         for what, wanted, has in (
-            ("family", limits.families, _families_of(software)),
+            ("family", limits.families, installed(software.families)),
             ("sharding level", limits.shards, software.shards or LEVELS),
             ("strategy", limits.strategies, ("none", *software.strategies)),
         )
         for name in wanted or ()
         if name not in has
     ]
-
-
-def _families_of(software: Software) -> tuple[str, ...]:
-    # A plug-in may have been left out since the program was read.
-    own = tuple(name for name in software.families if name in FAMILIES)
-    return own or tuple(name for name, known in FAMILIES.items() if known.has_backward)
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

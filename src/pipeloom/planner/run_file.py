@@ -37,8 +37,7 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
     is_sharded = run.sharded != "none"
     known = _model(run.shape, model, run.seq)
     if run.shape.experts is not None and interleaved_stage(step.schedule) is not None:
-        # Sequences that ranks or slices share have no loads of a micro-batch in one place.
-        known = replace(known, balance="none" if run.slices or run.rank_seq < run.seq else "microbatch")
+        known = replace(known, balance="none" if run.divides_microbatches else "microbatch")
     config = RunConfig(
         model=known,
         data=DataConfig(seq_len=run.seq),

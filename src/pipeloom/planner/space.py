@@ -25,7 +25,7 @@ from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.pieces import PieceSeconds
 from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.stages import layers_of_pieces, placement_of, stage_layers
-from pipeloom.families import Choice
+from pipeloom.families import FAMILIES, Choice
 from pipeloom.planner.bounds import AnyStages, Bounds, Floats, Sharded
 from pipeloom.planner.question import LEVELS, Question, has_better_axes, why_not
 from pipeloom.planner.schedules import in_flight_of, inputs_of, schedules_of
@@ -133,10 +133,15 @@ class Arrangement(OfPlaced):
             run = run.changed(layers_by_stage=layers)
         return Cut(self.placed.of(run), self)
 
+    @cached_property
+    def _families(self) -> tuple[str, ...]:
+        names = self.question.families_of_parts if self.run.divides_microbatches else self.question.families
+        return tuple(name for name in names if FAMILIES[name].splits_backward == self.splits)
+
     def choices(self, loops: int, placement: str) -> tuple[Choice, ...]:
         """Schedules of such stages."""
-        launcher, found = self.question.launcher, self.question.families_by_split[self.splits]
-        names = tuple(name for name in found if launcher.has_family(name, self.run.pp, loops))
+        has_family = self.question.launcher.has_family
+        names = tuple(name for name in self._families if has_family(name, self.run.pp, loops))
         return schedules_of(names, self.run.pp, loops, placement, self.run.num_microbatches)
 
     def shardings(self) -> list["Sharding"]:

@@ -261,6 +261,11 @@ class Run(WithAxes):
         return pairs if experts is None or most is None else min(pairs, experts.count * most)
 
     @property
+    def divides_microbatches(self) -> bool:
+        """Whether slices, context ranks or lanes have parts of micro-batches, so that none has the loads of experts."""
+        return bool(self.slices) or self.rank_seq < self.seq or self.ep_overlap
+
+    @property
     def rank_seq(self) -> int:
         """Tokens of a sequence on one rank of the context axis; a part of a token counts whole."""
         return -(-self.seq // self.cp)

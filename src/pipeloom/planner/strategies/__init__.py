@@ -6,7 +6,7 @@ Other distributions add strategies through entry points of the group ``pipeloom.
 from dataclasses import replace
 
 from pipeloom.cost.software import Software
-from pipeloom.families import FAMILIES
+from pipeloom.families import FAMILIES, installed
 from pipeloom.planner.question import Question
 from pipeloom.planner.strategies import activations, order, slices, swap
 from pipeloom.planner.strategies.strategy import STRATEGIES, SearchState, Strategy, naming_strategy
@@ -59,9 +59,8 @@ def with_strategies(software: Software) -> Software:
 
 def with_frozen(software: Software) -> Software:
     """The program with the families and strategies that run stages in which some weights are frozen."""
-    families = software.families or tuple(name for name, known in FAMILIES.items() if known.has_backward)
     return replace(
         software,
-        families=tuple(name for name in families if not FAMILIES[name].splits_backward),
+        families=tuple(name for name in installed(software.families) if not FAMILIES[name].splits_backward),
         strategies=tuple(name for name in software.strategies if STRATEGIES[name].takes_frozen),
     )

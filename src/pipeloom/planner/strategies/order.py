@@ -27,6 +27,9 @@ def _small(state: SearchState) -> Iterator[Leaf]:
         is_plain = not arrangement.splits and arrangement.recomputed != "some" and not run.frozen_pieces
         if arrangement.placed.placement.num_ranks == 1 or not is_plain or arrangement.time.busy_s > state.fastest_s:
             continue
+        question = arrangement.question
+        if question.may_count_batch and (question.unbalanced_families or run.divides_microbatches):
+            continue
         for cut in arrangement.cuts:
             leaves = list(cut.leaves())
             if leaves[0].choice.num_actions <= MOST_ACTIONS:

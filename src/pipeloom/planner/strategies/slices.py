@@ -72,7 +72,8 @@ def _few_microbatches(state: SearchState) -> Iterator[Leaf]:
         is_short = run.pp > 1 and run.num_microbatches < FEW * run.pp
         is_plain = not (arrangement.splits or arrangement.recomputed == "some" or run.ep_overlap)
         if is_short and is_plain and arrangement.time.busy_s <= state.fastest_s:
-            yield from (leaf for cut in arrangement.cuts for leaf in cut.leaves())
+            names = arrangement.question.families_of_parts
+            yield from (leaf for cut in arrangement.cuts for leaf in cut.leaves() if leaf.choice.family in names)
 
 
 STRATEGIES.add(
