@@ -8,11 +8,13 @@ from pipeloom import load_run, make_question, plan
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cli.plan_layouts import layout_cells
 from pipeloom.cli.plan_text import print_plan
+from pipeloom.config import ModelConfig, RunConfig
 from pipeloom.cost.flops import shape_model_flops
 from pipeloom.errors import ConfigError
 from pipeloom.export.hand_over import TARGETS
 from pipeloom.export.job import Site, make_job
 from pipeloom.families import FAMILIES, ends_forwards_first
+from pipeloom.planner.fewer_nodes import question_on
 from pipeloom.planner.plan import of_training
 from pipeloom.planner.question import Limits
 from pipeloom.planner.run_file import run_config
@@ -20,7 +22,9 @@ from pipeloom.planner.run_step import predict_step
 from pipeloom.planner.search import search
 from pipeloom.planner.space import arrangements
 from pipeloom.planner.strategies import with_frozen
+from pipeloom.predict.describe import described_run
 from pipeloom.workload.adapter import Adapter
+from pipeloom.workload.layout import Layout
 from pipeloom.workload.model_shape import Experts
 
 SHAPE = replace(
@@ -81,7 +85,7 @@ def test_a_named_schedule_that_the_stated_balance_cannot_have_is_refused():
 def test_row_1_names_the_balance_that_follows_from_its_schedule(capsys):
     one_by_one = question(families=("1f1b",), pp=(2,), tp=(1,), micro_batch=(1,))
     print_plan(plan(one_by_one, 1, explains=False))
-    words = "row 1 balances experts in each micro-batch, since backwards precede forwards; --model.balance batch"
+    words = "row 1 balances experts in each micro-batch, since backwards precede forwards; a run file with"
     assert words in " ".join(capsys.readouterr().out.split())
     print_plan(plan(replace(one_by_one, balance="microbatch"), 1, explains=False))
     assert "row 1 balances" not in " ".join(capsys.readouterr().out.split())
@@ -108,6 +112,15 @@ def test_a_plan_is_the_run_that_its_file_trains():
     assert config.model.balance is None
     other = plan(question(pp=(2,), families=("1f1b",), strategies=("none",)), explains=False).best
     assert run_config(other, None, "dgx-h100", "pipeloom").model.balance == "microbatch"
+
+
+@pytest.mark.parametrize(("stated", "kept"), [(None, "batch"), ("microbatch", "microbatch")])
+def test_a_training_goes_on_with_its_balance_on_fewer_devices(stated, kept):
+    model = ModelConfig(num_layers=4, hidden_size=64, num_heads=4, experts=4, expert_ffn=64, balance=stated)
+    config = RunConfig(model=model, layout=Layout(pp=2, dp=2, num_microbatches=8))
+    remaining = question_on(config, described_run(config, "fp32"), "laptop", "pipeloom", num_devices=2)
+    assert remaining.balance == kept
+    assert ("1f1b" in remaining.families) == (kept == "microbatch")
 
 
 def test_experts_of_half_the_width_take_longer_than_one_block():

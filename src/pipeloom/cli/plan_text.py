@@ -87,7 +87,7 @@ def _on_balance(plan: Plan) -> list[str]:
     if not question.may_count_batch or interleaved_stage(plan.rows[0].schedule) is None:
         return []
     words = "row 1 balances experts in each micro-batch, since backwards precede forwards; "
-    return [words + "--model.balance batch searches schedules that balance them over the whole batch"]
+    return [words + "a run file with model.balance batch is planned with schedules that balance the whole batch"]
 
 
 def print_next(words: Sequence[str], launcher: Launcher, programs: Sequence[str]) -> None:

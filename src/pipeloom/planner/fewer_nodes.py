@@ -129,7 +129,8 @@ def question_on(
         fused_norm=run.fused_norm,
         boundary=run.boundary,
     )
-    return of_training(question, config)
+    # A training goes on with the balance that it began with, whichever orders that leaves out.
+    return replace(of_training(question, config), balance=config.model.known_balance)
 
 
 def without_ranks(config: RunConfig, num_ranks: int, budget_s: float) -> tuple[SimulatedStep, SimulatedStep] | None:
