@@ -91,6 +91,15 @@ def test_row_1_names_the_balance_that_follows_from_its_schedule(capsys):
     assert "row 1 balances" not in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_stated_balance_that_a_plan_for_another_program_replaces_is_named(capsys):
+    sizes = {"num_devices": 16, "global_batch": 64, "seq": 2048, "launcher": "megatron", "pp": (2,)}
+    unstated = make_question(SHAPE, "dgx-h100", **sizes)
+    print_plan(plan(replace(unstated, balance="batch"), 1, explains=False))
+    assert "model.balance batch is left out for Megatron-LM" in " ".join(capsys.readouterr().out.split())
+    print_plan(plan(unstated, 1, explains=False))
+    assert "model.balance" not in capsys.readouterr().out
+
+
 def test_schedules_that_the_balance_of_the_whole_batch_leaves_out_are_named(capsys):
     unlimited = replace(question(), balance="batch")
     left_out = unlimited.unbalanced_families

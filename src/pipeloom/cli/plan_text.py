@@ -83,10 +83,14 @@ def _layouts(plan: Plan, training: Training | None, goal: Goal | None) -> Sectio
 
 def _on_balance(plan: Plan) -> list[str]:
     """What keeps experts equal in row 1, where the order of its schedule decides it."""
-    question = plan.question
-    if not question.may_count_batch or interleaved_stage(plan.rows[0].schedule) is None:
+    question, launcher = plan.question, plan.question.launcher
+    if question.shape.experts is None or interleaved_stage(plan.rows[0].schedule) is None:
         return []
     words = "row 1 balances experts in each micro-batch, since backwards precede forwards; "
+    if question.balance == "batch":
+        return [words + f"model.balance batch is left out for {launcher.title}"]
+    if question.balance is not None or not launcher.is_own:
+        return []
     return [words + "a run file with model.balance batch is planned with schedules that balance the whole batch"]
 
 
