@@ -98,6 +98,10 @@ def test_a_stated_balance_that_a_plan_for_another_program_replaces_is_named(caps
     assert "model.balance batch is left out for Megatron-LM" in " ".join(capsys.readouterr().out.split())
     print_plan(plan(unstated, 1, explains=False))
     assert "model.balance" not in capsys.readouterr().out
+    divided = plan(unstated.limited(cp=(2,)), 1, explains=False)
+    assert run_config(divided.best, None, "dgx-h100", "megatron-core").model.balance == "none"
+    print_plan(divided)
+    assert "row 1 does not balance experts, since backwards" in " ".join(capsys.readouterr().out.split())
 
 
 def test_schedules_that_the_balance_of_the_whole_batch_leaves_out_are_named(capsys):

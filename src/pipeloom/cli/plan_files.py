@@ -151,7 +151,7 @@ def _over(config: RunConfig, planned: RunConfig, *, has_model: bool) -> RunConfi
     """A run's settings with the planned ones, and with the model of the question if a flag set it."""
     own, model = planned.training, planned.model if has_model else config.model
     if config.model.known_balance == "batch" and planned.model.balance is not None:
-        # The order of a program that has no other: its backwards do not wait for the loads of the whole batch.
+        # Backwards of the planned order do not wait for the loads of the whole batch.
         model = replace(model, balance=planned.model.balance)
     schedule = planned.schedule
     if schedule.device_budget is not None:  # the home of swapped stages belongs to the machine, not to the layout

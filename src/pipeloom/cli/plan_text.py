@@ -17,8 +17,8 @@ from pipeloom.planner.goals import Goal, Training
 from pipeloom.planner.infeasible import MOST_DOUBLINGS
 from pipeloom.planner.plan import Plan
 from pipeloom.planner.question import Question
+from pipeloom.planner.run_file import balance_of
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.schedule.whole_batch import interleaved_stage
 from pipeloom.terminal.console import wide_console
 from pipeloom.terminal.sections import WIDTH, Section, print_sections
 from pipeloom.terminal.words import and_list, count, parameters, quoted, seconds, short, unit_bytes, unit_s
@@ -84,14 +84,17 @@ def _layouts(plan: Plan, training: Training | None, goal: Goal | None) -> Sectio
 def _on_balance(plan: Plan) -> list[str]:
     """What keeps experts equal in row 1, where the order of its schedule decides it."""
     question, launcher = plan.question, plan.question.launcher
-    if question.shape.experts is None or interleaved_stage(plan.rows[0].schedule) is None:
+    balance = balance_of(plan.rows[0]) if question.balance in (None, "batch") else None
+    if balance is None:
         return []
-    words = "row 1 balances experts in each micro-batch, since backwards precede forwards; "
+    how = "does not balance experts" if balance == "none" else "balances experts in each micro-batch"
+    words = f"row 1 {how}, since backwards precede forwards; "
     if question.balance == "batch":
         return [words + f"model.balance batch is left out for {launcher.title}"]
-    if question.balance is not None or not launcher.is_own:
-        return []
-    return [words + "a run file with model.balance batch is planned with schedules that balance the whole batch"]
+    if launcher.is_own:
+        return [words + "a run file with model.balance batch is planned with schedules that balance the whole batch"]
+    # Other programs balance each micro-batch by default.
+    return [words + "without a context axis it would"] if balance == "none" else []
 
 
 def print_next(words: Sequence[str], launcher: Launcher, programs: Sequence[str]) -> None:

@@ -20,8 +20,15 @@ from pipeloom.predict.step import SimulatedStep
 from pipeloom.schedule.whole_batch import interleaved_stage
 from pipeloom.workload.dtypes import dtype_of, matmul_dtype_of
 from pipeloom.workload.layout import Layout
-from pipeloom.workload.model import ModelShape, model_of
+from pipeloom.workload.model import Balance, ModelShape, model_of
 from pipeloom.workload.run import Run
+
+
+def balance_of(step: SimulatedStep) -> Balance | None:
+    """What keeps the loads of experts equal where backwards precede forwards; ``None``: as the run states."""
+    if step.run.shape.experts is None or interleaved_stage(step.schedule) is None:
+        return None
+    return "none" if step.run.divides_microbatches else "microbatch"
 
 
 def run_config(step: SimulatedStep, model: str | None, cluster: str, software: str) -> RunConfig:
@@ -36,8 +43,8 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
     run, knobs, moves = step.run, step.knobs, step.knobs.moves
     is_sharded = run.sharded != "none"
     known = _model(run.shape, model, run.seq)
-    if run.shape.experts is not None and interleaved_stage(step.schedule) is not None:
-        known = replace(known, balance="none" if run.divides_microbatches else "microbatch")
+    if (balance := balance_of(step)) is not None:
+        known = replace(known, balance=balance)
     config = RunConfig(
         model=known,
         data=DataConfig(seq_len=run.seq),

@@ -28,7 +28,7 @@ def _small(state: SearchState) -> Iterator[Leaf]:
         if arrangement.placed.placement.num_ranks == 1 or not is_plain or arrangement.time.busy_s > state.fastest_s:
             continue
         question = arrangement.question
-        if question.may_count_batch and (question.unbalanced_families or run.divides_microbatches):
+        if question.may_count_batch and (question.balance == "batch" or run.divides_microbatches):
             continue
         for cut in arrangement.cuts:
             leaves = list(cut.leaves())
