@@ -9,6 +9,7 @@ from pipeloom.passes import add_data_parallel, lower
 from pipeloom.passes.lower_sharding import exchanges
 from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.schedule.kinds import SEND_KINDS
+from pipeloom.schedule.lanes import other_end
 from pipeloom.schedule.stage_swaps import Content
 from pipeloom.simulation import Sharing, simulate
 from pipeloom.workload.boundary import Boundary, boundary_bytes
@@ -85,7 +86,7 @@ def lowered(case: Case, contender: Contender, order: Schedule, receive_buffers: 
 def theory_s(case: Case, contender: Contender, order: Schedule) -> float:
     """Seconds of the step if every message, gather and reduction starts as soon as what it moves is there.
 
-    What a rank sends shares its uplink.
+    What a rank sends shares its uplink, what it receives its downlink.
     """
     case = case if contender.link is None else replace(case, link=contender.link)
     schedule = lowered(case, contender, order, case.num_microbatches)
@@ -101,10 +102,21 @@ def bound_s(case: Case, contender: Contender) -> float:
 
 
 def priced(case: Case, contender: Contender) -> tuple[NetworkCosts, Sharing | None]:
-    """Seconds of actions, and the uplinks that ranks share."""
-    moving = (*SEND_KINDS, Kind.UNSHARD, Kind.REDUCE_GRAD)
-    sharing = None
-    if case.link is not None:
-        uplinks = dict.fromkeys(range(case.pp), 1.0)
-        sharing = Sharing(lambda action, rank: rank if action.kind in moving else None, uplinks)
-    return NetworkCosts(case, contender.loops, contender.runtime == "PyTorch", contender.boundary), sharing
+    """Seconds of actions, and the links that they share: uplinks, and behind them downlinks."""
+    costs = NetworkCosts(case, contender.loops, contender.runtime == "PyTorch", contender.boundary)
+    if case.link is None:
+        return costs, None
+    owner = compute_order(case, contender).placement.rank_by_stage
+    exchanges = (Kind.UNSHARD, Kind.REDUCE_GRAD)
+
+    def uplink_of(action: Action, rank: int) -> tuple[str, int] | None:
+        return ("up", rank) if action.kind in SEND_KINDS or action.kind in exchanges else None
+
+    def downlink_of(action: Action, rank: int) -> tuple[str, int] | None:
+        # Replicas exchange with each other: each receives as much as it sends.
+        if action.kind in exchanges:
+            return "down", rank
+        return ("down", owner[other_end(action, len(owner)).stage]) if action.kind in SEND_KINDS else None
+
+    capacity = {(way, rank): 1.0 for way in ("up", "down") for rank in range(case.pp)}
+    return costs, Sharing(uplink_of, capacity, onward_of=downlink_of)

@@ -39,12 +39,17 @@ class Sharing:
             continues with another action keeps the rest. Without an entry all actions run at once.
         at_once: kinds of actions that wait for no turn: what moves messages sleeps until there is something to move,
             and an operating system lets it in at once.
+        onward_of: (action, rank) -> the resource through which the action goes behind the first, such as the downlink
+            of the receiver behind the uplink of the sender, or ``None``; the same for all micro-batches. It serves what
+            the first one has passed on, as fast as it comes or at a fair share of its capacity, and keeps the rest
+            for later; the action ends when both have served all of it. Such a resource is in no ``resource_of``.
     """
 
     resource_of: Callable[[Action, int], Hashable | None]
     capacity: Mapping[Any, float]
     turn_s: Mapping[Any, float] = field(default_factory=dict[Any, float])
     at_once: frozenset[Kind] = frozenset()
+    onward_of: Callable[[Action, int], Hashable | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,8 +101,9 @@ def simulate(schedule: Schedule, costs: ActionCosts, sharing: Sharing | None = N
         action, in the same order.
 
     Raises:
-        UserError: costs have another number of stages, an action takes less than 0 seconds, or launches use shared
-            resources that ``sharing`` does not describe.
+        UserError: costs have another number of stages, an action takes less than 0 seconds, launches use shared
+            resources that ``sharing`` does not describe, or a resource is the first one of an action and the second
+            one of another.
     """
     if isinstance(costs, StageCosts):
         costs.check(schedule.num_stages)
@@ -175,24 +181,37 @@ def _times_sharing(
 ) -> tuple[Seconds, Seconds]:
     """Starts and ends with shared resources, of the actions and, with ``host``, of their launches."""
     facts = graph.facts
-    kind, stage = facts.columns[:2]
     # Resource 0 has no limit: for actions that share nothing.
     resources: dict[Hashable, int] = {None: 0}
-    table = np.zeros((len(KINDS), facts.shape[0]), np.int32)
-    for code, place in np.argwhere(occurring(facts).any(axis=2)).tolist():
-        resource = sharing.resource_of(example(code, place, 0), int(facts.owner[place]))
-        table[code, place] = resources.setdefault(resource, len(resources))
-    used = table[kind, stage]
+    used, onward = _used(facts, sharing, resources)
     if host is not None:
         names = [host.resource_of(rank) if host.resource_of else None for rank in range(facts.placement.num_ranks)]
         by_rank = np.array([resources.setdefault(name, len(resources)) for name in names], np.int32)
         used = np.concatenate([used, by_rank[facts.ranks]])
+        onward = np.concatenate([onward, np.zeros_like(onward)])
     capacity = [np.inf if name is None else sharing.capacity[name] for name in resources]
     # The graph keeps its followers for the next simulation; launches are nodes of this one alone.
     begin, followers = graph.followers if host is None else followers_of(waits)
     turn_s = np.array([sharing.turn_s.get(name, np.inf) for name in resources], np.float64)[used]
-    turn_s[: len(kind)][facts.row.is_kind(*sharing.at_once)] = np.inf
+    turn_s[: len(facts.row)][facts.row.is_kind(*sharing.at_once)] = np.inf
     thread = np.resize(facts.ranks, len(seconds))
     walk = kernel(walk_sharing, len(seconds))
-    shared = used, thread, np.array(capacity, np.float64), turn_s
+    shared = used, onward, thread, np.array(capacity, np.float64), turn_s
     return walk((waits >= 0).sum(axis=1), begin, followers, *shared, seconds)
+
+
+def _used(facts: Facts, sharing: Sharing, resources: dict[Hashable, int]) -> tuple[Ints, Ints]:
+    """For each action the numbers of its first and its second resource, which are added to the resources if new."""
+    kind, stage = facts.columns[:2]
+    first, second = np.zeros((2, len(KINDS), facts.shape[0]), np.int32)
+    for code, place in np.argwhere(occurring(facts).any(axis=2)).tolist():
+        action, rank = example(code, place, 0), int(facts.owner[place])
+        first[code, place] = resources.setdefault(sharing.resource_of(action, rank), len(resources))
+        if sharing.onward_of is not None:
+            second[code, place] = resources.setdefault(sharing.onward_of(action, rank), len(resources))
+    if both := sorted({*first.ravel().tolist()} & {*second.ravel().tolist()} - {0}):
+        raise UserError(
+            f"expected other resources in onward_of than in resource_of, found {list(resources)[both[0]]!r} in both; "
+            "describe the two directions of a link as two resources"
+        )
+    return first[kind, stage], second[kind, stage]

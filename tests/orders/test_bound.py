@@ -39,6 +39,19 @@ def uplinks(ranks):
     return Sharing(lambda action, rank: rank if action.kind in moving else None, dict.fromkeys(range(ranks), 1.0))
 
 
+def links(ranks):
+    """What a rank receives goes through the uplink of the rank before, and collectives through its own two ends."""
+    up, collectives = uplinks(ranks), (Kind.UNSHARD, Kind.REDUCE_GRAD)
+
+    def uplink_of(action, rank):
+        return up.resource_of(action, rank if action.kind in collectives else (rank - 1) % ranks)
+
+    def downlink_of(action, rank):
+        return None if up.resource_of(action, rank) is None else ("down", rank)
+
+    return Sharing(uplink_of, up.capacity | {("down", rank): 1.0 for rank in range(ranks)}, onward_of=downlink_of)
+
+
 def every_row(stages, count):
     """All orders of a rank's split backwards in which nothing precedes what its own rank computes for it."""
     kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -92,7 +105,7 @@ def test_no_family_takes_less(placement, finish):
         if choice is None:
             continue
         schedule = finish(choice.make())
-        for transfer_s, sharing in ((0.0, None), (3.0, uplinks(pp))):
+        for transfer_s, sharing in ((0.0, None), (3.0, uplinks(pp)), (3.0, links(pp))):
             prices = costs(where.num_stages, transfer_s=transfer_s, gather_s=2.0, reduce_s=3.0)
             step_s = simulate(schedule, prices, sharing).end_s
             most = [max(schedule.peak_stage_inputs)] * where.num_stages

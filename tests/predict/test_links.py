@@ -23,50 +23,71 @@ RUN = Run(shape=load_model("gpt-52b"), seq=1024, pp=4, tp=8, dp=2)
 SMALL = Run(shape=replace(RUN.shape, layers=2, hidden=32, heads=2, kv_heads=2, ffn=64, vocab=16, tied=False), seq=16)
 
 
+def ends(links, action, rank):
+    """(node, adapter) of the uplink and of the downlink that an action uses."""
+    link, onward = links.resource_of(action, rank), links.onward_of(action, rank)
+    assert (link is None) == (onward is None)
+    if link is None:
+        return None
+    assert (link[0], onward[0]) == ("up", "down")
+    assert links.capacity[link] == links.capacity[onward] == 1
+    return link[1:], onward[1:]
+
+
 def resources(run, placement=None):
     links = shared_links(Placed(run, CLUSTER, OURS), placement or Placement.looped(run.pp, 2))
     if links is None:
         return None
     kinds = {"1RECV_F0": 1, "0RECV_B0": 0, "2UNSHARD": 2, "3REDUCE_GRAD": 3, "1F0": 1, "1SEND_F0": 1, "2RESHARD": 2}
-    return {text: links.resource_of(Action.parse(text), rank) for text, rank in kinds.items()}
+    return {text: ends(links, Action.parse(text), rank) for text, rank in kinds.items()}
 
 
 def test_a_rank_that_fills_nodes_shares_its_network_with_its_own_collectives():
     assert resources(RUN) == {  # 16 devices, two nodes, for each pipeline rank
-        "1RECV_F0": (2, 0),
-        "0RECV_B0": (0, 0),
-        "2UNSHARD": (4, 0),
-        "3REDUCE_GRAD": (6, 0),
+        "1RECV_F0": ((0, 0), (2, 0)),
+        "0RECV_B0": ((2, 0), (0, 0)),
+        "2UNSHARD": ((4, 0), (4, 0)),
+        "3REDUCE_GRAD": ((6, 0), (6, 0)),
         "1F0": None,
         "1SEND_F0": None,
         "2RESHARD": None,
     }
 
 
-def test_a_tied_matrix_goes_by_the_adapter_of_its_receiver():
+def test_a_tied_matrix_goes_from_the_adapter_of_its_sender_to_that_of_its_receiver():
     links = shared_links(Placed(RUN, CLUSTER, OURS), Placement.looped(4, 2))
-    assert links.resource_of(Action(Kind.RECV_TIED, 7), 3) == (6, 0)
-    assert links.resource_of(Action(Kind.RECV_TIED_GRAD, 0), 0) == (0, 0)
-    assert links.resource_of(Action(Kind.SEND_TIED, 0), 0) is None
+    assert ends(links, Action(Kind.RECV_TIED, 7), 3) == ((0, 0), (6, 0))
+    assert ends(links, Action(Kind.RECV_TIED_GRAD, 0), 0) == ((6, 0), (0, 0))
+    assert ends(links, Action(Kind.SEND_TIED, 0), 0) is None
     near = replace(RUN, tp=2, dp=2)  # two pipeline ranks on each of two nodes
     links = shared_links(Placed(near, replace(CLUSTER, adapters_per_node=1), OURS), Placement((0, 1, 2, 3, 3, 2, 1)))
-    assert links.resource_of(Action(Kind.RECV_TIED, 6), 1) is None  # from rank 0, on the same node
+    assert ends(links, Action(Kind.RECV_TIED, 6), 1) is None  # from rank 0, on the same node
 
 
 def test_nothing_is_shared_where_only_one_thing_at_a_time_leaves_a_node():
-    assert resources(replace(RUN, dp=1)) is None  # a node for each pipeline rank, no collectives
+    two = replace(RUN, pp=2, dp=1)  # a node for each of two stages, no collectives
+    assert shared_links(Placed(two, CLUSTER, OURS), Placement.looped(2, 1)) is None
     assert resources(replace(RUN, tp=1, dp=2)) is None  # everything inside one node
+
+
+def test_both_kinds_of_messages_of_a_rank_share_its_adapter():
+    links = shared_links(Placed(replace(RUN, dp=1), CLUSTER, OURS), Placement.looped(4, 2))
+    assert ends(links, Action(Kind.RECV_F, 1, 0), 1) == ((0, 0), (1, 0))
+    assert ends(links, Action(Kind.RECV_B, 1, 0), 1) == ((2, 0), (1, 0))
 
 
 def test_ranks_of_one_adapter_share_what_leaves_by_it():
     run = replace(RUN, tp=2, dp=2)  # two pipeline ranks on each of two nodes; collectives stay inside
-    assert resources(run) is None  # an adapter for each device
+    assert ends(shared_links(Placed(run, CLUSTER, OURS), Placement.looped(4, 2)), Action(Kind.RECV_F, 2, 0), 2) == (
+        (0, 4),  # an adapter for each device
+        (1, 0),
+    )
     one = replace(CLUSTER, adapters_per_node=1)
     links = shared_links(Placed(run, one, OURS), Placement.looped(4, 2))
-    assert links.resource_of(Action(Kind.RECV_F, 2, 0), 2) == (1, 0)  # from rank 1
-    assert links.resource_of(Action(Kind.RECV_F, 4, 0), 0) == (0, 0)  # from rank 3, round the loop
-    assert links.resource_of(Action(Kind.RECV_F, 1, 0), 1) is None  # from rank 0, on the same node
-    assert links.resource_of(Action(Kind.UNSHARD, 2), 2) is None
+    assert ends(links, Action(Kind.RECV_F, 2, 0), 2) == ((0, 0), (1, 0))  # from rank 1
+    assert ends(links, Action(Kind.RECV_F, 4, 0), 0) == ((1, 0), (0, 0))  # from rank 3, round the loop
+    assert ends(links, Action(Kind.RECV_F, 1, 0), 1) is None  # from rank 0, on the same node
+    assert ends(links, Action(Kind.UNSHARD, 2), 2) is None
 
 
 @pytest.mark.parametrize(
@@ -83,8 +104,9 @@ def test_a_transfer_and_a_reduction_on_one_network_slow_each_other_down():
     costs = Costs(1, 2, transfer_s=4, reduce_s=4)
     alone = {str(s.action): s for s in simulate(schedule, costs).spans}
     shared = {str(s.action): s for s in simulate(schedule, costs, links).spans}
-    # 1B0 ends at 8; the gradient moves into rank 0's node 8-12 while rank 1 reduces on its own network: no conflict
-    assert shared["0RECV_B0"].end_s == alone["0RECV_B0"].end_s == 12
+    # 1B0 ends at 8: the gradient leaves rank 1's node beside its reduction, both at half the speed.
+    assert alone["0RECV_B0"].end_s == alone["1REDUCE_GRAD"].end_s == 12
+    assert shared["0RECV_B0"].end_s == shared["1REDUCE_GRAD"].end_s == 16
     both = parse_schedule(
         "0F0 0SEND_F0 2RECV_F0 2F0 2B0 2SEND_B0 2REDUCE_GRAD 0RECV_B0 0B0 0REDUCE_GRAD\n"
         "1RECV_F0 1F0 1SEND_F0 1RECV_B0 1B0 1SEND_B0 1REDUCE_GRAD\n"
@@ -92,15 +114,17 @@ def test_a_transfer_and_a_reduction_on_one_network_slow_each_other_down():
     links = shared_links(Placed(run, CLUSTER, OURS), both.placement)
     alone = {str(s.action): s for s in simulate(both, costs).spans}
     shared = {str(s.action): s for s in simulate(both, costs, links).spans}
-    # rank 0 reduces stage 2 from 13 on while nothing comes in; then stage 1's gradient comes 19-23
-    assert alone["2REDUCE_GRAD"].end_s == shared["2REDUCE_GRAD"].end_s == pytest.approx(17)
+    # Rank 0 reduces stage 2 from 13 on, while its gradient leaves.
+    assert alone["2REDUCE_GRAD"].end_s == alone["1RECV_B0"].end_s == 17
+    assert shared["2REDUCE_GRAD"].end_s == shared["1RECV_B0"].end_s == 21
     late = Costs(1, 2, transfer_s=4, reduce_s=20)
     alone = {str(s.action): s for s in simulate(both, late).spans}
     shared = {str(s.action): s for s in simulate(both, late, links).spans}
-    assert alone["0RECV_B0"].end_s == pytest.approx(23)
-    # the reduction has 20 - 6 left when the transfer begins at 19; both run at half speed, the transfer takes 8
-    assert shared["0RECV_B0"].end_s == pytest.approx(27)
-    assert shared["2REDUCE_GRAD"].end_s == pytest.approx(37)
+    assert alone["0RECV_B0"].end_s == 23
+    # 1B0 ends at 23. Its gradient leaves rank 1's node beside a reduction, and enters rank 0's beside another one.
+    assert shared["0RECV_B0"].end_s == 31
+    # That one has 14 left at 23. Up to 31 its uplink does 8 of them, its downlink 4: from then on it has 10 left.
+    assert shared["2REDUCE_GRAD"].end_s == 41
 
 
 def test_ranks_that_share_the_cores_of_a_node_compute_as_much_slower():
@@ -148,7 +172,7 @@ def test_what_stays_on_a_node_draws_on_its_cores_and_what_leaves_it_on_its_adapt
     crossing = links.resource_of(Action(Kind.RECV_F, 2, 0), 2)
     staying = links.resource_of(Action(Kind.RECV_F, 1, 0), 1)
     assert (links.capacity[crossing], links.capacity[staying]) == (1.0, 1.0)  # four devices of a rank, four cores
-    assert crossing == (1, 0)
+    assert crossing == ("up", 0, 0)
     assert staying == links.resource_of(Action(Kind.FORWARD, 0, 0), 0) == links.resource_of(Action(Kind.UNSHARD, 1), 1)
     assert staying != links.resource_of(Action(Kind.FORWARD, 2, 0), 2)
     assert links.resource_of(Action(Kind.SEND_F, 0, 0), 0) is None

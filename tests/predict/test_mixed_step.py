@@ -271,9 +271,9 @@ def test_what_leaves_a_node_shares_the_adapter_of_its_own_kind():
     one = mixed((nodes("a", devices_per_node=4, adapters_per_node=1), 1), (nodes("b", devices_per_node=8), 1))
     run = replace(RUN, tp=1, dp=2, pp=6, loops=1, global_batch=2)
     links = shared_links(Placed(run, one, OURS), Placement.looped(6, 1))
-    places = {stage: links.resource_of(Action.parse(f"{stage}RECV_F0"), stage) for stage in range(1, 6)}
-    assert places == {1: None, 2: (1, 0), 3: None, 4: None, 5: None}
-    assert links.resource_of(Action.parse("1RECV_B0"), 1) == (0, 0)  # from rank 2, by the only adapter
+    places = {stage: links.onward_of(Action.parse(f"{stage}RECV_F0"), stage) for stage in range(1, 6)}
+    assert places == {1: None, 2: ("down", 1, 0), 3: None, 4: None, 5: None}
+    assert links.onward_of(Action.parse("1RECV_B0"), 1) == ("down", 0, 0)  # from rank 2, by the only adapter
 
 
 def test_collectives_leave_the_nodes_of_their_own_rank_only():
@@ -281,17 +281,17 @@ def test_collectives_leave_the_nodes_of_their_own_rank_only():
     run = replace(RUN, tp=1, dp=8, pp=4, loops=1, global_batch=8)
     links = shared_links(Placed(run, cluster, OURS), Placement.looped(4, 1))
     reductions = {stage: links.resource_of(Action.parse(f"{stage}REDUCE_GRAD"), stage) for stage in range(4)}
-    assert reductions == {0: None, 1: None, 2: (2, 0), 3: (4, 0)}
+    assert reductions == {0: None, 1: None, 2: ("up", 2, 0), 3: ("up", 4, 0)}
 
 
 def test_a_node_of_another_kind_has_its_own_adapters():
     cluster = mixed((nodes("one", adapters_per_node=1), 1), (nodes("eight"), 1))
     run = replace(RUN, tp=1, dp=4, pp=4, loops=1, global_batch=4)
     links = shared_links(Placed(run, cluster, OURS), Placement.looped(4, 1))
-    assert links.resource_of(Action.parse("2RECV_F0"), 2) == (1, 0)
+    assert links.onward_of(Action.parse("2RECV_F0"), 2) == ("down", 1, 0)
     looped = shared_links(Placed(replace(run, loops=2), cluster, OURS), Placement.looped(4, 2))
-    assert looped.resource_of(Action.parse("3RECV_B0"), 3) == (1, 4)  # from rank 0
-    assert looped.resource_of(Action.parse("4RECV_F0"), 0) == (0, 0)
+    assert looped.onward_of(Action.parse("3RECV_B0"), 3) == ("down", 1, 4)  # from rank 0
+    assert looped.onward_of(Action.parse("4RECV_F0"), 0) == ("down", 0, 0)
 
 
 def test_places_say_which_ranks_are_on_which_nodes():

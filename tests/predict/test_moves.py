@@ -100,7 +100,12 @@ def test_swaps_between_nodes_draw_on_the_network_adapter():
     partners = tuple(reversed(range(8)))
     links = shared_links(Placed(run, one, OURS), step().schedule.placement, partners)
     assert links is not None
-    assert links.resource_of(Action(Kind.EVICT, 0, 0), 0) == (0, 0)  # rank 7 is on the second node
+    # Rank 7 is on the second node.
+    assert (
+        links.resource_of(Action(Kind.EVICT, 0, 0), 0) == links.resource_of(Action(Kind.LOAD, 7, 0), 7) == ("up", 0, 0)
+    )
+    assert links.onward_of(Action(Kind.EVICT, 0, 0), 0) == ("down", 1, 0)
+    assert links.onward_of(Action(Kind.LOAD, 0, 0), 0) == ("down", 0, 0)
     near = shared_links(Placed(replace(run, pipeline_order=PAIRED), one, OURS), step().schedule.placement, partners)
     assert near is not None
     assert near.resource_of(Action(Kind.EVICT, 0, 0), 0) is None

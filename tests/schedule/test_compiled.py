@@ -144,6 +144,8 @@ def answers():
             yield name, schedule, simulate(schedule, costs, sharing)
             posting = Host(lambda _: 0.125, 1, lambda rank: rank % 2)
             yield name, schedule, simulate(schedule, costs, sharing, posting)
+            onward = Sharing(lambda _, rank: rank % 2, {0: 1, 1: 2, "next": 1}, onward_of=lambda *_: "next")
+            yield name, schedule, simulate(schedule, costs, onward)
             sharded = add_reduce_grad(add_unshard(add_tied(schedule), 2, 1), 1)
             yield name, sharded, simulate(sharded, Costs(1.0, 2.0, 0.25, 0.5, 1.5))
     for text in (SHARDED, SPLIT, SWAPPED, TIED, RESIDENT):

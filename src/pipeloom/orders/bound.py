@@ -163,7 +163,9 @@ def least_step_s(
         return least_s
     by_resource: dict[Hashable, list[_Job]] = {}
     for job in jobs:
-        by_resource.setdefault(sharing.resource_of(job.action, owner[job.action.stage]), []).append(job)
+        for resource_of in (sharing.resource_of, sharing.onward_of):
+            if resource_of is not None:
+                by_resource.setdefault(resource_of(job.action, owner[job.action.stage]), []).append(job)
     shared = [_jackson_s(own, sharing.capacity[name]) for name, own in by_resource.items() if name is not None]
     return max(least_s, *shared) if shared else least_s
 

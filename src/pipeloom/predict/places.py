@@ -3,12 +3,12 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.placed import Placed
 from pipeloom.schedule import Action, Kind, Placement
-from pipeloom.schedule.kinds import COMPUTE_KINDS, PARTNER_MOVES, RECEIVE_KINDS, TIED_RECEIVE_KINDS
+from pipeloom.schedule.kinds import COMPUTE_KINDS, LOAD_OF, PARTNER_MOVES, RECEIVE_KINDS, TIED_RECEIVE_KINDS
 from pipeloom.schedule.lanes import other_end
 from pipeloom.simulation import Sharing
 from pipeloom.terminal.words import and_list
@@ -76,7 +76,9 @@ def shared_links(placed: Placed, placement: Placement, partners: Sequence[int] |
     Pipeline neighbors are ``stage_devices`` apart, so a rank's first device determines its node and its adapter.
     The seconds of a transfer or collective between nodes already assume that it shares the adapter with the same action
     on adjacent devices of its pipeline rank (``Cluster.sharing``); other concurrent actions on the adapter share it
-    here. An eviction and its load use the evicting rank's adapter.
+    here. An adapter sends and receives at full rate at the same time: a transfer leaves through its sender's uplink and
+    goes on through its receiver's downlink, a collective uses both of its rank
+    (docs/decisions/0098-a-link-has-two-ends.md).
 
     If a node has more ranks than cores (``Cluster.cores_per_node``), compute, and messages and collectives inside the
     node, which processes on a CPU copy themselves, share the cores; ranks that compute take turns there.
@@ -87,41 +89,93 @@ def shared_links(placed: Placed, placement: Placement, partners: Sequence[int] |
         partners: for each pipeline rank its partner; ``None`` without evictions.
 
     Returns:
-        The sharing of each adapter by receives, evictions, loads and collectives, and of each node's cores; ``None`` if
-        nothing is shared.
+        The sharing of each adapter's two directions by receives, evictions, loads and collectives, and of each node's
+        cores; ``None`` if nothing is shared.
     """
-    run, cluster, owner = placed.run, placed.cluster, placement.rank_by_stage
-    adapter = [_adapter(first, cluster) for first in placed.first_devices]
-    is_wide = [_is_wide(run, part) for part in placed.parts]
-    pairs = {*pairwise(owner), *enumerate(partners or ())}
-    crosses = any(adapter[one][0] != adapter[other][0] for one, other in pairs)
-    # A rank with its own adapter shares it only if its collectives leave the node, too.
-    has_shared_links = crosses and (any(is_wide) or len(set(adapter)) < len(adapter))
+    run, cluster = placed.run, placed.cluster
+    adapters = _Adapters(
+        placement.rank_by_stage,
+        tuple(_adapter(first, cluster) for first in placed.first_devices),
+        tuple(_is_wide(run, part) for part in placed.parts),
+        partners,
+    )
     has_shared_cores = cluster.crowding(run.num_devices) > 1
-    if not has_shared_links and not has_shared_cores:
+    if not adapters.are_shared and not has_shared_cores:
         return None
 
-    def link_of(action: Action, rank: int) -> Hashable | None:
-        if action.kind in RECEIVE_KINDS | TIED_RECEIVE_KINDS:
-            sender = owner[other_end(action, len(owner)).stage]
-            return adapter[rank] if adapter[sender][0] != adapter[rank][0] else None
-        if action.kind in PARTNER_MOVES and partners is not None:
-            return adapter[rank] if adapter[partners[rank]][0] != adapter[rank][0] else None
-        return adapter[rank] if is_wide[rank] and action.kind in COLLECTIVES else None
-
     def resource_of(action: Action, rank: int) -> Hashable | None:
-        link = link_of(action, rank)
+        link = adapters.uplink_of(action, rank)
         if link is not None or not has_shared_cores:
             return link
-        return _Cores(adapter[rank][0]) if action.kind in ON_CORES else None
+        return _Cores(adapters.by_rank[rank][0]) if action.kind in ON_CORES else None
 
-    capacity: dict[Hashable, float] = dict.fromkeys(adapter, 1.0)
+    capacity: dict[Hashable, float] = {_Link(way, *one): 1.0 for way in ("up", "down") for one in adapters.by_rank}
     if not has_shared_cores:
-        return Sharing(resource_of, capacity)
+        return Sharing(resource_of, capacity, onward_of=adapters.downlink_of)
     # Devices of a pipeline rank on a node, which do the same at the same time.
     copies = min(run.stage_devices, cluster.devices_per_node)
-    cores = {_Cores(node): cluster.cores_per_node / copies for node, _ in adapter}
-    return Sharing(resource_of, capacity | cores, dict.fromkeys(cores, TURN_S), ON_CORES - COMPUTE_KINDS)
+    cores = {_Cores(node): cluster.cores_per_node / copies for node, _ in adapters.by_rank}
+    turns = dict.fromkeys(cores, TURN_S)
+    return Sharing(resource_of, capacity | cores, turns, ON_CORES - COMPUTE_KINDS, adapters.downlink_of)
+
+
+class _Link(NamedTuple):
+    """A direction of a network adapter, as a resource."""
+
+    way: Literal["up", "down"]
+    node: int
+    adapter: int
+
+
+@dataclass(frozen=True)
+class _Adapters:
+    """The network adapters that actions use.
+
+    Attributes:
+        owner: for each stage its pipeline rank.
+        by_rank: for each pipeline rank its node, and its adapter there.
+        is_wide: for each pipeline rank, whether its collectives leave its nodes.
+        partners: for each pipeline rank its partner; ``None`` without evictions.
+    """
+
+    owner: Sequence[int]
+    by_rank: Sequence[tuple[int, int]]
+    is_wide: Sequence[bool]
+    partners: Sequence[int] | None
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether actions of a pipeline can meet on a direction of an adapter."""
+        pairs = {*pairwise(self.owner), *enumerate(self.partners or ())}
+        if not any(self._crosses(*pair) for pair in pairs):
+            return False
+        # Of two stages each sends one kind of message and receives another.
+        return any(self.is_wide) or len(set(self.by_rank)) < len(self.by_rank) or len(self.owner) > 2
+
+    def uplink_of(self, action: Action, rank: int) -> _Link | None:
+        """Through which an action leaves a node."""
+        ends = self._ends(action, rank)
+        return None if ends is None else _Link("up", *self.by_rank[ends[0]])
+
+    def downlink_of(self, action: Action, rank: int) -> _Link | None:
+        """Through which an action enters a node."""
+        ends = self._ends(action, rank)
+        return None if ends is None else _Link("down", *self.by_rank[ends[1]])
+
+    def _ends(self, action: Action, rank: int) -> tuple[int, int] | None:
+        """The pipeline ranks that send and receive between nodes."""
+        if action.kind in COLLECTIVES:
+            return (rank, rank) if self.is_wide[rank] else None
+        if action.kind in RECEIVE_KINDS | TIED_RECEIVE_KINDS:
+            ends = self.owner[other_end(action, len(self.owner)).stage], rank
+        elif action.kind in PARTNER_MOVES and self.partners is not None:
+            ends = (rank, self.partners[rank]) if action.kind in LOAD_OF else (self.partners[rank], rank)
+        else:
+            return None
+        return ends if self._crosses(*ends) else None
+
+    def _crosses(self, one: int, other: int) -> bool:
+        return self.by_rank[one][0] != self.by_rank[other][0]
 
 
 class _Cores(NamedTuple):
