@@ -198,11 +198,11 @@ def test_breadth_first_is_ahead_of_megatron_on_every_cluster_and_less_so_by_the_
                 for is_simulated in (True, False)
             }
             for critical in cost_time.CRITICAL:
-                assert min(gains[critical, True].values()) > 0.195
+                assert min(gains[critical, True].values()) > 0.165
                 assert max(gains[critical, True].values()) < 0.325
                 assert 0.06 < gains[critical, False][4096] < 0.18
             for devices in cost_time.SIZES:
-                assert abs(gains["recalled", True][devices] - gains["fit", True][devices]) < 0.05
+                assert abs(gains["recalled", True][devices] - gains["fit", True][devices]) < 0.08
 
 
 @pytest.mark.parametrize("model", MODELS)
