@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from ink import cut_texts, overlaps
 
+from pipeloom.schedule import Action
 from side_by_side import contest, hosts, orders, stages, theory
 from side_by_side.case import PYTORCH_SCHEDULES, Case, Contender, Link, Measured, Plan, pytorch_contender
 from side_by_side.picture import draw, figure_of
@@ -162,3 +163,27 @@ def test_the_picture_shows_what_the_page_says():
             name = f"{row['runtime']} {row['order']}"
             step = f"{row['median_ms']} ({row['min_ms']} .. {row['max_ms']}) | {row['theory_ms']} "
             assert f"| {name} | {row['loops']} | {step}" in page.replace("**", "")
+
+
+def test_a_message_leaves_by_its_senders_link_and_enters_by_its_receivers():
+    case = Case(name="two", pp=2, dp=2, message_bytes=1024, weight_bytes=4096, link=Link(100, 1))
+    _, sharing = theory.priced(case, Contender("pipeloom", "breadth-first", 2))
+    links = {
+        text: (sharing.resource_of(Action.parse(text), rank), sharing.onward_of(Action.parse(text), rank))
+        for text, rank in {
+            "0SEND_F0": 0,
+            "3SEND_B0": 1,
+            "1UNSHARD": 1,
+            "0REDUCE_GRAD": 0,
+            "1F0": 1,
+            "1RECV_F0": 1,
+        }.items()
+    }
+    assert links == {
+        "0SEND_F0": (("up", 0), ("down", 1)),
+        "3SEND_B0": (("up", 1), ("down", 0)),
+        "1UNSHARD": (("up", 1), ("down", 1)),
+        "0REDUCE_GRAD": (("up", 0), ("down", 0)),
+        "1F0": (None, None),
+        "1RECV_F0": (None, None),
+    }
