@@ -9,6 +9,7 @@ from contextlib import nullcontext, suppress
 from pipeloom.errors import PipeloomError
 from pipeloom.system.end_signals import ignore_stops, raised_signals
 from pipeloom.system.garbage import kept_imports
+from pipeloom.system.output import lasting_output
 from pipeloom.terminal.guard import guarded_streams
 
 GROUPS = {
@@ -65,7 +66,7 @@ _USAGE = "\n".join(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0 done, 1 failed or differs, 2 wrong input, 128 and a signal's number."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    with guarded_streams():
+    with lasting_output(), guarded_streams():
         status = _main(words)
     if arguments is None and words[:1] == ["train"]:
         # The process ends, which takes a second with PyTorch. Its status says how the run ended, also to a scheduler
@@ -157,10 +158,6 @@ def _run(command: str, words: list[str]) -> int:
             _complain(command, str(interrupt) or "interrupted", interrupt)
         # 128 + SIGINT, as shells report it.
         return interrupt.status if isinstance(interrupt, Interrupted) else 130
-    except BrokenPipeError:
-        # At its end Python flushes standard output once more, fails again, and would print that here.
-        sys.stderr.close()
-        return 0
     else:
         _mention_broken_plugins(command)
         return status

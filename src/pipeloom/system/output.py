@@ -1,0 +1,56 @@
+"""Output whose reader may end before the command."""
+
+import io
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO, cast
+
+
+class _Pipe(io.RawIOBase):
+    """A pipe that takes what is written to it also when nobody reads it any more."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def write(self, data: "bytes | memoryview") -> int:  # type: ignore[override]
+        """Write to the pipe, or to nowhere."""
+        try:
+            return os.write(self._fd, data)
+        except BrokenPipeError:
+            return len(data)
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
+    def fileno(self) -> int:
+        """Of the pipe."""
+        return self._fd
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """Context in which a command goes on when the reader of its output has ended, as ``head`` does.
+
+    The command then still writes its files, and its status is its own.
+    """
+    given = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (_lasting(stream) for stream in given)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = given
+
+
+def _lasting(stream: TextIO) -> TextIO:
+    if stream not in (sys.__stdout__, sys.__stderr__) or not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
+        return stream
+    stream.flush()
+    buffer, given = io.BufferedWriter(cast("Any", _Pipe(stream.fileno()))), cast("io.TextIOWrapper", stream)
+    how = {"line_buffering": given.line_buffering, "write_through": given.write_through}
+    return io.TextIOWrapper(buffer, given.encoding, given.errors, **how)
