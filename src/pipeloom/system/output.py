@@ -48,9 +48,16 @@ def lasting_output() -> Iterator[None]:
 
 
 def _lasting(stream: TextIO) -> TextIO:
-    if stream not in (sys.__stdout__, sys.__stderr__) or not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
+    if not isinstance(stream, io.TextIOWrapper) or not _is_pipe(stream):
         return stream
     stream.flush()
-    buffer, given = io.BufferedWriter(cast("Any", _Pipe(stream.fileno()))), cast("io.TextIOWrapper", stream)
-    how = {"line_buffering": given.line_buffering, "write_through": given.write_through}
-    return io.TextIOWrapper(buffer, given.encoding, given.errors, **how)
+    buffer = io.BufferedWriter(cast("Any", _Pipe(stream.fileno())))
+    how = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, **how)
+
+
+def _is_pipe(stream: TextIO) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+    except OSError:  # it has no descriptor
+        return False
