@@ -25,7 +25,7 @@ def works(case: Case) -> Iterator[tuple[str, Work]]:
         sizes = {"pp": case.pp, "loops": loops, "num_microbatches": case.num_microbatches}
         start = Choice(family=ours.order, placement=placement, **sizes).make()
         complete = partial(_complete, case, ours)
-        costs, sharing = priced(case, ours)
+        costs, sharing = priced(case, ours, start.placement)
         room = (float(case.num_microbatches * loops),) * case.pp
         yield f"{loops}, {placement}", Work(start=start, complete=complete, costs=costs, sharing=sharing, room=room)
 

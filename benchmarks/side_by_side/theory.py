@@ -7,7 +7,7 @@ from pipeloom.analysis.summary import summarize
 from pipeloom.orders.bound import least_step_s
 from pipeloom.passes import add_data_parallel, lower
 from pipeloom.passes.lower_sharding import exchanges
-from pipeloom.schedule import Action, Kind, Schedule
+from pipeloom.schedule import Action, Kind, Placement, Schedule
 from pipeloom.schedule.kinds import SEND_KINDS
 from pipeloom.schedule.lanes import other_end
 from pipeloom.schedule.stage_swaps import Content
@@ -26,7 +26,7 @@ class NetworkCosts:
 
     A send keeps its edge for as long as its bytes take; its receive ends a latency later, so that messages of an edge
     follow each other closely. A gather and a reduction over ``n`` ranks move (n - 1) / n of a stage's weights through
-    each rank's uplink.
+    each rank's uplink and downlink.
 
     Attributes:
         case: of which the costs are.
@@ -90,7 +90,7 @@ def theory_s(case: Case, contender: Contender, order: Schedule) -> float:
     """
     case = case if contender.link is None else replace(case, link=contender.link)
     schedule = lowered(case, contender, order, case.num_microbatches)
-    costs, sharing = priced(case, contender)
+    costs, sharing = priced(case, contender, order.placement)
     return summarize(simulate(schedule, costs, sharing)).makespan_s
 
 
@@ -98,15 +98,15 @@ def bound_s(case: Case, contender: Contender) -> float:
     """Seconds that no order with as many stages takes less, on the network for which the order was chosen."""
     case = case if contender.link is None else replace(case, link=contender.link)
     schedule = lowered(case, contender, compute_order(case, contender), case.num_microbatches)
-    return least_step_s(schedule, *priced(case, contender))
+    return least_step_s(schedule, *priced(case, contender, schedule.placement))
 
 
-def priced(case: Case, contender: Contender) -> tuple[NetworkCosts, Sharing | None]:
+def priced(case: Case, contender: Contender, placement: Placement) -> tuple[NetworkCosts, Sharing | None]:
     """Seconds of actions, and the links that they share: uplinks, and behind them downlinks."""
     costs = NetworkCosts(case, contender.loops, contender.runtime == "PyTorch", contender.boundary)
     if case.link is None:
         return costs, None
-    owner = compute_order(case, contender).placement.rank_by_stage
+    owner = placement.rank_by_stage
     exchanges = (Kind.UNSHARD, Kind.REDUCE_GRAD)
 
     def uplink_of(action: Action, rank: int) -> tuple[str, int] | None:

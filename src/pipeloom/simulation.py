@@ -1,6 +1,6 @@
 """The simulator: schedule and costs -> trace."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,9 +101,9 @@ def simulate(schedule: Schedule, costs: ActionCosts, sharing: Sharing | None = N
         action, in the same order.
 
     Raises:
-        UserError: costs have another number of stages, an action takes less than 0 seconds, launches use shared
-            resources that ``sharing`` does not describe, or a resource is the first one of an action and the second
-            one of another.
+        UserError: costs have another number of stages, an action takes less than 0 seconds, or infinitely many with
+            ``sharing``, launches use shared resources that ``sharing`` does not describe, or a resource has no
+            capacity, or is the first one of an action and the second one of an action.
     """
     if isinstance(costs, StageCosts):
         costs.check(schedule.num_stages)
@@ -189,6 +189,7 @@ def _times_sharing(
         by_rank = np.array([resources.setdefault(name, len(resources)) for name in names], np.int32)
         used = np.concatenate([used, by_rank[facts.ranks]])
         onward = np.concatenate([onward, np.zeros_like(onward)])
+    _refuse_wrong(sharing, used, onward, list(resources), seconds)
     capacity = [np.inf if name is None else sharing.capacity[name] for name in resources]
     # The graph keeps its followers for the next simulation; launches are nodes of this one alone.
     begin, followers = graph.followers if host is None else followers_of(waits)
@@ -209,9 +210,18 @@ def _used(facts: Facts, sharing: Sharing, resources: dict[Hashable, int]) -> tup
         first[code, place] = resources.setdefault(sharing.resource_of(action, rank), len(resources))
         if sharing.onward_of is not None:
             second[code, place] = resources.setdefault(sharing.onward_of(action, rank), len(resources))
-    if both := sorted({*first.ravel().tolist()} & {*second.ravel().tolist()} - {0}):
+    return first[kind, stage], second[kind, stage]
+
+
+def _refuse_wrong(sharing: Sharing, used: Ints, onward: Ints, names: Sequence[Hashable], seconds: Seconds) -> None:
+    """Refuse resources that nothing can be simulated with."""
+    if both := sorted({*used.tolist()} & {*onward.tolist()} - {0}):
         raise UserError(
-            f"expected other resources in onward_of than in resource_of, found {list(resources)[both[0]]!r} in both; "
+            f"expected other resources in onward_of than in resource_of, found {names[both[0]]!r} in both; "
             "describe the two directions of a link as two resources"
         )
-    return first[kind, stage], second[kind, stage]
+    for name in names[1:]:
+        if not sharing.capacity[name] > 0:
+            raise UserError(f"the capacity of a resource must be above 0, found {sharing.capacity[name]} for {name!r}")
+    if not np.isfinite(seconds).all():
+        raise UserError("with shared resources every action must take finite seconds, found inf; correct the costs")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ink import cut_texts, overlaps
 
-from pipeloom.schedule import Action
+from pipeloom.schedule import PLACEMENTS, Action, Placement
 from side_by_side import contest, hosts, orders, stages, theory
 from side_by_side.case import PYTORCH_SCHEDULES, Case, Contender, Link, Measured, Plan, pytorch_contender
 from side_by_side.picture import draw, figure_of
@@ -167,7 +167,7 @@ def test_the_picture_shows_what_the_page_says():
 
 def test_a_message_leaves_by_its_senders_link_and_enters_by_its_receivers():
     case = Case(name="two", pp=2, dp=2, message_bytes=1024, weight_bytes=4096, link=Link(100, 1))
-    _, sharing = theory.priced(case, Contender("pipeloom", "breadth-first", 2))
+    _, sharing = theory.priced(case, Contender("pipeloom", "breadth-first", 2), Placement.looped(2, 2))
     links = {
         text: (sharing.resource_of(Action.parse(text), rank), sharing.onward_of(Action.parse(text), rank))
         for text, rank in {
@@ -187,3 +187,5 @@ def test_a_message_leaves_by_its_senders_link_and_enters_by_its_receivers():
         "1F0": (None, None),
         "1RECV_F0": (None, None),
     }
+    _, sharing = theory.priced(case, Contender("pipeloom", "zb-v", 2), PLACEMENTS["v"](2, 2))
+    assert sharing.onward_of(Action.parse("2SEND_F0"), 1) == ("down", 0)

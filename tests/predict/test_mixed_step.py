@@ -276,6 +276,18 @@ def test_what_leaves_a_node_shares_the_adapter_of_its_own_kind():
     assert links.onward_of(Action.parse("1RECV_B0"), 1) == ("down", 0, 0)  # from rank 2, by the only adapter
 
 
+def test_a_message_over_a_slower_link_leaves_the_adapters_to_others():
+    run = replace(RUN, tp=8, dp=1, pp=4, loops=1, global_batch=4)
+    for gb_per_s, is_shared in ((5, False), (49, False), (51, True)):
+        cluster = mixed((nodes("fast"), 2), (nodes("far"), 2), links=[slow_link("fast", "far", gb_per_s=gb_per_s)])
+        links = shared_links(Placed(run, cluster, OURS), Placement.looped(4, 1))
+        over = Action.parse("2RECV_F0")  # from the second node to the third
+        assert (links.onward_of(over, 2) is not None) == is_shared
+        users = [links.resource_of(Action.parse(text), rank) for text, rank in (("2RECV_F0", 2), ("0RECV_B0", 0))]
+        assert (len(set(users)) == 1) == is_shared  # both leave the second node
+        assert all(links.capacity[one] == 1 for one in users)
+
+
 def test_collectives_leave_the_nodes_of_their_own_rank_only():
     cluster = mixed((nodes("wide"), 2), (nodes("narrow", devices_per_node=4), 4))
     run = replace(RUN, tp=1, dp=8, pp=4, loops=1, global_batch=8)

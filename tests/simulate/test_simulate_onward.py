@@ -15,7 +15,7 @@ from pipeloom.passes.lower_sharding import exchanges
 from pipeloom.schedule import Kind, parse_schedule
 from pipeloom.schedule.kinds import RECEIVE_KINDS
 from pipeloom.schedule.lanes import other_end
-from pipeloom.simulation import Sharing, simulate
+from pipeloom.simulation import Host, Sharing, simulate
 
 COLLECTIVES = (Kind.UNSHARD, Kind.REDUCE_GRAD)
 
@@ -148,3 +148,18 @@ def test_a_resource_is_first_or_second():
     sharing = Sharing(lambda action, rank: "link", {"link": 1.0}, onward_of=lambda action, rank: "link")
     with pytest.raises(UserError, match="found 'link' in both"):
         simulate(schedule, Costs(1, 1, 1), sharing)
+
+
+def test_launches_use_no_second_resource():
+    schedule = lower(parse_schedule("0F0\n1F0"))
+    host = Host(lambda _: 1.0, resource_of=lambda rank: ("down", rank))
+    with pytest.raises(UserError, match="found .'down', [01]. in both"):
+        simulate(schedule, Costs(1, 1, 1), links(schedule), host)
+
+
+def test_nothing_is_simulated_without_capacity_or_without_an_end():
+    schedule = lower(parse_schedule("0F0\n1F0"))
+    with pytest.raises(UserError, match="must be above 0, found 0"):
+        simulate(schedule, Costs(1, 1, 1), links(schedule, down=0))
+    with pytest.raises(UserError, match="must take finite seconds"):
+        simulate(schedule, Costs(1, 1, float("inf")), links(schedule))

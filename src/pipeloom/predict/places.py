@@ -1,6 +1,6 @@
 """Nodes of the pipeline ranks of a run, and the network adapters and cores that their actions share."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Literal, NamedTuple
@@ -78,7 +78,8 @@ def shared_links(placed: Placed, placement: Placement, partners: Sequence[int] |
     on adjacent devices of its pipeline rank (``Cluster.sharing``); other concurrent actions on the adapter share it
     here. An adapter sends and receives at full rate at the same time: a transfer leaves through its sender's uplink and
     goes on through its receiver's downlink, a collective uses both of its rank
-    (docs/decisions/0098-a-link-has-two-ends.md).
+    (docs/decisions/0098-a-link-has-two-ends.md). A message that a slower link between two kinds of nodes limits leaves
+    most of a faster adapter to others, and does not share it.
 
     If a node has more ranks than cores (``Cluster.cores_per_node``), compute, and messages and collectives inside the
     node, which processes on a CPU copy themselves, share the cores; ranks that compute take turns there.
@@ -93,12 +94,7 @@ def shared_links(placed: Placed, placement: Placement, partners: Sequence[int] |
         cores; ``None`` if nothing is shared.
     """
     run, cluster = placed.run, placed.cluster
-    adapters = _Adapters(
-        placement.rank_by_stage,
-        tuple(_adapter(first, cluster) for first in placed.first_devices),
-        tuple(_is_wide(run, part) for part in placed.parts),
-        partners,
-    )
+    adapters = _adapters(placed, placement.rank_by_stage, partners)
     has_shared_cores = cluster.crowding(run.num_devices) > 1
     if not adapters.are_shared and not has_shared_cores:
         return None
@@ -110,6 +106,7 @@ def shared_links(placed: Placed, placement: Placement, partners: Sequence[int] |
         return _Cores(adapters.by_rank[rank][0]) if action.kind in ON_CORES else None
 
     capacity: dict[Hashable, float] = {_Link(way, *one): 1.0 for way in ("up", "down") for one in adapters.by_rank}
+    capacity |= {_Slow(*ends): 1.0 for ends in adapters.route_bytes_per_s}
     if not has_shared_cores:
         return Sharing(resource_of, capacity, onward_of=adapters.downlink_of)
     # Devices of a pipeline rank on a node, which do the same at the same time.
@@ -127,6 +124,13 @@ class _Link(NamedTuple):
     adapter: int
 
 
+class _Slow(NamedTuple):
+    """Messages from one pipeline rank to another that a slower link limits, as the only user of a resource."""
+
+    sender: int
+    receiver: int
+
+
 @dataclass(frozen=True)
 class _Adapters:
     """The network adapters that actions use.
@@ -134,33 +138,43 @@ class _Adapters:
     Attributes:
         owner: for each stage its pipeline rank.
         by_rank: for each pipeline rank its node, and its adapter there.
+        bytes_per_s: for each pipeline rank those of its nodes' network.
         is_wide: for each pipeline rank, whether its collectives leave its nodes.
+        route_bytes_per_s: for each sender and receiver on different nodes those between them.
         partners: for each pipeline rank its partner; ``None`` without evictions.
     """
 
     owner: Sequence[int]
     by_rank: Sequence[tuple[int, int]]
+    bytes_per_s: Sequence[float]
     is_wide: Sequence[bool]
+    route_bytes_per_s: Mapping[tuple[int, int], float]
     partners: Sequence[int] | None
 
     @property
     def are_shared(self) -> bool:
         """Whether actions of a pipeline can meet on a direction of an adapter."""
-        pairs = {*pairwise(self.owner), *enumerate(self.partners or ())}
-        if not any(self._crosses(*pair) for pair in pairs):
+        if not self.route_bytes_per_s:
             return False
-        # Of two stages each sends one kind of message and receives another.
-        return any(self.is_wide) or len(set(self.by_rank)) < len(self.by_rank) or len(self.owner) > 2
+        # Of two stages without partners each sends one kind of message and receives another.
+        is_more = len(self.owner) > 2 or self.partners is not None
+        return is_more or any(self.is_wide) or len(set(self.by_rank)) < len(self.by_rank)
 
-    def uplink_of(self, action: Action, rank: int) -> _Link | None:
+    def uplink_of(self, action: Action, rank: int) -> _Link | _Slow | None:
         """Through which an action leaves a node."""
         ends = self._ends(action, rank)
-        return None if ends is None else _Link("up", *self.by_rank[ends[0]])
+        if ends is None:
+            return None
+        return _Link("up", *self.by_rank[ends[0]]) if self._fills(ends, ends[0]) else _Slow(*ends)
 
     def downlink_of(self, action: Action, rank: int) -> _Link | None:
-        """Through which an action enters a node."""
+        """Through which an action enters a node; ``None`` if it shares nothing there."""
         ends = self._ends(action, rank)
-        return None if ends is None else _Link("down", *self.by_rank[ends[1]])
+        return None if ends is None or not self._fills(ends, ends[1]) else _Link("down", *self.by_rank[ends[1]])
+
+    def _fills(self, ends: tuple[int, int], rank: int) -> bool:
+        """Whether an action needs at least half of the network of one of its ends."""
+        return self.route_bytes_per_s.get(ends, self.bytes_per_s[rank]) >= self.bytes_per_s[rank] / 2
 
     def _ends(self, action: Action, rank: int) -> tuple[int, int] | None:
         """The pipeline ranks that send and receive between nodes."""
@@ -172,10 +186,21 @@ class _Adapters:
             ends = (rank, self.partners[rank]) if action.kind in LOAD_OF else (self.partners[rank], rank)
         else:
             return None
-        return ends if self._crosses(*ends) else None
+        return ends if ends in self.route_bytes_per_s else None
 
-    def _crosses(self, one: int, other: int) -> bool:
-        return self.by_rank[one][0] != self.by_rank[other][0]
+
+def _adapters(placed: Placed, owner: Sequence[int], partners: Sequence[int] | None) -> _Adapters:
+    by_rank = tuple(_adapter(first, placed.cluster) for first in placed.first_devices)
+    neighbors = {*pairwise(owner), *enumerate(partners or ()), (owner[0], owner[-1])}
+    crossing = {pair for pair in neighbors if by_rank[pair[0]][0] != by_rank[pair[1]][0]}
+    return _Adapters(
+        owner,
+        by_rank,
+        tuple(part.inter.bytes_per_s for part in placed.parts),
+        tuple(_is_wide(placed.run, part) for part in placed.parts),
+        {ends: placed.route(*pair).inter.bytes_per_s for pair in crossing for ends in (pair, pair[::-1])},
+        partners,
+    )
 
 
 class _Cores(NamedTuple):

@@ -37,7 +37,7 @@ class State(NamedTuple):
         is_running: whether each node has its resource.
         running, going: those that have their resource, and those with a second one that have started and not ended.
         size: how many these two are.
-        work: of each resource, seconds that it has done for each of its nodes.
+        work: of each resource, seconds of work that it would have done for a node that had run on it from the start.
         count: of nodes that run on each resource.
         free: places on each resource for nodes with turns.
         line, behind: the queues.
