@@ -40,9 +40,10 @@ class Sharing:
         at_once: kinds of actions that wait for no turn: what moves messages sleeps until there is something to move,
             and an operating system lets it in at once.
         onward_of: (action, rank) -> the resource through which the action goes behind the first, such as the downlink
-            of the receiver behind the uplink of the sender, or ``None``; the same for all micro-batches. It serves what
-            the first one has passed on, as fast as it comes or at a fair share of its capacity, and keeps the rest
-            for later; the action ends when both have served all of it. Such a resource is in no ``resource_of``.
+            of the receiver behind the uplink of the sender, or ``None``; the same for all micro-batches. It serves the
+            action at the rate at which the first one passes it on, or at its max-min fair share, if that is lower, and
+            buffers the difference; the action ends when both have served all of it. Such a resource is in no
+            ``resource_of``.
     """
 
     resource_of: Callable[[Action, int], Hashable | None]
@@ -214,10 +215,13 @@ def _used(facts: Facts, sharing: Sharing, resources: dict[Hashable, int]) -> tup
 
 
 def _refuse_wrong(sharing: Sharing, used: Ints, onward: Ints, names: Sequence[Hashable], seconds: Seconds) -> None:
-    """Refuse resources that nothing can be simulated with."""
-    if both := sorted({*used.tolist()} & {*onward.tolist()} - {0}):
+    """Refuse resources and seconds with which actions would not end, or would use a resource in both roles."""
+    # Counted in arrays: a step may have some 100,000 actions.
+    is_both = (np.bincount(used, minlength=len(names)) > 0) & (np.bincount(onward, minlength=len(names)) > 0)
+    both = [name for name, is_wrong in zip(names[1:], is_both[1:].tolist(), strict=True) if is_wrong]
+    if both:
         raise UserError(
-            f"expected other resources in onward_of than in resource_of, found {names[both[0]]!r} in both; "
+            f"expected other resources in onward_of than in resource_of, found {both[0]!r} in both; "
             "describe the two directions of a link as two resources"
         )
     for name in names[1:]:

@@ -173,7 +173,7 @@ class _Adapters:
         return None if ends is None or not self._fills(ends, ends[1]) else _Link("down", *self.by_rank[ends[1]])
 
     def _fills(self, ends: tuple[int, int], rank: int) -> bool:
-        """Whether an action needs at least half of the network of one of its ends."""
+        """Whether an action needs at least half of the network bandwidth of a rank, one of its ends."""
         return self.route_bytes_per_s.get(ends, self.bytes_per_s[rank]) >= self.bytes_per_s[rank] / 2
 
     def _ends(self, action: Action, rank: int) -> tuple[int, int] | None:
@@ -193,12 +193,13 @@ def _adapters(placed: Placed, owner: Sequence[int], partners: Sequence[int] | No
     by_rank = tuple(_adapter(first, placed.cluster) for first in placed.first_devices)
     neighbors = {*pairwise(owner), *enumerate(partners or ()), (owner[0], owner[-1])}
     crossing = {pair for pair in neighbors if by_rank[pair[0]][0] != by_rank[pair[1]][0]}
+    route_bytes_per_s = {pair: placed.route(*pair).inter.bytes_per_s for pair in crossing}
     return _Adapters(
         owner,
         by_rank,
         tuple(part.inter.bytes_per_s for part in placed.parts),
         tuple(_is_wide(placed.run, part) for part in placed.parts),
-        {ends: placed.route(*pair).inter.bytes_per_s for pair in crossing for ends in (pair, pair[::-1])},
+        route_bytes_per_s | {pair[::-1]: rate for pair, rate in route_bytes_per_s.items()},
         partners,
     )
 

@@ -10,24 +10,24 @@ from typing import Any, TextIO, cast
 
 
 class _Pipe(io.RawIOBase):
-    """A pipe that takes what is written to it also when nobody reads it any more."""
+    """A pipe to which writes never fail: what is written after its reader has closed it is dropped."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     def write(self, data: "bytes | memoryview") -> int:  # type: ignore[override]
-        """Write to the pipe, or to nowhere."""
+        """Write to the pipe; return the number of bytes written or dropped."""
         try:
             return os.write(self._fd, data)
         except BrokenPipeError:
             return len(data)
 
     def writable(self) -> bool:
-        """It is."""
+        """``True``."""
         return True
 
     def fileno(self) -> int:
-        """Of the pipe."""
+        """The descriptor of the pipe."""
         return self._fd
 
 

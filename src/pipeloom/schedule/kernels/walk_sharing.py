@@ -11,8 +11,9 @@ whose own turn has no end starts at once.
 A queue is a linked list: ``line`` has its first and its last node, negative first if it is empty, ``behind`` the node
 after each.
 
-The work of an action may go on to a second resource, as fast as the first one does it. Where the fair share of the
-second one is less, the rest waits there as a backlog. The action ends when both have done its work.
+An action may pass through a second resource behind the first one. The second one serves it at the rate at which the
+first one does, or at its fair share, if that is lower; the difference accumulates as a backlog. The action ends when
+both have done its work.
 """
 
 from typing import NamedTuple
@@ -256,10 +257,10 @@ def next_end(state: State, now: float, resource: Ints, capacity: Floats) -> tupl
 
 
 def set_growth(state: State, going: Longs, resource: Ints, onward: Ints, capacity: Floats) -> None:
-    """How fast backlogs grow: each second resource divides its capacity fairly (max-min fairness).
+    """Set the rates at which backlogs grow: each second resource gives its nodes max-min fair shares of its capacity.
 
-    A node needs as much as comes out of its first resource, with a backlog all that it can have. What one does not need
-    goes to the others.
+    A node without a backlog demands the rate at which its first resource serves it, a node with a backlog the rate 1.
+    Capacity that a node does not demand is divided among the others.
     """
     growth, room, unserved = state.growth, state.room, state.unserved
     for node in going:
