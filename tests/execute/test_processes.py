@@ -201,6 +201,23 @@ def _fail_alone(rendezvous, rank, size):
     time.sleep(30)
 
 
+def _sums(rendezvous, rank, size):
+    world = join_forked(rendezvous, rank, size, "cpu", 30)
+    found = [world.sum([rank, 0.1, -(2.0**52)]) for _ in range(2)]
+    world.leave()
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 3, 6])
+def test_every_rank_gets_the_same_sum(size):
+    every = run_workers(_sums, size)
+    assert len(every) == size
+    assert all(sums == every[0] for sums in every)
+    for first, second, third in every[0]:
+        assert (first, third) == (sum(range(size)), -size * 2.0**52)
+        assert second == pytest.approx(0.1 * size, rel=1e-15)
+
+
 def test_the_worker_that_failed_is_the_reason_and_the_others_are_ended(monkeypatch):
     monkeypatch.setattr(workers, "_GRACE_S", 0.1)
     with pytest.raises(WorkerError, match="no luck") as failed:

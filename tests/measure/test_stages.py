@@ -141,20 +141,24 @@ TWO, NONE = frozenset({0, 1}), None
 
 
 @pytest.mark.parametrize(
-    ("slowdowns", "cores", "expected"),
+    ("slowdowns", "cores", "beside", "expected"),
     [
-        ([2.0, 2.0, 2.0, 2.0], [NONE] * 4, 2.0),
-        ([1.8, 1.9, 1.7, 1.8], [NONE] * 4, 4 / 1.8),
-        ([0.9, 0.9], [NONE] * 2, 2.0),
-        ([1.0, 1.1, 1.0, 1.1], [TWO] * 4, 2 / 1.05),
-        ([0.9, 0.9, 0.9, 0.9], [TWO] * 4, 2.0),  # slow by chance while alone: two cores are two cores
-        ([1.0, 1.0], [frozenset({0}), frozenset({5})], 2.0),
-        ([1.0, 1.5], [frozenset({3}), frozenset({3})], 0.8),
-        ([2.0, 2.0], [TWO, NONE], 1.0),
+        ([2.0, 2.0, 2.0, 2.0], [NONE] * 4, 0.0, 2.0),
+        ([1.8, 1.9, 1.7, 1.8], [NONE] * 4, 0.0, 4 / 1.8),
+        ([0.9, 0.9], [NONE] * 2, 0.0, 2.0),
+        ([1.0, 1.1, 1.0, 1.1], [TWO] * 4, 0.0, 2 / 1.05),
+        ([0.9, 0.9, 0.9, 0.9], [TWO] * 4, 0.0, 2.0),  # slow by chance while alone: two cores are two cores
+        ([1.0, 1.0], [frozenset({0}), frozenset({5})], 0.0, 2.0),
+        ([1.0, 1.5], [frozenset({3}), frozenset({3})], 0.0, 0.8),
+        ([2.0, 2.0], [TWO, NONE], 0.0, 1.0),
+        ([1.0, 1.1, 1.0, 1.1], [TWO] * 4, 0.01, 1.96 / 1.05),
+        ([1.0, 1.0], [TWO] * 2, 0.01, 1.98),
+        ([1.0, 1.0], [frozenset({0, 1, 2})] * 2, 0.01, 2.0),  # on the third core
+        ([2.0, 2.0], [NONE] * 2, 0.01, 1.0),  # wall time contains it
     ],
 )
-def test_a_host_serves_its_ranks_as_they_slow_down_and_no_more_than_its_cores(slowdowns, cores, expected):
-    assert num_served(slowdowns, cores) == pytest.approx(expected)
+def test_a_host_serves_its_ranks_as_they_slow_down_and_no_more_than_its_cores(slowdowns, cores, beside, expected):
+    assert num_served(slowdowns, cores, [beside] * len(slowdowns)) == pytest.approx(expected)
 
 
 CASES = {

@@ -246,11 +246,15 @@ class Together(NamedTuple):
         times: of each micro-batch, with the slowdown by other ranks and by the threads that move messages.
         receive_s: median CPU seconds of the computing thread to post a receive; 0 without neighbors.
         send_s: the same of a send.
+        beside_s: CPU seconds of the whole process, other threads included, for neither runs nor posts.
+        wall_s: seconds in which all this was done.
     """
 
     times: list[Times]
     receive_s: float
     send_s: float
+    beside_s: float
+    wall_s: float
 
 
 class Exchange:
@@ -322,8 +326,11 @@ class Exchange:
             under_way[:] = posted
 
         times: list[Times] = []
+        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         while len(times) < count:
             times += run(clock, min(held, count - len(times)), messages)
         self.finish(*under_way)
+        wall_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
         receive_s, send_s = (median(posts_s[sends]) if posts_s[sends] else 0.0 for sends in (False, True))
-        return Together(times, receive_s, send_s)
+        beside_s = max(0.0, cpu_s - sum(map(sum, times)) - sum(map(sum, posts_s.values())))
+        return Together(times, receive_s, send_s, beside_s, wall_s)

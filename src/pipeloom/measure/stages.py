@@ -90,8 +90,8 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
        devices are timed at once;
     3. the second rank sends tensors to the first one, which waits for them, while it and all others compute forwards
        (only for the first stage);
-    4. all ranks compute and exchange messages at once, which shows how much they slow each other down, and how long the
-       computing thread takes to post a message;
+    4. all ranks compute and exchange messages at once, which shows how much they slow each other down, how long the
+       computing thread takes to post a message, and what share of the cores the processes use for other work;
     5. the stage's collectives are timed while all ranks compute.
 
     Where ranks of one thread are more than their cores, the turns that the system gives them are timed at the end.
@@ -133,9 +133,10 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
     slowdown = sum(sum(times) for one in together for times in one.times) / expected_s
     posts = median(one.receive_s for one in together), median(one.send_s for one in together)
     cores = own_cores() if rehearsal.is_one_thread else None
+    beside = sum(one.beside_s for one in together) / sum(one.wall_s for one in together)
     world.wait_for_all()  # all want a core at the same time
     turns_s = turns_of(time.perf_counter, _TURNS_S) if cores and len(cores) < world.size else []
-    part = _Part(rehearsal.hosts[world.rank], alone, slowdown, cores, transfers, posts, collective_s, turns_s)
+    part = _Part(rehearsal.hosts[world.rank], alone, slowdown, cores, beside, transfers, posts, collective_s, turns_s)
     parts: list[_Part] | None = world.gather(part)
     return None if parts is None else _joined_replicas(parts, layout, world.device.type == "cuda")
 
@@ -154,6 +155,7 @@ class _Part:
         alone: times by stage, computing alone.
         slowdown: factor by which the seconds of stages are larger while all ranks compute, wall time or CPU time.
         cores: that the process may use, if its seconds are CPU time; else ``None``.
+        beside: number of cores that the process uses meanwhile for neither stages nor posts.
         transfers: as ``_time_one_way`` returns them.
         posts: seconds to post a receive and a send.
         collective_s: by stage, seconds of weight gather and gradient reduction.
@@ -164,6 +166,7 @@ class _Part:
     alone: dict[int, Times]
     slowdown: float
     cores: frozenset[int] | None
+    beside: float
     transfers: list[float]
     posts: tuple[float, float]
     collective_s: dict[int, tuple[float, float]]
@@ -194,9 +197,8 @@ def _joined(
     turn_s: dict[str, float] = {}
     for host in set(hosts):
         here = [part for part in parts if part.host == host]
-        served = (
-            len(here) if has_own_device else num_served([part.slowdown for part in here], [part.cores for part in here])
-        )
+        columns = ([part.slowdown, part.cores, part.beside] for part in here)
+        served = len(here) if has_own_device else num_served(*zip(*columns, strict=True))
         capacity[host] = served * hosts.count(host) / len(here)  # this pipeline's share among the replicas
         if turns := [seconds for part in here for seconds in part.turns_s]:
             # Threads that wake for a moment cut turns short.
@@ -211,18 +213,21 @@ def _joined(
     return Profile(costs, tuple(hosts), capacity, turn_s, receive_s=receive_s, send_s=send_s)
 
 
-def num_served(slowdowns: Sequence[float], cores: Sequence[frozenset[int] | None]) -> float:
+def num_served(slowdowns: Sequence[float], cores: Sequence[frozenset[int] | None], beside: Sequence[float]) -> float:
     """Number of ranks that a host could serve at full speed.
 
     Args:
         slowdowns: factor by which the seconds of each rank are larger while all compute.
         cores: that each rank may use, if its seconds are CPU time of one thread; ``None`` if they are wall time.
+        beside: number of cores that each rank uses meanwhile for other work than stages and posts.
     """
     num_ranks = len(slowdowns)
     known = [own for own in cores if own is not None]
     # Wall time contains the waiting for a core: n ranks with a mean slowdown s do the work of n / s ranks. CPU time
-    # does not, and other programs do not change it: c cores do the work of c / s ranks.
-    at_once = num_ranks if len(known) < num_ranks else min(num_ranks, len(frozenset[int]().union(*known)))
+    # does not, and other programs do not change it: c cores do the work of c / s ranks, without what threads of the
+    # ranks use that move messages or wait for them.
+    is_wall = len(known) < num_ranks
+    at_once = num_ranks if is_wall else min(num_ranks, len(frozenset[int]().union(*known)) - sum(beside))
     return min(at_once, at_once * num_ranks / sum(slowdowns))
 
 

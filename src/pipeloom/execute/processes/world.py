@@ -47,7 +47,15 @@ class World:
         # In float64 integers are exact up to 2 ** 53: numbers of parameters and votes are summed here, too.
         tensor = torch.tensor(numbers, dtype=torch.float64)
         with self.activity, _while("numbers were added up"):
-            dist.all_reduce(tensor, group=self.control)
+            # Gloo's all-reduce is a ring: 2 (n - 1) messages one after the other for n processes, which is seconds for
+            # 10,000 of them. Here and in its broadcast they form a binomial tree: 2 log2(n).
+            for child in _children(self.rank, self.size):
+                part = torch.empty_like(tensor)
+                dist.recv(part, child, group=self.control)
+                tensor += part
+            if self.rank > 0:
+                dist.send(tensor, self.rank & (self.rank - 1), group=self.control)
+            dist.broadcast(tensor, 0, group=self.control)
         return tensor.tolist()
 
     def gather(self, value: Any) -> list[Any] | None:
@@ -85,6 +93,19 @@ class World:
         # Destroying a group while other processes use it would end their communication.
         self.wait_for_all()
         dist.destroy_process_group()
+
+
+def _children(rank: int, size: int) -> list[int]:
+    """Ranks below a rank in the binomial tree of ``size``: the parent of a rank lacks its lowest bit.
+
+    Examples:
+        >>> [_children(rank, 6) for rank in range(6)]
+        [[1, 2, 4], [], [3], [], [5], []]
+    """
+    lowest = rank & -rank or size
+    return [
+        rank + bit for bit in (1 << place for place in range(size.bit_length())) if bit < lowest and rank + bit < size
+    ]
 
 
 @contextmanager
