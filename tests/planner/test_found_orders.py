@@ -97,7 +97,7 @@ def test_one_pipeline_rank_has_no_order_to_search():
     ("more", "message"),
     [
         ({"order_tries": 0}, "at least 1, found 0"),
-        ({"strategies": ("none", "keep")}, "only if strategies name order"),
+        ({"strategies": ("none", "balance")}, "only if strategies name order"),
         ({"software": "megatron-core"}, "runs orders of its own"),
     ],
 )

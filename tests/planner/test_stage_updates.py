@@ -22,8 +22,6 @@ LARGE = [
     "1024",
     "--pp",
     "4",
-    "--recompute",
-    "none",
     "--families",
     "1f1b",
     "breadth-first",
@@ -61,7 +59,7 @@ def planned(tmp_path, capsys):
         ["--pp", "4", "--strategies", "slices", *ONE],
         ["--pp", "2", "--strategies", "order", "--families", "gpipe"],
         [*LARGE, "--machine.memory", "0.2x", "--strategies", "keep"],
-        [*LARGE, "--machine.memory", "0.3x", "--strategies", "balance"],
+        [*LARGE, "--recompute", "none", "--machine.memory", "0.3x", "--strategies", "balance"],
     ],
 )
 def test_a_plan_is_a_run_that_trains_and_simulates_the_same(planned, tmp_path, capsys, words):

@@ -145,6 +145,14 @@ def test_a_way_that_the_program_does_not_have_is_refused(ask):
         ask(software=load_software("nanotron")).limited(strategies=("balance",))
 
 
+def test_no_micro_batch_is_recomputed_where_nothing_may_be(deep):
+    limits, changes = CASES["keep"]
+    assert "keep" in deep(ONE_BY_ONE, **changes).strategies
+    assert "keep" not in deep(ONE_BY_ONE | {"recompute": ("none",)}, **changes).strategies
+    with pytest.raises(ConfigError, match="keep recomputes whole micro-batches, found recompute none; add full"):
+        deep(limits | {"recompute": ("none",)}, **changes)
+
+
 def test_only_a_strategy_may_be_chosen(deep):
     limits, changes = CASES["balance"]
     steps = search(deep(limits | {"strategies": ("balance",)}, **changes), 5).steps

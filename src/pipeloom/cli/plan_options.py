@@ -87,7 +87,8 @@ class Options(Goals):
     shards: Common[tuple[Shard, ...]] = ()
     """State to shard over data-parallel ranks. None: all."""
     recompute: Common[tuple[Recompute, ...]] = ()
-    """Activation recomputation to search. none and full together allow some of the layers, too. None: all."""
+    """Activation recomputation to search. none and full together allow some of the layers, too. Without full, strategy
+    keep is left out. None: all."""
     strategies: tuple[Annotated[str, Names("strategies")] | Literal["none"], ...] = ()
     """Strategies to search, which save memory or shorten the bubble. keep recomputes the micro-batches that do not fit;
     balance moves activations to ranks with free memory; offload moves them to the host; swap keeps most stages of a

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from math import gcd
 from typing import Any
 
 from pipeloom.cost.flops import shape_model_flops
@@ -307,6 +306,8 @@ class Question:
         """Strategies to try."""
         left_out = () if self.searches_orders else (ORDER,)
         left_out = (*left_out, "slices") if self._counts_microbatches else left_out
+        # It recomputes whole micro-batches.
+        left_out = left_out if "full" in self.recompute else (*left_out, "keep")
         left_out = (*left_out, *(name for name in self.software.strategies if self.left_out.why(f"strategy {name}")))
         return tuple(n for n in self.software.strategies if n not in left_out and self.limits.allows(strategies=n))
 
@@ -452,20 +453,6 @@ def why_not(question: Question, sizes: Axes) -> str | None:
     return None
 
 
-def has_better_axes(question: Question, sizes: Axes, micro_batch: int) -> bool:
-    """Whether a smaller context axis with as much more data axis is searched, which needs no exchange.
-
-    A rank has as many tokens, of fewer sequences, and shares its state with as many ranks.
-    """
-    both = gcd(sizes.cp, micro_batch)
-    if both == 1:
-        return False
-    part = divisors(both)[1]
-    smaller = sizes._replace(cp=sizes.cp // part, dp=sizes.dp * part)
-    is_searched = smaller.cp in question.context_sizes
-    return is_searched and question.limits.allows(**smaller._asdict(), micro_batch=micro_batch // part)
-
-
 def limit_problems(
     limits: Limits, software: Software, launcher: Launcher = PIPELOOM, *, has_adapters: bool = False
 ) -> list[str]:
@@ -480,6 +467,11 @@ def limit_problems(
     ]
     if not launcher.has_context and set(limits.cp or ()) - {1}:
         own.append(f"{launcher.title} has no context parallelism; leave cp out, or name another program")
+    if limits.recompute is not None and "full" not in limits.recompute and "keep" in (limits.strategies or ()):
+        kinds = ", ".join(limits.recompute)
+        own.append(
+            f"strategy keep recomputes whole micro-batches, found recompute {kinds}; add full, or leave keep out"
+        )
     return own + [
         f"{title} has no {what} '{name}'; {_hint(name, has)}it has {', '.join(has)}"
         for what, wanted, has in (

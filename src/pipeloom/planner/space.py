@@ -27,11 +27,11 @@ from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.stages import layers_of_pieces, placement_of, stage_layers
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.planner.bounds import AnyStages, Bounds, Floats, Sharded
-from pipeloom.planner.question import LEVELS, Question, has_better_axes, why_not
+from pipeloom.planner.question import LEVELS, Question, why_not
 from pipeloom.planner.schedules import in_flight_of, inputs_of, schedules_of
 from pipeloom.planner.work import InFlight
 from pipeloom.schedule import Placement
-from pipeloom.workload.axes import axes, divisors
+from pipeloom.workload.axes import Axes, axes, divisors
 from pipeloom.workload.layout import Shard
 from pipeloom.workload.run import Run
 
@@ -423,7 +423,7 @@ def each_arrangement(question: Question, excluded: Counter[str]) -> Iterator[Arr
         for micro_batch in divisors(question.global_batch // dp):
             if question.global_batch // dp // micro_batch * pp > MOST_ON_A_STEP:
                 excluded[f"a step would have more than {MOST_ON_A_STEP:,} micro-batches on its ranks"] += 1
-            elif limits.allows(micro_batch=micro_batch) and not has_better_axes(question, sizes, micro_batch):
+            elif limits.allows(micro_batch=micro_batch) and not _has_better_axes(question, sizes, micro_batch):
                 run = replace(question.run, **sizes._asdict(), micro_batch=micro_batch)
                 for cluster, one in product(question.clusters, question.expert_runs(run)):
                     for own in _arrangements_of(question, cluster, one):
@@ -446,3 +446,17 @@ def _arrangements_of(question: Question, cluster: Cluster, run: Run) -> Iterator
             yield Arrangement(placed.of(replace(split, recompute=kind)), question, kind)
         if {"none", "full"} <= set(question.recompute) and question.launcher.recomputes_some:
             yield Arrangement(placed, question, "some")
+
+
+def _has_better_axes(question: Question, sizes: Axes, micro_batch: int) -> bool:
+    """Whether a smaller context axis with as much more data axis is searched, which needs no exchange.
+
+    A rank has as many tokens, of fewer sequences, and shares its state with as many ranks.
+    """
+    both = gcd(sizes.cp, micro_batch)
+    if both == 1:
+        return False
+    part = divisors(both)[1]
+    smaller = sizes._replace(cp=sizes.cp // part, dp=sizes.dp * part)
+    is_searched = smaller.cp in question.context_sizes
+    return is_searched and question.limits.allows(**smaller._asdict(), micro_batch=micro_batch // part)

@@ -6,7 +6,7 @@ it is executed: other formats of weights are pickles and are refused.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from pipeloom.checkpoint.checkpoint_folder import (
     is_hugging_face,
     read_info,
     read_origin,
+    read_tokenizer,
 )
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError, reason_of
@@ -266,12 +267,14 @@ class Origin:
         about: for each file of weights the metadata of its header.
         uses_tokenizer: whether the run has the folder's tokenizer, so that numbers of tokens in the texts are its own.
             Not stored by earlier versions.
+        is_other_tokenizer: whether the folder has a tokenizer and the run another one. Not stored by earlier versions.
     """
 
     texts: dict[str, str]
     tensors: dict[str, dict[str, str]]
     about: dict[str, dict[str, str]]
     uses_tokenizer: bool = False
+    is_other_tokenizer: bool = False
 
 
 def origin_of(start: Path | None, tokenizer: Mapping[str, str]) -> str | None:
@@ -286,9 +289,18 @@ def origin_of(start: Path | None, tokenizer: Mapping[str, str]) -> str | None:
     """
     if start is None:
         return None
+    own = tokenizer.get(TOKENIZER)
     if not is_hugging_face(start):
-        return read_origin(find_checkpoint(start))
-    file, own = start / TOKENIZER, tokenizer.get(TOKENIZER)
+        checkpoint = find_checkpoint(start)
+        text, theirs = read_origin(checkpoint), read_tokenizer(checkpoint)
+        if text is None or theirs is None or theirs.get(TOKENIZER) == own:
+            return text
+        first = read_description(text)
+        changed = replace(
+            first, uses_tokenizer=False, is_other_tokenizer=first.uses_tokenizer or first.is_other_tokenizer
+        )
+        return json.dumps(asdict(changed), indent=2)
+    file = start / TOKENIZER
     is_own = file.is_file() and read_text(file, most_bytes=MOST_RECORD_BYTES) == own
     names = (CONFIG_JSON, WEIGHTS_INDEX, *TEXTS, *(TOKENIZER_TEXTS if is_own else ()))
     texts = {name: read_text(start / name) for name in names if (start / name).is_file()}
@@ -296,7 +308,9 @@ def origin_of(start: Path | None, tokenizer: Mapping[str, str]) -> str | None:
     for name, one in stored_tensors(start).items():
         tensors.setdefault(one.file.name, {})[name] = one.dtype
     about = {name: _about(start / name) for name in tensors}
-    return json.dumps(asdict(Origin(texts, tensors, about, uses_tokenizer=is_own)), indent=2)
+    is_other = file.is_file() and not is_own
+    found = Origin(texts, tensors, about, uses_tokenizer=is_own, is_other_tokenizer=is_other)
+    return json.dumps(asdict(found), indent=2)
 
 
 def read_description(text: str) -> Origin:

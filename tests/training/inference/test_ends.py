@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from shutil import copytree
 
 import pytest
 from small_run import small_run
@@ -11,6 +12,7 @@ from pipeloom.cli import main
 from pipeloom.config import CheckpointConfig, ModelConfig, OptimizerConfig, OutputConfig, TrainingConfig
 from pipeloom.data.tokenizer import ByteTokenizer
 from pipeloom.training.inference.ends import end_tokens
+from pipeloom.training.pretrained import origin_of
 from pipeloom.workload.layout import Layout
 
 END = ByteTokenizer.end_of_text
@@ -80,6 +82,30 @@ def test_numbers_of_another_tokenizer_end_no_text(folder, tmp_path):
     assert end_tokens(other, ByteTokenizer()) == {END}
     run = run_of(tmp_path, "tuned", ModelConfig(file=other), start=other)
     assert end_tokens(next((run / "checkpoints").iterdir()), ByteTokenizer()) == {END}
+
+
+def test_an_export_of_a_run_with_another_tokenizer_than_its_folder_has_the_tokens_of_the_run(folder, tmp_path):
+    other = tmp_path / "other"
+    copytree(folder, other)
+    (other / GENERATION).write_text(json.dumps({"eos_token_id": [9, 7], "temperature": 0.5}))
+    for name, change in (("tokenizer.json", {}), ("config.json", {"eos_token_id": 9, "bos_token_id": 8})):
+        (other / name).write_text(json.dumps(json.loads((other / name).read_text()) | change))
+    run = run_of(tmp_path, "tuned", ModelConfig(file=other), start=other)
+    assert main(["export", str(run), str(tmp_path / "out"), "--format", "hf"]) == 0
+    model, generation = (json.loads((tmp_path / "out" / name).read_text()) for name in ("config.json", GENERATION))
+    assert (model["eos_token_id"], model["bos_token_id"]) == (END, None)
+    assert generation == {"eos_token_id": END, "bos_token_id": None, "pad_token_id": None, "temperature": 0.5}
+
+
+def test_a_run_with_another_tokenizer_than_the_checkpoint_that_it_starts_from_does_not_take_its_tokens(
+    folder, tmp_path
+):
+    run = run_of(tmp_path, "tuned", ModelConfig(file=folder), folder)
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    same, other = ({"tokenizer.json": text} for text in (ByteTokenizer().files()["tokenizer.json"], "{}"))
+    found = [json.loads(origin_of(checkpoint, files)) for files in (same, other)]
+    assert [one["uses_tokenizer"] for one in found] == [True, False]
+    assert [one["is_other_tokenizer"] for one in found] == [False, True]
 
 
 def test_without_generation_settings_the_model_file_has_the_tokens(folder):

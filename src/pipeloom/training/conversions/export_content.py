@@ -19,7 +19,7 @@ from pipeloom.errors import UserError
 from pipeloom.model.experts import is_bias
 from pipeloom.runs.run_folder import ADAPTER_WEIGHTS, WEIGHTS_INDEX
 from pipeloom.system.files import parse_json
-from pipeloom.training.pretrained import DTYPES, END_KEY, Origin, read_description, weight_files_of
+from pipeloom.training.pretrained import DTYPES, END_KEY, GENERATION_CONFIG, Origin, read_description, weight_files_of
 from pipeloom.workload.adapter import FIRST, PAIR, PATHS, SECOND, Adapter, is_pair, without_pairs
 from pipeloom.workload.dtypes import Dtype
 from pipeloom.workload.sharing import layer_names, shared_name
@@ -130,7 +130,14 @@ def _model_of(checkpoint: Path) -> tuple[ModelConfig, Origin | None, dict[str, A
     if first is None:
         return model, None, _with_special_tokens(config_json(model, seq_len), checkpoint)
     # Programs that read the file cut sequences at its number of positions: it has those that were trained.
-    return model, first, with_positions(_config_of(first), seq_len)
+    table = with_positions(_config_of(first), seq_len)
+    if not first.is_other_tokenizer:
+        return model, first, table
+    # The folder's numbers mean other tokens.
+    texts = dict(first.texts)
+    if isinstance(generation := parse_json(texts.get(GENERATION_CONFIG, "null")), dict):
+        texts[GENERATION_CONFIG] = json.dumps(_with_special_tokens(generation, checkpoint), indent=2) + "\n"
+    return model, replace(first, texts=texts), _with_special_tokens(table, checkpoint)
 
 
 def _with_special_tokens(table: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
