@@ -23,6 +23,7 @@ from pipeloom.checkpoint.checkpoint_folder import (
     read_info,
     run_of,
 )
+from pipeloom.cli import main
 from pipeloom.errors import UserError
 
 
@@ -56,6 +57,24 @@ def test_nothing_else_is_written_among_checkpoints(tmp_path):
     assert "which is a checkpoint" in (among_checkpoints(moved / "new") or "")
     for other in (tmp_path, path.parent / "a", tmp_path / "run", tmp_path / "new"):
         assert among_checkpoints(other) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["tokenize", "text.txt", "PATH"],
+        ["plan", "--model", "llama-3-8b", "--cluster", "dgx-h100", "--devices", "8", "--out", "PATH"],
+        ["simulate", "--plot", "PATH.svg"],
+        ["profile", "--output", "PATH"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_no_command_writes_among_checkpoints(tmp_path, capsys, words):
+    """A run removes old checkpoints with all that is in them."""
+    inside = write_checkpoint(tmp_path / "run", 10) / "more"
+    assert main([word.replace("PATH", str(inside)) for word in words]) == 2
+    assert "which is a checkpoint; choose another folder" in capsys.readouterr().err
+    assert not inside.exists()
 
 
 @pytest.mark.parametrize("lost", [INFO, METADATA])
