@@ -297,7 +297,10 @@ def origin_of(start: Path | None, tokenizer: Mapping[str, str]) -> str | None:
             return text
         first = read_description(text)
         changed = replace(
-            first, uses_tokenizer=False, is_other_tokenizer=first.uses_tokenizer or first.is_other_tokenizer
+            first,
+            texts={name: one for name, one in first.texts.items() if name not in TOKENIZER_TEXTS},
+            uses_tokenizer=False,
+            is_other_tokenizer=first.uses_tokenizer or first.is_other_tokenizer,
         )
         return json.dumps(asdict(changed), indent=2)
     file = start / TOKENIZER

@@ -106,6 +106,7 @@ def test_a_run_with_another_tokenizer_than_the_checkpoint_that_it_starts_from_do
     found = [json.loads(origin_of(checkpoint, files)) for files in (same, other)]
     assert [one["uses_tokenizer"] for one in found] == [True, False]
     assert [one["is_other_tokenizer"] for one in found] == [False, True]
+    assert ["tokenizer_config.json" in one["texts"] for one in found] == [True, False]
 
 
 def test_without_generation_settings_the_model_file_has_the_tokens(folder):

@@ -102,10 +102,8 @@ def _children(rank: int, size: int) -> list[int]:
         >>> [_children(rank, 6) for rank in range(6)]
         [[1, 2, 4], [], [3], [], [5], []]
     """
-    lowest = rank & -rank or size
-    return [
-        rank + bit for bit in (1 << place for place in range(size.bit_length())) if bit < lowest and rank + bit < size
-    ]
+    lowest, bits = rank & -rank or size, (1 << place for place in range(size.bit_length()))
+    return [rank + bit for bit in bits if bit < lowest and rank + bit < size]
 
 
 @contextmanager
