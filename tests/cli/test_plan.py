@@ -366,7 +366,7 @@ def test_every_size_whose_search_was_cut_short_is_marked_with_what_may_be_missin
     rows = [line.split()[0] for line in printed.splitlines() if re.match(r"\d+\*? +\d", line)]
     assert rows == ["1*", "2", "4*"]
     flat = " ".join(printed.split())
-    left = "the time was up: 7 layouts not searched, which take at least"
+    left = "the time limit was reached: 7 layouts not searched, which take at least"
     assert re.search(rf"pipeloom on 1 device: {left} \S+ m?s a step, up to 10\.0% less than this row", flat)
     assert re.search(rf"pipeloom on 4 devices: {left} \S+ m?s a step, no less than this row", flat)
     assert re.search(rf"pipeloom on 8 devices: nothing that fits was found; {left}", flat)

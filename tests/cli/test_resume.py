@@ -393,7 +393,7 @@ def test_a_run_that_dies_before_its_first_step_leaves_the_one_before_it_as_it_wa
     done = train(finished, run.name, *LAYOUT, "--training.steps", "8", "--checkpoint.resume", str(run))
     assert done.returncode == 2
     assert "starting   2 processes" in done.stdout
-    assert f"No step was done; {run} is as it was." in done.stderr
+    assert f"No step was done, and nothing was written to {run}." in done.stderr
     assert contents(run) == before
     assert not (run / ".lock").exists()
 

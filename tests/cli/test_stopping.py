@@ -125,7 +125,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_the_printed_command_goes_on_t
     assert end_of(tmp_path / "run", state) == f"{ended}, with a checkpoint: interrupted by {number.name}"
     *_, first, safe, how = errors.splitlines()
     assert first == f"pipeloom train: interrupted by {number.name}"
-    assert safe.startswith(f"{step} of {STEPS} steps are safe, in {tmp_path}/run/checkpoints/step-00000{step}.")
+    assert safe.startswith(f"{step} of {STEPS} steps are saved, in {tmp_path}/run/checkpoints/step-00000{step}.")
     program, *printed = shlex.split(how.removeprefix("To resume: "))
     assert program == "pipeloom"
     on = Forked(tmp_path, printed)
@@ -138,13 +138,13 @@ def test_a_signal_in_the_last_step_leaves_the_last_checkpoint(tmp_path):
     status, _, errors = trained(tmp_path, partial(signals, signal.SIGTERM, (1, STEPS)))
     assert status == 75
     assert saved(tmp_path) == {STEPS: "end"}
-    assert f"{STEPS} of {STEPS} steps are safe" in errors
+    assert f"{STEPS} of {STEPS} steps are saved" in errors
 
 
 def test_a_signal_before_the_first_step_ends_at_once(tmp_path):
     status, _, errors = trained(tmp_path, partial(stands_still, Trainer, "_predict", signal.SIGTERM, os.getppid))
     assert status == 75
-    assert f"interrupted by SIGTERM\nNo step was done; {tmp_path}/run is as it was.\n" in errors
+    assert f"interrupted by SIGTERM\nNo step was done, and nothing was written to {tmp_path}/run.\n" in errors
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -157,7 +157,7 @@ def test_a_signal_after_the_last_step_ends_at_once_and_what_is_saved_stays(tmp_p
     status, _, errors = trained(tmp_path, partial(stands_still, owner, name, number, target))
     assert status == status_of(number)
     assert saved(tmp_path) == {STEPS: "end"}
-    assert f"interrupted by {number.name}\n{STEPS} of {STEPS} steps are safe" in errors
+    assert f"interrupted by {number.name}\n{STEPS} of {STEPS} steps are saved" in errors
 
 
 def test_a_run_ends_with_a_checkpoint_before_its_time_limit_and_goes_on(tmp_path, uninterrupted):
@@ -169,7 +169,7 @@ def test_a_run_ends_with_a_checkpoint_before_its_time_limit_and_goes_on(tmp_path
     status, _, errors = trained(tmp_path, partial(calls_in_step, slow), "--checkpoint.time-limit-s", "1000")
     assert status == 75, errors
     assert saved(tmp_path) == {3: "signal"}
-    assert "pipeloom train: the next step may exceed checkpoint.time_limit_s 1000\n3 of 6 steps are safe" in errors
+    assert "pipeloom train: the next step may exceed checkpoint.time_limit_s 1000\n3 of 6 steps are saved" in errors
     again = Forked(tmp_path, words(tmp_path, "--checkpoint.resume", str(tmp_path / "run")))
     assert again.end() == 0, again.stderr
     assert curve(tmp_path) == uninterrupted
@@ -241,7 +241,7 @@ def test_a_signal_to_one_rank_of_a_launcher_ends_all_of_them_in_order(tmp_path, 
     assert [rank.end() for rank in ranks] == [75, 75], [rank.stderr for rank in ranks]
     assert saved(tmp_path) == {3: "signal"}
     assert curve(tmp_path) == uninterrupted[:3]
-    assert f"pipeloom train: interrupted by SIGTERM\n3 of {STEPS} steps are safe" in ranks[0].stderr
+    assert f"pipeloom train: interrupted by SIGTERM\n3 of {STEPS} steps are saved" in ranks[0].stderr
     assert "To resume, with the same launcher: pipeloom train" in ranks[0].stderr
     assert "interrupted" not in ranks[1].stderr
 
@@ -292,7 +292,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error_that_says_what_is_
     assert status == 1
     assert saved(tmp_path) == {3: "steps"}
     assert "No space left on device" in errors
-    assert f"3 of {STEPS} steps are safe" in errors
+    assert f"3 of {STEPS} steps are saved" in errors
     assert "Traceback" not in errors
 
 

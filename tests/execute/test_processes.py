@@ -134,7 +134,7 @@ def test_a_wrong_shape_is_one_clear_message():
 
 def test_a_rank_that_waits_too_long_says_for_what():
     error = _failure(fall_asleep, timeout_s=2.0)
-    assert "waited 2 s in vain: rank 0 is at slot" in str(error)
+    assert "timed out after 2 s: rank 0 is at slot" in str(error)
     assert "waiting for 2RECV_F2 with rank 1" in str(error)
     assert not error.is_reason  # it is the one that it waits for
 

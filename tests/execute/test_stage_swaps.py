@@ -89,7 +89,7 @@ def test_a_stage_that_does_not_leave_is_named_with_the_setting():
     lane = Ahead([])
     stuck = SimpleNamespace(start=lambda job: (list(job), SimpleNamespace(wait=lambda _: False))[1])
     swaps = StageSwaps(store, lanes_of(stuck, lane), 5.0)
-    with pytest.raises(StallError, match=r"waited 5 s in vain for stage 0 to leave .*training.stall_timeout_s"):
+    with pytest.raises(StallError, match=r"timed out after 5 s, while stage 0 left .*training.stall_timeout_s"):
         run(swaps, schedule)
 
 

@@ -50,7 +50,7 @@ def test_a_million_devices_are_answered_within_the_time_limit(folder):
     assert not done.is_too_long
     assert done.returncode in (0, 1), done.stderr
     printed = " ".join(done.stdout.split())
-    assert "the time was up" in printed or "in that time" in printed
+    assert "the time limit was reached" in printed or "in that time" in printed
 
 
 def test_no_column_of_a_plan_is_missing_on_a_narrow_terminal(folder):
@@ -72,7 +72,7 @@ def test_a_line_break_in_a_name_begins_no_line_of_a_message(folder):
     done, _ = run_command("schedule", "no\npipeloom: all is well.txt", folder=folder)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-    (folder / "run.toml").write_text('[output]\nfolder = "a\\npipeloom train: all steps are safe"\n')
+    (folder / "run.toml").write_text('[output]\nfolder = "a\\npipeloom train: all steps are saved"\n')
     done, _ = run_command("train", "run.toml", folder=folder)
     assert done.returncode == 2
     assert "output.folder must be one line, found" in done.stderr

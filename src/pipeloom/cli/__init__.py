@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
@@ -12,6 +13,8 @@ from pipeloom.system.garbage import kept_imports
 from pipeloom.system.output import lasting_output
 from pipeloom.terminal.guard import guarded_streams
 
+_FIRST_ENDS_S = 5.0
+"""Longest time for which another rank of a launcher waits for the end of rank 0, which finds the same wrong."""
 GROUPS = {
     "train and check": {
         "train": "train a transformer with pipeline, data and tensor parallelism",
@@ -152,6 +155,9 @@ def _run(command: str, words: list[str]) -> int:
         if not isinstance(error, UserError) or os.environ.get(rank, "0") == "0":
             _complain(command, str(error), error)
             _mention_broken_plugins(command, str(error))
+        else:
+            # A launcher ends all ranks when the first one ends: that must be the one that prints the message.
+            time.sleep(_FIRST_ENDS_S)
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt as interrupt:
         if os.environ.get("RANK", "0") == "0":

@@ -139,8 +139,8 @@ def _question_lines(plan: Plan) -> Iterator[str]:
     question, counts = plan.question, plan.counts
     shape = question.shape
     yield (
-        f"{shape.name or 'model'}, {parameters(shape.parameters, shape.active_parameters)}, {question.global_batch:,} "
-        f"sequences of {question.seq:,} tokens a step, "
+        f"{shape.name or 'model'}, {parameters(shape.parameters, shape.active_parameters)}, "
+        f"{count(question.global_batch, 'sequence')} of {question.seq:,} tokens a step, "
         f"{dtype_words(question.precision, question.products, is_default=question.has_default_dtype)}; "
         f"{question.num_devices:,} x {_devices(question)} ({question.cluster.name}), trained by "
         f"{program_words(question)}"
@@ -168,7 +168,7 @@ def _question_lines(plan: Plan) -> Iterator[str]:
 
 def unsearched_words(plan: Plan) -> str:
     """Why the search was cut short, how many layouts were not searched, and the bound of their step times."""
-    why = "interrupted" if plan.stopped == "interrupt" else "the time was up"
+    why = "interrupted" if plan.stopped == "interrupt" else "the time limit was reached"
     if plan.open_bound_s is None:
         return f"{why} before all strategies were tried; the search without them was complete"
     least, number = f"at least {seconds(plan.open_bound_s)} a step", plan.counts.undecided
@@ -231,7 +231,7 @@ def _nothing(plan: Plan) -> Section:
         return Section(*words, is_bad=True)
     section = Section("nothing fits", closest_words(plan, near), is_bad=True)
     if not near.ways_out and plan.stopped is not None:
-        why = "interrupted" if plan.stopped == "interrupt" else "the time was up"
+        why = "interrupted" if plan.stopped == "interrupt" else "the time limit was reached"
         section.parts.append(f"{why} before more devices and shorter sequences were tried")
     elif not near.ways_out:
         section.parts.append(

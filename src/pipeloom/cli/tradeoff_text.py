@@ -132,7 +132,7 @@ def _notes(curves: Curves) -> Iterator[str]:
     if curves.unproved:
         tried = len(inputs.methods) * len(batches)
         yield (
-            f"of {tried} methods and batches the time was up for {len(curves.unproved)}; a larger --budget-s may find "
+            f"of {tried} methods and batches the time limit ended {len(curves.unproved)}; a larger --budget-s may find "
             "faster layouts"
         )
     for method in inputs.methods:

@@ -66,7 +66,7 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         names.SCHEDULE: "what each rank did, in order",
         f"{names.TIMELINE}.png, .svg": "the traced step as a picture, measured and predicted",
         names.TRACE: "the traced step for ui.perfetto.dev",
-        names.OTHER_TRACES: "the same of the other pipelines, which the report compares",
+        names.OTHER_TRACES: "the same of the other replicas and tensor ranks, which the report compares",
         names.PREDICTED_TRACE: "the same as predicted",
         TOKENIZER: "text to tokens and back, for the tokenizers library",
         TOKENIZER_CONFIG: "its end-of-text token and chat template, for transformers",
@@ -78,7 +78,7 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         names.REPORT: "all of it as one page; open it in a browser",
     }
     for name, what in described.items():
-        if "," in name or any(folder.glob(name)):  # some may be switched off
+        if any(folder.glob(name.split(",")[0])):  # some may be switched off
             print(hanging(f"  {name:<21} {what}", 24))
 
 

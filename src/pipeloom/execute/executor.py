@@ -197,7 +197,7 @@ class Executor:
             except StallError as error:  # in the middle of an action
                 raise StallError(f"{error}{everyone()}") from error
             if not under_way.wait(timeout_s):
-                raise StallError(f"waited {timeout_s:g} s in vain: {self.position()}{everyone()}")
+                raise StallError(f"timed out after {timeout_s:g} s: {self.position()}{everyone()}")
 
     def _begin(
         self, inputs: Sequence[Tensor], objective: Objective | None, documents: StepDocuments | None = None

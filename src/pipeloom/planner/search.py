@@ -39,7 +39,7 @@ class Counts:
         too_slow: pruned by the lower bound of their step time.
         simulated: layouts that were simulated.
         tried: layouts that were built with a strategy, in addition.
-        undecided: not searched when the time was up.
+        undecided: not searched when the time limit was reached.
         excluded: cause -> number of invalid combinations of axes.
         seconds: duration of the search.
     """
@@ -61,7 +61,7 @@ class SearchResult:
     Attributes:
         steps: the best layouts, the fastest first.
         counts: statistics of the search.
-        open_bound_s: lower bound of the step times of open layouts when the time was up; ``None`` if the search was
+        open_bound_s: lower bound of the step times of open layouts at the time limit; ``None`` if the search was
             complete.
         has_slower: whether layouts above the cutoff were left open.
     """

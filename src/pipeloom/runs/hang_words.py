@@ -11,6 +11,8 @@ from pipeloom.schedule import Action
 from pipeloom.system.files import read_text
 from pipeloom.terminal.words import seconds
 
+_BETWEEN = "between two actions"
+
 
 def place_of(it: Blocker, state: Hang) -> str:
     """Where something hangs, such as ``rank 2, slot 14 of 96 of training, 1B7 (backward)``."""
@@ -22,7 +24,7 @@ def place_of(it: Blocker, state: Hang) -> str:
         if not it.what:
             return f"{place}, behind the {count} actions of {it.row}"
         return f"{place}, slot {it.slot} of {count} of {it.row}, {it.what} ({Action.parse(it.what).kind.words})"
-    return f"{place}, {it.what}" if it.what else f"{place}, between two actions"
+    return f"{place}, {it.what}" if it.what else f"{place}, {_BETWEEN}"
 
 
 def sentences_of(it: Blocker, state: Hang) -> list[str]:
@@ -60,7 +62,10 @@ def state_of(rank: LoggedRank, state: Hang) -> str:
     if waits_for is not None:
         return f"waits for {waits_for}" if waits_for else "waits"
     own = [it for it in state.found if it.rank == rank.rank]
-    return f"at {place_of(own[0], state).partition(', ')[2]}" if own else "nothing noted"
+    if not own:
+        return "nothing noted"
+    place = place_of(own[0], state).split(", ", 1)[1]
+    return place if place == _BETWEEN else f"at {place}"
 
 
 def end_of(run: Path, state: Hang) -> str:

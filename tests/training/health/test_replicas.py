@@ -180,7 +180,7 @@ def test_two_ranks_that_differ_are_both_named(tmp_path, monkeypatch):
         return honest(module, x, *more, **named) * (1 + 2**-30 * (torch.distributed.get_rank() == 1))
 
     monkeypatch.setattr(Transformer, "forward", forward)
-    words = "rank 0 on .* or rank 1 on .* has other results of stage 0 .* no majority says which one is wrong"
+    words = "rank 0 on .* or rank 1 on .* has other results of stage 0 .* no majority shows which one is wrong"
     with pytest.raises(RunError, match=words):
         train(run_of(tmp_path, PIPELINE), quiet=True)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import PeerLostError, StallError
-from pipeloom.execute.processes.world import World
+from pipeloom.execute.processes.world import World, network_reason
 from pipeloom.model.tensor_parallel import TensorGroup
 from pipeloom.runs.action_log import NOTHING, ActionLog, Activity
 from pipeloom.schedule.lanes import DATA_PARALLEL_LANE
@@ -460,7 +460,7 @@ def _peer_errors(peers: Sequence[int]) -> Iterator[None]:
         yield
     except RuntimeError as error:
         one = f"process {peers[0]}" if len(peers) == 1 else f"one of processes {', '.join(map(str, peers))}"
-        # gloo has no type for a timeout; its messages begin with a file and a line in brackets.
+        # gloo has no type for a timeout.
         if "timed out" in str(error).lower():
-            raise StallError(f"{one} did not come in time: {str(error).rpartition('] ')[2]}") from error
-        raise PeerLostError(f"{one} closed the connection: {error}") from error
+            raise StallError(f"{one} did not come in time: {network_reason(error)}") from error
+        raise PeerLostError(f"{one} closed the connection: {network_reason(error)}") from error

@@ -24,7 +24,7 @@ from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, dec
 from pipeloom.execute.communication.coding import wire_spec
 from pipeloom.execute.communication.shared_memory import Listener, SharedReceiver, SharedSender, connect
 from pipeloom.execute.communication.under_way import UnderWay
-from pipeloom.execute.processes.world import peer_errors
+from pipeloom.execute.processes.world import network_reason, peer_errors
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import SEND_KINDS, TIED_SEND_KINDS
 from pipeloom.schedule.lanes import lane_of
@@ -263,7 +263,7 @@ class _Lane:
             # Tag 0 for all: a lane's transfers are matched by their order.
             work = self._post([tensor], self._process, 0)
         except RuntimeError as error:
-            raise PeerLostError(f"rank {self._peer} closed the connection: {error}") from error
+            raise PeerLostError(f"rank {self._peer} closed the connection: {network_reason(error)}") from error
         transfer = _LaneTransfer(self, work, tensor, asked_s)
         self._open.append(transfer)
         self._rounds.announce()
@@ -323,7 +323,7 @@ class _Lane:
         except RuntimeError as found:
             if deadline_s is not None and time.perf_counter() >= deadline_s:
                 return False
-            error = PeerLostError(f"rank {self._peer} closed the connection: {found}")
+            error = PeerLostError(f"rank {self._peer} closed the connection: {network_reason(found)}")
         self._open.popleft()
         transfer.finish(error, keep=self.is_receive)
         return True

@@ -48,5 +48,5 @@ def finish(pending: UnderWay, timeout_s: float) -> None:
         StallError: it took longer than ``timeout_s``.
     """
     if not pending.is_done() and not pending.wait(timeout_s):
-        raise StallError(f"waited {timeout_s:g} s in vain for another rank")
+        raise StallError(f"timed out after {timeout_s:g} s, waiting for another rank")
     pending.take()

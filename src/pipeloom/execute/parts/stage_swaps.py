@@ -134,7 +134,7 @@ class StageSwaps(Part):
         out = self._under_way[slot]
         if not out.wait(self._timeout_s):
             raise StallError(
-                f"waited {self._timeout_s:g} s in vain for stage {self._goes[slot].stage} to leave the device; where "
+                f"timed out after {self._timeout_s:g} s, while stage {self._goes[slot].stage} left the device; where "
                 "writing it takes longer, as in files on a slow disk, raise training.stall_timeout_s"
             )
         out.take()

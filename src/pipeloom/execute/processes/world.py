@@ -1,6 +1,7 @@
 """This process among those of a run: rank, device, store and the control group."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -116,7 +117,17 @@ def peer_errors(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PeerLostError(f"{what}: {error}") from error
+        raise PeerLostError(f"{what}: {network_reason(error)}") from error
+
+
+def network_reason(error: RuntimeError) -> str:
+    """What happened, from an error of ``torch.distributed``: without the library's file and line, and without advice.
+
+    Examples:
+        >>> network_reason(RuntimeError("[/w/gloo/pair.cc:5] Connection closed by peer. This is typically a crash."))
+        'Connection closed by peer.'
+    """
+    return re.sub(r"^\[\S+:\d+\] ", "", str(error)).split(" This is typically")[0]
 
 
 def _while(what: str) -> AbstractContextManager[None]:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pipeloom.errors import PeerLostError, PipeloomError
+from pipeloom.execute.processes.world import network_reason
 
 
 def _failure_of_ranks() -> Any:
@@ -26,4 +27,4 @@ def failures_as(what: str, kind: type[PipeloomError]) -> Iterator[None]:
         raise kind(f"{what}: {error}") from None
     # gloo raises a plain RuntimeError for a broken connection and for a timeout.
     except RuntimeError as error:
-        raise PeerLostError(f"{what}: a process exited, or did not answer in time: {error}") from error
+        raise PeerLostError(f"{what}: a process exited, or did not answer in time: {network_reason(error)}") from error

@@ -267,16 +267,16 @@ def safe_steps(config: RunConfig, folder: RunFolder) -> str:
     """Describe what a run that ended early has saved, and the command that resumes it."""
     run = folder.path
     if folder.is_starting:
-        return f"No step was done; {run} is as it was."
+        return f"No step was done, and nothing was written to {run}."
     checkpoints, begun = list_checkpoints(run), config.checkpoint.resume
     where = f"What the run wrote until then is in {run}."
     if not checkpoints and begun is None:
-        return f"No checkpoint was written, so no step is safe. {where}"
+        return f"No checkpoint was written, so no step is saved. {where}"
     words = ["pipeloom", "train", str(run / CONFIG)]
     if checkpoints:
         # The run folder instead of a checkpoint: a restart then chooses the newest undamaged one.
         words += ["--checkpoint.resume", str(run), "--output.folder", str(run)]
-        safe = f"{step_of(checkpoints[-1])} of {config.training.steps} steps are safe, in {checkpoints[-1]}."
+        safe = f"{step_of(checkpoints[-1])} of {config.training.steps} steps are saved, in {checkpoints[-1]}."
     else:
         safe = f"No checkpoint was written since {begun}, from which the run started."
     how = "To resume, with the same launcher:" if is_launched() else "To resume:"

@@ -162,7 +162,7 @@ class Health:
         names, rank = [self._names(one) for one in odd.groups], odd.groups[0][0]
         if odd.is_decided:
             return rank, f"{' and '.join(names)} has {what}"
-        return rank, f"{' or '.join(names)} has {what}; no majority says which one is wrong"
+        return rank, f"{' or '.join(names)} has {what}; no majority shows which one is wrong"
 
     def _names(self, ranks: Sequence[int]) -> str:
         hosts = dict.fromkeys(self._hosts[rank] for rank in ranks)
