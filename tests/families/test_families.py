@@ -188,7 +188,7 @@ def test_families_say_where_they_make_the_same_schedule_and_nowhere_else(pp, pla
             Choice(family=name, **sizes)
             for name, known in FAMILIES.items()
             if known.has_backward and not known.is_found and known.rule.__module__.startswith("pipeloom.")
-        ]  # not of plug-ins that are installed here; fmt: skip
+        ]  # without plug-ins that are installed here
         choices = [choice for choice in plain if not choice.problems()]
         names, rows = [choice.same_as for choice in choices], [_rows(choice) for choice in choices]
         for one, other in combinations(range(len(choices)), 2):
