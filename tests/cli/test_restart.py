@@ -1,8 +1,10 @@
 """A run whose processes fail goes on: from memory, from a checkpoint, or with fewer ranks; with the same results."""
 
+import json
 import re
 import signal
 from pathlib import Path
+from statistics import median_high
 
 import pytest
 from faults import LONG_S, STALL_S, Chaos, Fault, curve, differences, repeated, restarts
@@ -43,6 +45,9 @@ def test_a_run_with_faults_ends_as_a_quiet_one(tmp_path, quiet, kinds):
     assert differences(chaos, quiet) == []
     assert max(repeated(chaos.folder), default=0) <= 1
     assert restarts(chaos)
+    metrics = [json.loads(line) for line in (chaos.run / "metrics.jsonl").read_text().splitlines()]
+    measured_s = json.loads((chaos.run / "summary.json").read_text())["step_time_s"]
+    assert measured_s == median_high(line["step_time_s"] for line in metrics)  # of all processes
     assert {one.parent for one in kept_folders(chaos)} == {SHARED_MEMORY}
     assert not any(one.exists() for one in kept_folders(chaos))
 

@@ -47,7 +47,7 @@ from pipeloom.training.optimizers.optimizer import WholeUpdates, learning_rate, 
 from pipeloom.training.optimizers.updates_within import make_updates
 from pipeloom.training.pipeline import Pipeline
 from pipeloom.training.pretrained import origin_of
-from pipeloom.training.records.earlier import Measured, read_earlier
+from pipeloom.training.records.earlier import Measured, of_attempts, read_earlier
 from pipeloom.training.records.loggers import MetricLog
 from pipeloom.training.records.noted import Noted
 from pipeloom.training.records.progress import StepProgress
@@ -126,12 +126,12 @@ class Trainer:
             self._meter, self._profiles = StepMeter(config, world), StepProfiles(config, world, folder.path)
             self._sums: Sequence[float] = ()
             self._spikes, self._slow = Spikes(config.training), SlowRanks(config, world, folder)
-            self._measured, self._division = Measured(), Division(config, world)
+            self._measured = of_attempts(folder, config, self._done.step) if again.is_again else Measured()
             self._profile: Profile | None = None
             self._health = Health(config, world, self._pipeline, self._optimizer, self._done.step)
             self._problem: str | None = None
             self._back_to: int | None = None
-            self._first_sequence = self._done.sequences
+            self._division, self._first_sequence = Division(config, world), self._done.sequences
 
     def run(self) -> RunResult:
         """Train, validate, sample, and write the results.

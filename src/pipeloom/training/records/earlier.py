@@ -49,15 +49,12 @@ class Measured:
 
 def read_earlier(folder: RunFolder, config: RunConfig) -> Measured:
     """Read the measurements of an earlier process from the folder of a run that starts with all steps done."""
-    steps = config.training.known_steps
-    lines = [json.loads(line) for line in (folder.read(run_folder.METRICS) or "").splitlines()]
+    steps, lines = config.training.known_steps, _metrics(folder)
     found = Measured(next((line["loss"] for line in lines if line["step"] == steps), None))
     before = _config_before(folder)
     if before is None or _measuring(before) != _measuring(config):
         return found
-    resumed = before.checkpoint.resume
-    # Earlier lines are from the process that wrote the checkpoint, perhaps on another machine.
-    first = 0 if resumed is None else step_of(resumed)
+    first = _begun(before)
     if first is None:  # unknown first step: earlier lines may have other settings
         return found
     found.config = before
@@ -68,6 +65,26 @@ def read_earlier(folder: RunFolder, config: RunConfig) -> Measured:
     if found.trace is not None:
         found.traced_step = median_step(traced_candidates(before, first), times_s)
     return found
+
+
+def of_attempts(folder: RunFolder, config: RunConfig, done: int) -> Measured:
+    """Measurements of the processes before, where a run was started again: the seconds of its steps up to ``done``."""
+    first = _begun(config)
+    if first is None:
+        return Measured()
+    lines = (line for line in _metrics(folder) if first < line["step"] <= done)
+    return Measured(times_s=[float(line["step_time_s"]) for line in lines])
+
+
+def _metrics(folder: RunFolder) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder.read(run_folder.METRICS) or "").splitlines()]
+
+
+def _begun(config: RunConfig) -> int | None:
+    """Steps before a run, 0 without a checkpoint; ``None`` if the name of its checkpoint has no number."""
+    resumed = config.checkpoint.resume
+    # Earlier lines are from the process that wrote the checkpoint, perhaps on another machine.
+    return 0 if resumed is None else step_of(resumed)
 
 
 def _config_before(folder: RunFolder) -> RunConfig | None:
